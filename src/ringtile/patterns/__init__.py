@@ -1,0 +1,34 @@
+"""What may attend to what: immutable patterns that combine with ``&``, ``|`` and ``~``."""
+
+from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid, per_head
+from ringtile.patterns.blocks import Blocks, Elements
+from ringtile.patterns.dilated import BlockDilated, Dilated, Segments
+from ringtile.patterns.documents import Documents
+from ringtile.patterns.grammar import parse
+from ringtile.patterns.local import Causal, GlobalTokens, Strided, Window
+from ringtile.patterns.presets import bigbird, longformer, longnet_union, streaming
+from ringtile.patterns.random import RandomBlocks
+
+__all__ = [
+    "BlockDilated",
+    "Blocks",
+    "Causal",
+    "Cover",
+    "Dense",
+    "Dilated",
+    "Documents",
+    "Elements",
+    "GlobalTokens",
+    "Pattern",
+    "RandomBlocks",
+    "Segments",
+    "Strided",
+    "TileGrid",
+    "Window",
+    "bigbird",
+    "longformer",
+    "longnet_union",
+    "parse",
+    "per_head",
+    "streaming",
+]

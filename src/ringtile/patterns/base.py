@@ -1,0 +1,491 @@
+"""What may attend to what: the element rule, the algebra, and the two questions the layout asks.
+
+Everything is said in positions. Key ``b`` sits at position ``b``, query ``a`` at ``start + a``. A tile
+``t`` holds the positions ``[t * block, (t + 1) * block)``; tiles are cut in position space, so row tiles
+are numbered by position (they may be negative when there are more queries than keys) and rules use
+floor division.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.drawing import draw_rule
+
+LARGEST = 2**31 - 1
+"""The largest window, rate, length, ...: products of two stay inside int64."""
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """The tiles that ``n_queries`` queries from position ``start`` and ``n_keys`` keys touch."""
+
+    block: int
+    start: int
+    n_queries: int
+    n_keys: int
+
+    @property
+    def first_row(self) -> int:
+        """Number of the first row tile (in position space)."""
+        return self.start // self.block
+
+    @property
+    def n_rows(self) -> int:
+        """How many row tiles there are."""
+        if self.n_queries == 0:
+            return 0
+        return (self.start + self.n_queries - 1) // self.block - self.first_row + 1
+
+    @property
+    def n_cols(self) -> int:
+        """How many column tiles there are; the first is number 0."""
+        return -(-self.n_keys // self.block)
+
+
+class Cover(NamedTuple):
+    """Candidate tiles as intervals: row tile ``row[m]`` may touch column tiles ``lo[m] <= c < hi[m]``.
+
+    Three int64 vectors of equal length. Intervals may overlap or be empty and a row may occur many
+    times; together they contain every non-empty tile. They are already clipped to ``[0, n_cols)``.
+    """
+
+    row: Tensor
+    lo: Tensor
+    hi: Tensor
+
+    def size(self) -> int:
+        """Upper bound of the number of candidate tiles."""
+        return int((self.hi - self.lo).clamp(min=0).sum())
+
+
+class Pattern:
+    """An immutable, hashable description of the (query, key) pairs that attention keeps.
+
+    Subclasses are frozen dataclasses. They give the element rule `allowed`, the one source of truth, and
+    may give a `cover` and a `tile_class` so that an index is built without looking at every pair.
+    Patterns combine with ``&``, ``|`` and ``~``.
+    """
+
+    text: str | None
+    """The pattern in the words of the command line, or None where it has no text form."""
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether query position and key position form a kept pair: int64 in, bool of the broadcast shape out."""
+        raise NotImplementedError
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        """Candidate column tiles of each row tile in ``rows`` (int64), or None for all of them."""
+        return None
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        """Upper bound of ``cover(...).size()``, found in O(rows) and without enumerating anything."""
+        return len(rows) * grid.n_cols
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        """One interval ``[lo, hi)`` of column tiles per row tile (int64, clipped) that holds all it keeps."""
+        return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        """A number per tile (int64 vectors in and out): 0 empty, 1 full, else equal numbers mean equal bits.
+
+        Numbers are comparable within one call only.
+        """
+        return 2 + (row - grid.first_row) * grid.n_cols + col
+
+    def head_class(self, head: int) -> Hashable:
+        """Heads of equal class have the same rule."""
+        return None
+
+    @property
+    def n_heads(self) -> int | None:
+        """The number of heads the pattern is written for, or None for any."""
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of batch rows the pattern is written for, or None for any."""
+        return None
+
+    def batch_row(self, batch: int) -> Pattern:
+        """The pattern of one batch row."""
+        return self
+
+    def envelope(self) -> Pattern:
+        """The causal and document rules in force: what density is measured against."""
+        return Dense()
+
+    def validate(self, grid: TileGrid) -> None:
+        """Raise ValueError where the pattern cannot serve these lengths."""
+
+    @property
+    def free_rank(self) -> int | None:
+        """What `resized` sets: 0 a window or the like, 1 random blocks, 2 global tokens, None nothing."""
+        return None
+
+    def resized(self, size: int) -> Pattern | None:
+        """The same pattern with its free parameter set to ``size``, or None where it has none.
+
+        A larger size never keeps fewer pairs. A composition resizes the first of its sides of least `free_rank`.
+        Raises ValueError where the pattern does not allow the size.
+        """
+        return None
+
+    def draw(
+        self, n_queries: int, n_keys: int | None = None, *, head: int = 0, start: int | None = None, width: int = 64
+    ) -> str:
+        """Draw the kept pairs as text, at most ``width`` columns: ``█`` full, ``▒`` mixed, ``·`` empty.
+
+        A cell is a square of ``ceil(max(n_queries, n_keys) / width)`` tokens; ``start=None`` means
+        ``n_keys - n_queries``. Raises ValueError above 4096 tokens.
+
+        >>> print((~Dense() | Dense()).draw(2, 4))
+        ████
+        ████
+        """
+        n_keys = n_queries if n_keys is None else n_keys
+        start = n_keys - n_queries if start is None else start
+        if self.n_heads is not None and not 0 <= head < self.n_heads:
+            raise ValueError(f"draw expects 0 <= head < {self.n_heads} for this pattern, got {head=}")
+        if self.batch_size is not None:
+            raise ValueError(f"draw expects one batch row, batch_row(b).draw(...), got {self.batch_size=}")
+        self.validate(TileGrid(block=1, start=start, n_queries=n_queries, n_keys=n_keys))
+        head_number = torch.tensor(head)
+        return draw_rule(
+            lambda query, key: self.allowed(head_number, query, key), n_queries, n_keys, start=start, width=width
+        )
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return And(self, other) if isinstance(other, Pattern) else NotImplemented
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return Or(self, other) if isinstance(other, Pattern) else NotImplemented
+
+    def __invert__(self) -> Pattern:
+        return Not(self)
+
+    def __repr__(self) -> str:
+        return self.text if self.text is not None else f"<{type(self).__name__} without a text form>"
+
+    def _set_text(self, text: str | None) -> None:
+        object.__setattr__(self, "text", text)
+
+
+def interval_cover(rows: Tensor, lo: Tensor | int, hi: Tensor | int, grid: TileGrid) -> Cover:
+    """One interval of column tiles ``[lo, hi)`` per row, clipped to the grid."""
+    zero = torch.zeros_like(rows)
+    return Cover(rows, (zero + lo).clamp(0, grid.n_cols), (zero + hi).clamp(0, grid.n_cols))
+
+
+def whole(owner: str, name: str, value: int, least: int = 0, most: int = LARGEST) -> int:
+    """``value`` as an int within ``[least, most]``, else a ValueError that names the argument."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise ValueError(f"{owner} expects a whole number {least} <= {name} <= {most}, got {name}={value!r}")
+    return number
+
+
+def wholes(owner: str, name: str, values: Sequence[int], least: int = 0) -> tuple[int, ...]:
+    """``values`` as a non-empty tuple of ints of at least ``least``, else a ValueError that names the argument."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
+        raise ValueError(f"{owner} expects {name} to be a non-empty sequence of whole numbers, got {name}={values!r}")
+    return tuple(whole(owner, name, value, least) for value in values)
+
+
+def full_shape(kept: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Expand what a rule that does not look at the head returns to the broadcast shape."""
+    return kept.expand(torch.broadcast_shapes(head.shape, query.shape, key.shape))
+
+
+@dataclass(frozen=True, repr=False)
+class Dense(Pattern):
+    """Every query attends to every key.
+
+    >>> Dense()
+    dense
+    """
+
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._set_text("dense")
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return full_shape(torch.ones((), dtype=torch.bool, device=query.device), head, query, key)
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        return torch.ones_like(row)
+
+
+def _renumber(numbers: Tensor) -> tuple[Tensor, int]:
+    """Number the distinct values 0, 1, ... in ascending order, and say how many there are."""
+    if numbers.numel() == 0:
+        return numbers, 0
+    low, high = int(numbers.min()), int(numbers.max())
+    if high - low > 4 * numbers.numel() + 1024:
+        distinct, inverse = torch.unique(numbers, return_inverse=True)
+        return inverse, len(distinct)
+    # Small numbers, the usual case: a table of those present is many times faster than a sort.
+    present = torch.zeros(high - low + 1, dtype=torch.int64, device=numbers.device)
+    present[numbers - low] = 1
+    return (present.cumsum(0) - 1)[numbers - low], int(present.sum())
+
+
+def number_pairs(first: Tensor, second: Tensor) -> Tensor:
+    """Number the distinct pairs of two int64 vectors, from 2 on."""
+    numbers, count = _renumber(second)
+    return _renumber(_renumber(first)[0] * count + numbers)[0] + 2
+
+
+@dataclass(frozen=True, repr=False)
+class _Pair(Pattern):
+    """What `And` and `Or` share: both sides must serve the same heads and batch rows."""
+
+    first: Pattern
+    second: Pattern
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "batch_size"):
+            sizes = (getattr(self.first, name), getattr(self.second, name))
+            if None not in sizes and sizes[0] != sizes[1]:
+                raise ValueError(f"both sides of a composition need the same {name}, got {sizes[0]} and {sizes[1]}")
+
+    def head_class(self, head: int) -> Hashable:
+        return (self.first.head_class(head), self.second.head_class(head))
+
+    @property
+    def n_heads(self) -> int | None:
+        return self.first.n_heads if self.first.n_heads is not None else self.second.n_heads
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.first.batch_size if self.first.batch_size is not None else self.second.batch_size
+
+    def batch_row(self, batch: int) -> Pattern:
+        return type(self)(self.first.batch_row(batch), self.second.batch_row(batch))
+
+    def validate(self, grid: TileGrid) -> None:
+        self.first.validate(grid)
+        self.second.validate(grid)
+
+    @property
+    def free_rank(self) -> int | None:
+        return min((rank for rank in (self.first.free_rank, self.second.free_rank) if rank is not None), default=None)
+
+    def resized(self, size: int) -> Pattern | None:
+        if self.free_rank is None:
+            return None
+        if self.first.free_rank == self.free_rank:
+            return type(self)(self.first.resized(size) or self.first, self.second)
+        return type(self)(self.first, self.second.resized(size) or self.second)
+
+
+def _joined(sign: str, first: Pattern, second: Pattern) -> str | None:
+    """The text of a composition; the right operand is bracketed so that the tree survives a round trip."""
+    if first.text is None or second.text is None:
+        return None
+    left = f"({first.text})" if sign == "&" and isinstance(first, Or) else first.text
+    binds_tighter = sign == "|" and isinstance(second, And)
+    right = f"({second.text})" if isinstance(second, _Pair) and not binds_tighter else second.text
+    return f"{left} {sign} {right}"
+
+
+@dataclass(frozen=True, repr=False)
+class And(_Pair):
+    """The pairs that both patterns keep; written ``a & b``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set_text(_joined("&", self.first, self.second))
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.first.allowed(head, query, key) & self.second.allowed(head, query, key)
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        sides = (self.first, self.second)
+        small, other = sorted(sides, key=lambda side: side.cover_size(head, rows, grid))
+        cover = small.cover(head, rows, grid)
+        if cover is None:
+            return None
+        lo, hi = other.span(head, cover.row, grid)
+        return Cover(cover.row, torch.maximum(cover.lo, lo), torch.minimum(cover.hi, hi))
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return min(self.first.cover_size(head, rows, grid), self.second.cover_size(head, rows, grid))
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        a, b = self.first.span(head, rows, grid), self.second.span(head, rows, grid)
+        return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        a, b = self.first.tile_class(head, row, col, grid), self.second.tile_class(head, row, col, grid)
+        both = number_pairs(a, b)
+        both[(a == 1) & (b == 1)] = 1
+        both[(a == 0) | (b == 0)] = 0
+        return both
+
+    def envelope(self) -> Pattern:
+        a, b = self.first.envelope(), self.second.envelope()
+        if isinstance(a, Dense) or a == b:
+            return b
+        return a if isinstance(b, Dense) else And(a, b)
+
+
+@dataclass(frozen=True, repr=False)
+class Or(_Pair):
+    """The pairs that either pattern keeps; written ``a | b``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set_text(_joined("|", self.first, self.second))
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.first.allowed(head, query, key) | self.second.allowed(head, query, key)
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        a, b = self.first.cover(head, rows, grid), self.second.cover(head, rows, grid)
+        if a is None or b is None:
+            return None
+        return Cover(*(torch.cat(parts) for parts in zip(a, b, strict=True)))
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return self.first.cover_size(head, rows, grid) + self.second.cover_size(head, rows, grid)
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        a, b = self.first.span(head, rows, grid), self.second.span(head, rows, grid)
+        return torch.minimum(a[0], b[0]), torch.maximum(a[1], b[1])
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        a, b = self.first.tile_class(head, row, col, grid), self.second.tile_class(head, row, col, grid)
+        either = number_pairs(a, b)
+        either[(a == 0) & (b == 0)] = 0
+        either[(a == 1) | (b == 1)] = 1
+        return either
+
+    def envelope(self) -> Pattern:
+        a, b = self.first.envelope(), self.second.envelope()
+        return a if a == b else Dense()
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Pattern):
+    """The pairs that a pattern does not keep; written ``~a``."""
+
+    inner: Pattern
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        inner = self.inner.text
+        brackets = isinstance(self.inner, _Pair)
+        self._set_text(None if inner is None else f"~({inner})" if brackets else f"~{inner}")
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ~self.inner.allowed(head, query, key)
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        inner = self.inner.tile_class(head, row, col, grid)
+        return torch.where(inner <= 1, 1 - inner, inner)
+
+    def head_class(self, head: int) -> Hashable:
+        return self.inner.head_class(head)
+
+    @property
+    def n_heads(self) -> int | None:
+        return self.inner.n_heads
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.inner.batch_size
+
+    def batch_row(self, batch: int) -> Pattern:
+        return Not(self.inner.batch_row(batch))
+
+    def validate(self, grid: TileGrid) -> None:
+        self.inner.validate(grid)
+
+
+@dataclass(frozen=True, repr=False)
+class PerHead(Pattern):
+    """A pattern for each head; written ``per_head([a, b, ...])``."""
+
+    patterns: tuple[Pattern, ...]
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.patterns or not all(isinstance(p, Pattern) for p in self.patterns):
+            raise ValueError(f"per_head expects a non-empty sequence of patterns, got {self.patterns!r}")
+        if any(p.n_heads is not None for p in self.patterns):
+            raise ValueError("per_head expects patterns for any head, got one that is itself written per head")
+        if len({p.batch_size for p in self.patterns} - {None}) > 1:
+            raise ValueError(f"per_head expects one batch_size, got {[p.batch_size for p in self.patterns]}")
+        texts = [p.text for p in self.patterns]
+        self._set_text(None if None in texts else f"per_head([{', '.join(map(str, texts))}])")
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(head.shape, query.shape, key.shape)
+        kept = torch.zeros(shape, dtype=torch.bool, device=query.device)
+        for number, pattern in enumerate(self.patterns):
+            kept |= (head == number) & pattern.allowed(head, query, key)
+        return kept
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        return self.patterns[head].cover(head, rows, grid)
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return self.patterns[head].cover_size(head, rows, grid)
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        return self.patterns[head].span(head, rows, grid)
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        return self.patterns[head].tile_class(head, row, col, grid)
+
+    def head_class(self, head: int) -> Hashable:
+        return (self.patterns[head], self.patterns[head].head_class(head))
+
+    @property
+    def n_heads(self) -> int | None:
+        return len(self.patterns)
+
+    @property
+    def batch_size(self) -> int | None:
+        sizes = [p.batch_size for p in self.patterns if p.batch_size is not None]
+        return sizes[0] if sizes else None
+
+    def batch_row(self, batch: int) -> Pattern:
+        return PerHead(tuple(p.batch_row(batch) for p in self.patterns))
+
+    def envelope(self) -> Pattern:
+        envelopes = {p.envelope() for p in self.patterns}
+        return envelopes.pop() if len(envelopes) == 1 else Dense()
+
+    @property
+    def free_rank(self) -> int | None:
+        return min((p.free_rank for p in self.patterns if p.free_rank is not None), default=None)
+
+    def resized(self, size: int) -> Pattern | None:
+        """Every head that has a free parameter gets the size."""
+        return None if self.free_rank is None else PerHead(tuple(p.resized(size) or p for p in self.patterns))
+
+    def validate(self, grid: TileGrid) -> None:
+        for pattern in self.patterns:
+            pattern.validate(grid)
+
+
+def per_head(patterns: Sequence[Pattern]) -> Pattern:
+    """Give each head its own pattern.
+
+    >>> per_head([Dense(), ~Dense()])
+    per_head([dense, ~dense])
+    """
+    return PerHead(tuple(patterns))

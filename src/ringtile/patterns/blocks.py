@@ -1,0 +1,249 @@
+"""Patterns that keep whole blocks, and any rule at all."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import Cover, Pattern, TileGrid, interval_cover, number_pairs, whole
+from ringtile.patterns.content import Content
+
+LARGEST_BLOCK = 2**20
+_MOST_PAIRS = 64
+"""Tiles that meet more pairs of blocks are told apart by their bits: deciding the pairs first would cost as much."""
+
+
+class BlockPattern(Pattern):
+    """A pattern that keeps or drops whole blocks of ``unit`` by ``unit`` tokens."""
+
+    @property
+    @abstractmethod
+    def unit(self) -> int:
+        """Tokens per block."""
+
+    @abstractmethod
+    def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        """Whether the pair of block numbers is kept: int64 tensors in, bool out, broadcast."""
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(head.shape, query.shape, key.shape)
+        parts = [head.to(query.device), query // self.unit, key // self.unit]
+        distinct, inverse = zip(*(torch.unique(part, return_inverse=True) for part in parts), strict=True)
+        heads, rows, cols = distinct
+        if len(heads) * len(rows) * len(cols) > shape.numel():
+            return self.kept(*parts).expand(shape)
+        # Positions share blocks: decide each pair of blocks once.
+        table = self.kept(heads[:, None, None], rows[:, None], cols).expand(len(heads), len(rows), len(cols))
+        return table[inverse]
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        per_tile = most_met(grid.block, self.unit)
+        if per_tile**2 > _MOST_PAIRS:
+            return super().tile_class(head, row, col, grid)
+        number = torch.tensor(head, device=row.device)
+        (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
+        # Where in the tile the block changes, of no account where it does not; then what is kept of each pair.
+        row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
+        col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
+        code = number_pairs(row_phase, col_phase)
+        some, every = torch.zeros_like(row, dtype=torch.bool), torch.ones_like(row, dtype=torch.bool)
+        for down, right in product(range(per_tile), repeat=2):
+            a, b = row_first + down, col_first + right
+            met = (a <= row_last) & (b <= col_last)
+            kept = self.kept(number, a, b) & met
+            some |= kept
+            every &= kept | ~met
+            if per_tile > 1:
+                code = number_pairs(code, kept.long())
+        return torch.where(every, 1, torch.where(some, code, 0))
+
+    def _ends(self, tile: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        """Numbers of the first and the last block of the pattern in a tile."""
+        return tile * grid.block // self.unit, (tile * grid.block + grid.block - 1) // self.unit
+
+    def _tiles(self, row: Tensor, col: Tensor, rows: Tensor, grid: TileGrid) -> Cover:
+        """The tiles among the row tiles ``rows`` that the given blocks touch."""
+        lo = col * self.unit // grid.block
+        hi = ((col + 1) * self.unit - 1) // grid.block + 1
+        first, last = row * self.unit // grid.block, ((row + 1) * self.unit - 1) // grid.block
+        step = torch.arange(most_met(self.unit, grid.block), device=rows.device).unsqueeze(1)
+        tile = first + step
+        touched = (tile <= last) & torch.isin(tile, rows)
+        return interval_cover(tile[touched], lo.expand_as(tile)[touched], hi.expand_as(tile)[touched], grid)
+
+
+def most_met(length: int, unit: int) -> int:
+    """The most multiples-of-``unit`` intervals that an interval of ``length`` starting at a multiple of it meets."""
+    if length % unit == 0 or unit % length == 0:
+        return max(length // unit, 1)
+    return (length + unit - 2) // unit + 1
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class Blocks(BlockPattern):
+    """Keep the blocks marked in a bool matrix ``[R, C]`` or ``[H, R, C]``, or listed as CSR.
+
+    Row r holds the query *positions* ``[r * block, (r + 1) * block)`` and column c the keys likewise, so a
+    matrix for ``n_keys`` keys has ``ceil(n_keys / block)`` columns. ``row_ptr`` is ``[R + 1]`` and ``col``
+    ``[row_ptr[-1]]``, both of an integer dtype. The tensors are copied; equal contents make equal patterns. It has
+    no text form. Raises ValueError on wrong shapes, dtypes or CSR contents.
+
+    >>> print(Blocks(torch.eye(2, dtype=torch.bool), block=2).draw(4))
+    ██··
+    ██··
+    ··██
+    ··██
+    """
+
+    codes: Content
+    """Kept blocks as ascending int64 numbers ``(head * R + row) * C + col``."""
+    shape: tuple[int, int, int | None]
+    """Rows, columns (an upper bound when listed as CSR), heads or None."""
+    block: int
+    given_columns: bool
+    text: str | None = field(init=False, compare=False)
+
+    def __init__(
+        self,
+        matrix: Tensor | None = None,
+        *,
+        row_ptr: Tensor | None = None,
+        col: Tensor | None = None,
+        block: int = 128,
+    ) -> None:
+        if matrix is not None and row_ptr is None and col is None:
+            codes, shape = _from_matrix(matrix)
+        elif matrix is None and row_ptr is not None and col is not None:
+            codes, shape = _from_csr(row_ptr, col)
+        else:
+            raise ValueError("blocks expects either a matrix or both row_ptr and col")
+        object.__setattr__(self, "codes", Content(codes))
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "block", whole("blocks", "block", block, 1, LARGEST_BLOCK))
+        object.__setattr__(self, "given_columns", matrix is not None)
+        self._set_text(None)
+
+    @property
+    def unit(self) -> int:
+        return self.block
+
+    def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        n_rows, n_cols, heads = self.shape
+        codes = self.codes.tensor.to(row.device)
+        inside = (row >= 0) & (row < n_rows) & (col >= 0) & (col < n_cols)
+        if heads is not None:
+            row = row + head * n_rows
+        code = torch.where(inside, row * n_cols + col, -1)
+        if len(codes) == 0:
+            return torch.zeros_like(inside)
+        return codes[torch.searchsorted(codes, code).clamp(max=len(codes) - 1)] == code
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        codes, n_cols = self._of_head(head).to(rows.device), self.shape[1]
+        return self._tiles(codes // n_cols, codes % n_cols, rows, grid)
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return len(self._of_head(head)) * most_met(self.block, grid.block) ** 2
+
+    def _of_head(self, head: int) -> Tensor:
+        """The numbers ``row * C + col`` of the blocks that a head keeps."""
+        n_rows, n_cols, heads = self.shape
+        codes = self.codes.tensor
+        if heads is None:
+            return codes
+        size = n_rows * n_cols
+        first, last = torch.searchsorted(codes, torch.tensor([head, head + 1], device=codes.device) * size).tolist()
+        return codes[first:last] - head * size
+
+    def head_class(self, head: int) -> Hashable:
+        return None if self.shape[2] is None else head
+
+    @property
+    def n_heads(self) -> int | None:
+        return self.shape[2]
+
+    def validate(self, grid: TileGrid) -> None:
+        n_rows, n_cols, _ = self.shape
+        cols = -(-grid.n_keys // self.block)
+        if n_cols != cols if self.given_columns else n_cols > cols:
+            raise ValueError(
+                f"blocks of {self.block} tokens expects {cols} columns for n_keys={grid.n_keys}, got {n_cols}"
+            )
+        if grid.start < 0 or grid.start + grid.n_queries > n_rows * self.block:
+            raise ValueError(
+                f"blocks expects query positions in [0, {n_rows * self.block}), {n_rows} rows of {self.block}, "
+                f"got start={grid.start}, n_queries={grid.n_queries}"
+            )
+
+
+def _from_matrix(matrix: Tensor) -> tuple[Tensor, tuple[int, int, int | None]]:
+    if matrix.dtype != torch.bool or matrix.dim() not in (2, 3) or matrix.numel() == 0:
+        raise ValueError(
+            f"blocks expects a non-empty bool matrix [R, C] or [H, R, C], got {matrix.dtype=}, {matrix.shape=}"
+        )
+    n_rows, n_cols = matrix.shape[-2:]
+    heads = matrix.shape[0] if matrix.dim() == 3 else None
+    return matrix.flatten().nonzero().squeeze(1), (n_rows, n_cols, heads)
+
+
+def _from_csr(row_ptr: Tensor, col: Tensor) -> tuple[Tensor, tuple[int, int, int | None]]:
+    for name, tensor, least in (("row_ptr", row_ptr, 2), ("col", col, 0)):
+        if tensor.dim() != 1 or len(tensor) < least or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+            raise ValueError(
+                f"blocks expects {name} to be an integer vector of at least {least} entries, "
+                f"got {name}.dtype={tensor.dtype}, {name}.shape={tuple(tensor.shape)}"
+            )
+    pointers, columns = row_ptr.long(), col.to(row_ptr.device).long()
+    counts = pointers.diff()
+    if int(pointers[0]) != 0 or int(counts.min()) < 0 or int(pointers[-1]) != len(columns):
+        raise ValueError(
+            f"blocks expects row_ptr to rise from 0 to len(col) = {len(columns)}, "
+            f"got row_ptr[0]={int(pointers[0])}, row_ptr[-1]={int(pointers[-1])}, least step {int(counts.min())}"
+        )
+    if len(columns) and int(columns.min()) < 0:
+        raise ValueError(f"blocks expects col >= 0, got col.min()={int(columns.min())}")
+    n_cols = int(columns.max()) + 1 if len(columns) else 1
+    row = torch.repeat_interleave(torch.arange(len(counts), device=columns.device), counts)
+    return torch.unique(row * n_cols + columns), (len(counts), n_cols, None)
+
+
+@dataclass(frozen=True, repr=False)
+class Elements(Pattern):
+    """Keep what any function ``fn(head, query, key) -> bool`` of three int64 tensors that broadcast keeps.
+
+    The slow path: nothing is known of the function, so an index is built by looking at every pair of every head,
+    which is quadratic in the length; combine it with a small pattern (``Window(512) & Elements(fn)``) and only the
+    pairs of that pattern are looked at. Positions up to one block outside the lengths are asked about too, so a
+    function that looks positions up clamps them. Two are equal where their functions are the same object. It has no
+    text form. Raises ValueError where ``fn`` is not callable or does not return bool of the broadcast shape.
+
+    >>> print(Elements(lambda head, query, key: (query + key) % 2 == 0).draw(2))
+    █·
+    ·█
+    """
+
+    fn: Callable[[Tensor, Tensor, Tensor], Tensor]
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ValueError(f"elements expects fn to be callable, got fn={self.fn!r}")
+        self._set_text(None)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        kept = self.fn(head, query, key)
+        shape = torch.broadcast_shapes(head.shape, query.shape, key.shape)
+        if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
+            raise ValueError(f"elements expects fn to return a bool tensor, got {getattr(kept, 'dtype', type(kept))}")
+        try:
+            return kept.expand(shape)
+        except RuntimeError as error:
+            raise ValueError(f"elements expects fn to return shape {tuple(shape)}, got {tuple(kept.shape)}") from error
+
+    def head_class(self, head: int) -> Hashable:
+        return head

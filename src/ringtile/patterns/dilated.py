@@ -1,0 +1,187 @@
+"""Dilated patterns: multiples of a rate, of tokens, of blocks, or inside segments."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import Cover, Pattern, TileGrid, interval_cover, number_pairs, whole, wholes
+from ringtile.patterns.offsets import ANY, OffsetPattern, Term, periodic_classes
+
+LARGEST_BLOCK = 2**20
+
+
+@dataclass(frozen=True, repr=False)
+class Dilated(OffsetPattern):
+    """Keep (i, j) iff for some rate r, ``i - j`` is a multiple of r and ``|i - j| <= window * r`` (tokens).
+
+    Raises ValueError where a rate is not positive or the window is negative.
+
+    >>> print(Dilated([2], 1).draw(5))
+    █·█··
+    ·█·█·
+    █·█·█
+    ·█·█·
+    ··█·█
+    """
+
+    rates: Sequence[int]
+    window: int
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", wholes("dilated", "rates", self.rates, 1))
+        object.__setattr__(self, "window", whole("dilated", "window", self.window))
+        self._set_text(f"dilated({list(self.rates)}, {self.window})")
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return _reaches(self.rates, self.window)
+
+    @property
+    def free_rank(self) -> int | None:
+        return 0
+
+    def resized(self, size: int) -> Pattern | None:
+        return replace(self, window=size)
+
+
+@dataclass(frozen=True, repr=False)
+class BlockDilated(OffsetPattern):
+    """The rule of `Dilated` on block numbers ``i // block`` and ``j // block``: whole blocks are kept.
+
+    Raises ValueError where a rate or the block is not positive or the reach is negative.
+
+    >>> print(BlockDilated([2], 1, block=2).draw(8))
+    ██··██··
+    ██··██··
+    ··██··██
+    ··██··██
+    ██··██··
+    ██··██··
+    ··██··██
+    ··██··██
+    """
+
+    rates: Sequence[int]
+    reach: int
+    block: int = 128
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", wholes("block_dilated", "rates", self.rates, 1))
+        object.__setattr__(self, "reach", whole("block_dilated", "reach", self.reach))
+        object.__setattr__(self, "block", whole("block_dilated", "block", self.block, 1, LARGEST_BLOCK))
+        block = "" if self.block == 128 else f", block={self.block}"
+        self._set_text(f"block_dilated({list(self.rates)}, {self.reach}{block})")
+
+    @property
+    def unit(self) -> int:
+        return self.block
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return _reaches(self.rates, self.reach)
+
+    @property
+    def free_rank(self) -> int | None:
+        return 0
+
+    def resized(self, size: int) -> Pattern | None:
+        return replace(self, reach=size)
+
+
+def _reaches(rates: Sequence[int], window: int) -> tuple[Term, ...]:
+    return tuple(Term(rate, min(window * rate, ANY), min(window * rate, ANY)) for rate in rates)
+
+
+@dataclass(frozen=True, repr=False)
+class Segments(Pattern):
+    """One branch of LongNet: inside segments of ``length`` tokens, every ``dilation``-th token attends to its like.
+
+    With positions counted inside the segment, (i, j) is kept iff both lie in one segment and both are
+    ``(shift + head) mod dilation`` modulo ``dilation``, so heads look at different tokens (Ding et al. 2023,
+    LongNet, arXiv:2307.02486). Raises ValueError where length or dilation is not positive or shift is negative.
+
+    >>> print(Segments(4, 2).draw(8))
+    █·█·····
+    ········
+    █·█·····
+    ········
+    ····█·█·
+    ········
+    ····█·█·
+    ········
+    """
+
+    length: int
+    dilation: int = 1
+    shift: int = 0
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", whole("segments", "length", self.length, 1))
+        object.__setattr__(self, "dilation", whole("segments", "dilation", self.dilation, 1))
+        object.__setattr__(self, "shift", whole("segments", "shift", self.shift))
+        dilation = f", {self.dilation}" if self.dilation > 1 or self.shift else ""
+        shift = f", {self.shift}" if self.shift else ""
+        self._set_text(f"segments({self.length}{dilation}{shift})")
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        phase = (self.shift + head) % self.dilation
+        chosen_query = query % self.length % self.dilation == phase
+        chosen_key = key % self.length % self.dilation == phase
+        return (query // self.length == key // self.length) & chosen_query & chosen_key
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        first = rows * grid.block // self.length
+        last = (rows * grid.block + grid.block - 1) // self.length
+        return interval_cover(
+            rows, first * self.length // grid.block, ((last + 1) * self.length - 1) // grid.block + 1, grid
+        )[1:]
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        return Cover(rows, *self.span(head, rows, grid))
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return Cover(rows, *self.span(head, rows, grid)).size()
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        period = self.length // gcd(self.length, grid.block)
+        return periodic_classes(row, col, period, lambda row, col: self._classes(head, row, col, grid.block))
+
+    def _classes(self, head: int, row: Tensor, col: Tensor, block: int) -> Tensor:
+        phase = (self.shift + head) % self.dilation
+        firsts = [tile * block // self.length for tile in (row, col)]
+        lasts = [(tile * block + block - 1) // self.length for tile in (row, col)]
+        common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
+        # With one segment in common the first and the last chosen token on either side are the class.
+        code = torch.zeros_like(row)
+        empty, full = last_common < common, torch.full_like(row, self.dilation == 1, dtype=torch.bool)
+        for tile in (row, col):
+            begin = common * self.length - tile * block
+            inside = begin.clamp(0, block)
+            first = inside + (begin + phase - inside) % self.dilation
+            most = (begin + self.length).clamp(0, block) - 1
+            last = first + (most - first) // self.dilation * self.dilation
+            empty |= (last < first) & (last_common == common)
+            full &= (first == 0) & (last == block - 1)
+            code = (code * (block + 1) + first) * (block + 1) + last
+        begins = [tile * block - first * self.length for tile, first in zip((row, col), firsts, strict=True)]
+        several = number_pairs(number_pairs(*begins), firsts[0] - firsts[1])
+        code = 2 + torch.where(last_common > common, (block + 1) ** 4 + several, code)
+        return torch.where(empty, 0, torch.where(full & (last_common == common), 1, code))
+
+    def head_class(self, head: int) -> Hashable:
+        return (self.shift + head) % self.dilation
+
+    @property
+    def free_rank(self) -> int | None:
+        return 0
+
+    def resized(self, size: int) -> Pattern | None:
+        return replace(self, length=size)

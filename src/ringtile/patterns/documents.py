@@ -1,0 +1,176 @@
+"""Packed documents: attention stays inside each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, wholes
+from ringtile.patterns.content import Content
+
+_FAR = 2**40
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class Documents(Pattern):
+    """A query attends to the keys of its own document.
+
+    Given as ``lengths`` (tokens per document, the form that has a text), as ``cu_seqlens`` ``[D + 1]`` (integer,
+    rising from 0 to the number of tokens, as flash-attention) or as ``ids`` ``[N]`` or ``[B, N]`` (integer), where
+    each document is one contiguous run; ``[B, N]`` is a pattern for B batch rows. Tensors are copied and stay on
+    their device; equal documents make equal patterns. Raises ValueError on negative lengths, other shapes or
+    dtypes, and on an id that appears again after its run has ended.
+
+    >>> print(Documents([1, 2]).draw(3))
+    █··
+    ·██
+    ·██
+    """
+
+    bounds: Content
+    """``[B or 1, D + 1]`` int64: where documents begin, and the number of tokens (repeated at the end as padding)."""
+    batched: bool
+    text: str | None = field(init=False, compare=False)
+
+    def __init__(
+        self, lengths: Sequence[int] | None = None, *, cu_seqlens: Tensor | None = None, ids: Tensor | None = None
+    ) -> None:
+        if (lengths is not None) + (cu_seqlens is not None) + (ids is not None) != 1:
+            raise ValueError("documents expects exactly one of lengths, cu_seqlens and ids")
+        text = None
+        if lengths is not None:
+            lengths = wholes("documents", "lengths", lengths)
+            text = f"documents({list(lengths)})"
+            bounds = torch.tensor((0, *lengths)).cumsum(0).unsqueeze(0)
+        elif cu_seqlens is not None:
+            bounds = _checked_bounds(cu_seqlens).unsqueeze(0)
+        else:
+            assert ids is not None
+            bounds = _bounds_of_ids(ids)
+        self._fill(bounds, batched=ids is not None and ids.dim() == 2, text=text)
+
+    def _fill(self, bounds: Tensor, *, batched: bool, text: str | None = None) -> None:
+        if not batched:
+            # Empty documents keep nothing: without them equal rules are equal patterns.
+            bounds = torch.unique_consecutive(bounds[0]).unsqueeze(0)
+        if bounds.shape[1] < 2:
+            raise ValueError("documents expects at least one token, got none")
+        object.__setattr__(self, "bounds", Content(bounds))
+        object.__setattr__(self, "batched", batched)
+        self._set_text(text)
+
+    def _starts(self, like: Tensor) -> Tensor:
+        """Where documents begin, then the number of tokens, on the device of ``like``."""
+        if self.batched:
+            raise ValueError(f"documents of {self.batch_size} batch rows: ask batch_row(b), the pattern of one row")
+        return self.bounds.tensor[0].to(like.device)
+
+    def _document(self, position: Tensor) -> Tensor:
+        """The document of each position; the first and the last go on outside the tokens, so ragged tiles are full."""
+        inner = self._starts(position)[1:-1]
+        return torch.searchsorted(inner, position.contiguous(), right=True)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return full_shape(self._document(query) == self._document(key), head, query, key)
+
+    def _extent(self, document: Tensor) -> tuple[Tensor, Tensor]:
+        """First position of a document, and the first one after it."""
+        starts = self._starts(document).clone()
+        starts[0], starts[-1] = -_FAR, _FAR
+        return starts[document], starts[document + 1]
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        first, last = self._document(rows * grid.block), self._document(rows * grid.block + grid.block - 1)
+        lo, hi = self._extent(first)[0] // grid.block, (self._extent(last)[1] - 1) // grid.block + 1
+        return interval_cover(rows, lo, hi, grid)[1:]
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        return Cover(rows, *self.span(head, rows, grid))
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return Cover(rows, *self.span(head, rows, grid)).size()
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        firsts = [self._document(tile * grid.block) for tile in (row, col)]
+        lasts = [self._document(tile * grid.block + grid.block - 1) for tile in (row, col)]
+        common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
+        # With one document in common a rectangle is kept, and its four sides are the class.
+        start, end = self._extent(common)
+        base = grid.block + 1
+        code = torch.zeros_like(row)
+        for tile in (row, col):
+            for side in (start, end):
+                code = code * base + (side - tile * grid.block).clamp(0, grid.block)
+        several = base**4 + super().tile_class(head, row, col, grid)
+        whole = (firsts[0] == lasts[0]) & (firsts[1] == lasts[1]) & (firsts[0] == firsts[1])
+        numbers = torch.where(last_common > common, several, code + 2)
+        return torch.where(whole, 1, torch.where(last_common < common, 0, numbers))
+
+    @property
+    def batch_size(self) -> int | None:
+        return len(self.bounds.tensor) if self.batched else None
+
+    def batch_row(self, batch: int) -> Pattern:
+        if not self.batched:
+            return self
+        row = object.__new__(Documents)
+        row._fill(self.bounds.tensor[batch].unsqueeze(0), batched=False)
+        return row
+
+    def head_class(self, head: int) -> Hashable:
+        return None
+
+    def envelope(self) -> Pattern:
+        return self
+
+    def validate(self, grid: TileGrid) -> None:
+        tokens = int(self.bounds.tensor[0, -1])
+        if grid.n_keys != tokens:
+            raise ValueError(f"documents of {tokens} tokens expects n_keys={tokens}, got n_keys={grid.n_keys}")
+        if grid.start < 0 or grid.start + grid.n_queries > tokens:
+            raise ValueError(
+                f"documents expects query positions in [0, {tokens}), "
+                f"got start={grid.start}, n_queries={grid.n_queries}"
+            )
+
+
+def _integer(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    wrong_dtype = tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool
+    if wrong_dtype or tensor.dim() not in dims or tensor.numel() == 0:
+        shapes = " or ".join(("", "[N]", "[B, N]")[dim] for dim in dims)
+        raise ValueError(
+            f"documents expects {name} to be a non-empty integer tensor {shapes}, "
+            f"got {name}.dtype={tensor.dtype}, {name}.shape={tuple(tensor.shape)}"
+        )
+    return tensor.long()
+
+
+def _checked_bounds(cu_seqlens: Tensor) -> Tensor:
+    bounds = _integer("cu_seqlens", cu_seqlens, (1,))
+    if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
+        raise ValueError(f"documents expects cu_seqlens to rise from 0, got cu_seqlens={bounds.tolist()}")
+    return bounds
+
+
+def _bounds_of_ids(ids: Tensor) -> Tensor:
+    rows = _integer("ids", ids, (1, 2))
+    if rows.dim() == 1:
+        rows = rows.unsqueeze(0)
+    begins = torch.ones_like(rows, dtype=torch.bool)
+    begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    n_tokens = rows.shape[1]
+    bounds = []
+    for row, begin in zip(rows, begins, strict=True):
+        starts = begin.nonzero().squeeze(1)
+        distinct, times = torch.unique(row[starts], return_counts=True)
+        if len(distinct) != len(starts):
+            again = int(distinct[times > 1][0])
+            raise ValueError(f"documents expects each id to be one contiguous run, got id {again} again after its run")
+        bounds.append(starts)
+    padded = torch.full((len(rows), max(map(len, bounds)) + 1), n_tokens, device=rows.device)
+    for row, starts in zip(padded, bounds, strict=True):
+        row[: len(starts)] = starts
+    return padded

@@ -1,0 +1,147 @@
+"""Patterns that keep what is near, at a fixed stride, or at the beginning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, whole
+from ringtile.patterns.offsets import ANY, OffsetPattern, Term
+
+
+@dataclass(frozen=True, repr=False)
+class Causal(OffsetPattern):
+    """A query attends to keys at its own position and before.
+
+    >>> print(Causal().draw(3, 5))
+    ███··
+    ████·
+    █████
+    """
+
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._set_text("causal")
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return (Term(1, ANY, 0),)
+
+    def envelope(self) -> Pattern:
+        return self
+
+
+@dataclass(frozen=True, repr=False)
+class Window(OffsetPattern):
+    """Keep ``i - left <= j <= i + right`` (inclusive, in tokens, as flash-attention); ``right=None`` means ``left``.
+
+    Raises ValueError where a side is negative.
+
+    >>> print(Window(1, 0).draw(4))
+    █···
+    ██··
+    ·██·
+    ··██
+    """
+
+    left: int
+    right: int | None = None
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        left = whole("window", "left", self.left)
+        right = left if self.right is None else whole("window", "right", self.right)
+        object.__setattr__(self, "left", left)
+        object.__setattr__(self, "right", right)
+        self._set_text(f"window({left})" if left == right else f"window({left}, {right})")
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        assert self.right is not None
+        return (Term(1, self.left, self.right),)
+
+    @property
+    def free_rank(self) -> int | None:
+        return 0
+
+    def resized(self, size: int) -> Pattern | None:
+        return Window(size) if self.left == self.right else Window(size, self.right)
+
+
+@dataclass(frozen=True, repr=False)
+class Strided(OffsetPattern):
+    """Keep the pairs less than ``stride`` tokens apart and those a multiple of it apart.
+
+    The strided pattern of Sparse Transformers (Child et al. 2019, arXiv:1904.10509). Raises ValueError where
+    the stride is not positive.
+
+    >>> print((Causal() & Strided(3)).draw(6))
+    █·····
+    ██····
+    ███···
+    ████··
+    ·████·
+    ··████
+    """
+
+    stride: int
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stride", whole("strided", "stride", self.stride, 1))
+        self._set_text(f"strided({self.stride})")
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return (Term(1, self.stride - 1, self.stride - 1), Term(self.stride, ANY, ANY))
+
+
+@dataclass(frozen=True, repr=False)
+class GlobalTokens(Pattern):
+    """The first ``tokens`` positions attend to everything and everything attends to them.
+
+    Global attention as in Longformer (Beltagy et al. 2020, arXiv:2004.05150). Raises ValueError where
+    ``tokens`` is negative.
+
+    >>> print(GlobalTokens(1).draw(3))
+    ███
+    █··
+    █··
+    """
+
+    tokens: int
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", whole("global_tokens", "tokens", self.tokens))
+        self._set_text(f"global_tokens({self.tokens})")
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return full_shape((query < self.tokens) | (key < self.tokens), head, query, key)
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        columns = torch.where(rows * grid.block < self.tokens, grid.n_cols, -(-self.tokens // grid.block))
+        return interval_cover(rows, 0, columns, grid)
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        cover = self.cover(head, rows, grid)
+        return 0 if cover is None else cover.size()
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        # Per side: 0 no position of the tile is global, 1 all are, 2 some are.
+        sides = [
+            torch.where(tile * grid.block >= self.tokens, 0, 1 + ((tile + 1) * grid.block > self.tokens).long())
+            for tile in (row, col)
+        ]
+        full = (sides[0] == 1) | (sides[1] == 1)
+        return torch.where(full, 1, torch.where(sides[0] + sides[1] == 0, 0, 2 + 3 * sides[0] + sides[1]))
+
+    @property
+    def free_rank(self) -> int | None:
+        return 2
+
+    def resized(self, size: int) -> Pattern | None:
+        return replace(self, tokens=size)

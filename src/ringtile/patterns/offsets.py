@@ -1,0 +1,139 @@
+"""Rules on the difference of two block numbers, which most patterns are.
+
+With ``D = query // unit - key // unit``, a term keeps the pairs for which D is a multiple of ``rate`` and
+``-right <= D <= left``; a rule keeps what any of its terms keeps. `Causal`, `Window`, `Dilated`, `BlockDilated`
+and `Strided` are all of this form, so cover and classes are written once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, number_pairs
+
+ANY = 2**40
+"""A reach beyond every position."""
+
+
+class Term(NamedTuple):
+    """Multiples of ``rate`` from ``-right`` to ``left``, both at least 0."""
+
+    rate: int
+    left: int
+    right: int
+
+
+def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The classes of tiles whose bits stay when row and column both move by ``period``.
+
+    Each distinct (row mod period, row - col) is looked at once where there are fewer of them than tiles.
+    """
+    if row.numel() == 0:
+        return row
+    offset = row - col
+    low, high = int(offset.min()), int(offset.max())
+    count = high - low + 1
+    if period * count > row.numel():
+        return classes(row, col)
+    number = torch.arange(period * count, device=row.device)
+    phase = number // count
+    return classes(phase, phase - number % count - low)[(row % period) * count + offset - low]
+
+
+class OffsetPattern(Pattern):
+    """A pattern given by its terms; ``unit`` is the length of its own blocks."""
+
+    @property
+    def unit(self) -> int:
+        """Tokens per block of the rule."""
+        return 1
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """What the rule keeps."""
+        raise NotImplementedError
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        offset = query // self.unit - key // self.unit
+        kept = torch.zeros_like(offset, dtype=torch.bool)
+        for rate, left, right in self.terms:
+            within = (offset >= -right) & (offset <= left)
+            kept |= within if rate == 1 else within & (offset % rate == 0)
+        return full_shape(kept, head, query, key)
+
+    def _ends(self, tile: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        """Numbers of the first and the last block of the rule in a tile."""
+        first = tile * grid.block
+        return first // self.unit, (first + grid.block - 1) // self.unit
+
+    def _interval(self, rows: Tensor, grid: TileGrid, left: int, right: int) -> Cover:
+        first, last = self._ends(rows, grid)
+        lo = (first - left) * self.unit // grid.block
+        hi = ((last + right + 1) * self.unit - 1) // grid.block + 1
+        return interval_cover(rows, lo, hi, grid)
+
+    def _split(self, grid: TileGrid) -> tuple[int, int, list[Term]]:
+        """The reach of the terms that leave out no tile, and the terms whose multiples are listed one by one."""
+        sparse = [t for t in self.terms if t.rate * self.unit > 2 * (grid.block + self.unit)]
+        dense = [t for t in self.terms if t not in sparse]
+        return max((t.left for t in dense), default=0), max((t.right for t in dense), default=0), sparse
+
+    def _multiples(self, term: Term, grid: TileGrid) -> int:
+        """Upper bound of the multiples of a term's rate that any one row tile meets."""
+        met = (grid.n_cols * grid.block + grid.block) // (term.rate * self.unit) + 3
+        return min(met, term.left // term.rate + term.right // term.rate + 1)
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        left, right, sparse = self._split(grid)
+        covers = [self._interval(rows, grid, left, right)]
+        first, last = self._ends(rows, grid)
+        for term in sparse:
+            # From the multiple that reaches the last key on, towards the first key.
+            lowest = (first - grid.n_cols * grid.block // self.unit - 1) // term.rate
+            lowest = lowest.clamp(min=-(term.right // term.rate))
+            multiple = lowest.unsqueeze(1) + torch.arange(self._multiples(term, grid), device=rows.device)
+            reached = multiple <= term.left // term.rate
+            lo = (first.unsqueeze(1) - multiple * term.rate) * self.unit // grid.block
+            hi = ((last.unsqueeze(1) - multiple * term.rate + 1) * self.unit - 1) // grid.block + 1
+            hi = torch.where(reached, hi, lo)
+            covers.append(interval_cover(rows.unsqueeze(1).expand_as(lo).flatten(), lo.flatten(), hi.flatten(), grid))
+        return Cover(*(torch.cat(parts) for parts in zip(*covers, strict=True)))
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        left, right, sparse = self._split(grid)
+        tiles = (grid.block + self.unit) // grid.block + 2
+        listed = sum(tiles * self._multiples(term, grid) for term in sparse) * len(rows)
+        return self._interval(rows, grid, left, right).size() + listed
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        reach = self._interval(rows, grid, max(t.left for t in self.terms), max(t.right for t in self.terms))
+        return reach.lo, reach.hi
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        period = self.unit // gcd(self.unit, grid.block)
+        return periodic_classes(row, col, period, lambda row, col: self._classes(row, col, grid))
+
+    def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
+        offset, least, most = row_first - col_first, row_first - col_last, row_last - col_first
+        # Where in the tile the block number changes; of no account where it does not.
+        row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
+        col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
+        code = row_phase * self.unit + col_phase
+        full = torch.zeros_like(row, dtype=torch.bool)
+        empty = torch.ones_like(full)
+        for rate, left, right in self.terms:
+            inside = (least >= -right) & (most <= left)
+            outside = (least > left) | (most < -right) | (most // rate * rate < least)
+            signed = torch.where(offset < 0, -2 * offset - 1, 2 * offset)
+            code = number_pairs(
+                code, torch.where(outside, 0, 1 + torch.where(inside, offset % rate, rate + signed))
+            )
+            full |= inside & (offset % rate == 0) & ((most == least) | (rate == 1))
+            empty &= outside
+        return torch.where(full, 1, torch.where(empty, 0, code + 2))

@@ -1,0 +1,126 @@
+"""Random blocks, drawn by a counter-based generator so that they depend on nothing but their own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import Cover, Pattern, TileGrid, whole
+from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, most_met
+
+_WORD = 2**32 - 1
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[int | Tensor, int | Tensor], rounds: int) -> Words:
+    """Philox4x32 (Salmon et al., SC 2011): four 32-bit words per counter, as int64 tensors that broadcast.
+
+    ``counter`` holds four int64 tensors and ``key`` two ints or tensors, all in ``[0, 2**32)``; ``rounds`` is 7 or 10.
+
+    >>> zero = torch.tensor(0)
+    >>> [f"{int(word):08x}" for word in philox4x32((zero, zero, zero, zero), (0, 0), 10)]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # The 64-bit product does not fit int64, the product with the multiplier less 2**32 does.
+        p0, p1 = c0 * (0xD2511F53 - 2**32), c2 * (0xCD9E8D57 - 2**32)
+        high0, high1 = (p0 >> 32) + c0, (p1 >> 32) + c2
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & _WORD, high0 ^ c3 ^ k1, p0 & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True, repr=False)
+class RandomBlocks(BlockPattern):
+    """Keep random pairs of blocks of ``block`` tokens, different in each head.
+
+    Block number m draws ``per_row`` distinct numbers (all there are, if fewer) among ``[0, m]`` from a Philox hash
+    of (seed, head, m); the pair (a, b) is kept iff ``min(a, b)`` is among the draws of ``max(a, b)``. So under
+    `Causal` each row of blocks keeps exactly its ``per_row`` draws; without it the pattern is symmetric and a row
+    keeps about twice as many. It does not depend on the lengths or on the version of torch (after BigBird, Zaheer
+    et al. 2020, arXiv:2007.14062). Raises ValueError where ``per_row`` is negative, ``seed`` is not in
+    ``[0, 2**64)`` or ``block`` is not positive.
+
+    >>> print((RandomBlocks(1, block=1) & ~RandomBlocks(1, block=1)).draw(2))
+    ··
+    ··
+    """
+
+    per_row: int
+    seed: int = 0
+    block: int = 128
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per_row", whole("random_blocks", "per_row", self.per_row))
+        object.__setattr__(self, "seed", whole("random_blocks", "seed", self.seed, 0, 2**64 - 1))
+        object.__setattr__(self, "block", whole("random_blocks", "block", self.block, 1, LARGEST_BLOCK))
+        seed = f", seed={self.seed}" if self.seed else ""
+        block = f", block={self.block}" if self.block != 128 else ""
+        self._set_text(f"random_blocks({self.per_row}{seed}{block})")
+
+    @property
+    def unit(self) -> int:
+        return self.block
+
+    def draws(self, head: Tensor, row: Tensor) -> Tensor:
+        """What each row draws, ``[..., per_row]`` for head and row that broadcast; -1 where there is nothing left."""
+        shape = torch.broadcast_shapes(head.shape, row.shape)
+        drawn = torch.full((*shape, self.per_row), -1, dtype=torch.int64, device=row.device)
+        key = (self.seed & _WORD, self.seed >> 32)
+        words: Words | None = None
+        for step in range(self.per_row):
+            if step % 4 == 0:
+                call = torch.full_like(row, step // 4)
+                words = philox4x32((call, row & _WORD, head, (row >> 32) & _WORD), key, 10)
+            assert words is not None
+            # Floyd's algorithm: the last bound is the row's own number, and a repeated draw becomes the bound.
+            bound = row - (self.per_row - 1 - step)
+            number = (words[step % 4] * (bound + 1).clamp(min=0)) >> 32
+            repeated = (drawn == number.unsqueeze(-1)).any(-1)
+            drawn[..., step] = torch.where(bound < 0, -1, torch.where(repeated, bound, number))
+        return drawn
+
+    def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(head.shape, row.shape, col.shape)
+        kept = torch.zeros(shape, dtype=torch.bool, device=row.device)
+        heads, which_head = torch.unique(head, return_inverse=True)
+        for larger, smaller in ((row, col), (col, row)):
+            numbers, which = torch.unique(larger, return_inverse=True)
+            draws = self.draws(heads.unsqueeze(1), numbers)
+            for step in range(self.per_row):
+                kept |= (smaller >= 0) & (smaller <= larger) & (draws[..., step][which_head, which] == smaller)
+        return kept
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        if rows.numel() == 0:
+            return Cover(rows, rows, rows)
+        first, last = self._ends(rows, grid)
+        least, most = max(int(first.min()), 0), max(int(last.max()), -(-grid.n_keys // self.block) - 1)
+        larger = torch.arange(least, most + 1, device=rows.device)
+        smaller = self.draws(torch.tensor(head, device=rows.device), larger)
+        larger = larger.unsqueeze(1).expand_as(smaller)
+        larger, smaller = larger[smaller >= 0], smaller[smaller >= 0]
+        row, col = torch.cat([larger, smaller]), torch.cat([smaller, larger])
+        return self._tiles(row, col, rows, grid)
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        wide, tall = most_met(self.block, grid.block), most_met(grid.block, self.block)
+        columns = -(-grid.n_cols * grid.block // self.block)
+        return self.per_row * wide * (len(rows) * tall + columns * wide)
+
+    def head_class(self, head: int) -> Hashable:
+        return head
+
+    @property
+    def free_rank(self) -> int | None:
+        return 1
+
+    def resized(self, size: int) -> Pattern | None:
+        return replace(self, per_row=size)

@@ -1,0 +1,64 @@
+"""What density is measured against: the pairs and tiles that the causal and document rules in force allow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import And, Dense, Pattern, TileGrid
+from ringtile.patterns.documents import Documents
+from ringtile.patterns.local import Causal
+
+_QUERIES_AT_ONCE = 1 << 17
+
+
+def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tuple[int, int]:
+    """The pairs and the tiles that an envelope allows, in time proportional to the number of queries."""
+    if grid.n_queries == 0 or grid.n_keys == 0:
+        return 0, 0
+    if isinstance(envelope, Dense):
+        return grid.n_queries * grid.n_keys, grid.n_rows * grid.n_cols
+    if isinstance(envelope, Causal):
+        return _count_causal(grid)
+    pairs = tiles = 0
+    end = grid.start + grid.n_queries
+    step = _QUERIES_AT_ONCE // grid.block * grid.block
+    for first in range(grid.first_row * grid.block, end, step):
+        query = torch.arange(max(first, grid.start), min(first + step, end), device=device)
+        lo, hi = _key_bounds(envelope, query, grid.n_keys)
+        pairs += int((hi - lo).clamp(min=0).sum())
+        # The intervals of consecutive queries leave no gap, so those of a row tile cover one run of tiles.
+        row = query[hi > lo] // grid.block - first // grid.block
+        least = torch.full((step // grid.block,), grid.n_keys, device=device)
+        least.scatter_reduce_(0, row, lo[hi > lo], "amin")
+        most = torch.zeros_like(least).scatter_reduce_(0, row, hi[hi > lo], "amax")
+        tiles += int(((most + grid.block - 1) // grid.block - least // grid.block).clamp(min=0).sum())
+    return pairs, tiles
+
+
+def _key_bounds(envelope: Pattern, query: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    """The interval ``[lo, hi)`` of keys that each query position may see."""
+    if isinstance(envelope, Causal):
+        return torch.zeros_like(query), (query + 1).clamp(0, n_keys)
+    if isinstance(envelope, Documents):
+        bounds = envelope.bounds.tensor[0].to(query.device)
+        document = torch.searchsorted(bounds[1:-1], query, right=True)
+        return bounds[document], bounds[document + 1]
+    assert isinstance(envelope, And), f"no envelope: {envelope!r}"
+    (lo, hi), (lo2, hi2) = (_key_bounds(side, query, n_keys) for side in (envelope.first, envelope.second))
+    return torch.maximum(lo, lo2), torch.minimum(hi, hi2)
+
+
+def _count_causal(grid: TileGrid) -> tuple[int, int]:
+    """Closed form: query position p sees min(p + 1, n_keys) keys, a row tile what its last query sees."""
+    last_query = grid.start + grid.n_queries - 1
+    pairs = _ramp(last_query, grid.n_keys) - _ramp(grid.start - 1, grid.n_keys)
+    last_row = grid.first_row + grid.n_rows - 1
+    return pairs, _ramp(last_row, grid.n_cols) - _ramp(grid.first_row - 1, grid.n_cols)
+
+
+def _ramp(last: int, top: int) -> int:
+    """The sum of min(p + 1, top) over p = 0 ... last."""
+    count = max(0, last + 1)
+    rising = min(count, top)
+    return rising * (rising + 1) // 2 + (count - rising) * top

@@ -1,0 +1,363 @@
+"""From a pattern to its block index: built in time and memory proportional to the candidate tiles, and cached."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ringtile.layout.index import BlockIndex, Entries
+from ringtile.layout.tiles import BLOCKS as BLOCKS
+from ringtile.layout.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles
+from ringtile.patterns.base import Cover, Pattern, TileGrid
+
+MAX_BYTES = 2 << 30
+"""Default budget of one build."""
+
+_CANDIDATE_BYTES = 128
+"""Peak bytes a candidate tile while building: some sixteen int64 vectors live at once."""
+
+_INTERVAL_BYTES = 32
+"""Bytes per tile of what a cover may need before its exact size is known."""
+
+_STRIP = 1 << 18
+"""Candidate tiles classified at once, unless one row has more."""
+
+_log = logging.getLogger("ringtile.layout")
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Run outside inference, gradient, fake, tracing and functorch modes: an index outlives the call that built it."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+    ):
+        yield
+
+
+def _strips(pattern: Pattern, head: int, grid: TileGrid, device: torch.device, max_bytes: int) -> Iterator[Tensor]:
+    """Numbers ``r * n_cols + c`` (r from 0) of the candidate tiles, ascending and distinct, some rows at a time."""
+    rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
+    if grid.n_rows * grid.n_cols * _CANDIDATE_BYTES > max_bytes:
+        _check_budget(pattern, grid, pattern.cover_size(head, rows, grid), _INTERVAL_BYTES, max_bytes)
+    cover = pattern.cover(head, rows, grid)
+    size = grid.n_rows * grid.n_cols if cover is None else cover.size()
+    _check_budget(pattern, grid, size, _CANDIDATE_BYTES, max_bytes)
+    if cover is None:
+        step = max(1, _STRIP // grid.n_cols) * grid.n_cols
+        for first in range(0, size, step):
+            yield torch.arange(first, min(first + step, size), device=device)
+    elif size <= _STRIP:
+        yield _expand(cover, size, grid)
+    else:
+        row = cover.row - grid.first_row
+        length = (cover.hi - cover.lo).clamp_(min=0)
+        per_row = torch.zeros(grid.n_rows, dtype=torch.int64, device=device).scatter_add_(0, row, length)
+        strip_of_row = (per_row.cumsum(0) - per_row) // _STRIP
+        strip = strip_of_row[row]
+        order = torch.argsort(strip, stable=True)
+        count = torch.bincount(strip).tolist()
+        for part in zip(*(vector[order].split_with_sizes(count) for vector in cover), strict=True):
+            piece = Cover(*part)
+            yield _expand(piece, piece.size(), grid)
+
+
+def _short(pattern: Pattern) -> str:
+    text = repr(pattern)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _check_budget(pattern: Pattern, grid: TileGrid, tiles: int, bytes_each: int, max_bytes: int) -> None:
+    if tiles * bytes_each > max_bytes:
+        raise ValueError(
+            f"{_short(pattern)} with {grid.n_queries} queries and {grid.n_keys} keys has up to {tiles:,} tiles of "
+            f"{grid.block}: building needs {tiles * bytes_each:,} bytes, over {max_bytes=:,}"
+        )
+
+
+def _expand(cover: Cover, size: int, grid: TileGrid) -> Tensor:
+    length = (cover.hi - cover.lo).clamp_(min=0)
+    offset = (cover.row - grid.first_row) * grid.n_cols + cover.lo - (length.cumsum(0) - length)
+    number = torch.repeat_interleave(offset, length, output_size=size)
+    number += torch.arange(size, device=number.device)
+    ascending = bool((number[1:] > number[:-1]).all())
+    return number if ascending else torch.unique(number)
+
+
+def _raggedness(row: Tensor, col: Tensor, grid: TileGrid) -> Tensor | None:
+    """A number per tile, equal for tiles that the lengths cut alike; None where they cut none."""
+    end = grid.start + grid.n_queries
+    parts: list[Tensor] = []
+    if grid.start % grid.block:
+        parts.append(row == grid.first_row)
+    if end % grid.block:
+        parts.append(2 * (row == end // grid.block))
+    if grid.n_keys % grid.block:
+        parts.append(4 * (col == grid.n_cols - 1))
+    return sum(parts[1:], parts[0].long()) if parts else None
+
+
+def _first_of(inverse: Tensor, count: int) -> Tensor:
+    """The first place where each of ``count`` numbers occurs."""
+    places = torch.arange(len(inverse), device=inverse.device)
+    return torch.full((count,), len(inverse), device=inverse.device).scatter_reduce_(0, inverse, places, "amin")
+
+
+def _tile_states(pattern: Pattern, head: int, number: Tensor, grid: TileGrid, collector: TileCollector) -> Tensor:
+    """`EMPTY`, `FULL` or a provisional tile number for each candidate."""
+    row, col = number // grid.n_cols + grid.first_row, number % grid.n_cols
+    classes = pattern.tile_class(head, row, col, grid)
+    state = torch.where(classes == 1, FULL, EMPTY)
+    unsettled = classes > 1
+    row, col, classes = row[unsettled], col[unsettled], classes[unsettled]
+    if len(row) == 0:
+        return state
+    distinct, inverse = torch.unique(classes, return_inverse=True)
+    ragged = _raggedness(row, col, grid)
+    if ragged is not None:
+        distinct, inverse = torch.unique(inverse * 8 + ragged, return_inverse=True)
+    first = _first_of(inverse, len(distinct))
+    head_number = torch.full((), head, device=row.device)
+    states = [
+        collector.add(evaluate_tiles(pattern, head_number, row[part], col[part], grid))
+        for part in chunks(first, grid.block)
+    ]
+    state[unsettled] = torch.cat(states)[inverse]
+    return state
+
+
+def _groups(pattern: Pattern, heads: int, batch: int) -> tuple[list[list[int]], list[tuple[Pattern, int]]]:
+    """The group of each batch row and head, and a pattern and head to stand for each group."""
+    seen: dict[Hashable, int] = {}
+    members: list[tuple[Pattern, int]] = []
+    table = []
+    for row in range(1 if pattern.batch_size is None else batch):
+        of_row = pattern.batch_row(row)
+        numbers = []
+        for head in range(heads):
+            group = seen.setdefault((of_row, of_row.head_class(head)), len(members))
+            if group == len(members):
+                members.append((of_row, head))
+            numbers.append(group)
+        table.append(numbers if len(set(numbers)) > 1 else numbers[:1])
+    widest = max(map(len, table))
+    table = [numbers * (widest // len(numbers)) for numbers in table]
+    return (table if any(numbers != table[0] for numbers in table) else table[:1]), members
+
+
+def _build(
+    pattern: Pattern, grid: TileGrid, heads: int, batch: int, device: torch.device, max_bytes: int
+) -> BlockIndex:
+    pattern.validate(grid)
+    table, members = _groups(pattern, heads, batch)
+    collector = TileCollector(grid.block, device, max_bytes)
+    numbers = [torch.empty(0, dtype=torch.int64, device=device)]
+    states = [numbers[0]]
+    for group, (member, head) in enumerate(members if grid.n_rows and grid.n_cols else ()):
+        for number in _strips(member, head, grid, device, max_bytes):
+            state = _tile_states(member, head, number, grid, collector)
+            kept = state != EMPTY
+            numbers.append(number[kept].add_(group * grid.n_rows * grid.n_cols))
+            states.append(state[kept])
+    bits, translate = collector.finish()
+    state = torch.cat(states)
+    partial = state >= 0
+    state[partial] = translate[state[partial]]
+    return BlockIndex.from_entries(
+        torch.tensor(table, dtype=torch.int32, device=device),
+        Entries(torch.cat(numbers), state),
+        bits,
+        grid,
+        tuple(members[numbers_of_row[0]][0].envelope() for numbers_of_row in table),
+    )
+
+
+class CacheInfo(NamedTuple):
+    """What `cache_info` reports; sizes in bytes."""
+
+    hits: int
+    misses: int
+    entries: int
+    nbytes: int
+    limit: int
+
+
+class _IndexCache:
+    """Least recently used indices, limited in bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Hashable, BlockIndex] = OrderedDict()
+        self._captured: list[BlockIndex] = []
+        self._hits = self._misses = self._nbytes = 0
+        self._limit = limit
+
+    def get(self, key: Hashable, capturing: bool) -> BlockIndex | None:
+        """The index of a key; ``capturing`` keeps it until `clear`, since a CUDA graph will read its memory."""
+        with self._lock:
+            index = self._entries.get(key)
+            if index is None:
+                self._misses += 1
+            else:
+                self._hits += 1
+                self._entries.move_to_end(key)
+                if capturing:
+                    self._captured.append(index)
+            return index
+
+    def put(self, key: Hashable, index: BlockIndex) -> BlockIndex:
+        """Store an index; where another thread was first, its index is the one to use."""
+        with self._lock:
+            present = self._entries.get(key)
+            if present is not None:
+                return present
+            self._entries[key] = index
+            self._nbytes += index.nbytes
+            self._evict()
+            return index
+
+    def _evict(self) -> None:
+        while self._nbytes > self._limit:
+            self._nbytes -= self._entries.popitem(last=False)[1].nbytes
+
+    def info(self) -> CacheInfo:
+        with self._lock:
+            return CacheInfo(self._hits, self._misses, len(self._entries), self._nbytes, self._limit)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._captured.clear()
+            self._hits = self._misses = self._nbytes = 0
+
+    def resize(self, limit: int) -> None:
+        with self._lock:
+            self._limit = limit
+            self._evict()
+
+
+_cache = _IndexCache(256 << 20)
+
+
+def cache_info() -> CacheInfo:
+    """Hits, misses, entries, bytes and byte limit of the index cache."""
+    return _cache.info()
+
+
+def clear_cache() -> None:
+    """Drop every cached index and set the counts to zero; CUDA graphs captured before must not be replayed after."""
+    _cache.clear()
+
+
+def set_cache_limit(limit: int) -> None:
+    """Set the bytes that cached indices may hold together; 0 disables the cache."""
+    if not isinstance(limit, int) or limit < 0:
+        raise ValueError(f"limit: expected a non-negative number of bytes, got {limit!r}")
+    _cache.resize(limit)
+
+
+def _checked_count(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+
+
+def build_index(
+    pattern: Pattern,
+    n_queries: int,
+    n_keys: int | None = None,
+    *,
+    start: int | None = None,
+    heads: int = 1,
+    batch: int = 1,
+    block: int | Literal["auto"] = 128,
+    device: torch.device | str | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> BlockIndex:
+    """Build, or take from the cache, the block index of a pattern.
+
+    Args:
+        pattern: What may attend to what.
+        n_queries: Number of queries; the first sits at position ``start``.
+        n_keys: Number of keys, by default as many as queries.
+        start: Position of the first query, by default ``n_keys - n_queries``.
+        heads: Number of query heads; a pattern written per head must match.
+        batch: Number of batch rows; a pattern written per batch row must match.
+        block: 16, 32, 64 or 128 tokens a tile side, or "auto": 64 where that computes 1.3x less than 128.
+        device: Where to build, by default the CPU.
+        max_bytes: Memory that the build may take, estimated before it is allocated.
+
+    Raises:
+        ValueError: Where an argument is out of range, the pattern does not serve these lengths, heads or
+            batch rows, or the build would exceed ``max_bytes``.
+    """
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
+    _checked_count("n_queries", n_queries, 0)
+    if n_keys is None:
+        n_keys = n_queries
+    _checked_count("n_keys", n_keys, 0)
+    if start is None:
+        start = n_keys - n_queries
+    elif type(start) is not int:
+        raise ValueError(f"start: expected an integer, got {start!r}")
+    _checked_count("heads", heads, 1)
+    _checked_count("batch", batch, 1)
+    _checked_count("max_bytes", max_bytes, 1)
+    for name, count, expected in (("heads", heads, pattern.n_heads), ("batch", batch, pattern.batch_size)):
+        if expected is not None and count != expected:
+            raise ValueError(f"{name}: {_short(pattern)} is written for {expected}, got {name}={count}")
+    if block == "auto":
+        return _choose_block(pattern, n_queries, n_keys, start, heads, batch, device, max_bytes)
+    if type(block) is not int or block not in BLOCKS:
+        raise ValueError(f"block: expected one of {BLOCKS} or 'auto', got {block!r}")
+    device = torch.device("cpu") if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (pattern, n_queries, n_keys, start, heads, batch, block, device)
+    index = _cache.get(key, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    if index is None:
+        with real_tensors():
+            index = _build(pattern, TileGrid(block, start, n_queries, n_keys), heads, batch, device, max_bytes)
+        index = _cache.put(key, index)
+    return index
+
+
+def _choose_block(
+    pattern: Pattern,
+    n_queries: int,
+    n_keys: int,
+    start: int,
+    heads: int,
+    batch: int,
+    device: torch.device | str | None,
+    max_bytes: int,
+) -> BlockIndex:
+    coarse, fine = (
+        build_index(
+            pattern,
+            n_queries,
+            n_keys,
+            start=start,
+            heads=heads,
+            batch=batch,
+            block=block,
+            device=device,
+            max_bytes=max_bytes,
+        )
+        for block in (128, 64)
+    )
+    ratio = 4 * coarse.kept_tiles / max(fine.kept_tiles, 1)
+    chosen = fine if ratio > 1.3 else coarse
+    _log.info("block %d for %s: 64 computes %.2fx fewer pairs than 128", chosen.block, _short(pattern), ratio)
+    return chosen

@@ -1,0 +1,120 @@
+"""Solve a pattern's free parameter for a density."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from ringtile.layout.build import build_index
+from ringtile.patterns.base import Pattern
+
+_TOLERANCE = 0.02
+_GOOD_ENOUGH = 0.005
+"""Where the search stops early; between this and the tolerance it goes on while sizes are left."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A pattern of the wanted density, or the nearest that its free parameter reaches."""
+
+    pattern: Pattern
+    density: float
+    """As measured, of pairs or of tiles as asked for."""
+    reached: bool
+    """Whether that is within 2 % of the target."""
+    lowest: float
+    """The density at the smallest size, which no size goes below."""
+    highest: float
+    """The density at the largest size tried; where it is below the target, no size goes above."""
+
+
+def with_density(
+    pattern: Pattern,
+    target: float,
+    n_queries: int,
+    n_keys: int | None = None,
+    *,
+    start: int | None = None,
+    heads: int = 1,
+    batch: int = 1,
+    block: int | Literal["auto"] = 128,
+    tiles: bool = False,
+    device: torch.device | str | None = None,
+) -> Solution:
+    """Set a pattern's free parameter (`Pattern.resized`) so that its measured density is ``target``.
+
+    Density is the kept fraction of what the causal and document rules in force allow, in pairs, or with ``tiles``
+    in tiles, which is what time follows. Of the sizes whose density is not within 2 % the nearest is returned:
+    under `Causal`, one tile a row is ``2 / (rows + 1)`` of the tiles, and no window goes below.
+
+    Raises ValueError where the target is outside (0, 1] or the pattern has no free parameter, and as `build_index`.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> solution = with_density(Causal() & Window(1, 0), 0.1, 8192)
+    >>> solution.pattern, round(solution.density, 4), solution.reached
+    (causal & window(419, 0), 0.1, True)
+    """
+    if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
+        raise ValueError(f"target: expected a density in (0, 1], got {target!r}")
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
+
+    def measure(size: int) -> _Point:
+        sized = pattern.resized(size)
+        if sized is None:
+            raise ValueError(f"pattern: {pattern!r} has no free parameter to solve for")
+        index = build_index(sized, n_queries, n_keys, start=start, heads=heads, batch=batch, block=block, device=device)
+        return _Point(size, index.tile_density if tiles else index.density, sized)
+
+    points = [measure(_smallest(pattern))]
+    low = high = points[0]
+    largest = max(n_queries, n_queries if n_keys is None else n_keys) + abs(start or 0)
+    while high.density < target and high.size < largest:
+        low, high = high, measure(min(_grown(low, high, target), largest))
+        points.append(high)
+        # More random blocks than there are change nothing, and cost time to draw.
+        if pattern.free_rank == 1 and low.size and high.density == low.density:
+            break
+    highest = high.density
+    bracketed = low.density < target <= high.density
+    while bracketed and high.size - low.size > 1 and min(p.error(target) for p in points) > _GOOD_ENOUGH * target:
+        middle = measure(_between(low, high, target))
+        points.append(middle)
+        low, high = (middle, high) if middle.density < target else (low, middle)
+    best = min(points, key=lambda point: point.error(target))
+    reached = best.error(target) <= _TOLERANCE * target
+    return Solution(best.pattern, best.density, reached, points[0].density, highest)
+
+
+def _smallest(pattern: Pattern) -> int:
+    try:
+        pattern.resized(0)
+    except ValueError:
+        return 1
+    return 0
+
+
+class _Point(NamedTuple):
+    size: int
+    density: float
+    pattern: Pattern
+
+    def error(self, target: float) -> float:
+        return abs(self.density - target)
+
+
+def _grown(low: _Point, high: _Point, target: float) -> int:
+    """A larger size: what the last two extrapolate to and a little more, from twice to 16 times the last."""
+    rise = high.density - low.density
+    ahead = (target - high.density) / rise * (high.size - low.size) if rise > 0 else math.inf
+    return max(1, round(min(max(1.05 * ahead + high.size, 2 * high.size), 16 * high.size)))
+
+
+def _between(low: _Point, high: _Point, target: float) -> int:
+    """The size that interpolation gives, at least a tenth of the interval away from its ends."""
+    share = (target - low.density) / (high.density - low.density)
+    width = high.size - low.size
+    return low.size + min(max(round(width * min(max(share, 0.1), 0.9)), 1), width - 1)

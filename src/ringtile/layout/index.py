@@ -1,0 +1,446 @@
+"""Where attention is computed: the block index, a frozen bundle of tensors.
+
+Suffixes: ``G`` groups of equal (batch row, head), ``R`` row tiles, ``C`` column tiles, ``T`` distinct partial
+tiles, ``b`` the block, ``w = ceil(b / 32)`` words a tile row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.layout.allowed import count_allowed
+from ringtile.layout.drawing import draw_tiles
+from ringtile.layout.lists import pointer, slot_of_entries, work_list
+from ringtile.layout.tiles import (
+    BLOCKS,
+    EMPTY,
+    FULL,
+    TileCollector,
+    chunks,
+    derive_tables,
+    popcount,
+    unpack_words,
+)
+from ringtile.patterns.base import Dense, Pattern, TileGrid
+
+_DENSE_LIMIT = 1 << 28
+
+
+class Entries(NamedTuple):
+    """Kept tiles: ``number = (group * n_rows + r) * n_cols + c`` and the state, `FULL` or a row of the tile table.
+
+    Two int64 vectors; the numbers of the full tiles ascend, and those of the partial ones.
+    """
+
+    number: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockIndex:
+    """The tiles that a pattern keeps, for one pair of lengths, one start and one block, on one device.
+
+    Row slot ``g * n_rows + r`` is row tile ``first_row + r`` of group ``g``; column slot ``g * n_cols + c`` is
+    column tile ``c``. Columns ascend within a row and rows ascend within a column. Ragged first and last tiles
+    are the kernel's business: bits outside the lengths carry no meaning.
+    """
+
+    group: Tensor
+    """``[B or 1, H or 1]`` int32, the group of each batch row and head."""
+    full_row_ptr: Tensor
+    """``[G * R + 1]`` int32: the full tiles of row slot s are ``full_col[full_row_ptr[s]:full_row_ptr[s + 1]]``."""
+    full_col: Tensor
+    part_row_ptr: Tensor
+    """The same for partial tiles."""
+    part_col: Tensor
+    part_tile: Tensor
+    """int32, for each partial tile its row in ``bits``."""
+    full_col_ptr: Tensor
+    """``[G * C + 1]`` int32, the transpose: row tiles (r, counted from 0) of each column slot."""
+    full_row: Tensor
+    part_col_ptr: Tensor
+    part_row: Tensor
+    part_tile_t: Tensor
+    bits: Tensor
+    """``[T, b, w]`` int32, row-major: bit ``k % 32`` of word ``bits[t, q, k // 32]`` keeps (q, k)."""
+    bits_t: Tensor
+    """``[T, b, w]`` int32, the transposed tiles: bit ``q % 32`` of ``bits_t[t, k, q // 32]``."""
+    rows_any: Tensor
+    """``[T, w]`` int32 bit sets: the rows of a tile that keep any key."""
+    cols_any: Tensor
+    """``[T, w]`` int32 bit sets: the keys of a tile that any row keeps."""
+    sub_tiles: Tensor
+    """``[T]`` int32: two bits (0 empty, 1 full, 2 mixed) per quarter, at ``2 * (2 * row_half + col_half)``."""
+    row_work: Tensor
+    """``[W, 4]`` int32 (row slot, first, last, split): a piece of a row's list (full tiles, then partial ones), longest
+    first. ``split`` is -1 for a whole row, else the number of this piece's scratch slot; a row's slots are
+    consecutive and in order."""
+    col_work: Tensor
+    """The same for column slots."""
+
+    block: int
+    start: int
+    n_queries: int
+    n_keys: int
+    kept_pairs: int
+    """Kept (query, key) pairs inside the lengths, summed over the entries of ``group``."""
+    allowed_pairs: int
+    """The pairs that the causal and document rules in force allow, summed likewise."""
+    allowed_tiles: int
+    """The tiles those rules touch, summed likewise."""
+
+    envelopes: tuple[Pattern, ...] = (Dense(),)
+    """Those rules for each row of ``group``."""
+
+    slots: Tensor | None = None
+    """Reserved: the place of each column tile in the key and value buffer."""
+    order_q: Tensor | None = None
+    """Reserved: a token permutation of the queries."""
+    order_k: Tensor | None = None
+    """Reserved: a token permutation of the keys."""
+    log_m: Tensor | None = None
+    """Reserved: the log multiplicity of each entry."""
+
+    @classmethod
+    def from_entries(
+        cls, group: Tensor, entries: Entries, bits: Tensor, grid: TileGrid, envelopes: tuple[Pattern, ...]
+    ) -> BlockIndex:
+        """Lay out entries and tiles ``[T, b, w]`` on a grid; groups are counted by the largest number in ``group``."""
+        n_groups = int(group.max()) + 1
+        rows, cols = max(grid.n_rows, 1), max(grid.n_cols, 1)
+        lists: dict[str, Tensor] = {}
+        for name, chosen in (("full", entries.state == FULL), ("part", entries.state >= 0)):
+            number, tile = entries.number[chosen], entries.state[chosen].int()
+            slot = torch.floor_divide(number, cols)
+            col = number - slot * cols
+            of_group = torch.floor_divide(slot, rows)
+            row = (slot - of_group * rows).int()
+            col_slot = of_group * grid.n_cols + col
+            order = torch.argsort(col_slot.int(), stable=True)
+            lists[f"{name}_row_ptr"] = pointer(slot, n_groups * grid.n_rows)
+            lists[f"{name}_col"] = col.int()
+            lists[f"{name}_col_ptr"] = pointer(col_slot, n_groups * grid.n_cols)
+            lists[f"{name}_row"] = row[order]
+            if name == "part":
+                lists["part_tile"], lists["part_tile_t"] = tile, tile[order]
+        allowed = [count_allowed(envelope, grid, bits.device) for envelope in envelopes]
+        index = cls(
+            group=group,
+            **lists,
+            **derive_tables(bits)._asdict(),
+            row_work=work_list(lists["full_row_ptr"], lists["part_row_ptr"]),
+            col_work=work_list(lists["full_col_ptr"], lists["part_col_ptr"]),
+            block=grid.block,
+            start=grid.start,
+            n_queries=grid.n_queries,
+            n_keys=grid.n_keys,
+            kept_pairs=0,
+            allowed_pairs=sum(pairs for pairs, _ in allowed) * group.shape[1],
+            allowed_tiles=sum(tiles for _, tiles in allowed) * group.shape[1],
+            envelopes=envelopes,
+        )
+        return replace(index, kept_pairs=index._count_pairs())
+
+    @property
+    def grid(self) -> TileGrid:
+        """The lengths, the start and the block as the patterns speak of them."""
+        return TileGrid(self.block, self.start, self.n_queries, self.n_keys)
+
+    @property
+    def first_row(self) -> int:
+        """Number of the first row tile in position space."""
+        return self.grid.first_row
+
+    @property
+    def n_rows(self) -> int:
+        """Row tiles of one group."""
+        return self.grid.n_rows
+
+    @property
+    def n_cols(self) -> int:
+        """Column tiles of one group."""
+        return self.grid.n_cols
+
+    @property
+    def n_groups(self) -> int:
+        """Groups of equal heads and batch rows."""
+        for begins, per_group in ((self.full_row_ptr, self.n_rows), (self.full_col_ptr, self.n_cols)):
+            if per_group:
+                return (begins.numel() - 1) // per_group
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.full_col.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, transpose and tile table included."""
+        return sum(tensor.nbytes for tensor in self._present().values())
+
+    @property
+    def kept_tiles(self) -> int:
+        """Computed tiles, summed over the entries of ``group`` (waits for the device)."""
+        if not self.n_rows:
+            return 0
+        per_group = (self.full_row_ptr + self.part_row_ptr)[:: self.n_rows].diff()
+        return int(per_group[self.group.long()].sum())
+
+    @property
+    def density(self) -> float:
+        """Kept pairs over the pairs that the causal and document rules in force allow; 0 where they allow none."""
+        return self.kept_pairs / self.allowed_pairs if self.allowed_pairs else 0.0
+
+    @property
+    def tile_density(self) -> float:
+        """Computed tiles over the tiles those rules touch (waits for the device); time follows this."""
+        return self.kept_tiles / self.allowed_tiles if self.allowed_tiles else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockIndex({self.n_queries} queries from {self.start} x {self.n_keys} keys, block {self.block}, "
+            f"groups {self.n_groups}, {self.full_col.numel()} full and {self.part_col.numel()} partial tiles "
+            f"({self.bits.shape[0]} distinct), {self.nbytes} bytes on {self.device})"
+        )
+
+    def _present(self) -> dict[str, Tensor]:
+        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors in the order of the fields, without the reserved ones: what an operator takes."""
+        return [getattr(self, name) for name in TENSOR_FIELDS]
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Sequence[Tensor],
+        *,
+        block: int,
+        start: int,
+        n_queries: int,
+        n_keys: int,
+        kept_pairs: int = 0,
+        allowed_pairs: int = 0,
+        allowed_tiles: int = 0,
+    ) -> BlockIndex:
+        """The index whose `tensors` these are; the counts serve the densities alone."""
+        if len(tensors) != len(TENSOR_FIELDS):
+            raise ValueError(f"tensors: expected {len(TENSOR_FIELDS)} of them, got {len(tensors)}")
+        named: dict[str, Any] = dict(zip(TENSOR_FIELDS, tensors, strict=True))
+        return cls(
+            **named,
+            block=block,
+            start=start,
+            n_queries=n_queries,
+            n_keys=n_keys,
+            kept_pairs=kept_pairs,
+            allowed_pairs=allowed_pairs,
+            allowed_tiles=allowed_tiles,
+        )
+
+    def to(self, device: torch.device | str) -> BlockIndex:
+        """The same index on another device; itself where it is there already."""
+        if self.device == torch.device(device):
+            return self
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._present().items()}
+        return replace(self, **moved)
+
+    def row_of_entries(self) -> tuple[Tensor, Tensor]:
+        """The row slots (int64) of the full and of the partial tiles."""
+        return (
+            slot_of_entries(self.full_row_ptr, self.full_col.numel()),
+            slot_of_entries(self.part_row_ptr, self.part_col.numel()),
+        )
+
+    def entries(self) -> Entries:
+        """The kept tiles, full ones first."""
+        full_slot, part_slot = self.row_of_entries()
+        number = torch.cat((full_slot * self.n_cols + self.full_col, part_slot * self.n_cols + self.part_col))
+        return Entries(number, torch.cat((torch.full_like(full_slot, FULL), self.part_tile.long())))
+
+    def to_dense(self) -> Tensor:
+        """The kept pairs as bool ``[B or 1, H or 1, n_queries, n_keys]``.
+
+        Raises ValueError above 2^28 elements.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal
+        >>> build_index(Causal(), 3).to_dense()[0, 0].int().tolist()
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+        """
+        block, rows, cols = self.block, self.n_rows, self.n_cols
+        size = max(self.n_groups * rows * cols * block * block, self.group.numel() * self.n_queries * self.n_keys)
+        if size > _DENSE_LIMIT:
+            raise ValueError(f"to_dense expects at most {_DENSE_LIMIT:,} elements, got {size:,}")
+        number, state = self.entries()
+        dense = torch.zeros(self.n_groups * rows * cols, block, block, dtype=torch.bool, device=self.device)
+        dense[number[state == FULL]] = True
+        dense[number[state >= 0]] = unpack_words(self.bits, block)[self.part_tile.long()]
+        dense = dense.view(self.n_groups, rows, cols, block, block).transpose(2, 3)
+        dense = dense.reshape(self.n_groups, rows * block, cols * block)
+        skipped = self.start - self.first_row * block
+        return dense[:, skipped : skipped + self.n_queries, : self.n_keys][self.group.long()]
+
+    def slice(self, rows: slice | range) -> BlockIndex:
+        """The index of a run of row tiles (counted from 0), with its own start and number of queries.
+
+        Raises ValueError where the rows are not consecutive or out of range.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal
+        >>> tail = build_index(Causal(), 1024).slice(range(6, 8))
+        >>> tail.start, tail.n_queries, tail.n_keys
+        (768, 256, 1024)
+        """
+        chosen = range(self.n_rows)[rows] if isinstance(rows, slice) else rows
+        if chosen.step != 1 or len(chosen) == 0 or chosen.start < 0 or chosen.stop > self.n_rows:
+            raise ValueError(f"rows: expected a run of consecutive row tiles within 0 ... {self.n_rows}, got {rows}")
+        start = max(self.start, (self.first_row + chosen.start) * self.block)
+        end = min(self.start + self.n_queries, (self.first_row + chosen.stop) * self.block)
+        grid = TileGrid(self.block, start, end - start, self.n_keys)
+        number, state = self.entries()
+        slot, col = number // self.n_cols, number % self.n_cols
+        group, row = slot // self.n_rows, slot % self.n_rows - chosen.start
+        inside = (row >= 0) & (row < grid.n_rows)
+        number = ((group * grid.n_rows + row) * self.n_cols + col)[inside]
+        return self.from_entries(self.group, Entries(number, state[inside]), self.bits, grid, self.envelopes)
+
+    def coarsen(self, block: int = 128) -> BlockIndex:
+        """The same pairs in larger tiles, a multiple of the present block.
+
+        Raises ValueError for other blocks.
+        """
+        if block not in BLOCKS or block < self.block:
+            raise ValueError(f"block: expected one of {[b for b in BLOCKS if b >= self.block]}, got {block!r}")
+        factor = block // self.block
+        grid = TileGrid(block, self.start, self.n_queries, self.n_keys)
+        number, state = self.entries()
+        slot, col = number // max(self.n_cols, 1), number % max(self.n_cols, 1)
+        group, row = slot // max(self.n_rows, 1), slot % max(self.n_rows, 1) + self.first_row
+        cell = row % factor * factor + col % factor
+        number = (group * grid.n_rows + row // factor - grid.first_row) * grid.n_cols + col // factor
+        number, inverse = torch.unique(number, return_inverse=True)
+        cells = torch.full((len(number), factor * factor), EMPTY, device=self.device)
+        cells[inverse, cell] = state
+        # Small tiles beyond the lengths exist in no list; they may count as full where the rest is.
+        row = (number // max(grid.n_cols, 1) % max(grid.n_rows, 1) + grid.first_row)[:, None] * factor
+        col = (number % max(grid.n_cols, 1))[:, None] * factor
+        place = torch.arange(factor * factor, device=self.device)
+        row, col = row + place // factor - self.first_row, col + place % factor
+        beyond = (row < 0) | (row >= self.n_rows) | (col >= self.n_cols)
+        full = ((cells == FULL) | beyond).all(1)
+        merged = torch.full_like(number, FULL)
+        distinct, inverse = torch.unique(cells[~full], dim=0, return_inverse=True)
+        # In front of the table, where the states say: EMPTY is row 0 and FULL row 1.
+        table = torch.nn.functional.pad(self.bits, (0, 0, 0, 0, -EMPTY, 0))
+        table[FULL - EMPTY] = -1
+        collector = TileCollector(block, self.device)
+        states = [torch.empty_like(number[:0])]
+        for part in chunks(distinct, block):
+            mask = unpack_words(table[part - EMPTY], self.block).view(-1, factor, factor, self.block, self.block)
+            states.append(collector.add(mask.transpose(2, 3).reshape(-1, block, block)))
+        bits, translate = collector.finish()
+        merged[~full] = translate[torch.cat(states)][inverse]
+        return self.from_entries(self.group, Entries(number, merged), bits, grid, self.envelopes)
+
+    def draw(self, group: int = 0, width: int = 64) -> str:
+        """Draw the tiles of a group as text, at most ``width`` columns: ``█`` full, ``▒`` mixed, ``·`` empty.
+
+        Raises ValueError for a group or a width out of range.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal, Window
+        >>> print(build_index(Causal() & Window(300, 0), 512).draw())
+        ▒···
+        █▒··
+        ▒█▒·
+        ▒▒█▒
+        """
+        if not 0 <= group < self.n_groups:
+            raise ValueError(f"group: expected 0 <= group < {self.n_groups}, got {group}")
+        if width < 1:
+            raise ValueError(f"width: expected a positive number of columns, got {width}")
+        number, state = self.entries()
+        slot, col = number // max(self.n_cols, 1), number % max(self.n_cols, 1)
+        row = slot - group * self.n_rows
+        inside = (row >= 0) & (row < self.n_rows)
+        full = state[inside] == FULL
+        return draw_tiles(row[inside], col[inside], full, self.n_rows, self.n_cols, width)
+
+    def validate(self) -> None:
+        """Check every list against the others; for an index that was not built here.
+
+        Raises ValueError naming the first field that is out of range, out of order or at odds with the others.
+        """
+        for name in TENSOR_FIELDS:
+            if getattr(self, name).dtype != torch.int32:
+                raise ValueError(f"{name}: expected torch.int32, got {getattr(self, name).dtype}")
+        words = -(-self.block // 32)
+        if self.block not in BLOCKS or self.bits.shape[1:] != (self.block, words):
+            raise ValueError(f"bits: expected [T, {self.block}, {words}], got {tuple(self.bits.shape)}")
+        if self.group.dim() != 2 or not self.group.numel() or int(self.group.min()) < 0:
+            raise ValueError(f"group: expected numbers of at least 0 as [B or 1, H or 1], got {self.group}")
+        n_slots = (int(self.group.max()) + 1) * self.n_rows
+        for begins, col in ((self.full_row_ptr, "full_col"), (self.part_row_ptr, "part_col")):
+            self._validate_list(begins, col, n_slots)
+        if len(self.part_tile) != len(self.part_col) or not _within(self.part_tile, len(self.bits)):
+            raise ValueError(f"part_tile: expected {len(self.part_col)} numbers below {len(self.bits)}")
+        entries = self.entries()
+        if len(torch.unique(entries.number)) < len(entries.number):
+            raise ValueError("part_col: a tile is in both lists")
+        expected = self.from_entries(self.group, entries, self.bits, self.grid, self.envelopes)
+        for name, tensor in zip(TENSOR_FIELDS, expected.tensors(), strict=True):
+            if not torch.equal(tensor, getattr(self, name)):
+                raise ValueError(f"{name}: does not follow from the row lists and bits")
+
+    def _validate_list(self, begins: Tensor, name: str, n_slots: int) -> None:
+        columns: Tensor = getattr(self, name)
+        ends = begins.tolist()[:: max(n_slots, 1)]
+        if len(begins) != n_slots + 1 or ends[0] != 0 or ends[-1] != len(columns) or bool((begins.diff() < 0).any()):
+            raise ValueError(
+                f"{name.replace('col', 'row_ptr')}: expected {n_slots + 1} offsets from 0 to {len(columns)}"
+            )
+        slot = slot_of_entries(begins, len(columns))
+        descends = (columns.diff() <= 0) & (slot.diff() == 0)
+        if not _within(columns, self.n_cols) or bool(descends.any()):
+            raise ValueError(f"{name}: expected columns below {self.n_cols}, ascending within a row")
+
+    def _count_pairs(self) -> int:
+        """Kept pairs inside the lengths, summed over the entries of ``group``, from the lists and the bits."""
+        block = self.block
+        popcounts = popcount(self.bits).sum((1, 2))
+        if self.n_groups == 1 and not (self.start % block or self.n_queries % block or self.n_keys % block):
+            pairs = self.full_col.numel() * block * block + int(popcounts[self.part_tile].sum())
+            return pairs * self.group.numel()
+        heads = torch.bincount(self.group.flatten(), minlength=self.n_groups)
+        first = torch.arange(self.n_rows, device=self.device) * block + self.first_row * block - self.start
+        top, bottom = first.neg().clamp(min=0), (self.n_queries - first).clamp(max=block)
+        height = bottom - top
+        width = (self.n_keys - torch.arange(self.n_cols, device=self.device) * block).clamp(max=block)
+        slot, part_slot = self.row_of_entries()
+        weight = heads[slot // max(self.n_rows, 1)]
+        total = int((height[slot % max(self.n_rows, 1)] * width[self.full_col] * weight).sum())
+        row, weight = part_slot % max(self.n_rows, 1), heads[part_slot // max(self.n_rows, 1)]
+        kept = popcounts[self.part_tile]
+        ragged = ((height[row] < block) | (width[self.part_col] < block)).nonzero().flatten()
+        inside = torch.arange(block, device=self.device)
+        for part in chunks(ragged, block):
+            mask = unpack_words(self.bits[self.part_tile[part]], block)
+            mask = mask & (inside < width[self.part_col[part], None])[:, None, :]
+            rows = (inside >= top[row[part], None]) & (inside < bottom[row[part], None])
+            kept[part] = (mask & rows[:, :, None]).sum((1, 2))
+        return total + int((kept * weight).sum())
+
+
+TENSOR_FIELDS = tuple(f.name for f in fields(BlockIndex) if f.type == "Tensor")
+"""Names of the tensors every index has, in the order of the fields."""
+
+
+def _within(numbers: Tensor, limit: int) -> bool:
+    return bool(((numbers >= 0) & (numbers < limit)).all())

@@ -1,0 +1,170 @@
+"""Tile bitmaps: the element rule of a pattern, evaluated once per distinct tile and packed into words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import Pattern, TileGrid
+
+BLOCKS = (16, 32, 64, 128)
+"""Tile sides, in tokens."""
+
+EMPTY, FULL = -2, -1
+"""States of a tile that needs no bits; other states are rows of the tile table."""
+
+_CHUNK_ELEMENTS = 1 << 19
+"""Elements evaluated at once: the rules make several int64 temporaries of this size, 4 MiB each."""
+
+
+class TileTable(NamedTuple):
+    """Distinct partial tiles: the fields of `BlockIndex` of the same names."""
+
+    bits: Tensor
+    bits_t: Tensor
+    rows_any: Tensor
+    cols_any: Tensor
+    sub_tiles: Tensor
+
+
+def pack_words(mask: Tensor) -> Tensor:
+    """Pack bool ``[..., b]`` into int32 ``[..., ceil(b / 32)]``, bit ``i % 32`` of word ``i // 32``; b in `BLOCKS`."""
+    *shape, size = mask.shape
+    # Eight bools read as one little-endian int64: the product gathers their low bits, in order, in the top byte.
+    eights = mask.reshape(-1).view(torch.int64).view(*shape, size // 8)
+    octets = ((eights * 0x0102040810204080) >> 56).to(torch.uint8)
+    if size % 32:
+        octets = torch.nn.functional.pad(octets, (0, 4 - size // 8 % 4))
+    return octets.view(torch.int32).view(*shape, -(-size // 32))
+
+
+def unpack_words(words: Tensor, size: int) -> Tensor:
+    """Unpack int32 words ``[..., w]`` into bool ``[..., size]``."""
+    # Flat, because a last dimension of one word may have any stride.
+    octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=words.device)
+    return ((octets[..., None] & places) != 0).flatten(-2)[..., :size]
+
+
+def popcount(words: Tensor) -> Tensor:
+    """The number of set bits of each int32 word."""
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return (words * 0x01010101) >> 24
+
+
+def chunks(tiles: Tensor, block: int) -> Iterator[Tensor]:
+    """Cut a tensor of one row per tile into as many rows as are unpacked at once."""
+    step = max(1, _CHUNK_ELEMENTS // (block * block))
+    for first in range(0, len(tiles), step):
+        yield tiles[first : first + step]
+
+
+def evaluate_tiles(pattern: Pattern, head: Tensor, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+    """The element rule over whole tiles: int64 ``[K]`` tile numbers in, bool ``[K, b, b]`` out.
+
+    Positions outside the lengths take the value of the nearest one inside: a rule is never asked about a query
+    or key that does not exist, and a ragged tile counts as full or empty by what exists of it.
+    """
+    block = grid.block
+    inside = torch.arange(block, device=row.device)
+    query = (row[:, None] * block + inside).clamp(grid.start, grid.start + grid.n_queries - 1)
+    key = (col[:, None] * block + inside).clamp(0, grid.n_keys - 1)
+    kept = pattern.allowed(head, query[:, :, None], key[:, None, :])
+    return kept.expand(len(row), block, block)
+
+
+def derive_tables(bits: Tensor) -> TileTable:
+    """The transposed words, the row and column sets and the quarter flags of tiles ``[T, b, w]``."""
+    count, block, words = bits.shape
+    if count == 0:
+        sets = bits.new_empty(0, words)
+        return TileTable(bits, bits.clone(), sets, sets.clone(), bits.new_empty(0))
+    half = block // 2
+    bits_t, flags = [], []
+    for part in chunks(bits, block):
+        mask = unpack_words(part, block)
+        bits_t.append(pack_words(mask.transpose(1, 2)))
+        quarters = mask.view(len(mask), 2, half, 2, half).sum((2, 4), dtype=torch.int32).view(len(mask), 4)
+        state = (quarters > 0).int() * 2 - (quarters == half * half).int()
+        flags.append((state << torch.arange(0, 8, 2, device=bits.device, dtype=torch.int32)).sum(1, dtype=torch.int32))
+    transposed = torch.cat(bits_t)
+    return TileTable(
+        bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)), torch.cat(flags)
+    )
+
+
+@lru_cache(maxsize=32)
+def _multipliers(count: int, device: torch.device) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(count)
+    return torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu").mul_(2).add_(1).to(device)
+
+
+def distinct_tiles(bits: Tensor, digests: Tensor) -> tuple[Tensor, Tensor]:
+    """First occurrences (ascending) of the distinct tiles, and for each tile the number of its occurrence.
+
+    Tiles are told apart by their digests; should two different tiles share one, nothing is merged.
+    """
+    values, inverse = torch.unique(digests, return_inverse=True)
+    order = torch.arange(len(digests), device=bits.device)
+    first = torch.full_like(values, len(digests)).scatter_reduce_(0, inverse, order, "amin")
+    first, by_first = first.sort()
+    rank = torch.empty_like(by_first).scatter_(0, by_first, order[: len(first)])
+    inverse = rank[inverse]
+    if len(first) < len(bits) and not torch.equal(bits[first[inverse]], bits):
+        return order, order
+    return first, inverse
+
+
+class TileCollector:
+    """Collects partial tiles and merges equal ones; numbers given out by `add` are translated by `finish`."""
+
+    def __init__(self, block: int, device: torch.device, max_bytes: int | None = None) -> None:
+        self._bits = torch.empty(0, block, -(-block // 32), dtype=torch.int32, device=device)
+        self._digests = torch.empty(0, dtype=torch.int64, device=device)
+        self._translate = torch.empty(0, dtype=torch.int64, device=device)
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._given = 0
+        self._next_merge = 1 << 12
+        self._max_bytes = max_bytes
+        self._full_word = (1 << block) - 1 if block < 32 else -1
+
+    def add(self, mask: Tensor) -> Tensor:
+        """Add tiles bool ``[K, b, b]``; their states: `EMPTY`, `FULL` or a provisional number."""
+        words = pack_words(mask).flatten(1)
+        partial = (words != self._full_word).any(1)
+        state = torch.where(partial, EMPTY, FULL)
+        partial &= (words != 0).any(1)
+        words = words[partial]
+        digests = (words * _multipliers(words.shape[1], words.device)).sum(1)
+        state[partial] = torch.arange(self._given, self._given + len(words), device=mask.device)
+        self._given += len(words)
+        self._pending.append((words.view(-1, *self._bits.shape[1:]), digests))
+        if self._given >= self._next_merge:
+            self._merge()
+            self._next_merge = self._given + max(1 << 12, len(self._bits))
+        return state
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The distinct tiles ``[T, b, w]`` and the translation of provisional numbers to rows of it."""
+        self._merge()
+        return self._bits, self._translate
+
+    def _merge(self) -> None:
+        if not self._pending:
+            return
+        stored = len(self._bits)
+        bits = torch.cat([self._bits, *(bits for bits, _ in self._pending)])
+        digests = torch.cat([self._digests, *(digests for _, digests in self._pending)])
+        self._pending.clear()
+        first, inverse = distinct_tiles(bits, digests)
+        self._bits, self._digests = bits[first], digests[first]
+        self._translate = torch.cat([inverse[self._translate], inverse[stored:]])
+        held = 2 * self._bits.nbytes
+        if self._max_bytes is not None and held > self._max_bytes:
+            raise ValueError(f"the distinct tiles need at least {held:,} bytes, over max_bytes={self._max_bytes:,}")

@@ -1,0 +1,268 @@
+"""Attention over the pairs that a pattern keeps: the waist that every caller speaks to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.contracts import Call, Facts, attention, pack_keys
+from ringtile.kernels.philox import dropout_threshold
+from ringtile.kernels.reference import attention_reference
+from ringtile.kernels.select import NAMES, select
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Blocks, Causal, Dense, Pattern
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DENSE, _CAUSAL = Dense(), Causal()
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
+        if x.dtype not in _DTYPES or x.dtype != query.dtype:
+            raise ValueError(f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}")
+        if x.device != query.device:
+            raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise ValueError(f"key: expected the query's batch and head_dim, got {key.shape=} with {query.shape=}")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value: expected the key's batch, heads and length, got {value.shape=} with {key.shape=}")
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0):
+        wanted = "a divisor of the query's heads" if enable_gqa else "the query's heads (or enable_gqa=True)"
+        raise ValueError(f"key: expected {wanted}, got {key.shape=} with {query.shape=}, {enable_gqa=}")
+
+
+def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
+    if x.shape != shape or x.device != query.device:
+        raise ValueError(f"{name}: expected shape {shape} on {query.device}, got {x.shape=} on {x.device}")
+
+
+def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool) -> Pattern:
+    if pattern is None:
+        return _CAUSAL if is_causal else _DENSE
+    if isinstance(pattern, Tensor):
+        pattern = Blocks(pattern)
+    elif not isinstance(pattern, Pattern):
+        from ringtile.layout.flex import from_block_mask
+
+        pattern = from_block_mask(pattern)
+    return _CAUSAL & pattern if is_causal else pattern
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    start: int | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot product attention, exact over the pairs that a pattern keeps, forward and backward.
+
+    Follows `torch.nn.functional.scaled_dot_product_attention`, except that ``is_causal`` is aligned to the lower right.
+    Time and memory follow the kept tiles. Equal to ``softmax(query @ key.mT * scale + mask) @ value`` with a mask
+    of 0 on kept pairs and -inf elsewhere; a query that keeps nothing gives 0, lse -inf and zero gradients.
+
+    Args:
+        query: ``[B, H, Nq, D]``, float64, float32, bfloat16 or float16, any strides.
+        key: ``[B, Hkv, Nk, D]``; Hkv equals H, or divides it with ``enable_gqa``.
+        value: ``[B, Hkv, Nk, Dv]``.
+        pattern: What may attend to what: a `ringtile.patterns.Pattern`, a `BlockIndex`, a FlexAttention `BlockMask`, a
+            bool matrix of 128 x 128 tiles ``[rows, columns]`` or ``[H, rows, columns]``, or None for all pairs.
+        is_causal: Keep only keys at or before the query's position (not with a `BlockIndex`).
+        key_mask: ``[B, Nk]`` bool, True where a key may be attended to.
+        key_lengths: ``[B]`` integers, the number of keys that each batch row has.
+        start: Position of the first query; None means Nk - Nq.
+        dropout_p: Probability with which a weight is dropped after the softmax; the mask depends on seed and positions
+            alone.
+        seed: Of dropout, an int or one int64 element; drawn from torch's generator where None.
+        scale: Of the scores; None means ``D ** -0.5``.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; 0 leaves them.
+        alibi_slopes: ``[H]``, scores lose ``slope * |i - j|`` (no gradient).
+        sinks: ``[H]``, one more logit in each row's denominator; the lse returned is that of the keys alone.
+        enable_gqa: Let each key head serve H / Hkv query heads.
+        return_lse: Also return the natural-log lse ``[B, H, Nq]``, float32 (float64 for float64), differentiable.
+        backend: "dense", "blockwise", "reference" or None for the first that fits; a named one never falls back.
+
+    Raises:
+        ValueError: Where shapes, dtypes, devices or numbers do not fit, or the named backend cannot serve the call.
+
+    Example:
+        >>> from ringtile.patterns import Causal, GlobalTokens, Window
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind()
+        >>> sparse_attention(q, k, v, Causal() & (Window(256) | GlobalTokens(16))).shape
+        torch.Size([1, 4, 1000, 64])
+    """
+    _check_tensors(query, key, value, enable_gqa)
+    (batch, heads, n_queries, head_dim), n_keys = query.shape, key.shape[2]
+    if backend is not None and backend not in NAMES:
+        raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
+    if dropout_p:
+        dropout_threshold(dropout_p)
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number >= 0, got {softcap!r}")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale!r}")
+    if key_mask is not None:
+        _check_rows("key_mask", key_mask, (batch, n_keys), query)
+        if key_mask.dtype != torch.bool:
+            raise ValueError(f"key_mask: expected bool, True where a key may be attended to, got {key_mask.dtype=}")
+    if key_lengths is not None:
+        _check_rows("key_lengths", key_lengths, (batch,), query)
+        if key_lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"key_lengths: expected int32 or int64, got {key_lengths.dtype=}")
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if per_head is not None:
+            _check_rows(name, per_head, (heads,), query)
+
+    index: BlockIndex | None = None
+    if isinstance(pattern, BlockIndex):
+        index = pattern
+        if is_causal:
+            raise ValueError("is_causal: a BlockIndex says already what is kept, build it from Causal() & pattern")
+        if (index.n_queries, index.n_keys) != (n_queries, n_keys) or start not in (None, index.start):
+            raise ValueError(f"pattern: {index!r} does not serve {query.shape=}, {key.shape=}, {start=}")
+        if index.group.shape[0] not in (1, batch) or index.group.shape[1] not in (1, heads):
+            raise ValueError(f"pattern: its groups {index.group.shape=} do not serve {query.shape=}")
+        if index.device != query.device:
+            raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
+        text, first, block = "", index.start, index.block
+    else:
+        rule = _as_pattern(pattern, is_causal)
+        first = n_keys - n_queries if start is None else start
+        block = 128
+        text = rule.text or ""
+        if backend != "reference" and not text:
+            index = build_index(
+                rule, n_queries, n_keys, start=first, heads=heads, batch=batch, block=block, device=query.device
+            )
+
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if dropout_p and seed is None:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+    elif not dropout_p:
+        seed = None
+    if scale is None:
+        scale = head_dim**-0.5
+
+    if backend == "reference":
+        out, lse = attention_reference(
+            query,
+            key,
+            value,
+            index if index is not None else rule,
+            start=first,
+            key_mask=key_mask,
+            key_lengths=key_lengths,
+            dropout_p=dropout_p,
+            seed=seed,
+            scale=scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+        )
+        out = out.to(query.dtype)
+        if query.dtype != torch.float64:
+            lse = lse.float()
+    else:
+        if isinstance(seed, int):
+            seed = torch.tensor([seed], dtype=torch.int64, device=query.device)
+        tensors = [] if index is None else index.tensors()
+        bits = None if key_mask is None else pack_keys(key_mask)
+        call = Call(
+            tensors,
+            text,
+            first,
+            block,
+            bits,
+            key_lengths,
+            seed,
+            alibi_slopes,
+            scale,
+            dropout_p,
+            softcap,
+            backend or "",
+        )
+        facts = Facts(text, first, block, scale, dropout_p, softcap, select(query, key, value, call))
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = attention(
+                query,
+                key,
+                value,
+                facts,
+                key_bits=bits,
+                key_lengths=key_lengths,
+                seed=seed,
+                alibi_slopes=alibi_slopes,
+                index=tensors,
+            )
+    if sinks is not None:
+        out = out * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1).to(out.dtype)
+    return (out, lse) if return_lse else out
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attention over disjoint sets of keys into attention over all of them.
+
+    Associative, differentiable in outs and lses, exact up to rounding, and safe where a part or all of them are empty
+    (lse -inf). Computed in float32 or better.
+
+    Args:
+        outs: Tensors ``[B, H, N, Dv]`` of one dtype.
+        lses: Their natural-log lse ``[B, H, N]``.
+
+    Returns:
+        The merged output, in the dtype of ``outs``, and the merged lse.
+
+    Raises:
+        ValueError: Where the lists are empty, of unequal length, or shapes do not fit.
+
+    Example:
+        >>> from ringtile.patterns import Window
+        >>> q, k, v = torch.randn(3, 1, 2, 300, 32, dtype=torch.float64).unbind()
+        >>> near = sparse_attention(q, k, v, Window(20), return_lse=True)
+        >>> far = sparse_attention(q, k, v, ~Window(20), return_lse=True)
+        >>> out, _ = merge_attention(*zip(near, far))
+        >>> torch.allclose(out, sparse_attention(q, k, v))
+        True
+    """
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"outs, lses: expected equally many, at least one, got {len(outs)=}, {len(lses)=}")
+    for out, lse in zip(outs, lses, strict=True):
+        if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                f"outs, lses: expected [B, H, N, Dv] and [B, H, N], all alike, got {out.shape=}, {lse.shape=} "
+                f"with {outs[0].shape=}"
+            )
+    stacked = torch.stack([lse.to(torch.promote_types(lse.dtype, torch.float32)) for lse in lses])
+    highest = stacked.detach().amax(0)
+    highest = torch.where(highest == -math.inf, 0, highest)
+    weights = (stacked - highest).exp()
+    total = weights.sum(0)
+    empty = total == 0
+    share = weights / torch.where(empty, 1, total)
+    merged = sum((w.unsqueeze(-1) * out for w, out in zip(share.unbind(), outs, strict=True)), torch.zeros_like(outs[0]))
+    lse = torch.where(empty, -math.inf, torch.where(empty, 1, total).log() + highest)
+    return merged.to(outs[0].dtype), lse

@@ -1,0 +1,312 @@
+"""The operators that every backend implements: schema, fake tensors, vmap, FLOP count, autograd.
+
+Suffixes: ``B`` batch, ``H`` query heads, ``Hkv`` key heads, ``N`` queries, ``M`` keys, ``D`` and ``Dv`` head dims. The kept
+pairs come either as the tensors of a `BlockIndex` or as pattern text, which means the same in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import parse
+
+_CALL = (
+    "Tensor[] index, str pattern, SymInt start, SymInt block, Tensor? key_bits, Tensor? key_lengths, Tensor? seed, "
+    "Tensor? alibi_slopes, float scale, float dropout_p, float softcap, str backend"
+)
+_ROWS = "Tensor out_grad, Tensor? lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+
+library = torch.library.Library("ringtile", "DEF")
+library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
+library.define(f"backward({_ROWS}, {_CALL}) -> (Tensor, Tensor, Tensor)")
+library.define(
+    f"double_backward(Tensor q_cot, Tensor k_cot, Tensor v_cot, {_ROWS}, {_CALL})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+class Call(NamedTuple):
+    """The arguments that the three operators share, after their tensors; in schema order."""
+
+    index: Sequence[Tensor]
+    pattern: str
+    start: int
+    block: int
+    key_bits: Tensor | None
+    """``[B, ceil(M / 32)]`` int32: the keys that may be attended to."""
+    key_lengths: Tensor | None
+    """``[B]`` integers: keys from this position on do not exist."""
+    seed: Tensor | None
+    """One int64 element."""
+    alibi_slopes: Tensor | None
+    """``[H]``."""
+    scale: float
+    dropout_p: float
+    softcap: float
+    backend: str
+
+
+class Backend(Protocol):
+    """What a backend module offers."""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
+        """Reasons why this backend cannot serve a call; none where it can."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Output ``[B, H, N, Dv]`` in q's dtype and lse ``[B, H, N]``, float32 or better, both contiguous."""
+
+    def backward(
+        self,
+        out_grad: Tensor,
+        lse_grad: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, contiguous, in their dtypes."""
+
+
+def pack_keys(keep: Tensor) -> Tensor:
+    """``[B, M]`` bool to ``[B, ceil(M / 32)]`` int32 words, key j in bit ``j % 32`` of word ``j // 32``."""
+    words = torch.nn.functional.pad(keep, (0, -keep.shape[1] % 32)).unflatten(1, (-1, 32)).long()
+    packed = (words << torch.arange(32, device=keep.device)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def key_keep(call: Call, n_keys: int) -> Tensor | None:
+    """``[B, M]`` bool of the keys that the call's own mask and lengths keep, or None where it has neither."""
+    keep = None
+    if call.key_bits is not None:
+        shifts = torch.arange(32, dtype=torch.int32, device=call.key_bits.device)
+        keep = ((call.key_bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :n_keys].bool()
+    if call.key_lengths is not None:
+        inside = torch.arange(n_keys, device=call.key_lengths.device) < call.key_lengths.unsqueeze(1)
+        keep = inside if keep is None else keep & inside
+    return keep
+
+
+def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
+    """The block index of a call: its own tensors, or the cached one of its pattern text."""
+    lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2]}
+    if call.pattern:
+        return build_index(
+            parse(call.pattern), **lengths, start=call.start, heads=q.shape[1], block=call.block, device=q.device
+        )
+    return BlockIndex.from_tensors(call.index, block=call.block, start=call.start, **lengths)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _backend(name: str) -> Any:
+    from ringtile.kernels.select import load
+
+    return load(name)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    call = Call(*rest)
+    return _backend(call.backend).forward(q, k, v, call)
+
+
+def _backward(*arguments: Any) -> Any:
+    call = Call(*arguments[7:])
+    return _backend(call.backend).backward(*arguments[:7], call)
+
+
+def _double_backward(*arguments: Any) -> Any:
+    return _backend("blockwise").double_backward(*arguments[:10], Call(*arguments[10:]))
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in arguments[2:5])
+
+
+def _fake_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, out, lse = arguments[5:10]
+    return tuple(x.new_empty(x.shape) for x in (out, lse, q, k, v))
+
+
+def _folded(size: int, x: Any, dim: int | None) -> Any:
+    """Fold a vmapped dimension into the batch; what is not vmapped is repeated."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _vmap_rule(n_tensors: int, op: Any) -> Any:
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
+        call, dims = Call(*arguments[n_tensors:]), Call(*in_dims[n_tensors:])
+        index = list(call.index)
+        if index and index[0].shape[0] > 1:
+            index[0] = index[0].repeat(size, 1)
+        for name in ("seed", "alibi_slopes"):
+            if getattr(dims, name) is not None:
+                raise ValueError(f"vmap over {name} is not possible, got in_dims={getattr(dims, name)}")
+        call = call._replace(
+            index=index,
+            key_bits=_folded(size, call.key_bits, dims.key_bits),
+            key_lengths=_folded(size, call.key_lengths, dims.key_lengths),
+        )
+        outs = op(*tensors, *call)
+        return tuple(out.unflatten(0, (size, -1)) for out in outs), (0,) * len(outs)
+
+    return rule
+
+
+for _name, _implementation, _fake, _n_tensors in (
+    ("forward", _forward, _fake_forward, 3),
+    ("backward", _backward, _fake_backward, 7),
+    ("double_backward", _double_backward, _fake_double_backward, 10),
+):
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
+    _op = getattr(torch.ops.ringtile, _name).default
+    torch.library.register_vmap(f"ringtile::{_name}", _vmap_rule(_n_tensors, _op), lib=library)
+
+
+def _kept_area(call: Call, q: Tensor, k: Tensor) -> int:
+    """(query, key) pairs inside the kept tiles, summed over batch rows and heads: what the kernels compute."""
+    index = index_of(call, q, k)
+    offset = index.start - index.first_row * index.block
+    row_from = torch.arange(index.n_rows) * index.block - offset
+    heights = (row_from + index.block).clamp(max=index.n_queries) - row_from.clamp(min=0)
+    widths = (index.n_keys - torch.arange(index.n_cols) * index.block).clamp(max=index.block)
+    area = torch.zeros(index.n_groups, dtype=torch.long)
+    for slots, cols in zip(index.row_of_entries(), (index.full_col, index.part_col), strict=True):
+        slots, cols = slots.cpu(), cols.cpu().long()
+        area.index_add_(0, slots // index.n_rows, heights[slots % index.n_rows] * widths[cols])
+    return int(area[index.group.cpu().long()].expand(q.shape[0], q.shape[1]).sum())
+
+
+@register_flop_formula(torch.ops.ringtile.forward, get_raw=True)
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:
+    return 2 * _kept_area(Call(*call), q, k) * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(torch.ops.ringtile.backward, get_raw=True)
+def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+    q, k, v = arguments[2:5]
+    return 2 * _kept_area(Call(*arguments[7:]), q, k) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+class _Backward(torch.autograd.Function):
+    """The backward operator, itself differentiable once."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tensors, call = arguments[:7], _call(arguments[7], arguments[8:])
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.ringtile.backward(*tensors, *call)
+        return grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.facts = inputs[7]
+        ctx.save_for_backward(*inputs[:7], *inputs[8:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        rows, rest = saved[:7], saved[7:]
+        found = torch.ops.ringtile.double_backward(*cotangents, *rows, *_call(ctx.facts, rest))
+        out_grad, lse_grad, q, k, v = found
+        lse_grad = None if rows[1] is None else lse_grad
+        return out_grad, lse_grad, q, k, v, None, None, None, *(None for _ in rest)
+
+
+class Attention(torch.autograd.Function):
+    """The forward operator with its gradients; composes with vmap, grad and compile."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.ringtile.forward(*arguments[:3], *_call(arguments[3], arguments[4:]))
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.facts = inputs[3]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[4:])
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        if out_grad is None:
+            if lse_grad is None:
+                return (None,) * (4 + len(rest))
+            out_grad = torch.zeros_like(out)
+        rows = (out_grad, lse_grad, q, k, v, out, lse)
+        if torch.compiler.is_compiling():
+            # A compiled backward is not differentiated again, and Dynamo cannot trace a Function in a Function.
+            grads = torch.ops.ringtile.backward(*rows, *_call(ctx.facts, rest))
+        else:
+            grads = _Backward.apply(*rows, ctx.facts, *rest)
+        return *grads, None, *(None for _ in rest)
+
+
+class Facts(NamedTuple):
+    """The arguments of a call that are no tensors."""
+
+    pattern: str
+    start: int
+    block: int
+    scale: float
+    dropout_p: float
+    softcap: float
+    backend: str
+
+
+def _call(facts: Facts, rest: Sequence[Tensor | None]) -> Call:
+    key_bits, key_lengths, seed, alibi_slopes, *index = rest
+    return Call(
+        [x for x in index if x is not None],
+        facts.pattern,
+        facts.start,
+        facts.block,
+        key_bits,
+        key_lengths,
+        seed,
+        alibi_slopes,
+        facts.scale,
+        facts.dropout_p,
+        facts.softcap,
+        facts.backend,
+    )
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    facts: Facts,
+    *,
+    key_bits: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    seed: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    index: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of one call, differentiable in q, k and v."""
+    out, lse = Attention.apply(q, k, v, facts, key_bits, key_lengths, seed, alibi_slopes, *index)
+    return out, lse

@@ -1,0 +1,339 @@
+"""Which row tiles are computed together: the launches that `blockwise` makes of a block index.
+
+Rows whose tile lists have the same shape go into one batched call. A list of neighbouring columns is read
+as a view (a *run*); any other list is gathered. Where all rows of a launch share their partial tiles, one mask
+serves them all.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ringtile.layout.index import BlockIndex
+
+FULL = -1
+EMPTY = -2
+
+_MIN_SHARED_ROWS = 4
+_MIN_RUN_ROWS = 4
+_SMALL_GRID = 16
+_MASK_CACHE_TILES = 16
+_MASK_CACHE_BYTES = 4 * 2**20
+_CALL_COST = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Rows of one group that are computed by the same calls.
+
+    ``rows`` ``[n]`` counts row tiles from 0 and ``tiles`` ``[n or 1, K]`` holds each tile's row in the plan's bits, or
+    `FULL`, or `EMPTY`. In a run, tile j of row i is column ``first + i * step + j``; else ``cols`` ``[n, K]`` lists
+    the columns, partial tiles first.
+    """
+
+    group: int
+    rows: Tensor
+    tiles: Tensor
+    n_partial: int
+    cols: Tensor | None = None
+    run: tuple[int, int] | None = None
+    """``(first, step)`` of a run."""
+    tall: bool = False
+    """Whether the rows of a run with step 0 are computed as one tall block of queries."""
+
+    @cached_property
+    def first_row(self) -> int | None:
+        """The first row where the rows are neighbours, else None."""
+        first, n = int(self.rows[0]), len(self.rows)
+        return first if n == 1 or bool((self.rows == torch.arange(first, first + n)).all()) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The launches of a block index, with what never changes from call to call."""
+
+    launches: tuple[Launch, ...]
+    bits: Tensor
+    """``[T, block, words]`` int32 on the CPU: the index's tiles, cut off at the last key where that is ragged."""
+    dead_keys: Tensor | None
+    """``[G, C * block]`` bool, the keys that no row keeps, or None where every key is kept."""
+    empty_rows: bool
+    """Whether some row keeps nothing."""
+    idle_rows: tuple[tuple[int, Tensor], ...]
+    """Groups with row tiles that have no tile at all, and those row tiles."""
+    masks: dict[tuple[int, ...], Tensor]
+    """Shared masks already unpacked, up to `_MASK_CACHE_BYTES`."""
+
+    def mask(self, tiles: Tensor) -> Tensor:
+        """``[..., K]`` tile numbers to ``[..., block, K * block]`` bool: which pairs are kept."""
+        key = tuple(tiles.shape) + tuple(tiles.flatten().tolist()) if tiles.numel() <= _MASK_CACHE_TILES else ()
+        known = self.masks.get(key) if key else None
+        if known is None:
+            words = self.bits[tiles.clamp(min=0)]
+            words = words.masked_fill((tiles == FULL)[..., None, None], -1)
+            words = words.masked_fill((tiles == EMPTY)[..., None, None], 0)
+            known = unpack_tiles(words).movedim(-3, -2).flatten(-2)
+            used = sum(mask.nbytes for mask in self.masks.values())
+            if key and used + known.nbytes <= _MASK_CACHE_BYTES:
+                self.masks[key] = known
+        return known
+
+
+def unpack_tiles(bits: Tensor) -> Tensor:
+    """``[..., block, words]`` int32 tile words to ``[..., block, block]`` bool."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., : bits.shape[-2]].bool()
+
+
+def _pack_positions(inside: Tensor) -> Tensor:
+    """``[block]`` bool to ``[words]`` int32."""
+    padded = torch.nn.functional.pad(inside, (0, -len(inside) % 32)).view(-1, 32).long()
+    words = (padded << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _entries(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
+    """All kept tiles as (row slot, column, tile), columns ascending within a slot."""
+    slots, cols, tiles = [], [], []
+    for ptr, col, tile in (
+        (index.full_row_ptr, index.full_col, None),
+        (index.part_row_ptr, index.part_col, index.part_tile),
+    ):
+        ptr, col = ptr.cpu().long(), col.cpu().long()
+        count = int(ptr[-1])
+        slots.append(torch.repeat_interleave(torch.arange(len(ptr) - 1), ptr.diff(), output_size=count))
+        cols.append(col[:count])
+        tiles.append(torch.full((count,), FULL) if tile is None else tile.cpu().long()[:count])
+    slot, col, tile = torch.cat(slots), torch.cat(cols), torch.cat(tiles)
+    order = torch.argsort(slot * index.n_cols + col)
+    return slot[order], col[order], tile[order]
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """The tile table with the tiles at ragged edges cut off at the lengths."""
+
+    bits: Tensor
+    keys_any: Tensor
+    rows_any: Tensor
+
+
+def _cut_at_the_lengths(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> tuple[_Tiles, Tensor]:
+    """Tiles whose bits mean nothing outside the lengths, and the entries' tiles renumbered.
+
+    A full tile stays full where only its single row tile is ragged: that one is computed without padding.
+    """
+    block, positions = index.block, torch.arange(index.block)
+    bits, bits_t = index.bits.cpu(), index.bits_t.cpu()
+    offset = index.start - index.first_row * block
+    end = offset + index.n_queries
+    row = slot % max(index.n_rows, 1)
+    ragged_first = (row == 0) & (offset > 0)
+    ragged_last = (row == index.n_rows - 1) & (end % block > 0)
+    if index.n_rows == 1:
+        ragged_first, ragged_last = ragged_first & (tile != FULL), ragged_last & (tile != FULL)
+    ragged_col = (col == index.n_cols - 1) & (index.n_keys % block > 0)
+    edge = ragged_first.long() + 2 * ragged_last + 4 * ragged_col
+    keys_any, rows_any = (bits_t != 0).any(-1), (bits != 0).any(-1)
+    cut = edge.nonzero().squeeze(1)
+    if len(cut):
+        kinds, number = torch.unique(edge[cut] * (len(bits) + 1) + tile[cut] + 1, return_inverse=True)
+        kind, source = kinds // (len(bits) + 1), kinds % (len(bits) + 1)
+        rows_in = torch.ones(8, block, dtype=torch.bool)
+        rows_in[1::2] &= positions >= offset
+        rows_in[[2, 3, 6, 7]] &= positions < end - (index.n_rows - 1) * block
+        cols_in = torch.ones(block, dtype=torch.bool)
+        cols_in[index.n_keys % block :] = False
+        col_words = torch.where((kind >= 4).unsqueeze(1), _pack_positions(cols_in), torch.tensor(-1, dtype=torch.int32))
+        everything = torch.full((1, *bits.shape[1:]), -1, dtype=torch.int32)
+        new = torch.cat([everything, bits])[source] & col_words.unsqueeze(1)
+        new = torch.where(rows_in[kind].unsqueeze(-1), new, torch.tensor(0, dtype=torch.int32))
+        tile = tile.clone()
+        tile[cut] = len(bits) + number
+        unpacked = unpack_tiles(new)
+        bits = torch.cat([bits, new])
+        keys_any, rows_any = torch.cat([keys_any, unpacked.any(1)]), torch.cat([rows_any, unpacked.any(2)])
+    return _Tiles(bits, keys_any, rows_any), tile
+
+
+def _union(place: Tensor, tile: Tensor, table: Tensor, n_places: int) -> Tensor:
+    """``[n_places, block]`` bool: the union of ``table[tile]`` over the entries at each place."""
+    table = torch.cat([torch.ones(1, table.shape[1], dtype=torch.bool), table])
+    pairs = torch.unique(place * len(table) + tile + 1)
+    found = torch.zeros(n_places, table.shape[1], dtype=torch.int32)
+    found.index_add_(0, pairs // len(table), table[pairs % len(table)].int())
+    return found > 0
+
+
+def _segment_sum(values: Tensor, ptr: Tensor) -> Tensor:
+    total = torch.cat([values.new_zeros(1), values.cumsum(0)])
+    return total[ptr[1:]] - total[ptr[:-1]]
+
+
+def _gathered(ptr: Tensor, rows: Tensor, count: int) -> Tensor:
+    return ptr[rows].unsqueeze(1) + torch.arange(count)
+
+
+def _same_lists(key: Tensor, lists: Tensor, length: Tensor, ptr: Tensor) -> Tensor:
+    """Number rows so that equal numbers mean equal ``key`` and equal lists of tiles (checked, not only hashed)."""
+    place = torch.arange(len(lists)) - torch.repeat_interleave(ptr[:-1], length, output_size=len(lists))
+    mixed = (lists + 2) * (place * 2 + 1) * 0x5851F42D4C957F2D
+    mixed = (mixed ^ (mixed >> 29)) * 0x14057B7EF767814F
+    digest = _segment_sum(mixed ^ (mixed >> 32), ptr)
+    _, number = torch.unique(torch.stack([key, length, digest], 1), dim=0, return_inverse=True)
+    leader = torch.zeros(int(number.max()) + 1 if len(number) else 0, dtype=torch.long)
+    leader[number] = torch.arange(len(number))
+    theirs = lists[torch.repeat_interleave(ptr[:-1][leader[number]], length, output_size=len(lists)) + place]
+    collided = _segment_sum((theirs != lists).long(), ptr) > 0
+    return torch.where(collided, len(leader) + torch.arange(len(number)), number)
+
+
+def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> list[Launch]:
+    n_rows = index.n_rows
+    n_slots = len(index.full_row_ptr) - 1
+    length = torch.bincount(slot, minlength=n_slots)
+    ptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
+    filled = length > 0
+    first = torch.where(filled, col[ptr[:-1].clamp(max=max(len(col) - 1, 0))], 0)
+    last = torch.where(filled, col[(ptr[1:] - 1).clamp(min=0)], -1)
+    group = torch.arange(n_slots) // n_rows
+    number = _same_lists(group * 2 + (last - first + 1 == length), tile, length, ptr)
+    run_row = filled & (last - first + 1 == length)
+
+    # A run is a stretch of neighbouring rows with equal lists whose first columns step evenly.
+    launches: list[Launch] = []
+    same = (number[1:] == number[:-1]) & run_row[1:] & (group[1:] == group[:-1])
+    step = first[1:] - first[:-1]
+    slots = torch.arange(n_slots)
+    rest = torch.ones(n_slots, dtype=torch.bool) & filled
+    joins = same & torch.cat([same.new_ones(1), (step[1:] == step[:-1]) | ~same[:-1]])
+    starts = torch.cat([slots[:1], slots[1:][~joins]])
+    ends = torch.cat([starts[1:], slots.new_tensor([n_slots])])
+    long_enough = ((ends - starts >= _MIN_RUN_ROWS) | (length[starts] >= 2)) & run_row[starts]
+    for begin, end in zip(starts[long_enough].tolist(), ends[long_enough].tolist(), strict=True):
+        count, at = int(length[begin]), int(ptr[begin])
+        tiles = tile[at : at + count]
+        stride = int(step[begin]) if end - begin > 1 else 0
+        n_partial = int((tiles != FULL).sum())
+        launches.append(
+            Launch(
+                group=int(group[begin]),
+                rows=slots[begin:end] % n_rows,
+                tiles=tiles.unsqueeze(0),
+                n_partial=n_partial,
+                run=(int(first[begin]), stride),
+                tall=stride == 0 and n_partial == 0,
+            )
+        )
+        rest[begin:end] = False
+
+    if bool(rest.any()):
+        launches += _gathers(index, slot, col, tile, rest)
+    return launches
+
+
+def _small_grid(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, launches: list[Launch]) -> list[Launch]:
+    """One masked call a group where the grid is so small that calls cost more than the tiles they spare."""
+    n_tiles = index.n_rows * index.n_cols
+    if n_tiles > _SMALL_GRID:
+        return launches
+    chosen = []
+    for group in sorted({launch.group for launch in launches}):
+        mine = [launch for launch in launches if launch.group == group]
+        kept = sum(len(launch.rows) * launch.tiles.shape[1] for launch in mine)
+        if len(mine) == 1 or kept + _CALL_COST * (len(mine) - 1) < n_tiles:
+            chosen += mine
+            continue
+        tiles = torch.full((n_tiles,), EMPTY)
+        inside = slot // index.n_rows == group
+        tiles[slot[inside] % index.n_rows * index.n_cols + col[inside]] = tile[inside]
+        chosen.append(
+            Launch(
+                group=group,
+                rows=torch.arange(index.n_rows),
+                tiles=tiles.view(index.n_rows, index.n_cols),
+                n_partial=int((tiles != FULL).sum()),
+                run=(0, 0),
+                tall=True,
+            )
+        )
+    return chosen
+
+
+def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: Tensor) -> list[Launch]:
+    """Launches of the rows in ``rest``, partial tiles first."""
+    mine = rest[slot]
+    slot, col, tile = slot[mine], col[mine], tile[mine]
+    order = torch.argsort(slot * 2 + (tile == FULL), stable=True)
+    slot, col, tile = slot[order], col[order], tile[order]
+    n_slots = len(rest)
+    length = torch.bincount(slot, minlength=n_slots)
+    ptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
+    partial = _segment_sum((tile != FULL).long(), ptr)
+    group = torch.arange(n_slots) // index.n_rows
+    shape = (group * (index.n_cols + 1) + partial) * (index.n_cols + 1) + length
+    number = _same_lists(shape, tile, length, ptr)
+    sizes = torch.bincount(number[rest], minlength=int(number.max()) + 1)
+    shared = rest & ((sizes[number] >= _MIN_SHARED_ROWS) | (partial == 0))
+    launches = []
+    for chosen, key in ((shared, number), (rest & ~shared, shape)):
+        rows = chosen.nonzero().squeeze(1)
+        order = torch.argsort(key[rows], stable=True)
+        rows = rows[order]
+        for piece in torch.split(rows, torch.unique_consecutive(key[rows], return_counts=True)[1].tolist()):
+            at = _gathered(ptr, piece, int(length[piece[0]]))
+            tiles = tile[at]
+            launches.append(
+                Launch(
+                    group=int(group[piece[0]]),
+                    rows=piece % index.n_rows,
+                    cols=col[at],
+                    tiles=tiles[:1] if chosen is shared else tiles,
+                    n_partial=int(partial[piece[0]]),
+                )
+            )
+    return launches
+
+
+def _make_plan(index: BlockIndex) -> Plan:
+    slot, col, tile = _entries(index)
+    tiles, tile = _cut_at_the_lengths(index, slot, col, tile)
+    n_rows, n_cols, block = index.n_rows, index.n_cols, index.block
+    n_slots = len(index.full_row_ptr) - 1
+    n_groups = n_slots // n_rows if n_rows else 0
+    keys = _union(slot // max(n_rows, 1) * n_cols + col, tile, tiles.keys_any, n_groups * n_cols)
+    keys = keys.view(n_groups, n_cols * block)[:, : index.n_keys]
+    rows = _union(slot, tile, tiles.rows_any, n_slots).view(n_groups, n_rows * block)
+    offset = index.start - index.first_row * block
+    rows = rows[:, offset : offset + index.n_queries]
+    has_tiles = torch.bincount(slot, minlength=n_slots).view(n_groups, n_rows) > 0
+    idle = tuple((g, (~has_tiles[g]).nonzero().squeeze(1)) for g in range(n_groups) if not bool(has_tiles[g].all()))
+    return Plan(
+        launches=tuple(_small_grid(index, slot, col, tile, _launches(index, slot, col, tile))) if len(slot) else (),
+        bits=tiles.bits,
+        dead_keys=None if bool(keys.all()) else ~keys,
+        empty_rows=not bool(rows.all()),
+        idle_rows=idle,
+        masks={},
+    )
+
+
+_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+
+
+def plan_of(index: BlockIndex) -> Plan:
+    """The launches of an index, made once and kept as long as the index lives."""
+    with _lock:
+        plan = _plans.get(index.full_row_ptr)
+    if plan is None:
+        plan = _make_plan(index)
+        with _lock:
+            _plans[index.full_row_ptr] = plan
+    return plan

@@ -1,0 +1,277 @@
+"""The oracle: dense masked softmax in float64, straight from the element rule of a pattern.
+
+Suffixes: B batch, H query heads, K key heads (H is a multiple), N queries, M keys, R sampled queries, D head dim,
+E value dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.philox import dropout_keep, dropout_scale
+from ringtile.layout.index import BlockIndex
+from ringtile.layout.tiles import unpack_words
+from ringtile.patterns.base import Pattern, TileGrid
+
+_CHUNK_PAIRS = 1 << 22
+"""Pairs whose element rule is evaluated at once: the rules make several int64 temporaries of this length."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """The arguments of one call, checked."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pattern: Pattern | BlockIndex
+    start: int | None
+    key_mask: Tensor | None
+    key_lengths: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+    def __post_init__(self) -> None:
+        q, k, v = self.q, self.k, self.v
+        if not q.ndim == k.ndim == v.ndim == 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+            raise ValueError(f"q, k, v: expected [B, H, N, D], [B, Hkv, M, D], got {q.shape=}, {k.shape=}, {v.shape=}")
+        if k.shape[:3] != v.shape[:3]:
+            raise ValueError(f"v: expected the batch, heads and length of k, got {v.shape=} with {k.shape=}")
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise ValueError(f"k: expected a divisor of the heads of q, got {k.shape=} with {q.shape=}")
+        self._check_pattern()
+        batch, heads, n_keys = q.shape[0], q.shape[1], k.shape[2]
+        for name, value, shape in (
+            ("key_mask", self.key_mask, (batch, n_keys)),
+            ("key_lengths", self.key_lengths, (batch,)),
+            ("alibi_slopes", self.alibi_slopes, (heads,)),
+            ("sinks", self.sinks, (heads,)),
+        ):
+            if value is not None and value.shape != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {value.shape} with {q.shape=}, {k.shape=}")
+        if self.key_mask is not None and self.key_mask.dtype != torch.bool:
+            raise ValueError(f"key_mask: expected bool, True = attend, got {self.key_mask.dtype}")
+        if self.softcap < 0:
+            raise ValueError(f"softcap: expected a number >= 0 (0 for none), got {self.softcap}")
+        dropout_scale(self.dropout_p)
+        if self.dropout_p and self.seed is None:
+            raise ValueError(f"seed: expected an int or one int64 element with dropout_p={self.dropout_p}, got None")
+
+    def _check_pattern(self) -> None:
+        batch, heads, n_queries, n_keys = *self.q.shape[:3], self.k.shape[2]
+        if isinstance(self.pattern, BlockIndex):
+            built = (self.pattern.start, self.pattern.n_queries, self.pattern.n_keys)
+            if built != (self.first_position, n_queries, n_keys) or any(
+                size not in (1, wanted) for size, wanted in zip(self.pattern.group.shape, (batch, heads), strict=True)
+            ):
+                raise ValueError(
+                    f"pattern: {self.pattern!r} does not serve {self.start=}, {self.q.shape=}, {self.k.shape=}"
+                )
+        elif isinstance(self.pattern, Pattern):
+            if self.pattern.n_heads not in (None, heads) or self.pattern.batch_size not in (None, batch):
+                raise ValueError(
+                    f"pattern: {self.pattern!r} is written for heads={self.pattern.n_heads}, "
+                    f"batch={self.pattern.batch_size}, got {self.q.shape=}"
+                )
+            self.pattern.validate(TileGrid(128, self.first_position, n_queries, n_keys))
+        else:
+            raise ValueError(f"pattern: expected a Pattern or a BlockIndex, got {type(self.pattern).__name__}")
+
+    @property
+    def first_position(self) -> int:
+        """The position of query 0."""
+        if self.start is not None:
+            return self.start
+        return self.pattern.start if isinstance(self.pattern, BlockIndex) else self.k.shape[2] - self.q.shape[2]
+
+    @property
+    def heads_per_key_head(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    def kept_RM(self, batch: int, head: int, rows: Tensor) -> Tensor:
+        """The pairs that some rows of one batch row and head keep."""
+        n_keys = self.k.shape[2]
+        keys = torch.arange(n_keys, device=rows.device)
+        if isinstance(self.pattern, BlockIndex):
+            kept = torch.zeros(len(rows), n_keys, dtype=torch.bool, device=rows.device)
+            for number, row in enumerate(rows.tolist()):
+                kept[number] = _row_of_index(self.pattern, batch, head, row)
+        else:
+            pattern = self.pattern if self.pattern.batch_size is None else self.pattern.batch_row(batch)
+            head_ = torch.tensor(head, device=rows.device)
+            parts = (self.first_position + rows)[:, None].split(max(1, _CHUNK_PAIRS // max(1, n_keys)))
+            kept = torch.cat([pattern.allowed(head_, part, keys).expand(len(part), n_keys) for part in parts])
+        if self.key_mask is not None:
+            kept = kept & self.key_mask[batch]
+        if self.key_lengths is not None:
+            kept = kept & (keys < self.key_lengths[batch])
+        return kept
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, batch: Tensor, head: Tensor, rows: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Out, lse and weights of queries ``rows`` and ``keys`` (numbers), in float64; leading dimensions broadcast.
+
+        What no pair keeps is replaced before it is used and results are selected, never multiplied by a mask:
+        NaN there reaches neither results nor gradients.
+        """
+        row_kept, key_kept = kept.any(-1, keepdim=True), kept.any(-2).unsqueeze(-1)
+        q, k, v = (torch.where(used, x.double(), 0.0) for used, x in ((row_kept, q), (key_kept, k), (key_kept, v)))
+        queries = (self.first_position + rows)[:, None]
+        scores = (q.shape[-1] ** -0.5 if self.scale is None else self.scale) * (q @ k.mT)
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.alibi_slopes is not None:
+            scores = scores - self.alibi_slopes.double()[head] * (queries - keys).abs()
+        # A row that keeps nothing gets finite scores: its gradient is then zero, not NaN.
+        scores = torch.where(row_kept, torch.where(kept, scores, -math.inf), 0.0)
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = torch.where(kept, (scores - lse).exp(), 0.0)
+        if self.sinks is not None:
+            weights = weights * torch.sigmoid(lse - self.sinks.double()[head])
+        if self.dropout_p:
+            assert self.seed is not None
+            keep = dropout_keep(self.seed, batch, head, queries, keys, self.dropout_p)
+            weights = torch.where(keep, weights * dropout_scale(self.dropout_p), 0.0)
+        out = torch.where(row_kept, weights @ v, 0.0)
+        return out, torch.where(row_kept, lse, -math.inf).squeeze(-1), weights
+
+
+def _row_of_index(index: BlockIndex, batch: int, head: int, row: int) -> Tensor:
+    """The keys that one query keeps, read from the tiles of its row: bool ``[M]``."""
+    tile_row, inside = divmod(index.start + row, index.block)
+    group = int(index.group[batch % index.group.shape[0], head % index.group.shape[1]])
+    slot = group * index.n_rows + tile_row - index.first_row
+    kept = torch.zeros(index.n_cols, index.block, dtype=torch.bool, device=index.device)
+    first, last = index.full_row_ptr[slot : slot + 2].tolist()
+    kept[index.full_col[first:last].long()] = True
+    first, last = index.part_row_ptr[slot : slot + 2].tolist()
+    words = index.bits[index.part_tile[first:last].long(), inside]
+    kept[index.part_col[first:last].long()] = unpack_words(words, index.block)
+    return kept.flatten()[: index.n_keys]
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | BlockIndex,
+    *,
+    start: int | None = None,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_weights: bool = False,
+) -> tuple[Tensor, ...]:
+    """Attention over the pairs a pattern keeps, dense and in float64: ``(out, lse)`` or ``(out, lse, weights)``.
+
+    ``q`` ``[B, H, N, D]``, ``k`` ``[B, Hkv, M, D]`` and ``v`` ``[B, Hkv, M, Dv]`` of any dtype, H a multiple of Hkv,
+    give ``out`` ``[B, H, N, Dv]``, natural-log ``lse`` ``[B, H, N]`` and ``weights`` ``[B, H, N, M]``, float64 and
+    differentiable, twice too. Query ``a`` sits at position ``start + a`` (``start=None``: M - N). Scores are
+    ``scale * q @ k`` (``scale=None``: ``D ** -0.5``), then ``softcap * tanh(scores / softcap)``, then less
+    ``alibi_slopes[h] * |i - j|``. ``key_mask`` ``[B, M]`` (True = attend) and ``key_lengths`` ``[B]`` remove keys.
+    ``sinks`` ``[H]`` add a logit to each row's denominator: weights and ``out`` shrink by ``sigmoid(lse - sink)``, and
+    ``lse`` stays that of the keys alone. ``weights`` are what multiplies ``v``, so dropout included. A row that keeps
+    nothing gives 0, lse -inf and zero gradients; keys that no row of a head keeps are never used, NaN or not.
+
+    Memory is O(B H N M). Raises ValueError where shapes, heads, lengths or numbers do not fit.
+
+    >>> from ringtile.patterns.base import Dense
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind()
+    >>> out, lse = attention_reference(q, k, v, Dense())
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    True
+    """
+    problem = _Problem(
+        q, k, v, pattern, start, key_mask, key_lengths, dropout_p, seed, scale, softcap, alibi_slopes, sinks
+    )
+    (batch, heads, n_queries), n_keys = q.shape[:3], k.shape[2]
+    rows, keys = torch.arange(n_queries, device=q.device), torch.arange(n_keys, device=q.device)
+    kept = torch.empty(batch, heads, n_queries, n_keys, dtype=torch.bool, device=q.device)
+    for b, h in itertools.product(range(batch), range(heads)):
+        kept[b, h] = problem.kept_RM(b, h, rows)
+    out, lse, weights = problem.attend(
+        q,
+        k.repeat_interleave(problem.heads_per_key_head, 1),
+        v.repeat_interleave(problem.heads_per_key_head, 1),
+        kept,
+        torch.arange(batch, device=q.device).view(-1, 1, 1, 1),
+        torch.arange(heads, device=q.device).view(-1, 1, 1),
+        rows,
+        keys,
+    )
+    return (out, lse, weights) if return_weights else (out, lse)
+
+
+def attention_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern | BlockIndex,
+    rows: Tensor,
+    *,
+    start: int | None = None,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The rows of `attention_reference` for some queries: ``out`` ``[B, H, R, Dv]`` and ``lse`` ``[B, H, R]``, float64.
+
+    ``rows`` ``[R]`` int64 are query numbers in ``[0, N)``. Time is O(B H R M) for the element rule and O(kept) for
+    the rest, so that a million tokens can be checked. Differentiable: with a loss on these rows alone,
+    its gradients are those of the whole attention. Raises ValueError where something does not fit.
+
+    >>> from ringtile.patterns.base import Dense
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind()
+    >>> rows = torch.tensor([6, 1])
+    >>> torch.allclose(attention_rows(q, k, v, Dense(), rows)[0], attention_reference(q, k, v, Dense())[0][:, :, rows])
+    True
+    """
+    problem = _Problem(
+        q, k, v, pattern, start, key_mask, key_lengths, dropout_p, seed, scale, softcap, alibi_slopes, sinks
+    )
+    if rows.ndim != 1 or rows.dtype != torch.int64 or bool(((rows < 0) | (rows >= q.shape[2])).any()):
+        raise ValueError(f"rows: expected int64 [R] in [0, {q.shape[2]}), got {rows.dtype} {rows.shape}")
+    results = [_rows_of_head(problem, b, h, rows) for b in range(q.shape[0]) for h in range(q.shape[1])]
+    out, lse = (torch.stack(parts).unflatten(0, q.shape[:2]) for parts in zip(*results, strict=True))
+    return out, lse
+
+
+def _rows_of_head(problem: _Problem, batch: int, head: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    k, v = (x[batch, head // problem.heads_per_key_head] for x in (problem.k, problem.v))
+    for part in rows.split(max(1, _CHUNK_PAIRS // max(1, k.shape[0]))):
+        kept = problem.kept_RM(batch, head, part)
+        keys = kept.any(0).nonzero().squeeze(1)
+        out, lse, _ = problem.attend(
+            problem.q[batch, head, part],
+            k[keys],
+            v[keys],
+            kept[:, keys],
+            torch.tensor(batch, device=rows.device),
+            torch.tensor([[head]], device=rows.device),
+            part,
+            keys,
+        )
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)

@@ -1,0 +1,47 @@
+"""Which backend serves a call, and why the others do not."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels import blockwise, dense
+from ringtile.kernels.contracts import Backend, Call
+
+_logger = logging.getLogger("ringtile")
+
+_BACKENDS: dict[str, Backend] = {"dense": dense, "blockwise": blockwise}
+
+NAMES = (*_BACKENDS, "reference")
+"""What ``backend=`` may name; the first that fits serves where none is named."""
+
+
+def load(name: str) -> Backend:
+    """The module of a backend."""
+    return _BACKENDS[name]
+
+
+def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+    """The backend of a call: the one it names, or the first that has no reason against it.
+
+    Raises ValueError with all reasons where the named backend cannot serve the call.
+    """
+    if call.backend:
+        reasons = load(call.backend).unsupported(q, k, v, call)
+        if reasons:
+            raise ValueError(f"backend {call.backend!r} cannot serve this call: {'; '.join(reasons)}")
+        return call.backend
+    for name, backend in _BACKENDS.items():
+        reasons = backend.unsupported(q, k, v, call)
+        if not torch.compiler.is_compiling():
+            _logger.debug("backend %s: %s", name, reasons or "taken")
+        if not reasons:
+            return name
+    raise AssertionError("blockwise serves every call")
+
+
+def backend_report() -> list[tuple[str, list[str]]]:
+    """The backends known here, each with the reasons why it is not available (none where it is)."""
+    return [(name, []) for name in NAMES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -158,7 +159,8 @@ def sparse_attention(
                 rule, n_queries, n_keys, start=first, heads=heads, batch=batch, block=block, device=query.device
             )
 
-    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+    autocast = torch.is_autocast_enabled(query.device.type)
+    if autocast and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if dropout_p and seed is None:
@@ -206,18 +208,8 @@ def sparse_attention(
             backend or "",
         )
         facts = Facts(text, first, block, scale, dropout_p, softcap, select(query, key, value, call))
-        with torch.autocast(query.device.type, enabled=False):
-            out, lse = attention(
-                query,
-                key,
-                value,
-                facts,
-                key_bits=bits,
-                key_lengths=key_lengths,
-                seed=seed,
-                alibi_slopes=alibi_slopes,
-                index=tensors,
-            )
+        with torch.autocast(query.device.type, enabled=False) if autocast else contextlib.nullcontext():
+            out, lse = attention(query, key, value, facts, bits, key_lengths, seed, alibi_slopes, tensors)
     if sinks is not None:
         out = out * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1).to(out.dtype)
     return (out, lse) if return_lse else out
@@ -263,6 +255,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     total = weights.sum(0)
     empty = total == 0
     share = weights / torch.where(empty, 1, total)
-    merged = sum((w.unsqueeze(-1) * out for w, out in zip(share.unbind(), outs, strict=True)), torch.zeros_like(outs[0]))
+    merged = sum(
+        (w.unsqueeze(-1) * out for w, out in zip(share.unbind(), outs, strict=True)), torch.zeros_like(outs[0])
+    )
     lse = torch.where(empty, -math.inf, torch.where(empty, 1, total).log() + highest)
     return merged.to(outs[0].dtype), lse

@@ -1,7 +1,7 @@
 """The operators that every backend implements: schema, fake tensors, vmap, FLOP count, autograd.
 
-Suffixes: ``B`` batch, ``H`` query heads, ``Hkv`` key heads, ``N`` queries, ``M`` keys, ``D`` and ``Dv`` head dims. The kept
-pairs come either as the tensors of a `BlockIndex` or as pattern text, which means the same in another process.
+Suffixes: ``B`` batch, ``H`` query heads, ``Hkv`` key heads, ``N`` queries, ``M`` keys, ``D`` and ``Dv`` head dims. The
+kept pairs come either as the tensors of a `BlockIndex` or as pattern text, which means the same in another process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ library.define(
 class Call(NamedTuple):
     """The arguments that the three operators share, after their tensors; in schema order."""
 
-    index: Sequence[Tensor]
+    tiles: Sequence[Tensor]
+    """The tensors of a `BlockIndex`, or none where ``pattern`` says what is kept."""
     pattern: str
     start: int
     block: int
@@ -59,7 +60,7 @@ class Backend(Protocol):
         """Reasons why this backend cannot serve a call; none where it can."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Output ``[B, H, N, Dv]`` in q's dtype and lse ``[B, H, N]``, float32 or better, both contiguous."""
+        """Output ``[B, H, N, Dv]`` laid out as `new_out`, and contiguous lse ``[B, H, N]``, float32 or better."""
 
     def backward(
         self,
@@ -101,7 +102,7 @@ def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
         return build_index(
             parse(call.pattern), **lengths, start=call.start, heads=q.shape[1], block=call.block, device=q.device
         )
-    return BlockIndex.from_tensors(call.index, block=call.block, start=call.start, **lengths)
+    return BlockIndex.from_tensors(call.tiles, block=call.block, start=call.start, **lengths)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -129,7 +130,17 @@ def _double_backward(*arguments: Any) -> Any:
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+    return new_out(q, v.shape[-1], q.shape[2]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+
+
+def new_out(q: Tensor, head_dim: int, rows: int) -> Tensor:
+    """Uninitialised ``[B, H, rows, head_dim]``, laid out ``[B, rows, H, head_dim]`` so that joining heads is free."""
+    return q.new_empty((q.shape[0], rows, q.shape[1], head_dim)).transpose(1, 2)
+
+
+def as_new_out(out: Tensor) -> Tensor:
+    """An output in the layout of `new_out`, itself where it has that layout already."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -153,17 +164,17 @@ def _vmap_rule(n_tensors: int, op: Any) -> Any:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
         tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
-        call, dims = Call(*arguments[n_tensors:]), Call(*in_dims[n_tensors:])
-        index = list(call.index)
-        if index and index[0].shape[0] > 1:
-            index[0] = index[0].repeat(size, 1)
+        call, dims = Call(*arguments[n_tensors:]), dict(zip(Call._fields, in_dims[n_tensors:], strict=True))
+        tiles = list(call.tiles)
+        if tiles and tiles[0].shape[0] > 1:
+            tiles[0] = tiles[0].repeat(size, 1)
         for name in ("seed", "alibi_slopes"):
-            if getattr(dims, name) is not None:
-                raise ValueError(f"vmap over {name} is not possible, got in_dims={getattr(dims, name)}")
+            if dims[name] is not None:
+                raise ValueError(f"vmap over {name} is not possible, got in_dims={dims[name]}")
         call = call._replace(
-            index=index,
-            key_bits=_folded(size, call.key_bits, dims.key_bits),
-            key_lengths=_folded(size, call.key_lengths, dims.key_lengths),
+            tiles=tiles,
+            key_bits=_folded(size, call.key_bits, dims["key_bits"]),
+            key_lengths=_folded(size, call.key_lengths, dims["key_lengths"]),
         )
         outs = op(*tensors, *call)
         return tuple(out.unflatten(0, (size, -1)) for out in outs), (0,) * len(outs)
@@ -198,13 +209,13 @@ def _kept_area(call: Call, q: Tensor, k: Tensor) -> int:
 
 @register_flop_formula(torch.ops.ringtile.forward, get_raw=True)
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:
-    return 2 * _kept_area(Call(*call), q, k) * (q.shape[-1] + v.shape[-1])
+    return 2 * _kept_area(Call(*call), q, k) * int(q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.ringtile.backward, get_raw=True)
 def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     q, k, v = arguments[2:5]
-    return 2 * _kept_area(Call(*arguments[7:]), q, k) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return 2 * _kept_area(Call(*arguments[7:]), q, k) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 class _Backward(torch.autograd.Function):
@@ -261,7 +272,7 @@ class Attention(torch.autograd.Function):
             # A compiled backward is not differentiated again, and Dynamo cannot trace a Function in a Function.
             grads = torch.ops.ringtile.backward(*rows, *_call(ctx.facts, rest))
         else:
-            grads = _Backward.apply(*rows, ctx.facts, *rest)
+            grads = _Backward.apply(*rows, ctx.facts, *rest)  # type: ignore[no-untyped-call]
         return *grads, None, *(None for _ in rest)
 
 
@@ -300,13 +311,17 @@ def attention(
     k: Tensor,
     v: Tensor,
     facts: Facts,
-    *,
-    key_bits: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    seed: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    index: Sequence[Tensor] = (),
+    key_bits: Tensor | None,
+    key_lengths: Tensor | None,
+    seed: Tensor | None,
+    alibi_slopes: Tensor | None,
+    index: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of one call, differentiable in q, k and v."""
-    out, lse = Attention.apply(q, k, v, facts, key_bits, key_lengths, seed, alibi_slopes, *index)
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        rest = (key_bits, key_lengths, seed, alibi_slopes, *index)
+        out, lse = torch.ops.ringtile.forward(q, k, v, *_call(facts, rest))
+        return out, lse
+    call = (facts, key_bits, key_lengths, seed, alibi_slopes, *index)
+    out, lse = Attention.apply(q, k, v, *call)  # type: ignore[no-untyped-call]
     return out, lse

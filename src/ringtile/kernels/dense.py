@@ -5,11 +5,10 @@ On a CPU only: elsewhere `blockwise` computes them.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call
+from ringtile.kernels.contracts import Call, as_new_out
+from ringtile.kernels.cpu_flash import flash_backward, flash_forward
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
@@ -18,7 +17,9 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     if call.pattern not in ("dense", "causal"):
         reasons.append(f"serves the patterns dense and causal, got {call.pattern or 'a block index'}")
     if call.pattern == "causal" and (call.start != 0 or q.shape[2] != k.shape[2]):
-        reasons.append(f"causal needs as many queries as keys, from position 0: got {q.shape=}, {k.shape=}, {call.start=}")
+        reasons.append(
+            f"causal needs as many queries as keys, from position 0: got {q.shape=}, {k.shape=}, {call.start=}"
+        )
     for name in ("key_bits", "key_lengths", "alibi_slopes"):
         if getattr(call, name) is not None:
             reasons.append(f"knows no {name}")
@@ -32,17 +33,10 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     return reasons
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, N, Dv]`` and lse ``[B, H, N]``."""
-    width = max(q.shape[-1], v.shape[-1])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _padded(q, width), _padded(k, width), _padded(v, width), is_causal=call.pattern == "causal", scale=call.scale
-    )
-    return out[..., : v.shape[-1]].contiguous(), lse.contiguous()
+    out, lse = flash_forward(q, k, v, scale=call.scale, is_causal=call.pattern == "causal")
+    return as_new_out(out), lse.contiguous()
 
 
 def backward(
@@ -56,14 +50,6 @@ def backward(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    width = max(q.shape[-1], v.shape[-1])
-    if lse_grad is not None:
-        # One more column: the kernel's own rowsum(out_grad * out) then comes out as it should less lse_grad.
-        out_grad = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
-        out = torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
-        width = max(width, out.shape[-1])
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_padded(x, width) for x in (out_grad, q, k, v, out)), lse, 0.0, call.pattern == "causal", scale=call.scale
-    )
-    q_grad, k_grad, v_grad = (grad[..., : x.shape[-1]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
-    return q_grad, k_grad, v_grad
+    is_causal = call.pattern == "causal"
+    grads = flash_backward(out_grad, lse_grad, q, k, v, out, lse, scale=call.scale, is_causal=is_causal)
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()

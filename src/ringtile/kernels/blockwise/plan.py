@@ -18,14 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ringtile.layout.index import BlockIndex
 
 FULL = -1
-EMPTY = -2
 
 _MIN_SHARED_ROWS = 4
 _MIN_RUN_ROWS = 4
-_SMALL_GRID = 16
 _MASK_CACHE_TILES = 16
 _MASK_CACHE_BYTES = 4 * 2**20
-_CALL_COST = 2
+_WHOLE_TILES = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +31,7 @@ class Launch:
     """Rows of one group that are computed by the same calls.
 
     ``rows`` ``[n]`` counts row tiles from 0 and ``tiles`` ``[n or 1, K]`` holds each tile's row in the plan's bits, or
-    `FULL`, or `EMPTY`. In a run, tile j of row i is column ``first + i * step + j``; else ``cols`` ``[n, K]`` lists
+    `FULL`. In a run, tile j of row i is column ``first + i * step + j``; else ``cols`` ``[n, K]`` lists
     the columns, partial tiles first.
     """
 
@@ -67,8 +65,14 @@ class Plan:
     """Whether some row keeps nothing."""
     idle_rows: tuple[tuple[int, Tensor], ...]
     """Groups with row tiles that have no tile at all, and those row tiles."""
+    whole: Tensor | None
+    """``[Nq, Nk]`` bool, all kept pairs, where the problem is small, has one group, and every row and key is kept."""
+    n_tiles: int
+    """Kept tiles of all groups."""
     masks: dict[tuple[int, ...], Tensor]
     """Shared masks already unpacked, up to `_MASK_CACHE_BYTES`."""
+    additive: dict[torch.dtype, Tensor]
+    """``whole`` as a mask to add to scores, by dtype."""
 
     def mask(self, tiles: Tensor) -> Tensor:
         """``[..., K]`` tile numbers to ``[..., block, K * block]`` bool: which pairs are kept."""
@@ -77,7 +81,6 @@ class Plan:
         if known is None:
             words = self.bits[tiles.clamp(min=0)]
             words = words.masked_fill((tiles == FULL)[..., None, None], -1)
-            words = words.masked_fill((tiles == EMPTY)[..., None, None], 0)
             known = unpack_tiles(words).movedim(-3, -2).flatten(-2)
             used = sum(mask.nbytes for mask in self.masks.values())
             if key and used + known.nbytes <= _MASK_CACHE_BYTES:
@@ -238,34 +241,6 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
     return launches
 
 
-def _small_grid(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, launches: list[Launch]) -> list[Launch]:
-    """One masked call a group where the grid is so small that calls cost more than the tiles they spare."""
-    n_tiles = index.n_rows * index.n_cols
-    if n_tiles > _SMALL_GRID:
-        return launches
-    chosen = []
-    for group in sorted({launch.group for launch in launches}):
-        mine = [launch for launch in launches if launch.group == group]
-        kept = sum(len(launch.rows) * launch.tiles.shape[1] for launch in mine)
-        if len(mine) == 1 or kept + _CALL_COST * (len(mine) - 1) < n_tiles:
-            chosen += mine
-            continue
-        tiles = torch.full((n_tiles,), EMPTY)
-        inside = slot // index.n_rows == group
-        tiles[slot[inside] % index.n_rows * index.n_cols + col[inside]] = tile[inside]
-        chosen.append(
-            Launch(
-                group=group,
-                rows=torch.arange(index.n_rows),
-                tiles=tiles.view(index.n_rows, index.n_cols),
-                n_partial=int((tiles != FULL).sum()),
-                run=(0, 0),
-                tall=True,
-            )
-        )
-    return chosen
-
-
 def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: Tensor) -> list[Launch]:
     """Launches of the rows in ``rest``, partial tiles first."""
     mine = rest[slot]
@@ -314,13 +289,18 @@ def _make_plan(index: BlockIndex) -> Plan:
     rows = rows[:, offset : offset + index.n_queries]
     has_tiles = torch.bincount(slot, minlength=n_slots).view(n_groups, n_rows) > 0
     idle = tuple((g, (~has_tiles[g]).nonzero().squeeze(1)) for g in range(n_groups) if not bool(has_tiles[g].all()))
+    every_key, every_row = bool(keys.all()), bool(rows.all())
+    small = n_rows * n_cols <= _WHOLE_TILES and index.group.numel() == 1
     return Plan(
-        launches=tuple(_small_grid(index, slot, col, tile, _launches(index, slot, col, tile))) if len(slot) else (),
+        launches=tuple(_launches(index, slot, col, tile)) if len(slot) else (),
         bits=tiles.bits,
-        dead_keys=None if bool(keys.all()) else ~keys,
-        empty_rows=not bool(rows.all()),
+        dead_keys=None if every_key else ~keys,
+        empty_rows=not every_row,
         idle_rows=idle,
+        whole=index.to_dense()[0, 0].cpu() if small and every_key and every_row else None,
+        n_tiles=len(tile),
         masks={},
+        additive={},
     )
 
 
@@ -331,7 +311,7 @@ _lock = threading.Lock()
 def plan_of(index: BlockIndex) -> Plan:
     """The launches of an index, made once and kept as long as the index lives."""
     with _lock:
-        plan = _plans.get(index.full_row_ptr)
+        plan: Plan | None = _plans.get(index.full_row_ptr)
     if plan is None:
         plan = _make_plan(index)
         with _lock:

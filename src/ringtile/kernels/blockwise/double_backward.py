@@ -1,0 +1,143 @@
+"""The gradient of the backward pass.
+
+With P the weights, dP = out_grad v^T, dS = P (dP - delta), and X = scale (q_cot k^T + q k_cot^T) what the cotangents of
+q and k make of dS: each chunk is read twice, first for sums over whole rows, then for the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.blockwise.backward import RowGrads, RowInputs
+from ringtile.kernels.blockwise.chunks import (
+    Chunk,
+    ColumnSums,
+    ColumnTiles,
+    Part,
+    RowTiles,
+    Work,
+    dead_keys,
+    options_of,
+    without,
+    works,
+)
+from ringtile.kernels.blockwise.forward import costs, cut_padding
+from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
+from ringtile.kernels.contracts import Call, index_of
+
+
+class _Rows(NamedTuple):
+    """A chunk's rows: ``[n, H, m, ...]``."""
+
+    q: Tensor
+    q_cot: Tensor
+    grads: RowGrads
+    dout: Tensor
+    """``rowsum(out_grad * out)``."""
+    delta: Tensor
+    """``dout - lse_grad``."""
+
+
+class _Columns(NamedTuple):
+    """A part's keys and values with their cotangents: ``[n, G, l, ...]``."""
+
+    k: Tensor
+    v: Tensor
+    k_cot: Tensor
+    v_cot: Tensor
+
+
+class _Terms:
+    """What both passes compute of one part, ``[n, H, m, l]``."""
+
+    def __init__(self, work: Work, chunk: Chunk, part: Part, rows: _Rows, columns: _Columns) -> None:
+        found = masked_scores(work, chunk, part, rows.q, columns.k)
+        self.scores, self.scale = found, work.options.scale
+        self.weights = found.weights(rows.grads.lse)
+        self.weights_grad = found.dropped(matmul(rows.grads.out_grad, columns.v.mT))
+        self.raw_cot = (matmul(rows.q_cot, columns.k.mT) + matmul(rows.q, columns.k_cot.mT)) * self.scale
+        self.cot = found.through_softcap(self.raw_cot)
+        self.value_cot = found.dropped(matmul(rows.grads.out_grad, columns.v_cot.mT))
+
+    def row_sums(self) -> Tensor:
+        """``[3, n, H, m]``: the weighted sums of X, X dP, and out_grad v_cot^T."""
+        weighted = self.weights * self.cot
+        return torch.stack(
+            [weighted.sum(-1), (weighted * self.weights_grad).sum(-1), (self.weights * self.value_cot).sum(-1)]
+        )
+
+    def score_grads(self, rows: _Rows, sums: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+        """Scaled gradients: of the scores here, and dS of the backward pass."""
+        cot_sum = sums[0].unsqueeze(-1)
+        weights_bar_sum = (sums[1] + sums[2] - sums[0] * (rows.delta + rows.dout)).unsqueeze(-1)
+        beyond = self.weights_grad - rows.delta.unsqueeze(-1)
+        weights_bar = self.cot * beyond + self.value_cot - cot_sum * self.weights_grad
+        scores_bar, scores_grad = self.weights * (weights_bar - weights_bar_sum), self.weights * beyond
+        capped = self.scores.capped
+        if capped is not None:
+            slope = 1 - capped * capped
+            scores_bar = slope * (scores_bar - 2 / softcap * capped * scores_grad * self.raw_cot)
+            scores_grad = scores_grad * slope
+        return scores_bar * self.scale, scores_grad * self.scale
+
+
+def double_backward(
+    q_cot: Tensor,
+    k_cot: Tensor,
+    v_cot: Tensor,
+    out_grad: Tensor,
+    lse_grad: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``<q_cot, dq> + <k_cot, dk> + <v_cot, dv>`` for out_grad, lse_grad, q, k and v."""
+    index, options = index_of(call, q, k), options_of(call, k)
+    dtype, block = lse.dtype, index.block
+    n_rows = index.n_rows * block if index.n_rows > 1 else q.shape[2]
+    out_grad_bar = q.new_zeros((*q.shape[:2], n_rows, v.shape[-1]))
+    q_bar = q.new_zeros((*q.shape[:2], n_rows, q.shape[-1]))
+    lse_grad_bar = torch.zeros(*q.shape[:2], n_rows, dtype=dtype, device=q.device)
+    k_bar, v_bar = (
+        torch.zeros(*x.shape[:2], index.n_cols * block, x.shape[-1], dtype=dtype, device=x.device) for x in (k, v)
+    )
+    for work in works(index, (q, k, v, out_grad, out, lse, q_cot, k_cot, v_cot), options):
+        unit, dead = work.unit, dead_keys(work)
+        sources = [ColumnTiles(without(unit.k(x), dead), index, dtype) for x in (k, v, k_cot, v_cot)]
+        k_sum, v_sum = (ColumnSums(unit.k(x), block) for x in (k_bar, v_bar))
+        inputs, cots = RowInputs(work, q, out_grad, lse_grad, out, lse), RowTiles(unit.q(q_cot), index)
+        q_rows, out_grad_rows, lse_grad_rows = (inputs.q.like(unit.q(x)) for x in (q_bar, out_grad_bar, lse_grad_bar))
+        tile, row, view = costs(work, k, v, dtype, backward=True)
+        scores = 8 * len(work.heads) * len(work.batch) * block * block * dtype.itemsize
+        for chunk in work.chunks(2 * tile + scores, 2 * row, 2 * view + scores):
+            at = (chunk.launch, chunk.begin, chunk.end)
+            q_chunk, grads = inputs.take(at)
+            dout = (grads.out_grad * grads.out).sum(-1)
+            delta = dout if grads.lse_grad is None else dout - grads.lse_grad
+            rows = _Rows(q_chunk, cots.take(*at).to(dtype), grads, dout, delta)
+            sums = torch.zeros(3, *delta.shape, dtype=dtype, device=delta.device)
+            for part in chunk.parts:
+                sums += _Terms(work, chunk, part, rows, _Columns(*(x.take(*at, part) for x in sources))).row_sums()
+            q_total, out_total = torch.zeros_like(q_chunk), -sums[0].unsqueeze(-1) * grads.out
+            for part in chunk.parts:
+                columns = _Columns(*(x.take(*at, part) for x in sources))
+                terms, heads = _Terms(work, chunk, part, rows, columns), columns.k.shape[1]
+                scores_bar, scores_grad = terms.score_grads(rows, sums, options.softcap)
+                used, moved = terms.scores.dropped(terms.weights), terms.scores.dropped(terms.weights * terms.cot)
+                q_total += matmul(scores_bar, columns.k) + matmul(scores_grad, columns.k_cot)
+                out_total = out_total + matmul(moved, columns.v) + matmul(used, columns.v_cot)
+                k_piece = matmul_keys(scores_bar, q_chunk, heads) + matmul_keys(scores_grad, rows.q_cot, heads)
+                k_sum.add(*at, part, k_piece)
+                v_sum.add(*at, part, matmul_keys(moved - used * sums[0].unsqueeze(-1), grads.out_grad, heads))
+            q_rows.put(*at, q_total)
+            out_grad_rows.put(*at, out_total)
+            lse_grad_rows.put(*at, sums[0])
+    k_out, v_out = (x[:, :, : index.n_keys].to(q.dtype).contiguous() for x in (k_bar, v_bar))
+    out_grad_out, lse_grad_out, q_out = (cut_padding(x, index, 2) for x in (out_grad_bar, lse_grad_bar, q_bar))
+    return out_grad_out, lse_grad_out, q_out, k_out, v_out

@@ -1,0 +1,123 @@
+"""The forward pass: parts of a softmax, merged row tile by row tile."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.blockwise.chunks import (
+    Chunk,
+    ColumnTiles,
+    Options,
+    Part,
+    RowTiles,
+    Work,
+    dead_keys,
+    on_flash,
+    options_of,
+    without,
+    works,
+)
+from ringtile.kernels.blockwise.plan import plan_of
+from ringtile.kernels.blockwise.scores import masked_scores, matmul
+from ringtile.kernels.contracts import Call, as_new_out, index_of, new_out
+from ringtile.kernels.cpu_flash import flash_forward
+from ringtile.layout.index import BlockIndex
+
+_WORTH_A_LAUNCH = 3e7
+"""Operations that must be spared before the launches of a small problem pay (about 0.3 ms on two cores)."""
+
+
+def additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, -math.inf)
+
+
+def whole_mask(index: BlockIndex, q: Tensor, v: Tensor, options: Options) -> Tensor | None:
+    """A mask to add to all scores at once, where the launches would cost more than the tiles they spare."""
+    plan = plan_of(index)
+    if plan.whole is None or options.key_keep is not None or not on_flash(q.device, options):
+        return None
+    spared = index.n_rows * index.n_cols - plan.n_tiles
+    spared *= q.shape[0] * q.shape[1] * index.block**2 * 2 * (q.shape[-1] + v.shape[-1])
+    if spared > _WORTH_A_LAUNCH:
+        return None
+    if q.dtype not in plan.additive:
+        plan.additive[q.dtype] = additive(plan.whole, q.dtype).view(1, 1, *plan.whole.shape)
+    return plan.additive[q.dtype]
+
+
+def _combine(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two parts of a softmax."""
+    total = torch.logaddexp(lse, more_lse)
+    safe = total.masked_fill(total == -math.inf, 0)
+    return out * (lse - safe).exp().unsqueeze(-1) + more * (more_lse - safe).exp().unsqueeze(-1), total
+
+
+def _part_forward(work: Work, chunk: Chunk, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output ``[n, H, m, Dv]`` and lse ``[n, H, m]`` of one part of the softmax."""
+    if not on_flash(work.device, work.options):
+        found = masked_scores(work, chunk, part, q, k)
+        lse = found.scores.logsumexp(-1)
+        weights = found.weights(lse.masked_fill(lse == -math.inf, 0))
+        return matmul(found.dropped(weights), v), lse
+    keep = work.keep(chunk, part)
+    mask = None if keep is None else additive(keep, q.dtype)
+    out, lse = flash_forward(q, k, v, scale=work.options.scale, mask=mask)
+    if keep is not None:
+        empty = ~keep.any(-1)
+        if bool(empty.any()):
+            lse, out = lse.masked_fill(empty, -math.inf), out.masked_fill(empty.unsqueeze(-1), 0)
+    return out, lse
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, Nq, Dv]`` in q's dtype and lse ``[B, H, Nq]`` (float32, float64 for float64)."""
+    index, options = index_of(call, q, k), options_of(call, k)
+    mask = whole_mask(index, q, v, options)
+    if mask is not None:
+        whole, whole_lse = flash_forward(q, k, v, scale=call.scale, mask=mask)
+        return as_new_out(whole), whole_lse.contiguous()
+    rows = index.n_rows * index.block if index.n_rows > 1 else q.shape[2]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = new_out(q, v.shape[-1], rows)
+    lse = q.new_empty((*q.shape[:2], rows), dtype=dtype)
+    for work in works(index, (q, k, v, out), options):
+        unit, dead = work.unit, dead_keys(work)
+        keys, values = (ColumnTiles(without(unit.k(x), dead), index, dtype) for x in (k, v))
+        queries = RowTiles(unit.q(q), index)
+        out_rows, lse_rows = queries.like(unit.q(out)), queries.like(unit.q(lse))
+        for group, idle in work.plan.idle_rows:
+            if group == unit.group:
+                out_rows.tiles[:, idle] = 0
+                lse_rows.tiles[:, idle] = -math.inf
+        for chunk in work.chunks(*costs(work, k, v, dtype, backward=False)):
+            at = (chunk.launch, chunk.begin, chunk.end)
+            q_chunk = queries.take(*at).to(dtype)
+            total: tuple[Tensor, Tensor] | None = None
+            for part in chunk.parts:
+                found = _part_forward(work, chunk, part, q_chunk, keys.take(*at, part), values.take(*at, part))
+                total = found if total is None else _combine(*total, *found)
+            assert total is not None
+            out_rows.put(*at, total[0])
+            lse_rows.put(*at, total[1])
+    return cut_padding(out.transpose(1, 2), index, 1).transpose(1, 2), cut_padding(lse, index, 2)
+
+
+def cut_padding(x: Tensor, index: BlockIndex, dim: int) -> Tensor:
+    """Cut what `RowTiles` padded off again."""
+    if x.shape[dim] == index.n_queries:
+        return x
+    return x.narrow(dim, index.start - index.first_row * index.block, index.n_queries).contiguous()
+
+
+def costs(work: Work, k: Tensor, v: Tensor, dtype: torch.dtype, *, backward: bool) -> tuple[int, int, int]:
+    """Bytes of a gathered tile, of a row tile's output, and of a tile that is read as a view."""
+    block, size = work.index.block, dtype.itemsize
+    kv_heads = len(range(k.shape[1])[work.unit.kv_heads]) * len(work.batch)
+    heads = len(work.heads) * len(work.batch)
+    tile = kv_heads * block * (k.shape[-1] + v.shape[-1]) * size
+    scores = 0 if on_flash(work.device, work.options) else 4 * heads * block * block * size
+    view = (tile if backward else 0) + scores
+    return tile + view, heads * block * v.shape[-1] * size, view

@@ -1,0 +1,66 @@
+"""Torch's flash kernel for CPUs, with what it lacks: Dv != D, and a gradient through lse.
+
+Suffixes as elsewhere in the kernels: ``[.., H, m, D]`` queries, ``[.., G, l, D]`` keys. An empty row comes out
+as 0 with lse 0: the caller knows which rows are empty.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and natural-log lse; ``mask`` is added to the scores and broadcasts; causal is upper-left."""
+    width = max(q.shape[-1], v.shape[-1])
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _padded(q, width),
+        _padded(k, width),
+        _padded(v, width),
+        is_causal=is_causal,
+        attn_mask=mask,
+        scale=scale,
+    )
+    return out[..., : v.shape[-1]], lse
+
+
+def flash_backward(
+    out_grad: Tensor,
+    lse_grad: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; ``out`` and ``lse`` may be those of a softmax of which these keys are a part."""
+    width = max(q.shape[-1], v.shape[-1])
+    if lse_grad is not None:
+        # One more column: the kernel's own rowsum(out_grad * out) then comes out less lse_grad, as it should.
+        out_grad = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
+        out = torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
+        width = max(width, out.shape[-1])
+    q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _padded(out_grad, width),
+        _padded(q, width),
+        _padded(k, width),
+        _padded(v, width),
+        _padded(out, width),
+        lse,
+        0.0,
+        is_causal,
+        attn_mask=mask,
+        scale=scale,
+    )
+    return q_grad[..., : q.shape[-1]], k_grad[..., : k.shape[-1]], v_grad[..., : v.shape[-1]]

@@ -25,8 +25,8 @@ MAX_BYTES = 2 << 30
 _CANDIDATE_BYTES = 128
 """Peak bytes a candidate tile while building: some sixteen int64 vectors live at once."""
 
-_INTERVAL_BYTES = 32
-"""Bytes per tile of what a cover may need before its exact size is known."""
+_COVER_BYTES = 16
+"""Bytes a tile that finding a cover may take, by the pattern's own upper bound, which can be far too high."""
 
 _STRIP = 1 << 18
 """Candidate tiles classified at once, unless one row has more."""
@@ -50,7 +50,7 @@ def _strips(pattern: Pattern, head: int, grid: TileGrid, device: torch.device, m
     """Numbers ``r * n_cols + c`` (r from 0) of the candidate tiles, ascending and distinct, some rows at a time."""
     rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
     if grid.n_rows * grid.n_cols * _CANDIDATE_BYTES > max_bytes:
-        _check_budget(pattern, grid, pattern.cover_size(head, rows, grid), _INTERVAL_BYTES, max_bytes)
+        _check_budget(pattern, grid, pattern.cover_size(head, rows, grid), _COVER_BYTES, max_bytes)
     cover = pattern.cover(head, rows, grid)
     size = grid.n_rows * grid.n_cols if cover is None else cover.size()
     _check_budget(pattern, grid, size, _CANDIDATE_BYTES, max_bytes)
@@ -199,7 +199,7 @@ class _IndexCache:
     def __init__(self, limit: int) -> None:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Hashable, BlockIndex] = OrderedDict()
-        self._captured: list[BlockIndex] = []
+        self._captured: dict[int, BlockIndex] = {}
         self._hits = self._misses = self._nbytes = 0
         self._limit = limit
 
@@ -213,7 +213,7 @@ class _IndexCache:
                 self._hits += 1
                 self._entries.move_to_end(key)
                 if capturing:
-                    self._captured.append(index)
+                    self._captured[id(index)] = index
             return index
 
     def put(self, key: Hashable, index: BlockIndex) -> BlockIndex:
@@ -251,7 +251,13 @@ _cache = _IndexCache(256 << 20)
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, entries, bytes and byte limit of the index cache."""
+    """Hits, misses, entries, bytes and byte limit of the index cache.
+
+    >>> from ringtile.patterns import Causal
+    >>> before = cache_info().hits
+    >>> build_index(Causal(), 64) is build_index(Causal(), 64), cache_info().hits > before
+    (True, True)
+    """
     return _cache.info()
 
 
@@ -260,16 +266,15 @@ def clear_cache() -> None:
     _cache.clear()
 
 
-def set_cache_limit(limit: int) -> None:
-    """Set the bytes that cached indices may hold together; 0 disables the cache."""
-    if not isinstance(limit, int) or limit < 0:
-        raise ValueError(f"limit: expected a non-negative number of bytes, got {limit!r}")
-    _cache.resize(limit)
-
-
 def _checked_count(name: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+
+
+def set_cache_limit(limit: int) -> None:
+    """Set the bytes that cached indices may hold together; 0 disables the cache. ValueError below 0."""
+    _checked_count("limit", limit, 0)
+    _cache.resize(limit)
 
 
 def build_index(
@@ -284,7 +289,7 @@ def build_index(
     device: torch.device | str | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> BlockIndex:
-    """Build, or take from the cache, the block index of a pattern.
+    """Build the block index of a pattern, or take it from the cache.
 
     Args:
         pattern: What may attend to what.
@@ -300,6 +305,11 @@ def build_index(
     Raises:
         ValueError: Where an argument is out of range, the pattern does not serve these lengths, heads or
             batch rows, or the build would exceed ``max_bytes``.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> index = build_index(Causal() & Window(4096, 0), 1_048_576)
+    >>> index.kept_tiles, round(index.density, 4), index.nbytes < 4 * 2**20
+    (269808, 0.0078, True)
     """
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")

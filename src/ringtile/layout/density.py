@@ -54,8 +54,8 @@ def with_density(
 
     >>> from ringtile.patterns import Causal, Window
     >>> solution = with_density(Causal() & Window(1, 0), 0.1, 8192)
-    >>> solution.pattern, round(solution.density, 4), solution.reached
-    (causal & window(419, 0), 0.1, True)
+    >>> solution.pattern, round(solution.density, 3), solution.reached
+    (causal & window(420, 0), 0.1, True)
     """
     if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
         raise ValueError(f"target: expected a density in (0, 1], got {target!r}")

@@ -164,7 +164,7 @@ class TileCollector:
         self._pending.clear()
         first, inverse = distinct_tiles(bits, digests)
         self._bits, self._digests = bits[first], digests[first]
-        self._translate = torch.cat([inverse[self._translate], inverse[stored:]])
+        self._translate = torch.cat([self._translate, inverse[stored:]])
         held = 2 * self._bits.nbytes
         if self._max_bytes is not None and held > self._max_bytes:
             raise ValueError(f"the distinct tiles need at least {held:,} bytes, over max_bytes={self._max_bytes:,}")

@@ -132,8 +132,9 @@ class Pattern:
     def resized(self, size: int) -> Pattern | None:
         """The same pattern with its free parameter set to ``size``, or None where it has none.
 
-        A larger size never keeps fewer pairs. A composition resizes the first of its sides of least `free_rank`.
-        Raises ValueError where the pattern does not allow the size.
+        A larger size keeps the same pairs and more; only larger segments begin elsewhere and may part some. A
+        composition resizes the first of its sides of least `free_rank`. Raises ValueError where the pattern does not
+        allow the size.
         """
         return None
 
@@ -151,8 +152,8 @@ class Pattern:
         """
         n_keys = n_queries if n_keys is None else n_keys
         start = n_keys - n_queries if start is None else start
-        if self.n_heads is not None and not 0 <= head < self.n_heads:
-            raise ValueError(f"draw expects 0 <= head < {self.n_heads} for this pattern, got {head=}")
+        if head < 0 or (self.n_heads is not None and head >= self.n_heads):
+            raise ValueError(f"draw expects the number of one of {self.n_heads or 'any number of'} heads, got {head=}")
         if self.batch_size is not None:
             raise ValueError(f"draw expects one batch row, batch_row(b).draw(...), got {self.batch_size=}")
         self.validate(TileGrid(block=1, start=start, n_queries=n_queries, n_keys=n_keys))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,13 +21,13 @@ class BlockPattern(Pattern):
     """A pattern that keeps or drops whole blocks of ``unit`` by ``unit`` tokens."""
 
     @property
-    @abstractmethod
     def unit(self) -> int:
         """Tokens per block."""
+        raise NotImplementedError
 
-    @abstractmethod
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         """Whether the pair of block numbers is kept: int64 tensors in, bool out, broadcast."""
+        raise NotImplementedError
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(head.shape, query.shape, key.shape)
@@ -39,7 +38,8 @@ class BlockPattern(Pattern):
             return self.kept(*parts).expand(shape)
         # Positions share blocks: decide each pair of blocks once.
         table = self.kept(heads[:, None, None], rows[:, None], cols).expand(len(heads), len(rows), len(cols))
-        return table[inverse]
+        which_head, which_row, which_col = inverse
+        return table.flatten()[(which_head * len(rows) + which_row) * len(cols) + which_col]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         per_tile = most_met(grid.block, self.unit)
@@ -75,6 +75,13 @@ class BlockPattern(Pattern):
         tile = first + step
         touched = (tile <= last) & torch.isin(tile, rows)
         return interval_cover(tile[touched], lo.expand_as(tile)[touched], hi.expand_as(tile)[touched], grid)
+
+
+def among(ascending: Tensor, numbers: Tensor) -> Tensor:
+    """Whether each number occurs in an ascending vector."""
+    if len(ascending) == 0:
+        return torch.zeros_like(numbers, dtype=torch.bool)
+    return ascending[torch.searchsorted(ascending, numbers.contiguous()).clamp(max=len(ascending) - 1)] == numbers
 
 
 def most_met(length: int, unit: int) -> int:
@@ -139,9 +146,7 @@ class Blocks(BlockPattern):
         if heads is not None:
             row = row + head * n_rows
         code = torch.where(inside, row * n_cols + col, -1)
-        if len(codes) == 0:
-            return torch.zeros_like(inside)
-        return codes[torch.searchsorted(codes, code).clamp(max=len(codes) - 1)] == code
+        return among(codes, code)
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
         codes, n_cols = self._of_head(head).to(rows.device), self.shape[1]

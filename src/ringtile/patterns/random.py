@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Cover, Pattern, TileGrid, whole
-from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, most_met
+from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, among, most_met
 
 _WORD = 2**32 - 1
 
@@ -36,6 +36,13 @@ def philox4x32(counter: Words, key: tuple[int | Tensor, int | Tensor], rounds: i
     return c0, c1, c2, c3
 
 
+def _standing(place: Tensor, swapped: Tensor, moved: Tensor) -> Tensor:
+    """The number at a place of the shuffle: what the last swap of that place put there, at first its own."""
+    times = torch.arange(1, swapped.shape[-1] + 1, device=place.device)
+    last = ((swapped == place.unsqueeze(-1)) * times).amax(-1, keepdim=True)
+    return torch.where(last > 0, moved.gather(-1, (last - 1).clamp(min=0)), place.unsqueeze(-1)).squeeze(-1)
+
+
 @dataclass(frozen=True, repr=False)
 class RandomBlocks(BlockPattern):
     """Keep random pairs of blocks of ``block`` tokens, different in each head.
@@ -43,13 +50,18 @@ class RandomBlocks(BlockPattern):
     Block number m draws ``per_row`` distinct numbers (all there are, if fewer) among ``[0, m]`` from a Philox hash
     of (seed, head, m); the pair (a, b) is kept iff ``min(a, b)`` is among the draws of ``max(a, b)``. So under
     `Causal` each row of blocks keeps exactly its ``per_row`` draws; without it the pattern is symmetric and a row
-    keeps about twice as many. It does not depend on the lengths or on the version of torch (after BigBird, Zaheer
-    et al. 2020, arXiv:2007.14062). Raises ValueError where ``per_row`` is negative, ``seed`` is not in
-    ``[0, 2**64)`` or ``block`` is not positive.
+    keeps about twice as many. A larger ``per_row`` keeps more of the same, and neither the lengths nor the version of
+    torch change anything (after BigBird, Zaheer et al. 2020, arXiv:2007.14062). Raises ValueError where ``per_row`` is
+    negative, ``seed`` is not in ``[0, 2**64)`` or ``block`` is not positive.
 
-    >>> print((RandomBlocks(1, block=1) & ~RandomBlocks(1, block=1)).draw(2))
-    ··
-    ··
+    >>> from ringtile.patterns import Causal
+    >>> print((Causal() & RandomBlocks(1, block=1)).draw(6))
+    █·····
+    █·····
+    ·█····
+    ···█··
+    ·█····
+    ··█···
     """
 
     per_row: int
@@ -72,19 +84,20 @@ class RandomBlocks(BlockPattern):
     def draws(self, head: Tensor, row: Tensor) -> Tensor:
         """What each row draws, ``[..., per_row]`` for head and row that broadcast; -1 where there is nothing left."""
         shape = torch.broadcast_shapes(head.shape, row.shape)
+        # A shuffle of [0, row] of which only the swaps are kept: step s swaps places s and swapped[s], so the first
+        # draws are the same however many follow. The number that step s moves away from place s is moved[s].
         drawn = torch.full((*shape, self.per_row), -1, dtype=torch.int64, device=row.device)
+        swapped, moved = drawn.clone(), drawn.clone()
         key = (self.seed & _WORD, self.seed >> 32)
-        words: Words | None = None
         for step in range(self.per_row):
             if step % 4 == 0:
                 call = torch.full_like(row, step // 4)
                 words = philox4x32((call, row & _WORD, head, (row >> 32) & _WORD), key, 10)
-            assert words is not None
-            # Floyd's algorithm: the last bound is the row's own number, and a repeated draw becomes the bound.
-            bound = row - (self.per_row - 1 - step)
-            number = (words[step % 4] * (bound + 1).clamp(min=0)) >> 32
-            repeated = (drawn == number.unsqueeze(-1)).any(-1)
-            drawn[..., step] = torch.where(bound < 0, -1, torch.where(repeated, bound, number))
+            bound = row - step
+            place = step + ((words[step % 4] * (bound + 1).clamp(min=0)) >> 32)
+            drawn[..., step] = torch.where(bound < 0, -1, _standing(place, swapped, moved))
+            moved[..., step] = _standing(torch.full_like(place, step), swapped, moved)
+            swapped[..., step] = place
         return drawn
 
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
@@ -93,9 +106,13 @@ class RandomBlocks(BlockPattern):
         heads, which_head = torch.unique(head, return_inverse=True)
         for larger, smaller in ((row, col), (col, row)):
             numbers, which = torch.unique(larger, return_inverse=True)
-            draws = self.draws(heads.unsqueeze(1), numbers)
-            for step in range(self.per_row):
-                kept |= (smaller >= 0) & (smaller <= larger) & (draws[..., step][which_head, which] == smaller)
+            # One number for each (head, larger, draw), the draw counted from 1.
+            size = int(numbers.max()) + 2 if len(numbers) else 0
+            slots = torch.arange(len(heads) * len(numbers), device=row.device).view(len(heads), len(numbers), 1)
+            codes = slots * size + self.draws(heads.unsqueeze(1), numbers) + 1
+            code = (which_head * len(numbers) + which) * size + smaller + 1
+            possible = (smaller >= 0) & (smaller <= larger)
+            kept |= among(codes.flatten().sort().values, torch.where(possible, code, -1))
         return kept
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:

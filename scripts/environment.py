@@ -1,0 +1,105 @@
+"""Make .venv ready to run ringtile: `python3 scripts/environment.py plot` (or `dev`).
+
+A torch that the running interpreter can already import is used as it is. Otherwise the version pinned in
+constraints.txt is installed, after saying what that downloads.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+CONSTRAINTS = ROOT / "constraints.txt"
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+
+TOOLS = {
+    "plot": "matplotlib with numpy and pillow, about 40 MB",
+    "dev": "pytest, hypothesis, ruff, mypy, matplotlib with numpy and pillow, about 70 MB",
+}
+
+PROBE = """
+import sys
+try:
+    import torch
+except ImportError:
+    raise SystemExit
+print(torch.__version__)
+print(*(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))), sep="\\n")
+"""
+
+
+def pinned_torch() -> str:
+    return re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE).group(1)
+
+
+def lowest_torch() -> str:
+    return re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()).group(1)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """A version as numbers to compare; a pre-release sorts just below its release."""
+    digits, pre = re.match(r"([\d.]*\d)(a|b|rc|\.dev)?", version).groups()
+    return (*[int(part) for part in f"{digits}.0.0".split(".")][:3], -1 if pre else 0)
+
+
+def torch_seen_by(python: str) -> tuple[str, list[str]] | None:
+    """The torch version that an interpreter imports and the folders it imports packages from, or None."""
+    probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
+    lines = probe.stdout.split("\n")[:-1]
+    return (lines[0], lines[1:]) if probe.returncode == 0 and lines else None
+
+
+def run(*command: str) -> None:
+    print("$", *command, flush=True)
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+        raise SystemExit(code)
+
+
+def install_torch() -> None:
+    version = pinned_torch()
+    # For Linux, PyPI's build brings several GB of CUDA libraries, which neither the demo nor the tests need.
+    linux = platform.system() == "Linux"
+    wanted = f"torch=={version}+cpu" if linux else f"torch=={version}"
+    source = ["--extra-index-url", CPU_WHEELS, "--retries", "1"] if linux else []
+    print(
+        f"\nNo torch >= {lowest_torch()} in {sys.executable}, so this downloads {wanted} (about 200 MB) and its\n"
+        "dependencies (sympy, networkx, jinja2 and a few small ones, about 15 MB), about 1 GB on disk, into .venv.\n"
+        "To use another build, CUDA for one, stop here, install it for that interpreter and run the command again.\n",
+        flush=True,
+    )
+    run(str(PYTHON), "-m", "pip", "install", "--no-deps", *source, wanted)
+
+
+def main(extra: str) -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is runs this file
+        raise SystemExit(f"ringtile needs Python 3.11 or newer, {sys.executable} is {platform.python_version()}")
+    if not PYTHON.exists():
+        run(sys.executable, "-m", "venv", str(VENV))
+    present = torch_seen_by(str(PYTHON))
+    if present is None:
+        present = torch_seen_by(sys.executable)
+        if present is None or release(present[0]) < release(lowest_torch()):
+            present = None
+            install_torch()
+        else:
+            # A path file also reaches the torch of a virtual environment, which --system-site-packages does not.
+            where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+            folder = subprocess.check_output([str(PYTHON), "-c", where], text=True).strip()
+            Path(folder, "reused_torch.pth").write_text("\n".join(present[1]) + "\n")
+            print(f"using torch {present[0]} of {sys.executable}; no torch is downloaded", flush=True)
+    # pip must leave a torch that is already there alone, whatever version is pinned for a fresh install.
+    constraints = VENV / "constraints.txt"
+    torch_version = pinned_torch() if present is None else present[0]
+    constraints.write_text(CONSTRAINTS.read_text().replace(f"torch=={pinned_torch()}", f"torch=={torch_version}"))
+    print(f"\nDownloading what is not here yet: {TOOLS[extra]}\n", flush=True)
+    run(str(PYTHON), "-m", "pip", "install", "--quiet", "-c", str(constraints), "-e", f".[{extra}]")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,5 @@
+"""`python -m ringtile` is the `ringtile` command."""
+
+from ringtile.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,460 @@
+"""`ringtile bench`: sparse attention and its peers on the same problems, correctness first, then time, interleaved."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.analysis.machine import commit, machine_facts, versions
+from ringtile.analysis.memory import Peaks, peak_memory
+from ringtile.analysis.peers import Attention, Case, Peer, all_peers
+from ringtile.analysis.record import (
+    DENSE,
+    DIRECTIONS,
+    FORWARD,
+    OURS,
+    Record,
+    Row,
+    break_even,
+    slower_rows,
+    write_whole,
+)
+from ringtile.kernels.reference import attention_rows
+from ringtile.kernels.select import NAMES
+from ringtile.layout.density import with_density
+from ringtile.patterns import Pattern, parse
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PATTERNS = ("causal & window(256, 0)", "longformer(128, 16)", "bigbird")
+TOKENS = (26, 64, 128, 200, 256, 512, 1024, 4096)
+
+CHECKED_ROWS = 32
+ERROR_FACTOR = 3.0
+"""A result is wrong where its error is so many times torch's own in the same dtype, rows and mask."""
+ERROR_FLOOR, ERROR_FLOORS = 1e-6, {torch.float64: 1e-12}
+"""An error below this is right whatever torch's own is; by dtype where it differs."""
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 200
+SAMPLE_SECONDS = 1e-3
+"""Shorter calls are repeated until a sample takes this long."""
+SLOW_SECONDS = 5.0
+"""A peer other than dense whose call takes longer is left out."""
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Relative L2 error; absolute where ``exact`` is zero, infinite where ``actual`` is not finite."""
+    difference = (actual.double() - exact).norm().item()
+    error = difference / (exact.norm().item() or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+class _Exact:
+    """The inputs of a case, and float64 results to compare with.
+
+    Outputs are compared in sampled rows. The output's gradient is zero in all other rows, so that the gradients of
+    q, k and v, compared everywhere, are those of the sampled rows alone and cost no more.
+    """
+
+    def __init__(self, case: Case, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (case.batch, case.heads, case.n_tokens, case.head_dim)
+        q, k, v, self.grad = (torch.randn(shape, generator=generator).to(case.device, case.dtype) for _ in range(4))
+        self.case, self.inputs = case, (q, k, v)
+        rows = torch.randperm(case.n_tokens, generator=generator)[: CHECKED_ROWS - 2]
+        self.rows = torch.cat([rows, torch.tensor([0, case.n_tokens - 1])]).unique().to(case.device)
+        self.rows_grad = torch.zeros_like(self.grad)
+        self.rows_grad[:, :, self.rows] = self.grad[:, :, self.rows]
+        self._results: dict[Pattern, tuple[list[Tensor], tuple[float, float]]] = {}
+
+    def errors(self, pattern: Pattern, out: Tensor, grads: Sequence[Tensor]) -> tuple[float, float]:
+        """The worst relative error of an output and, where given, its gradients; and the bound that it must keep."""
+        if pattern not in self._results:
+            self._results[pattern] = self._compute(pattern)
+        exact, bounds = self._results[pattern]
+        got = [out[:, :, self.rows], *grads]
+        worst = max(relative_error(mine, theirs) for mine, theirs in zip(got, exact[: len(got)], strict=True))
+        return worst, bounds[len(got) > 1]
+
+    def _compute(self, pattern: Pattern) -> tuple[list[Tensor], tuple[float, float]]:
+        q, k, v = (x.double().requires_grad_() for x in self.inputs)
+        grad = self.rows_grad[:, :, self.rows]
+        out, lse = attention_rows(q, k, v, pattern, self.rows)
+        exact = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
+        # Torch's own error in the same dtype; its rows that keep nothing are not what is measured.
+        some = (lse > -torch.inf).unsqueeze(-1)
+        q, k, v = self._leaves()
+        out = F.scaled_dot_product_attention(q[:, :, self.rows], k, v, attn_mask=self._kept(pattern))
+        out = torch.where(some, out, 0)
+        got = [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.where(some, grad, 0))]
+        theirs = [relative_error(mine, right) for mine, right in zip(got, exact, strict=True)]
+        floor = ERROR_FLOORS.get(self.case.dtype, ERROR_FLOOR)
+        return exact, (max(floor, ERROR_FACTOR * theirs[0]), max(floor, ERROR_FACTOR * max(theirs)))
+
+    def _leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (x.detach().requires_grad_() for x in self.inputs)
+        return q, k, v
+
+    def _kept(self, pattern: Pattern) -> Tensor:
+        heads, keys = (torch.arange(size, device=self.case.device) for size in (self.case.heads, self.case.n_tokens))
+        batch = range(pattern.batch_size or 1)
+        each = [pattern if pattern.batch_size is None else pattern.batch_row(b) for b in batch]
+        kept = [one.allowed(heads[:, None, None], self.rows[:, None], keys) for one in each]
+        return torch.stack(kept).expand(-1, -1, len(self.rows), len(keys))
+
+    def run(self, attention: Attention, direction: str, grad: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """One call: the output, and the gradients where the direction asks for them."""
+        if direction == FORWARD:
+            return attention(*self.inputs), ()
+        leaves = self._leaves()
+        out = attention(*leaves)
+        return out.detach(), torch.autograd.grad(out, leaves, grad)
+
+    def peaks(self, attention: Attention, direction: str) -> Peaks:
+        """Peak memory of one call."""
+        if direction == FORWARD:
+            return peak_memory(lambda: attention(*self.inputs), None, self.case.device)
+        leaves = self._leaves()
+        return peak_memory(
+            lambda: attention(*leaves), lambda out: torch.autograd.grad(out, leaves, self.grad), self.case.device
+        )
+
+
+@dataclass
+class _Entrant:
+    """A peer in one case and direction: what became of it."""
+
+    peer: Peer
+    attention: Attention | None = None
+    error: float | None = None
+    bound: float | None = None
+    peaks: Peaks | None = None
+    reason: str = ""
+    seconds: list[float] = field(default_factory=list)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _admit(entrant: _Entrant, exact: _Exact, direction: str, prepared: dict[str, Attention | str]) -> None:
+    """Prepare a peer and compare its result; what keeps it from being timed goes into its reason."""
+    case, peer = exact.case, entrant.peer
+    if reasons := peer.unsupported(case):
+        entrant.reason = "; ".join(reasons)
+        return
+    if peer.name not in prepared:
+        try:
+            prepared[peer.name] = peer.prepare(case)
+        except RuntimeError as error:
+            prepared[peer.name] = f"cannot be prepared: {_first_line(error)}"
+    attention = prepared[peer.name]
+    if isinstance(attention, str):
+        entrant.reason = attention
+        return
+    try:
+        out, grads = exact.run(attention, direction, exact.rows_grad)
+        entrant.error, entrant.bound = exact.errors(peer.computes(case), out, grads)
+        if not entrant.error <= entrant.bound:
+            entrant.reason = f"wrong: error {entrant.error:.1e}, over {entrant.bound:.1e}"
+            return
+        entrant.peaks = exact.peaks(attention, direction)
+    except RuntimeError as error:
+        what = "run" if direction == FORWARD else "train"
+        where = "a CPU" if case.device.type == "cpu" else f"{case.device}"
+        entrant.reason = f"cannot {what} on {where}: {_first_line(error)}"
+        return
+    entrant.attention = attention
+
+
+def _seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / repeats
+
+
+def _time(entrants: list[_Entrant], exact: _Exact, direction: str, seconds: float) -> None:
+    """Call the admitted in turn, round after round, each round starting with another one."""
+    device, calls, repeats = exact.case.device, [], []
+    for entrant in entrants:
+        if entrant.attention is None:
+            continue
+        call = partial(exact.run, entrant.attention, direction, exact.grad)
+        took = _seconds(call, 1, device)
+        if took > SLOW_SECONDS and entrant.peer.name not in (OURS, DENSE):
+            entrant.reason = f"one call took {took:.1f} s, timed up to {SLOW_SECONDS:.0f} s"
+            continue
+        calls.append((entrant, call))
+        repeats.append(max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9)))))
+    began, rounds = time.perf_counter(), 0
+    while calls and (rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() - began < seconds)):
+        for place in range(len(calls)):
+            number = (place + rounds) % len(calls)
+            entrant, call = calls[number]
+            entrant.seconds.append(_seconds(call, repeats[number], device))
+        rounds += 1
+
+
+def _row(case: Case, direction: str, entrant: _Entrant) -> Row:
+    index = case.index
+    row = Row(
+        asked=case.asked,
+        pattern=repr(case.pattern),
+        n_tokens=case.n_tokens,
+        batch=case.batch,
+        heads=case.heads,
+        head_dim=case.head_dim,
+        dtype=str(case.dtype).removeprefix("torch."),
+        device=str(case.device),
+        block=case.block,
+        direction=direction,
+        peer=entrant.peer.name,
+        density=index.density,
+        tile_density=index.tile_density,
+        ideal=1 / index.density if index.density else None,
+        error=entrant.error if entrant.error is not None and math.isfinite(entrant.error) else None,
+        error_bound=entrant.bound,
+        peak_forward_bytes=None if entrant.peaks is None else entrant.peaks.forward,
+        peak_backward_bytes=None if entrant.peaks is None else entrant.peaks.backward,
+        reason=entrant.reason,
+    )
+    if not entrant.seconds:
+        return row
+    fifths = statistics.quantiles(entrant.seconds, n=5, method="inclusive")
+    return replace(
+        row,
+        median_ms=1e3 * statistics.median(entrant.seconds),
+        low_ms=1e3 * fifths[0],
+        high_ms=1e3 * fifths[-1],
+        rounds=len(entrant.seconds),
+    )
+
+
+def measure(
+    case: Case, peers: Sequence[Peer], *, directions: Sequence[str] = DIRECTIONS, seconds: float = 1.0, seed: int = 0
+) -> Iterator[list[Row]]:
+    """The rows of one case, one list a direction: every peer's, with times or with the reason why it has none.
+
+    Nobody is timed where ours is wrong. ``seconds`` is the time that the rounds of a direction take, three at least.
+    """
+    exact = _Exact(case, seed)
+    prepared: dict[str, Attention | str] = {}
+    for direction in directions:
+        entrants = [_Entrant(peer) for peer in peers]
+        for entrant in entrants:
+            _admit(entrant, exact, direction, prepared)
+        red = [entrant.reason for entrant in entrants if entrant.peer.name == OURS and entrant.attention is None]
+        if red:
+            for entrant in entrants:
+                entrant.reason = entrant.reason or f"not timed, since {OURS} is not right here: {red[0]}"
+        else:
+            _time(entrants, exact, direction, seconds)
+        rows = [_row(case, direction, entrant) for entrant in entrants]
+        dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
+        yield [
+            replace(row, speedup=dense / row.median_ms) if dense is not None and row.median_ms is not None else row
+            for row in rows
+        ]
+
+
+class _ProgressLine:
+    """On a terminal one updating line with the rate and the time left, elsewhere nothing."""
+
+    def __init__(self, works: Sequence[float], stream: TextIO) -> None:
+        self._works, self._stream, self._done = works, stream, 0
+        self._began = time.monotonic()
+
+    def show(self, doing: str) -> None:
+        """Before the next piece of work."""
+        if not self._stream.isatty():
+            return
+        elapsed, finished = time.monotonic() - self._began, sum(self._works[: self._done])
+        text = f"bench {self._done}/{len(self._works)}"
+        if finished:
+            left = round(elapsed / finished * (sum(self._works) - finished))
+            text += f"  {self._done / elapsed * 60:.1f} cases/min  {left // 60}:{left % 60:02d} left"
+        self._stream.write(f"\r\x1b[K{text}  {doing}"[:120])
+        self._stream.flush()
+        self._done += 1
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._stream.isatty():
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def run_bench(
+    cases: Sequence[Case],
+    peers: Sequence[Peer],
+    *,
+    directions: Sequence[str] = DIRECTIONS,
+    seconds: float = 1.0,
+    seed: int = 0,
+    report: Callable[[list[Row]], None] = lambda rows: None,
+) -> Record:
+    """Measure all cases; an interrupt ends it with what was measured. ``report`` sees the rows of each case.
+
+    ``seconds`` is how long the rounds of one case and direction take.
+    """
+    rows: list[Row] = []
+    interrupted = False
+    # A call's work grows with the square of the length, and every case has work of its own.
+    line = _ProgressLine([1.0 + (case.n_tokens / 2048) ** 2 for case in cases], sys.stderr)
+    try:
+        for case in cases:
+            line.show(f"{case.asked}, N {case.n_tokens}")
+            found: list[Row] = []
+            try:
+                for some in measure(case, peers, directions=directions, seconds=seconds, seed=seed):
+                    found += some
+            finally:
+                line.clear()
+                rows += found
+                if found:
+                    report(found)
+    except KeyboardInterrupt:
+        interrupted = True
+    return Record(seed, seconds, commit(), versions(), machine_facts(), tuple(rows), interrupted)
+
+
+def wrong_rows(record: Record) -> list[Row]:
+    """Our rows that were not timed: results over their bound, or none at all."""
+    return [row for row in record.rows if row.peer == OURS and row.median_ms is None]
+
+
+def _table(rows: list[Row]) -> Iterator[str]:
+    """The rows of one case as text."""
+    first = rows[0]
+    yield (
+        f"{first.pattern}  N {first.n_tokens:,}  B{first.batch} H{first.heads} D{first.head_dim} {first.dtype}  "
+        f"density {first.density:.1%}, of tiles {first.tile_density:.1%}"
+        + ("" if first.ideal is None else f", ideal {first.ideal:.1f}x")
+    )
+    for row in rows:
+        if row.median_ms is None:
+            yield f"  {row.peer:<13}{row.direction:<17}{row.reason}"
+            continue
+        ratio = "" if row.speedup is None else f"{row.speedup:.2f}x"
+        peaks = [peak for peak in (row.peak_forward_bytes, row.peak_backward_bytes) if peak is not None]
+        yield (
+            f"  {row.peer:<13}{row.direction:<17}{row.median_ms:>10.3f} ms  [{row.low_ms:.3f}, {row.high_ms:.3f}]"
+            f"{ratio:>9}  error {row.error:.1e}  {' + '.join(f'{peak / 2**20:.1f}' for peak in peaks)} MiB"
+        )
+
+
+def _break_even_lines(record: Record) -> Iterator[str]:
+    found = break_even(record.rows)
+    if found:
+        yield "Break-even (smallest N from which ringtile is not slower than dense):"
+    for row in found:
+        at = f"N {row.n_tokens:,}" if row.n_tokens is not None else f"not up to N {row.measured[-1]:,}"
+        yield f"  {row.asked:<40} {row.dtype:<9} {row.direction:<17} {at}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ringtile bench``."""
+    others = [peer.name for peer in all_peers() if peer.name not in (OURS, DENSE)]
+    add = parser.add_argument
+    add("patterns", nargs="*", metavar="PATTERN", default=PATTERNS, help=f"default: {'; '.join(PATTERNS)}")
+    add("--tokens", type=int, nargs="+", default=TOKENS, metavar="N", help=f"default: {' '.join(map(str, TOKENS))}")
+    add("--density", type=float, nargs="+", metavar="P", help="set each pattern's free parameter to reach these")
+    add("--batch", type=int, default=1, metavar="B")
+    add("--heads", type=int, default=8, metavar="H")
+    add("--head-dim", type=int, default=64, metavar="D")
+    add("--dtype", nargs="+", default=["float32"], choices=DTYPES)
+    add("--direction", nargs="+", default=DIRECTIONS, choices=DIRECTIONS)
+    add("--peers", nargs="*", default=others, choices=others, metavar="NAME", help=f"beside dense: {', '.join(others)}")
+    add("--backend", choices=NAMES, help="of ringtile; default: the one it takes by itself")
+    add("--device", default="cpu", metavar="DEVICE")
+    add("--seconds", type=float, default=0.5, metavar="S", help="of rounds for each case and direction; default 0.5")
+    add("--seed", type=int, default=0)
+    add("--json", metavar="PATH", help="write the record, - for standard output instead of the table")
+    add("--csv", type=Path, metavar="PATH", help="write the rows")
+    add("--against", type=Path, metavar="RECORD", help="fail where ours became slower, as a ratio to dense")
+    add("--max-slowdown", type=float, default=1.15, metavar="X", help="with --against; default 1.15")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device: {_first_line(error)}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected a device that is here, got {name!r}")
+    return device
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    for name in ("tokens", "batch", "heads", "head_dim"):
+        value = getattr(args, name)
+        if min(value if name == "tokens" else [value]) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected positive numbers, got {value}")
+    if args.seconds < 0 or args.max_slowdown < 1:
+        raise ValueError(f"expected --seconds >= 0 and --max-slowdown >= 1, got {args.seconds}, {args.max_slowdown}")
+    device = _device(args.device)
+    cases = []
+    for text in args.patterns:
+        asked = parse(text)
+        heads = asked.n_heads or args.heads
+        for density in args.density or [None]:
+            for dtype in args.dtype:
+                for n_tokens in sorted(args.tokens):
+                    name, pattern = repr(asked), asked
+                    if density is not None:
+                        name = f"{asked!r} at {density:g}"
+                        pattern = with_density(asked, density, n_tokens, heads=heads).pattern
+                    cases.append(Case(name, pattern, n_tokens, args.batch, heads, args.head_dim, DTYPES[dtype], device))
+    return cases
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write: 0; 1 where ours is wrong or slower than ``--against`` allows; 130 if interrupted.
+
+    Raises ValueError for arguments that cannot be, before anything is measured.
+    """
+    cases = _cases(args)
+    before = None if args.against is None else Record.from_json(args.against.read_text(encoding="utf-8"))
+    paths = [path for path in (args.csv, None if args.json in (None, "-") else Path(args.json)) if path is not None]
+    for path in paths:
+        if not path.parent.is_dir():
+            raise ValueError(f"expected a file in an existing folder, got {str(path)!r}")
+    peers = [peer for peer in all_peers(args.backend) if peer.name in (OURS, DENSE, *args.peers)]
+
+    def report(rows: list[Row]) -> None:
+        if args.json != "-":
+            print(*_table(rows), sep="\n", flush=True)
+
+    record = run_bench(cases, peers, directions=args.direction, seconds=args.seconds, seed=args.seed, report=report)
+    if args.json == "-":
+        print(record.to_json())
+    else:
+        print(*_break_even_lines(record), sep="\n")
+        if args.json is not None:
+            write_whole(Path(args.json), record.to_json())
+    if args.csv is not None:
+        write_whole(args.csv, record.to_csv())
+    complaints = [f"{row.pattern}, N {row.n_tokens}, {row.direction}: {row.reason}" for row in wrong_rows(record)]
+    if before is not None:
+        complaints += slower_rows(record, before, args.max_slowdown)
+    for complaint in complaints:
+        print(f"ringtile bench: {complaint}", file=sys.stderr)
+    if record.interrupted:
+        return 130
+    return 1 if complaints else 0

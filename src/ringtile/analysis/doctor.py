@@ -1,0 +1,57 @@
+"""What is here and what is not: versions, devices, and for each backend the reasons against it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ringtile.analysis.machine import machine_facts, versions
+from ringtile.kernels.select import backend_report
+from ringtile.layout import cache_info
+
+
+def diagnosis() -> dict[str, Any]:
+    """Everything that ``ringtile doctor`` tells: versions, machine, backends (reasons against each), index cache.
+
+    >>> diagnosis()["backends"]["reference"]
+    []
+    """
+    return {
+        "versions": versions(),
+        "machine": machine_facts(),
+        "backends": dict(backend_report()),
+        "index_cache": cache_info()._asdict(),
+    }
+
+
+def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and text of each line; a name is empty where it would repeat."""
+    for name, version in found["versions"].items():
+        yield name, version or "not installed"
+    for name, fact in found["machine"].items():
+        facts = fact if isinstance(fact, list) else [fact]
+        for number, text in enumerate(facts):
+            yield name.replace("_", " ") if number == 0 else "", str(text)
+    for name, reasons in found["backends"].items():
+        yield f"backend {name}", f"not available: {'; '.join(reasons)}" if reasons else "available"
+    yield "index cache", f"up to {found['index_cache']['limit'] / 2**20:.0f} MiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ringtile doctor``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis; the status is 0."""
+    found = diagnosis()
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        lines = list(_lines(found))
+        width = max(len(name) for name, _ in lines)
+        for name, text in lines:
+            print(f"{name:{width}}  {text}")
+    return 0

@@ -1,0 +1,130 @@
+"""What a block index holds and what it costs: densities, bytes, floating point operations, longest lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.layout import BlockIndex
+from ringtile.layout.tiles import FULL
+
+FORWARD_FLOPS = 4
+"""Floating point operations a pair and element of the head: two products (scores, output)."""
+BACKWARD_FLOPS = 10
+"""The same backward: five products (scores again, dP, dV, dQ, dK), as torch's flop counter has it."""
+
+
+class LongestList(NamedTuple):
+    """The longest list of computed tiles along one axis."""
+
+    tile: int
+    """Number of the row or column tile (in position space)."""
+    tiles: int
+    """How many tiles its list has."""
+    mean: float
+    """The mean over all lists of that axis."""
+
+
+@dataclass(frozen=True)
+class PatternStatistics:
+    """The figures of one pattern at one length; pairs and tiles are summed over heads and batch rows."""
+
+    n_queries: int
+    n_keys: int
+    block: int
+    heads: int
+    """Heads (times batch rows) that the sums run over."""
+    head_dim: int
+    kept_pairs: int
+    allowed_pairs: int
+    """Pairs that the causal and document rules in force allow."""
+    density: float
+    """Kept over allowed pairs."""
+    full_tiles: int
+    partial_tiles: int
+    distinct_partial_tiles: int
+    """Rows of the tile table: equal tiles are stored once."""
+    tile_density: float
+    """Computed tiles over the tiles that the rules in force touch; time follows this one."""
+    index_bytes: int
+    dense_mask_bytes: int
+    """What one bool mask ``[n_queries, n_keys]``, shared by every head, would take."""
+    forward_flops: int
+    """Of the computed tiles, kept pairs or not."""
+    backward_flops: int
+    dense_forward_flops: int
+    """Of the allowed pairs: the dense attention that one would run instead."""
+    dense_backward_flops: int
+    longest_row: LongestList
+    longest_column: LongestList
+
+
+def pattern_statistics(index: BlockIndex, *, heads: int | None = None, head_dim: int = 64) -> PatternStatistics:
+    """Count what an index keeps and what attention of `heads` heads over it costs.
+
+    An index that all heads share stands for one unless `heads` says how many there are. Operations are
+    multiplications plus additions of the matrix products, `FORWARD_FLOPS` and `BACKWARD_FLOPS` a pair and element, with
+    values as wide as keys. Waits for the device of the index. Raises ValueError where `head_dim` is not positive or
+    `heads` does not fit the index.
+
+    >>> from ringtile.layout import build_index
+    >>> from ringtile.patterns import Causal, Window
+    >>> statistics = pattern_statistics(build_index(Causal() & Window(1024), 16384))
+    >>> statistics.longest_row.tiles, statistics.partial_tiles, statistics.distinct_partial_tiles
+    (9, 248, 2)
+    """
+    if head_dim < 1:
+        raise ValueError(f"head_dim: expected a positive number, got {head_dim=}")
+    in_index = index.group.shape[1]
+    if heads is not None and (heads < 1 or in_index not in (1, heads)):
+        raise ValueError(f"heads: expected {'a positive number' if in_index == 1 else in_index}, got {heads}")
+    copies = (heads or in_index) // in_index
+    # Groups stand for different numbers of (batch row, head) entries.
+    entries = torch.bincount(index.group.flatten().long(), minlength=index.n_groups) * copies
+    number, state = index.entries()
+    slot, column = number // max(index.n_cols, 1), number % max(index.n_cols, 1)
+    times = entries[slot // max(index.n_rows, 1)]
+    height, width = _extents(index)
+    pairs = int((height[slot % max(index.n_rows, 1)] * width[column] * times).sum())
+    full_tiles = int(times[state == FULL].sum())
+    return PatternStatistics(
+        n_queries=index.n_queries,
+        n_keys=index.n_keys,
+        block=index.block,
+        heads=index.group.numel() * copies,
+        head_dim=head_dim,
+        kept_pairs=index.kept_pairs * copies,
+        allowed_pairs=index.allowed_pairs * copies,
+        density=index.density,
+        full_tiles=full_tiles,
+        partial_tiles=index.kept_tiles * copies - full_tiles,
+        distinct_partial_tiles=len(index.bits),
+        tile_density=index.tile_density,
+        index_bytes=index.nbytes,
+        dense_mask_bytes=index.n_queries * index.n_keys,
+        forward_flops=FORWARD_FLOPS * head_dim * pairs,
+        backward_flops=BACKWARD_FLOPS * head_dim * pairs,
+        dense_forward_flops=FORWARD_FLOPS * head_dim * index.allowed_pairs * copies,
+        dense_backward_flops=BACKWARD_FLOPS * head_dim * index.allowed_pairs * copies,
+        longest_row=_longest(index.full_row_ptr, index.part_row_ptr, index.n_rows, index.first_row),
+        longest_column=_longest(index.full_col_ptr, index.part_col_ptr, index.n_cols, 0),
+    )
+
+
+def _extents(index: BlockIndex) -> tuple[Tensor, Tensor]:
+    """How many queries each row tile holds and how many keys each column tile: the outer ones may be ragged."""
+    rows = torch.arange(index.n_rows, device=index.device) * index.block + index.first_row * index.block - index.start
+    columns = torch.arange(index.n_cols, device=index.device) * index.block
+    height = (rows + index.block).clamp(max=index.n_queries) - rows.clamp(min=0)
+    return height, (index.n_keys - columns).clamp(max=index.block)
+
+
+def _longest(full: Tensor, part: Tensor, per_group: int, first: int) -> LongestList:
+    lengths = (full + part).diff()
+    if not lengths.numel():
+        return LongestList(first, 0, 0.0)
+    slot = int(lengths.argmax())
+    return LongestList(first + slot % per_group, int(lengths[slot]), float(lengths.double().mean()))

@@ -36,8 +36,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``[n, H, m, x] @ [n, G, x, y]``: every key head serves its query heads."""
     if a.shape[1] == b.shape[1]:
         return a @ b
-    grouped: Tensor = a.unflatten(1, (b.shape[1], -1)).flatten(2, 3) @ b
-    return grouped.unflatten(2, (-1, a.shape[2])).flatten(1, 2)
+    grouped = a.unflatten(1, (b.shape[1], -1)).flatten(2, 3) @ b
+    product: Tensor = grouped.unflatten(2, (-1, a.shape[2])).flatten(1, 2)
+    return product
 
 
 def matmul_keys(a: Tensor, b: Tensor, heads: int) -> Tensor:

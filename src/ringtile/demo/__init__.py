@@ -1,0 +1,177 @@
+"""`ringtile demo`: exact, fast, and training on text, in about two minutes on two cores."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import ringtile
+from ringtile.analysis.machine import machine_facts
+from ringtile.analysis.plot import missing_matplotlib
+from ringtile.demo.fast import Fast
+from ringtile.demo.progress import Progress, duration_text
+from ringtile.demo.right import Right
+from ringtile.demo.trains import Trains
+from ringtile.patterns import TileGrid, parse
+
+ACTS = ("right", "fast", "trains")
+
+
+class Act(Protocol):
+    """What the three acts have in common; figures stay in the act, so that an interrupted one can still tell them."""
+
+    name: str
+
+    @property
+    def lengths(self) -> list[int]:
+        """The numbers of tokens at which the given pattern is used."""
+
+    def run(self, progress: Progress) -> None:
+        """Measure, printing result lines on the way."""
+
+    def summary(self) -> list[str]:
+        """The figures so far in a line or two; none before the first."""
+
+    def record(self) -> dict[str, Any]:
+        """The figures so far as plain data."""
+
+    def draw(self, path: Path) -> None:
+        """Draw the figures so far."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check so far held."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `run` needs; all of it has defaults."""
+    parser.add_argument("--only", action="append", choices=ACTS, help="run this act alone; may be given again")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of training with sparse attention, dense gets a third; default 60"
+    )
+    parser.add_argument(
+        "--context", type=int, default=16384, metavar="N", help="of the speed table and of training; default 16384"
+    )
+    parser.add_argument(
+        "--pattern",
+        metavar="TEXT",
+        help='for training and the curve against N, made causal: "window(512)"; checked too',
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file; default: Python's own sources")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the state of training here, also on Ctrl-C")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on training from what --save wrote")
+    parser.add_argument(
+        "--out", type=Path, default=Path("ringtile-demo"), metavar="DIR", help="of the pictures; default ringtile-demo"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of inputs, weights and text windows; default 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the acts; 0, or 1 where a check failed, or 130 after Ctrl-C, which keeps what was measured.
+
+    Raises ValueError before any work where an argument is out of range or a file cannot be used.
+    """
+    acts = _acts(args)
+    progress = Progress(quiet=args.json)
+    why_no_picture = missing_matplotlib()
+    pictures: dict[str, Path] = {}
+    interrupted = False
+    began = time.monotonic()
+    progress.say(_machine())
+    started: list[Act] = []
+    for act in acts:
+        progress.say()
+        started.append(act)
+        try:
+            act.run(progress)
+        except KeyboardInterrupt:
+            interrupted = True
+        if why_no_picture is None and act.summary():
+            pictures[act.name] = args.out / f"{act.name}.png"
+            act.draw(pictures[act.name])
+        if interrupted:
+            break
+    progress.clear()
+    passed = all(act.passed for act in started)
+    if args.json:
+        record = {
+            "ringtile": ringtile.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": machine_facts(),
+            "seed": args.seed,
+            **{act.name: act.record() for act in started},
+            "pictures": {name: str(path) for name, path in pictures.items()},
+            "no_pictures_because": why_no_picture,
+            "seconds": time.monotonic() - began,
+            "passed": passed,
+            "interrupted": interrupted,
+        }
+        print(json.dumps(_finite(record), indent=2, allow_nan=False))
+    else:
+        heading = "Interrupted; what was measured until then" if interrupted else "Summary"
+        print(f"\n{heading} ({duration_text(time.monotonic() - began)})")
+        for act in started:
+            for line in act.summary():
+                print(f"  {line}")
+        for path in pictures.values():
+            print(f"  picture {path}")
+        if why_no_picture is not None:
+            print(f"  pictures left out: {why_no_picture}")
+        if not passed:
+            print("  A CHECK FAILED: see the rows above")
+    if interrupted:
+        return 130
+    return 0 if passed else 1
+
+
+def _finite(value: Any) -> Any:
+    """The same data with None for NaN and infinity, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _acts(args: argparse.Namespace) -> list[Act]:
+    """The chosen acts, in order, with everything checked that can be wrong."""
+    if args.context < 64:
+        raise ValueError(f"--context: expected at least 64 tokens, got {args.context}")
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds: expected a positive number, got {args.seconds}")
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out: expected a folder, got the file {str(args.out)!r}")
+    pattern = None if args.pattern is None else parse(args.pattern)
+    chosen = args.only or ACTS
+    acts: list[Act] = []
+    if "right" in chosen:
+        acts.append(Right(args.seed, pattern))
+    if "fast" in chosen:
+        acts.append(Fast(args.seed, args.context, pattern))
+    if "trains" in chosen:
+        trains = Trains(args.seed, args.context, args.seconds, pattern, args.text, args.save, args.resume)
+        trains.prepare()
+        acts.append(trains)
+    elif given := [name for name in ("text", "save", "resume") if getattr(args, name) is not None]:
+        raise ValueError(f"--{given[0]}: belongs to the training act, which --only leaves out")
+    if pattern is not None:
+        for n_tokens in sorted({n_tokens for act in acts for n_tokens in act.lengths}):
+            pattern.validate(TileGrid(128, 0, n_tokens, n_tokens))
+    return acts
+
+
+def _machine() -> str:
+    facts = machine_facts()
+    return (
+        f"ringtile {ringtile.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{facts['threads']} threads on {facts['cpu']} ({facts['instruction_set']}), {facts['system']}"
+    )

@@ -1,0 +1,77 @@
+"""What a run prints: result lines, and on a terminal one updating line with the rate and the time left."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from typing import TextIO
+
+_CLEAR = "\r\x1b[K"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration as people say it.
+
+    >>> [duration_text(s) for s in (0.0042, 0.5, 12.3, 95, 7300, 200000)]
+    ['4.2 ms', '500 ms', '12 s', '1 min 35 s', '2.0 h', '2.3 days']
+    """
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.2g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    if seconds < 3600:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+class Progress:
+    """Prints result lines to standard output and, where standard error is a terminal, how far a phase is.
+
+    Result lines are held back when `quiet`: the caller prints one record at the end instead.
+    """
+
+    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+        self._quiet = quiet
+        self._stream = sys.stderr if stream is None else stream
+        self._live = self._stream.isatty()
+        self._phase, self._unit, self._total = "", "", 0.0
+        self._began = time.monotonic()
+
+    def say(self, line: str = "") -> None:
+        """Print a result line."""
+        self.clear()
+        if not self._quiet:
+            print(line, flush=True)
+
+    def begin(self, phase: str, total: float, unit: str) -> None:
+        """Start a phase of `total` units, 0 where nobody knows; rate and time left count from here."""
+        self._phase, self._total, self._unit = phase, total, unit
+        self._began = time.monotonic()
+        self.update(0)
+
+    def update(self, done: float, note: str = "", *, seconds_left: float | None = None) -> None:
+        """Show that `done` units are done; `seconds_left` where the caller knows better than the rate."""
+        if not self._live:
+            return
+        elapsed = time.monotonic() - self._began
+        of_total = f"/{self._total:,.0f}" if self._total else ""
+        parts = [self._phase, f"{done:,.0f}{of_total} {self._unit}"]
+        if done > 0 and elapsed > 0:
+            parts.append(f"{done / elapsed:.3g} {self._unit}/s")
+            if seconds_left is None and self._total:
+                seconds_left = elapsed / done * (self._total - done)
+        if seconds_left is not None:
+            parts.append(f"{duration_text(round(seconds_left))} left" if seconds_left >= 0.5 else "almost done")
+        if note:
+            parts.append(note)
+        line = "  ".join(parts)
+        self._stream.write(_CLEAR + line[: shutil.get_terminal_size().columns - 1])
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Take the updating line away."""
+        if self._live:
+            self._stream.write(_CLEAR)
+            self._stream.flush()

@@ -47,7 +47,7 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> 
         raise ValueError(f"{name}: expected shape {shape} on {query.device}, got {x.shape=} on {x.device}")
 
 
-def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool) -> Pattern:
+def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start: int | None) -> Pattern:
     if pattern is None:
         return _CAUSAL if is_causal else _DENSE
     if isinstance(pattern, Tensor):
@@ -55,7 +55,7 @@ def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool) -
     elif not isinstance(pattern, Pattern):
         from ringtile.layout.flex import from_block_mask
 
-        pattern = from_block_mask(pattern)
+        pattern = from_block_mask(pattern, start=start)
     return _CAUSAL & pattern if is_causal else pattern
 
 
@@ -150,7 +150,7 @@ def sparse_attention(
             raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
         text, first, block = "", index.start, index.block
     else:
-        rule = _as_pattern(pattern, is_causal)
+        rule = _as_pattern(pattern, is_causal, start)
         first = n_keys - n_queries if start is None else start
         block = 128
         text = rule.text or ""
@@ -211,7 +211,9 @@ def sparse_attention(
         with torch.autocast(query.device.type, enabled=False) if autocast else contextlib.nullcontext():
             out, lse = attention(query, key, value, facts, bits, key_lengths, seed, alibi_slopes, tensors)
     if sinks is not None:
-        out = out * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1).to(out.dtype)
+        empty = lse == -math.inf
+        share = torch.sigmoid(lse.masked_fill(empty, 0) - sinks.unsqueeze(-1)).to(out.dtype)
+        out = (out * share.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0)
     return (out, lse) if return_lse else out
 
 

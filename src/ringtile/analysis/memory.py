@@ -71,29 +71,26 @@ def _peaks_of_trace(events: list[dict[str, Any]], results: Sequence[Tensor]) -> 
     for result in results:
         address = result.untyped_storage().data_ptr()
         result_bytes[address] = result_bytes.get(address, 0) + result.nbytes
-    # An address is used again after a free; the last allocation at a result's address is the result.
-    allocation_of_result = {
-        address: number
-        for number, event in enumerate(memory)
-        if (address := event["args"]["Addr"]) in result_bytes and event["args"]["Bytes"] > 0
-    }
-    level, peaks, live = 0, {False: 0, True: 0}, dict[int, int]()
-    in_backward = False
-    for number, event in enumerate(memory):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        if event["ts"] >= boundary and not in_backward:
-            # What the forward pass left is there when the backward pass begins.
-            in_backward = True
-            peaks[True] = level
-        if size > 0:
-            if allocation_of_result.get(address) == number:
+    # An address is used again after a free; the last that happened at a result's address is its allocation.
+    last_event = {event["args"]["Addr"]: number for number, event in enumerate(memory)}
+    live: dict[int, int] = {}
+    level, peaks = 0, []
+    split = sum(event["ts"] < boundary for event in memory)
+    for phase in (range(split), range(split, len(memory))):
+        # What the forward pass left is there when the backward pass begins.
+        peak = level
+        for number in phase:
+            address, size = memory[number]["args"]["Addr"], memory[number]["args"]["Bytes"]
+            if size < 0:
+                level -= live.pop(address, 0)
+                continue
+            if address in result_bytes and last_event[address] == number:
                 size = max(0, size - result_bytes[address])
             live[address] = size
             level += size
-        else:
-            level -= live.pop(address, 0)
-        peaks[in_backward] = max(peaks[in_backward], level)
-    return Peaks(peaks[False], peaks[True])
+            peak = max(peak, level)
+        peaks.append(peak)
+    return Peaks(*peaks)
 
 
 def _peaks_cuda(

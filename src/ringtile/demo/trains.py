@@ -158,6 +158,14 @@ def _interrupt_deferred() -> Iterator[None]:
             signal.raise_signal(held[0])
 
 
+class HeldOut(NamedTuple):
+    """Bits per byte on text that no step has seen."""
+
+    steps: int
+    seconds: float
+    bits: float
+
+
 class Run:
     """One model in training: parameters, optimizers, and what it measured."""
 
@@ -177,8 +185,8 @@ class Run:
         """Training seconds at the end of each step."""
         self.bits: list[float] = []
         """Bits per byte of each step's text, before the step."""
-        self.held_out: float | None = None
-        """Bits per byte on the held-out text, or None before `evaluate`."""
+        self.held_out: list[HeldOut] = []
+        """What `evaluate` measured."""
 
     @property
     def steps(self) -> int:
@@ -186,15 +194,14 @@ class Run:
         return len(self.bits)
 
     @property
-    def rate(self) -> float:
-        """Steps a second."""
-        return self.steps / self.seconds[-1] if self.seconds else 0.0
+    def trained_seconds(self) -> float:
+        """Seconds of all steps so far."""
+        return self.seconds[-1] if self.seconds else 0.0
 
     @property
-    def recent_bits(self) -> float:
-        """Bits per byte over the last steps: one window of text is easier than the next."""
-        last = self.bits[-8:]
-        return sum(last) / len(last) if last else math.nan
+    def rate(self) -> float:
+        """Steps a second."""
+        return self.steps / self.trained_seconds if self.seconds else 0.0
 
     def step(self) -> None:
         """One step on one window of text, which follows from the seed and the number of the step."""
@@ -211,8 +218,7 @@ class Run:
                     group["lr"] = rate * warmth
                 optimizer.step()
             self.bits.append(loss.item() / math.log(2))
-            self.seconds.append((self.seconds[-1] if self.seconds else 0.0) + time.perf_counter() - began)
-            self.held_out = None
+            self.seconds.append(self.trained_seconds + time.perf_counter() - began)
 
     def evaluate(self) -> None:
         """Measure bits per byte on the first windows of the held-out text."""
@@ -220,7 +226,7 @@ class Run:
         firsts = range(0, len(text) - length, length)[:HELD_OUT_WINDOWS]
         with torch.no_grad():
             losses = [float(self.model.loss(text[first : first + length + 1])) for first in firsts]
-        self.held_out = sum(losses) / len(losses) / math.log(2)
+        self.held_out.append(HeldOut(self.steps, self.trained_seconds, sum(losses) / len(losses) / math.log(2)))
 
     def state(self) -> dict[str, Any]:
         """All that a later run needs to go on exactly; nothing is random but the weights at the start and the texts."""
@@ -229,6 +235,7 @@ class Run:
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "seconds": list(self.seconds),
             "bits": list(self.bits),
+            "held_out": [tuple(measured) for measured in self.held_out],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -237,6 +244,7 @@ class Run:
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.seconds, self.bits = list(state["seconds"]), list(state["bits"])
+        self.held_out = [HeldOut(*measured) for measured in state["held_out"]]
 
 
 def flex_attention_error() -> str | None:
@@ -370,56 +378,49 @@ class Trains:
             progress.say(f"  FlexAttention cannot train on a CPU: {self.flex_error}")
 
     def _train(self, run: Run, seconds: float, progress: Progress) -> None:
-        began = saved = time.monotonic()
         progress.begin(f"trains · {run.label}", 0, "steps")
-        first = run.steps
-        while (elapsed := time.monotonic() - began) < seconds:
+        first, began, saved = run.steps, run.trained_seconds, run.trained_seconds
+        # The longer run is also tested when it has had the time of the shorter one.
+        tests = [began + seconds * DENSE_SHARE, math.inf] if run is self.runs[0] else [math.inf]
+        while (trained := run.trained_seconds - began) < seconds:
             run.step()
-            note = f"{run.recent_bits:.2f} bits/byte"
-            progress.update(run.steps - first, note, seconds_left=seconds - elapsed)
-            if time.monotonic() - saved > SAVE_SECONDS:
+            progress.update(run.steps - first, f"{run.bits[-1]:.2f} bits/byte", seconds_left=seconds - trained)
+            if run.trained_seconds >= tests[0]:
+                run.evaluate()
+                tests.pop(0)
+            if run.trained_seconds - saved > SAVE_SECONDS:
                 self.write_state()
-                saved = time.monotonic()
+                saved = run.trained_seconds
         run.evaluate()
-        progress.say(f"  {self._line(run)}")
-
-    def _line(self, run: Run) -> str:
-        line = (
-            f"{run.label:<7}{run.steps:>5} steps in {duration_text(run.seconds[-1]):<7} {run.rate:6.2f} steps/s   "
-            f"bits/byte: {run.bits[0]:.2f} -> {run.recent_bits:.2f}"
+        tested = ", ".join(f"{bits:.2f} after {duration_text(after)}" for _, after, bits in run.held_out)
+        progress.say(
+            f"  {run.label:<7}{run.steps:>5} steps in {duration_text(run.trained_seconds)}, {run.rate:.2f} steps/s, "
+            f"first {run.bits[0]:.2f} bits/byte; held out {tested}"
         )
-        return line if run.held_out is None else f"{line}, held out {run.held_out:.2f}"
-
-    def _matched(self) -> tuple[float, float, float] | None:
-        """Seconds of the shorter run, and the bits per byte that sparse and dense had reached by then."""
-        sparse, dense = self.runs
-        if not sparse.steps or not dense.steps:
-            return None
-        seconds = min(sparse.seconds[-1], dense.seconds[-1])
-        reached = []
-        for run in (sparse, dense):
-            done = max(1, sum(second <= seconds for second in run.seconds))
-            last = run.bits[max(0, done - 3) : done]
-            reached.append(sum(last) / len(last))
-        return seconds, reached[0], reached[1]
 
     def summary(self) -> list[str]:
         """What was measured so far, in one or two lines."""
         trained = [run for run in self.runs if run.steps]
         if not trained:
             return []
-        parts = [
-            f"{run.label} {run.steps} steps ({run.rate:.2f}/s), "
-            + (f"{run.recent_bits:.2f} bits/byte" if run.held_out is None else f"{run.held_out:.2f} bits/byte held out")
-            for run in trained
-        ]
-        lines = [f"Trains  context {self.context:,}: {'; '.join(parts)}"]
-        if (matched := self._matched()) is not None and len(trained) == 2:
-            seconds, sparse, dense = matched
-            lines.append(
-                f"        after the same {duration_text(seconds)}: sparse {sparse:.2f}, dense {dense:.2f} bits/byte; "
-                f"{trained[0].rate / trained[1].rate:.1f}x the steps a second"
+        parts = []
+        for run in trained:
+            bits = (
+                f"{run.held_out[-1].bits:.2f} bits/byte held out" if run.held_out else f"{run.bits[-1]:.2f} bits/byte"
             )
+            parts.append(f"{run.label} {run.steps} steps in {duration_text(run.trained_seconds)}, {bits}")
+        lines = [f"Trains  context {self.context:,}: {'; '.join(parts)}"]
+        if len(trained) == 2:
+            sparse, dense = trained
+            line = f"        {sparse.rate / dense.rate:.1f}x the steps a second"
+            if dense.held_out and (
+                early := [m for m in sparse.held_out if m.seconds < 1.5 * dense.held_out[-1].seconds]
+            ):
+                line += (
+                    f"; held out after {duration_text(early[-1].seconds)} sparse {early[-1].bits:.2f}, "
+                    f"after {duration_text(dense.held_out[-1].seconds)} dense {dense.held_out[-1].bits:.2f} bits/byte"
+                )
+            lines.append(line)
         return lines
 
     @property
@@ -441,7 +442,7 @@ class Trains:
                 run.label: {
                     "steps": run.steps,
                     "steps_per_second": run.rate,
-                    "held_out_bits_per_byte": run.held_out,
+                    "held_out": [measured._asdict() for measured in run.held_out],
                     "seconds": run.seconds,
                     "bits_per_byte": run.bits,
                 }
@@ -454,41 +455,49 @@ class Trains:
         """Bits per byte against seconds and against steps."""
         from ringtile.analysis.plot import BLUE, GREY, ORANGE, Curve, picture, plot_curves
 
+        colors = {"sparse": BLUE, "dense": ORANGE}
         trained = [run for run in self.runs if run.steps]
-        curves = {"sparse": BLUE, "dense": ORANGE}
         with picture(path, 11, 4.4) as figure:
             by_seconds, by_steps = figure.subplots(1, 2, width_ratios=[1.5, 1], sharey=True)
             for axes, label in ((by_seconds, "seconds of training"), (by_steps, "steps")):
-                plot_curves(
-                    [
+                curves = []
+                for run in trained:
+                    steps = range(1, run.steps + 1)
+                    name = f"{run.label} attention, {run.rate:.2f} steps/s"
+                    curves.append(
                         Curve(
-                            f"{run.label} attention, {run.rate:.2f} steps/s",
-                            run.seconds if axes is by_seconds else range(1, run.steps + 1),
+                            name if axes is by_seconds else "",
+                            run.seconds if axes is by_seconds else steps,
                             run.bits,
-                            curves[run.label],
-                            marker="o" if run.steps < 100 else "",
+                            colors[run.label],
+                            marker="." if run.steps < 50 else "",
                         )
-                        for run in trained
-                    ],
-                    axes,
-                    x_label=label,
-                )
+                    )
+                plot_curves(curves, axes, x_label=label)
+                for run in trained:
+                    for steps_done, seconds, bits in run.held_out:
+                        x = seconds if axes is by_seconds else steps_done
+                        axes.plot(
+                            x, bits, "D", color=colors[run.label], markeredgecolor="white", markersize=8, zorder=4
+                        )
+                        axes.annotate(
+                            f"{bits:.2f}", (x, bits), (0, 8), textcoords="offset points", ha="center", fontsize=8
+                        )
                 axes.axhline(self.corpus.byte_entropy(), color=GREY, linestyle=":", linewidth=1.2)
                 axes.set_xlim(left=0)
-            by_seconds.text(
-                1.0,
-                self.corpus.byte_entropy(),
-                "byte counts alone ",
+            by_seconds.annotate(
+                "byte counts alone",
+                (0.995, self.corpus.byte_entropy()),
+                xycoords=by_seconds.get_yaxis_transform(),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="right",
                 color="#4a5059",
                 fontsize=8,
-                ha="right",
-                va="bottom",
-                transform=by_seconds.get_yaxis_transform(),
             )
-            by_seconds.set_ylabel("bits per byte of each step's text")
-            by_seconds.set_title(f"Context {self.context:,}, float32, {torch.get_num_threads()} threads")
+            by_seconds.set_ylabel("bits per byte of the text of each step")
+            by_seconds.set_title(
+                f"Context {self.context:,}, float32, {torch.get_num_threads()} threads; diamonds: held out"
+            )
             by_steps.set_title("The same, by steps")
-            legend = by_steps.get_legend()
-            assert legend is not None
-            legend.remove()
             figure.supxlabel(f"sparse: {self.rule!r};  text: {self.corpus.source}", fontsize=8, color="#4a5059")

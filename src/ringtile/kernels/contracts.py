@@ -130,12 +130,12 @@ def _double_backward(*arguments: Any) -> Any:
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    return new_out(q, v.shape[-1], q.shape[2]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+    return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
 
 
-def new_out(q: Tensor, head_dim: int, rows: int) -> Tensor:
-    """Uninitialised ``[B, H, rows, head_dim]``, laid out ``[B, rows, H, head_dim]`` so that joining heads is free."""
-    return q.new_empty((q.shape[0], rows, q.shape[1], head_dim)).transpose(1, 2)
+def new_out(q: Tensor, head_dim: int) -> Tensor:
+    """Uninitialised ``[B, H, N, head_dim]``, laid out ``[B, N, H, head_dim]`` so that joining heads is free."""
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], head_dim)).transpose(1, 2)
 
 
 def as_new_out(out: Tensor) -> Tensor:

@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    """The last dimension padded to a width, and contiguous: the kernel reads it so whatever its stride is."""
+    if x.shape[-1] != width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def flash_forward(

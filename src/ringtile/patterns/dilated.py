@@ -9,7 +9,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, interval_cover, number_pairs, whole, wholes
+from ringtile.patterns.base import Cover, Pattern, TileGrid, interval_cover, whole, wholes
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term, periodic_classes
 
 LARGEST_BLOCK = 2**20
@@ -171,9 +171,9 @@ class Segments(Pattern):
             empty |= (last < first) & (last_common == common)
             full &= (first == 0) & (last == block - 1)
             code = (code * (block + 1) + first) * (block + 1) + last
-        begins = [tile * block - first * self.length for tile, first in zip((row, col), firsts, strict=True)]
-        several = number_pairs(number_pairs(*begins), firsts[0] - firsts[1])
-        code = 2 + torch.where(last_common > common, (block + 1) ** 4 + several, code)
+        # Only a tile on the diagonal has several, and they are cut where it begins in the first.
+        cut = (block + 1) ** 4 + row * block - firsts[0] * self.length
+        code = 2 + torch.where(last_common > common, cut, code)
         return torch.where(empty, 0, torch.where(full & (last_common == common), 1, code))
 
     def head_class(self, head: int) -> Hashable:

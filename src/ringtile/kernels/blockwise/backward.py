@@ -21,7 +21,7 @@ from ringtile.kernels.blockwise.chunks import (
     without,
     works,
 )
-from ringtile.kernels.blockwise.forward import additive, costs, cut_padding, whole_mask
+from ringtile.kernels.blockwise.forward import additive, costs, whole_mask
 from ringtile.kernels.blockwise.plan import Launch
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
 from ringtile.kernels.contracts import Call, index_of
@@ -103,16 +103,14 @@ def backward(
         whole = flash_backward(out_grad, lse_grad, q, k, v, out, lse, scale=call.scale, mask=mask)
         return whole[0].contiguous(), whole[1].contiguous(), whole[2].contiguous()
     dtype, block = lse.dtype, index.block
-    rows = index.n_rows * block if index.n_rows > 1 else q.shape[2]
-    q_grad = q.new_zeros((*q.shape[:2], rows, q.shape[-1]))
-    columns = index.n_cols * block
-    k_grad, v_grad = (torch.zeros(*x.shape[:2], columns, x.shape[-1], dtype=dtype, device=x.device) for x in (k, v))
+    q_grad = q.new_zeros(q.shape)
+    k_grad, v_grad = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
     for work in works(index, (q, k, v, out_grad, out, lse), options):
         unit, dead = work.unit, dead_keys(work)
         keys, values = (ColumnTiles(without(unit.k(x), dead), index, dtype) for x in (k, v))
         k_sum, v_sum = (ColumnSums(unit.k(x), block) for x in (k_grad, v_grad))
         theirs = RowInputs(work, q, out_grad, lse_grad, out, lse)
-        q_rows = theirs.q.like(unit.q(q_grad))
+        q_rows = RowTiles(unit.q(q_grad), index)
         for chunk in work.chunks(*costs(work, k, v, dtype, backward=True)):
             at = (chunk.launch, chunk.begin, chunk.end)
             q_chunk, grads = theirs.take(at)
@@ -124,5 +122,4 @@ def backward(
                 v_sum.add(*at, part, found[2])
             assert total is not None
             q_rows.put(*at, total)
-    k_out, v_out = (x[:, :, : index.n_keys].to(q.dtype).contiguous() for x in (k_grad, v_grad))
-    return cut_padding(q_grad, index, 2), k_out, v_out
+    return q_grad, k_grad.to(q.dtype), v_grad.to(q.dtype)

@@ -140,40 +140,44 @@ def _parts(launch: Launch, rows: int, most: int, key_masked: bool) -> list[Part]
 
 
 class RowTiles:
-    """Row tiles of a ``[H, Nq, ...]`` tensor: ``[H, R, m, ...]``, padded with zeros where ragged."""
+    """Row tiles of a ``[H, Nq, ...]`` tensor, read and written as views where they are neighbours."""
 
     def __init__(self, x: Tensor, index: BlockIndex) -> None:
-        rows, block = index.n_rows, index.block
-        offset = index.start - index.first_row * block
-        if rows == 1:
-            self.tiles = x.unsqueeze(1)
-            return
-        if offset or rows * block != index.n_queries:
-            padding = (offset, rows * block - offset - index.n_queries)
-            x = F.pad(x, (0, 0) * (x.dim() - 2) + padding)
-        self.tiles = x.unflatten(1, (rows, block))
+        self.x, self.block = x, index.block
+        self.offset = index.start - index.first_row * index.block
+        self.skipped = 1 if self.offset else 0
+        begin = self.skipped * index.block - self.offset
+        count = max(0, (index.n_queries - begin) // index.block)
+        whole = x.narrow(1, begin, count * index.block) if count else x[:, :0]
+        self.whole: Tensor = whole.unflatten(1, (count, index.block))
 
-    def like(self, padded: Tensor) -> RowTiles:
-        """Row tiles of a tensor that has room for the padding already."""
-        other = object.__new__(RowTiles)
-        other.tiles = padded.unsqueeze(1) if self.tiles.shape[1] == 1 else padded.unflatten(1, self.tiles.shape[1:3])
-        return other
+    def _ragged(self, launch: Launch) -> Tensor:
+        assert launch.trim is not None
+        at = int(launch.rows[0]) * self.block - self.offset
+        return self.x[:, at + launch.trim[0] : at + launch.trim[1]]
 
     def take(self, launch: Launch, begin: int, end: int) -> Tensor:
         """``[n, H, m, ...]`` of the launch's rows ``[begin, end)``; ``[1, H, n * m, ...]`` of a tall one."""
+        if launch.trim:
+            return self._ragged(launch).unsqueeze(0)
         if launch.first_row is None:
-            return self.tiles.index_select(1, launch.rows[begin:end].to(self.tiles.device)).transpose(0, 1)
-        found = self.tiles[:, launch.first_row + begin : launch.first_row + end]
+            rows = launch.rows[begin:end].to(self.x.device) - self.skipped
+            return self.whole.index_select(1, rows).transpose(0, 1)
+        first = launch.first_row - self.skipped
+        found = self.whole[:, first + begin : first + end]
         return found.flatten(1, 2).unsqueeze(0) if launch.tall else found.transpose(0, 1)
 
     def put(self, launch: Launch, begin: int, end: int, piece: Tensor) -> None:
         """Write what `take` would read."""
-        if launch.first_row is None:
-            rows = launch.rows[begin:end].to(self.tiles.device)
-            self.tiles.index_copy_(1, rows, piece.transpose(0, 1).to(self.tiles.dtype))
-            return
-        place = self.tiles[:, launch.first_row + begin : launch.first_row + end]
-        place.copy_(piece.squeeze(0).unflatten(1, place.shape[1:3]) if launch.tall else piece.transpose(0, 1))
+        if launch.trim:
+            self._ragged(launch).copy_(piece.squeeze(0))
+        elif launch.first_row is None:
+            rows = launch.rows[begin:end].to(self.x.device) - self.skipped
+            self.whole.index_copy_(1, rows, piece.transpose(0, 1).to(self.x.dtype))
+        else:
+            first = launch.first_row - self.skipped
+            place = self.whole[:, first + begin : first + end]
+            place.copy_(piece.squeeze(0).unflatten(1, place.shape[1:3]) if launch.tall else piece.transpose(0, 1))
 
 
 class ColumnTiles:
@@ -222,30 +226,42 @@ class ColumnTiles:
 
 
 class ColumnSums:
-    """The gradient of a ``[G, Nk, D]`` tensor, summed tile by tile in a fixed order."""
+    """The gradient of a ``[G, Nk, D]`` tensor, summed tile by tile in a fixed order into the tensor itself."""
 
     def __init__(self, x: Tensor, block: int) -> None:
-        self.tiles = x.unflatten(1, (-1, block))
+        self.x, self.block = x, block
+        self.count = x.shape[1] // block
+        self.whole = x[:, : self.count * block].unflatten(1, (self.count, block))
 
     def add(self, launch: Launch, begin: int, end: int, part: Part, piece: Tensor) -> None:
-        heads, length = piece.shape[1:3]
-        count, block = part.end - part.begin, self.tiles.shape[2]
-        if length < count * block:
-            piece = F.pad(piece, (0, 0, 0, count * block - length))
+        """Add the gradients ``[n, G, l, D]`` of the keys that `ColumnTiles.take` gave."""
+        count = part.end - part.begin
         if launch.run is not None:
             first, step = launch.run
             rows = torch.zeros(1, dtype=torch.long) if launch.tall else torch.arange(begin, end)
-            cols = (first + rows.unsqueeze(1) * step + torch.arange(part.begin, part.end)).flatten()
+            cols = first + rows.unsqueeze(1) * step + torch.arange(part.begin, part.end)
         else:
             assert launch.cols is not None
-            cols = launch.cols[begin:end, part.begin : part.end].flatten()
-        pieces = piece.unflatten(2, (count, block)).transpose(0, 1).flatten(1, 2)
+            cols = launch.cols[begin:end, part.begin : part.end]
+        if piece.shape[2] < count * self.block:
+            inside = (count - 1) * self.block
+            self.x[:, self.count * self.block :] += piece[:, :, inside:].sum(0)
+            if not inside:
+                return
+            piece, cols, count = piece[:, :, :inside], cols[:, :-1], count - 1
+        pieces = piece.unflatten(2, (count, self.block)).transpose(0, 1).flatten(1, 2)
+        cols = cols.flatten()
+        late = cols >= self.count
+        if bool(late.any()):
+            tail = self.x[:, self.count * self.block :]
+            tail += pieces[:, late.nonzero().squeeze(1).to(pieces.device), : tail.shape[1]].sum(1)
+            kept = (~late).nonzero().squeeze(1)
+            pieces, cols = pieces[:, kept.to(pieces.device)], cols[kept]
         if pieces.is_cpu:
-            self.tiles.index_add_(1, cols, pieces)
+            self.whole.index_add_(1, cols, pieces)
         else:
-            self.tiles.index_put_(
-                (torch.arange(heads, device=piece.device).unsqueeze(1), cols.to(piece.device)), pieces, True
-            )
+            heads = torch.arange(pieces.shape[0], device=pieces.device).unsqueeze(1)
+            self.whole.index_put_((heads, cols.to(pieces.device)), pieces, True)
 
 
 class Chunk(NamedTuple):
@@ -306,9 +322,8 @@ class Work:
         tiles = tiles[:, part.begin : part.end]
         if bool((tiles != FULL).any()):
             keep = self.plan.mask(tiles)
-            if self.index.n_rows == 1:
-                offset = self.index.start - self.index.first_row * self.index.block
-                keep = keep[:, offset : offset + self.index.n_queries]
+            if launch.trim:
+                keep = keep[:, launch.trim[0] : launch.trim[1]]
             first = self._first_key(chunk, part)
             if first is not None:
                 keep = keep[..., : self.index.n_keys - first]
@@ -329,11 +344,8 @@ class Work:
     def positions(self, chunk: Chunk, part: Part) -> tuple[Tensor, Tensor]:
         """Query positions ``[n, m]`` and the first key positions of the part's tiles ``[n, t]``."""
         index, launch = self.index, chunk.launch
-        if index.n_rows == 1:
-            query = index.start + torch.arange(index.n_queries).unsqueeze(0)
-        else:
-            rows = launch.rows[chunk.begin : chunk.end].unsqueeze(1)
-            query = (index.first_row + rows) * index.block + torch.arange(index.block)
+        rows = launch.rows[chunk.begin : chunk.end].unsqueeze(1)
+        query = (index.first_row + rows) * index.block + torch.arange(*(launch.trim or (0, index.block)))
         if launch.run is None:
             assert launch.cols is not None
             cols = launch.cols[chunk.begin : chunk.end, part.begin : part.end]

@@ -6,6 +6,7 @@ q and k make of dS: each chunk is read twice, first for sums over whole rows, th
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from ringtile.kernels.blockwise.chunks import (
     without,
     works,
 )
-from ringtile.kernels.blockwise.forward import costs, cut_padding
+from ringtile.kernels.blockwise.forward import costs
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
 from ringtile.kernels.contracts import Call, index_of
 
@@ -100,19 +101,16 @@ def double_backward(
     """Gradients of ``<q_cot, dq> + <k_cot, dk> + <v_cot, dv>`` for out_grad, lse_grad, q, k and v."""
     index, options = index_of(call, q, k), options_of(call, k)
     dtype, block = lse.dtype, index.block
-    n_rows = index.n_rows * block if index.n_rows > 1 else q.shape[2]
-    out_grad_bar = q.new_zeros((*q.shape[:2], n_rows, v.shape[-1]))
-    q_bar = q.new_zeros((*q.shape[:2], n_rows, q.shape[-1]))
-    lse_grad_bar = torch.zeros(*q.shape[:2], n_rows, dtype=dtype, device=q.device)
-    k_bar, v_bar = (
-        torch.zeros(*x.shape[:2], index.n_cols * block, x.shape[-1], dtype=dtype, device=x.device) for x in (k, v)
-    )
+    out_grad_bar, q_bar = q.new_zeros(out.shape), q.new_zeros(q.shape)
+    lse_grad_bar = torch.zeros(lse.shape, dtype=dtype, device=q.device)
+    k_bar, v_bar = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
     for work in works(index, (q, k, v, out_grad, out, lse, q_cot, k_cot, v_cot), options):
         unit, dead = work.unit, dead_keys(work)
         sources = [ColumnTiles(without(unit.k(x), dead), index, dtype) for x in (k, v, k_cot, v_cot)]
         k_sum, v_sum = (ColumnSums(unit.k(x), block) for x in (k_bar, v_bar))
-        inputs, cots = RowInputs(work, q, out_grad, lse_grad, out, lse), RowTiles(unit.q(q_cot), index)
-        q_rows, out_grad_rows, lse_grad_rows = (inputs.q.like(unit.q(x)) for x in (q_bar, out_grad_bar, lse_grad_bar))
+        inputs = RowInputs(work, q, out_grad, lse_grad, out, lse)
+        cots = RowTiles(without(unit.q(q_cot), unit.q(lse) == -math.inf), index)
+        q_rows, out_grad_rows, lse_grad_rows = (RowTiles(unit.q(x), index) for x in (q_bar, out_grad_bar, lse_grad_bar))
         tile, row, view = costs(work, k, v, dtype, backward=True)
         scores = 8 * len(work.heads) * len(work.batch) * block * block * dtype.itemsize
         for chunk in work.chunks(2 * tile + scores, 2 * row, 2 * view + scores):
@@ -138,6 +136,4 @@ def double_backward(
             q_rows.put(*at, q_total)
             out_grad_rows.put(*at, out_total)
             lse_grad_rows.put(*at, sums[0])
-    k_out, v_out = (x[:, :, : index.n_keys].to(q.dtype).contiguous() for x in (k_bar, v_bar))
-    out_grad_out, lse_grad_out, q_out = (cut_padding(x, index, 2) for x in (out_grad_bar, lse_grad_bar, q_bar))
-    return out_grad_out, lse_grad_out, q_out, k_out, v_out
+    return out_grad_bar, lse_grad_bar, q_bar, k_bar.to(q.dtype), v_bar.to(q.dtype)

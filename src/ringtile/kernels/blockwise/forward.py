@@ -79,19 +79,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if mask is not None:
         whole, whole_lse = flash_forward(q, k, v, scale=call.scale, mask=mask)
         return as_new_out(whole), whole_lse.contiguous()
-    rows = index.n_rows * index.block if index.n_rows > 1 else q.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = new_out(q, v.shape[-1], rows)
-    lse = q.new_empty((*q.shape[:2], rows), dtype=dtype)
+    out, lse = new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
     for work in works(index, (q, k, v, out), options):
         unit, dead = work.unit, dead_keys(work)
         keys, values = (ColumnTiles(without(unit.k(x), dead), index, dtype) for x in (k, v))
-        queries = RowTiles(unit.q(q), index)
-        out_rows, lse_rows = queries.like(unit.q(out)), queries.like(unit.q(lse))
-        for group, idle in work.plan.idle_rows:
-            if group == unit.group:
-                out_rows.tiles[:, idle] = 0
-                lse_rows.tiles[:, idle] = -math.inf
+        queries, out_rows, lse_rows = (RowTiles(unit.q(x), index) for x in (q, out, lse))
+        idle = work.plan.idle_rows[unit.group]
+        if idle is not None:
+            idle = idle.to(q.device)
+            unit.q(out)[:, idle] = 0
+            unit.q(lse)[:, idle] = -math.inf
         for chunk in work.chunks(*costs(work, k, v, dtype, backward=False)):
             at = (chunk.launch, chunk.begin, chunk.end)
             q_chunk = queries.take(*at).to(dtype)
@@ -102,14 +100,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             assert total is not None
             out_rows.put(*at, total[0])
             lse_rows.put(*at, total[1])
-    return cut_padding(out.transpose(1, 2), index, 1).transpose(1, 2), cut_padding(lse, index, 2)
-
-
-def cut_padding(x: Tensor, index: BlockIndex, dim: int) -> Tensor:
-    """Cut what `RowTiles` padded off again."""
-    if x.shape[dim] == index.n_queries:
-        return x
-    return x.narrow(dim, index.start - index.first_row * index.block, index.n_queries).contiguous()
+    return out, lse
 
 
 def costs(work: Work, k: Tensor, v: Tensor, dtype: torch.dtype, *, backward: bool) -> tuple[int, int, int]:

@@ -24,6 +24,7 @@ _MIN_RUN_ROWS = 4
 _MASK_CACHE_TILES = 16
 _MASK_CACHE_BYTES = 4 * 2**20
 _WHOLE_TILES = 16
+_RAGGED_CHUNK = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,8 @@ class Launch:
     """``(first, step)`` of a run."""
     tall: bool = False
     """Whether the rows of a run with step 0 are computed as one tall block of queries."""
+    trim: tuple[int, int] | None = None
+    """The rows ``[lo, hi)`` that exist of a ragged row tile, which is then the launch's only one."""
 
     @cached_property
     def first_row(self) -> int | None:
@@ -63,8 +66,8 @@ class Plan:
     """``[G, C * block]`` bool, the keys that no row keeps, or None where every key is kept."""
     empty_rows: bool
     """Whether some row keeps nothing."""
-    idle_rows: tuple[tuple[int, Tensor], ...]
-    """Groups with row tiles that have no tile at all, and those row tiles."""
+    idle_rows: tuple[Tensor | None, ...]
+    """By group, the queries whose row tile has no tile at all, or None where there are none."""
     whole: Tensor | None
     """``[Nq, Nk]`` bool, all kept pairs, where the problem is small, has one group, and every row and key is kept."""
     n_tiles: int
@@ -118,51 +121,45 @@ def _entries(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
     return slot[order], col[order], tile[order]
 
 
-@dataclass(frozen=True, eq=False)
-class _Tiles:
-    """The tile table with the tiles at ragged edges cut off at the lengths."""
+def _cut_last_column(index: BlockIndex, col: Tensor, tile: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tile bits that end at the last key, the keys that any row of a tile keeps, and the entries' tiles renumbered."""
+    bits, keys_any = index.bits.cpu(), (index.bits_t.cpu() != 0).any(-1)
+    tail = index.n_keys % index.block
+    last = (col == index.n_cols - 1).nonzero().squeeze(1)
+    if not tail or not len(last):
+        return bits, keys_any, tile
+    used, number = torch.unique(tile[last], return_inverse=True)
+    inside = torch.arange(index.block) < tail
+    everything = torch.full((1, *bits.shape[1:]), -1, dtype=torch.int32)
+    cut = torch.cat([everything, bits])[used + 1] & _pack_positions(inside)
+    tile = tile.clone()
+    tile[last] = len(bits) + number
+    kept = torch.cat([torch.ones(1, index.block, dtype=torch.bool), keys_any])[used + 1] & inside
+    return torch.cat([bits, cut]), torch.cat([keys_any, kept]), tile
 
-    bits: Tensor
-    keys_any: Tensor
-    rows_any: Tensor
+
+def _trims(index: BlockIndex) -> dict[int, tuple[int, int]]:
+    """The rows that exist of the row tiles that are ragged."""
+    offset = index.start - index.first_row * index.block
+    trims = {}
+    for row in {0, index.n_rows - 1}:
+        lo, hi = max(0, offset - row * index.block), min(index.block, offset + index.n_queries - row * index.block)
+        if hi - lo < index.block:
+            trims[row] = (lo, hi)
+    return trims
 
 
-def _cut_at_the_lengths(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> tuple[_Tiles, Tensor]:
-    """Tiles whose bits mean nothing outside the lengths, and the entries' tiles renumbered.
-
-    A full tile stays full where only its single row tile is ragged: that one is computed without padding.
-    """
-    block, positions = index.block, torch.arange(index.block)
-    bits, bits_t = index.bits.cpu(), index.bits_t.cpu()
-    offset = index.start - index.first_row * block
-    end = offset + index.n_queries
-    row = slot % max(index.n_rows, 1)
-    ragged_first = (row == 0) & (offset > 0)
-    ragged_last = (row == index.n_rows - 1) & (end % block > 0)
-    if index.n_rows == 1:
-        ragged_first, ragged_last = ragged_first & (tile != FULL), ragged_last & (tile != FULL)
-    ragged_col = (col == index.n_cols - 1) & (index.n_keys % block > 0)
-    edge = ragged_first.long() + 2 * ragged_last + 4 * ragged_col
-    keys_any, rows_any = (bits_t != 0).any(-1), (bits != 0).any(-1)
-    cut = edge.nonzero().squeeze(1)
-    if len(cut):
-        kinds, number = torch.unique(edge[cut] * (len(bits) + 1) + tile[cut] + 1, return_inverse=True)
-        kind, source = kinds // (len(bits) + 1), kinds % (len(bits) + 1)
-        rows_in = torch.ones(8, block, dtype=torch.bool)
-        rows_in[1::2] &= positions >= offset
-        rows_in[[2, 3, 6, 7]] &= positions < end - (index.n_rows - 1) * block
-        cols_in = torch.ones(block, dtype=torch.bool)
-        cols_in[index.n_keys % block :] = False
-        col_words = torch.where((kind >= 4).unsqueeze(1), _pack_positions(cols_in), torch.tensor(-1, dtype=torch.int32))
-        everything = torch.full((1, *bits.shape[1:]), -1, dtype=torch.int32)
-        new = torch.cat([everything, bits])[source] & col_words.unsqueeze(1)
-        new = torch.where(rows_in[kind].unsqueeze(-1), new, torch.tensor(0, dtype=torch.int32))
-        tile = tile.clone()
-        tile[cut] = len(bits) + number
-        unpacked = unpack_tiles(new)
-        bits = torch.cat([bits, new])
-        keys_any, rows_any = torch.cat([keys_any, unpacked.any(1)]), torch.cat([rows_any, unpacked.any(2)])
-    return _Tiles(bits, keys_any, rows_any), tile
+def _kept_by_ragged_rows(
+    index: BlockIndex, bits: Tensor, keys_any: Tensor, slot: Tensor, tile: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``keys_any`` with entries for the tiles of ragged rows, whose rows outside the lengths keep nothing."""
+    row, number = slot % max(index.n_rows, 1), tile.clone()
+    for ragged, (lo, hi) in _trims(index).items():
+        mine = ((row == ragged) & (tile != FULL)).nonzero().squeeze(1)
+        for part in mine.split(_RAGGED_CHUNK):
+            number[part] = len(keys_any) + torch.arange(len(part))
+            keys_any = torch.cat([keys_any, unpack_tiles(bits[tile[part]])[:, lo:hi].any(1)])
+    return keys_any, number
 
 
 def _union(place: Tensor, tile: Tensor, table: Tensor, n_places: int) -> Tensor:
@@ -206,13 +203,16 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
     first = torch.where(filled, col[ptr[:-1].clamp(max=max(len(col) - 1, 0))], 0)
     last = torch.where(filled, col[(ptr[1:] - 1).clamp(min=0)], -1)
     group = torch.arange(n_slots) // n_rows
-    number = _same_lists(group * 2 + (last - first + 1 == length), tile, length, ptr)
+    trims = _trims(index)
+    edge = _edges(index, n_slots)
+    number = _same_lists((group * 3 + edge) * 2 + (last - first + 1 == length), tile, length, ptr)
     run_row = filled & (last - first + 1 == length)
 
-    # A run is a stretch of neighbouring rows with equal lists whose first columns step evenly.
+    # A run is a stretch of neighbouring rows with equal lists whose first columns step evenly, and never back: a
+    # view cannot.
     launches: list[Launch] = []
-    same = (number[1:] == number[:-1]) & run_row[1:] & (group[1:] == group[:-1])
     step = first[1:] - first[:-1]
+    same = (number[1:] == number[:-1]) & run_row[1:] & (group[1:] == group[:-1]) & (step >= 0)
     slots = torch.arange(n_slots)
     rest = torch.ones(n_slots, dtype=torch.bool) & filled
     joins = same & torch.cat([same.new_ones(1), (step[1:] == step[:-1]) | ~same[:-1]])
@@ -232,6 +232,7 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
                 n_partial=n_partial,
                 run=(int(first[begin]), stride),
                 tall=stride == 0 and n_partial == 0,
+                trim=trims.get(begin % n_rows),
             )
         )
         rest[begin:end] = False
@@ -239,6 +240,14 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
     if bool(rest.any()):
         launches += _gathers(index, slot, col, tile, rest)
     return launches
+
+
+def _edges(index: BlockIndex, n_slots: int) -> Tensor:
+    """0 for whole row tiles, other numbers for those that are ragged: these are computed by themselves."""
+    edge = torch.zeros(n_slots // max(index.n_rows, 1), max(index.n_rows, 1), dtype=torch.long)
+    for number, row in enumerate(_trims(index)):
+        edge[:, row] = number + 1
+    return edge.flatten()
 
 
 def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: Tensor) -> list[Launch]:
@@ -252,7 +261,8 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
     ptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
     partial = _segment_sum((tile != FULL).long(), ptr)
     group = torch.arange(n_slots) // index.n_rows
-    shape = (group * (index.n_cols + 1) + partial) * (index.n_cols + 1) + length
+    trims = _trims(index)
+    shape = ((group * 3 + _edges(index, n_slots)) * (index.n_cols + 1) + partial) * (index.n_cols + 1) + length
     number = _same_lists(shape, tile, length, ptr)
     sizes = torch.bincount(number[rest], minlength=int(number.max()) + 1)
     shared = rest & ((sizes[number] >= _MIN_SHARED_ROWS) | (partial == 0))
@@ -271,6 +281,7 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
                     cols=col[at],
                     tiles=tiles[:1] if chosen is shared else tiles,
                     n_partial=int(partial[piece[0]]),
+                    trim=trims.get(int(piece[0]) % index.n_rows),
                 )
             )
     return launches
@@ -278,25 +289,26 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
 
 def _make_plan(index: BlockIndex) -> Plan:
     slot, col, tile = _entries(index)
-    tiles, tile = _cut_at_the_lengths(index, slot, col, tile)
+    bits, keys_any, tile = _cut_last_column(index, col, tile)
     n_rows, n_cols, block = index.n_rows, index.n_cols, index.block
     n_slots = len(index.full_row_ptr) - 1
-    n_groups = n_slots // n_rows if n_rows else 0
-    keys = _union(slot // max(n_rows, 1) * n_cols + col, tile, tiles.keys_any, n_groups * n_cols)
+    n_groups = n_slots // n_rows if n_rows else int(index.group.max()) + 1
+    kept_keys, number = _kept_by_ragged_rows(index, bits, keys_any, slot, tile)
+    keys = _union(slot // max(n_rows, 1) * n_cols + col, number, kept_keys, n_groups * n_cols)
     keys = keys.view(n_groups, n_cols * block)[:, : index.n_keys]
-    rows = _union(slot, tile, tiles.rows_any, n_slots).view(n_groups, n_rows * block)
+    rows = _union(slot, tile, (bits != 0).any(-1), n_slots).view(n_groups, n_rows * block)
     offset = index.start - index.first_row * block
     rows = rows[:, offset : offset + index.n_queries]
-    has_tiles = torch.bincount(slot, minlength=n_slots).view(n_groups, n_rows) > 0
-    idle = tuple((g, (~has_tiles[g]).nonzero().squeeze(1)) for g in range(n_groups) if not bool(has_tiles[g].all()))
+    idle = torch.repeat_interleave(torch.bincount(slot, minlength=n_slots) == 0, block).view(n_groups, n_rows * block)
+    idle = idle[:, offset : offset + index.n_queries]
     every_key, every_row = bool(keys.all()), bool(rows.all())
-    small = n_rows * n_cols <= _WHOLE_TILES and index.group.numel() == 1
+    small = 0 < n_rows * n_cols <= _WHOLE_TILES and index.group.numel() == 1
     return Plan(
         launches=tuple(_launches(index, slot, col, tile)) if len(slot) else (),
-        bits=tiles.bits,
+        bits=bits,
         dead_keys=None if every_key else ~keys,
         empty_rows=not every_row,
-        idle_rows=idle,
+        idle_rows=tuple(queries.nonzero().squeeze(1) if bool(queries.any()) else None for queries in idle),
         whole=index.to_dense()[0, 0].cpu() if small and every_key and every_row else None,
         n_tiles=len(tile),
         masks={},

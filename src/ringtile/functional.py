@@ -32,6 +32,10 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise ValueError(f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}")
         if x.device != query.device:
             raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
+        if x.device.type == "meta":
+            raise ValueError(f"{name}: expected a device that holds data, got {x.device=}")
+    if query.shape[3] == 0:
+        raise ValueError(f"query: expected a head_dim of at least 1, got {query.shape=}")
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ValueError(f"key: expected the query's batch and head_dim, got {key.shape=} with {query.shape=}")
     if value.shape[:3] != key.shape[:3]:
@@ -47,14 +51,30 @@ def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> 
         raise ValueError(f"{name}: expected shape {shape} on {query.device}, got {x.shape=} on {x.device}")
 
 
+def _check_seed(seed: int | Tensor, query: Tensor) -> None:
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != query.device:
+            raise ValueError(
+                f"seed: expected one int64 element on {query.device}, got {seed.shape=}, {seed.dtype=} on {seed.device}"
+            )
+    elif isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: expected a 64-bit integer or one int64 element, got {seed!r}")
+
+
 def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start: int | None) -> Pattern:
     if pattern is None:
         return _CAUSAL if is_causal else _DENSE
     if isinstance(pattern, Tensor):
         pattern = Blocks(pattern)
     elif not isinstance(pattern, Pattern):
+        from torch.nn.attention.flex_attention import BlockMask
+
         from ringtile.layout.flex import from_block_mask
 
+        if not isinstance(pattern, BlockMask):
+            raise ValueError(
+                f"pattern: expected a Pattern, BlockIndex, BlockMask or bool tile matrix, got {type(pattern).__name__}"
+            )
         pattern = from_block_mask(pattern, start=start)
     return _CAUSAL & pattern if is_causal else pattern
 
@@ -136,6 +156,13 @@ def sparse_attention(
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             _check_rows(name, per_head, (heads,), query)
+            if not per_head.is_floating_point():
+                raise ValueError(f"{name}: expected a floating dtype, got {per_head.dtype=}")
+
+    if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
+        raise ValueError(f"start: expected an integer or None, got {start!r}")
+    if seed is not None:
+        _check_seed(seed, query)
 
     index: BlockIndex | None = None
     if isinstance(pattern, BlockIndex):
@@ -156,7 +183,7 @@ def sparse_attention(
         text = rule.text or ""
         if backend != "reference" and not text:
             index = build_index(
-                rule, n_queries, n_keys, start=first, heads=heads, batch=batch, block=block, device=query.device
+                rule, n_queries, n_keys, start=first, heads=heads, batch=max(batch, 1), block=block, device=query.device
             )
 
     autocast = torch.is_autocast_enabled(query.device.type)

@@ -49,7 +49,7 @@ ERROR_FLOOR, ERROR_FLOORS = 1e-6, {torch.float64: 1e-12}
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
 SAMPLE_SECONDS = 1e-3
 """Shorter calls are repeated until a sample takes this long."""
-SLOW_SECONDS = 5.0
+SLOW_SECONDS = 3.0
 """A peer other than dense whose call takes longer is left out."""
 
 

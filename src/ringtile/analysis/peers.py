@@ -28,7 +28,7 @@ MASK_PAIRS = 1 << 28
 SPARSE_PAIRS = 1 << 20
 """torch.sparse takes about 3 microseconds a kept pair forward and backward, so a second and more of each call."""
 
-FLEX_TOKENS = 512
+FLEX_TOKENS = 1024
 
 
 @dataclass(frozen=True)

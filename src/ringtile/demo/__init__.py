@@ -16,7 +16,7 @@ import ringtile
 from ringtile.analysis.machine import machine_facts
 from ringtile.analysis.plot import missing_matplotlib
 from ringtile.demo.fast import Fast
-from ringtile.demo.progress import Progress, duration_text
+from ringtile.demo.progress import Progress, duration_text, threads_text
 from ringtile.demo.right import Right
 from ringtile.demo.trains import Trains
 from ringtile.patterns import TileGrid, parse
@@ -173,5 +173,5 @@ def _machine() -> str:
     facts = machine_facts()
     return (
         f"ringtile {ringtile.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{facts['threads']} threads on {facts['cpu']} ({facts['instruction_set']}), {facts['system']}"
+        f"{threads_text()} on {facts['cpu']} ({facts['instruction_set']}), {facts['system']}"
     )

@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TextIO
 
+import torch
+
 _CLEAR = "\r\x1b[K"
 
 
@@ -24,6 +26,12 @@ def duration_text(seconds: float) -> str:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def threads_text() -> str:
+    """How many threads torch computes with, as "1 thread" or "2 threads"."""
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'' if threads == 1 else 's'}"
 
 
 class Progress:

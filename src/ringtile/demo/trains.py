@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringtile.demo.progress import Progress, duration_text
+from ringtile.demo.progress import Progress, duration_text, threads_text
 from ringtile.demo.right import Attention, attention_over
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window
@@ -496,8 +496,6 @@ class Trains:
                 fontsize=8,
             )
             by_seconds.set_ylabel("bits per byte of the text of each step")
-            by_seconds.set_title(
-                f"Context {self.context:,}, float32, {torch.get_num_threads()} threads; diamonds: held out"
-            )
+            by_seconds.set_title(f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out")
             by_steps.set_title("The same, by steps")
             figure.supxlabel(f"sparse: {self.rule!r};  text: {self.corpus.source}", fontsize=8, color="#4a5059")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ringtile.layout import BlockIndex, build_index
@@ -160,17 +161,24 @@ def _folded(size: int, x: Any, dim: int | None) -> Any:
     return x.flatten(0, 1)
 
 
+def _example(arguments: Sequence[Any], in_dims: Sequence[Any], number: int) -> list[Any]:
+    """The arguments of one example of a vmapped call."""
+    pairs = zip(arguments, in_dims, strict=True)
+    return [x.select(dim, number) if isinstance(dim, int) else x for x, dim in pairs]
+
+
 def _vmap_rule(n_tensors: int, op: Any) -> Any:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
-        tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
         call, dims = Call(*arguments[n_tensors:]), dict(zip(Call._fields, in_dims[n_tensors:], strict=True))
+        if call.dropout_p or dims["alibi_slopes"] is not None:
+            # Folded, an example would get the dropout mask of another batch row.
+            each = [op(*_example(arguments, in_dims, number)) for number in range(size)]
+            return tuple(torch.stack(outs) for outs in zip(*each, strict=True)), (0,) * len(each[0])
+        tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
         tiles = list(call.tiles)
         if tiles and tiles[0].shape[0] > 1:
             tiles[0] = tiles[0].repeat(size, 1)
-        for name in ("seed", "alibi_slopes"):
-            if dims[name] is not None:
-                raise ValueError(f"vmap over {name} is not possible, got in_dims={dims[name]}")
         call = call._replace(
             tiles=tiles,
             key_bits=_folded(size, call.key_bits, dims["key_bits"]),
@@ -218,6 +226,26 @@ def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     return 2 * _kept_area(Call(*arguments[7:]), q, k) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
+class _DoubleBackward(torch.autograd.Function):
+    """The double backward operator, where differentiation ends."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        call = _call(arguments[10], arguments[11:])
+        found: tuple[Tensor, ...] = torch.ops.ringtile.double_backward(*arguments[:10], *call)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> None:
+        raise NotImplementedError("sparse_attention has no third derivative; with backend='reference' it has")
+
+
 class _Backward(torch.autograd.Function):
     """The backward operator, itself differentiable once."""
 
@@ -238,7 +266,7 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         rows, rest = saved[:7], saved[7:]
-        found = torch.ops.ringtile.double_backward(*cotangents, *rows, *_call(ctx.facts, rest))
+        found = _DoubleBackward.apply(*cotangents, *rows, ctx.facts, *rest)  # type: ignore[no-untyped-call]
         out_grad, lse_grad, q, k, v = found
         lse_grad = None if rows[1] is None else lse_grad
         return out_grad, lse_grad, q, k, v, None, None, None, *(None for _ in rest)
@@ -306,6 +334,13 @@ def _call(facts: Facts, rest: Sequence[Tensor | None]) -> Call:
     )
 
 
+def _differentiated(*tensors: Tensor) -> bool:
+    """Whether a derivative may be asked for; what an outer transform of torch.func follows, a tensor does not tell."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -318,7 +353,7 @@ def attention(
     index: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of one call, differentiable in q, k and v."""
-    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+    if not _differentiated(q, k, v):
         rest = (key_bits, key_lengths, seed, alibi_slopes, *index)
         out, lse = torch.ops.ringtile.forward(q, k, v, *_call(facts, rest))
         return out, lse

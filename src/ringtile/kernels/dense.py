@@ -20,6 +20,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(
             f"causal needs as many queries as keys, from position 0: got {q.shape=}, {k.shape=}, {call.start=}"
         )
+    if call.pattern == "causal" and call.scale <= 0:
+        reasons.append(f"masks before it scales, so causal needs a scale > 0, got {call.scale=}")
     for name in ("key_bits", "key_lengths", "alibi_slopes"):
         if getattr(call, name) is not None:
             reasons.append(f"knows no {name}")

@@ -209,8 +209,8 @@ def _value(parameter: str, node: ast.expr) -> int | list[int] | list[Pattern]:
 
 def _number(node: ast.expr) -> int:
     match node:
-        case ast.Constant(value=int(value)) if not isinstance(value, bool):
+        case ast.Constant(value=int(value)):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))) if not isinstance(value, bool):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
             return -value
     raise _Mistake("expected a whole number", node.col_offset)

@@ -85,6 +85,8 @@ def _head_runs(heads: list[int], ratio: int, most: int) -> Iterator[tuple[slice,
 def _units(index: BlockIndex, tensors: tuple[Tensor, ...], n_kv: int, options: Options) -> list[Unit]:
     q, v = tensors[0], tensors[2]
     n_batch, n_heads = q.shape[:2]
+    if n_batch == 0:
+        return []
     ratio = n_heads // n_kv
     group = index.group.cpu().expand(n_batch, n_heads)
     most = max(1, _HEADS_BYTES // (index.block * (q.shape[-1] + v.shape[-1]) * 4))

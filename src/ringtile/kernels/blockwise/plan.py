@@ -85,7 +85,7 @@ class Plan:
             words = self.bits[tiles.clamp(min=0)]
             words = words.masked_fill((tiles == FULL)[..., None, None], -1)
             known = unpack_tiles(words).movedim(-3, -2).flatten(-2)
-            used = sum(mask.nbytes for mask in self.masks.values())
+            used = sum(mask.nbytes for mask in list(self.masks.values()))
             if key and used + known.nbytes <= _MASK_CACHE_BYTES:
                 self.masks[key] = known
         return known

@@ -1,0 +1,96 @@
+"""What every test runs under: fixed seeds, uninitialised memory that shows, few threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor
+
+hypothesis.settings.register_profile("ringtile", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.register_profile(
+    "unshrunk",
+    hypothesis.settings.get_profile("ringtile"),
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
+hypothesis.settings.load_profile(os.environ.get("RINGTILE_HYPOTHESIS", "ringtile"))
+
+
+class _TorchRandom:
+    """Lets hypothesis seed torch's generator before each example."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def getstate(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+_torch_random = _TorchRandom()
+hypothesis.register_random(_torch_random)
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        no_gpu = pytest.mark.skip(reason="no CUDA device on this machine")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+def _poison(dtype: torch.dtype) -> float | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def make_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        # Only what ringtile asks for: torch's own tracing and compiling rely on an empty tensor being one call.
+        if torch.compiler.is_compiling() or not sys._getframe(1).f_globals["__name__"].startswith("ringtile."):
+            return made
+        return made.fill_(_poison(made.dtype))
+
+    return make_poisoned
+
+
+def _poisoned_new_empty(self: Tensor, *size: Any, **kwargs: Any) -> Tensor:
+    # new_full, because torch.compile traces it where it cannot trace the method that this one stands in for.
+    shape = kwargs.pop("size", size[0] if size and isinstance(size[0], Sequence) else size)
+    return self.new_full(shape, _poison(kwargs.get("dtype") or self.dtype), **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill the uninitialised tensors that ringtile makes, with NaN or the largest integer, so that a read shows."""
+    if "unpoisoned" not in request.keywords:
+        for name in ("empty", "empty_like", "empty_strided"):
+            monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+        monkeypatch.setattr(Tensor, "new_empty", _poisoned_new_empty)
+
+
+@pytest.fixture(autouse=True)
+def _threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)

@@ -1,0 +1,183 @@
+"""The house rules that a reader of the import lines relies on, checked on the syntax trees of src/ringtile."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "ringtile"
+
+ROOMS_BELOW = {
+    "patterns": set(),
+    "layout": {"patterns"},
+    "kernels": {"layout", "patterns"},
+    "functional": {"kernels", "layout", "patterns"},
+}
+_GROUND = set(ROOMS_BELOW) | {"functional"}
+FACE = "__init__"
+ROOMS_BELOW |= {"modules": _GROUND, FACE: _GROUND | {"modules"}}
+ROOMS_BELOW |= {room: _GROUND | {FACE} for room in ("analysis", "distributed", "adaptive")}
+_WINGS = _GROUND | {FACE, "modules", "analysis", "distributed", "adaptive"}
+ROOMS_BELOW |= {room: _WINGS for room in ("demo", "integrations", "compat")}
+ROOMS_BELOW |= {"cli": _WINGS | {"demo"}, "__main__": {"cli"}}
+"""Each room and the rooms it may import; the face is `ringtile/__init__.py`."""
+
+BACKENDS = {"reference", "dense", "blockwise", "native", "triton_forward", "triton_backward"}
+"""What implements the contract in `kernels`; nothing else in the room but `select` may import one of them."""
+
+BANNED_FILES = {"utils", "helpers", "common", "core", "manager"}
+BANNED_CLASS = re.compile(r"V\d+$|Improved|Optimized|Production|Enhanced|Advanced")
+
+
+def module_name(root: Path, path: Path) -> str:
+    parts = [root.name, *path.relative_to(root).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, name: str, is_package: bool, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of each module of the package that a syntax tree imports, at any depth."""
+    root = name.split(".")[0]
+    package = name if is_package else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            found = [full if (full := f"{source}.{alias.name}") in modules else source for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, module) for module in found if module.split(".")[0] == root)
+
+
+def room_of(module: str) -> str:
+    """The room of a full module name: `ringtile.layout.build` -> `layout`, `ringtile` -> the face."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else FACE
+
+
+def import_complaints(name: str, target: str) -> Iterator[str]:
+    here, there = room_of(name), room_of(target)
+    if here != there and there not in ROOMS_BELOW[here]:
+        yield f"{name} imports {target}: {here} may not import {there}"
+    elif here == there == "kernels" and name.count(".") >= 2 and target.count(".") >= 2:
+        own, other = name.split(".")[2], target.split(".")[2]
+        if other in BACKENDS and own not in {other, "select"}:
+            yield f"{name} imports {target}: only select may import a backend"
+
+
+def syntax_complaints(tree: ast.AST, room: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and room != "compat" and BANNED_CLASS.search(node.name):
+            yield node.lineno, f"class {node.name} is named after its history"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
+            yield node.lineno, f"calls {node.func.id}"
+        elif isinstance(node, ast.ExceptHandler):
+            caught = {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)} if node.type else {"all"}
+            last = node.body[-1]
+            raises_again = isinstance(last, ast.Raise) and last.exc is None
+            if caught & {"Exception", "BaseException", "all"} and not raises_again:
+                yield node.lineno, "swallows every exception"
+
+
+def complaints(root: Path) -> list[str]:
+    """Everything under the package folder `root` that breaks a house rule, one line each."""
+    paths = sorted(root.rglob("*.py"))
+    modules = {module_name(root, path) for path in paths}
+    found = []
+    for path in paths:
+        where = path.relative_to(root)
+        name = module_name(root, path)
+        if room_of(name) not in ROOMS_BELOW:
+            found.append(f"{where}: in no known room")
+            continue
+        if banned := {part.removesuffix(".py").strip("_") for part in where.parts} & BANNED_FILES:
+            found.append(f"{where}: a file named {banned.pop()} holds no one idea")
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        for line, target in imported_modules(tree, name, path.name == "__init__.py", modules):
+            found += [f"{where}:{line}: {text}" for text in import_complaints(name, target)]
+        found += [f"{where}:{line}: {text}" for line, text in syntax_complaints(tree, room_of(name))]
+    return found
+
+
+def test_the_package_keeps_the_house_rules() -> None:
+    assert complaints(PACKAGE) == []
+
+
+def test_every_room_is_looked_at() -> None:
+    rooms = {room_of(module_name(PACKAGE, path)) for path in PACKAGE.rglob("*.py")}
+    assert rooms >= {"patterns", "layout", "kernels", "functional", "analysis", "demo", "cli", FACE}
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        ("patterns/local.py", "from ..layout import build", "patterns may not import layout"),
+        ("patterns/local.py", "def f():\n    import ringtile.layout.build", "patterns may not import layout"),
+        ("patterns/local.py", "from ringtile import layout", "patterns may not import layout"),
+        ("patterns/__init__.py", "from ..layout.build import build_index", "patterns may not import layout"),
+        ("layout/build.py", "import ringtile", "layout may not import __init__"),
+        ("layout/build.py", "from .. import __version__", "layout may not import __init__"),
+        ("kernels/native.py", "from .reference import attention_reference", "only select may"),
+        ("kernels/native.py", "from ringtile.kernels import reference as r", "only select may"),
+        ("kernels/contracts.py", "def f():\n    from ringtile.kernels.blockwise import forward", "only select may"),
+        ("kernels/dense.py", "from .blockwise.plan import Plan", "only select may"),
+        ("kernels/blockwise/plan.py", "from ringtile.kernels.reference import attention", "only select may"),
+        ("functional.py", "from ringtile.analysis.bench import run", "functional may not import analysis"),
+        ("modules/multihead.py", "from ringtile import __version__", "modules may not import __init__"),
+        ("analysis/bench.py", "from ringtile.modules import multihead", "analysis may not import modules"),
+        ("distributed/ring.py", "from ringtile.adaptive import gate", "distributed may not import adaptive"),
+        ("demo/act.py", "from ringtile.cli import main", "demo may not import cli"),
+        ("stray.py", "import ringtile.patterns", "in no known room"),
+        ("layout/utils.py", "", "a file named utils"),
+        ("layout/_common/x.py", "", "a file named common"),
+        ("layout/build.py", "class IndexV2: ...", "named after its history"),
+        ("layout/build.py", "class ImprovedIndex: ...", "named after its history"),
+        ("patterns/grammar.py", "eval('1')", "calls eval"),
+        ("patterns/grammar.py", "exec('x = 1')", "calls exec"),
+        ("cli.py", "try:\n    pass\nexcept Exception:\n    pass", "swallows every exception"),
+        ("cli.py", "try:\n    pass\nexcept (OSError, BaseException) as e:\n    pass", "swallows every exception"),
+        ("cli.py", "try:\n    pass\nexcept:\n    pass", "swallows every exception"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, complaint: str) -> None:
+    root = tmp_path / "ringtile"
+    for folder in ("", "layout", "kernels", "kernels/blockwise", "adaptive", "patterns", "modules", "analysis"):
+        (root / folder).mkdir(exist_ok=True)
+        (root / folder / "__init__.py").touch()
+    for module in ("layout/build.py", "kernels/blockwise/plan.py", "kernels/reference.py", "adaptive/gate.py"):
+        (root / module).touch()
+    assert complaints(root) == []
+    (root / path).parent.mkdir(exist_ok=True)
+    (root / path).write_text(source)
+    found = complaints(root)
+    assert len(found) == 1
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("layout/build.py", "from ..patterns.base import Pattern\nfrom .tiles import pack"),
+        ("kernels/blockwise/__init__.py", "from .. import contracts\nfrom .plan import Launch\nimport ringtile.layout"),
+        ("kernels/blockwise/forward.py", "from ringtile.kernels.blockwise import plan\nfrom ..philox import x"),
+        ("kernels/select.py", "def f():\n    from . import blockwise\n    from .native import run"),
+        ("kernels/__init__.py", "from ringtile.kernels.select import choose"),
+        ("analysis/show.py", "from ringtile import __version__\nfrom ringtile.analysis.plot import draw"),
+        ("demo/fast.py", "from ringtile.analysis import bench\nfrom ringtile import sparse_attention"),
+        ("cli.py", "from ringtile import demo\ntry:\n    pass\nexcept ValueError:\n    pass"),
+        ("demo/trains.py", "model.eval()\nimport torch.nn.functional"),
+        ("demo/fast.py", "try:\n    pass\nexcept BaseException:\n    print()\n    raise"),
+        ("compat/guide.py", "class RingAttentionV2: ..."),
+    ],
+)
+def test_what_the_rules_allow_is_not_complained_about(tmp_path: Path, path: str, source: str) -> None:
+    for module in ("kernels/contracts.py", "kernels/blockwise/plan.py", "kernels/philox.py", "demo/__init__.py", path):
+        (tmp_path / "ringtile" / module).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "ringtile" / module).touch()
+    (tmp_path / "ringtile" / path).write_text(source)
+    assert complaints(tmp_path / "ringtile") == []

@@ -1,0 +1,606 @@
+"""The benchmark harness: what is timed and what is not, what is compared, what is written. No test looks at a time."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_inputs, oracle
+from torch import Tensor
+
+from ringtile import cli
+from ringtile.analysis import bench, machine, memory
+from ringtile.analysis.bench import measure, relative_error, run_bench, wrong_rows
+from ringtile.analysis.memory import Peaks, peak_memory
+from ringtile.analysis.peers import Attention, Case, SdpaDense, all_peers
+from ringtile.analysis.record import BOTH, DIRECTIONS, FORWARD, Record, Row, break_even, slower_rows, write_whole
+from ringtile.kernels.reference import attention_reference
+from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, RandomBlocks, Window, per_head
+
+CPU = torch.device("cpu")
+
+
+def right(case: Case) -> Attention:
+    return lambda q, k, v: attention_reference(q, k, v, case.pattern)[0].to(q.dtype)
+
+
+def one_percent_off(case: Case) -> Attention:
+    return lambda q, k, v: 1.01 * right(case)(q, k, v)
+
+
+def gradient_off(case: Case) -> Attention:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = right(case)(q, k, v)
+        return 1.01 * out - 0.01 * out.detach()
+
+    return attention
+
+
+def not_a_number(case: Case) -> Attention:
+    return lambda q, k, v: right(case)(q, k, v) * torch.nan
+
+
+def forward_only(case: Case) -> Attention:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.requires_grad:
+            raise NotImplementedError("no backward here\nat all")
+        return right(case)(q, k, v)
+
+    return attention
+
+
+def raising(error: BaseException) -> Callable[..., Attention]:
+    def fail(*args: object, **options: object) -> Attention:
+        raise error
+
+    return fail
+
+
+@dataclass
+class Fake:
+    """A peer that computes as told; by default the reference, which is right."""
+
+    name: str = "ringtile"
+    make: Callable[[Case], Attention] = right
+    reasons: tuple[str, ...] = ()
+    calls: list[str] = field(default_factory=list)
+
+    def unsupported(self, case: Case) -> list[str]:
+        return list(self.reasons)
+
+    def computes(self, case: Case) -> Pattern:
+        return case.pattern
+
+    def prepare(self, case: Case) -> Attention:
+        attention = self.make(case)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.calls.append(self.name)
+            return attention(q, k, v)
+
+        return run
+
+
+def small_case(pattern: Pattern | None = None, **sizes: object) -> Case:
+    pattern = Causal() & Window(9) if pattern is None else pattern
+    return Case(repr(pattern), pattern, **{"n_tokens": 40, "heads": 2, "head_dim": 8, **sizes})
+
+
+def rows_of(case: Case, *entrants: Fake | SdpaDense, directions: Sequence[str] = DIRECTIONS) -> dict[str, list[Row]]:
+    found = list(measure(case, entrants, directions=directions, seconds=0.0))
+    assert all([row.peer for row in rows] == [entrant.name for entrant in entrants] for rows in found)
+    return {rows[0].direction: rows for rows in found}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_right_peer_is_timed_against_dense(direction):
+    case = small_case()
+    ours, dense = rows_of(case, Fake(), SdpaDense())[direction]
+    assert ours.reason == dense.reason == ""
+    assert ours.speedup == pytest.approx(dense.median_ms / ours.median_ms)
+    assert dense.speedup == 1
+    assert 0 < ours.low_ms <= ours.median_ms <= ours.high_ms
+    assert ours.rounds == dense.rounds == bench.MIN_ROUNDS
+    assert 0 < ours.error < ours.error_bound < 2e-6
+    assert 0 < dense.error < dense.error_bound < 2e-6
+    assert (ours.density, ours.tile_density, ours.ideal) == (case.index.density, 1.0, 1 / case.index.density)
+    assert (ours.peak_backward_bytes is None) == (direction == FORWARD)
+    assert ours.peak_forward_bytes > 8 * 40 * 40 * 2
+
+
+@pytest.mark.parametrize("make", [one_percent_off, not_a_number])
+def test_nobody_is_timed_where_ours_is_wrong(make):
+    calls = []
+    for rows in rows_of(small_case(), Fake(make=make), SdpaDense(), Fake("other", calls=calls)).values():
+        ours, dense, other = rows
+        assert ours.reason.startswith("wrong: error ")
+        assert "ringtile is not right here: wrong" in dense.reason
+        assert "ringtile is not right here: wrong" in other.reason
+        assert {row.median_ms for row in rows} == {row.speedup for row in rows} == {None}
+    # Compared once and its memory measured once in each direction, never timed.
+    assert len(calls) == 4
+
+
+def test_a_wrong_gradient_is_found_and_leaves_the_forward_pass_alone():
+    found = rows_of(small_case(), Fake(make=gradient_off), SdpaDense())
+    assert found[FORWARD][0].median_ms is not None
+    assert found[BOTH][0].reason.startswith("wrong: error 1.0e-02, over ")
+    assert found[BOTH][0].median_ms is None
+
+
+@pytest.mark.parametrize(
+    ("peer", "reasons"),
+    [
+        (Fake("other", one_percent_off), ["wrong: error 1.0e-02", "wrong: error 1.0e-02"]),
+        (Fake("other", reasons=("too small", "too blue")), ["too small; too blue"] * 2),
+        (Fake("other", raising(RuntimeError("no compiler\n..."))), ["cannot be prepared: no compiler"] * 2),
+        (Fake("other", raising(RuntimeError())), ["cannot be prepared: RuntimeError"] * 2),
+        (Fake("other", forward_only), ["", "cannot train on a CPU: no backward here"]),
+    ],
+)
+def test_a_peer_that_cannot_is_left_out_with_its_reason(peer, reasons):
+    found = rows_of(small_case(), Fake(), SdpaDense(), peer)
+    for direction, reason in zip(DIRECTIONS, reasons, strict=True):
+        ours, dense, other = found[direction]
+        assert ours.median_ms is not None
+        assert dense.median_ms is not None
+        assert other.reason.startswith(reason)
+        assert (other.median_ms is None) == bool(reason)
+
+
+def test_a_slow_peer_is_left_out_but_not_dense(monkeypatch):
+    monkeypatch.setattr(bench, "SLOW_SECONDS", 0.0)
+    ours, dense, other = rows_of(small_case(), Fake(), SdpaDense(), Fake("other"))[FORWARD]
+    assert ours.median_ms is not None
+    assert dense.median_ms is not None
+    assert other.reason.startswith("one call took ")
+
+
+def test_calls_are_interleaved_and_take_turns_at_being_first(monkeypatch):
+    monkeypatch.setattr(bench, "SAMPLE_SECONDS", 0.0)
+    calls = []
+    rows_of(small_case(), Fake(calls=calls), Fake("dense", calls=calls), directions=[FORWARD])
+    compared_and_measured = ["ringtile", "ringtile", "dense", "dense"]
+    rounds = ["ringtile", "dense", "dense", "ringtile", "ringtile", "dense"]
+    assert calls == [*compared_and_measured, "ringtile", "dense", *rounds]
+
+
+def test_rounds_go_on_for_the_time_asked(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now.append(now[-1] + 1.0) or now[-1])
+    monkeypatch.setattr(bench, "SLOW_SECONDS", 100.0)
+    (rows,) = measure(small_case(), [Fake()], directions=[FORWARD], seconds=20.0)
+    # The clock moves on by one at each look: two looks a round, and from the fourth on one before it.
+    assert rows[0].rounds == 8
+    assert rows[0].median_ms == 1000.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_bound_is_that_of_the_dtype(dtype):
+    found = rows_of(small_case(dtype=dtype), Fake(), SdpaDense())
+    # Gradients lose more than outputs; in float64 and float32 the floor is above both.
+    assert (found[BOTH][0].error_bound > found[FORWARD][0].error_bound) == (dtype in (torch.bfloat16, torch.float16))
+    for ours, dense in found.values():
+        assert ours.reason == dense.reason == ""
+        assert max(torch.finfo(dtype).eps / 4, 1e-12) <= ours.error_bound < max(20 * torch.finfo(dtype).eps, 2e-12)
+
+
+def test_rows_that_keep_nothing_and_batches_are_compared_too():
+    ids = torch.tensor([[0] * 20 + [1] * 20, [0] * 30 + [1] * 10])
+    for pattern in (Causal() & ~Window(0), Documents(ids=ids), per_head([Causal(), Window(2)])):
+        case = small_case(pattern, batch=2)
+        assert all(row.reason == "" for rows in rows_of(case, Fake()).values() for row in rows)
+        assert all(row.reason for rows in rows_of(case, Fake(make=one_percent_off)).values() for row in rows)
+
+
+def test_a_failure_of_torch_does_not_open_the_gate(monkeypatch):
+    def broken(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+        return q * torch.nan + (k + v).sum()
+
+    monkeypatch.setattr(bench.F, "scaled_dot_product_attention", broken)
+    (right_row,), (wrong_row,) = (rows_of(small_case(), Fake(make=make))[FORWARD] for make in (right, one_percent_off))
+    assert right_row.error_bound == wrong_row.error_bound == bench.ERROR_FLOOR
+    assert right_row.reason == ""
+    assert wrong_row.reason.startswith("wrong")
+
+
+def test_relative_error_of_what_is_not_a_number_is_infinite():
+    assert relative_error(torch.tensor([torch.nan]), torch.ones(1).double()) == torch.inf
+    assert relative_error(torch.tensor([0.5]), torch.zeros(1).double()) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dense"),
+    [
+        (Causal() & Window(3), Causal()),
+        (Documents(lengths=[20, 20]) & (Causal() & Window(3)), Causal()),
+        (Window(3) | GlobalTokens(2), Dense()),
+        (Causal() | GlobalTokens(2), Dense()),
+    ],
+)
+def test_dense_is_causal_where_the_pattern_is(pattern, dense):
+    assert small_case(pattern).dense_pattern == dense
+    assert all(row.reason == "" for rows in rows_of(small_case(pattern), SdpaDense()).values() for row in rows)
+
+
+# Uncompiled, FlexAttention warns that it is slow and its own code meets deprecations of torch.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [peer.name for peer in all_peers()])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Causal() & Window(30),
+        Window(20) & ~Window(0) & ~GlobalTokens(1),
+        per_head([Causal(), Window(40) | RandomBlocks(1, block=16)]),
+        Documents(ids=torch.tensor([[0] * 100 + [1] * 100, [0] * 50 + [1] * 150])),
+    ],
+    ids=repr,
+)
+def test_real_peers_compute_the_same_attention(name, pattern, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    (peer,) = (peer for peer in all_peers() if peer.name == name)
+    case = small_case(pattern, n_tokens=200, batch=2)
+    inputs = make_inputs(2, 2, 200, head_dim=8, dtype=torch.float32)
+    expected = oracle(*inputs[:3], peer.computes(case), grad_out=inputs.grad_out)
+    attention = peer.prepare(case)
+    assert relative_error(attention(*inputs[:3]), expected.out) < 1e-6
+    if name == "flex":
+        return
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    grads = torch.autograd.grad(attention(*leaves), leaves, inputs.grad_out)
+    assert max(relative_error(g, expected.grads[x]) for x, g in zip("qkv", grads, strict=True)) < 2e-6
+
+
+def test_peers_say_what_they_do_not_take():
+    small, long = small_case(), small_case(Dense(), n_tokens=20_000)
+    reasons = {peer.name: peer.unsupported(small) for peer in all_peers()}
+    assert reasons.pop("flex") == ["takes seconds to compile for each length, timed from N 1024 on"]
+    assert not any(reasons.values())
+    reasons = {peer.name: peer.unsupported(long) for peer in all_peers()}
+    assert reasons["sdpa-mask"] == ["its mask has 400,000,000 pairs, timed up to 268,435,456"]
+    assert reasons["torch.sparse"][0] == "keeps 800,000,000 pairs over all heads, timed up to 1,048,576"
+    assert reasons["ringtile"] == reasons["dense"] == reasons["block loop"] == reasons["flex"] == []
+    low = small_case(dtype=torch.bfloat16, n_tokens=1024)
+    assert [peer.name for peer in all_peers() if peer.unsupported(low)] == ["torch.sparse"]
+    high = small_case(dtype=torch.float64, n_tokens=1024)
+    assert [peer.name for peer in all_peers() if peer.unsupported(high)] == ["flex"]
+
+
+def test_peak_memory_of_a_dense_softmax():
+    q, k, v = (torch.randn(256, 32, requires_grad=True) for _ in range(3))
+    square = 256 * 256 * 4
+    peaks = peak_memory(lambda: (q @ k.mT).softmax(-1) @ v, lambda out: torch.autograd.grad(out.sum(), (q, k, v)), CPU)
+    assert peaks.forward == 2 * square
+    # The weights were saved; their gradient and that of the scores are alive together.
+    assert 3 * square <= peaks.backward < 3 * square + 2048
+
+
+def test_peak_memory_of_a_backward_pass_counts_what_was_saved_for_it():
+    x = torch.randn(1000, requires_grad=True)
+    assert peak_memory(lambda: x.exp().sin(), lambda out: (), CPU) == Peaks(4000, 4000)
+
+
+def test_peak_memory_counts_what_is_freed_and_the_rest_of_a_shared_storage():
+    x = torch.randn(1000)
+
+    def forward() -> Tensor:
+        for _ in range(5):
+            x.clone()
+        return torch.cat([x, x])[:10]
+
+    assert peak_memory(forward, None, CPU) == Peaks(8000 - 40, None)
+
+
+def test_peak_memory_tells_a_result_from_what_was_at_its_address_before():
+    def event(name: str, ts: float, size: int = 0) -> dict[str, Any]:
+        return {"name": name, "ts": ts, "args": {"Addr": out.untyped_storage().data_ptr(), "Bytes": size}}
+
+    out = torch.ones(10)
+    events = [event("[memory]", 1, 4000), event("[memory]", 2, -4000), event("[memory]", 3, 40)]
+    boundary = event(memory._BACKWARD, 4)
+    assert memory._peaks_of_trace([boundary, *events], [out]) == Peaks(4000, 0)
+    assert memory._peaks_of_trace([boundary, *events, event("aten::add", 0)], []) == Peaks(4000, 40)
+
+
+def test_measuring_memory_is_quiet_and_leaves_the_environment_alone(capfd, monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")
+    peak_memory(lambda: torch.ones(3), None, CPU)
+    assert os.environ["KINETO_LOG_LEVEL"] == "5"
+    monkeypatch.delenv("KINETO_LOG_LEVEL")
+    peak_memory(lambda: torch.ones(3), None, CPU)
+    assert "KINETO_LOG_LEVEL" not in os.environ
+    assert capfd.readouterr() == ("", "")
+
+
+def made_row(**changes: object) -> Row:
+    sizes = {"batch": 1, "heads": 1, "head_dim": 8, "dtype": "float32", "device": "cpu", "block": 128}
+    figures = {"density": 0.5, "tile_density": 0.6, "ideal": 2.0}
+    row = Row("window(9)", "window(9)", 64, direction=FORWARD, peer="ringtile", **sizes, **figures)
+    return replace(row, **changes)
+
+
+def made_record(*rows: Row) -> Record:
+    return Record(0, 0.5, "abc", {"torch": "2", "triton": None}, {"cpu": "x, y", "devices": ["cpu", "gpu"]}, rows)
+
+
+def timed(n_tokens: int, ours: float, dense: float, **changes: object) -> list[Row]:
+    spread = {"n_tokens": n_tokens, **changes}
+    return [
+        made_row(median_ms=ours, low_ms=ours, high_ms=ours, speedup=dense / ours, **spread),
+        made_row(median_ms=dense, low_ms=dense, high_ms=dense, speedup=1.0, peer="dense", **spread),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "first"),
+    [
+        ({64: 2, 128: 1, 256: 0.5}, 128),
+        ({64: 0.5, 128: 2, 256: 0.5}, 256),
+        ({64: 0.5, 128: 0.5, 256: 2}, None),
+        ({64: 0.5}, 64),
+    ],
+)
+def test_break_even_is_where_ours_stays_not_slower(ours, first):
+    rows = tuple(row for n_tokens, ms in ours.items() for row in timed(n_tokens, ms, 1.0))
+    rows += (*timed(32, 5.0, 1.0, direction=BOTH), made_row(n_tokens=1024, reason="left out"))
+    forward, both = break_even(rows[::-1])[::-1]
+    assert (forward.direction, forward.n_tokens, forward.measured) == (FORWARD, first, tuple(ours))
+    assert (both.direction, both.n_tokens) == (BOTH, None)
+
+
+def test_break_even_allows_for_the_spread_of_dense():
+    ours, dense = timed(64, 1.1, 1.0)
+    assert break_even((ours, dense))[0].n_tokens is None
+    assert break_even((ours, replace(dense, high_ms=1.2)))[0].n_tokens == 64
+
+
+def test_slower_rows_compares_ratios():
+    before = made_record(*timed(64, 1.0, 2.0), *timed(128, 1.0, 4.0), *timed(256, 1.0, 1.0))
+    # A machine of half the speed; 64 is within the bound, 128 is not, 256 was not asked for.
+    now = made_record(*timed(64, 2.2, 4.0), *timed(128, 3.0, 8.0))
+    assert slower_rows(now, before, 1.15) == [
+        "window(9), N 128, float32, forward: 1.50 times slower against dense, 4.00x before and 2.67x now"
+    ]
+    assert slower_rows(now, before, 1.6) == []
+    assert len(slower_rows(now, before, 1.05)) == 2
+
+
+def test_slower_rows_lists_what_has_no_time_any_more():
+    before, now = made_record(*timed(64, 1.0, 2.0)), made_record(made_row(reason="wrong: error 1"))
+    assert slower_rows(now, before, 1.15) == [
+        "window(9), N 64, float32, forward: was 2.00x dense, now left out: wrong: error 1"
+    ]
+
+
+@pytest.mark.parametrize("change", [{"n_tokens": 65}, {"heads": 2}, {"dtype": "float64"}, {"pattern": "window(8)"}])
+def test_records_that_share_nothing_cannot_be_compared(change):
+    before = made_record(*timed(64, 1.0, 2.0))
+    now = made_record(*timed(**{"n_tokens": 64, "ours": 1.0, "dense": 2.0} | change))
+    with pytest.raises(ValueError, match="shares no timed row"):
+        slower_rows(now, before, 1.15)
+
+
+def test_a_record_survives_its_json():
+    record = replace(made_record(*timed(64, 1.0, 2.0), made_row(reason="no")), interrupted=True)
+    assert Record.from_json(record.to_json()) == record
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"format": 0, "rows": []}', '{"format": 1, "rows": []}', '{"format": 1, "rows": [{"x": 1}]}'],
+)
+def test_what_is_no_record_is_refused(text):
+    with pytest.raises(ValueError, match="expected a JSON record of ringtile bench"):
+        Record.from_json(text)
+
+
+def test_the_csv_repeats_the_machine_in_every_line():
+    lines = list(csv.DictReader(io.StringIO(made_record(*timed(64, 1.0, 2.0)).to_csv())))
+    assert [line["peer"] for line in lines] == ["ringtile", "dense"]
+    assert {(line["commit"], line["torch"], line["cpu"], line["devices"]) for line in lines} == {
+        ("abc", "2", "x, y", "cpu; gpu")
+    }
+    assert (lines[0]["speedup"], lines[0]["error"]) == ("2.0", "")
+
+
+def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    write_whole(path, "old")
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+
+    def interrupted(self: Path, text: str, encoding: str) -> int:
+        with open(self, "w", encoding=encoding) as file:
+            file.write(text[:2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", raising(OSError("disk")))
+        with pytest.raises(OSError, match="disk"):
+            write_whole(path, "newest")
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, "newest")
+    assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
+    assert path.read_text() == "new"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_is_that_of_our_own_files(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    assert machine.commit() is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "somebody's project")
+    (tmp_path / "machine.py").write_text("1")
+    assert machine.commit() is None
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert machine.commit() == git("rev-parse", "HEAD").strip()
+    (tmp_path / "machine.py").write_text("2")
+    assert machine.commit() == git("rev-parse", "HEAD").strip() + "+changes"
+    monkeypatch.setenv("PATH", "")
+    assert machine.commit() is None
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Stand in for all peers of the command."""
+    found = [Fake(), SdpaDense(), Fake("other")]
+    monkeypatch.setattr(bench, "all_peers", lambda backend=None: found)
+    return found
+
+
+def run(*words: str) -> int:
+    return cli.main(["bench", "--heads", "2", "--head-dim", "8", "--seconds", "0", *words])
+
+
+def test_the_command_prints_a_table_and_writes_files(fakes, tmp_path, capsys):
+    json_path, csv_path = tmp_path / "r.json", tmp_path / "r.csv"
+    files = ("--json", str(json_path), "--csv", str(csv_path))
+    assert run("causal & window(9)", "window(5)", "--tokens", "50", "26", *files) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("causal & window(9)  N 26  B1 H2 D8 float32  density ") == 1
+    assert out.count("  ringtile     forward+backward ") == out.count("  other        forward ") == 4
+    assert "Break-even" in out
+    record = Record.from_json(json_path.read_text())
+    assert len(record.rows) == 2 * 2 * 2 * 3
+    assert [row.n_tokens for row in record.rows[:12:6]] == [26, 50]
+    assert record.versions["torch"] == torch.__version__
+    assert csv_path.read_text() == record.to_csv()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.csv", "r.json"]
+
+
+def test_json_to_standard_output_is_only_that(fakes, capsys):
+    assert run("window(5)", "--tokens", "26", "--direction", "forward", "--peers", "--json", "-") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["peer"] for row in rows] == ["ringtile", "dense"]
+
+
+def test_densities_choose_the_free_parameter(fakes, capsys):
+    words = ("--tokens", "256", "--density", "0.2", "--direction", "forward", "--json", "-")
+    assert run("causal & window(1, 0)", *words) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["asked"] == "causal & window(1, 0) at 0.2"
+    assert row["density"] == pytest.approx(0.2, rel=0.02)
+    assert row["pattern"] != "causal & window(1, 0)"
+
+
+def test_the_command_fails_where_ours_is_wrong(fakes, tmp_path, capsys):
+    fakes[0].make = one_percent_off
+    assert run("window(5)", "--tokens", "26", "--json", str(tmp_path / "r.json")) == 1
+    out, err = capsys.readouterr()
+    assert err.count("ringtile bench: window(5), N 26, forward") == 2
+    assert " ms " not in out
+    assert len(wrong_rows(Record.from_json((tmp_path / "r.json").read_text()))) == 2
+
+
+def test_the_command_fails_where_ours_became_slower(fakes, tmp_path, capsys):
+    path = tmp_path / "before.json"
+    words = ("window(5)", "--tokens", "26", "--direction", "forward", "--against", str(path))
+    (rows,) = measure(small_case(Window(5), n_tokens=26), fakes[:2], directions=[FORWARD], seconds=0.0)
+    for speedup, status in ((1e-9, 0), (1e9, 1)):
+        path.write_text(made_record(replace(rows[0], speedup=speedup)).to_json())
+        assert run(*words) == status
+        assert ("times slower against dense" in capsys.readouterr().err) == bool(status)
+    fakes[0].make = gradient_off
+    path.write_text(made_record(replace(rows[0], speedup=1e-9)).to_json())
+    assert run(*words[:3], "--against", str(path)) == 1
+    assert "forward+backward: wrong: error" in capsys.readouterr().err
+    path.write_text(made_record(replace(rows[0], n_tokens=27)).to_json())
+    assert run(*words) == 2
+    assert "shares no timed row" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_was_measured(fakes, tmp_path, capsys):
+    def interrupted_at_50(case: Case) -> Attention:
+        if case.n_tokens == 50:
+            raise KeyboardInterrupt
+        return right(case)
+
+    fakes[2].make = interrupted_at_50
+    path = tmp_path / "r.json"
+    assert run("window(5)", "--tokens", "26", "50", "60", "--json", str(path)) == 130
+    record = Record.from_json(path.read_text())
+    assert record.interrupted
+    assert {row.n_tokens for row in record.rows} == {26}
+    assert len(record.rows) == 6
+    assert "N 26" in capsys.readouterr().out
+
+
+def test_an_interrupt_between_directions_keeps_the_first():
+    calls = []
+
+    def interrupted_backward(case: Case) -> Attention:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            calls.append(q.requires_grad)
+            if q.requires_grad:
+                raise KeyboardInterrupt
+            return right(case)(q, k, v)
+
+        return attention
+
+    reported = []
+    record = run_bench([small_case()], [Fake(make=interrupted_backward)], seconds=0.0, report=reported.append)
+    assert record.interrupted
+    assert [row.direction for row in record.rows] == [FORWARD]
+    assert reported == [list(record.rows)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_on_a_terminal_only(fakes, monkeypatch, capsys):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run("window(5)", "--tokens", "26", "50", "--direction", "forward") == 0
+    shown = terminal.getvalue()
+    assert "bench 0/2  window(5), N 26" in shown
+    assert "bench 1/2" in shown
+    assert "cases/min" in shown
+    assert " left  window(5), N 50" in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["windw(5)"], "unknown pattern 'windw'"),
+        (["--tokens", "0"], "--tokens: expected positive numbers"),
+        (["--heads", "-1"], "--heads: expected positive numbers"),
+        (["--seconds", "-1"], "expected --seconds >= 0"),
+        (["--max-slowdown", "0.5"], "--max-slowdown >= 1"),
+        (["--density", "1.5"], "1.5"),
+        (["--device", "abacus"], "--device: "),
+        (["--json", "/no/such/folder/r.json"], "expected a file in an existing folder"),
+        (["--against", "/no/such/record.json"], "No such file"),
+    ],
+)
+def test_bad_arguments_end_before_anything_is_measured(fakes, monkeypatch, capsys, words, message):
+    monkeypatch.setattr(bench, "run_bench", raising(AssertionError("measured")))
+    assert run(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--peers", "nobody"], ["--dtype", "int8"], ["--direction", "sideways"]])
+def test_unknown_names_are_usage(fakes, capsys, words):
+    with pytest.raises(SystemExit):
+        run(*words)
+    assert "invalid choice" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""The command line: what parses, what each ending returns, and that a verb loads only its own room."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import ringtile
+from ringtile import cli
+
+
+def ringtile_command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ringtile", *words], capture_output=True, text=True)
+
+
+class StandIn:
+    """A room whose verb takes ``--size`` and ends as told."""
+
+    def __init__(self, ending: Callable[[argparse.Namespace], int]) -> None:
+        self.ending = ending
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--size", type=int, default=3)
+
+    def run(self, args: argparse.Namespace) -> int:
+        return self.ending(args)
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
+    """Make every verb end as the given function does."""
+    return lambda end: monkeypatch.setattr(cli, "_room", lambda verb: StandIn(end))
+
+
+def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_status_of_a_verb_is_the_status_of_the_command(ending: Callable[..., None], status: int) -> None:
+    ending(lambda args: status)
+    assert cli.main(["bench"]) == status
+
+
+def test_arguments_reach_the_verb(ending: Callable[..., None]) -> None:
+    ending(lambda args: args.size)
+    assert cli.main(["show"]) == 3
+    assert cli.main(["show", "--size", "70"]) == 70
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("window expects left >= 0, got left=-1"), FileNotFoundError(2, "No such file", "x.txt")]
+)
+def test_bad_input_is_one_line_and_status_2(
+    ending: Callable[..., None], capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    ending(raising(error))
+    assert cli.main(["show"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"ringtile: error: {error}\n")
+
+
+def test_an_interrupt_is_130(ending: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    ending(raising(KeyboardInterrupt()))
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "ringtile: interrupted\n"
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(ending: Callable[..., None]) -> None:
+    ending(raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["demo"])
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["paint"], ["show", "--siz", "3"], ["show", "--size", "x"], ["show", "extra"], ["--quiet", "show"]]
+)
+def test_what_does_not_parse_is_usage_and_status_2(
+    ending: Callable[..., None], capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    ending(lambda args: 0)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    assert "usage: ringtile" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, expected in ((["--version"], f"ringtile {ringtile.__version__}\n"), (["--help"], "doctor")):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(argv)
+        assert stopped.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([verb, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: ringtile {verb}" in capsys.readouterr().out
+
+
+def test_a_verb_loads_only_its_own_room() -> None:
+    program = "import sys; from ringtile import cli; cli.parse(['doctor']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "ringtile.analysis.doctor" in loaded
+    assert loaded.isdisjoint({"ringtile.demo", "ringtile.analysis.show", "ringtile.analysis.bench", "matplotlib"})
+
+
+def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for name, fact in (
+        ("ringtile", ringtile.__version__),
+        ("torch", torch.__version__),
+        ("backend reference", "available"),
+    ):
+        assert re.search(rf"^{name} +{re.escape(fact)}$", text, re.M), text
+
+
+def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["backends"]["blockwise"] == []
+    assert facts["index_cache"]["limit"] > 0
+
+
+def test_the_module_runs_as_the_command() -> None:
+    done = ringtile_command("show", "window(-1)", "--tokens", "64")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ringtile: error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-m", "ringtile", "doctor"], stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

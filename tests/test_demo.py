@@ -1,0 +1,529 @@
+"""`ringtile demo`: what each act claims is measured and checked, and an interrupted or resumed run keeps its word."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile import demo
+from ringtile.demo import fast, right, trains
+from ringtile.demo.fast import DensityRow, Fast, LengthRow, random_tiles
+from ringtile.demo.progress import Progress
+from ringtile.demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
+from ringtile.demo.trains import ModelSize, Trains, load_corpus
+from ringtile.layout import build_index
+from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
+
+SMALL = ModelSize(width=32, layers=2, heads=1)
+ATTENTION_OVER = right.attention_over
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def quiet() -> Progress:
+    return Progress(quiet=True, stream=io.StringIO())
+
+
+def run(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return demo.run(parser.parse_args(argv))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"".join(b"line %d says that %d is a number\n" % (n, n * n) for n in range(600)))
+    return path
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "Right", partial(Right, n_tokens=100))
+    monkeypatch.setattr(demo, "Trains", partial(Trains, size=SMALL))
+    monkeypatch.setattr(fast, "TABLE_SECONDS", 0.0)
+    monkeypatch.setattr(fast, "LENGTHS", 2)
+    monkeypatch.setattr(fast, "DENSE_SECONDS", 0.0)
+
+
+def wrong_attention(rule: Pattern) -> Attention:
+    return lambda query, key, value: 1.001 * ATTENTION_OVER(rule)(query, key, value)
+
+
+def trained(text: Path, steps: int, **settings: Any) -> Trains:
+    act = Trains(context=64, text=text, size=SMALL, **settings)
+    act.prepare()
+    for run_ in act.runs:
+        for _ in range(steps - run_.steps):
+            run_.step()
+    return act
+
+
+# Right
+
+
+def test_right_measures_small_errors_beside_large_ones() -> None:
+    act = Right(n_tokens=200)
+    act.run(quiet())
+    assert [(row.name, row.causal) for row in act.rows] == [
+        (name, causal) for name in ("window", "dilated", "longformer", "bigbird") for causal in (False, True)
+    ]
+    for row in act.rows:
+        assert all(0 < error < 1e-6 for error in row.errors[RINGTILE])
+        assert all(0 < error < 1e-6 for error in row.errors[TORCH])
+        assert all(error > 0.5 for error in row.errors[PER_TILE])
+    assert act.passed
+    assert f"{act.worst(RINGTILE):.1e}" in act.summary()[0]
+
+
+def test_right_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(right, "attention_over", wrong_attention)
+    act = Right(n_tokens=100)
+    act.run(quiet())
+    assert not act.passed
+
+
+def test_right_also_checks_the_given_pattern() -> None:
+    act = Right(n_tokens=100, pattern=per_head([Causal(), Window(3), GlobalTokens(2)]))
+    act.run(quiet())
+    assert [row.causal for row in act.rows if row.name == "--pattern"] == [False, True]
+    assert act.passed
+
+
+def test_a_softmax_per_tile_sums_to_the_number_of_tiles() -> None:
+    query, key = torch.randn(2, 1, 1, 100, 8, dtype=torch.float64).unbind()
+    kept = build_index(Causal() & Window(40), 100, block=32).to_dense()
+    ones = torch.ones(1, 1, 100, 1, dtype=torch.float64)
+    tiles = F.pad(kept, (0, 28)).unflatten(-1, (4, 32)).any(-1).sum(-1, keepdim=True)
+    torch.testing.assert_close(softmax_per_tile(query, key, ones, kept, 32), tiles.double())
+    value = torch.randn(1, 1, 100, 8, dtype=torch.float64)
+    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=kept)
+    torch.testing.assert_close(softmax_per_tile(query, key, value, kept, 128), exact)
+
+
+# Fast
+
+
+@pytest.mark.parametrize(("density", "kept"), [(0.5, 68), (0.1, 16), (0.25, 34), (1.0, 136)])
+def test_random_tiles_keep_the_share_they_are_asked_for(density: float, kept: int) -> None:
+    tiles = random_tiles(16, density, seed=3)
+    assert int(tiles.sum()) == kept
+    assert bool(tiles.diagonal().all())
+    assert not bool(tiles.triu(1).any())
+    assert torch.equal(tiles, random_tiles(16, density, seed=3))
+
+
+@pytest.mark.usefixtures("small")
+def test_fast_times_what_it_has_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "BLOCK", 16)
+    act = Fast(context=2048)
+    act.run(quiet())
+    assert [row.promised for row in act.table] == [2, 4, 10, 20, 50]
+    assert [row.density for row in act.table] == [0.5, 0.25, 0.1, 0.05, 0.02]
+    assert [round(row.tile_density, 3) for row in act.table] == [0.5, 0.25, 0.1, 0.05, 0.02]
+    for row in act.table:
+        assert row.exact
+        forward, both = act.speedups(row)
+        assert forward == act.dense_forward[0] / row.forward_seconds[0]
+        assert both == act.dense_both[0] / row.both_seconds[0]
+    assert [row.n_tokens for row in act.curve] == [2048, 8192]
+    assert all(0 < row.error < 1e-6 for row in act.curve)
+    assert [row.dense_measured for row in act.curve] == [True, False]
+    assert act.curve[1].dense_seconds == 16 * act.curve[0].dense_seconds
+    assert "extrapolated" in fast._curve_line(act.curve[1])
+    assert "extrapolated" not in fast._curve_line(act.curve[0])
+    assert "extrapolated" in act.summary()[-1]
+    assert act.passed
+
+
+@pytest.mark.usefixtures("small")
+def test_densities_out_of_reach_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    act = Fast(context=1024)
+    act._measure_table(Progress(stream=io.StringIO()))
+    assert [row.density for row in act.table] == [0.5, 0.25]
+    assert "left out 10%, 5%, 2%: out of reach with 8 x 8 tiles" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("small")
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(fast, "attention_over", wrong_attention)
+    act = Fast(context=1024)
+    act.run(Progress(stream=io.StringIO()))
+    assert not act.passed
+    assert all(not row.exact and not row.both_seconds for row in act.table)
+    assert all(not row.exact for row in act.curve)
+    printed = capsys.readouterr().out
+    assert printed.count("WRONG") == 2 * len(act.table) + len(act.curve)
+
+
+def test_a_wrong_gradient_is_noticed() -> None:
+    rule = Causal() & Window(20)
+
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, key: Tensor) -> Tensor:
+            return key.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 0.999
+
+    problem = fast._Problem(2, 200, seed=0)
+    exact, wrong = ATTENTION_OVER(rule), lambda q, k, v: ATTENTION_OVER(rule)(q, Half.apply(k), v)
+    assert problem.error(problem.timed(exact, problem.rows_grad)[2], rule) < 1e-6
+    assert problem.error(problem.timed(wrong, problem.rows_grad)[2], rule) > 1e-4
+
+
+def test_the_curve_ends_at_a_million_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "LONGEST", 600)
+    act = Fast(context=256)
+    act._measure_curve(quiet())
+    assert [row.n_tokens for row in act.curve] == [256]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_curve_that_grows_too_long_says_where_it_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fast, "PASS_SECONDS", 0.0)
+    act = Fast(context=256)
+    act._measure_curve(Progress(stream=io.StringIO()))
+    assert [row.n_tokens for row in act.curve] == [256]
+    assert act.left_out is not None
+    assert act.left_out.startswith("from 1,024 tokens on: a pass would take")
+    assert act.left_out in capsys.readouterr().out
+    assert act.record()["curve_left_out"] == act.left_out
+    wide = Fast(context=2**20, pattern=~Window(3))
+    wide._measure_curve(quiet())
+    assert wide.curve == []
+    assert wide.left_out is not None
+    assert "max_bytes" in wide.left_out
+
+
+# Trains
+
+
+def test_the_model_learns_more_than_byte_counts(text: Path) -> None:
+    act = trained(text, 60)
+    for run_ in act.runs:
+        run_.evaluate()
+        assert run_.bits[0] == pytest.approx(8.0, abs=1e-4)
+        assert max(run_.bits[-5:]) < act.corpus.byte_entropy() - 0.3
+        assert run_.held_out[0][:2] == (60, run_.trained_seconds)
+        assert run_.held_out[0].bits < act.corpus.byte_entropy() - 0.3
+
+
+def test_byte_entropy_of_known_text(tmp_path: Path) -> None:
+    path = tmp_path / "ab"
+    path.write_bytes(b"ab" * 50_000)
+    assert load_corpus(path).byte_entropy() == pytest.approx(1.0, abs=0.01)
+
+
+def test_sparse_and_dense_begin_alike_and_full_sparse_is_dense(text: Path) -> None:
+    act = trained(text, 4, pattern=Causal())
+    assert act.runs[0].bits == pytest.approx(act.runs[1].bits, abs=1e-3)
+    narrow = trained(text, 4, pattern=Window(2))
+    assert narrow.runs[0].bits[0] == act.runs[0].bits[0]
+    assert narrow.runs[0].bits[3] != pytest.approx(act.runs[0].bits[3], abs=1e-3)
+
+
+def test_the_model_sees_no_later_byte(text: Path) -> None:
+    act = trained(text, 3)
+    tokens = act.corpus.train[None, :64].long()
+    changed = tokens.clone()
+    changed[0, 40:] = 0
+    for run_ in act.runs:
+        before, after = run_.model(tokens), run_.model(changed)
+        torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-5)
+        assert not torch.allclose(before[:, 40:], after[:, 40:])
+
+
+def test_the_seed_decides_everything(text: Path) -> None:
+    assert trained(text, 3).runs[0].bits == trained(text, 3).runs[0].bits
+    assert trained(text, 3).runs[0].bits != trained(text, 3, seed=1).runs[0].bits
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "state.pt"
+    trained(text, 3, save=file).write_state()
+    assert list(file.parent.iterdir()) == [file]
+    straight, resumed = trained(text, 6), trained(text, 6, resume=file)
+    for one, other in zip(straight.runs, resumed.runs, strict=True):
+        assert one.bits == other.bits
+        assert len(other.seconds) == 6
+        assert other.seconds == sorted(other.seconds)
+        for name, weight in one.model.state_dict().items():
+            assert torch.equal(weight, other.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("where", ["torch.save", "os.replace"])
+def test_an_interrupted_save_leaves_the_old_state_whole(
+    monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path, where: str
+) -> None:
+    file = tmp_path / "state.pt"
+    act = trained(text, 1, save=file)
+    act.write_state()
+    before = file.read_bytes()
+
+    def interrupted(_: object, path: Path) -> None:
+        if where == "torch.save":
+            path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        act.write_state()
+    assert file.read_bytes() == before
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"pattern": Window(5)}, {"context": 65}, {"size": ModelSize(64, 2, 1)}])
+def test_a_state_of_another_run_is_refused(text: Path, tmp_path: Path, other: dict[str, Any]) -> None:
+    file = tmp_path / "state.pt"
+    trained(text, 1, save=file).write_state()
+    settings = {"context": 64, "size": SMALL} | other
+    with pytest.raises(ValueError, match=f"--resume: {next(iter(other))} was"):
+        Trains(text=text, resume=file, **settings).prepare()
+
+
+def test_a_file_that_is_no_state_is_refused(text: Path, tmp_path: Path) -> None:
+    for path in (text, tmp_path / "none"):
+        with pytest.raises(ValueError, match=r"--resume: .*--save wrote"):
+            Trains(context=64, text=text, resume=path).prepare()
+    torch.save({"model": 1}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"--resume: .*--save wrote"):
+        Trains(context=64, text=text, resume=tmp_path / "other.pt").prepare()
+
+
+def test_heads_follow_the_pattern(text: Path) -> None:
+    act = trained(text, 1, pattern=per_head([Window(3), Window(9)]))
+    assert act.size.heads == 2
+    with pytest.raises(ValueError, match=r"--pattern: .*got 3"):
+        trained(text, 1, pattern=per_head([Window(3), Window(9), Window(1)]))
+
+
+def test_ctrl_c_waits_for_the_end_of_an_update() -> None:
+    done = []
+
+    def interrupted_update() -> None:
+        with trains._interrupt_deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("update")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_update()
+    assert done == ["update"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_default_text_is_the_library_of_this_python() -> None:
+    corpus, again = load_corpus(None), load_corpus(None)
+    assert corpus.digest == again.digest
+    assert len(corpus.train) > 2_000_000
+    assert len(corpus.held_out) > 100_000
+    assert b"import " in bytes(corpus.train[:100_000].tolist())
+    assert corpus.source.endswith("Python {}.{}.{}".format(*sys.version_info[:3]))
+
+
+def test_a_python_without_sources_needs_a_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError, match="--text: expected"):
+        load_corpus(None)
+
+
+def test_flex_attention_is_asked_and_quoted(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
+    import torch.nn.attention.flex_attention as flex
+
+    said = trains.flex_attention_error()
+    assert said is None or "CPU" in said
+
+    def refuses(*_: Tensor) -> Tensor:
+        raise NotImplementedError("no training here\nsecond line")
+
+    monkeypatch.setattr(flex, "flex_attention", refuses)
+    assert trains.flex_attention_error() == "no training here"
+    monkeypatch.setattr(flex, "flex_attention", lambda query, key, value: query * key * value)
+    assert trains.flex_attention_error() is None
+
+
+# The command
+
+
+@pytest.mark.usefixtures("small")
+def test_the_whole_demo(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "pictures"
+    assert run("--seconds", "0.3", "--context", "256", "--text", str(text), "--out", str(out)) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "\r" not in captured.out
+    for name in demo.ACTS:
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"picture {out / name}.png" in captured.out
+    assert len(list(out.iterdir())) == 3
+    summary = captured.out[captured.out.index("Summary") :]
+    assert [line.split()[0] for line in summary.splitlines()[1:] if line[2] != " "][:3] == ["Right", "Fast", "Trains"]
+    said = trains.flex_attention_error()
+    assert said is None or f"FlexAttention cannot train on a CPU: {said}" in captured.out
+
+
+@pytest.mark.usefixtures("small")
+def test_json_is_one_object_and_resume_goes_on(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ["--only", "trains", "--seconds", "0.2", "--context", "64", "--text", str(text), "--json"]
+    shared += ["--out", str(tmp_path / "pictures")]
+    state = str(tmp_path / "state.pt")
+    assert run(*shared, "--save", state) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert run(*shared, "--resume", state) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert "right" not in first
+    assert "fast" not in first
+    for label in ("sparse", "dense"):
+        before, after = first["trains"]["runs"][label], second["trains"]["runs"][label]
+        assert 1 <= before["steps"] < after["steps"]
+        assert after["bits_per_byte"][: before["steps"]] == before["bits_per_byte"]
+        assert after["held_out"][: len(before["held_out"])] == before["held_out"]
+        assert after["held_out"][-1]["steps"] == after["steps"]
+    assert [len(first["trains"]["runs"][label]["held_out"]) for label in ("sparse", "dense")] == [2, 1]
+    assert first["passed"] is True
+    assert first["interrupted"] is False
+    assert Path(first["pictures"]["trains"]).exists()
+
+
+def test_json_has_no_nan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def breaks(act: Fast, _: Progress) -> None:
+        act.table.append(DensityRow(0.5, 0.5, 2.0, math.nan))
+        act.curve.append(LengthRow(256, math.inf, 1.0, 0, 1.0, True))
+
+    monkeypatch.setattr(Fast, "run", breaks)
+    assert run("--only", "fast", "--json", "--out", str(tmp_path)) == 1
+    record = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert record["fast"]["table"][0]["error"] is None
+    assert record["fast"]["curve"][0]["error"] is None
+    assert record["passed"] is False
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, as_json: bool
+) -> None:
+    measure = Right._measure
+
+    def interrupted(act: Right, name: str, rule: Pattern, causal: bool) -> right.PatternErrors:
+        if len(act.rows) == 3:
+            raise KeyboardInterrupt
+        return measure(act, name, rule, causal)
+
+    monkeypatch.setattr(Right, "_measure", interrupted)
+    monkeypatch.setattr(Fast, "run", lambda *_: pytest.fail("ran on after Ctrl-C"))
+    argv = ["--only", "right", "--only", "fast", "--out", str(tmp_path)]
+    assert run(*argv, *(["--json"] if as_json else [])) == 130
+    printed = capsys.readouterr().out
+    if as_json:
+        record = json.loads(printed)
+        assert record["interrupted"] is True
+        assert len(record["right"]["rows"]) == 3
+        assert "fast" not in record
+    else:
+        assert "Interrupted" in printed
+        assert "over 3 patterns" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["right.png"]
+    assert (tmp_path / "right.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("small")
+def test_ctrl_c_while_training_saves_the_state(
+    monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = trains.Run.step
+
+    def interrupted(run_: trains.Run) -> None:
+        if run_.steps == 3:
+            raise KeyboardInterrupt
+        step(run_)
+
+    monkeypatch.setattr(trains.Run, "step", interrupted)
+    state = tmp_path / "state.pt"
+    argv = ["--only", "trains", "--seconds", "1000", "--context", "64", "--text", str(text), "--out", str(tmp_path)]
+    assert run(*argv, "--save", str(state)) == 130
+    assert "sparse 3 steps" in capsys.readouterr().out
+    monkeypatch.setattr(trains.Run, "step", step)
+    resumed = trained(text, 5, resume=state)
+    assert resumed.runs[0].bits == trained(text, 5).runs[0].bits
+
+
+@pytest.mark.usefixtures("small")
+def test_the_demo_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    argv = ["--only", "trains", "--seconds", "0.1", "--context", "64", "--text", str(text)]
+    assert run(*argv, "--out", str(tmp_path / "pictures")) == 0
+    printed = capsys.readouterr().out
+    assert "pictures left out: matplotlib cannot be imported" in printed
+    assert "picture " not in printed
+    assert not (tmp_path / "pictures").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 0.0, 0.0, 2.0, 4.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    terminal = Terminal()
+    progress = Progress(stream=terminal)
+    progress.begin("fast", 8, "rows")
+    progress.update(2, "window")
+    progress.update(4, seconds_left=63)
+    progress.say("result")
+    written = terminal.getvalue().split("\r\x1b[K")[1:]
+    assert written == [
+        "fast  0/8 rows",
+        "fast  2/8 rows  1 rows/s  6.0 s left  window",
+        "fast  4/8 rows  1 rows/s  1 min 3 s left",
+        "",
+    ]
+    assert "\n" not in terminal.getvalue()
+    assert capsys.readouterr().out == "result\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--context", "10"], "--context: .*got 10"),
+        (["--seconds", "0"], r"--seconds: .*got 0\.0"),
+        (["--seconds", "nan"], "--seconds: .*got nan"),
+        (["--pattern", "windo(3)"], "window"),
+        (["--only", "right", "--save", "state.pt"], "--save: .*training"),
+        (["--text", "no/such/file"], "--text: .*no/such/file"),
+        (["--only", "trains", "--context", "100000000"], "--context: .*100,000,000"),
+        (["--out", __file__], "--out: .*test_demo"),
+        (["--only", "right", "--pattern", "documents([3, 4])"], "documents"),
+    ],
+)
+def test_bad_arguments_are_named_before_any_work(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        run(*argv)
+    assert capsys.readouterr().out == ""

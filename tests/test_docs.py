@@ -1,0 +1,101 @@
+"""What the documentation shows works: doctests, README snippets, commands."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ringtile
+from ringtile import cli
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODULES = ["ringtile", *(module.name for module in pkgutil.walk_packages(ringtile.__path__, "ringtile."))]
+MODULES.remove("ringtile.__main__")
+PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md")))]
+
+
+def snippets(text: str, *languages: str) -> list[str]:
+    """The contents of the fenced code blocks in some languages."""
+    return [body for language, body in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S) if language in languages]
+
+
+def commands(text: str) -> list[str]:
+    """The shell commands of a page, without prompts, continued lines joined."""
+    lines = "\n".join(snippets(text, "sh", "bash", "shell", "console")).replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ").strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def ringtile_arguments(text: str) -> list[list[str]]:
+    """The words after ``ringtile`` of each of a page's commands that calls it."""
+    words = [shlex.split(line, comments=True) for line in commands(text)]
+    return [line[1:] for line in words if line and Path(line[0]).name == "ringtile"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for example in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        runner.run(example, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("name", [name for name, thing in vars(ringtile).items() if callable(thing) and name[0] != "_"])
+def test_every_name_on_the_face_has_an_example(name: str) -> None:
+    assert ">>> " in (getattr(ringtile, name).__doc__ or "")
+
+
+def test_readme_snippets_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = snippets(README, "python")
+    assert found
+    names: dict[str, object] = {"__name__": "readme"}
+    for number, snippet in enumerate(found):
+        exec(compile(snippet, f"README snippet {number}", "exec"), names)
+
+
+def test_readme_names_both_make_commands_and_each_make_target_exists() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    used = {line.split()[1] for line in commands(README) if line.startswith("make ")}
+    assert {"demo", "test"} <= used <= targets
+
+
+def parsing_status(arguments: list[str]) -> object:
+    try:
+        cli.parse(arguments)
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_ringtile_command_on_a_page_parses(page: str) -> None:
+    for arguments in ringtile_arguments((ROOT / page).read_text(encoding="utf-8")):
+        assert parsing_status(arguments) == 0, f"ringtile {shlex.join(arguments)} does not parse"
+
+
+def test_readme_shows_every_verb() -> None:
+    made = {line.split()[1] for line in commands(README) if line.startswith("make ")}
+    assert made | {arguments[0] for arguments in ringtile_arguments(README)} >= set(cli.VERBS)
+
+
+def test_the_version_is_told_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert ringtile.__version__ == project["version"]
+    assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_extraction_of_commands() -> None:
+    page = "```sh\n$ ringtile show 'a & b' \\\n  --tokens 3   # why\nmake demo\n```\n```text\nringtile no\n```\n"
+    assert ringtile_arguments(page) == [["show", "a & b", "--tokens", "3"]]
+    assert commands(page)[1] == "make demo"

@@ -1,0 +1,635 @@
+"""The operators under everything torch does to an operator: transforms, compilers, modes, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_inputs, oracle, relative_error
+from strategies import checkerboard
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ringtile import BlockIndex, Pattern, build_index, sparse_attention
+from ringtile.kernels.contracts import Call, pack_keys
+from ringtile.layout import cache_info, clear_cache
+from ringtile.patterns import (
+    BlockDilated,
+    Blocks,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Elements,
+    GlobalTokens,
+    RandomBlocks,
+    Segments,
+    Strided,
+    Window,
+    longformer,
+    parse,
+    per_head,
+)
+
+PATTERN = Causal() & (Window(20) | GlobalTokens(3) | RandomBlocks(1, block=16))
+HOLES = Causal() & Window(9) & ~Window(1)
+MIXED = per_head([PATTERN, Dense(), HOLES, PATTERN])
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, 0.03, 0.9])},
+    "dropout": {"dropout_p": 0.4, "seed": torch.tensor([-7])},
+    "key_mask": {"key_mask": torch.arange(70).expand(2, 70) % torch.tensor([[3], [400]]) == 0},
+    "key_lengths": {"key_lengths": torch.tensor([50, 0])},
+}
+OPTIONS["everything"] = {name: value for given in OPTIONS.values() for name, value in given.items()}
+
+
+def worst(actual: Any, expected: Any) -> float:
+    return max(relative_error(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+# The operators themselves.
+
+
+def call_of(served: Pattern | BlockIndex, n_queries: int, n_keys: int, backend: str, **options: Any) -> Call:
+    key_mask = options.pop("key_mask", None)
+    fields: dict[str, Any] = {
+        "tiles": served.tensors() if isinstance(served, BlockIndex) else [],
+        "pattern": "" if isinstance(served, BlockIndex) else served.text,
+        "start": n_keys - n_queries,
+        "block": served.block if isinstance(served, BlockIndex) else 128,
+        "key_bits": None if key_mask is None else pack_keys(key_mask),
+        "key_lengths": None,
+        "seed": None,
+        "alibi_slopes": None,
+        "scale": 0.3,
+        "dropout_p": 0.0,
+        "softcap": 0.0,
+        "backend": backend,
+    }
+    return Call(**fields | options)
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["everything"]], ids=["plain", "everything"])
+@pytest.mark.parametrize("form", ["text", "index", "dense"])
+def test_opcheck(form: str, options: dict[str, Any]) -> None:
+    if form == "dense" and options:
+        options = {}
+    length = 70
+    q, k, v, out_grad = make_inputs(2, 4, length, 70, 8, kv_heads=2, value_dim=5)
+    pattern = Causal() if form == "dense" else MIXED
+    served = build_index(MIXED, length, 70, heads=4, block=16) if form == "index" else pattern
+    call = call_of(served, length, 70, "dense" if form == "dense" else "blockwise", **options)
+    names = ("forward", "backward", "double_backward")
+    forward, backward, double_backward = (getattr(torch.ops.ringtile, name).default for name in names)
+    out, lse = forward(q, k, v, *call)
+    rows = (out_grad, torch.randn_like(lse), q, k, v, out, lse)
+    cotangents = tuple(map(torch.randn_like, (q, k, v)))
+    for operator, tensors in ((forward, rows[2:5]), (backward, rows), (double_backward, cotangents + rows)):
+        results = torch.library.opcheck(operator, (*tensors, *call))
+        assert results == dict.fromkeys(results, "SUCCESS")
+        assert len(results) == 4
+    without_lse = (rows[0], None, *rows[2:])
+    torch.library.opcheck(backward, (*without_lse, *call))
+    torch.library.opcheck(double_backward, (*cotangents, *without_lse, *call))
+
+
+def test_the_operators_do_not_touch_their_inputs() -> None:
+    q, k, v, out_grad = make_inputs(1, 2, 70, 70, 8)
+    call = call_of(PATTERN, 70, 70, "blockwise")
+    out, lse = torch.ops.ringtile.forward(q, k, v, *call)
+    rows = (out_grad, torch.ones_like(lse), q, k, v, out, lse)
+    before = [x.clone() for x in rows]
+    grads = torch.ops.ringtile.backward(*rows, *call)
+    torch.ops.ringtile.double_backward(*grads, *rows, *call)
+    assert all(map(torch.equal, rows, before))
+
+
+# Derivatives.
+
+
+def leaves_of(*shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_derivatives_of_both_orders(kv_heads: int, options: dict[str, Any]) -> None:
+    q, k, v, _ = make_inputs(2, 4, 5, 9, 2, kv_heads=kv_heads, value_dim=3)
+    if "key_mask" in options:
+        options = options | {"key_mask": torch.arange(9).expand(2, 9) % torch.tensor([[3], [400]]) == 0}
+    if "key_lengths" in options:
+        options = options | {"key_lengths": torch.tensor([7, 0])}
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    index = build_index(per_head([HOLES, Dense(), Window(2), HOLES]), 5, 9, heads=4, block=16)
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        # lse is -inf where nothing is kept; finite differences cannot take that, so it enters as its exponential.
+        out, lse = sparse_attention(*tensors, index, enable_gqa=True, return_lse=True, **options)
+        return out, lse.exp()
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Causal(), PATTERN], ids=repr)
+def test_derivatives_of_both_orders_by_default(pattern: Pattern) -> None:
+    inputs = leaves_of(1, 2, 6, 2)
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return sparse_attention(*tensors, pattern, return_lse=True)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
+def second_order(backend: str | None, pattern: Pattern, options: dict[str, Any]) -> list[Tensor]:
+    torch.manual_seed(1)
+    q, k, v, out_grad = make_inputs(2, 4, 150, 220, 8, kv_heads=2, value_dim=5)
+    leaves = [x.requires_grad_() for x in (q, k, v, out_grad)]
+    lse_grad = torch.randn(2, 4, 150, dtype=torch.float64, requires_grad=True)
+    out, lse = sparse_attention(q, k, v, pattern, enable_gqa=True, return_lse=True, backend=backend, **options)
+    first = torch.autograd.grad([out, lse], leaves[:3], [out_grad, lse_grad], create_graph=True)
+    cotangents = [torch.randn_like(x) for x in first]
+    return [*first, *torch.autograd.grad(first, [*leaves, lse_grad], cotangents)]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_second_derivatives_over_many_tiles(options: dict[str, Any]) -> None:
+    if "key_mask" in options:
+        options = options | {"key_mask": torch.rand(2, 220) < 0.6}
+    for pattern in (MIXED, Dense()):
+        expected = second_order("reference", pattern, options)
+        assert worst(second_order("blockwise", pattern, options), expected) < 1e-12
+        if pattern == Dense() and not options:
+            assert worst(second_order("dense", pattern, options), expected) < 1e-12
+
+
+def test_a_gradient_penalty_in_float32_is_close() -> None:
+    double = leaves_of(1, 2, 200, 16)
+    single = [x.detach().float().requires_grad_() for x in double]
+    penalties = []
+    for leaves in (double, single):
+        grads = torch.autograd.grad(sparse_attention(*leaves, PATTERN).square().sum(), leaves, create_graph=True)
+        sum(g.square().sum() for g in grads).backward()
+        penalties.append([x.grad for x in leaves])
+    assert worst(penalties[1], penalties[0]) < 1e-5
+
+
+def test_the_third_derivative_is_refused() -> None:
+    def cubed(backend: str) -> Callable[[Tensor], Tensor]:
+        def attend(x: Tensor) -> Tensor:
+            return sparse_attention(x, x, x, PATTERN, backend=backend).sin().sum()
+
+        return grad(lambda x: grad(lambda y: grad(attend)(y).sum())(x).sum())
+
+    x = torch.randn(1, 1, 4, 2, dtype=torch.float64)
+    assert cubed("reference")(x).any()
+    with pytest.raises(NotImplementedError, match="no third derivative"):
+        cubed("blockwise")(x)
+    x.requires_grad_()
+    first = torch.autograd.grad(sparse_attention(x, x, x, PATTERN).sum(), x, create_graph=True)[0]
+    second = torch.autograd.grad(first.sin().sum(), x, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="no third derivative"):
+        second.sum().backward()
+
+
+def test_forward_mode_is_refused() -> None:
+    q, k, v = torch.randn(3, 1, 2, 30, 4).unbind()
+    for transform in (lambda f: jvp(f, (q,), (q,)), lambda f: jacfwd(f)(q)):
+        for pattern, options in product((Dense(), PATTERN), ({}, {"softcap": 1.0})):
+            with pytest.raises(NotImplementedError, match="jvp"):
+                transform(lambda x, p=pattern, o=options: sparse_attention(x, k, v, p, **o))
+
+
+# Transforms.
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("pattern", [Dense(), MIXED, Documents(ids=torch.arange(140).view(2, 70) // 40)], ids=repr)
+def test_vmap_is_one_call_after_another(pattern: Pattern, options: dict[str, Any]) -> None:
+    q, k, v = (torch.randn(3, 2, 4, 70, 4, dtype=torch.float64) for _ in range(3))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = sparse_attention(q, k, v, pattern, return_lse=True, **options)
+        return out, lse.exp()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = attend(q, k, v)
+        return out.sin().sum() + lse.sin().sum()
+
+    gradient = grad(loss, argnums=(0, 1, 2))
+    for in_dims, shared in (((0, 0, 0), (q, k, v)), ((0, None, 1), (q, k[0], v.transpose(0, 1)))):
+        for function in (attend, gradient):
+            together = vmap(function, in_dims=in_dims)(*shared)
+            alone = [function(q[i], k[i] if in_dims[1] == 0 else k[0], v[i]) for i in range(3)]
+            assert worst(together, [torch.stack(parts) for parts in zip(*alone, strict=True)]) < 1e-14
+
+
+def test_vmap_over_the_options() -> None:
+    q, k, v = (torch.randn(2, 4, 70, 4, dtype=torch.float64) for _ in range(3))
+    for options in (
+        {"key_mask": torch.rand(3, 2, 70) < 0.5},
+        {"key_lengths": torch.tensor([[3, 70], [0, 50], [66, 1]])},
+        {"alibi_slopes": torch.rand(3, 4)},
+        {"sinks": torch.randn(3, 4)},
+        {"seed": torch.tensor([[3], [4], [5]]), "dropout_p": torch.tensor(0.5).item()},
+    ):
+        name, values = next(iter(options.items()))
+        given = {key: value for key, value in options.items() if key != name}
+
+        def attend(x: Tensor, name: str = name, given: dict[str, Any] = given) -> Tensor:
+            return sparse_attention(q, k, v, MIXED, **given, **{name: x})
+
+        assert relative_error(vmap(attend)(values), torch.stack([attend(x) for x in values])) < 1e-14
+
+
+def test_vmap_draws_dropout_as_it_is_told() -> None:
+    x = torch.randn(1, 4, 70, 4).expand(3, 1, 4, 70, 4)
+
+    def attend(x: Tensor) -> Tensor:
+        return sparse_attention(x, x, x, PATTERN, dropout_p=0.5)
+
+    same, different = (vmap(attend, randomness=how)(x) for how in ("same", "different"))
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="random"):
+        vmap(attend)(x)
+
+
+def test_a_gradient_sees_through_vmap() -> None:
+    q, k, v = (torch.randn(3, 2, 4, 70, 4, dtype=torch.float64) for _ in range(3))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, PATTERN).sin().sum()
+
+    expected = [torch.stack(parts) for parts in zip(*map(grad(attend, (0, 1, 2)), q, k, v), strict=True)]
+    assert worst(grad(lambda *x: vmap(attend)(*x).sum(), (0, 1, 2))(q, k, v), expected) < 1e-14
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    assert worst(torch.autograd.grad(vmap(attend)(*leaves).sum(), leaves), expected) < 1e-14
+    shared = grad(lambda k: vmap(attend, in_dims=(0, None, None))(q, k, v[0]).sum())(k[0])
+    assert relative_error(shared, sum(grad(attend, 1)(q[i], k[0], v[0]) for i in range(3))) < 1e-14
+
+
+def test_jacobians_and_hessians() -> None:
+    q, k, v = (torch.randn(1, 2, 6, 3, dtype=torch.float64) for _ in range(3))
+
+    def attend(backend: str | None) -> Callable[[Tensor], Tensor]:
+        return lambda x: sparse_attention(x, k, v, PATTERN, backend=backend)
+
+    expected = torch.autograd.functional.jacobian(attend("reference"), q)
+    assert relative_error(jacrev(attend(None))(q), expected) < 1e-12
+    curved = [lambda x, f=attend(backend): f(x).sin().sum() for backend in ("reference", None)]
+    hessian = torch.autograd.functional.hessian(curved[0], q)
+    assert relative_error(jacrev(jacrev(curved[1]))(q), hessian) < 1e-12
+    assert relative_error(vmap(jacrev(jacrev(curved[1])))(q.expand(3, *q.shape))[2], hessian) < 1e-12
+    vector = torch.randn_like(q)
+    product_ = grad(lambda x: (grad(curved[1])(x) * vector).sum())(q)
+    assert relative_error(product_, torch.einsum("abcdefgh,efgh->abcd", hessian, vector)) < 1e-12
+
+
+# Compilers.
+
+
+def graphs_counted() -> CompileCounterWithBackend:
+    torch._dynamo.reset()
+    return CompileCounterWithBackend("aot_eager")
+
+
+LENGTHS = (100, 130, 257, 300, 77, 512, 640, 301, 222, 111, 90, 310)
+
+
+def gradients(attend: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    out = attend(*leaves)
+    return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, Causal(), HOLES, MIXED], ids=repr)
+def test_one_graph_serves_all_lengths(pattern: Pattern) -> None:
+    counter = graphs_counted()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q * 1.5, k, v, pattern) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for length in LENGTHS:
+        leaves = leaves_of(1, 4, length, 8)
+        assert worst(gradients(compiled, leaves), gradients(attend, leaves)) < 1e-14
+    assert counter.frame_count == 1
+
+
+def test_one_graph_serves_decoding() -> None:
+    counter = graphs_counted()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, PATTERN, key_lengths=key_lengths, start=k.shape[2] - 3)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    q = torch.randn(2, 2, 3, 8)
+    for length in LENGTHS:
+        k, v = (torch.randn(2, 2, length, 8) for _ in range(2))
+        inputs = (q, k, v, torch.tensor([length, length // 2]))
+        assert torch.equal(compiled(*inputs), attend(*inputs))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_compile(options: dict[str, Any]) -> None:
+    counter = graphs_counted()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = sparse_attention(q, k, v, MIXED, return_lse=True, **options)
+        return out + lse.exp().unsqueeze(-1)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    leaves = leaves_of(2, 4, 70, 8)
+    assert worst(gradients(compiled, leaves), gradients(attend, leaves)) < 1e-14
+    assert counter.frame_count == 1
+
+
+def test_dropout_draws_anew_in_a_compiled_function() -> None:
+    compiled = torch.compile(
+        lambda x: sparse_attention(x, x, x, PATTERN, dropout_p=0.5), fullgraph=True, backend=graphs_counted()
+    )
+    x = torch.randn(1, 2, 70, 8)
+    assert not torch.equal(compiled(x), compiled(x))
+
+
+def test_one_graph_serves_all_patterns_as_indices() -> None:
+    counter = graphs_counted()
+    clear_cache()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Tensor:
+        return sparse_attention(q, k, v, index)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    leaves = leaves_of(1, 2, 300, 8)
+    patterns = [
+        PATTERN,
+        HOLES,
+        Causal(),
+        Dilated([1, 4], 20),
+        Strided(30),
+        Segments(70),
+        BlockDilated([1, 3], 1, block=32),
+        Elements(checkerboard),
+        *(Window(width) for width in range(5, 25, 4)),
+    ]
+    for pattern in patterns:
+        index = build_index(pattern, 300, heads=2)
+        actual = gradients(lambda *x, index=index: compiled(*x, index), leaves)
+        expected = gradients(lambda *x, pattern=pattern: sparse_attention(*x, pattern, backend="reference"), leaves)
+        assert worst(actual, expected) < 1e-12
+    assert counter.frame_count == 1
+
+
+def test_inductor() -> None:
+    torch._dynamo.reset()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q * 1.5, k, v + 1, PATTERN).transpose(1, 2).flatten(2) * 2
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for length in (100, 300):
+        leaves = leaves_of(1, 2, length, 8, dtype=torch.float32)
+        assert worst(gradients(compiled, leaves), gradients(attend, leaves)) < 1e-6
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, pattern: Pattern) -> None:
+        super().__init__()
+        self.pattern = pattern
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return sparse_attention(q, k, v, self.pattern, return_lse=True)
+
+
+REPLAY = """
+import sys, torch, ringtile
+attend = torch.export.load(sys.argv[1]).module()
+for inputs, expected in torch.load(sys.argv[2]):
+    for a, b in zip(attend(*inputs), expected, strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
+print(len(expected), "the same")
+"""
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, Causal()], ids=repr)
+def test_an_exported_program_runs_in_another_process_at_other_lengths(pattern: Pattern, tmp_path: Path) -> None:
+    length = torch.export.Dim("length", min=2, max=4096)
+    q, k, v = torch.randn(3, 1, 2, 64, 8).unbind()
+    exported = torch.export.export(Attend(pattern), (q, k, v), dynamic_shapes=[{2: length}] * 3)
+    torch.export.save(exported, tmp_path / "attend.pt2")
+    cases = []
+    for n_tokens in (64, 333, 1000):
+        inputs = torch.randn(3, 1, 2, n_tokens, 8).unbind()
+        cases.append((inputs, Attend(pattern)(*inputs)))
+    torch.save(cases, tmp_path / "cases.pt")
+    command = [sys.executable, "-c", REPLAY, str(tmp_path / "attend.pt2"), str(tmp_path / "cases.pt")]
+    replayed = subprocess.run(command, capture_output=True, text=True)
+    assert replayed.stdout == "2 the same\n", replayed.stderr
+
+
+# Modes.
+
+
+@pytest.mark.parametrize("pattern", [Dense(), PATTERN], ids=repr)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_autocast_is_a_cast_of_the_inputs(pattern: Pattern, backend: str | None) -> None:
+    leaves = leaves_of(1, 2, 200, 16, dtype=torch.float32)
+    out_grad = torch.randn(1, 2, 200, 16).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = sparse_attention(*leaves, pattern, return_lse=True, backend=backend)
+    grads = torch.autograd.grad(out, leaves, out_grad)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert {x.dtype for x in grads} == {torch.float32}
+    cast = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    expected, expected_lse = sparse_attention(*cast, pattern, return_lse=True, backend=backend)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, cast, out_grad), strict=True):
+        assert torch.equal(ours, theirs.float())
+    exact = oracle(*leaves, pattern, grad_out=out_grad)
+    assert relative_error(out, exact.out) < 5e-3
+    assert worst(grads, exact.grads.values()) < 1e-2
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    leaves = leaves_of(1, 2, 50, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sparse_attention(*leaves, PATTERN)
+    assert torch.equal(out, sparse_attention(*leaves, PATTERN))
+    assert out.dtype == torch.float64
+
+
+@pytest.mark.parametrize("pattern", [Dense(), PATTERN, Elements(checkerboard)], ids=repr)
+def test_first_used_without_gradients(pattern: Pattern) -> None:
+    leaves = leaves_of(1, 2, 150, 8)
+    expected = sparse_attention(*leaves, pattern)
+    for mode in (torch.no_grad, torch.inference_mode):
+        clear_cache()
+        with mode():
+            out = sparse_attention(*leaves, pattern)
+        assert not out.requires_grad
+        assert torch.equal(out, expected)
+        again = sparse_attention(*leaves, pattern)
+        assert all(x.any() for x in torch.autograd.grad(again.sum(), leaves))
+        assert cache_info().misses == (pattern != Dense())
+
+
+@pytest.mark.parametrize("pattern", [Dense(), PATTERN, Elements(checkerboard), MIXED], ids=repr)
+def test_fake_tensors_have_the_shapes_of_real_ones(pattern: Pattern) -> None:
+    def run() -> list[Tensor]:
+        q, k, v = (torch.randn(2, heads, 70, 8, requires_grad=True) for heads in (4, 2, 2))
+        out, lse = sparse_attention(q, k, v[..., :5], pattern, enable_gqa=True, return_lse=True)
+        grads = torch.autograd.grad([out, lse], (q, k, v), [torch.ones_like(out), torch.ones_like(lse)])
+        return [out, lse, *grads]
+
+    clear_cache()
+    with FakeTensorMode():
+        fakes = run()
+    for fake, real in zip(fakes, run(), strict=True):
+        assert isinstance(fake, FakeTensor)
+        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_another_default_device_changes_nothing() -> None:
+    leaves = leaves_of(1, 2, 150, 8)
+    key_mask = torch.rand(1, 150) < 0.7
+    options = {"dropout_p": 0.3, "seed": 3, "key_mask": key_mask, "return_lse": True}
+    clear_cache()
+    with torch.device("meta"):
+        out, lse = sparse_attention(*leaves, PATTERN, **options)
+        grads = torch.autograd.grad([out, lse], leaves, [out.detach(), lse.detach()])
+    clear_cache()
+    expected, expected_lse = sparse_attention(*leaves, PATTERN, **options)
+    outputs, cotangents = [expected, expected_lse], [expected.detach(), expected_lse.detach()]
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert all(map(torch.equal, grads, torch.autograd.grad(outputs, leaves, cotangents)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_gives_the_same_gradients(use_reentrant: bool) -> None:
+    leaves = leaves_of(1, 2, 150, 8)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q.sin(), k, v, PATTERN, dropout_p=0.4)
+
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(attend(*leaves).sin().sum(), leaves)
+    torch.manual_seed(3)
+    checkpoint(attend, *leaves, use_reentrant=use_reentrant).sin().sum().backward()
+    assert all(torch.equal(x.grad, grad_) for x, grad_ in zip(leaves, expected, strict=True))
+
+
+def test_saved_tensors_may_be_moved_away() -> None:
+    leaves = leaves_of(1, 2, 150, 8)
+    for pattern in (PATTERN, Elements(checkerboard)):
+        expected = torch.autograd.grad(sparse_attention(*leaves, pattern).sum(), leaves)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy().copy(), torch.from_numpy):
+            out = sparse_attention(*leaves, pattern)
+        assert all(map(torch.equal, torch.autograd.grad(out.sum(), leaves), expected))
+
+
+# What it costs, as torch counts it.
+
+
+def computed_pairs(pattern: Pattern, n_queries: int, n_keys: int, heads: int, batch: int) -> int:
+    """Pairs inside the lengths in tiles of 128 (by position) that keep any pair, from the element rule."""
+    start, block = n_keys - n_queries, 128
+    query, key = torch.arange(start, start + n_queries)[:, None], torch.arange(n_keys)
+    tile = (query // block - start // block) * (n_keys // block + 1) + key // block
+    total = 0
+    for head in range(heads):
+        kept = pattern.allowed(torch.tensor(head), query, key).expand(n_queries, n_keys)
+        total += int(torch.isin(tile, tile[kept]).sum())
+    return total * batch
+
+
+@pytest.mark.parametrize("lengths", [(512, 512), (300, 517), (517, 300), (1, 700)])
+@pytest.mark.parametrize("as_index", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "kv_heads"),
+    [(Causal() & Window(100), 4), (Causal() & Window(100), 2), (MIXED, 1), (~Dense(), 4), (Causal(), 2)],
+    ids=str,
+)
+def test_flops_are_those_of_the_kept_tiles(
+    pattern: Pattern, kv_heads: int, as_index: bool, lengths: tuple[int, int]
+) -> None:
+    q, k, v, _ = make_inputs(2, 4, *lengths, 8, kv_heads=kv_heads, value_dim=24, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    served = build_index(pattern, *lengths, heads=4) if as_index else pattern
+    with FlopCounterMode(display=False) as counter:
+        sparse_attention(*leaves, served, enable_gqa=True).sum().backward()
+    pairs = computed_pairs(pattern, *lengths, heads=4, batch=2)
+    flops = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    assert flops == {"ringtile.forward": 2 * pairs * (8 + 24), "ringtile.backward": 2 * pairs * (3 * 8 + 2 * 24)}
+
+
+# Copies.
+
+COPIED: dict[str, Pattern] = {
+    "text": PATTERN,
+    "per head": MIXED,
+    "documents": Documents(cu_seqlens=torch.tensor([0, 50, 150])),
+    "batched documents": Documents(ids=torch.arange(300).view(2, 150) // 40),
+    "blocks": Blocks(torch.tensor([[True, False], [True, True]])),
+    "elements": Elements(checkerboard),
+    "preset": longformer(20, 4),
+    "all": ~(Elements(checkerboard) & Window(50)) & (Blocks(torch.ones(2, 2, dtype=torch.bool)) | Strided(3)),
+}
+
+
+@pytest.mark.parametrize("pattern", COPIED.values(), ids=COPIED)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_mean_the_same(pattern: Pattern, copied: Callable[[Any], Any]) -> None:
+    leaves = leaves_of(2, 4, 150, 8)
+    expected = gradients(lambda *x: sparse_attention(*x, pattern), leaves)
+    same = copied(pattern)
+    assert same == pattern
+    assert hash(same) == hash(pattern)
+    assert repr(same) == repr(pattern)
+    assert all(map(torch.equal, gradients(lambda *x: sparse_attention(*x, same), leaves), expected))
+    index = copied(build_index(pattern, 150, heads=4, batch=2))
+    assert all(map(torch.equal, gradients(lambda *x: sparse_attention(*x, index), leaves), expected))
+    assert index.density == build_index(pattern, 150, heads=4, batch=2).density
+
+
+def test_a_pattern_and_its_text_share_one_index() -> None:
+    q, k, v = torch.randn(3, 1, 2, 150, 8).unbind()
+    clear_cache()
+    expected = sparse_attention(q, k, v, PATTERN)
+    assert torch.equal(sparse_attention(q, k, v, parse(str(PATTERN))), expected)
+    assert cache_info().misses == 1
+
+
+@pytest.mark.gpu
+def test_a_side_stream_gives_the_same_bits() -> None:
+    leaves = [x.detach().cuda().requires_grad_() for x in leaves_of(1, 2, 700, 16, dtype=torch.float32)]
+    expected = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
+    torch.cuda.synchronize()
+    clear_cache()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        built_aside = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
+    reused = gradients(lambda *x: sparse_attention(*x, PATTERN), leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, built_aside, expected))
+    assert all(map(torch.equal, reused, expected))

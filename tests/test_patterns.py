@@ -1,0 +1,670 @@
+"""Patterns: each rule against its definition, and cover, classes and algebra against the rule."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import BLOCKS, checkerboard, compositions, grids, patterns, primitives, problems
+from torch import Tensor
+
+from ringtile.patterns import (
+    BlockDilated,
+    Blocks,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Elements,
+    GlobalTokens,
+    Pattern,
+    RandomBlocks,
+    Segments,
+    Strided,
+    TileGrid,
+    Window,
+    bigbird,
+    longformer,
+    longnet_union,
+    parse,
+    per_head,
+    streaming,
+)
+from ringtile.patterns.random import philox4x32
+
+Rule = Callable[[int, int], bool]
+
+
+def kept_of(pattern: Pattern, n_queries: int, n_keys: int | None = None, *, start: int = 0, head: int = 0) -> Tensor:
+    """The rule evaluated everywhere, bool ``[n_queries, n_keys]``."""
+    query = torch.arange(start, start + n_queries).unsqueeze(1)
+    key = torch.arange(n_queries if n_keys is None else n_keys).unsqueeze(0)
+    return pattern.allowed(torch.tensor(head), query, key)
+
+
+def same(first: Pattern, second: Pattern, n_tokens: int = 90) -> bool:
+    """Whether two patterns keep the same pairs, negative positions and several heads included."""
+    keep = [(kept_of(p, n_tokens + 30, n_tokens, start=-30, head=head) for p in (first, second)) for head in (0, 1, 5)]
+    return all(torch.equal(*pair) for pair in keep)
+
+
+def tile_bits(pattern: Pattern, grid: TileGrid, head: int) -> Tensor:
+    """The rule on whole tiles, bool ``[rows, cols, block, block]``."""
+    bits = kept_of(
+        pattern, grid.n_rows * grid.block, grid.n_cols * grid.block, start=grid.first_row * grid.block, head=head
+    )
+    return bits.unflatten(0, (grid.n_rows, grid.block)).unflatten(2, (grid.n_cols, grid.block)).transpose(1, 2)
+
+
+def cut_to_lengths(bits: Tensor, grid: TileGrid) -> Tensor:
+    """Drop what lies outside the lengths."""
+    query = torch.arange(grid.n_rows * grid.block) + grid.first_row * grid.block
+    key = torch.arange(grid.n_cols * grid.block)
+    row_inside = ((query >= grid.start) & (query < grid.start + grid.n_queries)).view(grid.n_rows, 1, grid.block, 1)
+    return bits & row_inside & (key < grid.n_keys).view(1, grid.n_cols, 1, grid.block)
+
+
+def check_tiles(pattern: Pattern, grid: TileGrid, head: int) -> None:
+    """What `Pattern` promises the layout, for every tile of a grid."""
+    pattern.validate(grid)
+    bits = tile_bits(pattern, grid, head).flatten(2).flatten(0, 1)
+    rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows)
+    row, col = (part.flatten() for part in torch.meshgrid(rows, torch.arange(grid.n_cols), indexing="ij"))
+    classes = pattern.tile_class(head, row, col, grid)
+    assert classes.dtype == torch.int64
+    assert classes.shape == row.shape
+    assert not bits[classes == 0].any(), "an empty tile keeps something"
+    assert bits[classes == 1].all(), "a full tile leaves something out"
+    for number in classes[classes > 1].unique():
+        assert bool((bits[classes == number] == bits[classes == number][0]).all()), "a class holds different bits"
+    assert int(classes.min()) >= 0
+
+    some = cut_to_lengths(tile_bits(pattern, grid, head), grid).flatten(2).any(2)
+    lo, hi = pattern.span(head, rows, grid)
+    columns = torch.arange(grid.n_cols)
+    assert not some[(columns < lo.unsqueeze(1)) | (columns >= hi.unsqueeze(1))].any(), "the span misses a tile"
+    cover = pattern.cover(head, rows, grid)
+    if cover is None:
+        assert pattern.cover_size(head, rows, grid) >= some.numel()
+        return
+    assert pattern.cover_size(head, rows, grid) >= cover.size()
+    assert bool((cover.lo >= 0).all())
+    assert bool((cover.hi <= grid.n_cols).all())
+    covered = torch.zeros_like(some)
+    for tile, first, end in zip(*(part.tolist() for part in cover), strict=True):
+        covered[tile - grid.first_row, first:end] = True
+    assert not (some & ~covered).any(), "the cover misses a tile"
+
+
+# The rules, each against its definition in plain Python.
+
+DEFINITIONS: dict[str, Rule] = {
+    "dense": lambda i, j: True,
+    "causal": lambda i, j: j <= i,
+    "window(3)": lambda i, j: i - 3 <= j <= i + 3,
+    "window(5, 1)": lambda i, j: i - 5 <= j <= i + 1,
+    "dilated([2, 5], 3)": lambda i, j: any((i - j) % r == 0 and abs(i - j) <= 3 * r for r in (2, 5)),
+    "block_dilated([2, 3], 1, block=4)": lambda i, j: any(
+        (i // 4 - j // 4) % r == 0 and abs(i // 4 - j // 4) <= r for r in (2, 3)
+    ),
+    "strided(5)": lambda i, j: abs(i - j) < 5 or (i - j) % 5 == 0,
+    "global_tokens(2)": lambda i, j: i < 2 or j < 2,
+    "segments(7, 2)": lambda i, j: i // 7 == j // 7 and i % 7 % 2 == j % 7 % 2 == 0,
+    "segments(7, 3, 2)": lambda i, j: i // 7 == j // 7 and i % 7 % 3 == j % 7 % 3 == 2,
+}
+
+
+@pytest.mark.parametrize("text", DEFINITIONS)
+def test_rule_is_its_definition(text: str) -> None:
+    rule = DEFINITIONS[text]
+    expected = torch.tensor([[rule(i, j) for j in range(40)] for i in range(-15, 30)])
+    assert torch.equal(kept_of(parse(text), 45, 40, start=-15), expected)
+
+
+def test_documents_rule() -> None:
+    number = [0] * 3 + [1] * 4 + [2] * 1
+    expected = torch.tensor([[a == b for b in number] for a in number])
+    assert torch.equal(kept_of(Documents([3, 4, 1]), 8), expected)
+
+
+def test_segments_take_their_turns_by_head() -> None:
+    kept = [kept_of(Segments(6, 3, 1), 12, head=head) for head in range(4)]
+    assert kept[0].diagonal().nonzero().flatten().tolist() == [1, 4, 7, 10]
+    assert kept[1].diagonal().nonzero().flatten().tolist() == [2, 5, 8, 11]
+    assert torch.equal(kept[0], kept[3])
+    assert Segments(6, 3, 1).head_class(0) == Segments(6, 3, 1).head_class(3) != Segments(6, 3, 1).head_class(1)
+
+
+def test_presets() -> None:
+    assert longformer(100, 2) == Window(100) | GlobalTokens(2)
+    assert bigbird(2, 5, 6, 16) == Window(5) | GlobalTokens(6) | RandomBlocks(2, block=16)
+    assert longnet_union([8, 16], [1, 2]) == Segments(8) | Segments(16, 2)
+    assert streaming(3, 7) == Causal() & (Window(7) | GlobalTokens(3))
+
+
+def test_allowed_broadcasts_over_heads() -> None:
+    head, query, key = torch.arange(3).view(3, 1, 1), torch.arange(40).view(40, 1), torch.arange(50)
+    everything = [parse(text) for text in DEFINITIONS]
+    everything += [RandomBlocks(2, block=8), Elements(checkerboard), Documents([20, 30]), ~Causal()]
+    everything += [per_head([Causal(), Window(2), Dense()]), Blocks(torch.rand(3, 3, 4) < 0.5, block=16)]
+    for pattern in everything:
+        kept = pattern.allowed(head, query, key)
+        assert kept.shape == (3, 40, 50)
+        assert torch.equal(kept, torch.stack([kept_of(pattern, 40, 50, head=h) for h in range(3)])), pattern
+
+
+# Philox and what is drawn with it.
+
+PI = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))
+ONES = ((2**32 - 1,) * 4, (2**32 - 1,) * 2)
+ZEROS = ((0,) * 4, (0,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "counter_key", "expected"),
+    [
+        (7, ZEROS, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        (7, ONES, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        (7, PI, "4dfccaba 190a87f0 c47362ba b6b5242a"),
+        (10, ZEROS, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (10, ONES, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (10, PI, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_known_answers(
+    rounds: int, counter_key: tuple[tuple[int, int, int, int], tuple[int, int]], expected: str
+) -> None:
+    counter, (low, high) = counter_key
+    c0, c1, c2, c3 = (torch.tensor([word, 0]) for word in counter)
+    for key in ((low, high), (torch.tensor(low), torch.tensor(high))):
+        words = philox4x32((c0, c1, c2, c3), key, rounds)
+        assert " ".join(f"{int(word[0]):08x}" for word in words) == expected
+        assert torch.equal(words[0][1:], philox4x32((c0[1:], c1[1:], c2[1:], c3[1:]), key, rounds)[0])
+
+
+@settings(max_examples=40)
+@given(per_row=st.integers(0, 9), seed=st.integers(0, 2**64 - 1), head=st.integers(0, 3))
+def test_random_blocks_under_causal_keep_exactly_their_draws(per_row: int, seed: int, head: int) -> None:
+    kept = kept_of(Causal() & RandomBlocks(per_row, seed, block=1), 40, head=head)
+    assert kept.sum(1).tolist() == [min(per_row, row + 1) for row in range(40)]
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 5), st.integers(0, 1000), st.integers(0, 3))
+def test_random_blocks_are_symmetric_whole_and_independent_of_length(per_row: int, seed: int, head: int) -> None:
+    fine, coarse = RandomBlocks(per_row, seed, block=1), RandomBlocks(per_row, seed, block=8)
+    kept = kept_of(fine, 30, head=head)
+    assert torch.equal(kept, kept.T)
+    assert torch.equal(kept[:20, :13], kept_of(fine, 20, 13, head=head))
+    assert torch.equal(kept[:3, :3].repeat_interleave(8, 0).repeat_interleave(8, 1), kept_of(coarse, 24, head=head))
+    assert not kept_of(fine, 10, 10, start=-10, head=head).any()
+    assert bool((kept <= kept_of(RandomBlocks(per_row + 1, seed, block=1), 30, head=head)).all())
+
+
+def test_random_blocks_stay_what_they_were() -> None:
+    draws = RandomBlocks(6, seed=7).draws(torch.tensor(2), torch.tensor([0, 3, 100, 10**6]))
+    assert draws.tolist() == [
+        [0, -1, -1, -1, -1, -1],
+        [0, 1, 2, 3, -1, -1],
+        [21, 48, 31, 46, 32, 68],
+        [408408, 279589, 845732, 764870, 933600, 756891],
+    ]
+
+
+def test_random_blocks_differ_by_head_seed_and_row() -> None:
+    seeds_heads = ((0, 0), (0, 1), (1, 0), (2**32, 0))
+    kept = [kept_of(RandomBlocks(3, seed, block=1), 64, head=head) for seed, head in seeds_heads]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(kept, 2))
+
+
+def test_random_blocks_are_uniform() -> None:
+    rows = torch.full((4000,), 9)
+    drawn = RandomBlocks(3).draws(torch.arange(4000), rows)
+    counts = torch.bincount(drawn.flatten(), minlength=10)
+    # Each of ten numbers is drawn with probability 0.3: 1200 +- 5 standard deviations.
+    assert bool(((counts - 1200).abs() < 145).all()), counts
+    assert len(RandomBlocks(3).draws(torch.tensor(0), torch.arange(5, 500)).unique()) > 250
+
+
+# Cover, span and classes: for every tile of random grids.
+
+
+EVERY_SIZE = {
+    "window": lambda size: Window(size),
+    "window to the left": lambda size: Window(size, 3),
+    "window to the right": lambda size: Window(0, size),
+    "dilated": lambda size: Dilated([3], size),
+    "block_dilated": lambda size: BlockDilated([2], 1, block=size + 1),
+    "strided": lambda size: Strided(size + 1),
+    "global_tokens": lambda size: GlobalTokens(size),
+    "random_blocks": lambda size: RandomBlocks(2, block=size + 1),
+    "segments": lambda size: Segments(size + 1),
+    "dilated segments": lambda size: Segments(size + 1, 3),
+    "documents": lambda size: Documents([5, size, 75 - size]),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_SIZE)
+def test_tiles_of_every_size(name: str) -> None:
+    for size in range(50):
+        check_tiles(EVERY_SIZE[name](size), TileGrid(16, 7, 70, 80), 1)
+
+
+@settings(max_examples=120)
+@given(st.data(), st.integers(0, 4))
+def test_tiles_of_primitives(data: st.DataObject, head: int) -> None:
+    grid = data.draw(grids(blocks=(*BLOCKS, 256)))
+    check_tiles(data.draw(primitives(grid)), grid, head)
+
+
+@settings(max_examples=120)
+@given(st.integers(3, 6).flatmap(problems), st.integers(0, 4))
+def test_tiles_of_compositions(problem: tuple[Pattern, TileGrid], head: int) -> None:
+    check_tiles(*problem, head)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_tiles_of_per_head_and_batched_patterns(data: st.DataObject) -> None:
+    grid = data.draw(grids())
+    pattern = per_head([data.draw(patterns(grid, 1)), data.draw(patterns(grid, 1))])
+    assert pattern.n_heads == 2
+    for head in (0, 1):
+        check_tiles(pattern, grid, head)
+    heads = Blocks(torch.rand(3, 2, 3) < 0.5, block=50)
+    for head in range(3):
+        for blocks in (heads, heads & Window(70)):
+            check_tiles(blocks, TileGrid(data.draw(st.sampled_from(BLOCKS)), 20, 61, 130), head)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "strided(1000)",
+        "dilated([700], 5)",
+        "block_dilated([9], 3, block=100)",
+        "segments(900, 400)",
+        "random_blocks(2)",
+        "causal & (dilated([1, 600], 40) | strided(512))",
+    ],
+)
+def test_tiles_of_sparse_rules_over_many_blocks(text: str, block: int) -> None:
+    for start, n_queries, n_keys in ((0, 2048, 2048), (1501, 300, 2048), (-600, 900, 1100), (5000, 200, 2048)):
+        check_tiles(parse(text), TileGrid(block, start, n_queries, n_keys), 3)
+
+
+def test_tiles_of_documents_with_one_and_with_several_in_common_differ() -> None:
+    # Row tile 10 ends the third document after one token, tile 5 holds the second: their numbers lie close.
+    check_tiles(Documents([84, 6, 71, 799]), TileGrid(16, 0, 960, 960), 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "causal",
+        "window(20, 3)",
+        "strided(1)",
+        "global_tokens(20)",
+        "segments(40)",
+        "documents([30, 5, 45])",
+        "dilated([1], 20)",
+        "block_dilated([1], 1, block=20)",
+        "random_blocks(2, block=8)",
+        "random_blocks(2, block=10)",
+        "random_blocks(2, block=40)",
+        "~(causal & window(20))",
+        "segments(40) | global_tokens(20)",
+    ],
+)
+def test_full_and_empty_tiles_are_known_without_looking(text: str) -> None:
+    grid = TileGrid(16, 0, 80, 80)
+    bits = tile_bits(parse(text), grid, 0).flatten(2)
+    row, col = (part.flatten() for part in torch.meshgrid(torch.arange(5), torch.arange(5), indexing="ij"))
+    classes = parse(text).tile_class(0, row, col, grid).view(5, 5)
+    assert torch.equal(classes == 0, ~bits.any(2))
+    assert torch.equal(classes == 1, bits.all(2))
+
+
+LONG = TileGrid(128, 0, 1 << 20, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "most_tiles", "most_classes"),
+    [
+        ("causal & window(4096)", 33 * 8192, 2),
+        ("window(512) | global_tokens(64)", 90_091, 6),
+        ("causal & (window(512) | global_tokens(64) | random_blocks(3))", (5 + 1 + 3) * 8192 + 300, 6),
+        ("dilated([1, 2, 4, 8], 512)", 65 * 8192, 11),
+        ("block_dilated([1, 2], 8, block=100)", 28 * 8192, 506),
+        ("causal & segments(8191, 2)", 34 * 8192, 509),
+        ("strided(65536) & window(1024)", 17 * 8192, 2),
+        ("bigbird", 140_000, 45),
+    ],
+)
+def test_a_million_tokens_need_few_candidates_and_classes(text: str, most_tiles: int, most_classes: int) -> None:
+    pattern = parse(text)
+    rows = torch.arange(LONG.n_rows)
+    cover = pattern.cover(0, rows, LONG)
+    assert cover is not None
+    assert cover.size() <= most_tiles
+    assert pattern.cover_size(0, rows, LONG) < 4 * most_tiles
+    length = (cover.hi - cover.lo).clamp(min=0)
+    row = torch.repeat_interleave(cover.row, length)
+    col = torch.arange(len(row)) - torch.repeat_interleave(length.cumsum(0) - length - cover.lo, length)
+    classes = pattern.tile_class(0, row, col, LONG)
+    assert len(classes[classes > 1].unique()) <= most_classes
+
+
+def test_strided_needs_one_class_per_phase() -> None:
+    row, col = torch.arange(8192), torch.zeros(8192, dtype=torch.int64)
+    assert len(Strided(127).tile_class(0, row, col, LONG).unique()) == 127 + 2
+
+
+@pytest.mark.parametrize("text", ["causal", "window(2147483647)", "strided(2147483647)", "dilated([2147483647], 7)"])
+def test_far_positions_do_not_overflow(text: str) -> None:
+    check_tiles(parse(text), TileGrid(128, 2**38, 256, 300), 0)
+    check_tiles(parse(text), TileGrid(128, -(2**38), 256, 300), 0)
+
+
+# Equivalences.
+
+
+@settings(max_examples=40)
+@given(problems(1), problems(1))
+def test_de_morgan(first: tuple[Pattern, TileGrid], second: tuple[Pattern, TileGrid]) -> None:
+    a, b = first[0], second[0]
+    assert same(~(a & b), ~a | ~b)
+    assert same(~(a | b), ~a & ~b)
+    assert same(~~a, a)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 60), st.integers(0, 60))
+def test_equivalent_words(left: int, right: int) -> None:
+    assert same(Dilated([1], left), Window(left))
+    assert same(Window(left, 0), Causal() & Window(left))
+    assert same(Window(left, right), Window(left, 0) | Window(0, right))
+    assert same(BlockDilated([1, 3], left, block=1), Dilated([1, 3], left))
+    assert same(Segments(left + 1), BlockDilated([1], 0, block=left + 1))
+    assert same(Strided(left + 1), Window(left) | Dilated([left + 1], 1000))
+    assert same(Dilated([2, 3], left), Dilated([2], left) | Dilated([3], left))
+    assert same(Causal() | ~Causal(), Dense())
+
+
+def test_documents_have_three_forms() -> None:
+    ids = torch.tensor([7, 7, 7, 2, 2, 9])
+    forms = [
+        Documents([3, 2, 1]),
+        Documents([3, 0, 2, 1]),
+        Documents(cu_seqlens=torch.tensor([0, 3, 5, 6], dtype=torch.int32)),
+        Documents(ids=ids),
+        Documents(ids=ids.unsqueeze(0)).batch_row(0),
+    ]
+    assert len(set(forms)) == 1
+    assert [form.text is None for form in forms] == [False, False, True, True, True]
+    assert torch.equal(kept_of(forms[3], 6), ids.unsqueeze(1) == ids)
+    assert forms[0] != Documents([3, 1, 2])
+
+
+def test_batched_documents() -> None:
+    ids = torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1], [5, 5, 0, 0]])
+    pattern = Causal() & Documents(ids=ids)
+    assert pattern.batch_size == 3
+    for row in range(3):
+        expected = (ids[row].unsqueeze(1) == ids[row]).tril()
+        assert torch.equal(kept_of(pattern.batch_row(row), 4), expected)
+    assert pattern.batch_row(0) == pattern.batch_row(2) != pattern.batch_row(1)
+    assert pattern.batch_row(0).batch_size is None
+    with pytest.raises(ValueError, match=r"batch_row\(b\)"):
+        kept_of(pattern, 4)
+    assert per_head([pattern, Dense()]).batch_row(1) == per_head([pattern.batch_row(1), Dense()])
+
+
+def test_blocks_have_two_forms() -> None:
+    matrix = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
+    listed = Blocks(row_ptr=torch.tensor([0, 2, 2, 5]), col=torch.tensor([2, 0, 0, 1, 2]), block=4)
+    expected = matrix.repeat_interleave(4, 0).repeat_interleave(4, 1)
+    assert torch.equal(kept_of(Blocks(matrix, block=4), 12), expected)
+    assert torch.equal(kept_of(listed, 12), expected)
+    assert not kept_of(Blocks(matrix, block=4), 8, start=-8).any()
+    assert not kept_of(Blocks(matrix, block=4), 8, start=12).any()
+    assert not kept_of(Blocks(matrix, block=4), 12, 20)[:, 12:].any()
+
+
+# What a description is: immutable, hashable, equal by content.
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_equal_patterns_hash_alike(data: st.DataObject) -> None:
+    grid = data.draw(grids())
+    pattern = data.draw(patterns(grid, heads=True))
+    for twin in (copy.deepcopy(pattern), copy.copy(pattern)):
+        assert twin == pattern
+        assert hash(twin) == hash(pattern)
+        assert twin.text == pattern.text
+    if "Elements" not in repr(pattern):
+        assert pickle.loads(pickle.dumps(pattern)) == pattern
+
+
+def test_patterns_do_not_change() -> None:
+    matrix, ids = torch.ones(2, 2, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    blocks, documents = Blocks(matrix, block=2), Documents(ids=ids)
+    before = blocks, documents, hash(blocks), hash(documents)
+    matrix.zero_()
+    ids.zero_()
+    assert kept_of(blocks, 4).all()
+    assert int(kept_of(documents, 4).sum()) == 8
+    assert before == (blocks, documents, hash(blocks), hash(documents))
+    assert blocks != Blocks(matrix, block=2)
+    assert documents != Documents(ids=ids)
+    with pytest.raises(FrozenInstanceError):
+        Window(3).left = 4  # type: ignore[misc]
+
+
+def test_head_classes() -> None:
+    assert Window(3).head_class(0) == Window(3).head_class(5)
+    assert RandomBlocks(3).head_class(0) != RandomBlocks(3).head_class(1)
+    assert (Causal() & ~RandomBlocks(3)).head_class(0) != (Causal() & ~RandomBlocks(3)).head_class(1)
+    heads = per_head([Window(3), Causal(), Window(3)])
+    assert heads.head_class(0) == heads.head_class(2) != heads.head_class(1)
+    assert Blocks(torch.ones(2, 1, 1, dtype=torch.bool)).head_class(0) is not None
+    assert Elements(checkerboard).head_class(0) != Elements(checkerboard).head_class(1)
+
+
+def test_envelope_is_the_causal_and_document_rules() -> None:
+    documents = Documents([4, 4])
+    assert (Causal() & documents & (Window(2) | GlobalTokens(1))).envelope() == Causal() & documents
+    assert (Window(2) & Causal()).envelope() == Causal()
+    assert (Causal() & Causal()).envelope() == Causal()
+    assert ((Causal() & Window(3)) | (Causal() & Strided(4))).envelope() == Causal()
+    assert (Causal() | Window(3)).envelope() == Dense()
+    assert (~Causal()).envelope() == Dense()
+    assert per_head([Causal() & Window(2), Causal()]).envelope() == Causal()
+    assert per_head([Causal() & Window(2), Window(2)]).envelope() == Dense()
+    assert bigbird().envelope() == Dense()
+
+
+@pytest.mark.parametrize(
+    ("text", "resized"),
+    [
+        ("window(3)", "window(9)"),
+        ("window(3, 1)", "window(9, 1)"),
+        ("dilated([1, 2], 3)", "dilated([1, 2], 9)"),
+        ("block_dilated([1, 2], 3, block=16)", "block_dilated([1, 2], 9, block=16)"),
+        ("random_blocks(3, seed=5, block=16)", "random_blocks(9, seed=5, block=16)"),
+        ("global_tokens(3)", "global_tokens(9)"),
+        ("segments(3, 2, 1)", "segments(9, 2, 1)"),
+        ("causal & (global_tokens(1) | window(3))", "causal & (global_tokens(1) | window(9))"),
+        ("global_tokens(1) | random_blocks(2)", "global_tokens(1) | random_blocks(9)"),
+        ("window(1) | segments(2)", "window(9) | segments(2)"),
+        ("~window(2) & global_tokens(3)", "~window(2) & global_tokens(9)"),
+        ("per_head([window(1), causal, dense & window(2)])", "per_head([window(9), causal, dense & window(9)])"),
+    ],
+)
+def test_resized(text: str, resized: str) -> None:
+    assert repr(parse(text).resized(9)) == resized
+
+
+@pytest.mark.parametrize("text", ["dense", "causal", "strided(4)", "~window(3)", "causal & documents([9])"])
+def test_nothing_to_resize(text: str) -> None:
+    assert parse(text).resized(9) is None
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 200), st.integers(1, 200))
+def test_a_larger_size_keeps_the_same_and_more(data: st.DataObject, first: int, second: int) -> None:
+    grid = data.draw(grids())
+    leaves = primitives(grid).filter(lambda pattern: not isinstance(pattern, Segments))
+    pattern = data.draw(compositions(leaves, data.draw(st.integers(0, 4))))
+    small, large = pattern.resized(min(first, second)), pattern.resized(max(first, second))
+    if small is None or large is None:
+        assert small is large is pattern.free_rank
+        return
+    kept = [kept_of(p, grid.n_queries, grid.n_keys, start=grid.start) for p in (small, large)]
+    assert bool((kept[0] <= kept[1]).all())
+
+
+# Drawing.
+
+
+def test_drawing_shows_full_mixed_and_empty_cells() -> None:
+    assert Causal().draw(8, width=4) == "▒···\n█▒··\n██▒·\n███▒"
+    assert Window(0).draw(3) == "█··\n·█·\n··█"
+    assert Causal().draw(2, 5) == "████·\n█████"
+    assert Causal().draw(2, 5, start=0) == "█····\n██···"
+    assert Dense().draw(5, width=2) == "██\n██"
+    assert per_head([Dense(), ~Dense()]).draw(1, head=1) == "·"
+
+
+@settings(max_examples=40)
+@given(problems(2), st.integers(1, 40))
+def test_drawing_is_exact(problem: tuple[Pattern, TileGrid], width: int) -> None:
+    pattern, grid = problem
+    drawn = pattern.draw(grid.n_queries, grid.n_keys, start=grid.start, width=width).splitlines()
+    cell = -(-max(grid.n_queries, grid.n_keys) // width)
+    kept = kept_of(pattern, grid.n_queries, grid.n_keys, start=grid.start)
+    for line, rows in zip(drawn, kept.split(cell), strict=True):
+        for character, cells in zip(line, rows.split(cell, dim=1), strict=True):
+            assert character == ("█" if cells.all() else "▒" if cells.any() else "·")
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: Dense().draw(4097), r"at most 4096 tokens.*build_index"),
+        (lambda: Dense().draw(0), "positive n_queries"),
+        (lambda: Dense().draw(4, head=-1), "head=-1"),
+        (lambda: Dense().draw(4, width=0), "width=0"),
+        (lambda: per_head([Dense()]).draw(4, head=1), "head=1"),
+        (lambda: Documents(ids=torch.zeros(2, 4, dtype=torch.int64)).draw(4), "batch_row"),
+        (lambda: Documents([3]).draw(4), "n_keys=3"),
+    ],
+)
+def test_drawing_refuses(draw: Callable[[], str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Window(-1), "left=-1"),
+        (lambda: Window(1, -2), "right=-2"),
+        (lambda: Window(1.5), r"left=1\.5"),  # type: ignore[arg-type]
+        (lambda: Window(True), "left=True"),
+        (lambda: Window(2**31), "left=2147483648"),
+        (lambda: Dilated([], 3), r"rates=\[\]"),
+        (lambda: Dilated([0], 3), "rates=0"),
+        (lambda: Dilated(2, 3), "rates=2"),  # type: ignore[arg-type]
+        (lambda: Dilated([1], -3), "window=-3"),
+        (lambda: BlockDilated([1], 3, 0), "block=0"),
+        (lambda: BlockDilated([1], -1), "reach=-1"),
+        (lambda: BlockDilated([-1], 1), "rates=-1"),
+        (lambda: Strided(0), "stride=0"),
+        (lambda: GlobalTokens(-1), "tokens=-1"),
+        (lambda: RandomBlocks(-1), "per_row=-1"),
+        (lambda: RandomBlocks(1, seed=-1), "seed=-1"),
+        (lambda: RandomBlocks(1, seed=2**64), "seed=18446744073709551616"),
+        (lambda: RandomBlocks(1, block=0), "block=0"),
+        (lambda: Segments(0), "length=0"),
+        (lambda: Segments(4, 0), "dilation=0"),
+        (lambda: Segments(4, 2, -1), "shift=-1"),
+        (lambda: Documents(), "exactly one"),
+        (lambda: Documents([3], ids=torch.tensor([1])), "exactly one"),
+        (lambda: Documents([]), r"lengths=\[\]"),
+        (lambda: Documents([-3]), "lengths=-3"),
+        (lambda: Documents([0]), "at least one token"),
+        (lambda: Documents(cu_seqlens=torch.tensor([1, 3])), r"cu_seqlens=\[1, 3\]"),
+        (lambda: Documents(cu_seqlens=torch.tensor([0, 3, 2])), r"cu_seqlens=\[0, 3, 2\]"),
+        (lambda: Documents(cu_seqlens=torch.tensor([0.0, 3.0])), "cu_seqlens.dtype=torch.float32"),
+        (lambda: Documents(cu_seqlens=torch.zeros(1, 2, dtype=torch.int64)), r"cu_seqlens.shape=\(1, 2\)"),
+        (lambda: Documents(ids=torch.zeros(1, 1, 2, dtype=torch.int64)), r"ids.shape=\(1, 1, 2\)"),
+        (lambda: Documents(ids=torch.tensor([True])), "ids.dtype=torch.bool"),
+        (lambda: Documents(ids=torch.tensor([[1, 1, 1], [1, 2, 1]])), "id 1 again"),
+        (lambda: Blocks(), "either a matrix or both"),
+        (lambda: Blocks(row_ptr=torch.tensor([0, 1])), "either a matrix or both"),
+        (lambda: Blocks(torch.ones(2, 2)), r"matrix.dtype=torch.float32"),
+        (lambda: Blocks(torch.ones(2, dtype=torch.bool)), r"matrix.shape=torch.Size\(\[2\]\)"),
+        (lambda: Blocks(torch.ones(0, 2, dtype=torch.bool)), "non-empty"),
+        (lambda: Blocks(torch.ones(1, 1, dtype=torch.bool), block=0), "block=0"),
+        (lambda: Blocks(row_ptr=torch.tensor([0, 2]), col=torch.tensor([1])), r"row_ptr\[-1\]=2"),
+        (lambda: Blocks(row_ptr=torch.tensor([0, 2, 1]), col=torch.tensor([1])), "least step -1"),
+        (lambda: Blocks(row_ptr=torch.tensor([0, 1]), col=torch.tensor([-1])), r"col.min\(\)=-1"),
+        (lambda: Blocks(row_ptr=torch.tensor([0.0, 1]), col=torch.tensor([1])), "row_ptr.dtype"),
+        (lambda: Elements(3), "fn=3"),  # type: ignore[arg-type]
+        (lambda: kept_of(Elements(lambda h, q, k: q + k), 4), "bool tensor, got torch.int64"),
+        (lambda: kept_of(Elements(lambda h, q, k: torch.ones(3, dtype=torch.bool)), 4), r"shape \(4, 4\), got \(3,\)"),
+        (lambda: per_head([]), "non-empty sequence"),
+        (lambda: per_head([3]), "non-empty sequence"),  # type: ignore[list-item]
+        (lambda: per_head([per_head([Causal()])]), "any head"),
+        (lambda: per_head([Causal()]) & per_head([Causal(), Dense()]), "same n_heads, got 1 and 2"),
+        (
+            lambda: Documents(ids=torch.zeros(2, 4, dtype=torch.int64)) | Documents(ids=torch.zeros(3, 4).long()),
+            "same batch_size, got 2 and 3",
+        ),
+        (
+            lambda: per_head([Documents(ids=torch.zeros(n, 4, dtype=torch.int64)) for n in (2, 3)]),
+            r"one batch_size, got \[2, 3\]",
+        ),
+        (lambda: longnet_union([4, 8], [1]), "dilation_rates"),
+    ],
+)
+def test_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_wrong_operands_are_type_errors() -> None:
+    for operation in (lambda: Causal() & 3, lambda: Causal() | None):  # type: ignore[operator]
+        with pytest.raises(TypeError):
+            operation()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "grid", "message"),
+    [
+        (Documents([3, 4]), TileGrid(16, 0, 8, 8), "n_keys=7, got n_keys=8"),
+        (Documents([3, 4]), TileGrid(16, -1, 8, 7), "start=-1"),
+        (Documents([3, 4]), TileGrid(16, 1, 7, 7), "start=1, n_queries=7"),
+        (Blocks(torch.ones(2, 2, dtype=torch.bool), block=16), TileGrid(16, 0, 32, 33), "3 columns .* got 2"),
+        (Blocks(torch.ones(2, 2, dtype=torch.bool), block=16), TileGrid(16, 0, 33, 32), "n_queries=33"),
+        (Blocks(torch.ones(2, 2, dtype=torch.bool), block=16), TileGrid(16, -8, 32, 24), "start=-8"),
+        (Blocks(row_ptr=torch.tensor([0, 1]), col=torch.tensor([2]), block=16), TileGrid(16, 0, 9, 32), "got 3"),
+    ],
+)
+def test_wrong_lengths_are_refused_in_any_composition(pattern: Pattern, grid: TileGrid, message: str) -> None:
+    for composition in (pattern, Causal() & pattern, ~pattern | Dense(), per_head([Dense(), pattern])):
+        with pytest.raises(ValueError, match=message):
+            composition.validate(grid)

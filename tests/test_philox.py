@@ -1,0 +1,184 @@
+"""Dropout masks: the specification in plain integers, the two forms against each other, and statistics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringtile.kernels import philox
+from ringtile.kernels.philox import dropout_keep, dropout_scale, dropout_threshold, dropout_tile
+
+WORD = 0xFFFFFFFF
+
+
+def philox_words(counter: tuple[int, ...], key: tuple[int, int], rounds: int) -> tuple[int, ...]:
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & WORD, p0 >> 32 ^ c3 ^ k1, p0 & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return c0, c1, c2, c3
+
+
+def specified_bits(seed: int, batch: int, head: int, query: int, key: int) -> int:
+    """The 16 bits of one pair, as the design states them."""
+    counter = ((key // 32) * 4 + (key // 2) % 4, query & WORD, head, batch)
+    words = philox_words(counter, (seed & WORD, seed >> 32 & WORD), 7)
+    return words[(key // 8) % 4] >> 16 * (key % 2) & 0xFFFF
+
+
+def positions(*values: int) -> list[Tensor]:
+    return [torch.tensor(value) for value in values]
+
+
+def test_plain_philox_gives_the_published_vectors():
+    assert philox_words((0, 0, 0, 0), (0, 0), 10) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    digits_of_pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    assert philox_words(*digits_of_pi, 10) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+    assert philox_words((0, 0, 0, 0), (0, 0), 7) == (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
+
+
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    batch=st.integers(0, 1000),
+    head=st.integers(0, 1000),
+    query=st.integers(-(2**20), 2**31),
+    key=st.integers(0, 2**31),
+    p=st.floats(0, 0.99),
+)
+def test_keep_follows_the_specification(seed, batch, head, query, key, p):
+    keys = torch.arange(key, key + 40)
+    for form in (seed, torch.tensor([seed])):
+        kept = dropout_keep(form, *positions(batch, head, query), keys, p)
+        bits = [specified_bits(seed, batch, head, query, k) for k in keys.tolist()]
+        assert kept.tolist() == [b >= round(65536 * p) for b in bits]
+
+
+@pytest.mark.parametrize("key", range(32))
+def test_a_pair_is_kept_up_to_its_own_bits_and_no_further(key):
+    bits, zero = specified_bits(5, 0, 0, 3, key), torch.tensor(0)
+    for p, expected in ((bits / 65536, True), ((bits + 1) / 65536, False)):
+        assert bool(dropout_keep(5, *positions(0, 0, 3, key), p)) is expected
+        tile = dropout_tile(5, zero, zero, torch.tensor([3]), torch.tensor([0]), 32, p)
+        assert bool(tile[0, key]) is expected
+
+
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    lead=st.sampled_from([(), (1,), (3,), (2, 3)]),
+    m=st.integers(0, 5),
+    t=st.integers(0, 3),
+    n_keys=st.sampled_from([16, 32, 64, 128]),
+    p=st.floats(0, 0.99),
+    chunk=st.sampled_from([1, 100, 1 << 16]),
+)
+def test_tile_gives_the_bits_of_keep(seed, lead, m, t, n_keys, p, chunk):
+    query = torch.randint(-(2**31), 2**31, (*lead, m))
+    first = torch.randint(0, 2**20, (*lead[1:], t)) * min(n_keys, 32)
+    batch, head = torch.randint(0, 9, lead), torch.randint(0, 9, lead[:1] + (1,) * (len(lead) - 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(philox, "_CHUNK_CALLS", chunk)
+        tile = dropout_tile(torch.tensor([seed]), batch, head, query, first, n_keys, p)
+    key = (first[..., None] + torch.arange(n_keys)).flatten(-2)
+    expected = dropout_keep(seed, batch[..., None, None], head[..., None, None], query[..., None], key[..., None, :], p)
+    assert tile.dtype == torch.bool
+    assert torch.equal(tile, expected.expand(*lead, m, t * n_keys))
+
+
+def test_tile_leaves_its_arguments_alone():
+    query, first, zero = torch.arange(4), torch.tensor([0, 32]), torch.tensor(0)
+    dropout_tile(1, zero, zero, query, first, 32, 0.5)
+    assert torch.equal(query, torch.arange(4))
+    assert torch.equal(first, torch.tensor([0, 32]))
+
+
+def test_tile_calls_philox_once_for_eight_keys(monkeypatch):
+    calls = []
+
+    def counted(counter, key, rounds):
+        calls.append(torch.broadcast_shapes(*(c.shape for c in counter)).numel())
+        return original(counter, key, rounds)
+
+    original = philox.philox4x32
+    monkeypatch.setattr(philox, "philox4x32", counted)
+    keep = dropout_tile(1, *positions(0, 0), torch.arange(128), torch.tensor([0, 128]), 128, 0.1)
+    assert sum(calls) * 8 == keep.numel()
+
+
+def grid(seed: int, p: float, batches: int = 1, heads: int = 1, queries: int = 512, keys: int = 512) -> Tensor:
+    lead = torch.zeros(batches, heads, dtype=torch.int64)
+    batch, head = lead + torch.arange(batches)[:, None], lead + torch.arange(heads)
+    return dropout_tile(seed, batch, head, torch.arange(queries), torch.arange(0, keys, 64), 64, p)
+
+
+@pytest.mark.parametrize("p", [0.003, 0.1, 0.5, 0.9])
+def test_rate(p):
+    kept = grid(11, p)
+    rate = 1 - dropout_threshold(p) / 65536
+    sigma = math.sqrt(rate * (1 - rate) / kept.numel())
+    assert abs(kept.double().mean().item() - rate) < 4 * sigma
+    # Rows, and keys taken modulo 32, exercise every word and half apart.
+    by_place = kept.view(512, 16, 32).double().mean((0, 1))
+    assert (by_place - rate).abs().max() < 5 * sigma * math.sqrt(32)
+    assert (kept.double().mean(-1) - rate).abs().max() < 5 * sigma * math.sqrt(512)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """In standard deviations from none."""
+    return (torch.corrcoef(torch.stack([a.flatten(), b.flatten()]).double())[0, 1] * math.sqrt(a.numel())).item()
+
+
+def test_neighbours_are_independent():
+    kept = grid(3, 0.5, batches=2, heads=3)
+    for step in (1, 2, 7, 8, 16, 31, 32, 64):
+        assert abs(correlation(kept[..., step:], kept[..., :-step])) < 4.5, step
+        assert abs(correlation(kept[..., step:, :], kept[..., :-step, :])) < 4.5, step
+    for (b, h), (c, g) in itertools.combinations(itertools.product(range(2), range(3)), 2):
+        assert abs(correlation(kept[b, h], kept[c, g])) < 4.5
+    assert abs(correlation(kept[0, 0], kept[0, 0].T)) < 4.5
+
+
+@pytest.mark.parametrize("other", [4, 3 + (1 << 32), -3])
+def test_seeds_are_independent(other):
+    first, second = grid(3, 0.5), grid(other, 0.5)
+    assert abs(correlation(first, second)) < 4.5
+    assert torch.equal(grid(other, 0.5), second)
+
+
+def test_nothing_is_dropped_at_zero():
+    assert grid(5, 0.0).all()
+    assert dropout_keep(5, *positions(0, 0, 0), torch.arange(1000), 0.0).all()
+    assert dropout_scale(0.0) == 1.0
+
+
+def test_more_dropout_drops_more_of_the_same():
+    kept = [grid(5, p) for p in (0.1, 0.3, 0.7)]
+    assert all(bool((less | ~more).all()) for less, more in itertools.pairwise(kept))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 1 / 3, 0.9])
+def test_scale_restores_the_mean_exactly(p):
+    kept = 65536 - dropout_threshold(p)
+    assert dropout_scale(p) * kept == pytest.approx(65536, rel=1e-15)
+    assert kept == 65536 - round(65536 * p)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, math.nan, 1 - 2**-18])
+def test_impossible_probabilities_are_refused(p):
+    with pytest.raises(ValueError, match=r"dropout_p: expected a probability"):
+        dropout_threshold(p)
+    with pytest.raises(ValueError, match=r"dropout_p: expected a probability"):
+        dropout_tile(0, *positions(0, 0), torch.arange(2), torch.tensor([0]), 32, p)
+
+
+@pytest.mark.parametrize("n_keys", [0, -32, 8, 24, 48])
+def test_ragged_tiles_are_refused(n_keys):
+    with pytest.raises(ValueError, match=rf"n_keys: expected .* got {n_keys}"):
+        dropout_tile(0, *positions(0, 0), torch.arange(2), torch.tensor([0]), n_keys, 0.5)

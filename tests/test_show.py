@@ -1,0 +1,266 @@
+"""`ringtile show`, the figures of a pattern and the drawings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringtile.analysis import show
+from ringtile.analysis.plot import Curve, count_text, occupancy, picture, plot_curves, plot_pattern
+from ringtile.analysis.statistics import pattern_statistics
+from ringtile.layout import build_index
+from ringtile.patterns import Causal, Dense, Dilated, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
+
+MILLION = 1 << 20
+
+
+def run(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    show.add_arguments(parser)
+    return show.run(parser.parse_args(argv))
+
+
+def show_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert run(*argv, "--json") == 0
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return record
+
+
+def tiles_of(dense: Tensor, block: int, start: int) -> Tensor:
+    """Kept pairs of each tile of a dense mask, tiles cut in position space."""
+    n_queries, n_keys = dense.shape
+    row = torch.arange(start, start + n_queries) // block
+    row, col = row - row[0], torch.arange(n_keys) // block
+    down = torch.zeros(int(row[-1]) + 1, n_queries).index_put_((row, torch.arange(n_queries)), torch.tensor(1.0))
+    across = torch.zeros(n_keys, int(col[-1]) + 1).index_put_((torch.arange(n_keys), col), torch.tensor(1.0))
+    return down @ dense.float() @ across
+
+
+CASES = [
+    (Causal() & Window(70), 300, 300, 32),
+    (Window(20) | GlobalTokens(5), 129, 257, 64),
+    (Causal() & (Dilated([1, 3], 8) | RandomBlocks(1, block=32)), 200, 130, 32),
+    (per_head([Causal(), Window(9), Causal()]), 100, 100, 16),
+    (Window(40), 90, 130, 32),
+]
+
+
+@pytest.mark.parametrize(("rule", "n_queries", "n_keys", "block"), CASES)
+def test_statistics_agree_with_counting_pairs(rule: Pattern, n_queries: int, n_keys: int, block: int) -> None:
+    heads = rule.n_heads or 2
+    index = build_index(rule, n_queries, n_keys, heads=heads, block=block)
+    dense = index.to_dense()[0].expand(heads, n_queries, n_keys)
+    counted = pattern_statistics(index, heads=heads, head_dim=16)
+    tiles = torch.stack([tiles_of(head, block, index.start) for head in dense])
+    sizes = tiles_of(torch.ones(n_queries, n_keys), block, index.start)
+    assert counted.kept_pairs == int(dense.sum())
+    assert counted.density == pytest.approx(int(dense.sum()) / counted.allowed_pairs)
+    assert counted.full_tiles + counted.partial_tiles == int((tiles > 0).sum())
+    assert counted.full_tiles == int((tiles == sizes).sum())
+    assert counted.forward_flops == 4 * 16 * int(((tiles > 0) * sizes).sum())
+    assert counted.backward_flops * 2 == counted.forward_flops * 5
+    assert counted.dense_forward_flops == 4 * 16 * counted.allowed_pairs
+    rows, columns = (tiles > 0).sum(2).double(), (tiles > 0).sum(1).double()
+    assert counted.longest_row.tiles == rows.max()
+    assert rows[:, counted.longest_row.tile - index.first_row].max() == rows.max()
+    assert counted.longest_column.tiles == columns.max()
+    if index.n_groups == 1:
+        assert counted.longest_row.mean == pytest.approx(float(rows.mean()))
+        assert counted.longest_column.mean == pytest.approx(float(columns.mean()))
+    assert counted.dense_mask_bytes == n_queries * n_keys
+    assert counted.index_bytes == index.nbytes
+
+
+def test_statistics_refuse_a_head_without_elements() -> None:
+    with pytest.raises(ValueError, match="head_dim=0"):
+        pattern_statistics(build_index(Causal(), 10), head_dim=0)
+
+
+@pytest.mark.parametrize(("rule", "heads"), [(per_head([Causal(), Window(1)]), 4), (Causal(), 0)])
+def test_statistics_refuse_other_heads(rule: Pattern, heads: int) -> None:
+    index = build_index(rule, 10, heads=rule.n_heads or 1)
+    with pytest.raises(ValueError, match=f"heads: expected .*, got {heads}"):
+        pattern_statistics(index, heads=heads)
+
+
+@pytest.mark.parametrize(("rule", "n_queries", "n_keys", "block"), CASES)
+@pytest.mark.parametrize("pixels", [4, 64, 4096])
+def test_occupancy_is_the_share_of_kept_pairs(
+    rule: Pattern, n_queries: int, n_keys: int, block: int, pixels: int
+) -> None:
+    index = build_index(rule, n_queries, n_keys, heads=rule.n_heads or 1, block=block)
+    for head in range(rule.n_heads or 1):
+        shares, side = occupancy(index, head=head, pixels=pixels)
+        assert max(shares.shape) <= pixels or pixels < 64
+        top = index.start - index.first_row * block
+        dense = index.to_dense()[0, head if index.group.shape[1] > 1 else 0].float()
+        # Cells that the lengths cut have no meaning of their own.
+        first, rows, columns = -(-top // side), (top + n_queries) // side, n_keys // side
+        whole = dense[first * side - top : rows * side - top, : columns * side]
+        cells = whole.unflatten(0, (-1, side)).unflatten(2, (-1, side)).mean((1, 3))
+        torch.testing.assert_close(shares[first:rows, :columns], cells)
+
+
+def test_cells_that_the_lengths_cut_count_what_is_there() -> None:
+    shares, side = occupancy(build_index(Dense(), 300, block=32), pixels=4)
+    assert side == 96
+    assert torch.equal(shares, torch.ones(4, 4))
+
+
+def test_a_million_tokens_are_one_small_picture() -> None:
+    index = build_index(Causal() & (Window(512) | GlobalTokens(64)), MILLION)
+    axes = plot_pattern(index)
+    image = axes.images[0].get_array()
+    assert image is not None
+    assert image.shape == (512, 512)
+    assert 0.2 < image[100, 100] < 0.3
+    assert image[100, 0] == pytest.approx(64 / 2048)
+    assert image[100, 101] == 0
+    assert axes.get_xlim() == (0, MILLION)
+    assert axes.get_ylim() == (MILLION, 0)
+    assert axes.get_ylabel() == "query position"
+
+
+def test_a_picture_shows_positions_when_there_are_more_keys() -> None:
+    axes = plot_pattern(build_index(Causal(), 60, 90))
+    assert axes.get_ylim() == (90, 30)
+    assert axes.get_xlim() == (0, 90)
+
+
+def test_curves_have_labels_and_a_legend() -> None:
+    axes = plot_curves([Curve("one", [1, 2], [3, 4]), Curve("", [1, 2], [5, 6], style="--")], x_label="N", y_label="s")
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["one"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("N", "s")
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "--"]
+    same = axes.figure.add_subplot()
+    assert plot_curves([], same) is same
+
+
+def test_an_interrupted_picture_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "a.png"
+    with picture(path, 2, 2) as figure:
+        figure.add_subplot()
+    before = path.read_bytes()
+    assert before.startswith(b"\x89PNG")
+
+    def interrupted(part: Path, **_: object) -> None:
+        part.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), picture(path, 2, 2) as figure:
+        monkeypatch.setattr(figure, "savefig", interrupted)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_picture_needs_a_known_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"path: .*\.png.*a\.bmp"), picture(tmp_path / "a.bmp", 2, 2):
+        pass
+
+
+def test_show_prints_what_the_statistics_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("window(1024)", "--causal", "--tokens", str(MILLION)) == 0
+    printed = capsys.readouterr().out
+    counted = pattern_statistics(build_index(Causal() & Window(1024), MILLION))
+    assert printed.startswith("causal & window(1024)\n")
+    assert f"{counted.kept_pairs:,} of {counted.allowed_pairs:,} pairs" in printed
+    assert "longest 9 tiles" in printed
+    assert "1.0 TiB (not made)" in printed
+    assert f"{counted.forward_flops / 1e9:.3g} GFLOP at head_dim 64" in printed
+
+
+def test_show_json_is_the_statistics(capsys: pytest.CaptureFixture[str]) -> None:
+    record = show_json(capsys, "per_head([causal, window(3)])", "--tokens", "60", "--keys", "90", "--head-dim", "8")
+    counted = pattern_statistics(build_index(parse("per_head([causal, window(3)])"), 60, 90, heads=2), head_dim=8)
+    assert record["kept_pairs"] == counted.kept_pairs
+    assert record["heads"] == 2
+    assert record["longest_row"] == counted.longest_row._asdict()
+    assert record["backward_flops"] == counted.backward_flops
+    assert record["pattern"] == "per_head([causal, window(3)])"
+    assert record["picture"] is None
+
+
+def test_show_counts_heads_and_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    one = show_json(capsys, "causal", "--tokens", "256", "--block", "64")
+    four = show_json(capsys, "causal", "--tokens", "256", "--block", "64", "--heads", "4")
+    assert one["partial_tiles"] == 4
+    assert four["kept_pairs"] == 4 * one["kept_pairs"]
+    assert four["density"] == one["density"] == 1
+
+
+def test_the_drawing_of_few_tokens_is_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    run("window(1, 0)", "--tokens", "4")
+    assert capsys.readouterr().out.split("\n")[1:5] == ["█···", "██··", "·██·", "··██"]
+
+
+def test_the_drawing_of_many_tokens_has_shades(capsys: pytest.CaptureFixture[str]) -> None:
+    run("window(64) | global_tokens(64)", "--causal", "--tokens", "65536", "--block", "64")
+    lines = capsys.readouterr().out.split("\n")[1:]
+    assert lines[0][:2] == "▒·"
+    assert lines[20][0] == "▒"
+    assert lines[20][20] == "▒"
+    assert set(lines[20][1:19] + lines[20][21:]) == {"·"}
+    run("dense", "--tokens", "1024")
+    assert set(capsys.readouterr().out.split("\n")[1]) == {"█"}
+    run("random_blocks(1, block=64)", "--causal", "--tokens", str(MILLION), "--block", "64")
+    assert "░" in capsys.readouterr().out.split("\n")[40]
+
+
+def test_show_draws_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "pattern.png"
+    assert run("bigbird", "--tokens", "4000", "--out", str(path)) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert str(path) in capsys.readouterr().out
+
+
+def test_pictures_need_no_display_and_no_pyplot(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ringtile.cli import main; "
+        f"status = main(['show', 'causal', '--tokens', '64', '--out', {str(tmp_path / 'a.png')!r}]); "
+        "sys.exit(status or 'matplotlib.pyplot' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_show_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"--out: matplotlib cannot be imported.*ringtile\[plot\]"):
+        run("causal", "--tokens", "64", "--out", str(tmp_path / "a.png"))
+    assert capsys.readouterr().out == ""
+    assert run("causal", "--tokens", "64") == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["window(-1)", "--tokens", "64"], "left"),
+        (["windo(1)", "--tokens", "64"], "window"),
+        (["causal", "--tokens", "0"], "--tokens.*got 0"),
+        (["causal", "--tokens", "64", "--keys", "-1"], "--keys.*-1"),
+        (["causal", "--tokens", "64", "--heads", "0"], "heads"),
+        (["causal", "--tokens", "64", "--head-dim", "0"], "head_dim"),
+        (["per_head([causal, dense])", "--tokens", "64", "--heads", "3"], "heads"),
+        (["causal", "--tokens", "64", "--out", "a.txt"], r"--out: .*a\.txt"),
+    ],
+)
+def test_bad_arguments_are_named(argv: list[str], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        run(*argv)
+
+
+def test_counts_are_written_as_people_write_them() -> None:
+    assert [count_text(n) for n in (0, 999, 1000, 1024, 1536, 2500, 1 << 20, 3 << 19)] == [
+        "0", "999", "1,000", "1K", "1.5K", "2,500", "1M", "1.5M",
+    ]  # fmt: skip

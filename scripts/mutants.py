@@ -41,6 +41,9 @@ LAYOUT = ("tests/test_layout.py",)
 PHILOX = ("tests/test_philox.py",)
 REFERENCE = ("tests/test_reference.py",)
 KERNELS = ("tests/test_attention.py",)
+DERIVATIVES = ("tests/test_operators.py::test_second_derivatives_over_many_tiles",)
+COUNTS = ("tests/test_counts.py",)
+SELECT = ("tests/test_select.py",)
 
 MUTANTS = [
     Mutant(
@@ -356,21 +359,21 @@ MUTANTS = [
         "kernels/blockwise/double_backward.py",
         "self.cot * beyond + self.value_cot - cot_sum",
         "self.cot * beyond - cot_sum",
-        KERNELS,
+        DERIVATIVES,
     ),
     Mutant(
         "row tiles are computed one at a time",
         "kernels/blockwise/chunks.py",
         "            budget = rows\n",
         "            budget = 1\n",
-        KERNELS,
+        COUNTS,
     ),
     Mutant(
         "torch's causal kernel serves queries that start later",
         "kernels/dense.py",
         "(call.start != 0 or q.shape[2] != k.shape[2])",
         "q.shape[2] != k.shape[2]",
-        KERNELS,
+        SELECT,
     ),
     Mutant(
         "one key beyond a batch row's length is seen",

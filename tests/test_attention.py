@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +100,8 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "key_mask": {"key_mask": torch.arange(300).expand(2, 300) % torch.tensor([[3], [400]]) == 0},
     "key_lengths": {"key_lengths": torch.tensor([170, 0])},
 }
-MODIFIERS["everything"] = {name: value for given in MODIFIERS.values() for name, value in given.items()} | {"scale": 0.7}
+MODIFIERS["everything"] = {name: value for options in MODIFIERS.values() for name, value in options.items()}
+MODIFIERS["everything"]["scale"] = 0.7
 
 
 def attend(
@@ -415,8 +417,7 @@ def test_dropout_drops_the_pairs_of_the_specification(block: int, seed: int | Te
     v = torch.eye(n_keys, dtype=torch.float64).expand(2, 2, -1, -1)
     index = build_index(TILED | Window(200), n_queries, n_keys, start=start, heads=4, block=block)
     plain, dropped = (
-        sparse_attention(q, k, v, index, enable_gqa=True, **options)
-        for options in ({}, {"dropout_p": p, "seed": seed})
+        sparse_attention(q, k, v, index, enable_gqa=True, **options) for options in ({}, {"dropout_p": p, "seed": seed})
     )
     shapes = torch.meshgrid(
         *(torch.arange(size) for size in (2, 4)), torch.arange(n_queries) + start, torch.arange(n_keys), indexing="ij"
@@ -508,9 +509,8 @@ def test_what_nobody_keeps_changes_nothing(pattern: Pattern, options: dict[str, 
     assert rows.any() or keys.any()
 
     def with_value(value: float, served: Pattern | BlockIndex) -> Oracle:
-        q, k, v, grad_out = (
-            x.masked_fill(unused.unsqueeze(-1), value) for x, unused in zip(inputs, (rows, keys, keys, rows), strict=True)
-        )
+        unused = [x.unsqueeze(-1) for x in (rows, keys, keys, rows)]
+        q, k, v, grad_out = (x.masked_fill(mask, value) for x, mask in zip(inputs, unused, strict=True))
         return attend(Inputs(q, k, v, grad_out), served, grad_lse.masked_fill(rows, value), **options)
 
     index = build_index(pattern, 170, 300, start=options.get("start"), heads=4, block=32)
@@ -589,9 +589,7 @@ def assert_within_budget(pattern: Pattern, inputs: Inputs, backend: str | None =
 @pytest.mark.parametrize("pattern", ROUNDED.values(), ids=ROUNDED)
 def test_float32_within_three_times_the_error_of_torch(pattern: Pattern, score_scale: float) -> None:
     for kv_heads, backend in ((4, None), (2, "blockwise")):
-        inputs = make_inputs(
-            1, 4, 500, head_dim=64, kv_heads=kv_heads, dtype=torch.float32, score_scale=score_scale
-        )
+        inputs = make_inputs(1, 4, 500, head_dim=64, kv_heads=kv_heads, dtype=torch.float32, score_scale=score_scale)
         assert_within_budget(pattern, inputs, backend)
 
 
@@ -651,6 +649,34 @@ def test_eight_threads_on_one_cache_give_the_bits_of_one() -> None:
         assert len(own) == len(alone)
         for result, expected in zip(own, alone, strict=True):
             assert_bits(result, expected)
+
+
+def test_threads_that_unpack_masks_do_not_meet() -> None:
+    index = build_index(
+        Elements(lambda head, query, key: (query * query + 3 * key + query * key) % 7 < 3), 400, block=16
+    )
+    numbers = torch.randint(len(index.bits), (1500, 1, 3), generator=torch.Generator().manual_seed(0))
+    interval, failures = sys.getswitchinterval(), []
+    made, barrier = plan.plan_of(index), threading.Barrier(8)
+
+    def work() -> None:
+        barrier.wait()
+        try:
+            for number in numbers:
+                made.mask(number)
+        except RuntimeError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
 
 
 # Merging.

@@ -277,6 +277,14 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
                 f"outs, lses: expected [B, H, N, Dv] and [B, H, N], all alike, got {out.shape=}, {lse.shape=} "
                 f"with {outs[0].shape=}"
             )
+        if out.dtype != outs[0].dtype or not (out.is_floating_point() and lse.is_floating_point()):
+            raise ValueError(
+                f"outs, lses: expected one floating dtype, got {out.dtype=}, {lse.dtype=} with {outs[0].dtype=}"
+            )
+        if {out.device, lse.device} != {outs[0].device}:
+            raise ValueError(
+                f"outs, lses: expected one device, got {out.device=}, {lse.device=} with {outs[0].device=}"
+            )
     stacked = torch.stack([lse.to(torch.promote_types(lse.dtype, torch.float32)) for lse in lses])
     highest = stacked.detach().amax(0)
     highest = torch.where(highest == -math.inf, 0, highest)

@@ -418,9 +418,9 @@ def _cases(args: argparse.Namespace) -> list[Case]:
         for density in args.density or [None]:
             for dtype in args.dtype:
                 for n_tokens in sorted(args.tokens):
-                    name, pattern = repr(asked), asked
+                    name, pattern = text, asked
                     if density is not None:
-                        name = f"{asked!r} at {density:g}"
+                        name = f"{text} at {density:g}"
                         pattern = with_density(asked, density, n_tokens, heads=heads).pattern
                     cases.append(Case(name, pattern, n_tokens, args.batch, heads, args.head_dim, DTYPES[dtype], device))
     return cases

@@ -107,8 +107,8 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     positions along a cell's side: a whole fraction or multiple of the block.
 
     >>> from ringtile.layout import build_index
-    >>> from ringtile.patterns import Causal
-    >>> shares, side = occupancy(build_index(Causal(), 1 << 20), pixels=256)
+    >>> from ringtile.patterns import Causal, Window
+    >>> shares, side = occupancy(build_index(Causal() & Window(4096), 1 << 20), pixels=256)
     >>> tuple(shares.shape), side
     ((256, 256), 4096)
     """

@@ -26,7 +26,7 @@ class Row:
     """One peer on one problem in one direction: figures, or the reason why it was left out."""
 
     asked: str
-    """The pattern as asked for; `pattern` is what it came to at this length, where a density was asked for."""
+    """The pattern in the words of the request; `pattern` is what it came to, where a density was asked for."""
     pattern: str
     n_tokens: int
     batch: int
@@ -63,7 +63,7 @@ class Row:
     def problem(self) -> tuple[Any, ...]:
         """What two rows must share to be compared, peer and direction included."""
         sizes = (self.n_tokens, self.batch, self.heads, self.head_dim, self.block)
-        return (self.asked, self.pattern, *sizes, self.dtype, self.device, self.direction, self.peer)
+        return (self.pattern, *sizes, self.dtype, self.device, self.direction, self.peer)
 
 
 @dataclass(frozen=True)

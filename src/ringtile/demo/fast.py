@@ -212,9 +212,10 @@ class Fast:
                 elapsed = time.monotonic() - began
                 left = min(TABLE_SECONDS - elapsed, elapsed * (total - done) / done)
                 progress.update(done, f"round {number + 1}", seconds_left=max(left, 0.0))
+        rounds = "one round" if len(self.dense_both) == 1 else f"medians of {len(self.dense_both)} rounds"
         progress.say(
             f"  dense forward {duration_text(statistics.median(self.dense_forward))}, forward and backward "
-            f"{duration_text(statistics.median(self.dense_both))}; medians of {len(self.dense_both)} rounds; "
+            f"{duration_text(statistics.median(self.dense_both))}; {rounds}; "
             f"density of {BLOCK} x {BLOCK} tiles"
         )
         progress.say("  tile density  promised  forward  forward+backward  error")
@@ -242,7 +243,7 @@ class Fast:
         rule, lengths = self.curve_rule, self.lengths
         heads = rule.n_heads or 1
         progress.say(f"  {rule!r}, B1 H{heads}, forward and backward; memory: peak beyond inputs and results")
-        progress.say("        N       time    memory  dense time              error")
+        progress.say("        N       time    memory  dense time                    error")
         progress.begin("fast · length", sum(lengths) / 2**10, "K tokens")
         seconds_per_tile = 0.0
         for number, n_tokens in enumerate(lengths, 1):
@@ -411,7 +412,7 @@ def _curve_line(row: LengthRow) -> str:
     memory = f"{row.peak_bytes / 2**20:,.0f} MiB"
     dense = duration_text(row.dense_seconds) + ("" if row.dense_measured else " (extrapolated)")
     took = duration_text(row.both_seconds) if row.exact else "WRONG"
-    return f"  {count_text(row.n_tokens):>7}  {took:>9}  {memory:>8}  {dense:<22}  {row.error:.1e}"
+    return f"  {count_text(row.n_tokens):>7}  {took:>9}  {memory:>8}  {dense:<28}  {row.error:.1e}"
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from ringtile.kernels.contracts import Call, as_new_out, index_of, new_out
 from ringtile.kernels.cpu_flash import flash_forward
 from ringtile.layout.index import BlockIndex
 
-_WORTH_A_LAUNCH = 3e7
-"""Operations that must be spared before the launches of a small problem pay (about 0.3 ms on two cores)."""
+_WORTH_A_LAUNCH = 2e7
+"""Operations that each launch of a small problem must spare to pay (about 0.15 ms on two cores)."""
 
 
 def additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
@@ -39,13 +39,14 @@ def whole_mask(index: BlockIndex, q: Tensor, v: Tensor, options: Options) -> Ten
     plan = plan_of(index)
     if plan.whole is None or options.key_keep is not None or not on_flash(q.device, options):
         return None
-    spared = index.n_rows * index.n_cols - plan.n_tiles
-    spared *= q.shape[0] * q.shape[1] * index.block**2 * 2 * (q.shape[-1] + v.shape[-1])
-    if spared > _WORTH_A_LAUNCH:
+    pairs = plan.spared // index.n_groups * index.block**2 * q.shape[0] * q.shape[1]
+    if pairs * 2 * (q.shape[-1] + v.shape[-1]) > _WORTH_A_LAUNCH * len(plan.launches):
         return None
-    if q.dtype not in plan.additive:
-        plan.additive[q.dtype] = additive(plan.whole, q.dtype).view(1, 1, *plan.whole.shape)
-    return plan.additive[q.dtype]
+    group = index.group.cpu()
+    key = (q.dtype, group.shape, tuple(group.flatten().tolist()))
+    if key not in plan.additive:
+        plan.additive[key] = additive(plan.whole[group.long()], q.dtype)
+    return plan.additive[key]
 
 
 def _combine(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:

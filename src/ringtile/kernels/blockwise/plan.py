@@ -8,7 +8,7 @@ serves them all.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,7 +23,7 @@ _MIN_SHARED_ROWS = 4
 _MIN_RUN_ROWS = 4
 _MASK_CACHE_TILES = 16
 _MASK_CACHE_BYTES = 4 * 2**20
-_WHOLE_TILES = 16
+_WHOLE_TILES = 128
 _RAGGED_CHUNK = 64
 
 
@@ -69,13 +69,13 @@ class Plan:
     idle_rows: tuple[Tensor | None, ...]
     """By group, the queries whose row tile has no tile at all, or None where there are none."""
     whole: Tensor | None
-    """``[Nq, Nk]`` bool, all kept pairs, where the problem is small, has one group, and every row and key is kept."""
-    n_tiles: int
-    """Kept tiles of all groups."""
+    """``[G, Nq, Nk]`` bool, all kept pairs, where the problem is small and every row and key is kept."""
+    spared: int
+    """Tiles of all groups that are not kept."""
     masks: dict[tuple[int, ...], Tensor]
     """Shared masks already unpacked, up to `_MASK_CACHE_BYTES`."""
-    additive: dict[torch.dtype, Tensor]
-    """``whole`` as a mask to add to scores, by dtype."""
+    additive: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], Tensor]
+    """``whole`` as a mask to add to scores, by dtype and the groups of an index."""
 
     def mask(self, tiles: Tensor) -> Tensor:
         """``[..., K]`` tile numbers to ``[..., block, K * block]`` bool: which pairs are kept."""
@@ -302,15 +302,19 @@ def _make_plan(index: BlockIndex) -> Plan:
     idle = torch.repeat_interleave(torch.bincount(slot, minlength=n_slots) == 0, block).view(n_groups, n_rows * block)
     idle = idle[:, offset : offset + index.n_queries]
     every_key, every_row = bool(keys.all()), bool(rows.all())
-    small = 0 < n_rows * n_cols <= _WHOLE_TILES and index.group.numel() == 1
+    n_tiles = n_slots * n_cols
+    whole = None
+    if 0 < n_tiles <= _WHOLE_TILES and every_key and every_row:
+        # By group, since indices that share their lists share the plan, and each has groups of its own.
+        whole = replace(index, group=torch.arange(n_groups).unsqueeze(0)).to_dense()[0].cpu()
     return Plan(
         launches=tuple(_launches(index, slot, col, tile)) if len(slot) else (),
         bits=bits,
         dead_keys=None if every_key else ~keys,
         empty_rows=not every_row,
         idle_rows=tuple(queries.nonzero().squeeze(1) if bool(queries.any()) else None for queries in idle),
-        whole=index.to_dense()[0, 0].cpu() if small and every_key and every_row else None,
-        n_tiles=len(tile),
+        whole=whole,
+        spared=n_tiles - len(tile),
         masks={},
         additive={},
     )

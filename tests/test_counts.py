@@ -1,0 +1,291 @@
+"""Costs that are counted, not timed: operator calls, pairs computed, bytes, index builds."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import make_inputs, relative_error
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringtile import BlockIndex, Pattern, build_index, sparse_attention
+from ringtile.analysis.memory import Peaks, peak_memory
+from ringtile.kernels.blockwise import plan
+from ringtile.kernels.contracts import Call
+from ringtile.kernels.select import load
+from ringtile.layout import cache_info, clear_cache
+from ringtile.patterns import (
+    Causal,
+    Dense,
+    Documents,
+    Elements,
+    GlobalTokens,
+    RandomBlocks,
+    Window,
+    per_head,
+)
+
+pytestmark = pytest.mark.unpoisoned
+
+WINDOW = Causal() & Window(500)
+WITH_GLOBAL = Causal() & (Window(500) | GlobalTokens(64))
+RANDOM = Causal() & RandomBlocks(4)
+
+
+class Recorder(TorchDispatchMode):
+    """The operators that run, and the (query, key) pairs of torch's attention kernel, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.pairs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.calls[name] += 1
+        if "flash_attention" in name:
+            q, k = args[1:3] if name.endswith("backward") else args[:2]
+            self.pairs += q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def kernels(self) -> int:
+        return sum(count for name, count in self.calls.items() if "flash_attention" in name)
+
+
+def forward_and_backward(index: BlockIndex, heads: int = 2, head_dim: int = 8, **options: Any) -> list[Recorder]:
+    """What `blockwise` runs for one call, once it has seen the index."""
+    q, k, v, out_grad = make_inputs(1, heads, index.n_queries, index.n_keys, head_dim, dtype=torch.float32)
+    nothing: dict[str, Any] = dict.fromkeys(Call._fields)
+    facts = {"pattern": "", "start": index.start, "block": index.block, "scale": 0.3, "dropout_p": 0.0, "softcap": 0.0}
+    call = Call(**nothing | {"tiles": index.tensors(), "backend": "blockwise"} | facts | options)
+    backend = load("blockwise")
+    recorders = []
+    for _ in range(2):
+        with Recorder() as forward:
+            out, lse = backend.forward(q, k, v, call)
+        with Recorder() as backward:
+            backend.backward(out_grad, None, q, k, v, out, lse, call)
+        recorders = [forward, backward]
+    return recorders
+
+
+# Calls.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kernels", "calls"),
+    [(WINDOW, 6, 400), (WITH_GLOBAL, 9, 600), (RANDOM, 15, 1000), (Window(500), 11, 700)],
+    ids=repr,
+)
+def test_calls_are_few(pattern: Pattern, kernels: int, calls: int) -> None:
+    index = build_index(pattern, 16384, heads=2)
+    for recorder in forward_and_backward(index):
+        assert 0 < recorder.kernels <= kernels
+        assert sum(recorder.calls.values()) <= calls
+
+
+@pytest.mark.parametrize("pattern", [WINDOW, Window(500)], ids=repr)
+def test_calls_do_not_grow_with_the_rows(pattern: Pattern) -> None:
+    short, long = (forward_and_backward(build_index(pattern, length), heads=1) for length in (2048, 16384))
+    for few, many in zip(short, long, strict=True):
+        assert few.calls == many.calls
+
+
+def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, block: int) -> Tensor:
+    """What must not come back: correct, and a few calls for each row of tiles."""
+    rows = []
+    for row, (first, last) in enumerate(zip(index.part_row_ptr[:-1], index.part_row_ptr[1:], strict=True)):
+        full = index.full_col[index.full_row_ptr[row] : index.full_row_ptr[row + 1]]
+        tiles = torch.cat([full, index.part_col[first:last]]).tolist()
+        low, high = min(tiles) * block, (max(tiles) + 1) * block
+        distance = torch.arange(row * block, (row + 1) * block)[:, None] - torch.arange(low, high)
+        mask = (distance >= 0) & (distance <= 500)
+        queries = q[:, :, row * block : (row + 1) * block]
+        rows.append(F.scaled_dot_product_attention(queries, k[:, :, low:high], v[:, :, low:high], attn_mask=mask))
+    return torch.cat(rows, 2)
+
+
+def test_a_loop_over_blocks_would_be_seen() -> None:
+    q, k, v, _ = make_inputs(1, 1, 4096, head_dim=8, dtype=torch.float32)
+    index = build_index(WINDOW, 4096)
+    with Recorder() as recorder:
+        out = loop_over_blocks(q, k, v, index, 128)
+    assert relative_error(out, sparse_attention(q, k, v, index).double()) < 1e-6
+    assert recorder.kernels == 32
+    # Four times as many at the 16384 tokens that are allowed 6 and 400.
+    assert sum(recorder.calls.values()) > 200
+
+
+@pytest.mark.parametrize("options", [{"dropout_p": 0.1, "seed": torch.tensor([3])}, {"softcap": 3.0}], ids=str)
+def test_calls_with_options_do_not_grow_with_the_rows(options: dict[str, Any]) -> None:
+    pattern = Causal() & Window(130)
+    short, long = (
+        forward_and_backward(build_index(pattern, length, block=64), heads=1, head_dim=4, **options)
+        for length in (512, 1024)
+    )
+    for few, many in zip(short, long, strict=True):
+        assert few.kernels == 0
+        assert few.calls["bmm"] == many.calls["bmm"]
+        assert sum(many.calls.values()) <= 1.3 * sum(few.calls.values())
+
+
+# Work.
+
+
+@pytest.mark.parametrize(
+    "pattern", [WINDOW, WITH_GLOBAL, RANDOM, Window(500), Causal() & Documents([2000, 2096, 4096])], ids=repr
+)
+def test_only_kept_tiles_are_computed(pattern: Pattern) -> None:
+    index = build_index(pattern, 8192, heads=2)
+    kept = index.kept_tiles * 128 * 128 * 2 // index.group.numel()
+    for recorder in forward_and_backward(index):
+        assert recorder.pairs == kept
+    assert kept < 0.5 * 2 * 8192 * 8192
+
+
+def test_heads_pay_for_their_own_tiles() -> None:
+    index = build_index(per_head([Causal() & Window(100), ~Dense(), Causal(), Window(100)]), 4096, heads=4)
+    forward, backward = forward_and_backward(index, heads=4)
+    assert forward.pairs == backward.pairs == index.kept_tiles * 128 * 128
+
+
+def test_ragged_lengths_pay_for_their_tiles_alone() -> None:
+    index = build_index(WINDOW, 5000, 8100)
+    assert index.start % 128
+    for recorder in forward_and_backward(index, heads=1):
+        assert 0.9 * index.kept_tiles * 128 * 128 < recorder.pairs <= index.kept_tiles * 128 * 128
+
+
+# Memory.
+
+MIB = 1 << 20
+
+
+def peaks_of(pattern: Pattern, length: int, head_dim: int = 64, **options: Any) -> Peaks:
+    q, k, v, out_grad = make_inputs(1, 1, length, head_dim=head_dim, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    build_index(pattern, length)
+
+    def forward() -> Tensor:
+        return sparse_attention(*leaves, pattern, **options)
+
+    def backward(out: Tensor) -> Sequence[Tensor]:
+        return torch.autograd.grad(out, leaves, out_grad)
+
+    return peak_memory(forward, backward, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("pattern", [Window(1024), Causal() & Window(1024)], ids=repr)
+def test_a_window_over_131072_tokens_needs_64_mib(pattern: Pattern) -> None:
+    peaks = peaks_of(pattern, 131072)
+    assert peaks.backward is not None
+    assert 0 < peaks.forward <= 64 * MIB
+    assert 0 < peaks.backward <= 64 * MIB
+
+
+@pytest.mark.parametrize("pattern", [WITH_GLOBAL, RANDOM, Window(200)], ids=repr)
+def test_memory_follows_the_tokens_not_the_tiles(pattern: Pattern) -> None:
+    short, long = (peaks_of(pattern, length, head_dim=8) for length in (16384, 32768))
+    assert short.backward is not None
+    assert long.backward is not None
+    assert long.forward <= 2.2 * short.forward + MIB
+    assert long.backward <= 2.2 * short.backward + MIB
+    # All scores at once would take 1 GiB.
+    assert long.backward <= 64 * MIB
+
+
+def test_dense_scores_are_never_held() -> None:
+    for pattern, options in ((Elements(lambda h, i, j: (i * 7 + j) % 3 > 0), {}), (Causal(), {"softcap": 2.0})):
+        peaks = peaks_of(pattern, 4096, head_dim=8, **options)
+        assert peaks.backward is not None
+        assert peaks.forward < 4096 * 4096 * 4
+        assert peaks.backward < 2 * 4096 * 4096 * 4
+
+
+# Builds.
+
+
+@pytest.fixture
+def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[BlockIndex]:
+    made: list[BlockIndex] = []
+    make: Callable[[BlockIndex], plan.Plan] = plan._make_plan
+
+    def counted(index: BlockIndex) -> plan.Plan:
+        made.append(index)
+        return make(index)
+
+    monkeypatch.setattr(plan, "_make_plan", counted)
+    clear_cache()
+    return made
+
+
+@pytest.mark.parametrize("pattern", [WITH_GLOBAL, Elements(lambda h, i, j: (i + j) % 3 > 0)], ids=["text", "no text"])
+def test_one_build_serves_many_calls(pattern: Pattern, plans_made: list[BlockIndex]) -> None:
+    q, k, v, _ = make_inputs(1, 2, 200)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for _ in range(5):
+        out = sparse_attention(*leaves, pattern)
+        first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+        torch.autograd.grad(first[0].sum(), leaves)
+        with torch.no_grad():
+            sparse_attention(*leaves, pattern, key_mask=torch.rand(1, 200) < 0.5)
+            sparse_attention(*(x.float() for x in leaves), pattern)
+    assert cache_info().misses == 1
+    assert len(plans_made) == 1
+
+
+def test_an_index_is_planned_once(plans_made: list[BlockIndex]) -> None:
+    q, k, v, _ = make_inputs(2, 2, 200)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    index = build_index(WITH_GLOBAL, 200)
+    for _ in range(3):
+        sparse_attention(*leaves, index).sum().backward()
+    assert len(plans_made) == 1
+
+
+def live_bytes() -> int:
+    gc.collect()
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) is Tensor
+    }
+    return sum(storages.values())
+
+
+def test_many_steps_leave_memory_and_cache_flat(plans_made: list[BlockIndex]) -> None:
+    weights = torch.randn(3, 8, 8, requires_grad=True)
+    pattern = Elements(lambda h, i, j: i - j < 50)
+
+    def train(steps: int) -> tuple[int, ...]:
+        for step in range(steps):
+            x = torch.randn(1, 2, 100 + step % 20, 8)
+            weights.grad = None
+            for served in (WITH_GLOBAL, pattern):
+                sparse_attention(*(x @ weight for weight in weights), served).square().sum().backward()
+        return live_bytes(), cache_info().nbytes, cache_info().misses, len(plan._plans), len(plans_made)
+
+    first = train(20)
+    assert first[2:] == (40, 40, 40)
+    assert train(240) == first
+    assert train(240) == first
+
+
+def test_a_dropped_index_takes_its_plan_along() -> None:
+    clear_cache()
+    gc.collect()
+    before, bytes_before = len(plan._plans), live_bytes()
+    q, k, v, _ = make_inputs(1, 2, 150)
+    for number in range(50):
+        index = build_index(Window(number), 150)
+        sparse_attention(q, k, v, index)
+        clear_cache()
+    del index
+    gc.collect()
+    assert len(plan._plans) == before
+    assert live_bytes() - bytes_before < 5 * q.nbytes

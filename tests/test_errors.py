@@ -1,0 +1,261 @@
+"""Bad input is refused before any work: a ValueError that names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from strategies import checkerboard
+from torch import Tensor
+
+from ringtile import build_index, merge_attention, sparse_attention
+from ringtile.layout import cache_info, clear_cache, set_cache_limit, to_block_mask
+from ringtile.patterns import (
+    BlockDilated,
+    Blocks,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Elements,
+    GlobalTokens,
+    RandomBlocks,
+    Segments,
+    Strided,
+    Window,
+    parse,
+    per_head,
+    streaming,
+)
+
+
+def zeros(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(shape, **options)
+
+
+INDEX = build_index(Causal(), 6, 8)
+META = {"device": "meta"}
+
+# What to change in a call of two batch rows, four heads, two key heads, 6 queries, 8 keys, D 3 and Dv 5, and what the
+# message says of it: the argument first, what was expected, what came.
+CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    # Shapes.
+    "query of three dimensions": ({"query": zeros(4, 6, 3)}, "query", "four dimensions", "[4, 6, 3]"),
+    "key of five dimensions": ({"key": zeros(1, 2, 2, 8, 3)}, "key", "four dimensions", "[1, 2, 2, 8, 3]"),
+    "value of two dimensions": ({"value": zeros(8, 5)}, "value", "four dimensions", "[8, 5]"),
+    "batch of key": ({"key": zeros(3, 2, 8, 3)}, "key", "batch", "[3, 2, 8, 3]"),
+    "head_dim of key": ({"key": zeros(2, 2, 8, 4)}, "key", "head_dim", "[2, 2, 8, 4]"),
+    "no head_dim": ({"query": zeros(2, 4, 6, 0), "key": zeros(2, 2, 8, 0)}, "query", "head_dim", "[2, 4, 6, 0]"),
+    "batch of value": ({"value": zeros(1, 2, 8, 5)}, "value", "batch", "[1, 2, 8, 5]"),
+    "heads of value": ({"value": zeros(2, 4, 8, 5)}, "value", "heads", "[2, 4, 8, 5]"),
+    "length of value": ({"value": zeros(2, 2, 7, 5)}, "value", "length", "[2, 2, 7, 5]"),
+    "head ratio": ({"query": zeros(2, 3, 6, 3)}, "key", "a divisor", "[2, 3, 6, 3]"),
+    "more key heads than heads": ({"query": zeros(2, 1, 6, 3)}, "key", "a divisor", "[2, 1, 6, 3]"),
+    "no key heads": ({"key": zeros(2, 0, 8, 3), "value": zeros(2, 0, 8, 5)}, "key", "a divisor", "[2, 0, 8, 3]"),
+    "grouped heads not asked for": ({"enable_gqa": False}, "key", "enable_gqa=True", "enable_gqa=False"),
+    "no heads": (
+        {"query": zeros(2, 0, 6, 3), "key": zeros(2, 0, 8, 3), "value": zeros(2, 0, 8, 5)},
+        "heads",
+        "at least 1",
+        "0",
+    ),
+    # Dtypes and devices.
+    "integers": ({"query": zeros(2, 4, 6, 3, dtype=torch.int64)}, "query", "float32", "torch.int64"),
+    "complex": ({"query": zeros(2, 4, 6, 3, dtype=torch.complex64)}, "query", "float32", "torch.complex64"),
+    "dtype of key": ({"key": zeros(2, 2, 8, 3, dtype=torch.float64)}, "key", "the same", "torch.float64"),
+    "dtype of value": ({"value": zeros(2, 2, 8, 5, dtype=torch.bfloat16)}, "value", "the same", "torch.bfloat16"),
+    "device of key": ({"key": zeros(2, 2, 8, 3, **META)}, "key", "query's device", "meta"),
+    "device of value": ({"value": zeros(2, 2, 8, 5, **META)}, "value", "query's device", "meta"),
+    "no data": (
+        {"query": zeros(2, 4, 6, 3, **META), "key": zeros(2, 2, 8, 3, **META), "value": zeros(2, 2, 8, 5, **META)},
+        "query",
+        "holds data",
+        "meta",
+    ),
+    # Masks.
+    "shape of key_mask": ({"key_mask": zeros(2, 6).bool()}, "key_mask", "(2, 8)", "[2, 6]"),
+    "key_mask for each query": ({"key_mask": zeros(2, 6, 8).bool()}, "key_mask", "(2, 8)", "[2, 6, 8]"),
+    "dtype of key_mask": ({"key_mask": zeros(2, 8)}, "key_mask", "bool", "float32"),
+    "device of key_mask": ({"key_mask": zeros(2, 8, **META).bool()}, "key_mask", "cpu", "meta"),
+    "shape of key_lengths": ({"key_lengths": torch.tensor([3])}, "key_lengths", "(2,)", "[1]"),
+    "dtype of key_lengths": ({"key_lengths": zeros(2)}, "key_lengths", "int64", "float32"),
+    "device of key_lengths": ({"key_lengths": zeros(2, **META).long()}, "key_lengths", "cpu", "meta"),
+    # Numbers.
+    "certain dropout": ({"dropout_p": 1.0}, "dropout_p", "[0, 1)", "1.0"),
+    "nearly certain dropout": ({"dropout_p": 1 - 1e-6}, "dropout_p", "65535/65536", "0.999999"),
+    "negative dropout": ({"dropout_p": -0.1}, "dropout_p", "[0, 1)", "-0.1"),
+    "dropout nan": ({"dropout_p": math.nan}, "dropout_p", "[0, 1)", "nan"),
+    "two seeds": ({"dropout_p": 0.1, "seed": torch.tensor([1, 2])}, "seed", "one int64", "[2]"),
+    "dtype of seed": ({"dropout_p": 0.1, "seed": torch.tensor([1.0])}, "seed", "int64", "float32"),
+    "narrow seed": ({"seed": torch.tensor([1], dtype=torch.int32)}, "seed", "int64", "int32"),
+    "device of seed": ({"dropout_p": 0.1, "seed": zeros(1, **META).long()}, "seed", "cpu", "meta"),
+    "seed of 65 bits": ({"dropout_p": 0.1, "seed": 2**64}, "seed", "64-bit", str(2**64)),
+    "seed of no integer": ({"dropout_p": 0.1, "seed": 1.5}, "seed", "integer", "1.5"),
+    "negative softcap": ({"softcap": -1.0}, "softcap", ">= 0", "-1.0"),
+    "infinite softcap": ({"softcap": math.inf}, "softcap", "finite", "inf"),
+    "softcap nan": ({"softcap": math.nan}, "softcap", "finite", "nan"),
+    "infinite scale": ({"scale": -math.inf}, "scale", "finite", "-inf"),
+    "scale nan": ({"scale": math.nan}, "scale", "finite", "nan"),
+    "start of no integer": ({"start": 1.5}, "start", "integer", "1.5"),
+    "start of no number": ({"start": "now"}, "start", "integer", "'now'"),
+    # Numbers for each head.
+    "shape of alibi_slopes": ({"alibi_slopes": zeros(2)}, "alibi_slopes", "(4,)", "[2]"),
+    "device of alibi_slopes": ({"alibi_slopes": zeros(4, **META)}, "alibi_slopes", "cpu", "meta"),
+    "dtype of alibi_slopes": ({"alibi_slopes": zeros(4).bool()}, "alibi_slopes", "floating", "bool"),
+    "shape of sinks": ({"sinks": zeros(4, 1)}, "sinks", "(4,)", "[4, 1]"),
+    "device of sinks": ({"sinks": zeros(4, **META)}, "sinks", "cpu", "meta"),
+    "dtype of sinks": ({"sinks": zeros(4).long()}, "sinks", "floating", "int64"),
+    # Backends.
+    "unknown backend": ({"backend": "fastest"}, "backend", "blockwise", "'fastest'"),
+    "backend that cannot serve": ({"backend": "dense", "pattern": Window(2)}, "backend 'dense'", "dense", "window(2)"),
+    "backend without the option": ({"backend": "dense", "softcap": 1.0}, "backend 'dense'", "softcap", "1.0"),
+    "causal of unequal lengths": (
+        {"backend": "dense", "is_causal": True},
+        "backend 'dense'",
+        "as many queries",
+        "call.start=2",
+    ),
+    # Patterns.
+    "text": ({"pattern": "causal"}, "pattern", "BlockIndex", "str"),
+    "function": ({"pattern": checkerboard}, "pattern", "BlockMask", "function"),
+    "float matrix": ({"pattern": torch.ones(1, 1)}, "blocks", "bool matrix", "torch.float32"),
+    "matrix of other lengths": ({"pattern": zeros(1, 2).bool()}, "blocks of 128 tokens", "1 columns", "2"),
+    "matrix for other heads": ({"pattern": zeros(3, 1, 1).bool()}, "heads", "written for 3", "4"),
+    "other heads": ({"pattern": per_head([Dense(), Causal()])}, "heads", "written for 2", "4"),
+    "other batch": ({"pattern": Documents(ids=zeros(3, 8).long())}, "batch", "written for 3", "2"),
+    "other documents": ({"pattern": Documents([3, 4])}, "documents of 7 tokens", "n_keys=7", "n_keys=8"),
+    "queries outside documents": ({"pattern": Documents([3, 5]), "start": 3}, "documents", "[0, 8)", "start=3"),
+    "queries outside blocks": ({"pattern": zeros(1, 1).bool(), "start": 123}, "blocks", "[0, 128)", "start=123"),
+    "block mask of other lengths": (
+        {"pattern": to_block_mask(build_index(Causal(), 300))},
+        "block mask of 300 queries",
+        "300 keys",
+        "n_keys=8",
+    ),
+    # Indices.
+    "index of other lengths": ({"pattern": build_index(Causal(), 8)}, "pattern", "serve", "[2, 4, 6, 3]"),
+    "index of another start": ({"pattern": INDEX, "start": 0}, "pattern", "serve", "start=0"),
+    "index for other heads": (
+        {"pattern": build_index(per_head([Dense(), Causal()]), 6, 8, heads=2)},
+        "pattern",
+        "groups",
+        "[1, 2]",
+    ),
+    "index for another batch": (
+        {"pattern": build_index(Documents(ids=torch.arange(24).view(3, 8) // 5), 6, 8, heads=4, batch=3)},
+        "pattern",
+        "groups",
+        "[3, 1]",
+    ),
+    "causal index": ({"pattern": INDEX, "is_causal": True}, "is_causal", "Causal()", "BlockIndex"),
+    "device of an index": ({"pattern": INDEX.to("meta")}, "pattern", "cpu", "meta"),
+}
+
+
+def told(argument: str, expected: str, got: str) -> str:
+    """What a message must match: the argument first, then what was expected and what came, and not for long."""
+    return rf"(?s)\A(?=.{{,400}}\Z){re.escape(argument)}.*?(?=.*{re.escape(got)}).*{re.escape(expected)}"
+
+
+@pytest.mark.parametrize(("change", "argument", "expected", "got"), CALLS.values(), ids=CALLS)
+def test_bad_calls(change: dict[str, Any], argument: str, expected: str, got: str) -> None:
+    good = {
+        "query": zeros(2, 4, 6, 3),
+        "key": zeros(2, 2, 8, 3),
+        "value": zeros(2, 2, 8, 5),
+        "pattern": None,
+        "enable_gqa": True,
+    }
+    assert sparse_attention(**good).shape == (2, 4, 6, 5)
+    with pytest.raises(ValueError, match=told(argument, expected, got)):
+        sparse_attention(**good | change)
+
+
+@pytest.mark.parametrize("backend", [None, "blockwise", "reference"])
+@pytest.mark.parametrize(
+    "name", [name for name, (change, *_) in CALLS.items() if "backend" not in change and "pattern" not in change]
+)
+def test_every_backend_refuses(name: str, backend: str | None) -> None:
+    good = {"query": zeros(2, 4, 6, 3), "key": zeros(2, 2, 8, 3), "value": zeros(2, 2, 8, 5), "enable_gqa": True}
+    with pytest.raises(ValueError, match=re.escape(CALLS[name][1])):
+        sparse_attention(**good | CALLS[name][0], backend=backend)
+
+
+def test_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_cache()
+    for name in ("shape of key_mask", "certain dropout", "infinite scale", "unknown backend", "shape of sinks"):
+        change = CALLS[name][0] | {"pattern": Elements(checkerboard)}
+        with pytest.raises(ValueError, match=re.escape(CALLS[name][1])):
+            sparse_attention(zeros(2, 4, 6, 3), zeros(2, 4, 8, 3), zeros(2, 4, 8, 5), **change)
+    assert cache_info().misses == 0
+
+
+MERGES: dict[str, tuple[list[Tensor], list[Tensor], str]] = {
+    "nothing": ([], [], "len(outs)=0"),
+    "fewer lses": ([zeros(1, 2, 3, 4)] * 2, [zeros(1, 2, 3)], "len(lses)=1"),
+    "shape of an out": ([zeros(1, 2, 3, 4), zeros(1, 2, 3, 5)], [zeros(1, 2, 3)] * 2, "[1, 2, 3, 5]"),
+    "shape of an lse": ([zeros(1, 2, 3, 4)] * 2, [zeros(1, 2, 3), zeros(1, 2, 4)], "[1, 2, 4]"),
+    "lse with a head_dim": ([zeros(1, 2, 3, 4)], [zeros(1, 2, 3, 1)], "[1, 2, 3, 1]"),
+    "dtypes of outs": ([zeros(1, 2, 3, 4), zeros(1, 2, 3, 4).double()], [zeros(1, 2, 3)] * 2, "torch.float64"),
+    "integers": ([zeros(1, 2, 3, 4).long()], [zeros(1, 2, 3)], "torch.int64"),
+    "devices": ([zeros(1, 2, 3, 4)] * 2, [zeros(1, 2, 3), zeros(1, 2, 3, **META)], "meta"),
+}
+
+
+@pytest.mark.parametrize(("outs", "lses", "got"), MERGES.values(), ids=MERGES)
+def test_bad_merges(outs: list[Tensor], lses: list[Tensor], got: str) -> None:
+    with pytest.raises(ValueError, match=told("outs, lses: expected", "", got)):
+        merge_attention(outs, lses)
+
+
+PARTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "negative window": (lambda: Window(-1), "left=-1"),
+    "negative right side": (lambda: Window(3, -2), "right=-2"),
+    "window of no integer": (lambda: Window(2.5), "left=2.5"),
+    "endless window": (lambda: Window(2**40), f"left={2**40}"),
+    "no stride": (lambda: Strided(0), "stride=0"),
+    "no rates": (lambda: Dilated([], 3), "rates=[]"),
+    "rate of zero": (lambda: Dilated([1, 0], 3), "rates=0"),
+    "negative reach": (lambda: BlockDilated([1], -1), "reach=-1"),
+    "no block": (lambda: BlockDilated([1], 1, block=0), "block=0"),
+    "negative global tokens": (lambda: GlobalTokens(-1), "tokens=-1"),
+    "negative random blocks": (lambda: RandomBlocks(-1), "per_row=-1"),
+    "seed of 65 bits": (lambda: RandomBlocks(1, seed=2**64), f"seed={2**64}"),
+    "no segment": (lambda: Segments(0), "length=0"),
+    "no dilation": (lambda: Segments(4, 0), "dilation=0"),
+    "no documents": (lambda: Documents([]), "lengths=[]"),
+    "negative document": (lambda: Documents([3, -1]), "lengths=-1"),
+    "negative sinks": (lambda: streaming(-1, 4), "tokens=-1"),
+    "matrix of numbers": (lambda: Blocks(torch.ones(2, 2)), "float32"),
+    "no rule": (lambda: Elements(3), "fn=3"),
+    "no heads": (lambda: per_head([]), "()"),
+    "heads that are no patterns": (lambda: per_head([3]), "3"),
+    "heads within heads": (lambda: per_head([per_head([Dense()])]), "per head"),
+    "unequal heads": (lambda: per_head([Dense()] * 2) & per_head([Dense()] * 3), "2 and 3"),
+    "unknown name": (lambda: parse("causal & windows(3)"), "windows"),
+    "unknown argument": (lambda: parse("window(width=3)"), "width"),
+    "negative window in words": (lambda: parse("window(-3)"), "-3"),
+    "no pattern": (lambda: build_index("causal", 8), "str"),
+    "negative length": (lambda: build_index(Causal(), -1), "-1"),
+    "block of 100": (lambda: build_index(Causal(), 8, block=100), "100"),
+    "no heads in an index": (lambda: build_index(Causal(), 8, heads=0), "0"),
+    "start of no integer": (lambda: build_index(Causal(), 8, start=0.5), "0.5"),
+    "negative cache limit": (lambda: set_cache_limit(-1), "-1"),
+}
+
+
+@pytest.mark.parametrize(("make", "got"), PARTS.values(), ids=PARTS)
+def test_bad_patterns_and_indices(make: Callable[[], Any], got: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(got)):
+        make()
+
+
+def test_the_same_is_refused_while_compiling() -> None:
+    torch._dynamo.reset()
+    attend = torch.compile(lambda x: sparse_attention(x, x, x, Documents([3, 4])), backend="eager")
+    with pytest.raises(Exception, match="documents of 7 tokens expects n_keys=7, got n_keys=8"):
+        attend(zeros(1, 1, 8, 2))

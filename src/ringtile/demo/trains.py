@@ -328,7 +328,7 @@ class Trains:
             saved = torch.load(path, weights_only=True)
             settings, runs = saved["settings"], saved["runs"]
         except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
-            raise ValueError(f"--resume: {str(path)!r} is not a file that --save wrote ({error})") from error
+            raise ValueError(f"--resume: {str(path)!r} is not a file that --save wrote") from error
         for name, value in self._settings().items():
             if settings[name] != value:
                 raise ValueError(f"--resume: {name} was {settings[name]!r} when saved, got {value!r}")
@@ -406,7 +406,9 @@ class Trains:
         parts = []
         for run in trained:
             bits = (
-                f"{run.held_out[-1].bits:.2f} bits/byte held out" if run.held_out else f"{run.bits[-1]:.2f} bits/byte"
+                f"{run.held_out[-1].bits:.2f} bits/byte held out"
+                if run.held_out
+                else f"{run.bits[-1]:.2f} in the last step"
             )
             parts.append(f"{run.label} {run.steps} steps in {duration_text(run.trained_seconds)}, {bits}")
         lines = [f"Trains  context {self.context:,}: {'; '.join(parts)}"]

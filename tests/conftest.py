@@ -39,7 +39,8 @@ class _TorchRandom:
 _torch_random = _TorchRandom()
 hypothesis.register_random(_torch_random)
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+# The problems are small: on a shared machine a second thread would spend its time waiting for the first.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

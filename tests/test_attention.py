@@ -248,7 +248,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(problem=calls(), served=st.sampled_from(["pattern", "index", "in pieces"]))
 def test_any_call(problem: Problem, served: str) -> None:
     inputs, pattern, index, start, options = problem
@@ -313,7 +313,7 @@ def test_any_length(pattern: Pattern, length: int) -> None:
 def test_decoding_and_chunked_prefill_give_the_whole(pattern: Pattern) -> None:
     inputs = make_inputs(2, 4, 300, kv_heads=2)
     whole = attend(inputs, Causal() & pattern)
-    for cuts in ([0, 100, 101, 230, 300], [0, *range(290, 301)]):
+    for cuts in ([0, 100, 101, 230, 300], [0, *range(295, 301)]):
         for first, end in pairwise(cuts):
             part = inputs._replace(q=inputs.q[:, :, first:end], grad_out=inputs.grad_out[:, :, first:end])
             everything = attend(part, Causal() & pattern, start=first)
@@ -589,7 +589,7 @@ def assert_within_budget(pattern: Pattern, inputs: Inputs, backend: str | None =
 @pytest.mark.parametrize("pattern", ROUNDED.values(), ids=ROUNDED)
 def test_float32_within_three_times_the_error_of_torch(pattern: Pattern, score_scale: float) -> None:
     for kv_heads, backend in ((4, None), (2, "blockwise")):
-        inputs = make_inputs(1, 4, 500, head_dim=64, kv_heads=kv_heads, dtype=torch.float32, score_scale=score_scale)
+        inputs = make_inputs(1, 4, 320, head_dim=64, kv_heads=kv_heads, dtype=torch.float32, score_scale=score_scale)
         assert_within_budget(pattern, inputs, backend)
 
 
@@ -599,7 +599,7 @@ def test_float32_within_three_times_the_error_of_torch(pattern: Pattern, score_s
 def test_half_types_within_a_fifth_of_the_error_of_torch(pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     for kv_heads, backend in ((4, None), (2, "blockwise")):
-        assert_within_budget(pattern, make_inputs(1, 4, 500, head_dim=64, kv_heads=kv_heads, dtype=dtype), backend)
+        assert_within_budget(pattern, make_inputs(1, 4, 320, head_dim=64, kv_heads=kv_heads, dtype=dtype), backend)
 
 
 @pytest.mark.parametrize("pattern", [Dense(), TILED], ids=["dense", "tiled"])
@@ -619,11 +619,11 @@ def test_large_scores_do_not_overflow(pattern: Pattern) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "seed": 1}, {"softcap": 2.0}], ids=str)
 def test_two_runs_give_the_same_bits(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    inputs = make_inputs(2, 4, 700, kv_heads=2, dtype=dtype)
+    inputs = make_inputs(2, 4, 420, kv_heads=2, dtype=dtype)
     for pattern in (Dense(), TILED, per_head([TILED, Causal(), Window(30), TILED])):
-        first = attend(inputs, pattern, torch.ones(2, 4, 700), **options)
+        first = attend(inputs, pattern, torch.ones(2, 4, 420), **options)
         clear_cache()
-        assert_bits(attend(inputs, pattern, torch.ones(2, 4, 700), **options), first)
+        assert_bits(attend(inputs, pattern, torch.ones(2, 4, 420), **options), first)
 
 
 def test_eight_threads_on_one_cache_give_the_bits_of_one() -> None:

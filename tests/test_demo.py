@@ -480,6 +480,18 @@ def test_the_demo_without_matplotlib(
     assert not (tmp_path / "pictures").exists()
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.1, False), (1000.0, True)])
+def test_a_busy_machine_is_mentioned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], load: float, warned: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(Right, "run", lambda *_: None)
+    assert run("--only", "right", "--out", str(tmp_path)) == 0
+    assert ("busy (load 1000.0" in capsys.readouterr().out) == warned
+    assert run("--only", "right", "--out", str(tmp_path), "--json") == 0
+    assert (json.loads(capsys.readouterr().out)["warning"] is not None) == warned
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import time
 from pathlib import Path
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     interrupted = False
     began = time.monotonic()
     progress.say(_machine())
+    if (warning := _busy()) is not None:
+        progress.say(warning)
     started: list[Act] = []
     for act in acts:
         progress.say()
@@ -107,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "machine": machine_facts(),
+            "warning": warning,
             "seed": args.seed,
             **{act.name: act.record() for act in started},
             "pictures": {name: str(path) for name, path in pictures.items()},
@@ -167,6 +171,15 @@ def _acts(args: argparse.Namespace) -> list[Act]:
         for n_tokens in sorted({n_tokens for act in acts for n_tokens in act.lengths}):
             pattern.validate(TileGrid(128, 0, n_tokens, n_tokens))
     return acts
+
+
+def _busy() -> str | None:
+    """A warning where others compute on this machine: a thread that waits for its turn makes all the others wait."""
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, machine_facts()["cores"]
+    assert isinstance(cores, int)
+    if load <= 0.5 * cores:
+        return None
+    return f"This machine is busy (load {load:.1f} on {cores} cores): times are longer and speed-ups lower than alone."
 
 
 def _machine() -> str:

@@ -71,6 +71,10 @@ class Pattern:
     Subclasses are frozen dataclasses. They give the element rule `allowed`, the one source of truth, and
     may give a `cover` and a `tile_class` so that an index is built without looking at every pair.
     Patterns combine with ``&``, ``|`` and ``~``.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> Causal() & ~Window(3)
+    causal & ~window(3)
     """
 
     text: str | None

@@ -19,7 +19,7 @@ from ringtile.kernels.contracts import Call, key_keep
 from ringtile.kernels.philox import dropout_scale, dropout_tile
 from ringtile.layout.index import BlockIndex
 
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 8 * 2**20
 _MASK_BYTES = 4 * 2**20
 _OUT_BYTES = 4 * 2**20
 _HEADS_BYTES = 2**20

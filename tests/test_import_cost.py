@@ -59,6 +59,15 @@ def test_the_command_line_loads_nothing_heavy_before_a_verb_is_chosen() -> None:
     assert heavy(modules) == []
 
 
+def test_a_first_call_loads_nothing_heavy() -> None:
+    modules = loaded_by(
+        "import ringtile, ringtile.patterns as p; x = torch.randn(1, 2, 300, 16, requires_grad=True); "
+        "ringtile.sparse_attention(x, x, x, p.Causal() & p.bigbird(1), dropout_p=0.1).sum().backward()"
+    )
+    assert "ringtile.kernels.blockwise.forward" in modules
+    assert heavy(modules) == []
+
+
 @pytest.mark.parametrize("module", ["torch._dynamo", "hypothesis"])
 def test_a_heavy_import_is_seen(module: str) -> None:
     assert module in heavy(loaded_by(f"import {module}"))

@@ -105,7 +105,7 @@ def dropout_tile(
     if n_keys != 16 and (n_keys <= 0 or n_keys % 32):
         raise ValueError(f"n_keys: expected 16 or a multiple of 32, got {n_keys}")
     threshold = dropout_threshold(p)
-    lead = torch.broadcast_shapes(batch.shape, head.shape, query.shape[:-1], first_key.shape[:-1])
+    lead = torch.broadcast_tensors(batch[..., None], head[..., None], query[..., :1], first_key[..., :1])[0].shape[:-1]
     m, t, windows = query.shape[-1], first_key.shape[-1], -(-n_keys // 32)
     count, columns = lead.numel(), t * 4 * windows
     calls = torch.arange(4 * windows, device=first_key.device)

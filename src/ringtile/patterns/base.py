@@ -208,7 +208,7 @@ def wholes(owner: str, name: str, values: Sequence[int], least: int = 0) -> tupl
 
 def full_shape(kept: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Expand what a rule that does not look at the head returns to the broadcast shape."""
-    return kept.expand(torch.broadcast_shapes(head.shape, query.shape, key.shape))
+    return kept.expand(torch.broadcast_tensors(head, query, key)[0].shape)
 
 
 @dataclass(frozen=True, repr=False)
@@ -437,7 +437,7 @@ class PerHead(Pattern):
         self._set_text(None if None in texts else f"per_head([{', '.join(map(str, texts))}])")
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(head.shape, query.shape, key.shape)
+        shape = torch.broadcast_tensors(head, query, key)[0].shape
         kept = torch.zeros(shape, dtype=torch.bool, device=query.device)
         for number, pattern in enumerate(self.patterns):
             kept |= (head == number) & pattern.allowed(head, query, key)

@@ -30,7 +30,7 @@ class BlockPattern(Pattern):
         raise NotImplementedError
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(head.shape, query.shape, key.shape)
+        shape = torch.broadcast_tensors(head, query, key)[0].shape
         parts = [head.to(query.device), query // self.unit, key // self.unit]
         distinct, inverse = zip(*(torch.unique(part, return_inverse=True) for part in parts), strict=True)
         heads, rows, cols = distinct
@@ -242,7 +242,7 @@ class Elements(Pattern):
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         kept = self.fn(head, query, key)
-        shape = torch.broadcast_shapes(head.shape, query.shape, key.shape)
+        shape = torch.broadcast_tensors(head, query, key)[0].shape
         if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
             raise ValueError(f"elements expects fn to return a bool tensor, got {getattr(kept, 'dtype', type(kept))}")
         try:

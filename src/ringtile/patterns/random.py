@@ -83,7 +83,7 @@ class RandomBlocks(BlockPattern):
 
     def draws(self, head: Tensor, row: Tensor) -> Tensor:
         """What each row draws, ``[..., per_row]`` for head and row that broadcast; -1 where there is nothing left."""
-        shape = torch.broadcast_shapes(head.shape, row.shape)
+        shape = torch.broadcast_tensors(head, row)[0].shape
         # A shuffle of [0, row] of which only the swaps are kept: step s swaps places s and swapped[s], so the first
         # draws are the same however many follow. The number that step s moves away from place s is moved[s].
         drawn = torch.full((*shape, self.per_row), -1, dtype=torch.int64, device=row.device)
@@ -101,7 +101,7 @@ class RandomBlocks(BlockPattern):
         return drawn
 
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(head.shape, row.shape, col.shape)
+        shape = torch.broadcast_tensors(head, row, col)[0].shape
         kept = torch.zeros(shape, dtype=torch.bool, device=row.device)
         heads, which_head = torch.unique(head, return_inverse=True)
         for larger, smaller in ((row, col), (col, row)):

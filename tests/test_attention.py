@@ -54,7 +54,7 @@ from ringtile.patterns import (
 )
 
 TOLERANCE = 1e-12
-BACKENDS = ("blockwise", None)
+BACKENDS = ("blockwise", "native", None)
 
 HOLES = Causal() & Window(40) & ~Window(2)
 """The first three queries keep nothing, and the last three keys serve nobody."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringtile import BlockIndex, Pattern, build_index, sparse_attention
 from ringtile.analysis.memory import Peaks, peak_memory
+from ringtile.kernels import native
 from ringtile.kernels.blockwise import plan
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.select import load
@@ -182,9 +183,10 @@ def peaks_of(pattern: Pattern, length: int, head_dim: int = 64, **options: Any) 
     return peak_memory(forward, backward, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("backend", ["blockwise", "native"])
 @pytest.mark.parametrize("pattern", [Window(1024), Causal() & Window(1024)], ids=repr)
-def test_a_window_over_131072_tokens_needs_64_mib(pattern: Pattern) -> None:
-    peaks = peaks_of(pattern, 131072)
+def test_a_window_over_131072_tokens_needs_64_mib(pattern: Pattern, backend: str) -> None:
+    peaks = peaks_of(pattern, 131072, backend=backend)
     assert peaks.backward is not None
     assert 0 < peaks.forward <= 64 * MIB
     assert 0 < peaks.backward <= 64 * MIB
@@ -192,7 +194,7 @@ def test_a_window_over_131072_tokens_needs_64_mib(pattern: Pattern) -> None:
 
 @pytest.mark.parametrize("pattern", [WITH_GLOBAL, RANDOM, Window(200)], ids=repr)
 def test_memory_follows_the_tokens_not_the_tiles(pattern: Pattern) -> None:
-    short, long = (peaks_of(pattern, length, head_dim=8) for length in (16384, 32768))
+    short, long = (peaks_of(pattern, length, head_dim=8, backend="blockwise") for length in (16384, 32768))
     assert short.backward is not None
     assert long.backward is not None
     assert long.forward <= 2.2 * short.forward + MIB
@@ -203,7 +205,7 @@ def test_memory_follows_the_tokens_not_the_tiles(pattern: Pattern) -> None:
 
 def test_dense_scores_are_never_held() -> None:
     for pattern, options in ((Elements(lambda h, i, j: (i * 7 + j) % 3 > 0), {}), (Causal(), {"softcap": 2.0})):
-        peaks = peaks_of(pattern, 4096, head_dim=8, **options)
+        peaks = peaks_of(pattern, 4096, head_dim=8, backend="blockwise", **options)
         assert peaks.backward is not None
         assert peaks.forward < 4096 * 4096 * 4
         assert peaks.backward < 2 * 4096 * 4096 * 4
@@ -246,7 +248,7 @@ def test_an_index_is_planned_once(plans_made: list[BlockIndex]) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     index = build_index(WITH_GLOBAL, 200)
     for _ in range(3):
-        sparse_attention(*leaves, index).sum().backward()
+        sparse_attention(*leaves, index, backend="blockwise").sum().backward()
     assert len(plans_made) == 1
 
 
@@ -267,11 +269,14 @@ def test_many_steps_leave_memory_and_cache_flat(plans_made: list[BlockIndex]) ->
             x = torch.randn(1, 2, 100 + step % 20, 8)
             weights.grad = None
             for served in (WITH_GLOBAL, pattern):
-                sparse_attention(*(x @ weight for weight in weights), served).square().sum().backward()
-        return live_bytes(), cache_info().nbytes, cache_info().misses, len(plan._plans), len(plans_made)
+                for backend in ("blockwise", "native"):
+                    out = sparse_attention(*(x @ weight for weight in weights), served, backend=backend)
+                    out.square().sum().backward()
+        prepared = len(plan._plans), len(native._lists)
+        return live_bytes(), cache_info().nbytes, cache_info().misses, *prepared, len(plans_made)
 
     first = train(20)
-    assert first[2:] == (40, 40, 40)
+    assert first[2:] == (40, 40, 40, 40)
     assert train(240) == first
     assert train(240) == first
 
@@ -279,13 +284,14 @@ def test_many_steps_leave_memory_and_cache_flat(plans_made: list[BlockIndex]) ->
 def test_a_dropped_index_takes_its_plan_along() -> None:
     clear_cache()
     gc.collect()
-    before, bytes_before = len(plan._plans), live_bytes()
+    before, bytes_before = (len(plan._plans), len(native._lists)), live_bytes()
     q, k, v, _ = make_inputs(1, 2, 150)
     for number in range(50):
         index = build_index(Window(number), 150)
         sparse_attention(q, k, v, index)
+        sparse_attention(q, k, v, index, backend="blockwise")
         clear_cache()
     del index
     gc.collect()
-    assert len(plan._plans) == before
+    assert (len(plan._plans), len(native._lists)) == before
     assert live_bytes() - bytes_before < 5 * q.nbytes

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringtile import sparse_attention
+from ringtile.kernels import native
 from ringtile.kernels.select import NAMES, backend_report
 from ringtile.patterns import Causal, Dense, Pattern, Window
 
@@ -37,20 +38,27 @@ def tensors() -> tuple[Tensor, ...]:
     return torch.randn(3, 2, 2, 50, 8, dtype=torch.float64).unbind()
 
 
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not built"])
 @pytest.mark.parametrize(("pattern", "options", "reason"), CALLS.values(), ids=CALLS)
 def test_the_first_backend_that_fits_serves(
     tensors: tuple[Tensor, ...],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     pattern: Pattern,
     options: dict[str, Any],
     reason: str | None,
+    built: bool,
 ) -> None:
+    if not built:
+        monkeypatch.setattr(native, "reason_against", lambda: "not built")
     with caplog.at_level(logging.DEBUG, "ringtile"):
         out = sparse_attention(*tensors, pattern, **options)
     expected = sparse_attention(*tensors, pattern, backend="reference", **options)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     taken = [record.getMessage() for record in caplog.records if record.name == "ringtile"][-1]
-    assert taken == f"backend {'dense' if reason is None else 'blockwise'}: taken"
+    plain = "softcap" not in options and "alibi_slopes" not in options
+    wanted = "native" if built and plain else "dense" if reason is None else "blockwise"
+    assert taken == f"backend {wanted}: taken"
 
 
 @pytest.mark.parametrize(("pattern", "options", "reason"), CALLS.values(), ids=CALLS)
@@ -59,7 +67,8 @@ def test_a_named_backend_serves_or_says_why_not(
 ) -> None:
     if reason is None:
         named = sparse_attention(*tensors, pattern, backend="dense", **options)
-        assert torch.equal(named, sparse_attention(*tensors, pattern, **options))
+        expected = sparse_attention(*tensors, pattern, backend="reference", **options)
+        torch.testing.assert_close(named, expected, rtol=1e-12, atol=1e-12)
     else:
         with pytest.raises(ValueError, match="backend 'dense' cannot serve this call") as refused:
             sparse_attention(*tensors, pattern, backend="dense", **options)

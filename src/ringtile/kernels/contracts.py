@@ -74,7 +74,10 @@ class Backend(Protocol):
         lse: Tensor,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, contiguous, in their dtypes."""
+        """Gradients of q, k and v, contiguous, in their dtypes.
+
+        ``out`` and ``lse`` may be those of a larger softmax of which these keys are a part.
+        """
 
 
 def pack_keys(keep: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ import logging
 import torch
 from torch import Tensor
 
-from ringtile.kernels import blockwise, dense
+from ringtile.kernels import blockwise, dense, native
 from ringtile.kernels.contracts import Backend, Call
+from ringtile.kernels.native.library import reason_against
 
 _logger = logging.getLogger("ringtile")
 
-_BACKENDS: dict[str, Backend] = {"dense": dense, "blockwise": blockwise}
+_BACKENDS: dict[str, Backend] = {"native": native, "dense": dense, "blockwise": blockwise}
 
 NAMES = (*_BACKENDS, "reference")
 """What ``backend=`` may name; the first that fits serves where none is named."""
@@ -44,4 +45,4 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 def backend_report() -> list[tuple[str, list[str]]]:
     """The backends known here, each with the reasons why it is not available (none where it is)."""
-    return [(name, []) for name in NAMES]
+    return [(name, [reason_against()] if name == "native" and reason_against() else []) for name in NAMES]

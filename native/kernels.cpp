@@ -1,0 +1,90 @@
+// Everything of one instruction set: compiled once for each, with ISA naming it.
+#include <stdlib.h>
+
+#include "backward.h"
+#include "forward.h"
+
+namespace ISA {
+
+// The batch row and head (one number) of a work item.
+INLINE int64_t head_of(const ringtile_call &c, int64_t item) {
+    int64_t low = 0, high = c.batch * c.heads - 1;
+    while (low < high) {
+        int64_t middle = (low + high + 1) / 2;
+        if (c.item_begin[middle] <= item) low = middle;
+        else high = middle - 1;
+    }
+    return low;
+}
+
+// Items [first_item, last_item), each by whichever thread is free; every thread has its own memory. What an item
+// computes does not depend on the thread. Returns 0, or 1 where memory ran out.
+template <class T, class Item> int each_item(const ringtile_call &c, int64_t numbers, Item run) {
+    int failed = 0;
+    int64_t bytes = (numbers * sizeof(T) + 127) / 64 * 64;
+    if (c.threads == 1) {
+        T *memory = (T *)aligned_alloc(64, bytes);
+        if (!memory) return 1;
+        for (int64_t item = c.first_item; item < c.last_item; item++) run(item, memory);
+        free(memory);
+        return 0;
+    }
+#pragma omp parallel num_threads(c.threads)
+    {
+        T *memory = (T *)aligned_alloc(64, bytes);
+        if (!memory) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = c.first_item; item < c.last_item; item++)
+            if (memory) run(item, memory);
+        free(memory);
+    }
+    return failed;
+}
+
+template <class E, class T, bool PAIRS = false> int forward(const ringtile_call &c) {
+    bool combine = c.phase == 1;
+    return each_item<T>(c, ForwardScratch<T>::size(c), [&](int64_t item, T *memory) {
+        int64_t head = head_of(c, item);
+        if (combine) combine_item<E, T>(c, item, head, memory);
+        else forward_item<E, T, PAIRS>(c, item, head, memory);
+    });
+}
+
+template <class E, class T> int backward(const ringtile_call &c) {
+    switch (c.phase) {
+    case 0: return each_item<T>(c, 1, [&](int64_t head, T *) { delta_item<E, T>(c, head); });
+    case 1: return each_item<T>(c, BackwardScratch<T>::size(c), [&](int64_t head, T *memory) { head_item<E, T>(c, head, memory); });
+    case 2: return each_item<T>(c, BackwardScratch<T>::size(c), [&](int64_t item, T *memory) { row_item<E, T>(c, item, memory); });
+    default: return each_item<T>(c, BackwardScratch<T>::size(c), [&](int64_t item, T *memory) { column_item<E, T>(c, item, memory); });
+    }
+}
+
+}  // namespace ISA
+
+#define JOIN(a, b) a##b
+#define NAME(a, b) JOIN(a, b)
+
+extern "C" {
+__attribute__((visibility("hidden"))) int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
+    switch (c->dtype) {
+    case RINGTILE_FLOAT32: return ISA::forward<float, float>(*c);
+    case RINGTILE_FLOAT64: return ISA::forward<double, double>(*c);
+    case RINGTILE_BFLOAT16:
+        if (HAS_PAIRS && c->head_dim % 2 == 0) return ISA::forward<ISA::bfloat16, float, HAS_PAIRS>(*c);
+        return ISA::forward<ISA::bfloat16, float>(*c);
+    default: return ISA::forward<ISA::float16, float>(*c);
+    }
+}
+
+__attribute__((visibility("hidden"))) int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
+    switch (c->dtype) {
+    case RINGTILE_FLOAT32: return ISA::backward<float, float>(*c);
+    case RINGTILE_FLOAT64: return ISA::backward<double, double>(*c);
+    case RINGTILE_BFLOAT16: return ISA::backward<ISA::bfloat16, float>(*c);
+    default: return ISA::backward<ISA::float16, float>(*c);
+    }
+}
+}

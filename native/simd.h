@@ -1,0 +1,113 @@
+// Vectors of the instruction set that this file is compiled for, and exp2 on them.
+#pragma once
+#include <stdint.h>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+namespace ISA {
+
+template <class T> struct Lanes;
+template <> struct Lanes<float> {
+    typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
+    typedef float loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+    typedef int32_t whole __attribute__((vector_size(VECTOR_BYTES)));
+    typedef int32_t integer;
+    static constexpr int count = VECTOR_BYTES / 4;
+};
+template <> struct Lanes<double> {
+    typedef double vec __attribute__((vector_size(VECTOR_BYTES)));
+    typedef double loose __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
+    typedef int64_t whole __attribute__((vector_size(VECTOR_BYTES)));
+    typedef int64_t integer;
+    static constexpr int count = VECTOR_BYTES / 8;
+};
+
+template <class T> using Vec = typename Lanes<T>::vec;
+template <class T> using Whole = typename Lanes<T>::whole;
+
+template <class T> INLINE Vec<T> load(const T *x) { return *(const typename Lanes<T>::loose *)x; }
+template <class T> INLINE void store(T *x, Vec<T> v) { *(typename Lanes<T>::loose *)x = v; }
+template <class T> INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
+
+template <class T> INLINE Vec<T> larger(Vec<T> a, Vec<T> b) { return a > b ? a : b; }
+
+INLINE Vec<float> polynomial(Vec<float> f) {
+    Vec<float> p = 0.0001535336164324439f * f + 0.0013398874573709574f;
+    p = p * f + 0.009618437360017296f;
+    p = p * f + 0.055503324706629f;
+    p = p * f + 0.24022647913592815f;
+    p = p * f + 0.6931472028553305f;
+    return p * f + 1.0f;
+}
+
+INLINE Vec<double> polynomial(Vec<double> f) {
+    // The Taylor series of 2^f: its 14th term is below 4e-18 on [-1/2, 1/2].
+    const double ln2 = 0.69314718055994530942;
+    Vec<double> p = splat<double>(1.0);
+    for (int n = 13; n >= 1; n--) p = p * f * (ln2 / n) + 1.0;
+    return p;
+}
+
+// 2^x. Below the smallest normal number it returns that number: what must be zero is selected, not computed.
+template <class T> INLINE Vec<T> exp2(Vec<T> x) {
+    constexpr bool narrow = sizeof(T) == 4;
+    const T lowest = narrow ? -126 : -1022, magic = narrow ? T(12582912.0) : T(6755399441055744.0);
+    x = x < lowest ? splat<T>(lowest) : x;
+    Vec<T> rounded = x + magic;
+    Vec<T> p = polynomial(x - (rounded - magic));
+    return (Vec<T>)((Whole<T>)p + ((Whole<T>)rounded << (narrow ? 23 : 52)));
+}
+
+// All ones in the lanes whose bit is set, from bit `first` of a bit set on.
+template <class T> INLINE Whole<T> lanes_of(const int32_t *bits, int first) {
+    typedef typename Lanes<T>::integer integer;
+    integer word = (integer)((uint32_t)bits[first >> 5] >> (first & 31));
+    Whole<T> lane;
+    for (int i = 0; i < Lanes<T>::count; i++) lane[i] = (integer)1 << i;
+    return ((lane & word) != 0);
+}
+
+INLINE float exact_log(float x) { return __builtin_logf(x); }
+INLINE double exact_log(double x) { return __builtin_log(x); }
+
+template <class T> INLINE T infinity();
+template <> INLINE float infinity<float>() { return __builtin_inff(); }
+template <> INLINE double infinity<double>() { return __builtin_inf(); }
+
+INLINE float widen(float x) { return x; }
+INLINE double widen(double x) { return x; }
+struct bfloat16 { uint16_t bits; };
+typedef _Float16 float16;
+INLINE float widen(bfloat16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float y;
+    __builtin_memcpy(&y, &bits, 4);
+    return y;
+}
+#if defined(__F16C__) || defined(__aarch64__)
+INLINE float widen(float16 x) { return (float)x; }
+#endif
+
+template <class E> INLINE E narrow(float x);
+template <> INLINE float narrow<float>(float x) { return x; }
+template <> INLINE bfloat16 narrow<bfloat16>(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    // A NaN whose payload would round away stays one.
+    if (x != x) return bfloat16{(uint16_t)(bits >> 16 | 64)};
+    return bfloat16{(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+template <> INLINE float16 narrow<float16>(float x) { return (float16)x; }
+template <class E> INLINE E narrow(double x) { return (E)x; }
+
+}  // namespace ISA

@@ -1,0 +1,173 @@
+// What forward and backward share: tiles of tensors, the bits of a tile, dropout, and the lists of an index.
+#pragma once
+#include "ringtile.h"
+#include "simd.h"
+
+namespace ISA {
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+constexpr int MAX_BLOCK = 128, MAX_WORDS = MAX_BLOCK / 32;
+
+// Tokens [first, last) of a tensor's head, rows of `width` numbers.
+template <class E> struct Rows {
+    const E *x;
+    int64_t step;
+};
+
+template <class E> INLINE Rows<E> rows_of(const void *x, const int64_t *stride, int64_t b, int64_t h, int64_t first) {
+    return {(const E *)x + b * stride[0] + h * stride[1] + first * stride[2], stride[2]};
+}
+
+// The tile [first, first + count) that the lists name, in lanes of a block; lanes [low, high) hold tokens.
+struct Span {
+    int64_t first;
+    int low, high;
+};
+
+INLINE Span row_span(const ringtile_call &c, int64_t row) {
+    int64_t begin = (c.start / c.block - (c.start % c.block < 0) + row) * c.block - c.start;
+    return {begin, (int)most(0, -begin), (int)least(c.block, c.n_queries - begin)};
+}
+
+INLINE Span col_span(const ringtile_call &c, int64_t col) {
+    return {col * c.block, 0, (int)least(c.block, c.n_keys - col * c.block)};
+}
+
+// Transposed and widened: y[d][lane] for the tokens of lanes [low, high), zero in the other lanes of [from, to).
+template <class E, class T>
+void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y, int64_t y_step) {
+    for (int64_t d = 0; d < width; d++) {
+        for (int lane = from; lane < to; lane++) y[d * y_step + lane] = 0;
+    }
+    for (int lane = low; lane < high; lane++) {
+        const E *x = rows.x + (lane - low) * rows.step;
+        for (int64_t d = 0; d < width; d++) y[d * y_step + lane] = sign * (T)widen(x[d]);
+    }
+}
+
+// Widened rows of `count` tokens, padded with zeros to `width` numbers; rows whose bit in `dead` is set come as zero.
+template <class E, class T>
+void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32_t *dead, T *y) {
+    for (int i = 0; i < count; i++) {
+        const E *x = rows.x + i * rows.step;
+        T *to = y + i * width;
+        if (dead && (dead[i >> 5] >> (i & 31) & 1)) {
+            for (int64_t d = 0; d < width; d++) to[d] = 0;
+            continue;
+        }
+        for (int64_t d = 0; d < depth; d++) to[d] = (T)widen(x[d]);
+        for (int64_t d = depth; d < width; d++) to[d] = 0;
+    }
+}
+
+// The keys of a column tile that the call's own mask and lengths drop, as a bit set; whether there are any.
+INLINE bool dropped_keys(const ringtile_call &c, int64_t b, Span keys, uint32_t *dead) {
+    if (!c.key_bits && !c.key_lengths) return false;
+    int64_t length = c.key_lengths ? c.key_lengths[b] : c.n_keys;
+    bool any = false;
+    for (int w = 0; w < MAX_WORDS; w++) dead[w] = 0;
+    for (int i = 0; i < keys.high; i++) {
+        int64_t key = keys.first + i;
+        bool kept = key < length && (!c.key_bits || ((uint32_t)c.key_bits[b * c.key_words + (key >> 5)] >> (key & 31) & 1));
+        if (kept) continue;
+        dead[i >> 5] |= 1u << (i & 31);
+        any = true;
+    }
+    return any;
+}
+
+// Philox4x32-7 of the counter (call, query, head, batch): 16 bits for each of eight keys.
+struct Philox {
+    uint32_t key[7][2];
+    uint32_t head, batch, threshold;
+};
+
+INLINE Philox philox_of(const ringtile_call &c, int64_t b, int64_t h) {
+    Philox p;
+    uint32_t low = (uint32_t)c.seed, high = (uint32_t)((uint64_t)c.seed >> 32);
+    for (int round = 0; round < 7; round++) {
+        p.key[round][0] = low + round * 0x9E3779B9u;
+        p.key[round][1] = high + round * 0xBB67AE85u;
+    }
+    p.head = (uint32_t)h;
+    p.batch = (uint32_t)b;
+    p.threshold = (uint32_t)c.dropout_threshold;
+    return p;
+}
+
+INLINE void philox(const Philox &p, uint32_t call, uint32_t query, uint32_t *words) {
+    uint32_t c0 = call, c1 = query, c2 = p.head, c3 = p.batch;
+    for (int round = 0; round < 7; round++) {
+        uint64_t first = (uint64_t)c0 * 0xD2511F53u, second = (uint64_t)c2 * 0xCD9E8D57u;
+        uint32_t n0 = (uint32_t)(second >> 32) ^ c1 ^ p.key[round][0], n2 = (uint32_t)(first >> 32) ^ c3 ^ p.key[round][1];
+        c1 = (uint32_t)second;
+        c3 = (uint32_t)first;
+        c0 = n0;
+        c2 = n2;
+    }
+    words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+}
+
+// A tile's dropout as bits: bit `query lane` of keep[key lane] (keys_by_row false) or bit `key lane` of keep[query lane].
+void dropout_bits(const Philox &p, const ringtile_call &c, Span queries, Span keys, bool by_query, uint32_t (*keep)[MAX_WORDS]) {
+    for (int i = 0; i < MAX_BLOCK; i++)
+        for (int w = 0; w < MAX_WORDS; w++) keep[i][w] = 0;
+    int64_t first_window = keys.first & ~(int64_t)31;
+    for (int64_t window = first_window; window < keys.first + keys.high; window += 32) {
+        for (int q0 = queries.low; q0 < queries.high; q0 += 16) {
+            uint32_t halves[16][4][4];
+            for (int lane = 0; lane < 16; lane++) {
+                uint32_t query = (uint32_t)(c.start + queries.first + q0 + lane);
+                for (int call = 0; call < 4; call++) philox(p, (uint32_t)(window / 32 * 4 + call), query, halves[lane][call]);
+            }
+            for (int lane = 0; lane < 16 && q0 + lane < queries.high; lane++) {
+                uint32_t word = 0;
+                for (int key = 0; key < 32; key++) {
+                    uint32_t half = halves[lane][key / 2 % 4][key / 8] >> (key % 2 * 16) & 0xffff;
+                    word |= (uint32_t)(half >= p.threshold) << key;
+                }
+                int q = q0 + lane, at = (int)(window - keys.first);
+                if (by_query) {
+                    if (at >= 0) keep[q][at >> 5] |= word << (at & 31);
+                    else keep[q][0] |= word >> -at;
+                } else {
+                    for (int key = 0; key < 32; key++) {
+                        int k = at + key;
+                        if (k >= 0 && k < MAX_BLOCK) keep[k][q >> 5] |= (word >> key & 1) << (q & 31);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// The tiles of a row or column: full and partial ones merged, ascending.
+struct Tiles {
+    const int32_t *full, *part, *table;
+    int32_t n_full, n_part, at_full, at_part;
+
+    INLINE bool next(int64_t &other, int64_t &tile) {
+        if (at_full == n_full && at_part == n_part) return false;
+        if (at_part == n_part || (at_full < n_full && full[at_full] < part[at_part])) {
+            other = full[at_full++];
+            tile = -1;
+        } else {
+            tile = table[at_part];
+            other = part[at_part++];
+        }
+        return true;
+    }
+};
+
+INLINE Tiles tiles_of(const int32_t *full_ptr, const int32_t *full, const int32_t *part_ptr, const int32_t *part, const int32_t *table, int64_t slot) {
+    int32_t f = full_ptr[slot], p = part_ptr[slot];
+    return {full + f, part + p, table + p, full_ptr[slot + 1] - f, part_ptr[slot + 1] - p, 0, 0};
+}
+
+INLINE int32_t group_of(const ringtile_call &c, int64_t b, int64_t h) {
+    return c.group[b * c.group_stride[0] + h * c.group_stride[1]];
+}
+
+}  // namespace ISA

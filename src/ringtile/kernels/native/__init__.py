@@ -1,0 +1,225 @@
+"""The C++ kernel for CPUs: SIMD and threads, forward and backward, over any index."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ringtile.kernels.contracts import Call, index_of, new_out
+from ringtile.kernels.native.library import CallStructure, library, reason_against
+from ringtile.kernels.philox import dropout_threshold
+from ringtile.layout import BlockIndex
+
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+_TILES_AT_MOST = 1 << 22
+"""A dense pattern of more tiles than this needs no index, and goes to torch's own kernel."""
+_OPERATIONS_A_CALL = 2e10
+"""For each thread, about a quarter of a second: Ctrl-C is heard between calls."""
+_OPERATIONS_A_THREAD = 1e6
+_INDEX_FIELDS = (
+    *("group", "full_row_ptr", "full_col", "part_row_ptr", "part_col", "part_tile", "full_col_ptr", "full_row"),
+    *("part_col_ptr", "part_row", "part_tile_t", "bits", "bits_t", "rows_any", "cols_any"),
+)
+_ROW_BLOCK = 128
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
+    """Reasons why the native kernel cannot serve this call."""
+    reasons = []
+    if q.device.type != "cpu":
+        reasons.append(f"needs a CPU, got {q.device}")
+    elif reason := reason_against():
+        reasons.append(reason)
+    if call.softcap:
+        reasons.append(f"knows no softcap, got {call.softcap}")
+    if call.alibi_slopes is not None:
+        reasons.append("knows no alibi_slopes")
+    tiles = (q.shape[2] // call.block + 1) * (k.shape[2] // call.block + 1)
+    if call.pattern in ("dense", "causal") and tiles > _TILES_AT_MOST:
+        reasons.append(f"would need an index of {tiles} tiles, got {q.shape=}, {k.shape=}")
+    return reasons
+
+
+@dataclass(frozen=True, eq=False)
+class _Lists:
+    """What the kernel needs of an index besides its tensors."""
+
+    structure: CallStructure
+    """The fields of the index filled in."""
+    work: Tensor
+    work_begin: Tensor
+    kept: tuple[Tensor, ...]
+    """The index's tensors, whose memory the structure points to; the one that is the key of the dictionary below lives
+    as long as its entry, and would never leave if the entry held it."""
+    tiles: int
+    """Kept tiles of a group, on average."""
+    item_begin: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+_lists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+
+
+def _lists_of(index: BlockIndex) -> _Lists:
+    with _lock:
+        found: _Lists | None = _lists.get(index.full_row_ptr)
+    if found is None:
+        found = _make_lists(index)
+        with _lock:
+            _lists[index.full_row_ptr] = found
+    return found
+
+
+def _make_lists(index: BlockIndex) -> _Lists:
+    work = index.row_work.long()
+    rows, groups = max(index.n_rows, 1), index.n_groups
+    order = torch.argsort(work[:, 0] // rows, stable=True)
+    pieces = torch.bincount(work[:, 0], minlength=1)[work[:, 0]]
+    work = torch.cat([work, pieces.unsqueeze(1)], 1)[order]
+    counts = torch.bincount(work[:, 0] // rows, minlength=groups)
+    begin = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    work = work.int().contiguous()
+    structure = CallStructure()
+    tensors = [getattr(index, name).contiguous() for name in _INDEX_FIELDS]
+    for name, tensor in zip(_INDEX_FIELDS, tensors, strict=True):
+        setattr(structure, name, tensor.data_ptr())
+    kept = tuple(tensor for tensor in tensors if tensor is not index.full_row_ptr)
+    structure.group_stride[0] = index.group.shape[1] if index.group.shape[0] > 1 else 0
+    structure.group_stride[1] = 1 if index.group.shape[1] > 1 else 0
+    structure.block, structure.start = index.block, index.start
+    structure.n_rows, structure.n_cols, structure.n_groups = index.n_rows, index.n_cols, groups
+    structure.work, structure.work_begin = work.data_ptr(), begin.data_ptr()
+    structure.n_splits = int(work[:, 3].max()) + 1 if len(work) else 0
+    tiles = (index.full_col.numel() + index.part_col.numel()) // groups
+    return _Lists(structure, work, begin, kept, tiles)
+
+
+def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> Tensor:
+    """For each batch row and head the number of its first work item, and how many there are in all."""
+    found = lists.item_begin.get((batch, heads))
+    if found is None:
+        counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
+        found = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        lists.item_begin[batch, heads] = found
+    return found
+
+
+def _loose(x: Tensor) -> Tensor:
+    """The kernel reads any strides but that of the last dimension."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+class _Job:
+    """One call's structure and the tensors that it points to."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        self.index = index_of(call, q, k)
+        self.lists = _lists_of(self.index)
+        self.library = library()
+        self.held: list[Tensor] = []
+        c = self.c = CallStructure.from_buffer_copy(self.lists.structure)
+        c.dtype, c.isa = _DTYPES[q.dtype], self.library.isa
+        c.batch, c.heads, c.n_queries, c.head_dim = q.shape
+        c.kv_heads, c.n_keys, c.value_dim = v.shape[1:]
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            self.place(name, x)
+        self.items = _items(self.index, self.lists, q.shape[0], q.shape[1])
+        c.item_begin = self.items.data_ptr()
+        if call.key_bits is not None:
+            bits = self.hold(call.key_bits.contiguous())
+            c.key_bits, c.key_words = bits.data_ptr(), bits.shape[1]
+        if call.key_lengths is not None:
+            c.key_lengths = self.hold(call.key_lengths.long().contiguous()).data_ptr()
+        c.scale = call.scale
+        if call.seed is not None:
+            c.seed, c.dropout_threshold = int(call.seed), dropout_threshold(call.dropout_p)
+        area = self.lists.tiles * self.index.block**2 * q.shape[0] * q.shape[1]
+        self.operations = 2.0 * area * (q.shape[3] + v.shape[3])
+        c.threads = max(1, min(torch.get_num_threads(), int(self.operations / _OPERATIONS_A_THREAD)))
+
+    def hold(self, x: Tensor) -> Tensor:
+        self.held.append(x)
+        return x
+
+    def place(self, name: str, x: Tensor) -> None:
+        self.c.place(name, self.hold(_loose(x)))
+
+    def run(self, forward: bool, phase: int, items: int, operations: float) -> None:
+        """One phase over all its items, in calls of bounded length."""
+        function = self.library.handle.ringtile_forward if forward else self.library.handle.ringtile_backward
+        self.c.phase = phase
+        calls = min(max(items, 1), math.ceil(operations / (_OPERATIONS_A_CALL * self.c.threads)) or 1)
+        for number in range(calls):
+            self.c.first_item, self.c.last_item = items * number // calls, items * (number + 1) // calls
+            self._call(function)
+
+    def run_columns(self, heads: int, operations: float) -> None:
+        """Whole heads, each by one thread, some columns at a time."""
+        self.c.phase = 1
+        self.c.first_item, self.c.last_item = 0, heads
+        n_cols = self.index.n_cols
+        calls = min(max(n_cols, 1), math.ceil(operations / (_OPERATIONS_A_CALL * self.c.threads)) or 1)
+        for number in range(calls):
+            self.c.first_col, self.c.last_col = n_cols * number // calls, n_cols * (number + 1) // calls
+            self._call(self.library.handle.ringtile_backward)
+
+    def _call(self, function: Any) -> None:
+        if function(ctypes.byref(self.c)):
+            raise MemoryError("the native kernel found no memory for its threads")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, Nq, Dv]`` in q's dtype and lse ``[B, H, Nq]`` (float32, float64 for float64)."""
+    out = new_out(q, v.shape[-1])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    job = _Job(q, k, v, call)
+    job.c.place("out", out)
+    job.c.lse = lse.data_ptr()
+    if job.c.n_splits:
+        size = q.shape[0] * q.shape[1] * job.c.n_splits * (v.shape[3] + 2) * _ROW_BLOCK
+        job.c.scratch = job.hold(lse.new_empty(size)).data_ptr()
+    items = int(job.items[-1])
+    job.run(True, 0, items, job.operations)
+    if job.c.n_splits:
+        job.run(True, 1, items, 0)
+    return out, lse
+
+
+def backward(
+    out_grad: Tensor,
+    lse_grad: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, contiguous and in their dtype."""
+    q_grad, k_grad, v_grad = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
+    if lse.numel() and k.shape[2]:
+        job = _Job(q, k, v, call)
+        job.place("out", out)
+        job.place("out_grad", out_grad)
+        job.c.lse = job.hold(lse.contiguous()).data_ptr()
+        if lse_grad is not None:
+            job.c.lse_grad = job.hold(lse_grad.to(lse.dtype).contiguous()).data_ptr()
+        job.c.delta = job.hold(lse.new_empty((*lse.shape[:2], 2, lse.shape[2]))).data_ptr()
+        job.c.q_grad, job.c.k_grad, job.c.v_grad = (x.data_ptr() for x in (q_grad, k_grad, v_grad))
+        heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
+        job.run(False, 0, heads, 0)
+        # A thread that has a whole head needs five products a tile, rows and columns apart seven; both give the same
+        # bits, so the number of threads may choose.
+        if 5 * math.ceil(kv_heads / job.c.threads) * job.c.threads <= 7 * kv_heads:
+            job.run_columns(kv_heads, 2.5 * job.operations)
+        else:
+            job.run(False, 2, heads * job.index.n_rows, 1.5 * job.operations)
+            job.run(False, 3, kv_heads * job.index.n_cols, 2 * job.operations)
+    return q_grad.to(q.dtype), k_grad.to(q.dtype), v_grad.to(q.dtype)

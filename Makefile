@@ -1,16 +1,22 @@
 # make demo   the two-minute tour (arguments: make demo ARGS="--only right")
 # make test   the tests, the linter and the type checker
-# Both set up .venv by themselves the first time. PYTHON=python3.12 chooses another interpreter.
+# make docs   the documentation, into site/
+# Each sets up .venv by itself the first time. PYTHON=python3.12 chooses another interpreter.
 
 PYTHON ?= python3
 
-.PHONY: demo test mutants clean
+.PHONY: demo test docs mutants clean
 
 demo: .venv/ready-plot
 	.venv/bin/ringtile demo $(ARGS)
 
 test: .venv/ready-dev
 	.venv/bin/python -m pytest -q $(ARGS)
+
+docs: .venv/ready-dev
+	.venv/bin/python scripts/benchmark_page.py
+	.venv/bin/python scripts/promises.py
+	.venv/bin/python -m mkdocs build --strict $(ARGS)
 
 mutants: .venv/ready-dev
 	.venv/bin/python scripts/mutants.py $(ARGS)
@@ -20,4 +26,4 @@ mutants: .venv/ready-dev
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 TOOLS = {
     "plot": "matplotlib with numpy and pillow, about 40 MB",
-    "dev": "pytest, hypothesis, ruff, mypy, matplotlib with numpy and pillow, about 70 MB",
+    "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, matplotlib with numpy and pillow, about 90 MB",
 }
 
 PROBE = """
@@ -98,7 +98,9 @@ def main(extra: str) -> None:
     torch_version = pinned_torch() if present is None else present[0]
     constraints.write_text(CONSTRAINTS.read_text().replace(f"torch=={pinned_torch()}", f"torch=={torch_version}"))
     print(f"\nDownloading what is not here yet: {TOOLS[extra]}\n", flush=True)
-    run(str(PYTHON), "-m", "pip", "install", "--quiet", "-c", str(constraints), "-e", f".[{extra}]")
+    # The second distribution lends ringtile the import path that older programs use.
+    packages = ("-e", f".[{extra}]", "-e", "./compat")
+    run(str(PYTHON), "-m", "pip", "install", "--quiet", "-c", str(constraints), *packages)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ KERNELS = ("tests/test_attention.py",)
 DERIVATIVES = ("tests/test_operators.py::test_second_derivatives_over_many_tiles",)
 COUNTS = ("tests/test_counts.py",)
 SELECT = ("tests/test_select.py",)
+DILATED = ("tests/test_dilated.py",)
 
 MUTANTS = [
     Mutant(
@@ -384,17 +385,101 @@ MUTANTS = [
     ),
     Mutant(
         "sinks grow with what they should shrink",
-        "functional.py",
+        "functional/attention.py",
         "torch.sigmoid(lse.masked_fill(empty, 0) - sinks.unsqueeze(-1))",
         "torch.sigmoid(sinks.unsqueeze(-1) - lse.masked_fill(empty, 0))",
         KERNELS,
     ),
     Mutant(
         "merging two parts ignores the larger lse",
-        "functional.py",
+        "functional/merge.py",
         "weights = (stacked - highest).exp()",
         "weights = (stacked - stacked).exp()",
         KERNELS,
+    ),
+    Mutant(
+        "dilated heads of every offset keep the tokens of the first",
+        "layout/permute.py",
+        "first = begin + offset\n",
+        "first = begin\n",
+        DILATED,
+    ),
+    Mutant(
+        "queries that begin inside a segment count from its begin",
+        "layout/permute.py",
+        "                skipped,\n            )",
+        "                0,\n            )",
+        DILATED,
+    ),
+    Mutant(
+        "the ragged last segment is as long as the first offset's",
+        "layout/permute.py",
+        "or counts[end] != counts[begin]:",
+        "or counts[end][0] != counts[begin][0]:",
+        DILATED,
+    ),
+    Mutant(
+        "a shared key head gets the gradient of one query head",
+        "layout/permute.py",
+        "place.index_add_(1,",
+        "place.index_copy_(1,",
+        DILATED,
+    ),
+    Mutant(
+        "places inside a segment forget the head's offset",
+        "layout/compacted.py",
+        "key * self.dilation + offset)",
+        "key * self.dilation)",
+        DILATED,
+    ),
+    Mutant(
+        "a call with some heads has the tiles of the first ones",
+        "layout/compacted.py",
+        "return self.pattern.tile_class(self.heads[head], row, col, grid)",
+        "return self.pattern.tile_class(head, row, col, grid)",
+        DILATED,
+    ),
+    Mutant(
+        "branches are merged without their denominators",
+        "functional/dilated.py",
+        "(more_lse - safe).exp_()",
+        "(more_lse - more_lse).exp_()",
+        DILATED,
+    ),
+    Mutant(
+        "the branches of the union keep what the last shorter one leaves",
+        "functional/dilated.py",
+        "fresh = ~reduce(or_, taken)",
+        "fresh = ~taken[0]",
+        DILATED,
+    ),
+    Mutant(
+        "the gradient of the merged lse is lost",
+        "functional/dilated.py",
+        "for x in (out_grad, lse_grad, out, lse)]",
+        "for x in (out_grad, None, out, lse)]",
+        DILATED,
+    ),
+    Mutant(
+        "the mixing weights of branches have no second derivative",
+        "functional/dilated.py",
+        "results = _composed(*inputs, options)",
+        "results = _composed(inputs[0].detach(), *inputs[1:], options)",
+        DILATED,
+    ),
+    Mutant(
+        "all branches draw the same dropout",
+        "functional/dilated.py",
+        "_signed(number * _NEXT_SEED)",
+        "_signed(0 * _NEXT_SEED)",
+        DILATED,
+    ),
+    Mutant(
+        "every offset has the key mask of the first",
+        "functional/dilated.py",
+        "kept_rows(mask.unsqueeze(1), piece, piece.offsets.start, keys=True)",
+        "kept_rows(mask.unsqueeze(1), piece, 0, keys=True)",
+        DILATED,
     ),
 ]
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile import demo
+from ringtile.analysis.progress import Progress
 from ringtile.demo import fast, right, trains
 from ringtile.demo.fast import DensityRow, Fast, LengthRow, random_tiles
-from ringtile.demo.progress import Progress
 from ringtile.demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
 from ringtile.demo.trains import ModelSize, Trains, load_corpus
 from ringtile.layout import build_index

@@ -1,9 +1,16 @@
 """Exact sparse attention over long sequences: block-sparse, dilated and ring, forward and backward."""
 
+from ringtile.functional import dilated_attention as dilated_attention
 from ringtile.functional import merge_attention as merge_attention
 from ringtile.functional import sparse_attention as sparse_attention
 from ringtile.layout import BlockIndex as BlockIndex
 from ringtile.layout import build_index as build_index
+from ringtile.modules import SparseLanguageModel as SparseLanguageModel
+from ringtile.modules import SparseMultiheadAttention as SparseMultiheadAttention
+from ringtile.modules import SparseTransformer as SparseTransformer
+from ringtile.modules import SparseTransformerLayer as SparseTransformerLayer
+from ringtile.modules import longnet_attend as longnet_attend
+from ringtile.modules import replace_attention as replace_attention
 from ringtile.patterns import Pattern as Pattern
 from ringtile.patterns import per_head as per_head
 

@@ -14,6 +14,7 @@ VERBS = {
     "demo": "see the point in two minutes: exact, fast, and training on text",
     "show": "draw a pattern and print its density, memory and work",
     "bench": "time sparse attention against its peers, correctness first",
+    "profile": "see where the time of a call goes, index to gradients",
     "doctor": "print versions, devices and backends, and why a backend is not available",
 }
 
@@ -40,6 +41,10 @@ def _room(verb: str) -> Room:
         from ringtile.analysis import bench
 
         return bench
+    if verb == "profile":
+        from ringtile.analysis import profile
+
+        return profile
     from ringtile.analysis import doctor
 
     return doctor

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from torch import Tensor
 from ringtile.analysis.machine import commit, machine_facts, versions
 from ringtile.analysis.memory import Peaks, peak_memory
 from ringtile.analysis.peers import Attention, Case, Peer, all_peers
+from ringtile.analysis.progress import Progress
 from ringtile.analysis.record import (
     DENSE,
     DIRECTIONS,
@@ -275,33 +275,6 @@ def measure(
         ]
 
 
-class _ProgressLine:
-    """On a terminal one updating line with the rate and the time left, elsewhere nothing."""
-
-    def __init__(self, works: Sequence[float], stream: TextIO) -> None:
-        self._works, self._stream, self._done = works, stream, 0
-        self._began = time.monotonic()
-
-    def show(self, doing: str) -> None:
-        """Before the next piece of work."""
-        if not self._stream.isatty():
-            return
-        elapsed, finished = time.monotonic() - self._began, sum(self._works[: self._done])
-        text = f"bench {self._done}/{len(self._works)}"
-        if finished:
-            left = round(elapsed / finished * (sum(self._works) - finished))
-            text += f"  {self._done / elapsed * 60:.1f} cases/min  {left // 60}:{left % 60:02d} left"
-        self._stream.write(f"\r\x1b[K{text}  {doing}"[:120])
-        self._stream.flush()
-        self._done += 1
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._stream.isatty():
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
 def run_bench(
     cases: Sequence[Case],
     peers: Sequence[Peer],
@@ -318,16 +291,19 @@ def run_bench(
     rows: list[Row] = []
     interrupted = False
     # A call's work grows with the square of the length, and every case has work of its own.
-    line = _ProgressLine([1.0 + (case.n_tokens / 2048) ** 2 for case in cases], sys.stderr)
+    works = [1.0 + (case.n_tokens / 2048) ** 2 for case in cases]
+    progress, began = Progress(), time.monotonic()
+    progress.begin("bench", len(cases), "cases")
     try:
-        for case in cases:
-            line.show(f"{case.asked}, N {case.n_tokens}")
+        for done, case in enumerate(cases):
+            rest = sum(works[done:]) / sum(works[:done]) * (time.monotonic() - began) if done else None
+            progress.update(done, f"{case.asked}, N {case.n_tokens}", seconds_left=rest)
             found: list[Row] = []
             try:
                 for some in measure(case, peers, directions=directions, seconds=seconds, seed=seed):
                     found += some
             finally:
-                line.clear()
+                progress.clear()
                 rows += found
                 if found:
                     report(found)
@@ -378,14 +354,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, nargs="+", default=TOKENS, metavar="N", help=f"default: {' '.join(map(str, TOKENS))}")
     add("--density", type=float, nargs="+", metavar="P", help="set each pattern's free parameter to reach these")
     add("--batch", type=int, default=1, metavar="B")
-    add("--heads", type=int, default=8, metavar="H")
+    add("--heads", type=int, default=4, metavar="H", help="default 4")
     add("--head-dim", type=int, default=64, metavar="D")
     add("--dtype", nargs="+", default=["float32"], choices=DTYPES)
     add("--direction", nargs="+", default=DIRECTIONS, choices=DIRECTIONS)
     add("--peers", nargs="*", default=others, choices=others, metavar="NAME", help=f"beside dense: {', '.join(others)}")
     add("--backend", choices=NAMES, help="of ringtile; default: the one it takes by itself")
     add("--device", default="cpu", metavar="DEVICE")
-    add("--seconds", type=float, default=0.5, metavar="S", help="of rounds for each case and direction; default 0.5")
+    add("--seconds", type=float, default=0.3, metavar="S", help="of rounds for each case and direction; default 0.3")
     add("--seed", type=int, default=0)
     add("--json", metavar="PATH", help="write the record, - for standard output instead of the table")
     add("--csv", type=Path, metavar="PATH", help="write the rows")

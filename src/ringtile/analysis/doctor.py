@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ringtile.analysis.machine import machine_facts, versions
 from ringtile.kernels.select import backend_report
 from ringtile.layout import cache_info
 
+OLD_IMPORT_PATH = "dilated_attention_pytorch"
+
+
+def old_import_path() -> str:
+    """Who serves ``import dilated_attention_pytorch``: nobody, ringtile's second distribution, or another project.
+
+    The package is found, not imported.
+    """
+    found = importlib.util.find_spec(OLD_IMPORT_PATH)
+    if found is None or found.origin is None:
+        return "not installed"
+    if b"ringtile.compat" in Path(found.origin).read_bytes():
+        return "served by ringtile.compat"
+    return f"taken by another project, {found.origin}: import ringtile.compat instead, or uninstall that project"
+
 
 def diagnosis() -> dict[str, Any]:
-    """Everything that ``ringtile doctor`` tells: versions, machine, backends (reasons against each), index cache.
+    """Everything that ``ringtile doctor`` tells: versions, machine, backends (reasons against each), index cache, and
+    who serves the old import path.
 
     >>> diagnosis()["backends"]["reference"]
     []
@@ -23,6 +41,7 @@ def diagnosis() -> dict[str, Any]:
         "machine": machine_facts(),
         "backends": dict(backend_report()),
         "index_cache": cache_info()._asdict(),
+        OLD_IMPORT_PATH: old_import_path(),
     }
 
 
@@ -36,6 +55,7 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " ") if number == 0 else "", str(text)
     for name, reasons in found["backends"].items():
         yield f"backend {name}", f"not available: {'; '.join(reasons)}" if reasons else "available"
+    yield OLD_IMPORT_PATH, found[OLD_IMPORT_PATH]
     yield "index cache", f"up to {found['index_cache']['limit'] / 2**20:.0f} MiB"
 
 

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ringtile.demo.progress import Progress, duration_text, threads_text
-from ringtile.demo.right import Attention, attention_over
+from ringtile.analysis.progress import Progress, duration_text, threads_text
+from ringtile.functional import sparse_attention
 from ringtile.layout import build_index
+from ringtile.modules.language_model import SparseLanguageModel
+from ringtile.modules.transformer import SparseTransformer
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window
 
 DEFAULT_PATTERN = Causal() & (Window(256) | GlobalTokens(64))
@@ -34,7 +36,7 @@ HELD_OUT_WINDOWS = 4
 SAVE_SECONDS = 60.0
 WARMUP_STEPS = 4
 HIDDEN_RATE, OUTER_RATE = 0.02, 0.01
-"""Learning rates of the matrices inside the blocks (Muon) and of embedding, norms and head (AdamW)."""
+"""Learning rates of the matrices inside the layers (Muon) and of embedding, norms and head (AdamW)."""
 
 
 class ModelSize(NamedTuple):
@@ -45,63 +47,22 @@ class ModelSize(NamedTuple):
     heads: int = 1
 
 
-class _Block(nn.Module):
-    """Attention with rotary positions, then a GELU layer, each after a norm and added to the stream."""
-
-    def __init__(self, size: ModelSize, attend: Attention) -> None:
-        super().__init__()
-        self.heads, self.attend = size.heads, attend
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(size.width), nn.RMSNorm(size.width)
-        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
-        self.output = nn.Linear(size.width, size.width, bias=False)
-        self.up = nn.Linear(size.width, 4 * size.width, bias=False)
-        self.down = nn.Linear(4 * size.width, size.width, bias=False)
-        # The block begins as the identity, so that depth does not slow the first steps.
-        nn.init.zeros_(self.output.weight)
-        nn.init.zeros_(self.down.weight)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        query, key = (_rotated(F.rms_norm(part, part.shape[-1:]), cos, sin) for part in (query, key))
-        mixed = self.attend(query, key, value)
-        x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
-        out: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
-        return out
+def _dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, dropout_p: float, **_: object) -> Tensor:
+    """Torch's own attention, which knows no pattern, for ``attend=``."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, dropout_p=dropout_p)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+def _byte_model(size: ModelSize, pattern: Pattern, attend: Callable[..., Any]) -> SparseLanguageModel:
+    layers = SparseTransformer(
+        size.layers, size.width, size.heads, qk_norm=True, is_causal=True, pattern=pattern, attend=attend
+    )
+    return SparseLanguageModel(256, layers)
 
 
-class _ByteModel(nn.Module):
-    """A decoder over bytes; `attend` takes query, key and value ``[B, H, N, D]`` and must be causal."""
-
-    def __init__(self, size: ModelSize, context: int, attend: Attention) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, size.width)
-        self.blocks = nn.ModuleList(_Block(size, attend) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.width)
-        self.head = nn.Linear(size.width, 256, bias=False)
-        nn.init.zeros_(self.head.weight)
-        half = size.width // size.heads // 2
-        angles = torch.arange(context)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-    def loss(self, text: Tensor) -> Tensor:
-        """Mean cross entropy, in nats, of the bytes ``text[1:]`` (uint8) given those before each."""
-        tokens = text.long()
-        return F.cross_entropy(self(tokens[None, :-1])[0], tokens[1:])
+def _loss(model: SparseLanguageModel, text: Tensor) -> Tensor:
+    """Mean cross entropy, in nats, of the bytes ``text[1:]`` (uint8) given those before each."""
+    tokens = text.long()
+    return F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:])
 
 
 class Corpus(NamedTuple):
@@ -169,12 +130,21 @@ class HeldOut(NamedTuple):
 class Run:
     """One model in training: parameters, optimizers, and what it measured."""
 
-    def __init__(self, label: str, attend: Attention, corpus: Corpus, context: int, seed: int, size: ModelSize) -> None:
+    def __init__(
+        self,
+        label: str,
+        pattern: Pattern,
+        attend: Callable[..., Any],
+        corpus: Corpus,
+        context: int,
+        seed: int,
+        size: ModelSize,
+    ) -> None:
         self.label, self._corpus, self._context, self._seed = label, corpus, context, seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model = _ByteModel(size, context, attend)
-        inner = [weight for block in self.model.blocks for weight in block.parameters() if weight.ndim == 2]
+            self.model = _byte_model(size, pattern, attend)
+        inner = [weight for weight in self.model.transformer.layers.parameters() if weight.ndim == 2]
         ids = {id(weight) for weight in inner}
         outer = [weight for weight in self.model.parameters() if id(weight) not in ids]
         self._optimizers: list[torch.optim.Optimizer] = [
@@ -208,7 +178,7 @@ class Run:
         began = time.perf_counter()
         generator = torch.Generator().manual_seed((self._seed << 32) + self.steps)
         first = int(torch.randint(len(self._corpus.train) - self._context, (), generator=generator))
-        loss = self.model.loss(self._corpus.train[first : first + self._context + 1])
+        loss = _loss(self.model, self._corpus.train[first : first + self._context + 1])
         self.model.zero_grad(set_to_none=True)
         loss.backward()
         warmth = min(1.0, (self.steps + 1) / WARMUP_STEPS)
@@ -225,7 +195,7 @@ class Run:
         text, length = self._corpus.held_out, min(self._context, len(self._corpus.held_out) - 1)
         firsts = range(0, len(text) - length, length)[:HELD_OUT_WINDOWS]
         with torch.no_grad():
-            losses = [float(self.model.loss(text[first : first + length + 1])) for first in firsts]
+            losses = [float(_loss(self.model, text[first : first + length + 1])) for first in firsts]
         self.held_out.append(HeldOut(self.steps, self.trained_seconds, sum(losses) / len(losses) / math.log(2)))
 
     def state(self) -> dict[str, Any]:
@@ -300,13 +270,9 @@ class Trains:
             raise ValueError(
                 f"--pattern: expected a number of heads that divides {self.size.width // 2}, got {self.size.heads}"
             )
-
-        def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
         self.runs = [
-            Run(label, attend, self.corpus, self.context, self.seed, self.size)
-            for label, attend in (("sparse", attention_over(self.rule)), ("dense", dense))
+            Run(label, self.rule, attend, self.corpus, self.context, self.seed, self.size)
+            for label, attend in (("sparse", sparse_attention), ("dense", _dense))
         ]
         if self.resume is not None:
             self.read_state(self.resume)

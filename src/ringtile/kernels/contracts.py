@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from ringtile.kernels.spans import INDEX, span
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import parse
 
@@ -103,9 +104,9 @@ def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
     """The block index of a call: its own tensors, or the cached one of its pattern text."""
     lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2]}
     if call.pattern:
-        return build_index(
-            parse(call.pattern), **lengths, start=call.start, heads=q.shape[1], block=call.block, device=q.device
-        )
+        with span(INDEX):
+            rule = parse(call.pattern)
+            return build_index(rule, **lengths, start=call.start, heads=q.shape[1], block=call.block, device=q.device)
     return BlockIndex.from_tensors(call.tiles, block=call.block, start=call.start, **lengths)
 
 

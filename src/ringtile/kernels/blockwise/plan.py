@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ringtile.kernels.spans import INDEX, span
 from ringtile.layout.index import BlockIndex
 
 FULL = -1
@@ -329,7 +330,8 @@ def plan_of(index: BlockIndex) -> Plan:
     with _lock:
         plan: Plan | None = _plans.get(index.full_row_ptr)
     if plan is None:
-        plan = _make_plan(index)
+        with span(INDEX):
+            plan = _make_plan(index)
         with _lock:
             _plans[index.full_row_ptr] = plan
     return plan

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.kernels.contracts import Call, index_of, new_out
+from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_index, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against
 from ringtile.kernels.philox import dropout_threshold
+from ringtile.kernels.spans import INDEX, KERNEL, span
 from ringtile.layout import BlockIndex
 
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _TILES_AT_MOST = 1 << 22
 """A dense pattern of more tiles than this needs no index, and goes to torch's own kernel."""
 _OPERATIONS_A_CALL = 2e10
@@ -51,6 +52,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
 class _Lists:
     """What the kernel needs of an index besides its tensors."""
 
+    made_of: tuple[int, ...]
+    """What tells the index from another that shares its key: its numbers and the identities of its tensors."""
     structure: CallStructure
     """The fields of the index filled in."""
     work: Tensor
@@ -68,16 +71,19 @@ _lock = threading.Lock()
 
 
 def _lists_of(index: BlockIndex) -> _Lists:
+    # A vmapped call has another group beside the same lists, a slice of positions another start.
+    made_of = (index.block, index.start, index.n_queries, index.n_keys, *(id(x) for x in index.tensors()))
     with _lock:
         found: _Lists | None = _lists.get(index.full_row_ptr)
-    if found is None:
-        found = _make_lists(index)
+    if found is None or found.made_of != made_of:
+        found = _make_lists(index, made_of)
         with _lock:
             _lists[index.full_row_ptr] = found
     return found
 
 
-def _make_lists(index: BlockIndex) -> _Lists:
+def _make_lists(index: BlockIndex, made_of: tuple[int, ...]) -> _Lists:
+    check_index(index)
     work = index.row_work.long()
     rows, groups = max(index.n_rows, 1), index.n_groups
     order = torch.argsort(work[:, 0] // rows, stable=True)
@@ -90,7 +96,7 @@ def _make_lists(index: BlockIndex) -> _Lists:
     tensors = [getattr(index, name).contiguous() for name in _INDEX_FIELDS]
     for name, tensor in zip(_INDEX_FIELDS, tensors, strict=True):
         setattr(structure, name, tensor.data_ptr())
-    kept = tuple(tensor for tensor in tensors if tensor is not index.full_row_ptr)
+    kept = tuple(tensor for tensor in (*tensors, *index.tensors()) if tensor is not index.full_row_ptr)
     structure.group_stride[0] = index.group.shape[1] if index.group.shape[0] > 1 else 0
     structure.group_stride[1] = 1 if index.group.shape[1] > 1 else 0
     structure.block, structure.start = index.block, index.start
@@ -98,7 +104,7 @@ def _make_lists(index: BlockIndex) -> _Lists:
     structure.work, structure.work_begin = work.data_ptr(), begin.data_ptr()
     structure.n_splits = int(work[:, 3].max()) + 1 if len(work) else 0
     tiles = (index.full_col.numel() + index.part_col.numel()) // groups
-    return _Lists(structure, work, begin, kept, tiles)
+    return _Lists(made_of, structure, work, begin, kept, tiles)
 
 
 def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> Tensor:
@@ -120,12 +126,15 @@ class _Job:
     """One call's structure and the tensors that it points to."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        check_call(q, k, v, call)
         self.index = index_of(call, q, k)
-        self.lists = _lists_of(self.index)
+        check_groups(self.index, q)
+        with span(INDEX):
+            self.lists = _lists_of(self.index)
         self.library = library()
         self.held: list[Tensor] = []
         c = self.c = CallStructure.from_buffer_copy(self.lists.structure)
-        c.dtype, c.isa = _DTYPES[q.dtype], self.library.isa
+        c.dtype, c.isa = DTYPES[q.dtype], self.library.isa
         c.batch, c.heads, c.n_queries, c.head_dim = q.shape
         c.kv_heads, c.n_keys, c.value_dim = v.shape[1:]
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -171,7 +180,9 @@ class _Job:
             self._call(self.library.handle.ringtile_backward)
 
     def _call(self, function: Any) -> None:
-        if function(ctypes.byref(self.c)):
+        with span(KERNEL):
+            failed = function(ctypes.byref(self.c))
+        if failed:
             raise MemoryError("the native kernel found no memory for its threads")
 
 
@@ -203,6 +214,7 @@ def backward(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, contiguous and in their dtype."""
+    check_rows(q, v, out, out_grad, lse, lse_grad)
     q_grad, k_grad, v_grad = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
     if lse.numel() and k.shape[2]:
         job = _Job(q, k, v, call)

@@ -1,11 +1,11 @@
-"""Attention over the pairs that a pattern keeps: the waist that every caller speaks to."""
+"""Attention over the pairs that a pattern keeps."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DENSE, _CAUSAL = Dense(), Causal()
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
@@ -61,6 +61,31 @@ def _check_seed(seed: int | Tensor, query: Tensor) -> None:
         raise ValueError(f"seed: expected a 64-bit integer or one int64 element, got {seed!r}")
 
 
+def check_options(
+    query: Tensor,
+    key: Tensor,
+    *,
+    key_mask: Tensor | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    scale: float | None,
+    backend: str | None,
+) -> None:
+    """Raise ValueError where an option that every function here takes does not fit."""
+    if backend is not None and backend not in NAMES:
+        raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
+    if dropout_p:
+        dropout_threshold(dropout_p)
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale!r}")
+    if key_mask is not None:
+        _check_rows("key_mask", key_mask, (query.shape[0], key.shape[2]), query)
+        if key_mask.dtype != torch.bool:
+            raise ValueError(f"key_mask: expected bool, True where a key may be attended to, got {key_mask.dtype=}")
+    if seed is not None:
+        _check_seed(seed, query)
+
+
 def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start: int | None) -> Pattern:
     if pattern is None:
         return _CAUSAL if is_causal else _DENSE
@@ -77,6 +102,74 @@ def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, s
             )
         pattern = from_block_mask(pattern, start=start)
     return _CAUSAL & pattern if is_causal else pattern
+
+
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that autocast asks for, if it is on; float64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast off where it is on."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext()
+
+
+def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
+    """The seed of dropout as one int64 element, drawn from torch's generator where None."""
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+    return seed if isinstance(seed, Tensor) else torch.tensor([seed], dtype=torch.int64, device=query.device)
+
+
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    start: int | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    start: int | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def sparse_attention(
@@ -135,20 +228,11 @@ def sparse_attention(
         >>> sparse_attention(q, k, v, Causal() & (Window(256) | GlobalTokens(16))).shape
         torch.Size([1, 4, 1000, 64])
     """
-    _check_tensors(query, key, value, enable_gqa)
+    check_tensors(query, key, value, enable_gqa)
+    check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     (batch, heads, n_queries, head_dim), n_keys = query.shape, key.shape[2]
-    if backend is not None and backend not in NAMES:
-        raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
-    if dropout_p:
-        dropout_threshold(dropout_p)
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap: expected a finite number >= 0, got {softcap!r}")
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale: expected a finite number, got {scale!r}")
-    if key_mask is not None:
-        _check_rows("key_mask", key_mask, (batch, n_keys), query)
-        if key_mask.dtype != torch.bool:
-            raise ValueError(f"key_mask: expected bool, True where a key may be attended to, got {key_mask.dtype=}")
     if key_lengths is not None:
         _check_rows("key_lengths", key_lengths, (batch,), query)
         if key_lengths.dtype not in (torch.int32, torch.int64):
@@ -161,8 +245,6 @@ def sparse_attention(
 
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
         raise ValueError(f"start: expected an integer or None, got {start!r}")
-    if seed is not None:
-        _check_seed(seed, query)
 
     index: BlockIndex | None = None
     if isinstance(pattern, BlockIndex):
@@ -186,14 +268,8 @@ def sparse_attention(
                 rule, n_queries, n_keys, start=first, heads=heads, batch=max(batch, 1), block=block, device=query.device
             )
 
-    autocast = torch.is_autocast_enabled(query.device.type)
-    if autocast and query.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if dropout_p and seed is None:
-        seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-    elif not dropout_p:
-        seed = None
+    query, key, value = under_autocast(query, key, value)
+    seed = drawn_seed(seed, query) if dropout_p else None
     if scale is None:
         scale = head_dim**-0.5
 
@@ -216,8 +292,6 @@ def sparse_attention(
         if query.dtype != torch.float64:
             lse = lse.float()
     else:
-        if isinstance(seed, int):
-            seed = torch.tensor([seed], dtype=torch.int64, device=query.device)
         tensors = [] if index is None else index.tensors()
         bits = None if key_mask is None else pack_keys(key_mask)
         call = Call(
@@ -235,65 +309,10 @@ def sparse_attention(
             backend or "",
         )
         facts = Facts(text, first, block, scale, dropout_p, softcap, select(query, key, value, call))
-        with torch.autocast(query.device.type, enabled=False) if autocast else contextlib.nullcontext():
+        with without_autocast(query):
             out, lse = attention(query, key, value, facts, bits, key_lengths, seed, alibi_slopes, tensors)
     if sinks is not None:
         empty = lse == -math.inf
         share = torch.sigmoid(lse.masked_fill(empty, 0) - sinks.unsqueeze(-1)).to(out.dtype)
         out = (out * share.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0)
     return (out, lse) if return_lse else out
-
-
-def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge attention over disjoint sets of keys into attention over all of them.
-
-    Associative, differentiable in outs and lses, exact up to rounding, and safe where a part or all of them are empty
-    (lse -inf). Computed in float32 or better.
-
-    Args:
-        outs: Tensors ``[B, H, N, Dv]`` of one dtype.
-        lses: Their natural-log lse ``[B, H, N]``.
-
-    Returns:
-        The merged output, in the dtype of ``outs``, and the merged lse.
-
-    Raises:
-        ValueError: Where the lists are empty, of unequal length, or shapes do not fit.
-
-    Example:
-        >>> from ringtile.patterns import Window
-        >>> q, k, v = torch.randn(3, 1, 2, 300, 32, dtype=torch.float64).unbind()
-        >>> near = sparse_attention(q, k, v, Window(20), return_lse=True)
-        >>> far = sparse_attention(q, k, v, ~Window(20), return_lse=True)
-        >>> out, _ = merge_attention(*zip(near, far))
-        >>> torch.allclose(out, sparse_attention(q, k, v))
-        True
-    """
-    if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs, lses: expected equally many, at least one, got {len(outs)=}, {len(lses)=}")
-    for out, lse in zip(outs, lses, strict=True):
-        if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
-            raise ValueError(
-                f"outs, lses: expected [B, H, N, Dv] and [B, H, N], all alike, got {out.shape=}, {lse.shape=} "
-                f"with {outs[0].shape=}"
-            )
-        if out.dtype != outs[0].dtype or not (out.is_floating_point() and lse.is_floating_point()):
-            raise ValueError(
-                f"outs, lses: expected one floating dtype, got {out.dtype=}, {lse.dtype=} with {outs[0].dtype=}"
-            )
-        if {out.device, lse.device} != {outs[0].device}:
-            raise ValueError(
-                f"outs, lses: expected one device, got {out.device=}, {lse.device=} with {outs[0].device=}"
-            )
-    stacked = torch.stack([lse.to(torch.promote_types(lse.dtype, torch.float32)) for lse in lses])
-    highest = stacked.detach().amax(0)
-    highest = torch.where(highest == -math.inf, 0, highest)
-    weights = (stacked - highest).exp()
-    total = weights.sum(0)
-    empty = total == 0
-    share = weights / torch.where(empty, 1, total)
-    merged = sum(
-        (w.unsqueeze(-1) * out for w, out in zip(share.unbind(), outs, strict=True)), torch.zeros_like(outs[0])
-    )
-    lse = torch.where(empty, -math.inf, torch.where(empty, 1, total).log() + highest)
-    return merged.to(outs[0].dtype), lse

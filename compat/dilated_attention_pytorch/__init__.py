@@ -1,0 +1,3 @@
+"""The old import path of what is now `ringtile.compat`."""
+
+from ringtile.compat import *  # noqa: F403

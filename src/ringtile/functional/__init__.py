@@ -1,0 +1,5 @@
+"""Attention over the pairs that a pattern keeps: the waist that every caller speaks to."""
+
+from ringtile.functional.attention import sparse_attention as sparse_attention
+from ringtile.functional.dilated import dilated_attention as dilated_attention
+from ringtile.functional.merge import merge_attention as merge_attention

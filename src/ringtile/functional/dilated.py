@@ -1,0 +1,490 @@
+"""LongNet's dilated attention, by permuting tokens into dense segments."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ringtile.functional.attention import (
+    check_options,
+    check_tensors,
+    drawn_seed,
+    sparse_attention,
+    under_autocast,
+    without_autocast,
+)
+from ringtile.functional.merge import merge_attention
+from ringtile.kernels.contracts import Call, new_out, pack_keys
+from ringtile.kernels.select import select
+from ringtile.layout import build_index
+from ringtile.layout.compacted import Compacted, InSegments, for_heads
+from ringtile.layout.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
+from ringtile.patterns import Causal, Dense, Pattern, Segments
+from ringtile.patterns.base import wholes
+
+_DENSE, _CAUSAL = Dense(), Causal()
+_BLOCK = 128
+_NEXT_SEED = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Odd and far from small numbers: no two calls of neighbouring seeds share a seed."""
+
+_warned: set[tuple[tuple[tuple[int, int], ...], int]] = set()
+
+
+class _Branch(NamedTuple):
+    """A segment length, a dilation, and the rule between places inside a segment."""
+
+    length: int
+    dilation: int
+    rule: Pattern
+
+
+class _Options(NamedTuple):
+    """What a call asks for besides its tensors."""
+
+    branches: tuple[_Branch, ...]
+    key_mask: Tensor | None
+    dropout_p: float
+    seed: Tensor | None
+    scale: float
+    backend: str | None
+
+
+class _Part(NamedTuple):
+    """One dense problem: a piece of a branch, with its rule and what the call needs besides q, k and v."""
+
+    piece: Piece
+    rule: Pattern
+    key_mask: Tensor | None
+    seed: Tensor | None
+    ratio: int
+
+
+def _parts(branch: _Branch, q: Tensor, k: Tensor, options: _Options, first: int) -> Iterator[_Part]:
+    """The dense problems of a branch; the call number of the first is given, each draws dropout with its own seed."""
+    heads, mask = q.shape[1], options.key_mask
+    cut = pieces(q.shape[2], k.shape[2], heads, branch.length, branch.dilation, by_offset=mask is not None)
+    for number, piece in enumerate(cut, first):
+        kept = None
+        if mask is not None:
+            kept = kept_rows(mask.unsqueeze(1), piece, piece.offsets.start, keys=True).squeeze(1).flatten(0, 1)
+        seed = None if options.seed is None else options.seed + _signed(number * _NEXT_SEED)
+        yield _Part(piece, for_heads(branch.rule, piece.heads, heads), kept, seed, heads // k.shape[1])
+
+
+def _signed(number: int) -> int:
+    """A number modulo 2^64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _all_parts(q: Tensor, k: Tensor, options: _Options) -> Iterator[tuple[int, _Part]]:
+    """Every dense problem of a call, with the number of its branch."""
+    number = 0
+    for branch_number, branch in enumerate(options.branches):
+        for part in _parts(branch, q, k, options, number):
+            yield branch_number, part
+            number += 1
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Call:
+    """The operator call that serves a part."""
+    text, tiles = part.rule.text or "", []
+    if not text:
+        lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2], "start": part.piece.start}
+        index = build_index(
+            part.rule, **lengths, heads=q.shape[1], batch=max(q.shape[0], 1), block=_BLOCK, device=q.device
+        )
+        tiles = index.tensors()
+    bits = None if part.key_mask is None else pack_keys(part.key_mask)
+    asked = Call(
+        tiles,
+        text,
+        part.piece.start,
+        _BLOCK,
+        bits,
+        None,
+        part.seed,
+        None,
+        options.scale,
+        options.dropout_p,
+        0.0,
+        options.backend or "",
+    )
+    return asked._replace(backend=select(q, k, v, asked))
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+class _Merged(torch.autograd.Function):
+    """All branches, merged as they come: saves the merged output and lse alone.
+
+    The backward pass of each branch takes these in place of its own (its softmax is a part of the merged one), so
+    nothing is differentiated through the merge. Where it is itself differentiated, `_composed` stands in.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+        dtype = _accumulator(q)
+        out = new_out(q.new_empty(q.shape, dtype=dtype), v.shape[-1]).zero_()
+        lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
+        for branch, part in _all_parts(q, k, options):
+            problem = _compacted(q, k, v, part)
+            call = _call(*problem, part, options)
+            found, found_lse = torch.ops.ringtile.forward(*problem, *call)
+            for offset in part.piece.offsets:
+                mine = (query_view(out, part.piece, offset), query_view(lse, part.piece, offset))
+                theirs = [of_offset(x, part.piece, q.shape[0], offset) for x in (found, found_lse)]
+                if branch == 0:
+                    mine[0].copy_(theirs[0])
+                    mine[1].copy_(theirs[1])
+                else:
+                    _merge_into(*mine, *theirs)
+        out = out.to(q.dtype)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if out_grad is None and lse_grad is None:
+            return (None,) * 4
+        if torch.is_grad_enabled():
+            return *_differentiable_backward(ctx.needs_input_grad[:3], out_grad, lse_grad, (q, k, v), ctx.options), None
+        if out_grad is None:
+            out_grad = torch.zeros_like(out)
+        totals = [torch.zeros(x.shape, dtype=_accumulator(q), device=x.device) for x in (q, k, v)]
+        for _, part in _all_parts(q, k, ctx.options):
+            piece = part.piece
+            problem = _compacted(q, k, v, part)
+            rows = [None if x is None else compact(x, piece) for x in (out_grad, lse_grad, out, lse)]
+            call = _call(*problem, part, ctx.options)
+            grads = torch.ops.ringtile.backward(rows[0], rows[1], *problem, rows[2], rows[3], *call)
+            add_compacted(totals[0], grads[0], piece)
+            for total, grad in zip(totals[1:], grads[1:], strict=True):
+                add_compacted(total, grad, piece, keys=True, ratio=part.ratio)
+        return *(total.to(q.dtype) for total in totals), None
+
+
+def _merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merge attention over further keys into ``out`` and ``lse``, in place."""
+    total = torch.logaddexp(lse, more_lse)
+    safe = total.masked_fill(total == -math.inf, 0)
+    out.mul_((lse - safe).exp_().unsqueeze(-1)).addcmul_(more.to(out.dtype), (more_lse - safe).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _compacted(q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = (compact(x, part.piece, keys=True, ratio=part.ratio) for x in (k, v))
+    return compact(q, part.piece), keys, values
+
+
+def _composed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    """The same from operations that each differentiate, vmap and compile: leaner nowhere, but to any order."""
+    batch, heads, n_queries = q.shape[:3]
+    dtype, rows = _accumulator(q), heads * n_queries
+    outs = [torch.zeros(batch, rows, v.shape[-1], dtype=q.dtype, device=q.device) for _ in options.branches]
+    lses = [torch.full((batch, rows), -math.inf, dtype=dtype, device=q.device) for _ in options.branches]
+    numbers = torch.arange(rows, device=q.device).view(1, heads, n_queries)
+    for branch, part in _all_parts(q, k, options):
+        problem = _compacted(q, k, v, part)
+        found = sparse_attention(
+            *problem,
+            part.rule,
+            key_mask=part.key_mask,
+            start=part.piece.start,
+            dropout_p=options.dropout_p,
+            seed=part.seed,
+            scale=options.scale,
+            enable_gqa=True,
+            return_lse=True,
+            backend=options.backend,
+        )
+        places = compact(numbers, part.piece).flatten()
+        out, lse = (x.unflatten(0, (batch, part.piece.segments)).flatten(1, 3) for x in found)
+        outs[branch] = outs[branch].index_copy(1, places, out)
+        lses[branch] = lses[branch].index_copy(1, places, lse)
+    out, lse = merge_attention(
+        [x.unflatten(1, (heads, n_queries)) for x in outs], [x.unflatten(1, (heads, n_queries)) for x in lses]
+    )
+    return out, lse
+
+
+def _differentiable_backward(
+    needed: Sequence[bool],
+    out_grad: Tensor | None,
+    lse_grad: Tensor | None,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    options: _Options,
+) -> Iterator[Tensor | None]:
+    """The gradients of q, k and v as functions that differentiate once more."""
+    results = _composed(*inputs, options)
+    given = [(y, grad) for y, grad in zip(results, (out_grad, lse_grad), strict=True) if grad is not None]
+    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+    ys, ys_grads = zip(*given, strict=True)
+    found = iter(torch.autograd.grad(ys, wanted, ys_grads, create_graph=True, allow_unused=True))
+    return (next(found) if need else None for need in needed)
+
+
+def _needs_composing(backend: str | None) -> bool:
+    """Where an autograd Function does not compose: under torch.func, forward derivatives, compile, and the oracle."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transformed or torch.compiler.is_compiling() or backend == "reference"
+
+
+def _disjoint(branches: Sequence[_Branch], pattern: Pattern | None) -> tuple[_Branch, ...] | None:
+    """Branches that together keep each pair of the union once; None where segments do not nest.
+
+    A branch leaves out what shorter ones keep. That is a rule between its own places wherever their segments divide
+    its own.
+    """
+    found: list[_Branch] = []
+    ascending = sorted({(branch.length, branch.dilation): branch for branch in branches}.items())
+    for number, ((length, dilation), branch) in enumerate(ascending):
+        earlier = [at for at, _ in ascending[:number]]
+        if any(length % shorter for shorter, _ in earlier):
+            return None
+        taken: list[Pattern] = []
+        for shorter, rate in reversed(earlier):
+            if pattern is not None:
+                taken.append(Compacted(InSegments(shorter, rate, pattern), dilation))
+            elif dilation % rate or shorter % rate:
+                taken.append(Compacted(Segments(shorter, rate), dilation))
+            else:
+                # Every token of this branch is also one of that, which so keeps all pairs in a segment of its own,
+                # and with them those in the still shorter segments of others.
+                whole = shorter % dilation == 0
+                taken.append(Segments(shorter // dilation) if whole else Compacted(Segments(shorter), dilation))
+                break
+        rule = branch.rule
+        if taken:
+            fresh = ~reduce(or_, taken)
+            rule = fresh if rule == _DENSE else rule & fresh
+        if pattern is not None or not any(_covers(at, length, dilation) for at in earlier):
+            found.append(_Branch(length, dilation, rule))
+    return tuple(found)
+
+
+def _covers(other: tuple[int, int], length: int, dilation: int) -> bool:
+    """Whether a branch of equal segments keeps all that a branch keeps."""
+    return other[0] == length and dilation % other[1] == 0 and length % other[1] == 0
+
+
+def _checked_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> list[tuple[int, int]]:
+    lengths = wholes("dilated_attention", "segment_lengths", segment_lengths, 1)
+    rates = wholes("dilated_attention", "dilation_rates", dilation_rates, 1)
+    if len(lengths) != len(rates):
+        raise ValueError(
+            f"dilation_rates: expected as many as segment_lengths, got {dilation_rates=} with {segment_lengths=}"
+        )
+    return list(zip(lengths, rates, strict=True))
+
+
+def _check_pattern(pattern: Pattern | None, heads: int) -> None:
+    if pattern is None:
+        return
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern: expected a Pattern on the places inside a segment, got {type(pattern).__name__}")
+    if pattern.n_heads not in (None, heads):
+        raise ValueError(f"pattern: it is written for {pattern.n_heads} heads, got {heads=}")
+    if pattern.batch_size is not None:
+        raise ValueError(f"pattern: expected one rule for all batch rows, got {pattern.batch_size=}")
+
+
+def _warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n_queries: int) -> None:
+    """Warn, once per configuration, of head offsets some of whose tokens no branch keeps."""
+    if any(rate == 1 for _, rate in branches) or torch.compiler.is_compiling():
+        return
+    configuration = (tuple(branches), heads)
+    if configuration in _warned:
+        return
+    tokens = torch.arange(max(start, 0), start + n_queries)
+    uncovered = {}
+    for head in range(min(heads, math.lcm(*(rate for _, rate in branches)))):
+        kept = [tokens % length % rate == head % rate for length, rate in branches]
+        share = 1 - reduce(or_, kept).double().mean().item() if len(tokens) else 0.0
+        if share:
+            uncovered[tuple(head % rate for _, rate in branches)] = share
+    if uncovered:
+        _warned.add(configuration)
+        named = ", ".join(f"{list(offsets)} ({share:.0%})" for offsets, share in uncovered.items())
+        warnings.warn(
+            f"dilated_attention: no branch of dilation_rates={[rate for _, rate in branches]} keeps all tokens (a rate "
+            f"of 1 would): queries without keys give 0 for heads of the offsets head % rate = {named}",
+            stacklevel=3,
+        )
+
+
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    pattern: Pattern | None = None,
+    is_causal: bool = False,
+    overlap: Literal["mix", "union"] = "mix",
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    pattern: Pattern | None = None,
+    is_causal: bool = False,
+    overlap: Literal["mix", "union"] = "mix",
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    pattern: Pattern | None = None,
+    is_causal: bool = False,
+    overlap: Literal["mix", "union"] = "mix",
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """LongNet's dilated attention, exact (Ding et al. 2023, arXiv:2307.02486).
+
+    Branch (w, r) cuts the tokens into segments of w; in each, head h attends among the tokens whose place modulo r is
+    ``h % r``, by dense attention on w / r tokens. Time is that of ``sum(w / r**2)`` keys a query, memory O(N). Queries
+    are aligned to the lower right, as in `sparse_attention`: query a sits at position ``Nk - Nq + a``.
+
+    Args:
+        query: ``[B, H, Nq, D]``, float64, float32, bfloat16 or float16, any strides.
+        key: ``[B, Hkv, Nk, D]``; Hkv equals H, or divides it with ``enable_gqa``.
+        value: ``[B, Hkv, Nk, Dv]``.
+        segment_lengths: Tokens of a segment, w of each branch; the last segment may be ragged, and w may exceed Nk.
+        dilation_rates: r of each branch. Where no branch has r = 1 some queries may have no key: they give 0, lse -inf
+            and zero gradients, and a UserWarning, once per configuration, names the heads.
+        pattern: Of the pairs inside a segment, in the segment's own places: the kept tokens counted 0, 1, ...
+        is_causal: Keep only keys at or before the query's position.
+        overlap: What a pair counts that several branches keep: "mix" once for each (the paper: branches are weighted by
+            their softmax denominators), "union" once, one softmax over the union of pairs. Where the segment lengths
+            divide one another the union is computed by permuting too, else over tiles in token order.
+        key_mask: ``[B, Nk]`` bool, True where a key may be attended to.
+        dropout_p: Probability with which a weight is dropped after the softmax, for each branch by itself.
+        seed: Of dropout, an int or one int64 element; drawn from torch's generator where None. Branches draw from
+            seeds derived from it, by place in their segments: a mask depends on all shapes and arguments.
+        scale: Of the scores; None means ``D ** -0.5``.
+        enable_gqa: Let each key head serve H / Hkv query heads.
+        return_lse: Also return the natural-log lse ``[B, H, Nq]`` over all counted pairs, float32 (float64 for
+            float64), differentiable.
+        backend: As in `sparse_attention`, for every dense problem.
+
+    Raises:
+        ValueError: Where shapes, dtypes, devices or numbers do not fit, or the named backend cannot serve the call.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind()
+        >>> dilated_attention(q, k, v, [128, 256, 512], [1, 2, 4], is_causal=True).shape
+        torch.Size([1, 4, 1000, 64])
+    """
+    check_tensors(query, key, value, enable_gqa)
+    check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
+    branches = _checked_branches(segment_lengths, dilation_rates)
+    _check_pattern(pattern, query.shape[1])
+    if overlap not in ("mix", "union"):
+        raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
+    _warn_of_uncovered(branches, query.shape[1], key.shape[2] - query.shape[2], query.shape[2])
+
+    query, key, value = under_autocast(query, key, value)
+    inside = pattern or _DENSE
+    each = tuple(_Branch(length, rate, inside) for length, rate in branches)
+    parts = _disjoint(each, pattern) if overlap == "union" else each
+    with without_autocast(query):
+        if parts is None:
+            out, lse = _in_token_order(
+                query, key, value, branches, pattern, is_causal, key_mask, dropout_p, seed, scale, enable_gqa, backend
+            )
+        else:
+            if is_causal:
+                parts = tuple(
+                    part._replace(rule=_CAUSAL if part.rule == _DENSE else _CAUSAL & part.rule) for part in parts
+                )
+            options = _Options(
+                parts,
+                key_mask,
+                dropout_p,
+                drawn_seed(seed, query) if dropout_p else None,
+                query.shape[-1] ** -0.5 if scale is None else scale,
+                backend,
+            )
+            if _needs_composing(backend):
+                out, lse = _composed(query, key, value, options)
+            else:
+                out, lse = _Merged.apply(query, key, value, options)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+def _in_token_order(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    branches: list[tuple[int, int]],
+    pattern: Pattern | None,
+    is_causal: bool,
+    key_mask: Tensor | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """The union of branches as one sparse pattern over positions."""
+    kept = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
+    return sparse_attention(
+        query,
+        key,
+        value,
+        reduce(or_, kept),
+        is_causal=is_causal,
+        key_mask=key_mask,
+        dropout_p=dropout_p,
+        seed=seed,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        return_lse=True,
+        backend=backend,
+    )

@@ -1,0 +1,65 @@
+"""Attention over a set of keys from attention over its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attention over disjoint sets of keys into attention over all of them.
+
+    Associative, differentiable in outs and lses, exact up to rounding, and safe where a part or all of them are empty
+    (lse -inf). Computed in float32 or better.
+
+    Args:
+        outs: Tensors ``[B, H, N, Dv]`` of one dtype.
+        lses: Their natural-log lse ``[B, H, N]``.
+
+    Returns:
+        The merged output, in the dtype of ``outs``, and the merged lse.
+
+    Raises:
+        ValueError: Where the lists are empty, of unequal length, or shapes do not fit.
+
+    Example:
+        >>> from ringtile.functional import sparse_attention
+        >>> from ringtile.patterns import Window
+        >>> q, k, v = torch.randn(3, 1, 2, 300, 32, dtype=torch.float64).unbind()
+        >>> near = sparse_attention(q, k, v, Window(20), return_lse=True)
+        >>> far = sparse_attention(q, k, v, ~Window(20), return_lse=True)
+        >>> out, _ = merge_attention(*zip(near, far))
+        >>> torch.allclose(out, sparse_attention(q, k, v))
+        True
+    """
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"outs, lses: expected equally many, at least one, got {len(outs)=}, {len(lses)=}")
+    for out, lse in zip(outs, lses, strict=True):
+        if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
+            raise ValueError(
+                f"outs, lses: expected [B, H, N, Dv] and [B, H, N], all alike, got {out.shape=}, {lse.shape=} "
+                f"with {outs[0].shape=}"
+            )
+        if out.dtype != outs[0].dtype or not (out.is_floating_point() and lse.is_floating_point()):
+            raise ValueError(
+                f"outs, lses: expected one floating dtype, got {out.dtype=}, {lse.dtype=} with {outs[0].dtype=}"
+            )
+        if {out.device, lse.device} != {outs[0].device}:
+            raise ValueError(
+                f"outs, lses: expected one device, got {out.device=}, {lse.device=} with {outs[0].device=}"
+            )
+    stacked = torch.stack([lse.to(torch.promote_types(lse.dtype, torch.float32)) for lse in lses])
+    highest = stacked.detach().amax(0)
+    highest = torch.where(highest == -math.inf, 0, highest)
+    weights = (stacked - highest).exp()
+    total = weights.sum(0)
+    empty = total == 0
+    share = weights / torch.where(empty, 1, total)
+    merged = sum(
+        (w.unsqueeze(-1) * out for w, out in zip(share.unbind(), outs, strict=True)), torch.zeros_like(outs[0])
+    )
+    lse = torch.where(empty, -math.inf, torch.where(empty, 1, total).log() + highest)
+    return merged.to(outs[0].dtype), lse

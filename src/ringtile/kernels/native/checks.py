@@ -1,0 +1,81 @@
+"""What the library reads by address is checked here: nothing that a caller can pass makes it read beside a tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.contracts import Call
+from ringtile.layout import BlockIndex
+from ringtile.layout.lists import work_list
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+"""Their numbers in native/ringtile.h."""
+
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """Raise ValueError where tensors do not fit one another."""
+    shapes = q.shape, k.shape, v.shape
+    if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
+        raise ValueError(f"q, k, v: expected four dimensions and one dtype, got {shapes} of {q.dtype, k.dtype, v.dtype}")
+    (batch, heads, _, head_dim), (_, kv_heads, n_keys, _) = q.shape, k.shape
+    if (k.shape[0], k.shape[3]) != (batch, head_dim) or v.shape[:3] != k.shape[:3] or heads % max(kv_heads, 1):
+        raise ValueError(f"q, k, v: expected [B, H, N, D], [B, Hkv, M, D] and [B, Hkv, M, Dv], got {shapes}")
+    bits, lengths = call.key_bits, call.key_lengths
+    if bits is not None and (bits.shape != (batch, -(-n_keys // 32)) or bits.dtype != torch.int32):
+        raise ValueError(f"key_bits: expected int32 [{batch}, {-(-n_keys // 32)}], got {bits.dtype} {bits.shape}")
+    if lengths is not None and lengths.shape != (batch,):
+        raise ValueError(f"key_lengths: expected [{batch}], got {lengths.shape}")
+
+
+def check_rows(q: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, lse: Tensor, lse_grad: Tensor | None) -> None:
+    """Raise ValueError where what the backward pass reads of the forward pass does not fit q and v."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for name, x, dtype, shape in (
+        ("out", out, q.dtype, (*q.shape[:3], v.shape[-1])),
+        ("out_grad", out_grad, q.dtype, (*q.shape[:3], v.shape[-1])),
+        ("lse", lse, wide, q.shape[:3]),
+        ("lse_grad", lse if lse_grad is None else lse_grad.to(wide), wide, q.shape[:3]),
+    ):
+        if x.dtype != dtype or x.shape != shape:
+            raise ValueError(f"{name}: expected {dtype} {tuple(shape)}, got {x.dtype} {tuple(x.shape)}")
+
+
+def check_groups(index: BlockIndex, q: Tensor) -> None:
+    """Raise ValueError where the groups of an index do not serve q."""
+    batch, heads = index.group.shape
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
+        raise ValueError(f"index: expected groups [1 or {q.shape[0]}, 1 or {q.shape[1]}], got {index.group.shape}")
+
+
+def check_index(index: BlockIndex) -> None:
+    """Raise ValueError where the lists of an index lead beside its tensors."""
+    slots, words, table = index.n_groups, -(-index.block // 32), len(index.bits)
+    rows, cols = slots * index.n_rows, slots * index.n_cols
+    fulls, parts = len(index.full_col), len(index.part_col)
+    for name, shape, limit in (
+        ("group", index.group.shape, slots),
+        ("full_row_ptr", (rows + 1,), fulls + 1),
+        ("part_row_ptr", (rows + 1,), parts + 1),
+        ("full_col_ptr", (cols + 1,), fulls + 1),
+        ("part_col_ptr", (cols + 1,), parts + 1),
+        ("full_col", (fulls,), index.n_cols),
+        ("part_col", (parts,), index.n_cols),
+        ("full_row", (fulls,), index.n_rows),
+        ("part_row", (parts,), index.n_rows),
+        ("part_tile", (parts,), table),
+        ("part_tile_t", (parts,), table),
+        ("bits", (table, index.block, words), None),
+        ("bits_t", (table, index.block, words), None),
+        ("rows_any", (table, words), None),
+        ("cols_any", (table, words), None),
+    ):
+        x = getattr(index, name)
+        if x.dtype != torch.int32 or x.device.type != "cpu" or x.shape != shape:
+            raise ValueError(f"{name}: expected int32 {tuple(shape)}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+        if limit is not None and x.numel() and not 0 <= x.min() <= x.max() < limit:
+            raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {x.min()} ... {x.max()}")
+        if name.endswith("_ptr") and (x.diff() < 0).any():
+            raise ValueError(f"{name}: expected numbers that rise, got {x}")
+    if not torch.equal(index.row_work, work_list(index.full_row_ptr, index.part_row_ptr)):
+        raise ValueError("row_work: expected the division of the row lists into pieces of work")

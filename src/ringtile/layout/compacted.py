@@ -1,0 +1,133 @@
+"""Patterns between positions and places: a rule inside LongNet's segments, and a rule seen from inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns import Cover, Pattern, Segments, TileGrid
+
+
+@dataclass(frozen=True, repr=False)
+class InSegments(Pattern):
+    """One branch of LongNet with a pattern inside: it relates the places of a segment's kept tokens, counted from 0.
+
+    >>> from ringtile.patterns import Causal
+    >>> print(InSegments(4, 2, Causal()).draw(6))
+    █·····
+    ······
+    █·█···
+    ······
+    ····█·
+    ······
+    """
+
+    length: int
+    dilation: int
+    inner: Pattern
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._set_text(None)
+
+    @property
+    def segments(self) -> Segments:
+        """The branch itself."""
+        return Segments(self.length, self.dilation)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        places = (query % self.length // self.dilation, key % self.length // self.dilation)
+        return self.segments.allowed(head, query, key) & self.inner.allowed(head, *places)
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        return self.segments.span(head, rows, grid)
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        return self.segments.cover(head, rows, grid)
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return self.segments.cover_size(head, rows, grid)
+
+    def head_class(self, head: int) -> Hashable:
+        return (head % self.dilation, self.inner.head_class(head))
+
+    @property
+    def n_heads(self) -> int | None:
+        return self.inner.n_heads
+
+    def validate(self, grid: TileGrid) -> None:
+        most = -(-min(self.length, grid.n_keys) // self.dilation)
+        self.inner.validate(TileGrid(grid.block, 0, most, most))
+
+
+@dataclass(frozen=True, repr=False)
+class Compacted(Pattern):
+    """A rule on positions in a segment, asked by place: place p is position ``p * dilation + head % dilation``."""
+
+    rule: Pattern
+    dilation: int
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._set_text(None)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        offset = head % self.dilation
+        return self.rule.allowed(head, query * self.dilation + offset, key * self.dilation + offset)
+
+    def head_class(self, head: int) -> Hashable:
+        return (head % self.dilation, self.rule.head_class(head))
+
+    @property
+    def n_heads(self) -> int | None:
+        return self.rule.n_heads
+
+
+@dataclass(frozen=True, repr=False)
+class OfHeads(Pattern):
+    """A pattern for a call that has only some of the heads: head h of the call is ``heads[h]`` of the pattern."""
+
+    pattern: Pattern
+    heads: tuple[int, ...]
+    text: str | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._set_text(None)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.pattern.allowed(torch.tensor(self.heads, device=head.device)[head], query, key)
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+        return self.pattern.cover(self.heads[head], rows, grid)
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        return self.pattern.cover_size(self.heads[head], rows, grid)
+
+    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        return self.pattern.span(self.heads[head], rows, grid)
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        return self.pattern.tile_class(self.heads[head], row, col, grid)
+
+    def head_class(self, head: int) -> Hashable:
+        return self.pattern.head_class(self.heads[head])
+
+    @property
+    def n_heads(self) -> int | None:
+        return len(self.heads)
+
+    def envelope(self) -> Pattern:
+        return self.pattern.envelope()
+
+    def validate(self, grid: TileGrid) -> None:
+        self.pattern.validate(grid)
+
+
+def for_heads(pattern: Pattern, heads: tuple[int, ...], n_heads: int) -> Pattern:
+    """The pattern for a call with some of ``n_heads`` heads; itself where that makes no difference."""
+    everyone = heads == tuple(range(n_heads))
+    alike = pattern.n_heads is None and len({pattern.head_class(head) for head in range(n_heads)}) == 1
+    return pattern if everyone or alike else OfHeads(pattern, heads)

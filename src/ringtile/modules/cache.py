@@ -1,0 +1,338 @@
+"""The keys and values that later tokens can still attend to, for generation: all of them, or a rolling few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.functional import sparse_attention
+from ringtile.patterns import GlobalTokens, Pattern, Segments, TileGrid
+from ringtile.patterns.base import And, Or, PerHead
+from ringtile.patterns.offsets import ANY, OffsetPattern
+
+_PIECE = 128
+"""Queries that share one mask over the held keys; longer chunks are taken in pieces, or by a block index."""
+
+
+class Reach(NamedTuple):
+    """How far back a pattern can keep: only keys j < ``first``, and those at most ``left`` before the query."""
+
+    first: int
+    left: float
+    """Tokens; infinite where no distance is too far."""
+    ahead: bool
+    """Whether a query may keep keys after its own position."""
+
+    @property
+    def size(self) -> float:
+        """Keys that have to be held for the next query, itself included."""
+        return self.first + self.left + 1
+
+
+_ANYWHERE = Reach(0, math.inf, ahead=True)
+
+
+def pattern_reach(pattern: Pattern) -> Reach:
+    """Bounds on what queries of a pattern keep, at every length: what a cache of its keys has to hold.
+
+    A bound follows from the words of the pattern alone, never from a length: random blocks, strides, complements,
+    documents and free rules reach anywhere.
+
+    >>> from ringtile.patterns import Causal, Strided, streaming
+    >>> pattern_reach(streaming(sinks=4, window=256))
+    Reach(first=4, left=256, ahead=False)
+    >>> pattern_reach(Causal() & Strided(64)).left
+    inf
+    """
+    match pattern:
+        case And(first=a, second=b):
+            one, other = pattern_reach(a), pattern_reach(b)
+            both = Reach(max(one.first, other.first), min(one.left, other.left), one.ahead and other.ahead)
+            # Each side alone bounds what both keep.
+            return min(one, other, both, key=lambda reach: reach.size)._replace(ahead=both.ahead)
+        case Or(first=a, second=b):
+            return _union([pattern_reach(a), pattern_reach(b)])
+        case PerHead(patterns=patterns):
+            return _union([pattern_reach(each) for each in patterns])
+        case OffsetPattern(terms=terms, unit=unit):
+            left = max(term.left for term in terms)
+            ahead = unit > 1 or any(term.right > 0 for term in terms)
+            return Reach(0, math.inf if left >= ANY else (left + 1) * unit - 1, ahead)
+        case GlobalTokens(tokens=tokens):
+            return Reach(tokens, 0, ahead=True)
+        case Segments(length=length):
+            return Reach(0, length - 1, ahead=length > 1)
+    return _ANYWHERE
+
+
+def _union(reaches: Sequence[Reach]) -> Reach:
+    firsts, lefts, aheads = zip(*reaches, strict=True)
+    return Reach(max(firsts), max(lefts), any(aheads))
+
+
+class HeldKeys(NamedTuple):
+    """Keys and values with what is known of them; K of them, or room for so many."""
+
+    key: Tensor
+    """``[B, Hkv, K, D]``."""
+    value: Tensor
+    """``[B, Hkv, K, Dv]``."""
+    position: Tensor
+    """``[K]`` int64."""
+    mask: Tensor
+    """``[B, K]`` bool, True where a key may be attended to."""
+
+    def narrowed(self, first: int, count: int) -> HeldKeys:
+        """Some consecutive ones, as views."""
+        return HeldKeys(*(x.narrow(axis, first, count) for x, axis in zip(self, _TOKEN_AXES, strict=True)))
+
+    def chosen(self, index: Tensor) -> HeldKeys:
+        """Some of them, copied."""
+        return HeldKeys(*(x.index_select(axis, index) for x, axis in zip(self, _TOKEN_AXES, strict=True)))
+
+    def joined(self, other: HeldKeys) -> HeldKeys:
+        """These, then the others."""
+        return HeldKeys(*(torch.cat(pair, axis) for *pair, axis in zip(self, other, _TOKEN_AXES, strict=True)))
+
+    def room(self, count: int) -> HeldKeys:
+        """Uninitialised room for ``count`` of them that outlives inference mode."""
+        with torch.inference_mode(False):
+            sizes = ((*x.shape[:axis], count, *x.shape[axis + 1 :]) for x, axis in zip(self, _TOKEN_AXES, strict=True))
+            return HeldKeys(*(x.new_empty(size) for x, size in zip(self, sizes, strict=True)))
+
+
+_TOKEN_AXES = (2, 2, 0, 1)
+
+
+class LayerCache:
+    """Keys and values of one attention layer under a causal pattern, each at its true position.
+
+    Where the pattern bounds how far back a query looks (`bounded`), the first tokens that it keeps for ever and the
+    last ones within its reach are held in place, and all others are dropped; else everything is held.
+
+    Raises ValueError where the pattern keeps keys after the query, or is written for each batch row.
+
+    >>> from ringtile.patterns import streaming
+    >>> cache = LayerCache(streaming(sinks=2, window=8))
+    >>> for _ in range(5):
+    ...     out = cache.attend(*torch.randn(3, 1, 4, 10, 16).unbind())
+    >>> out.shape, cache.length, cache.held, cache.capacity
+    (torch.Size([1, 4, 10, 16]), 50, 11, 11)
+    """
+
+    def __init__(self, pattern: Pattern) -> None:
+        reach = pattern_reach(pattern)
+        if reach.ahead:
+            raise ValueError(f"pattern: a cache needs one that keeps no later keys, causal & ..., got {pattern!r}")
+        if pattern.batch_size is not None:
+            raise ValueError(f"pattern: a cache needs one for all batch rows, got {pattern.batch_size=}")
+        self.pattern = pattern
+        self.length = 0
+        """Tokens seen so far, which is the position of the next one."""
+        self.capacity = None if math.isinf(reach.size) else int(reach.size)
+        """The most keys that are held from one call to the next; None where the pattern sets no bound."""
+        self._first = reach.first
+        self._held: HeldKeys | None = None
+        self._masked = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the pattern bounds the memory."""
+        return self.capacity is not None
+
+    @property
+    def held(self) -> int:
+        """Keys that are held now."""
+        return self.length if self.capacity is None else min(self.length, self.capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: room for up to twice what is held, never for more than `capacity`."""
+        return 0 if self._held is None else sum(x.nbytes for x in self._held)
+
+    def __repr__(self) -> str:
+        bound = "unbounded" if self.capacity is None else f"at most {self.capacity}"
+        return f"LayerCache({self.pattern!r}, {self.length} tokens seen, {self.held} held, {bound})"
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Attention of the next N tokens to themselves and to what is held, equal to that over all tokens so far.
+
+        A token costs O(`held`); a chunk of many, before anything was dropped, what the pattern keeps. Scores are
+        scaled by ``D ** -0.5``.
+
+        Args:
+            query: ``[B, H, N, D]``, at the positions from `length` on.
+            key: ``[B, Hkv, N, D]``, turned already where positions are rotary; Hkv divides H.
+            value: ``[B, Hkv, N, Dv]``.
+            key_mask: ``[B, N]`` bool, True where one of these keys may be attended to, now and later.
+
+        Returns:
+            ``[B, H, N, Dv]``.
+
+        Raises:
+            ValueError: Where shapes, dtypes or devices do not fit, the pattern does not serve them, or gradients are
+                recorded: keys are overwritten in place.
+        """
+        self._check(query, key, value, key_mask)
+        n_new = key.shape[2]
+        position = torch.arange(self.length, self.length + n_new, device=key.device)
+        if key_mask is None:
+            key_mask = torch.ones(1, 1, dtype=torch.bool, device=key.device).expand(key.shape[0], n_new)
+        else:
+            self._masked = True
+            # What is not finite there would reach the others through a weight of 0.
+            key, value = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (key, value))
+        new = HeldKeys(key, value, position, key_mask)
+        if n_new > _PIECE and self.held == self.length:
+            return self._attend_index(query, new)
+        pieces = [
+            self._attend_mask(query[:, :, first : first + _PIECE], new.narrowed(first, min(_PIECE, n_new - first)))
+            for first in range(0, n_new, _PIECE)
+        ]
+        return torch.cat(pieces, 2) if len(pieces) > 1 else pieces[0]
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() != 4 or x.shape[2] != query.shape[2] or x.shape[0] != query.shape[0] or not x.shape[2]:
+                raise ValueError(f"{name}: expected [B, H, N, D] of at least one token, all alike, got {x.shape=}")
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ValueError(f"{name}: expected torch.no_grad(), a cache has no gradients, got {x.requires_grad=}")
+        heads, n_new = query.shape[1:3]
+        kv_heads = key.shape[1]
+        if not kv_heads or heads % kv_heads or value.shape[1] != kv_heads or key.shape[3] != query.shape[3]:
+            raise ValueError(
+                f"key, value: expected heads that divide the query's, and its head_dim, "
+                f"got {key.shape=}, {value.shape=} with {query.shape=}"
+            )
+        if self.pattern.n_heads not in (None, heads):
+            raise ValueError(f"query: the pattern is written for {self.pattern.n_heads} heads, got {query.shape=}")
+        if key_mask is not None and (key_mask.shape != (key.shape[0], n_new) or key_mask.dtype != torch.bool):
+            raise ValueError(
+                f"key_mask: expected bool [B, N] of the new keys, got {key_mask.dtype=}, {key_mask.shape=} "
+                f"with {key.shape=}"
+            )
+        if self._held is not None:
+            for name, x, held in (("key", key, self._held.key), ("value", value, self._held.value)):
+                like, got = ((*y.shape[:2], y.shape[3], y.dtype, y.device) for y in (held, x))
+                if like != got:
+                    raise ValueError(f"{name}: expected (B, Hkv, D, dtype, device) as before, {like}, got {got}")
+        self.pattern.validate(TileGrid(1, self.length, n_new, self.length + n_new))
+
+    def _present(self) -> HeldKeys | None:
+        return None if self._held is None else self._held.narrowed(0, self.held)
+
+    def _attend_index(self, query: Tensor, new: HeldKeys) -> Tensor:
+        """Many queries while all keys are there, in order: what the waist is for."""
+        before = self._present()
+        seen = new if before is None else before.joined(new)
+        out = sparse_attention(
+            query,
+            seen.key,
+            seen.value,
+            self.pattern,
+            key_mask=seen.mask if self._masked else None,
+            enable_gqa=query.shape[1] != new.key.shape[1],
+        )
+        assert isinstance(out, Tensor)
+        self._store(new)
+        return out
+
+    def _attend_mask(self, query: Tensor, new: HeldKeys) -> Tensor:
+        """Few queries: the rule itself, asked at the true positions, then one dense call over the keys it keeps."""
+        if len(new.position) == 1:
+            # What is overwritten is out of the reach of the one query there is.
+            self._store(new)
+            seen = self._present()
+            assert seen is not None
+        else:
+            before = self._present()
+            seen = new if before is None else before.joined(new)
+            self._store(new)
+        n_heads = query.shape[1]
+        alike = len({self.pattern.head_class(head) for head in range(n_heads)}) == 1
+        heads = torch.arange(1 if alike else n_heads, device=query.device)
+        kept = self.pattern.allowed(heads[:, None, None], new.position[:, None], seen.position)
+        used = kept.flatten(0, 1).any(0)
+        if not bool(used.all()):
+            index = used.nonzero().squeeze(1)
+            seen, kept = seen.chosen(index), kept.index_select(2, index)
+        enable_gqa = n_heads != seen.key.shape[1]
+        if len(heads) == len(new.position) == 1 and not self._masked:
+            return F.scaled_dot_product_attention(query, seen.key, seen.value, enable_gqa=enable_gqa)
+        if self._masked:
+            kept = kept & seen.mask[:, None, None]
+        out = F.scaled_dot_product_attention(query, seen.key, seen.value, attn_mask=kept, enable_gqa=enable_gqa)
+        # Not every kernel of torch gives 0 to a query without keys.
+        return out.masked_fill(~kept.any(-1, keepdim=True), 0)
+
+    def _store(self, new: HeldKeys) -> None:
+        """Put the new keys in their places: the first ones stay, the others take turns in what is left."""
+        before, n_new = self.length, len(new.position)
+        self.length += n_new
+        self._make_room(new)
+        assert self._held is not None
+        ring = None if self.capacity is None else self.capacity - self._first
+        if ring is None or self.length <= self._first + ring:
+            places = self._held.narrowed(before, n_new)
+        elif n_new == 1:
+            places = self._held.narrowed(self._first + (before - self._first) % ring, 1)
+        else:
+            stays = (new.position < self._first) | (new.position >= self.length - ring)
+            new = new.chosen(stays.nonzero().squeeze(1))
+            turn = self._first + (new.position - self._first) % ring
+            place = torch.where(new.position < self._first, new.position, turn)
+            for held, x, axis in zip(self._held, new, _TOKEN_AXES, strict=True):
+                held.index_copy_(axis, place, x)
+            return
+        for held, x in zip(places, new, strict=True):
+            held.copy_(x)
+
+    def _make_room(self, new: HeldKeys) -> None:
+        """Room for all that is held now; it doubles, so that a token is moved at most twice on average."""
+        size = 0 if self._held is None else len(self._held.position)
+        if size >= self.held:
+            return
+        wanted = max(self.held, 2 * size)
+        room = new.room(wanted if self.capacity is None else min(wanted, self.capacity))
+        if self._held is not None:
+            for part, x in zip(room.narrowed(0, size), self._held, strict=True):
+                part.copy_(x)
+        self._held = room
+
+
+class KVCache:
+    """The caches of a stack of layers, in order; `SparseTransformer.new_cache` makes one that fits.
+
+    >>> from ringtile.patterns import Causal, streaming
+    >>> cache = KVCache([LayerCache(streaming(4, 60)), LayerCache(Causal())])
+    >>> cache.length, cache.bounded
+    (0, False)
+    """
+
+    def __init__(self, layers: Iterable[LayerCache]) -> None:
+        self.layers = tuple(layers)
+        if not self.layers:
+            raise ValueError(f"layers: expected at least one LayerCache, got {self.layers}")
+
+    @property
+    def length(self) -> int:
+        """Tokens seen so far; ValueError where the layers differ, since a call was interrupted between them."""
+        lengths = [layer.length for layer in self.layers]
+        if min(lengths) < max(lengths):
+            raise ValueError(f"cache: expected layers that have seen the same tokens, got {lengths}")
+        return lengths[0]
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the patterns of all layers bound the memory."""
+        return all(layer.bounded for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(layer.nbytes for layer in self.layers)

@@ -1,0 +1,93 @@
+"""A language model: tokens in, logits of the next token out, and generation with a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringtile.modules.cache import KVCache, pattern_reach
+from ringtile.modules.transformer import SparseTransformer
+
+
+class SparseLanguageModel(nn.Module):
+    """An embedding, a causal `SparseTransformer`, and a head without bias that begins as zero.
+
+    Args:
+        vocab_size: Number of tokens; 256 for bytes.
+        transformer: The layers, built with ``is_causal``; device and dtype are its own.
+
+    Raises:
+        ValueError: Where the size is not positive or a layer is not causal.
+
+    Example:
+        >>> from ringtile.patterns import streaming
+        >>> model = SparseLanguageModel(256, SparseTransformer(2, 64, 4, is_causal=True, pattern=streaming(4, 64)))
+        >>> prompt = torch.tensor([list(b"sparse attention")])
+        >>> model(prompt).shape, model.eval().generate(prompt, 8).shape
+        (torch.Size([1, 16, 256]), torch.Size([1, 24]))
+    """
+
+    def __init__(self, vocab_size: int, transformer: SparseTransformer) -> None:
+        super().__init__()
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise ValueError(f"vocab_size: expected a positive integer, got {vocab_size!r}")
+        layers: list[Any] = list(transformer.layers)
+        if any(pattern_reach(layer.rule).ahead for layer in layers):
+            raise ValueError(f"transformer: expected causal layers, is_causal=True, got {transformer!r}")
+        like = transformer.norm.weight
+        self.embedding = nn.Embedding(vocab_size, len(like), device=like.device, dtype=like.dtype)
+        self.transformer = transformer
+        self.head = nn.Linear(len(like), vocab_size, bias=False, device=like.device, dtype=like.dtype)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Logits ``[B, N, vocab_size]`` of the token after each of ``tokens`` ``[B, N]``, as `SparseTransformer`."""
+        logits: Tensor = self.head(self.transformer(self.embedding(tokens), key_mask, cache))
+        return logits
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        n_new: int,
+        *,
+        key_mask: Tensor | None = None,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue each row by ``n_new`` tokens, one by one, holding the keys that the patterns can still keep.
+
+        Args:
+            tokens: ``[B, N]`` integers, at least one a row.
+            n_new: Tokens to add.
+            key_mask: ``[B, N]`` bool, False at what pads shorter prompts (on the left).
+            temperature: Divides the logits before a token is drawn; 0 takes the likeliest.
+            generator: Of the draws.
+
+        Returns:
+            ``[B, N + n_new]``, the prompt included.
+
+        Raises:
+            ValueError: Where there is no prompt, a number is out of range, or the model is in training mode.
+        """
+        if tokens.dim() != 2 or not tokens.shape[1]:
+            raise ValueError(f"tokens: expected [B, N] of at least one token, got {tokens.shape=}")
+        if type(n_new) is not int or n_new < 0:
+            raise ValueError(f"n_new: expected an integer >= 0, got {n_new!r}")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature: expected a finite number >= 0, got {temperature!r}")
+        if self.training:
+            raise ValueError("generate: expected a model in eval mode, got model.training=True")
+        cache = self.transformer.new_cache()
+        new = tokens
+        for _ in range(n_new):
+            logits = self(new, key_mask, cache)[:, -1]
+            if temperature:
+                weights = (logits.float() / temperature).softmax(-1)
+                new = torch.multinomial(weights, 1, generator=generator).to(tokens.dtype)
+            else:
+                new = logits.argmax(-1, keepdim=True).to(tokens.dtype)
+            tokens, key_mask = torch.cat([tokens, new], 1), None
+        return tokens

@@ -1,0 +1,157 @@
+"""Torch's attention masks in the words of patterns: True or -inf there means what is not kept here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ringtile.patterns import Pattern
+from ringtile.patterns.base import TileGrid
+
+
+@dataclass(frozen=True, repr=False)
+class KeptPairs(Pattern):
+    """The pairs that a dense bool mask ``[B or 1, H or 1, Nq, Nk]`` keeps; equal to that of an equal mask.
+
+    The mask is held weakly: the index cache holds patterns, and must not hold n x n elements for each.
+    """
+
+    digest: bytes
+    shape: tuple[int, int, int, int]
+    mask: ref[Tensor] = field(compare=False)
+    row: int | None = None
+    text: str | None = field(init=False, default=None)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        mask = self.mask()
+        assert mask is not None, "the caller of attention holds the mask until it returns"
+        _, heads, n_queries, n_keys = self.shape
+        head = head if heads > 1 else torch.zeros_like(head)
+        query = (query - (n_keys - n_queries)).clamp(0, n_queries - 1)
+        return mask[self.row or 0, head, query, key.clamp(0, n_keys - 1)]
+
+    def head_class(self, head: int) -> Hashable:
+        return head if self.shape[1] > 1 else None
+
+    @property
+    def n_heads(self) -> int | None:
+        return self.shape[1] if self.shape[1] > 1 else None
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.shape[0] if self.row is None and self.shape[0] > 1 else None
+
+    def batch_row(self, batch: int) -> Pattern:
+        return self if self.batch_size is None else replace(self, row=batch)
+
+    def validate(self, grid: TileGrid) -> None:
+        n_queries, n_keys = self.shape[2:]
+        if (grid.n_queries, grid.n_keys, grid.start) != (n_queries, n_keys, n_keys - n_queries):
+            raise ValueError(
+                f"attn_mask: says what {n_queries} queries keep of {n_keys} keys, and cannot serve "
+                f"{grid.n_queries} queries from position {grid.start} and {grid.n_keys} keys"
+            )
+
+
+class AttnMask(NamedTuple):
+    """What an ``attn_mask`` keeps: what is causal, lower right, or else the pairs of a pattern."""
+
+    is_causal: bool
+    pattern: Pattern | None = None
+    kept: Tensor | None = None
+    """What the pattern holds weakly."""
+
+
+class _Reading(NamedTuple):
+    version: int
+    batch: int
+    heads: int
+    found: AttnMask
+
+
+_readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""What was read in a mask: all layers of a model are given the same one."""
+
+
+def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> AttnMask:
+    """What a mask of `torch.nn.MultiheadAttention` keeps.
+
+    Args:
+        mask: ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``, bool with True where a pair is dropped, or floating with 0 and -inf.
+        batch: B.
+        heads: H.
+        is_causal: The hint that the mask is the causal one, believed where a traced graph cannot look at its values.
+
+    Raises:
+        ValueError: Where a floating mask holds other values, or a traced graph has no hint.
+    """
+    if torch.compiler.is_compiling():
+        if is_causal and mask.shape[-1] == mask.shape[-2]:
+            return AttnMask(is_causal=True)
+        raise ValueError(
+            "attn_mask: a traced graph cannot look at its values: expected is_causal=True with the square causal mask, "
+            f"or pattern= for what may attend to what, got {is_causal=}"
+        )
+    if mask.is_inference():
+        return _read(mask, batch, heads)
+    reading: _Reading | None = _readings.get(mask)
+    if reading is None or reading[:3] != (mask._version, batch, heads):
+        reading = _readings[mask] = _Reading(mask._version, batch, heads, _read(mask, batch, heads))
+    return reading.found
+
+
+def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
+    with torch.no_grad():
+        if mask.is_floating_point():
+            kept = mask == 0
+            if mask.requires_grad or not bool((kept | (mask == -math.inf)).all()):
+                raise ValueError(
+                    "attn_mask: no kernel adds a floating mask to the scores of a sparse pattern: expected bool, or 0 "
+                    f"and -inf alone without a gradient, got {mask.shape=}, {mask.dtype=}, {mask.requires_grad=} with "
+                    "other values; ALiBi is attend=functools.partial(sparse_attention, alibi_slopes=...)"
+                )
+        else:
+            kept = ~mask
+        n_queries, n_keys = mask.shape[-2:]
+        kept = kept.view(batch, heads, n_queries, n_keys) if mask.dim() == 3 else kept.view(1, 1, n_queries, n_keys)
+        for dim in (0, 1):
+            first = kept.narrow(dim, 0, 1)
+            if torch.equal(kept, first.expand_as(kept)):
+                kept = first
+        if torch.equal(kept, torch.ones_like(kept).tril(n_keys - n_queries)):
+            return AttnMask(is_causal=True)
+        kept = kept.contiguous()
+        digest = hashlib.blake2b(kept.cpu().numpy().data, digest_size=16).digest()
+        pattern = KeptPairs(digest, (kept.shape[0], kept.shape[1], n_queries, n_keys), ref(kept))
+        return AttnMask(is_causal=False, pattern=pattern, kept=kept)
+
+
+class Padding(NamedTuple):
+    """What a ``key_padding_mask`` says of each key ``[B, Nk]``."""
+
+    key_mask: Tensor
+    """bool, True where the key may be attended to."""
+    bias: Tensor | None
+    """What is added to the scores of the key, where anything is."""
+
+
+def read_key_padding_mask(mask: Tensor) -> Padding:
+    """What a ``key_padding_mask`` ``[B, Nk]`` of `torch.nn.MultiheadAttention` says, bool or floating.
+
+    A traced graph cannot look whether a floating mask holds anything but 0 and -inf, and takes it that it does.
+    """
+    if not mask.is_floating_point():
+        return Padding(~mask, None)
+    key_mask = mask != -math.inf
+    bias = mask.masked_fill(~key_mask, 0)
+    if torch.compiler.is_compiling() or mask.requires_grad or bool(bias.any()):
+        return Padding(key_mask, bias)
+    return Padding(key_mask, None)

@@ -1,0 +1,476 @@
+"""Multi-head attention with the face of `torch.nn.MultiheadAttention` and a pattern."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringtile.functional import merge_attention, sparse_attention
+from ringtile.layout import build_index
+from ringtile.modules.masks import AttnMask, read_attn_mask, read_key_padding_mask
+from ringtile.modules.tile_weights import mean_over_heads, tile_weights
+from ringtile.patterns import Causal, Dense, Pattern
+
+Attend = Callable[..., Any]
+"""``attend(query, key, value, *, pattern, is_causal, key_mask, dropout_p)``, named as in `sparse_attention`."""
+
+MAX_WEIGHTS = 1 << 24
+"""The most elements of a dense matrix of weights, B * H * Nq * Nk, that is returned beside a sparse pattern."""
+
+
+class SparseMultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` over the pairs that a pattern keeps: same arguments, weights, masks and results.
+
+    With ``pattern=None`` it is `torch.nn.MultiheadAttention`, computed by torch's own function. Checkpoints load either
+    way. It works inside torch's transformer layers, in training and in evaluation: their fused kernel, which computes
+    dense attention whatever the module, is not taken. (`torch.nn.TransformerEncoder` says so in a warning unless it
+    is built with ``enable_nested_tensor=False``.)
+
+    Masks mean what they mean in torch, and keep no pair that the pattern does not:
+
+    * ``key_padding_mask`` becomes the key mask; floating values other than 0 and -inf are added to the scores.
+    * ``attn_mask`` is causal where it is the causal mask (lower right); any other bool mask, or floating one of 0 and
+      -inf, is intersected with the pattern. What it holds is read once a mask, not once a call.
+    * ``is_causal`` alone is causal attention, for which torch demands the mask too. Beside a mask and a pattern it is a
+      hint, and the mask counts, except in a graph traced by `torch.compile`, which cannot look and believes it.
+    * ``add_bias_kv`` and ``add_zero_attn`` are keys that each query keeps.
+
+    A query that keeps nothing of a pattern attends to nothing: its output is the bias of ``out_proj``.
+
+    Args:
+        embed_dim: Width of the model, a multiple of ``num_heads``.
+        num_heads: H.
+        dropout: Probability with which a weight is dropped in training.
+        bias: Add a bias in the projections.
+        add_bias_kv: Add a learned key and value.
+        add_zero_attn: Add a key and value of zeros.
+        kdim: Width of the keys; None means ``embed_dim``.
+        vdim: Width of the values; None means ``embed_dim``.
+        batch_first: Tensors are ``[B, N, E]`` instead of ``[N, B, E]``.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        pattern: What may attend to what; None is everything.
+        attend: What computes attention, by default `sparse_attention`. It is called with query ``[B, H, Nq, D]``, key
+            and value ``[B, H, Nk, D]`` (the last dimension of value differs where weights are asked for, and those of
+            query and key grow by one where floating padding is added to the scores), and by name ``pattern`` (None
+            too), ``is_causal``, ``key_mask`` (``[B, Nk]`` bool, True = attend, or None) and ``dropout_p``, and returns
+            ``[B, H, Nq, Dv]``, linear in value. ``return_lse=True`` is passed for ``add_bias_kv`` and ``add_zero_attn``
+            only, whose keys are scored with ``D ** -0.5``, and asks for the lse ``[B, H, Nq]`` too; ``scale``, the
+            same, beside floating padding only.
+
+    Raises:
+        ValueError: Where an argument is out of range or the pattern is written for another number of heads.
+
+    Example:
+        >>> from ringtile.patterns import Causal, Window
+        >>> attention = SparseMultiheadAttention(64, 4, batch_first=True, pattern=Causal() & Window(128))
+        >>> x = torch.randn(2, 1000, 64)
+        >>> out, weights = attention(x, x, x, need_weights=False)
+        >>> out.shape, weights
+        (torch.Size([2, 1000, 64]), None)
+    """
+
+    pattern: Pattern | None
+    attend: Attend
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        pattern: Pattern | None = None,
+        attend: Attend = sparse_attention,
+    ) -> None:
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim: expected a positive multiple of num_heads, got {embed_dim=}, {num_heads=}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: expected a probability in [0, 1), got {dropout=}")
+        for name, width in (("kdim", kdim), ("vdim", vdim)):
+            if width is not None and width < 1:
+                raise ValueError(f"{name}: expected a positive width or None, got {name}={width}")
+        _check_rule(pattern, attend, num_heads)
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self._set_rule(pattern, attend)
+
+    def _set_rule(self, pattern: Pattern | None, attend: Attend) -> None:
+        self.pattern, self.attend = pattern, attend
+        # Torch's layers read this before they hand the weights of the projections to a fused kernel that attends
+        # densely. Where the weights are packed is told by in_proj_weight here.
+        self._qkv_same_embed_dim = False
+
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
+    @property
+    def _is_dense(self) -> bool:
+        """Whether everything attends to everything, which torch's own function computes."""
+        return self.attend is sparse_attention and (self.pattern is None or isinstance(self.pattern, Dense))
+
+    def extra_repr(self) -> str:
+        """The arguments that differ from one module to another."""
+        named = self.attend.func if isinstance(self.attend, partial) else self.attend
+        attend = getattr(named, "__name__", type(named).__name__)
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, "
+            f"batch_first={self.batch_first}, pattern={self.pattern!r}, attend={attend}"
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool | Literal["block_sparse"] = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, with the arguments and results of `torch.nn.MultiheadAttention`.
+
+        Args:
+            query: ``[Nq, B, E]``, ``[B, Nq, E]`` with ``batch_first``, or ``[Nq, E]``.
+            key: ``[Nk, B, kdim]``, laid out alike.
+            value: ``[Nk, B, vdim]``, laid out alike.
+            key_padding_mask: ``[B, Nk]`` or ``[Nk]``: bool, True for a key to leave out, or floating, added to scores.
+            need_weights: Return the weights: True for a dense matrix, up to 2^24 elements ``B * H * Nq * Nk`` beside a
+                sparse pattern; "block_sparse" for the kept tiles alone, without dropout.
+            attn_mask: ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``: bool, True for a pair to leave out, or floating 0 and -inf
+                (any values where the pattern is None).
+            average_attn_weights: Return the mean over the heads.
+            is_causal: Keys at or before the query's position alone; with ``attn_mask`` a hint that it says just this.
+
+        Returns:
+            The output, laid out as the query, and the weights or None: ``[B, Nq, Nk]``, ``[B, H, Nq, Nk]`` without
+            ``average_attn_weights``, less B for unbatched inputs. A dense matrix has had the dropout, as torch's, and
+            one more column each for ``add_bias_kv`` and ``add_zero_attn``. Block-sparse weights are a sparse COO tensor
+            ``[B, (H,) rows, columns, 128, 128]`` whose values are tiles ``[T, 128, 128]``, cut at multiples of 128
+            in positions.
+
+        Raises:
+            ValueError: Where shapes or dtypes do not fit, weights are too large, is_causal stands alone and
+                Nq != Nk, or a floating mask beside a sparse pattern holds other values than 0 and -inf.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        batch = self._check(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        is_batched = query.dim() == 3
+        if self._is_dense and (attn_mask is not None or not is_causal) and need_weights != "block_sparse":
+            return self._forward_dense(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+
+        heads, rule = self.num_heads, self.pattern
+        mask = AttnMask(is_causal) if attn_mask is None else read_attn_mask(attn_mask, batch, heads, is_causal)
+        if mask.pattern is not None:
+            rule = mask.pattern if rule is None else rule & mask.pattern
+        q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
+        n_queries, n_keys = q.shape[2], k.shape[2]
+        extra_scores, extra_v = self._extra_keys(q)
+
+        how: dict[str, Any] = {"pattern": rule, "is_causal": mask.is_causal, "key_mask": None}
+        how["dropout_p"] = self.dropout if self.training else 0.0
+        if key_padding_mask is not None:
+            padding = read_key_padding_mask(key_padding_mask if is_batched else key_padding_mask.unsqueeze(0))
+            how["key_mask"] = padding.key_mask
+            if padding.bias is not None:
+                # The bias of a key is one more coordinate: the scale takes back what the query brings.
+                how["scale"] = self.head_dim**-0.5
+                bias = padding.bias.clamp(min=torch.finfo(k.dtype).min).to(k.dtype)
+                bias = bias.view(batch, 1, n_keys, 1).expand(-1, heads, -1, -1)
+                q = torch.cat([q, q.new_full((batch, heads, n_queries, 1), math.sqrt(self.head_dim))], -1)
+                k = torch.cat([k, bias], -1)
+
+        weights: Tensor | None = None
+        if need_weights == "block_sparse":
+            out, weights = self._attend_with_tiles(q, k, v, how, average_attn_weights)
+        elif need_weights:
+            n_extra = 0 if extra_v is None else extra_v.shape[2]
+            # Attention is linear in the value: the rows of the unit matrix come out as the weights.
+            unit = torch.eye(n_keys + n_extra, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
+            v = torch.cat([v, unit[:, :, :n_keys]], -1)
+            if extra_v is not None:
+                extra_v = torch.cat([extra_v.expand(batch, -1, -1, -1), unit[:, :, n_keys:]], -1)
+            out = self._attend(q, k, v, extra_scores, extra_v, how)
+            out, weights = out.split([self.head_dim, n_keys + n_extra], -1)
+            if average_attn_weights:
+                weights = weights.mean(1)
+        else:
+            out = self._attend(q, k, v, extra_scores, extra_v, how)
+
+        out = F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        if not is_batched:
+            return out.squeeze(0), weights if weights is None else weights[0]
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool | Literal["block_sparse"],
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> int:
+        """The batch size."""
+        dims = query.dim()
+        if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
+            raise ValueError(
+                f"query, key, value: expected all three-dimensional, or two-dimensional without a batch, got "
+                f"{query.shape=}, {key.shape=}, {value.shape=}"
+            )
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.shape[-1] != width:
+                raise ValueError(f"{name}: expected {width} features in the last dimension, got {x.shape=}")
+        length_dim = 1 if self.batch_first and dims == 3 else 0
+        batch = query.shape[1 - length_dim] if dims == 3 else 1
+        if key.shape[:-1] != value.shape[:-1] or (dims == 3 and key.shape[1 - length_dim] != batch):
+            raise ValueError(
+                f"key, value: expected the query's batch and one length, with {self.batch_first=}, got "
+                f"{query.shape=}, {key.shape=}, {value.shape=}"
+            )
+        n_queries, n_keys = query.shape[length_dim], key.shape[length_dim]
+        if key_padding_mask is not None:
+            wanted = (batch, n_keys) if dims == 3 else (n_keys,)
+            _check_mask("key_padding_mask", key_padding_mask, [wanted])
+        if attn_mask is not None:
+            shapes = [(n_queries, n_keys), (batch * self.num_heads, n_queries, n_keys)]
+            _check_mask("attn_mask", attn_mask, shapes)
+        if not isinstance(need_weights, bool) and need_weights != "block_sparse":
+            raise ValueError(f"need_weights: expected True, False or 'block_sparse', got {need_weights!r}")
+        if is_causal and attn_mask is None and n_queries != n_keys:
+            raise ValueError(
+                f"is_causal: without attn_mask it needs as many queries as keys, got {query.shape=}, {key.shape=}; "
+                "pattern=Causal() aligns queries to the last keys"
+            )
+        size = batch * self.num_heads * n_queries * n_keys
+        if need_weights is True and size > MAX_WEIGHTS and not self._is_dense:
+            raise ValueError(
+                f"need_weights: a dense matrix of weights has {size:,} elements here, over {MAX_WEIGHTS:,}; expected "
+                f"need_weights=False, or 'block_sparse' for those of the kept tiles, with {query.shape=}, {key.shape=}"
+            )
+        if need_weights == "block_sparse":
+            if self.training and self.dropout:
+                raise ValueError(f"need_weights: block-sparse weights have no dropout, got {self.dropout=} in training")
+            if self.bias_k is not None or self.add_zero_attn:
+                raise ValueError("need_weights: add_bias_kv and add_zero_attn lie in no tile, got 'block_sparse'")
+            if self.attend is not sparse_attention:
+                raise ValueError(f"need_weights: expected True, only sparse_attention works in tiles, got {self!r}")
+        return batch
+
+    def _forward_dense(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        is_turned = self.batch_first and query.dim() == 3
+        if is_turned:
+            query, key, value = _each_once(lambda x: x.transpose(0, 1), query, key, value)
+        out, weights = F.multi_head_attention_forward(
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=self.in_proj_weight is None,
+            q_proj_weight=self.q_proj_weight,
+            k_proj_weight=self.k_proj_weight,
+            v_proj_weight=self.v_proj_weight,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
+        return out.transpose(0, 1) if is_turned else out, weights
+
+    def _forward_nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool | Literal["block_sparse"],
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rows of different lengths that `torch.nn.TransformerEncoder` makes of padded ones in evaluation."""
+        if query is not key or key is not value or not self.batch_first:
+            raise ValueError(f"query: a nested tensor needs query is key is value and batch_first, got {self!r}")
+        if need_weights or key_padding_mask is not None or attn_mask is not None:
+            raise ValueError("query: a nested tensor comes with need_weights=False and without masks")
+        lengths = [len(row) for row in query.unbind()]
+        padded = query.to_padded_tensor(0.0)
+        places = torch.arange(padded.shape[1], device=padded.device)
+        padding = places >= torch.tensor(lengths, device=padded.device).unsqueeze(1)
+        out, _ = self.forward(padded, padded, padded, padding, need_weights=False, is_causal=is_causal)
+        rows = [row[:length] for row, length in zip(out.unbind(), lengths, strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=query.layout), None
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value in the width of the model, in as few products as they are tensors."""
+        weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if weight is not None and query is key and key is value:
+            q, k, v = F.linear(query, weight, bias).chunk(3, -1)
+            return q, k, v
+        if weight is not None and key is value:
+            q_weight, kv_weight = weight.split([width, 2 * width])
+            q_bias, kv_bias = (None, None) if bias is None else bias.split([width, 2 * width])
+            k, v = F.linear(key, kv_weight, kv_bias).chunk(2, -1)
+            return F.linear(query, q_weight, q_bias), k, v
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        q, k, v = map(F.linear, (query, key, value), weights, biases)
+        return q, k, v
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """A projection, laid out as its input, to ``[B, H, N, D]``."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if x.dim() == 3:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _extra_keys(self, q: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Scores ``[B, H, Nq, X]`` and values ``[1, H, X, D]`` of the X keys that every query keeps."""
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        if self.bias_k is not None and self.bias_v is not None:
+            for rows, x in ((keys, self.bias_k), (values, self.bias_v)):
+                rows.append(x.view(1, self.num_heads, 1, self.head_dim).to(q.dtype))
+        if self.add_zero_attn:
+            for rows in (keys, values):
+                rows.append(q.new_zeros(1, self.num_heads, 1, self.head_dim))
+        if not keys:
+            return None, None
+        return (q * self.head_dim**-0.5) @ torch.cat(keys, 2).mT, torch.cat(values, 2)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extra_scores: Tensor | None,
+        extra_v: Tensor | None,
+        how: dict[str, Any],
+    ) -> Tensor:
+        """Attention over the kept keys and the extra ones, which no part of the pattern or of the padding removes."""
+        if extra_scores is None or extra_v is None:
+            kept: Tensor = self.attend(q, k, v, **how)
+            return kept
+        out, lse = self.attend(q, k, v, **how, return_lse=True)
+        extra_scores = extra_scores.to(lse.dtype)
+        # Dropout comes after the joint softmax, and the merge is linear in the outputs.
+        extra_weights = F.dropout(extra_scores.softmax(-1), how["dropout_p"])
+        extra_out = (extra_weights.to(v.dtype) @ extra_v).to(out.dtype)
+        return merge_attention([out, extra_out], [lse, extra_scores.logsumexp(-1)])[0]
+
+    def _attend_with_tiles(
+        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], average_attn_weights: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = sparse_attention(q, k, v, **how, return_lse=True)
+        rule = how["pattern"] or Dense()
+        index = build_index(
+            Causal() & rule if how["is_causal"] else rule,
+            q.shape[2],
+            k.shape[2],
+            heads=q.shape[1],
+            batch=q.shape[0],
+            device=q.device,
+        )
+        weights = tile_weights(q, k, lse, index, key_mask=how["key_mask"], scale=self.head_dim**-0.5)
+        return out, mean_over_heads(weights) if average_attn_weights else weights
+
+
+def _check_rule(pattern: Pattern | None, attend: Attend, num_heads: int) -> None:
+    if pattern is not None and not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern: expected a Pattern or None, got {type(pattern).__name__}")
+    if pattern is not None and pattern.n_heads not in (None, num_heads):
+        raise ValueError(f"pattern: {pattern!r} is written for {pattern.n_heads} heads, got {num_heads=}")
+    if not callable(attend):
+        raise ValueError(f"attend: expected a function of query, key and value, got {attend!r}")
+
+
+def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"{name}: expected bool or a floating dtype, got {mask.dtype=}")
+    if mask.shape not in shapes:
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {mask.shape=}")
+
+
+def _each_once(fn: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """``fn`` of each; what were one tensor stay one, which is how torch sees that one projection serves them."""
+    if key is not value:
+        return fn(query), fn(key), fn(value)
+    turned = fn(key)
+    return turned if query is key else fn(query), turned, turned
+
+
+def replace_attention(model: nn.Module, *, pattern: Pattern | None, attend: Attend = sparse_attention) -> nn.Module:
+    """Turn each `torch.nn.MultiheadAttention` in a model into `SparseMultiheadAttention`, in place.
+
+    The model may be one itself. Parameters, hooks and places in the model stay what they are, so optimizers and
+    checkpoints keep working. Subclasses are left alone. A decoder's cross attention has other lengths than its
+    self-attention: give each its own pattern, as ``replace_attention(layer.self_attn, pattern=...)``.
+
+    Args:
+        model: The module to look through.
+        pattern: As `SparseMultiheadAttention` takes it.
+        attend: As `SparseMultiheadAttention` takes it.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: Where there is nothing to replace, or the pattern is written for another number of heads.
+
+    Example:
+        >>> from ringtile.patterns import Window
+        >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> replace_attention(layer, pattern=Window(128)).self_attn.pattern
+        window(128)
+    """
+    found = [module for module in model.modules() if type(module) is nn.MultiheadAttention]
+    if not found:
+        raise ValueError(f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one")
+    for module in found:
+        _check_rule(pattern, attend, module.num_heads)
+    for module in found:
+        module.__class__ = SparseMultiheadAttention
+        assert isinstance(module, SparseMultiheadAttention)
+        module._set_rule(pattern, attend)
+    return model

@@ -1,0 +1,78 @@
+"""The attention weights of the kept tiles: what a dense matrix of weights is where most of it is zero."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.layout import BlockIndex
+from ringtile.layout.tiles import FULL, unpack_words
+
+
+def tile_weights(
+    query: Tensor, key: Tensor, lse: Tensor, index: BlockIndex, *, key_mask: Tensor | None, scale: float
+) -> Tensor:
+    """The softmax weights of the tiles that an index keeps, differentiable in query, key and lse.
+
+    Args:
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, H, Nk, D]``.
+        lse: ``[B, H, Nq]``, natural log, of attention over the same pairs.
+        index: The kept pairs.
+        key_mask: ``[B, Nk]`` bool, True where a key may be attended to.
+        scale: Of the scores.
+
+    Returns:
+        A sparse COO tensor ``[B, H, rows, columns, b, b]`` with four sparse and two dense dimensions, coalesced: the
+        values are ``[T, b, b]``, one for each kept tile. Rows are cut at multiples of b in positions, so the first
+        query lies in row ``index.start % b`` of the first tile.
+    """
+    (batch, heads, n_queries, _), n_keys = query.shape, key.shape[2]
+    block, rows, cols = index.block, index.n_rows, index.n_cols
+    front = index.start % block
+    number, state = index.entries()
+    group = number // max(rows * cols, 1)
+    of_head = index.group.long().expand(batch, heads)
+    b, h, entry = (of_head.unsqueeze(-1) == group).nonzero().unbind(1)
+    row, col = number[entry] // max(cols, 1) % max(rows, 1), number[entry] % max(cols, 1)
+    order = torch.argsort(((b * heads + h) * rows + row) * cols + col)
+    b, h, entry, row, col = (x[order] for x in (b, h, entry, row, col))
+
+    def in_rows(x: Tensor) -> Tensor:
+        back = rows * block - front - n_queries
+        tiles: Tensor = F.pad(x, (0, 0) * (x.dim() - 3) + (front, back)).unflatten(2, (rows, block))[b, h, row]
+        return tiles
+
+    padded_key = F.pad(key, (0, 0, 0, cols * block - n_keys)).unflatten(2, (cols, block))
+    scores = in_rows(query) @ padded_key[b, h, col].mT * scale
+    place = torch.arange(block, device=query.device)
+    query_place, key_place = row[:, None] * block + place - front, col[:, None] * block + place
+    inside = ((query_place >= 0) & (query_place < n_queries)).unsqueeze(2) & (key_place < n_keys).unsqueeze(1)
+    partial = state[entry] != FULL
+    kept = inside.clone()
+    kept[partial] &= unpack_words(index.bits, block)[state[entry][partial]]
+    if key_mask is not None:
+        usable = F.pad(key_mask, (0, cols * block - n_keys)).unflatten(1, (cols, block))
+        kept &= usable[b, col].unsqueeze(1)
+    exponent = scores.to(lse.dtype) - in_rows(lse.masked_fill(lse == -math.inf, 0)).unsqueeze(-1)
+    # Selected before it is raised: an overflow in a pair that is not kept would have a NaN for its gradient.
+    weights = exponent.masked_fill(~kept, -math.inf).exp().to(query.dtype)
+    return torch.sparse_coo_tensor(
+        torch.stack([b, h, row, col]),
+        weights,
+        (batch, heads, rows, cols, block, block),
+        check_invariants=False,
+        is_coalesced=True,
+    )
+
+
+def mean_over_heads(weights: Tensor) -> Tensor:
+    """The mean over the heads of `tile_weights`: sparse COO ``[B, rows, columns, b, b]``, coalesced."""
+    indices, values = weights.indices(), weights.values()
+    batch, heads, *rest = weights.shape
+    return torch.sparse_coo_tensor(
+        indices[[0, 2, 3]], values / heads, (batch, *rest), check_invariants=False
+    ).coalesce()

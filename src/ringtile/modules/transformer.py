@@ -1,0 +1,295 @@
+"""Pre-norm transformer layers over sparse attention, and a stack of them: encoder or decoder, with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ringtile.functional import sparse_attention
+from ringtile.modules.cache import KVCache, LayerCache
+from ringtile.modules.positions import rotary_angles, rotate
+from ringtile.patterns import Causal, Dense, Pattern
+
+Angles = tuple[Tensor, Tensor]
+
+
+class SparseTransformerLayer(nn.Module):
+    """Attention, then an MLP with GELU, each after an RMSNorm and added to the stream; linear maps have no bias.
+
+    The two output matrices begin as zero, so that a fresh layer is the identity and depth does not slow the first
+    steps of training.
+
+    Args:
+        embed_dim: Width of the stream, a multiple of ``num_heads``.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA); None means as many.
+        hidden_dim: Width inside the MLP; None means ``4 * embed_dim``.
+        dropout: Probability with which attention weights and elements of both outputs are dropped in training.
+        rotary: Turn queries and keys by their positions (Su et al., arXiv:2104.09864); head_dim must be even.
+        qk_norm: Scale queries and keys to a root mean square of 1 first (Henry et al., arXiv:2010.04245).
+        is_causal: Keep only keys at or before the query: a decoder.
+        pattern: What may attend to what; None means everything.
+        attend: Computes attention: called as ``attend(query, key, value, pattern=..., is_causal=..., key_mask=...,
+            dropout_p=...)`` with tensors ``[B, H, N, D]``, and with ``enable_gqa=True`` where ``num_kv_heads`` is
+            fewer; `longnet_attend` makes another one.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: Where a number is out of range, the dims are no multiples, or the pattern is written for another
+            number of heads.
+
+    Example:
+        >>> from ringtile.patterns import GlobalTokens, Window
+        >>> layer = SparseTransformerLayer(64, 4, is_causal=True, pattern=Window(128) | GlobalTokens(4))
+        >>> layer(torch.randn(2, 300, 64)).shape
+        torch.Size([2, 300, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        hidden_dim: int | None = None,
+        dropout: float = 0.0,
+        rotary: bool = True,
+        qk_norm: bool = False,
+        is_causal: bool = False,
+        pattern: Pattern | None = None,
+        attend: Callable[..., Any] = sparse_attention,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "hidden_dim": hidden_dim}
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        if embed_dim % num_heads or (rotary and embed_dim // num_heads % 2):
+            wanted = "an even multiple" if rotary else "a multiple"
+            raise ValueError(f"embed_dim: expected {wanted} of num_heads, got {embed_dim=}, {num_heads=}, {rotary=}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: expected a probability below 1, got {dropout!r}")
+        if pattern is not None and not isinstance(pattern, Pattern):
+            raise ValueError(f"pattern: expected a Pattern or None, got {type(pattern).__name__}")
+        if pattern is not None and pattern.n_heads not in (None, num_heads):
+            raise ValueError(f"pattern: it is written for {pattern.n_heads} heads, got {num_heads=}")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.dropout, self.rotary, self.qk_norm, self.is_causal = dropout, rotary, qk_norm, is_causal
+        self.pattern, self.attend = pattern, attend
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
+
+        self.attention_norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
+        self.qkv = linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim)
+        self.output = linear(embed_dim, embed_dim)
+        self.mlp_norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
+        self.up, self.down = linear(embed_dim, hidden_dim), linear(hidden_dim, embed_dim)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.down.weight)
+
+    @property
+    def rule(self) -> Pattern:
+        """The pattern with causality: the pairs that are kept."""
+        if self.pattern is None:
+            return Causal() if self.is_causal else Dense()
+        return Causal() & self.pattern if self.is_causal else self.pattern
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.embed_dim}", f"num_heads={self.num_heads}", f"pattern={self.pattern!r}"]
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"num_kv_heads={self.num_kv_heads}")
+        parts += [f"{name}=True" for name in ("rotary", "qk_norm", "is_causal") if getattr(self, name)]
+        return ", ".join(parts + ([f"dropout={self.dropout}"] if self.dropout else []))
+
+    def new_cache(self) -> LayerCache:
+        """An empty cache for generation.
+
+        Raises ValueError where the layer is not causal, or attends otherwise than by `sparse_attention`.
+        """
+        if self.attend is not sparse_attention:
+            raise ValueError(f"attend: a cache needs sparse_attention, got {self.attend!r}")
+        return LayerCache(self.rule)
+
+    def angles(self, x: Tensor, start: int = 0) -> Angles | None:
+        """Cosines and sines for the tokens of ``x`` ``[B, N, embed_dim]`` from a position on; None if not rotary.
+
+        Raises ValueError where ``x`` has another shape.
+        """
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x: expected [B, N, {self.embed_dim}], got {x.shape=}")
+        return rotary_angles(x.shape[1], self.head_dim, start=start, like=x) if self.rotary else None
+
+    def forward(
+        self, x: Tensor, key_mask: Tensor | None = None, cache: LayerCache | None = None, angles: Angles | None = None
+    ) -> Tensor:
+        """The next state of the stream.
+
+        Args:
+            x: ``[B, N, embed_dim]``.
+            key_mask: ``[B, N]`` bool, True where a token may be attended to.
+            cache: Of `new_cache`: ``x`` then holds the tokens after those seen, and they are added to it.
+            angles: What `angles` gives, where several layers share it.
+
+        Returns:
+            ``[B, N, embed_dim]``.
+
+        Raises:
+            ValueError: Where shapes do not fit, or the cache is another layer's, or used in training.
+        """
+        if cache is not None and cache.pattern != self.rule:
+            raise ValueError(f"cache: expected one of the pattern {self.rule!r}, got {cache!r}")
+        if cache is not None and self.training and self.dropout:
+            raise ValueError(f"cache: expected a layer in eval mode, got {self.training=} with {self.dropout=}")
+        if angles is None:
+            angles = self.angles(x, 0 if cache is None else cache.length)
+        x = x + self._dropped(self.output(self._attention(self.attention_norm(x), key_mask, cache, angles)))
+        return x + self._dropped(self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")))
+
+    def _attention(
+        self, x: Tensor, key_mask: Tensor | None, cache: LayerCache | None, angles: Angles | None
+    ) -> Tensor:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        projected = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = projected.split([heads, kv_heads, kv_heads], 1)
+        query, key = self._placed(query, angles), self._placed(key, angles)
+        if cache is not None:
+            mixed: Tensor = cache.attend(query, key, value, key_mask=key_mask)
+        else:
+            grouped = {"enable_gqa": True} if heads != kv_heads else {}
+            mixed = self.attend(
+                query,
+                key,
+                value,
+                pattern=self.pattern,
+                is_causal=self.is_causal,
+                key_mask=key_mask,
+                dropout_p=self.dropout if self.training else 0.0,
+                **grouped,
+            )
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _placed(self, x: Tensor, angles: Angles | None) -> Tensor:
+        placed = F.rms_norm(x, (self.head_dim,)) if self.qk_norm else x
+        if angles is not None:
+            placed = rotate(placed, *angles)
+        # Under autocast a norm comes out wider than the values are.
+        return placed.to(x.dtype)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class SparseTransformer(nn.Module):
+    """A stack of `SparseTransformerLayer` and a final RMSNorm: an encoder, or with ``is_causal`` a decoder.
+
+    Args:
+        num_layers: How many.
+        embed_dim: Width of the stream.
+        num_heads: Query heads.
+        pattern: What may attend to what in every layer, or one for each of them.
+        gradient_checkpointing: Keep only each layer's input for the backward pass and compute the rest again, with the
+            same dropout: memory for one layer instead of all, for one more forward pass.
+        num_kv_heads, hidden_dim, dropout, rotary, qk_norm, is_causal, attend, device, dtype: Of each layer.
+
+    Raises:
+        ValueError: As `SparseTransformerLayer`, and where there are not as many patterns as layers.
+
+    Example:
+        >>> from ringtile.patterns import Strided, Window
+        >>> decoder = SparseTransformer(2, 64, 4, is_causal=True, pattern=[Window(64), Strided(16)])
+        >>> decoder(torch.randn(1, 200, 64)).shape
+        torch.Size([1, 200, 64])
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        hidden_dim: int | None = None,
+        dropout: float = 0.0,
+        rotary: bool = True,
+        qk_norm: bool = False,
+        is_causal: bool = False,
+        pattern: Pattern | Sequence[Pattern | None] | None = None,
+        attend: Callable[..., Any] = sparse_attention,
+        gradient_checkpointing: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if type(num_layers) is not int or num_layers < 1:
+            raise ValueError(f"num_layers: expected a positive integer, got {num_layers!r}")
+        patterns = list(pattern) if isinstance(pattern, Sequence) else [pattern] * num_layers
+        if len(patterns) != num_layers:
+            raise ValueError(f"pattern: expected one, or one for each of {num_layers=} layers, got {len(patterns)}")
+        self.gradient_checkpointing = gradient_checkpointing
+        self.layers = nn.ModuleList(
+            SparseTransformerLayer(
+                embed_dim,
+                num_heads,
+                num_kv_heads=num_kv_heads,
+                hidden_dim=hidden_dim,
+                dropout=dropout,
+                rotary=rotary,
+                qk_norm=qk_norm,
+                is_causal=is_causal,
+                pattern=each,
+                attend=attend,
+                device=device,
+                dtype=dtype,
+            )
+            for each in patterns
+        )
+        self.norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return "gradient_checkpointing=True" if self.gradient_checkpointing else ""
+
+    def new_cache(self) -> KVCache:
+        """An empty cache of all layers, for generation; ValueError where a layer is not causal or has no cache."""
+        layers: list[Any] = list(self.layers)
+        return KVCache(layer.new_cache() for layer in layers)
+
+    def forward(self, x: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """The stream after all layers.
+
+        Args:
+            x: ``[B, N, embed_dim]``.
+            key_mask: ``[B, N]`` bool, True where a token may be attended to.
+            cache: Of `new_cache`: ``x`` then holds the tokens after those seen, in chunks of any length.
+
+        Returns:
+            ``[B, N, embed_dim]``.
+
+        Raises:
+            ValueError: Where shapes do not fit, or the cache is another model's, used in training or with gradients.
+        """
+        layers: list[Any] = list(self.layers)
+        if cache is not None and len(cache.layers) != len(layers):
+            raise ValueError(f"cache: expected {len(layers)} layers, got {len(cache.layers)}")
+        caches: Sequence[LayerCache | None] = [None] * len(layers) if cache is None else cache.layers
+        angles = layers[0].angles(x, 0 if cache is None else cache.length)
+        for layer, layer_cache in zip(layers, caches, strict=True):
+            if self.gradient_checkpointing and torch.is_grad_enabled() and layer_cache is None:
+                x = checkpoint(layer, x, key_mask, None, angles, use_reentrant=False)
+            else:
+                x = layer(x, key_mask, layer_cache, angles)
+        out: Tensor = self.norm(x)
+        return out

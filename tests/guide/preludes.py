@@ -1,0 +1,93 @@
+"""What each code block of the guide leaves undefined, and nothing else, by the block's number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ringtile import compat
+
+Names = dict[str, Any]
+
+
+def _multihead() -> compat.BlockSparseRingMultiheadDilatedAttention:
+    return compat.create_block_sparse_multihead_attention(32, 4, 0.25, "local_window")
+
+
+def _core_inputs() -> Names:
+    query, key, value = torch.randn(3, 1, 700, 4, 16).unbind()
+    return {"query": query, "key": key, "value": value}
+
+
+def _embedded_inputs() -> Names:
+    query, key, value = torch.randn(3, 1, 700, 512).unbind()
+    return {"query": query, "key": key, "value": value}
+
+
+def _quality() -> Names:
+    scores = torch.randn(2, 1024, 1024)
+    generator = compat.SparsePatternGenerator(compat.PatternConfig("local_window", 0.25))
+    return {"pattern": generator.generate_pattern(1024, 2), "dense_attention_weights": scores.softmax(-1)}
+
+
+def _adjustment() -> Names:
+    attention = _multihead()
+    attention.performance_monitor.enable()
+    return {"attention": attention, "num_epochs": 2, "train_model": lambda: attention(torch.randn(1, 500, 32))}
+
+
+def _custom_pattern() -> Names:
+    return {"attention": _multihead(), "key": 512, "custom_pattern": torch.eye(4, dtype=torch.bool).expand(4, 4, 4)}
+
+
+def _memory() -> Names:
+    attention = _multihead()
+    attention(torch.randn(1, 500, 32))
+    return {"attention": attention, "torch": torch}
+
+
+def _monitoring() -> Names:
+    attention = _multihead()
+    return {"attention": attention, "model": attention, "dataloader": torch.randn(2, 1, 500, 32)}
+
+
+def _troubled() -> Names:
+    attention = _multihead()
+    attention(torch.randn(1, 500, 32))
+    return {"attention": attention, "config": attention.sparse_config}
+
+
+def _config_class() -> Names:
+    return {"SparsePatternConfig": compat.SparsePatternConfig}
+
+
+PRELUDES: dict[int, Callable[[], Names]] = {
+    1: _config_class,
+    2: _config_class,
+    3: _config_class,
+    4: lambda: {"BlockSparseRingDilatedAttention": compat.BlockSparseRingDilatedAttention},
+    5: _core_inputs,
+    6: _embedded_inputs,
+    7: dict,
+    8: dict,
+    9: lambda: dict.fromkeys(("dataloader", "compute_loss", "targets", "optimizer")),
+    10: lambda: dict.fromkeys(("q_local", "k_local", "v_local")),
+    11: dict,
+    12: _quality,
+    13: _adjustment,
+    14: _custom_pattern,
+    15: lambda: {**_config_class(), "torch": torch},
+    16: _memory,
+    17: _monitoring,
+    18: lambda: {
+        "create_block_sparse_multihead_attention": compat.create_block_sparse_multihead_attention,
+        "F": F,
+        "model": None,
+    },
+    19: lambda: {"attention": _multihead()},
+    20: _troubled,
+    21: _troubled,
+    22: dict,
+}

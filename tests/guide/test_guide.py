@@ -1,0 +1,349 @@
+"""The code blocks of the block-sparse guide, as printed: each runs after a prelude of the names it leaves undefined.
+
+The blocks are those of the guide of dilated-attention-pytorch (MIT licence), in their order, in ``block_NN.py``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import importlib.util
+import math
+import re
+import symtable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import oracle, relative_error
+from ringtile import compat
+from ringtile.compat import once
+from ringtile.layout import build_index
+from ringtile.patterns import Blocks, Causal
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from preludes import PRELUDES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+BLOCKS = {int(path.stem[-2:]): path.read_text(encoding="utf-8") for path in sorted(HERE.glob("block_*.py"))}
+DIGEST = "07dd1a80df825005d7906f98c0ee0de486a6beb5f3ce0555f7950ec9ac1b4014"
+
+ADAPTIVE, DISTRIBUTED = "patterns that follow the content", "attention divided over ranks"
+PENDING: dict[int, tuple[str, type[Exception], str]] = {
+    4: (ADAPTIVE, ValueError, "use_adaptive_sparsity"),
+    7: (DISTRIBUTED, ImportError, "BlockSparseRingAdvancedDistributedDilatedAttention"),
+    9: (ADAPTIVE, ValueError, "quality_threshold"),
+    10: (DISTRIBUTED, ImportError, "BlockSparseRingAdvancedDistributedDilatedAttention"),
+    19: (ADAPTIVE, AttributeError, "enable_adaptive_sparsity"),
+}
+"""Blocks that need what is not here, with how each ends: one that ends otherwise has to leave this table."""
+
+
+@pytest.fixture(autouse=True)
+def _old_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "compat"))
+
+
+@pytest.fixture(autouse=True)
+def _warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "_given", set())
+
+
+def too_short(test: Callable[..., None]) -> Callable[..., None]:
+    """The lengths are small here, and what the ratio and the rates ask for has no room: both are said in a warning."""
+    for said in ("dilation_rates=", "sparsity_ratio=.* cannot be reached"):
+        test = pytest.mark.filterwarnings(f"ignore:{said}")(test)
+    return test
+
+
+def undefined(source: str) -> set[str]:
+    """The names that a module reads and never binds."""
+
+    def tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+        yield table
+        for child in table.get_children():
+            yield from tables(child)
+
+    top = symtable.symtable(source, "block", "exec")
+    bound = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    read = {
+        symbol.get_name()
+        for table in tables(top)
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and (table is top or symbol.is_global())
+    }
+    return read - bound - set(dir(builtins))
+
+
+def run(number: int, source: str | None = None) -> dict[str, Any]:
+    """The names after a block; ``source`` where it is not as printed."""
+    names: dict[str, Any] = {"__name__": f"block_{number:02d}", **PRELUDES[number]()}
+    exec(compile(source or BLOCKS[number], f"block_{number:02d}.py", "exec"), names)
+    return names
+
+
+def test_all_blocks_are_here_as_printed() -> None:
+    assert sorted(BLOCKS) == list(range(1, 23))
+    assert hashlib.sha256("".join(BLOCKS.values()).encode()).hexdigest() == DIGEST
+
+
+@pytest.mark.parametrize("number", sorted(BLOCKS))
+def test_a_prelude_defines_what_the_block_leaves_undefined(number: int) -> None:
+    assert set(PRELUDES[number]()) == undefined(BLOCKS[number])
+
+
+@pytest.mark.parametrize("number", sorted(PENDING))
+def test_a_pending_block_ends_where_the_table_says(number: int) -> None:
+    _, error, message = PENDING[number]
+    with pytest.raises(error, match=message):
+        run(number)
+
+
+def test_every_other_block_has_a_test_here() -> None:
+    written = {int(number) for number in re.findall(r"^def test_block_(\d+)", Path(__file__).read_text(), re.M)}
+    assert written >= set(BLOCKS) - set(PENDING)
+
+
+def density_of(config: compat.SparsePatternConfig, n_tokens: int) -> float:
+    return build_index(compat.SparsePatternGenerator(config).rule(n_tokens), n_tokens).density
+
+
+def test_block_01_local_window() -> None:
+    config = run(1)["config"]
+    with pytest.warns(UserWarning, match="local_window_size=512 is not used"):
+        assert density_of(config, 4096) == pytest.approx(0.1, rel=0.02)
+
+
+def test_block_02_dilated_sparse() -> None:
+    assert density_of(run(2)["config"], 16384) == pytest.approx(0.25, rel=0.02)
+
+
+def test_block_03_global_local() -> None:
+    config = run(3)["config"]
+    with pytest.warns(UserWarning, match="local_window_size=256 is not used"):
+        assert density_of(config, 4096) == pytest.approx(0.2, rel=0.02)
+    kept = compat.SparsePatternGenerator(config).rule(4096)
+    head, token = torch.tensor(0), torch.arange(4096)
+    assert kept.allowed(head, token, torch.tensor(63)).all()
+    assert not kept.allowed(head, token, torch.tensor(64)).all()
+
+
+@too_short
+def test_block_05_attention_inside_dilated_segments() -> None:
+    names = run(5)
+    q, k, v = (names[name].transpose(1, 2) for name in ("query", "key", "value"))
+    attention = names["attention"]
+    # 700 tokens lie in one segment of each branch: (700, 1), (350, 2) and (175, 4), mixed by their denominators.
+    rule = attention._last.rule
+    total, weighted = 0.0, 0.0
+    for rate in (1, 2, 4):
+        out, lse = torch.zeros(1, 4, 700, 16).double(), torch.full((1, 4, 700), -math.inf).double()
+        for head in range(4):
+            at = torch.arange(head % rate, 700, rate)
+            part = oracle(*(x[:, head : head + 1, at] for x in (q, k, v)), Causal() & rule)
+            out[:, head, at], lse[:, head, at] = part.out[:, 0], part.lse[:, 0]
+        total, weighted = total + lse.exp(), weighted + lse.exp().unsqueeze(-1) * out
+    expected = (weighted / total.unsqueeze(-1)).transpose(1, 2)
+    assert relative_error(names["output"], expected) < 1e-6
+    assert attention._last.pairs()[0].density == pytest.approx(0.1, rel=0.05)
+
+
+@too_short
+def test_block_06_multihead_with_weights() -> None:
+    names = run(6)
+    assert names["output"].shape == (1, 700, 512)
+    assert names["weights"].shape == (1, 700, 700)
+    assert names["weights"].sum(-1).allclose(torch.ones(()))
+    assert (names["weights"] > 0).double().mean() == pytest.approx(0.25, rel=0.02)
+
+
+@too_short
+def test_block_08_twelve_layers_of_100_000_tokens() -> None:
+    # As printed, in shapes alone: the numbers would take hundreds of gigabytes to train on.
+    with FakeTensorMode():
+        output = run(8)["output"]
+    assert output.shape == (4, 100_000, 512)
+    # And for real, with fewer tokens, batch rows and layers.
+    small = BLOCKS[8].replace("batch_size = 4", "batch_size = 1").replace("seq_len = 100_000", "seq_len = 1500")
+    output = run(8, small.replace("range(12)", "range(2)"))["output"]
+    output.sum().backward()
+    assert output.isfinite().all()
+
+
+@too_short
+def test_block_11_visualisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(11)
+    assert names["pattern"].shape == (8, 32, 32)
+    assert (tmp_path / "sparse_pattern.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_block_12_quality(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(12)
+    printed = capsys.readouterr().out
+    weights, pattern = names["dense_attention_weights"], names["pattern"]
+    kept = pattern.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    coverage = (weights * kept).sum(-1).mean().item()
+    density = pattern.double().mean().item()
+    assert printed.splitlines() == [
+        f"Coverage: {coverage:.2%}",
+        f"Locality: {names['metrics'].locality_score:.2%}",
+        f"Efficiency: {1 / density:.2f}x",
+        f"Approximation Error: {names['metrics'].approximation_error:.4f}",
+        f"Average row density: {density:.2%}",
+        "Diagonal density: 100.00%",
+    ]
+
+
+def test_block_13_adjusting_the_density(capsys: pytest.CaptureFixture[str]) -> None:
+    attention = run(13)["attention"]
+    score = attention.get_performance_stats()["quality_score"]
+    steps = capsys.readouterr().out.count("Increased sparsity")
+    assert attention.sparse_config.sparsity_ratio == pytest.approx(0.5 * 0.8**steps)
+    assert steps == (2 if score > 0.98 else 0)
+
+
+def test_block_14_a_pattern_of_ones_own() -> None:
+    names = run(14)
+    attention = names["attention"]
+    made = names["create_custom_pattern"](512, 4)
+    x = torch.randn(1, 512, 32)
+    before = attention(x)[0]
+    attention.pattern_generator.pattern_cache[512] = made
+    assert not attention(x)[0].allclose(before)
+    q = torch.randn(1, 4, 512, 16)
+    expected = oracle(q, q, q, Blocks(made)).out
+    assert relative_error(attention.attention.attend(q, q, q), expected) < 1e-6
+
+
+class CpuForCuda(TorchFunctionMode):
+    """Makes on the CPU what is asked for on CUDA, and remembers how often."""
+
+    asked = 0
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")) == "cuda":
+            kwargs["device"] = "cpu"
+            self.asked += 1
+        return func(*args, **kwargs)
+
+
+def test_block_15_production_settings() -> None:
+    # in_proj weight and bias, out_proj weight and bias, two of the layer norm
+    with CpuForCuda() as mode:
+        attention = run(15)["attention"]
+    assert [x.dtype for x in attention.parameters()] == [torch.float16] * 6
+    assert mode.asked == 6
+    assert attention.layer_norm is not None
+
+
+@pytest.mark.gpu
+def test_block_15_on_its_device() -> None:
+    attention = run(15)["attention"]
+    assert {x.device.type for x in attention.parameters()} == {"cuda"}
+    x = torch.randn(2, 9000, 1024, device="cuda", dtype=torch.float16)
+    assert attention(x, is_causal=True)[0].isfinite().all()
+
+
+def test_block_16_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    attention = run(16)["attention"]
+    printed = capsys.readouterr().out
+    assert "Pattern cache size: 1\n" in printed
+    assert "nan" not in printed
+    assert attention.get_memory_info()["pattern_cache_size"] == 0
+
+
+def test_block_17_monitoring(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(17)
+    assert names["stats"]["avg_sparsity"] == pytest.approx(0.25, rel=0.02)
+    assert not any(math.isnan(value) for value in names["stats"].values())
+    assert "Average sparsity: 24.8%" in capsys.readouterr().out
+
+
+lightning = pytest.mark.skipif(
+    importlib.util.find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"
+)
+
+
+@lightning
+@pytest.mark.filterwarnings("ignore")
+def test_block_18_cannot_be_fitted_as_printed() -> None:
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+    # Without 8 GPUs it ends at the trainer, with them at fit(model): no model is defined.
+    with pytest.raises((MisconfigurationException, TypeError)):
+        run(18)
+
+
+COMPLETION = """
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+"""
+
+
+@lightning
+@pytest.mark.filterwarnings("ignore")
+def test_block_18_completed_trains(tmp_path: Path) -> None:
+    """Added: an optimiser, batches, the model itself, and a trainer for the CPU in full precision."""
+    printed, _ = BLOCKS[18].split("# Train with automatic optimization")
+    names = run(18, f"{printed}{COMPLETION}".replace("import pytorch", "import torch\nimport pytorch"))
+    model, pl = names["SparseLM"](), names["pl"]
+    batch = {"input": torch.randn(300, 768), "target": torch.randn(300, 768).softmax(-1)}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    before = [x.detach().clone() for x in model.parameters()]
+    model.attention.performance_monitor.enable()
+    trainer.fit(model, torch.utils.data.DataLoader([batch] * 4, batch_size=2))
+    assert trainer.global_step == 2
+    assert all(not torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True))
+    assert trainer.logged_metrics["train/sparsity"] == pytest.approx(0.1, rel=0.1)
+    assert trainer.logged_metrics["train/speedup"] > 0
+
+
+def test_block_19_sets_the_density_before_it_ends() -> None:
+    attention = PRELUDES[19]()["attention"]
+    with pytest.raises(AttributeError, match="enable_adaptive_sparsity"):
+        exec(BLOCKS[19], {"attention": attention})
+    assert attention.sparse_config.sparsity_ratio == 0.25
+
+
+def test_block_20_larger_blocks() -> None:
+    attention = run(20)["attention"]
+    assert attention.pattern_generator.create_pattern(1024).shape == (4, 4)
+    assert attention.get_memory_info()["pattern_cache_size"] == 1
+
+
+def test_block_21_patterns_made_beforehand() -> None:
+    attention = run(21)["attention"]
+    cache = attention.pattern_generator.pattern_cache
+    before = cache.get_stats()
+    assert before.solved == 5  # the one of the prelude, and four lengths
+    attention(torch.randn(1, 2048, 32))
+    assert cache.get_stats().misses == before.misses
+    assert cache.get_stats().hits == before.hits + 1
+
+
+def test_block_22_padding_is_not_needed() -> None:
+    names = run(22)
+    assert names["padded_len"] == 10112
+    config = compat.SparsePatternConfig("local_window", local_window_size=128)
+    attention = compat.BlockSparseRingDilatedAttention(sparse_config=config)
+    assert attention(torch.randn(1, names["seq_len"], 1, 8)).shape == (1, 10_000, 1, 8)
+
+
+def test_undefined_names_are_found() -> None:
+    assert undefined("import os\nx = 1\ndef f(a):\n    y = b\n    return a + x + len(c)\nfor i in d: f(i)\n") == {
+        "b", "c", "d",
+    }  # fmt: skip

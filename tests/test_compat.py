@@ -1,0 +1,956 @@
+"""`ringtile.compat`: the old names compute what they say, and every argument of theirs does something."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import math
+import pickle
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import make_inputs, oracle, relative_error
+from torch import Tensor, nn
+
+import ringtile.compat.attention
+from ringtile import sparse_attention
+from ringtile.analysis import doctor
+from ringtile.compat import (
+    BlockSparseOptimized,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    BlockSparseTorchSparse,
+    ImprovedDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    PatternConfig,
+    PatternQualityAnalyzer,
+    PatternVisualizer,
+    PersistentPatternCache,
+    RingAttentionConfig,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2,
+    SparsePatternConfig,
+    SparsePatternGenerator,
+    create_adaptive_sparse_multihead_attention,
+    create_block_sparse_multihead_attention,
+    hierarchical_sparse_attention,
+    once,
+    pattern_statistics,
+)
+from ringtile.compat.counting import Problem, count_pairs, dilated_problems
+from ringtile.functional.dilated import dilated_attention
+from ringtile.layout import build_index
+from ringtile.patterns import Blocks, Causal, Dense, GlobalTokens, Window
+
+ROOT = Path(__file__).parents[1]
+OLD_PATHS = {
+    "dilated_attention_pytorch": (
+        "BlockSparseRingDilatedAttention BlockSparseRingMultiheadDilatedAttention BlockSparseOptimized "
+        "BlockSparseTorchSparse RingDilatedAttentionV2 RingDilatedAttentionProduction RingAttentionConfig "
+        "ImprovedDilatedAttention ImprovedMultiheadDilatedAttention SparsePatternConfig PersistentPatternCache "
+        "hierarchical_sparse_attention create_block_sparse_multihead_attention "
+        "create_adaptive_sparse_multihead_attention"
+    ),
+    "dilated_attention_pytorch.sparse_pattern_utils": (
+        "PatternConfig SparsePatternGenerator PatternVisualizer PatternQualityAnalyzer pattern_statistics"
+    ),
+}
+SEGMENTS = {"segment_lengths": [128, 256], "dilation_rates": [1, 2]}
+
+
+@pytest.fixture(autouse=True)
+def _warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "_given", set())
+
+
+@pytest.mark.parametrize("path", OLD_PATHS)
+def test_the_old_import_path_serves_the_same_names(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "compat"))
+    module = importlib.import_module(path)
+    for name in OLD_PATHS[path].split():
+        assert getattr(module, name) is getattr(ringtile.compat, name)
+
+
+# What is computed.
+
+CONFIGS = {
+    "window": SparsePatternConfig("local_window", local_window_size=90),
+    "window of a density": SparsePatternConfig("local_window", 0.25),
+    "global": SparsePatternConfig("global_local", local_window_size=60, global_tokens=5),
+    "global of a density": SparsePatternConfig("global_local", 0.3, global_tokens=5),
+    "dilated": SparsePatternConfig("dilated_sparse", dilation_rates=[1, 3], block_size=64),
+    "dilated of a density": SparsePatternConfig("dilated_sparse", 0.4, dilation_rates=[1, 2], block_size=64),
+}
+RULES = {"window": Window(45), "global": Window(30) | GlobalTokens(5)}
+
+
+def heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+def with_grads(attend: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad_out: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("n_tokens", [7, 333])
+@pytest.mark.filterwarnings("ignore:dilation_rates=", "ignore:sparsity_ratio=.* cannot be reached")
+def test_attention_is_that_of_the_rule(config: str, is_causal: bool, n_tokens: int) -> None:
+    q, k, v, grad_out = make_inputs(2, 2, n_tokens, head_dim=8)
+    attention = BlockSparseRingDilatedAttention(sparse_config=CONFIGS[config])
+    rule = attention.pattern_generator.rule(n_tokens, is_causal=is_causal)
+    if config in RULES:
+        assert rule == (Causal() & RULES[config] if is_causal else RULES[config])
+    assert not isinstance(rule, Dense)
+    inputs = tuple(map(heads_first, (q, k, v)))
+    found = with_grads(lambda *x: attention(*x, is_causal=is_causal), inputs, heads_first(grad_out))
+    expected = oracle(q, k, v, rule, grad_out=grad_out)
+    for ours, theirs in zip(found, (expected.out, *expected.grads.values()), strict=True):
+        assert relative_error(heads_first(ours), theirs) < 1e-12
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("n_tokens", [100, 701])
+def test_inside_segments_the_rule_applies_to_dilated_places(n_tokens: int, is_causal: bool) -> None:
+    q, k, v, grad_out = make_inputs(1, 3, n_tokens, head_dim=8)
+    attention = BlockSparseRingDilatedAttention(**SEGMENTS, sparse_config=CONFIGS["window"])
+    inputs = tuple(map(heads_first, (q, k, v)))
+    found = with_grads(lambda *x: attention(*x, is_causal=is_causal), inputs, heads_first(grad_out))
+    expected = with_grads(
+        lambda *x: dilated_attention(
+            *x, [128, 256], [1, 2], pattern=Window(45), is_causal=is_causal, backend="reference"
+        ),
+        (q, k, v),
+        grad_out,
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(heads_first(ours), theirs) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [RingDilatedAttentionV2, ImprovedDilatedAttention])
+def test_the_longnet_classes_keep_all_pairs_of_a_segment(kind: type[RingDilatedAttentionV2]) -> None:
+    q, k, v, _ = make_inputs(1, 2, 300, head_dim=8)
+    expected = dilated_attention(q, k, v, [128, 256], [1, 2])
+    assert relative_error(heads_first(kind(**SEGMENTS)(*map(heads_first, (q, k, v)))), expected) < 1e-12
+    # One segment of rate 1 is dense attention over the tokens, not over the heads.
+    out = kind([300], [1])(*map(heads_first, (q, k, v)))
+    assert relative_error(heads_first(out), oracle(q, k, v, Dense()).out) < 1e-12
+
+
+@pytest.mark.parametrize("segments", [{}, SEGMENTS])
+@pytest.mark.filterwarnings("ignore:dilation_rates=")
+def test_the_future_changes_nothing(segments: dict[str, Any]) -> None:
+    for kind in CONFIGS.values():
+        attention = BlockSparseRingDilatedAttention(sparse_config=kind, **segments)
+        x = torch.randn(1, 400, 2, 8, dtype=torch.float64)
+        later = x.clone()
+        later[:, 250:] = torch.randn_like(later[:, 250:])
+        before, after = attention(x, is_causal=True), attention(later, is_causal=True)
+        assert torch.equal(before[:, :250], after[:, :250])
+        assert not torch.equal(before[:, 250:], after[:, 250:])
+
+
+def test_cross_attention_and_key_masks() -> None:
+    q, k, v, _ = make_inputs(2, 2, 100, 333, head_dim=8)
+    mask = torch.rand(2, 333) < 0.5
+    attention = BlockSparseRingDilatedAttention(sparse_config=CONFIGS["window of a density"])
+    rule = attention.pattern_generator.rule(100, 333, is_causal=True)
+    assert build_index(rule, 100, 333).density == pytest.approx(0.25, rel=0.02)
+    found = attention(*map(heads_first, (q, k, v)), is_causal=True, key_mask=mask)
+    assert relative_error(heads_first(found), oracle(q, k, v, rule, key_mask=mask).out) < 1e-12
+
+
+def test_hierarchical_attention_takes_blocks_and_rules() -> None:
+    q, k, v, _ = make_inputs(1, 2, 200, head_dim=8)
+    blocks = torch.rand(2, 4, 4) < 0.5
+    tokens = tuple(map(heads_first, (q, k, v)))
+    for given, block_size, rule in ((blocks, 50, Blocks(blocks, block=50)), (Window(20), 128, Window(20))):
+        found = hierarchical_sparse_attention(*tokens, given, is_causal=True, block_size=block_size)
+        assert relative_error(heads_first(found), oracle(q, k, v, Causal() & rule).out) < 1e-12
+    with pytest.raises(ValueError, match="block_size"):
+        hierarchical_sparse_attention(*tokens, Window(20), block_size=64)
+
+
+def test_multihead_of_all_pairs_is_that_of_torch() -> None:
+    torch_module = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
+    ours = create_block_sparse_multihead_attention(32, 4, 1.0, dtype=torch.float64)
+    ours.load_state_dict(torch_module.state_dict())
+    torch_module.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 50, 32, dtype=torch.float64)
+    padding = torch.arange(50) >= torch.tensor([[50], [33]])
+    for average in (True, False):
+        options = {"key_padding_mask": padding, "need_weights": True, "average_attn_weights": average}
+        for found, expected in zip(ours(x, x, x, **options), torch_module(x, x, x, **options), strict=True):
+            assert found.allclose(expected, rtol=1e-12, atol=1e-12)
+    assert ours(x)[1] is None
+    assert torch.equal(ours(x)[0], ours(x, x, x)[0])
+
+
+@pytest.mark.parametrize("segments", [{}, SEGMENTS])
+def test_multihead_weights_are_those_of_the_output(segments: dict[str, Any]) -> None:
+    module = BlockSparseRingMultiheadDilatedAttention(
+        32, 4, sparse_config=CONFIGS["window"], use_layer_norm=True, dtype=torch.float64, **segments
+    )
+    x = torch.randn(1, 300, 32, dtype=torch.float64)
+    out, weights = module(x, need_weights=True, average_attn_weights=False, is_causal=True)
+    assert torch.equal(weights.tril(), weights)
+    assert weights.sum(-1).allclose(torch.ones((), dtype=torch.float64))
+    value = nn.functional.linear(x, module.in_proj_weight[64:], module.in_proj_bias[64:])
+    mixed = (weights @ value.unflatten(-1, (4, 8)).transpose(1, 2)).transpose(1, 2).flatten(2)
+    assert module.out_proj(module.layer_norm(mixed)).allclose(out, rtol=1e-10, atol=1e-12)
+
+
+def test_multihead_inside_a_transformer_layer() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    layer.self_attn = create_block_sparse_multihead_attention(32, 4, None, "local_window", local_window_size=20)
+    x = torch.randn(2, 200, 32)
+    later = x.clone()
+    later[:, 150:] += 1
+    trained = layer(x)
+    with torch.no_grad():
+        assert layer.eval()(x).allclose(trained, atol=1e-6)
+        assert torch.equal(layer(later)[:, :140], layer(x)[:, :140])
+
+
+def test_an_attention_mask_joins_the_pattern_and_is_refused_in_segments() -> None:
+    module = create_block_sparse_multihead_attention(32, 4, None, "local_window", local_window_size=90)
+    mask = torch.rand(100, 100) < 0.3
+    x = torch.randn(1, 100, 32)
+    _, weights = module(x, attn_mask=mask, need_weights=True)
+    assert torch.equal(weights[0] > 0, Window(45).allowed(*map(torch.tensor, (0,)), torch.arange(100)[:, None],
+                                                          torch.arange(100)) & ~mask)  # fmt: skip
+    with pytest.raises(ValueError, match="segment_lengths"):
+        BlockSparseRingMultiheadDilatedAttention(32, 4, **SEGMENTS)(x, attn_mask=mask)
+
+
+@pytest.mark.parametrize(("key", "value"), [(None, 1), (1, None)])
+def test_key_without_value_is_refused(key: int | None, value: int | None) -> None:
+    x = torch.randn(1, 20, 32)
+    for module, tokens in (
+        (create_block_sparse_multihead_attention(32, 4), x),
+        (BlockSparseRingDilatedAttention(), x.unflatten(-1, (4, 8))),
+    ):
+        with pytest.raises(ValueError, match="expected key and value, or neither"):
+            module(tokens, None if key is None else tokens, None if value is None else tokens)
+    with pytest.raises(ValueError, match=r"query: expected four dimensions \[B, N, H, D\]"):
+        BlockSparseRingDilatedAttention()(x)
+
+
+# Densities.
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("ratio", [0.5, 0.1])
+@pytest.mark.parametrize("kind", ["local_window", "dilated_sparse", "global_local"])
+@pytest.mark.filterwarnings("ignore:dilation_rates=")
+def test_the_ratio_is_the_measured_density(kind: str, ratio: float, is_causal: bool) -> None:
+    for n_tokens in (1000, 5000):
+        config = SparsePatternConfig(kind, ratio, **({"global_tokens": 16} if kind == "global_local" else {}))
+        rule = SparsePatternGenerator(config).rule(n_tokens, is_causal=is_causal)
+        assert build_index(rule, n_tokens).density == pytest.approx(ratio, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:dilation_rates=")
+def test_with_segments_the_ratio_is_the_density_over_all_of_them() -> None:
+    for kind, ratio in (("local_window", 0.3), ("dilated_sparse", 0.5)):
+        attention = BlockSparseRingDilatedAttention([256, 700, 3000], [1, 2, 3], SparsePatternConfig(kind, ratio))
+        attention(torch.randn(1, 2000, 1, 8))
+        kept = allowed = 0
+        for length, rate in ((256, 1), (700, 2), (3000, 3)):
+            for begin in range(0, 2000, length):
+                size = len(range(begin, min(begin + length, 2000), rate))
+                index = build_index(attention._last.rule, size)
+                kept, allowed = kept + index.kept_pairs, allowed + index.allowed_pairs
+        assert kept / allowed == pytest.approx(ratio, rel=0.02)
+        assert attention._last.pairs()[0].density == pytest.approx(kept / allowed)
+
+
+def test_blocks_are_used_as_far_as_they_fit() -> None:
+    def rule(ratio: float, n_tokens: int) -> str:
+        return repr(SparsePatternGenerator(SparsePatternConfig(sparsity_ratio=ratio)).rule(n_tokens))
+
+    assert rule(0.1, 32768) == "window(831) | block_dilated([1, 2, 4, 8, 16], 4)"
+    with pytest.warns(UserWarning, match=r"room for the rates \[1, 2, 4, 8\] only"):
+        assert rule(0.25, 4096) == "block_dilated([1, 2, 4, 8], 1)"
+    with pytest.warns(UserWarning, match="they count tokens instead"):
+        assert rule(0.1, 4096).startswith("dilated([1, 2, 4, 8, 16], ")
+
+
+def test_a_density_that_cannot_be_reached_is_said_once_with_the_nearest() -> None:
+    attention = BlockSparseRingDilatedAttention(sparse_config=SparsePatternConfig("global_local", 0.05))
+    x = torch.randn(1, 500, 1, 8)
+    least = build_index(Window(0) | GlobalTokens(64), 500).density
+    with pytest.warns(UserWarning, match=f"sparsity_ratio=0.05 cannot be reached.* {least:.4g}"):
+        attention(x)
+    attention(x)
+    assert attention._last.pairs()[0].density == pytest.approx(least)
+
+
+def test_bounds_hold_the_density() -> None:
+    def density(*ratio: float, **bounds: float) -> float:
+        config = SparsePatternConfig("local_window", *ratio, **bounds)
+        return build_index(SparsePatternGenerator(config).rule(1000), 1000).density
+
+    with pytest.warns(UserWarning, match="0.2 is used"):
+        assert density(0.1, min_sparsity=0.2) == pytest.approx(0.2, rel=0.02)
+    with pytest.warns(UserWarning, match="0.3 is used"):
+        assert density(0.9, max_sparsity=0.3) == pytest.approx(0.3, rel=0.02)
+    assert density(0.25, min_sparsity=0.2, max_sparsity=0.3) == pytest.approx(0.25, rel=0.02)
+    # The default window alone keeps 45 % of 1000 tokens.
+    assert density(max_sparsity=0.3) == pytest.approx(0.3, rel=0.02)
+    assert density(min_sparsity=0.3) == pytest.approx(build_index(Window(256), 1000).density)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"pattern_type": "adaptive"}, "pattern_type"),
+        ({"block_size": 32}, "block_size"),
+        ({"sparsity_ratio": 0.0}, "sparsity_ratio"),
+        ({"sparsity_ratio": 1.5}, "sparsity_ratio"),
+        ({"sparsity_ratio": True}, "sparsity_ratio"),
+        ({"min_sparsity": -0.1}, "min_sparsity"),
+        ({"max_sparsity": 2}, "max_sparsity"),
+        ({"min_sparsity": 0.5, "max_sparsity": 0.1}, "min_sparsity"),
+        ({"dilation_rates": [0]}, "dilation_rates"),
+        ({"dilation_rates": []}, "dilation_rates"),
+        ({"pattern_type": "local_window", "local_window_size": 0}, "local_window_size"),
+        # What would shape nothing.
+        ({"local_window_size": 64}, "local_window_size: changes nothing"),
+        ({"global_tokens": 64}, "global_tokens: changes nothing"),
+        ({"pattern_type": "local_window", "global_tokens": 64}, "global_tokens: changes nothing"),
+        ({"pattern_type": "global_local", "dilation_rates": [1]}, "dilation_rates: changes nothing"),
+    ],
+)
+def test_a_config_refuses_what_is_out_of_range_or_shapes_nothing(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        SparsePatternConfig(**arguments)
+    # And so does the next call after a change.
+    config = SparsePatternConfig()
+    for name, value in arguments.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=named):
+        BlockSparseRingDilatedAttention(sparse_config=config)(torch.randn(1, 20, 1, 8))
+
+
+def test_a_changed_config_takes_effect_at_the_next_call() -> None:
+    config = SparsePatternConfig("local_window", local_window_size=90)
+    module = BlockSparseRingMultiheadDilatedAttention(32, 4, sparse_config=config)
+    x = torch.randn(1, 300, 32)
+    outs = [module(x)[0]]
+    config.local_window_size = 30
+    outs.append(module(x)[0])
+    module.sparse_config = SparsePatternConfig("local_window", local_window_size=10)
+    outs.append(module(x)[0])
+    module.sparse_config.local_window_size = None
+    module.set_sparsity_ratio(0.5)
+    outs.append(module(x)[0])
+    assert module.attention._last.pairs()[0].density == pytest.approx(0.5, rel=0.02)
+    assert all(not a.allclose(b) for a, b in pairwise(outs))
+    for wrong in (0, 1.1, None, "0.5"):
+        with pytest.raises(ValueError, match="sparsity_ratio"):
+            module.set_sparsity_ratio(wrong)
+    assert module.sparse_config.sparsity_ratio == 0.5
+
+
+# Every argument does something.
+
+X = torch.randn(1, 300, 4, 8, generator=torch.Generator().manual_seed(1))
+TOKENS = X.flatten(2)
+CORE = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]}
+WHOLE = {"sparse_config": SparsePatternConfig("local_window", local_window_size=40)}
+
+Effect = Callable[[type[Any], dict[str, Any], Any], None]
+
+
+def _seeded(kind: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return kind(**arguments)
+
+
+def _result(module: Any) -> Tensor:
+    torch.manual_seed(0)
+    out = module(TOKENS if isinstance(module, nn.MultiheadAttention) else X)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def changes_output(base: dict[str, Any], **other: Any) -> Effect:
+    def check(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+        before, after = _seeded(kind, fixed | base), _seeded(kind, fixed | base | other)
+        assert not torch.equal(_result(before), _result(after).to(torch.float32))
+
+    return check
+
+
+def refused(error: type[Exception] = ValueError, **wrong: Any) -> Effect:
+    def check(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+        with pytest.raises(error, match=next(iter(wrong))):
+            kind(**fixed | wrong)
+
+    return check
+
+
+def saved_bytes(module: nn.Module) -> int:
+    total = 0
+
+    def pack(x: Tensor) -> Tensor:
+        nonlocal total
+        total += x.nbytes
+        return x
+
+    x = X.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        module(x)
+    return total
+
+
+def saves_less_when_checkpointed(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+    given = {"use_gradient_checkpointing": True}
+    recomputed, kept = kind(**fixed | given), kind(**fixed | {"use_gradient_checkpointing": False})
+    assert saved_bytes(recomputed) < saved_bytes(kept)
+    assert torch.equal(_result(recomputed), _result(kept))
+
+
+def remembers_no_more(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+    module = kind(**fixed | {"cache_size": 2})
+    for n_tokens in (10, 20, 30):
+        module(X[:, :n_tokens])
+    assert module.get_memory_info()["pattern_cache_size"] == 2
+
+
+def turns_the_layout(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+    first, second = _seeded(kind, fixed), _seeded(kind, fixed | {"batch_first": False})
+    assert first(TOKENS)[0].allclose(second(TOKENS.transpose(0, 1))[0].transpose(0, 1), atol=1e-6)
+    assert kind(**fixed).batch_first
+
+
+def reaches_every_parameter(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+    module = kind(**fixed | {"device": "meta", "dtype": torch.float16})
+    assert {(x.device.type, x.dtype) for x in module.parameters()} == {("meta", torch.float16)}
+
+
+def adds_a_norm(name: str) -> Effect:
+    def check(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+        without, having = (dict(kind(**fixed | {name: on}).named_parameters()) for on in (False, True))
+        assert set(having) - set(without) == {"layer_norm.weight", "layer_norm.bias"}
+        changes_output({name: False}, **{name: True})(kind, fixed, _)
+
+    return check
+
+
+def shapes_the_module(**other: Any) -> Effect:
+    def check(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+        before, after = kind(**fixed), kind(**fixed | other)
+        assert (before.embed_dim, before.num_heads) != (after.embed_dim, after.num_heads)
+
+    return check
+
+
+def warns(kind: type[Any], fixed: dict[str, Any], name: Any) -> None:
+    with pytest.warns(UserWarning, match=f"{name} changes nothing: "):
+        kind(**fixed | {name: True})
+    kind(**fixed | {name: True})
+
+
+def needless(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+    for name in once.NEEDLESS:
+        warns(kind, fixed, name)
+    with pytest.raises(TypeError, match="learns_by_itself"):
+        kind(**fixed | {"learns_by_itself": True})
+
+
+def passed_on(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+    module = kind(**fixed | {"attention_scale": 0.5})
+    core = module.attention if isinstance(module, nn.MultiheadAttention) else module
+    assert core.attention_scale == 0.5
+
+
+_CORE_EFFECTS: dict[str, Effect] = {
+    "segment_lengths": changes_output(CORE, segment_lengths=[50, 200]),
+    "dilation_rates": changes_output(CORE, dilation_rates=[1, 4]),
+    "ring_size": refused(ring_size=2),
+    "dropout": changes_output({}, dropout=0.3),
+    "attention_scale": changes_output({}, attention_scale=1.0),
+    "use_gradient_checkpointing": saves_less_when_checkpointed,
+}
+_BLOCK_SPARSE = {
+    **_CORE_EFFECTS,
+    "sparse_config": changes_output({}, sparse_config=SparsePatternConfig("local_window", local_window_size=8)),
+    "use_adaptive_sparsity": refused(use_adaptive_sparsity=True),
+    "cache_size": remembers_no_more,
+    "needless": needless,
+}
+_LONGNET = {**_CORE_EFFECTS, "further": needless}
+_MULTIHEAD: dict[str, Effect] = {
+    **{name: effect for name, effect in _BLOCK_SPARSE.items() if name not in ("cache_size", "needless")},
+    "embed_dim": shapes_the_module(embed_dim=64),
+    "num_heads": shapes_the_module(num_heads=2),
+    "bias": changes_output({}, bias=False),
+    "use_layer_norm": adds_a_norm("use_layer_norm"),
+    "batch_first": turns_the_layout,
+    "device": reaches_every_parameter,
+    "dtype": reaches_every_parameter,
+    "attention": passed_on,
+}
+del _MULTIHEAD["attention_scale"], _MULTIHEAD["use_gradient_checkpointing"]
+_IMPROVED_MULTIHEAD = {
+    **{name: effect for name, effect in _MULTIHEAD.items()
+       if name not in ("use_layer_norm", "sparse_config", "use_adaptive_sparsity", "ring_size")},
+    "layer_norm": adds_a_norm("layer_norm"),
+}  # fmt: skip
+_HEADS = {"embed_dim": 32, "num_heads": 4}
+_FACTORY = {
+    "embed_dim": shapes_the_module(embed_dim=64),
+    "num_heads": shapes_the_module(num_heads=2),
+    "segment_lengths": changes_output(CORE, segment_lengths=[50, 200]),
+    "dilation_rates": changes_output(CORE, dilation_rates=[1, 4]),
+    "arguments": passed_on,
+}
+EFFECTS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, Effect]]] = {
+    BlockSparseRingDilatedAttention: (WHOLE, _BLOCK_SPARSE),
+    BlockSparseOptimized: (WHOLE, _BLOCK_SPARSE),
+    BlockSparseTorchSparse: (WHOLE, _BLOCK_SPARSE),
+    RingDilatedAttentionV2: (CORE, _LONGNET),
+    ImprovedDilatedAttention: (CORE, _LONGNET),
+    BlockSparseRingMultiheadDilatedAttention: (_HEADS | WHOLE, _MULTIHEAD),
+    ImprovedMultiheadDilatedAttention: (_HEADS | CORE, _IMPROVED_MULTIHEAD),
+    create_block_sparse_multihead_attention: (
+        _HEADS | {"sparsity_ratio": 0.5, "pattern_type": "dilated_sparse"},
+        {
+            **_FACTORY,
+            "sparsity_ratio": changes_output({}, sparsity_ratio=0.2),
+            "pattern_type": changes_output({}, pattern_type="local_window"),
+        },
+    ),
+    create_adaptive_sparse_multihead_attention: (
+        _HEADS,
+        {**_FACTORY, "quality_threshold": refused(quality_threshold=0.95)},
+    ),
+}
+ARGUMENTS = [(kind, name) for kind, (_, effects) in EFFECTS.items() for name in effects]
+
+
+@pytest.mark.parametrize(("kind", "name"), ARGUMENTS, ids=[f"{kind.__name__}-{name}" for kind, name in ARGUMENTS])
+@pytest.mark.filterwarnings("ignore:dilation_rates=", "ignore:sparsity_ratio=.* cannot be reached")
+def test_every_argument_does_something(kind: type[Any], name: str) -> None:
+    fixed, effects = EFFECTS[kind]
+    effects[name](kind, fixed, name)
+
+
+def _config_output(**arguments: Any) -> tuple[Any, ...]:
+    config = SparsePatternConfig(**arguments)
+    generator = SparsePatternGenerator(config)
+    return generator.rule(1000), generator.create_pattern(1000).shape, generator.pattern_cache.get_stats().solved
+
+
+@pytest.mark.parametrize(
+    ("base", "other"),
+    [
+        ({}, {"pattern_type": "local_window"}),
+        ({}, {"sparsity_ratio": 0.9}),
+        ({}, {"block_size": 64}),
+        ({"pattern_type": "local_window"}, {"block_size": 256}),
+        ({"pattern_type": "local_window"}, {"local_window_size": 100}),
+        ({"pattern_type": "global_local"}, {"global_tokens": 3}),
+        ({}, {"dilation_rates": [1, 3]}),
+        ({}, {"min_sparsity": 0.9}),
+        ({}, {"max_sparsity": 0.5}),
+        ({}, {"enable_caching": False}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:dilation_rates=")
+def test_every_field_of_a_config_does_something(base: dict[str, Any], other: dict[str, Any]) -> None:
+    assert _config_output(**base) != _config_output(**base, **other)
+
+
+def test_no_argument_goes_untested() -> None:
+    for kind, (_, effects) in EFFECTS.items():
+        assert set(inspect.signature(kind).parameters) == set(effects), kind.__name__
+    fields = set(inspect.signature(SparsePatternConfig).parameters)
+    marks = test_every_field_of_a_config_does_something.pytestmark
+    tested = {name for mark in marks if mark.name == "parametrize" for _, other in mark.args[1] for name in other}
+    assert tested == fields == set(inspect.signature(PatternConfig).parameters)
+    assert set(inspect.signature(RingDilatedAttentionProduction).parameters) == {"config"}
+    assert set(inspect.signature(RingAttentionConfig).parameters) <= set(_CORE_EFFECTS) | set(once.NEEDLESS)
+    assert set(inspect.signature(SparsePatternGenerator).parameters) == {"config", "cache_size"}
+    assert set(inspect.signature(PersistentPatternCache).parameters) == {"max_size"}
+
+
+def _production(**arguments: Any) -> RingDilatedAttentionProduction:
+    return RingDilatedAttentionProduction(RingAttentionConfig(**arguments))
+
+
+@pytest.mark.parametrize("name", sorted(inspect.signature(RingAttentionConfig).parameters))
+def test_every_field_of_the_ring_config_does_something(name: str) -> None:
+    effect = warns if name in once.NEEDLESS else _CORE_EFFECTS[name]
+    effect(_production, CORE, name)  # type: ignore[arg-type]
+
+
+def test_a_ring_has_one_rank_or_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BlockSparseRingDilatedAttention(ring_size=1).ring_size == 1
+    for wrong in (0, 2, True, None):
+        with pytest.raises(ValueError, match=r"ring_size: expected 1 or the number of ranks, 1, got"):
+            BlockSparseRingDilatedAttention(ring_size=wrong)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(ValueError, match="ring_size: expected 1 or the number of ranks, 4, got 2"):
+        BlockSparseRingDilatedAttention(ring_size=2)
+    with pytest.raises(NotImplementedError, match="ring_size=4"):
+        BlockSparseRingDilatedAttention(ring_size=4)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [{"segment_lengths": [4]}, {"dilation_rates": [1]}, {"segment_lengths": [4, 8], "dilation_rates": [1]},
+     {"segment_lengths": [0], "dilation_rates": [1]}, {"segment_lengths": [4], "dilation_rates": [0]}],
+)  # fmt: skip
+def test_segments_need_one_rate_each(segments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"segment_lengths|dilation_rates"):
+        BlockSparseRingDilatedAttention(**segments)
+
+
+def test_dropout_is_of_the_weights_and_in_training_only() -> None:
+    value = torch.ones(1, 300, 1, 8)
+    attention = BlockSparseRingDilatedAttention(**WHOLE, dropout=0.5)
+    trained = attention(X[:, :, :1], X[:, :, :1], value)
+    # What is kept is scaled, so rows vary about 1; the values of one row drop together.
+    assert torch.equal(trained.amin(-1), trained.amax(-1))
+    assert trained.std() > 0.05
+    assert trained.mean() == pytest.approx(1, abs=0.1)
+    assert attention.eval()(X[:, :, :1], X[:, :, :1], value).allclose(value, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:dilation_rates=", "ignore:sparsity_ratio=.* cannot be reached")
+def test_modules_copy_and_pickle() -> None:
+    for make in (BlockSparseRingMultiheadDilatedAttention, ImprovedMultiheadDilatedAttention):
+        module = make(**_HEADS, **CORE)
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert torch.equal(twin(TOKENS)[0], module(TOKENS)[0])
+            twin.set_sparsity_ratio(0.2)
+            assert not torch.equal(twin(TOKENS)[0], module(TOKENS)[0])
+            with torch.no_grad():
+                for x in twin.parameters():
+                    x.zero_()
+            assert not twin(TOKENS)[0].any()
+
+
+# Caching.
+
+
+def test_a_pattern_of_ones_own_serves_its_length_until_it_is_taken_out() -> None:
+    config = SparsePatternConfig("local_window", local_window_size=40)
+    attention = BlockSparseRingDilatedAttention(sparse_config=config)
+    cache = attention.pattern_generator.pattern_cache
+    matrix = torch.rand(4, 3, 3) < 0.6
+    before = attention(X)
+    cache[300] = matrix
+    q = heads_first(X)
+    for is_causal in (False, True):
+        rule = Causal() & Blocks(matrix) if is_causal else Blocks(matrix)
+        found = attention(X, is_causal=is_causal)
+        assert relative_error(heads_first(found), oracle(q, q, q, rule).out) < 1e-6
+    assert torch.equal(attention.pattern_generator.create_pattern(300), matrix)
+    matrix.fill_(True)
+    cache[300].fill_(True)
+    assert torch.equal(attention(X, is_causal=True), found)
+    cache[300] = matrix
+    assert not torch.equal(attention(X, is_causal=True), found)
+    config.block_size = 64
+    with pytest.raises(ValueError, match="columns"):
+        attention(X)
+    del cache[300]
+    config.block_size = 128
+    assert torch.equal(attention(X), before)
+
+
+def test_in_segments_a_pattern_of_ones_own_serves_one_length() -> None:
+    attention = BlockSparseRingDilatedAttention([150, 300], [1, 2], **WHOLE)
+    cache = attention.pattern_generator.pattern_cache
+    cache[150] = torch.eye(2, dtype=torch.bool)
+    found = attention(X)
+    q = heads_first(X)
+    expected = dilated_attention(q, q, q, [150, 300], [1, 2], pattern=Blocks(cache[150]), backend="reference")
+    assert relative_error(heads_first(found), expected) < 1e-6
+    with pytest.raises(ValueError, match=r"dilated segments here have \[150, 100"):
+        attention(X[:, :200])
+
+
+@pytest.mark.parametrize(
+    ("key", "matrix"),
+    [
+        (0, torch.eye(2, dtype=torch.bool)),
+        ("512", torch.eye(2, dtype=torch.bool)),
+        (256, torch.eye(2)),
+        (256, torch.ones(2, 3, dtype=torch.bool)),
+        (256, torch.ones(2, dtype=torch.bool)),
+        (256, "diagonal"),
+    ],
+)
+def test_the_cache_refuses_what_is_no_pattern(key: Any, matrix: Any) -> None:
+    with pytest.raises(ValueError, match="pattern_cache"):
+        PersistentPatternCache()[key] = matrix
+
+
+def test_the_cache_drops_what_was_used_least_recently() -> None:
+    cache = PersistentPatternCache(max_size=2)
+    cache[7] = torch.eye(1, dtype=torch.bool)
+    made: list[str] = []
+
+    def ask(name: str) -> None:
+        cache.solved(name, lambda: made.append(name) or Window(1))
+
+    for name in ("a", "b", "a", "c", "a", "b"):
+        ask(name)
+    assert made == ["a", "b", "c", "b"]
+    assert cache.get_stats() == (2, 4, 2, 1)
+    cache.clear()
+    assert cache.get_stats() == (0, 0, 0, 0)
+    assert 7 not in cache
+    for wrong in (0, True, 2.5):
+        with pytest.raises(ValueError, match="max_size"):
+            PersistentPatternCache(wrong)
+
+
+def test_the_cache_serves_threads() -> None:
+    cache, errors = PersistentPatternCache(max_size=3), []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(200):
+                number = (seed * 7 + step) % 5 + 1
+                assert cache.solved(number, lambda number=number: Window(number)) == Window(number)
+                cache[number] = torch.eye(number, dtype=torch.bool)
+                list(cache)
+        except (AssertionError, KeyError, RuntimeError) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_generated_patterns_are_the_blocks_of_the_rule() -> None:
+    config = SparsePatternConfig("local_window", local_window_size=200)
+    for block_size, blocks in ((64, 16), (128, 8), (256, 4)):
+        config.block_size = block_size
+        pattern = SparsePatternGenerator(config).generate_pattern(1000, num_heads=3, is_causal=True)
+        tokens = torch.arange(blocks * block_size)
+        kept = (Causal() & Window(100)).allowed(torch.tensor(0), tokens[:, None], tokens)
+        kept &= (tokens < 1000) & (tokens < 1000)[:, None]
+        expected = kept.unflatten(0, (blocks, -1)).unflatten(2, (blocks, -1)).any(3).any(1)
+        assert torch.equal(pattern, expected.expand(3, -1, -1))
+    generator = SparsePatternGenerator(config)
+    generator.pattern_cache[512] = torch.ones(2, 2, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="num_heads"):
+        generator.generate_pattern(512, num_heads=3)
+
+
+# Measuring.
+
+STATS = {"avg_forward_time_ms", "avg_sparsity", "avg_speedup", "avg_memory_mb", "quality_score"}
+
+
+def test_nothing_is_known_before_it_is_measured() -> None:
+    attention = BlockSparseRingDilatedAttention(**WHOLE)
+    for _ in range(2):
+        stats = attention.get_performance_stats()
+        assert set(stats) == STATS
+        assert all(math.isnan(value) for value in stats.values())
+        attention(X)
+    module = BlockSparseRingMultiheadDilatedAttention(**_HEADS, **WHOLE)
+    assert math.isnan(module.get_memory_info()["theoretical_speedup"])
+    module.performance_monitor.enable()
+    module(TOKENS)
+    assert not any(math.isnan(value) for value in module.get_performance_stats().values())
+    module.performance_monitor.reset()
+    module.performance_monitor.disable()
+    module(TOKENS)
+    assert all(math.isnan(value) for value in module.get_performance_stats().values())
+
+
+def test_dense_attention_is_timed_once_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns: list[Any] = []
+    clock = 0.0
+
+    def timed(*args: Any, pattern: Any = None, **options: Any) -> Tensor:
+        nonlocal clock
+        pattern = args[3] if len(args) > 3 else pattern
+        patterns.append(pattern)
+        clock += 5.0 if pattern is None else 2.0
+        return sparse_attention(*args[:3], pattern, **options)
+
+    monkeypatch.setattr(ringtile.compat.attention, "sparse_attention", timed)
+    monkeypatch.setattr("ringtile.analysis.monitor.time.perf_counter", lambda: clock)
+    attention = BlockSparseRingDilatedAttention(**WHOLE, dropout=0.9)
+    attention.performance_monitor.enable()
+    with torch.no_grad():
+        out = attention.eval()(X)
+        for _ in range(2):
+            attention.train()(X)
+        attention(X[:, :100])
+    # Three calls and one of another length; for each length the pair of the probe.
+    assert patterns.count(None) == 2
+    assert patterns.count(Window(20)) == 4 + 2
+    stats = attention.get_performance_stats()
+    assert stats["avg_forward_time_ms"] == pytest.approx(2000)
+    assert stats["avg_speedup"] == pytest.approx(2.5)
+    densities = [build_index(Window(20), n_tokens).density for n_tokens in (300, 100)]
+    assert stats["avg_sparsity"] == pytest.approx((3 * densities[0] + densities[1]) / 4)
+    # Without dropout, whatever the mode.
+    dense = sparse_attention(*[heads_first(X)] * 3)
+    quality = nn.functional.cosine_similarity(heads_first(out), dense, dim=-1).mean()
+    short = heads_first(X[:, :100])
+    near = sparse_attention(short, short, short, Window(20))
+    short_quality = nn.functional.cosine_similarity(near, sparse_attention(short, short, short), dim=-1).mean()
+    assert stats["quality_score"] == pytest.approx((3 * quality + short_quality).item() / 4, rel=1e-5)
+
+
+def test_memory_is_the_peak_beyond_inputs_and_output() -> None:
+    n_tokens = 2048
+    attention = RingDilatedAttentionV2([n_tokens], [1])
+    sparse = BlockSparseRingDilatedAttention(**WHOLE)
+    for module in (attention, sparse):
+        module.performance_monitor.enable()
+        module(torch.randn(1, n_tokens, 1, 8))
+        assert 0 < module.get_performance_stats()["avg_memory_mb"] < n_tokens**2 * 4 / 2**20
+
+
+def test_memory_info_counts_tiles() -> None:
+    attention = BlockSparseRingDilatedAttention(**WHOLE)
+    attention(torch.randn(1, 1024, 1, 8), is_causal=True)
+    # 8 rows of tiles: 36 allowed, of which those on the diagonal and next to it are computed.
+    assert attention.get_memory_info() == {
+        "pattern_cache_size": 1,
+        "memory_reduction": pytest.approx(1 - 15 / 36),
+        "theoretical_speedup": pytest.approx(36 / 15),
+    }
+    # Segments of 512 and 1024 / 2 tokens: three problems of 4 x 4 tiles, of 8 x 8.
+    attention = RingDilatedAttentionV2([512, 1024], [1, 2])
+    attention(torch.randn(1, 1024, 1, 8))
+    assert attention.get_memory_info()["theoretical_speedup"] == pytest.approx(64 / 48)
+
+
+def test_problems_are_the_dilated_segments() -> None:
+    assert dilated_problems(1000, [300, 500], [1, 3]) == (
+        Problem(300, 300, 3),
+        Problem(167, 167, 2),
+        Problem(100, 100, 1),
+    )
+    pairs = count_pairs(Dense(), (Problem(3, 5, 2),), is_causal=True)
+    assert (pairs.kept, pairs.allowed, pairs.tiles, pairs.density) == (2 * (3 + 4 + 5), 24, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."), True),
+        (RuntimeError("something else"), False),
+    ],
+)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_out_of_memory_is_one_error(
+    error: RuntimeError, is_of_memory: bool, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def exhausted(*_: Any, **__: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        raise error
+
+    monkeypatch.setattr(ringtile.compat.attention, "sparse_attention", exhausted)
+    config = SparsePatternConfig("local_window", 0.25)
+    attention = BlockSparseRingDilatedAttention(sparse_config=config, use_gradient_checkpointing=checkpointed)
+    with pytest.raises(RuntimeError) as raised:
+        attention(X.clone().requires_grad_())
+    assert calls == 1
+    if not is_of_memory:
+        assert raised.value is error
+        return
+    assert isinstance(raised.value, torch.OutOfMemoryError)
+    assert raised.value.__cause__ is error
+    for named in (f"{4 * X.nbytes:,} bytes", "sparsity_ratio (now 0.25)", "use_gradient_checkpointing", str(error)):
+        assert named in str(raised.value)
+
+
+# Pattern tools.
+
+
+def test_statistics_are_fractions() -> None:
+    pattern = torch.zeros(2, 4, 4, dtype=torch.bool)
+    pattern[0, 0] = True
+    pattern[1, 1, 1] = True
+    assert pattern_statistics(pattern) == {
+        "density": 5 / 32,
+        "avg_row_density": 5 / 32,
+        "min_row_density": 0.0,
+        "max_row_density": 1.0,
+        "diagonal_density": 2 / 8,
+        "total_blocks": 32,
+        "active_blocks": 5,
+    }
+
+
+def test_quality_is_measured_on_renormalised_weights() -> None:
+    weights = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [0.25] * 4, [0.0, 0.0, 0.0, 1.0]])
+    metrics = PatternQualityAnalyzer().analyze_pattern_quality(torch.eye(2, dtype=torch.bool), weights[None])
+    kept = torch.tensor([[0.5, 0.3, 0, 0], [0.1, 0.2, 0, 0], [0, 0, 0.25, 0.25], [0, 0, 0, 1]])
+    error = (kept / kept.sum(1, keepdim=True) - weights).norm() / weights.norm()
+    assert metrics == pytest.approx((kept.sum().item() / 4, 1.0, 2.0, error.item()))
+    everything = PatternQualityAnalyzer().analyze_pattern_quality(torch.ones(4, 4, dtype=torch.bool), weights)
+    assert everything == pytest.approx((1.0, 10 / 16, 1.0, 0.0), abs=1e-7)
+    with pytest.raises(ValueError, match="reference_attention"):
+        PatternQualityAnalyzer().analyze_pattern_quality(torch.ones(3, 4, 4, dtype=torch.bool), weights[None])
+
+
+def test_pictures_show_the_head_that_is_asked_for(tmp_path: Path) -> None:
+    pattern = torch.stack([torch.eye(3), torch.ones(3, 3)]).bool()
+    visualizer = PatternVisualizer()
+    assert visualizer.visualize_pattern(pattern) == "█··\n·█·\n··█"
+    assert visualizer.visualize_pattern(pattern, "all", tmp_path / "all.svg", head=1) == "all\n███\n███\n███"
+    assert "all" in (tmp_path / "all.svg").read_text()
+    for wrong in ({"head": 2}, {"save_path": tmp_path / "x.txt"}):
+        with pytest.raises(ValueError, match=r"head|path"):
+            visualizer.visualize_pattern(pattern, **wrong)
+
+
+@pytest.mark.parametrize("pattern", [torch.eye(3), torch.ones(3, dtype=torch.bool), torch.ones(0, 0, dtype=torch.bool)])
+def test_the_tools_refuse_what_is_no_pattern(pattern: Tensor) -> None:
+    for tool in (pattern_statistics, PatternVisualizer().visualize_pattern):
+        with pytest.raises(ValueError, match="pattern: expected bool"):
+            tool(pattern)
+
+
+# Who owns the old import path.
+
+
+def test_doctor_reports_a_foreign_owner_of_the_old_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "compat"))
+    assert doctor.old_import_path() == "served by ringtile.compat"
+    foreign = tmp_path / "dilated_attention_pytorch" / "__init__.py"
+    foreign.parent.mkdir()
+    foreign.write_text("raise SystemExit('found, not imported')\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(importlib.sys.modules, "dilated_attention_pytorch", raising=False)
+    importlib.invalidate_caches()
+    assert "another project" in doctor.old_import_path()
+    assert str(foreign) in doctor.old_import_path()
+    monkeypatch.setattr("sys.path", [])
+    importlib.invalidate_caches()
+    assert doctor.old_import_path() == "not installed"

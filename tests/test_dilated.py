@@ -1,0 +1,700 @@
+"""LongNet's dilated attention against its definition, summed over the dense matrix of all pairs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+from oracle import SDPA_BUDGET, make_inputs, relative_error, sdpa_low_precision_error
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ringtile.analysis.memory import peak_memory
+from ringtile.functional import dilated, dilated_attention, sparse_attention
+from ringtile.layout import build_index
+from ringtile.layout.compacted import Compacted, InSegments, OfHeads
+from ringtile.layout.permute import add_compacted, compact, pieces
+from ringtile.patterns import Causal, Pattern, Segments, Window, longnet_union, per_head
+
+POWERS = ([64, 128, 256, 512], [1, 2, 4, 8])
+OTHERS = ([30, 96, 480], [1, 3, 7])
+PAPER = ([32, 64, 128, 256, 512], [1, 2, 4, 6, 12])
+COPRIME = ([50, 110], [1, 3])
+
+
+@pytest.fixture(autouse=True)
+def _each_warning_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dilated, "_warned", set())
+
+
+def count_pairs(
+    head: int,
+    n_queries: int,
+    n_keys: int,
+    lengths: Sequence[int],
+    rates: Sequence[int],
+    *,
+    is_causal: bool = False,
+    pattern: Pattern | None = None,
+) -> Tensor:
+    """How many branches keep each pair of one head, ``[Nq, Nk]``: the definition, word for word."""
+    query, key = torch.arange(n_keys - n_queries, n_keys).unsqueeze(1), torch.arange(n_keys)
+    total = torch.zeros(n_queries, n_keys, dtype=torch.float64)
+    for length, rate in zip(lengths, rates, strict=True):
+        kept = query.div(length, rounding_mode="floor") == key.div(length, rounding_mode="floor")
+        kept = kept & (query % length % rate == head % rate) & (key % length % rate == head % rate)
+        if pattern is not None:
+            kept &= pattern.allowed(torch.tensor(head), query % length // rate, key % length // rate)
+        total += kept & (key <= query) if is_causal else kept
+    return total
+
+
+_ROWS = 256
+"""Rows that the definition is evaluated for at a time."""
+
+
+def _counted_softmax(q: Tensor, k: Tensor, v: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of one head in which a pair counts ``times``, with its lse."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    highest = scores.detach().masked_fill(times == 0, -1e9).amax(-1, keepdim=True)
+    weights = times * (scores - highest).masked_fill(times == 0, 0).exp()
+    total = weights.sum(-1, keepdim=True)
+    some = total > 0
+    total = torch.where(some, total, 1)
+    return weights @ v / total, torch.where(some, total.log() + highest, -math.inf).squeeze(-1)
+
+
+def defined(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    rates: Sequence[int],
+    *,
+    overlap: str = "mix",
+    key_mask: Tensor | None = None,
+    **rule: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse by the definition: branches mixed by their denominators, or a softmax over the union of pairs.
+
+    Mixing by denominators is a softmax in which a pair weighs as often as branches keep it.
+    """
+    batch, heads = q.shape[:2]
+    ratio = heads // k.shape[1]
+    outs, lses = [], []
+    for head in range(heads):
+        times = count_pairs(head, q.shape[2], k.shape[2], lengths, rates, **rule).expand(batch, -1, -1)
+        times = times.clamp(max=1) if overlap == "union" else times
+        times = times if key_mask is None else times * key_mask.unsqueeze(1)
+        rows = zip(q[:, head].split(_ROWS, 1), times.split(_ROWS, 1), strict=True)
+        parts = [_counted_softmax(a, k[:, head // ratio], v[:, head // ratio], b) for a, b in rows]
+        out, lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs, 1), torch.stack(lses, 1)
+
+
+def results(attend: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Output, lse and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = attend(*leaves)
+    finite = torch.where(lse == -math.inf, 0, lse)
+    found = torch.autograd.grad((out, finite), leaves, grads, allow_unused=True, materialize_grads=True)
+    return [out.detach(), lse.detach(), *found]
+
+
+def worst(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return max(relative_error(mine, right) for mine, right in zip(actual, expected, strict=True))
+
+
+def attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        out, lse = dilated_attention(*args, return_lse=True, **options)
+    return out, lse
+
+
+def compare(inputs: Sequence[Tensor], lengths: Sequence[int], rates: Sequence[int], **options: Any) -> float:
+    """The worst relative error of the output, the lse and every gradient, also through the lse."""
+    q, _, v = inputs
+    grads = (torch.randn_like(q[..., :1].expand(*q.shape[:3], v.shape[-1])), torch.randn_like(q[..., 0]))
+    gqa = q.shape[1] != inputs[1].shape[1]
+    mine = results(lambda *x: attend(*x, lengths, rates, enable_gqa=gqa, **options), inputs, grads)
+    right = results(lambda *x: defined(*x, lengths, rates, **options), inputs, grads)
+    return worst(mine, right)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7, 64, 1000])
+@pytest.mark.parametrize("branches", [POWERS, OTHERS, PAPER], ids=["powers", "others", "paper"])
+@pytest.mark.parametrize("overlap", ["mix", "union"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_definition(n_tokens: int, branches: Any, overlap: str, is_causal: bool) -> None:
+    inputs = make_inputs(1, 3 if n_tokens == 1000 else 9, n_tokens, head_dim=4)[:3]
+    assert compare(inputs, *branches, overlap=overlap, is_causal=is_causal) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "branches", "overlap", "is_causal"),
+    [
+        (4096, ([512, 1024, 2048], [1, 2, 4]), "mix", False),
+        (4096, ([500, 1500], [1, 3]), "union", True),
+        (4097, ([512, 1024, 2048], [1, 2, 4]), "union", False),
+        (4097, ([600, 2100], [1, 3]), "mix", True),
+    ],
+)
+def test_the_definition_over_many_segments(n_tokens: int, branches: Any, overlap: str, is_causal: bool) -> None:
+    inputs = make_inputs(1, 2, n_tokens, head_dim=4)[:3]
+    assert compare(inputs, *branches, overlap=overlap, is_causal=is_causal) < 1e-12
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    n_branches = draw(st.integers(1, 3))
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(1, 90), min_size=n_branches, max_size=n_branches))
+    if draw(st.booleans()):
+        # Segments that nest take another route to the union.
+        lengths = [lengths[0] * 2**number for number in range(n_branches)]
+    patterns = [None, None, Window(2, 1), per_head([Window(head % 3) for head in range(heads)]), Segments(3, 2)]
+    return {
+        "batch": draw(st.integers(1, 2)),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "n_queries": draw(st.integers(1, 150)),
+        "n_keys": draw(st.one_of(st.none(), st.integers(1, 150))),
+        "lengths": lengths,
+        "rates": draw(st.lists(st.integers(1, 7), min_size=n_branches, max_size=n_branches)),
+        "masked": draw(st.booleans()),
+        "options": {
+            "overlap": draw(st.sampled_from(["mix", "union"])),
+            "is_causal": draw(st.booleans()),
+            "pattern": draw(st.sampled_from(patterns)),
+        },
+    }
+
+
+@settings(max_examples=80)
+@given(problems())
+@example(
+    {
+        "batch": 2,
+        "heads": 6,
+        "kv_heads": 2,
+        "n_queries": 37,
+        "n_keys": 100,
+        "lengths": [16, 48],
+        "rates": [1, 5],
+        "masked": True,
+        "options": {"overlap": "mix", "is_causal": True, "pattern": None},
+    }
+)
+def test_any_problem(problem: dict[str, Any]) -> None:
+    inputs = make_inputs(
+        problem["batch"],
+        problem["heads"],
+        problem["n_queries"],
+        problem["n_keys"],
+        head_dim=3,
+        kv_heads=problem["kv_heads"],
+        value_dim=2,
+    )[:3]
+    options = dict(problem["options"])
+    if problem["masked"]:
+        options["key_mask"] = torch.rand(problem["batch"], inputs[1].shape[2]) < 0.6
+    assert compare(inputs, problem["lengths"], problem["rates"], **options) < 1e-12
+
+
+@pytest.mark.parametrize("overlap", ["mix", "union"])
+def test_one_branch_of_one_segment_is_dense_attention(overlap: str) -> None:
+    q, k, v, _ = make_inputs(2, 4, 65, 130, kv_heads=2)
+    out, lse = attend(q, k, v, [1000], [1], overlap=overlap, is_causal=True, enable_gqa=True)
+    expected = sparse_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True)
+    assert worst((out, lse), expected) < 1e-14
+
+
+@pytest.mark.parametrize("branches", [([64, 128, 256], [1, 2, 4]), PAPER, COPRIME], ids=["nested", "paper", "coprime"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_union_is_sparse_attention_with_the_union_pattern(branches: Any, is_causal: bool) -> None:
+    inputs = make_inputs(2, 4, 300)[:3]
+    grads = (torch.randn_like(inputs[0]), torch.randn(2, 4, 300, dtype=torch.float64))
+    mine = results(lambda *x: attend(*x, *branches, overlap="union", is_causal=is_causal), inputs, grads)
+    pattern = longnet_union(*branches)
+    right = results(lambda *x: sparse_attention(*x, pattern, is_causal=is_causal, return_lse=True), inputs, grads)
+    assert worst(mine, right) < 1e-12
+
+
+@pytest.mark.parametrize("branches", [POWERS, OTHERS], ids=["powers", "others"])
+@pytest.mark.parametrize("overlap", ["mix", "union"])
+@pytest.mark.parametrize("n_tokens", [512, 777])
+def test_the_future_changes_nothing_earlier(branches: Any, overlap: str, n_tokens: int) -> None:
+    inputs, now = make_inputs(1, 4, n_tokens, head_dim=8)[:3], n_tokens // 2 + 3
+    changed = [x.clone() for x in inputs]
+    for x in changed:
+        x[:, :, now:] += 10 * torch.randn_like(x[:, :, now:])
+    before, after = (attend(*x, *branches, overlap=overlap, is_causal=True) for x in (inputs, changed))
+    assert torch.equal(before[0][:, :, :now], after[0][:, :, :now])
+    assert torch.equal(before[1][:, :, :now], after[1][:, :, :now])
+    assert not torch.equal(before[0][:, :, now:], after[0][:, :, now:])
+    leaves = [x.requires_grad_() for x in inputs]
+    out, _ = attend(*leaves, *branches, overlap=overlap, is_causal=True)
+    for grad in torch.autograd.grad(out[:, :, :now].sin().sum(), leaves):
+        assert grad[:, :, :now].any()
+        assert not grad[:, :, now:].any()
+
+
+def test_queries_that_come_later_see_what_they_see_in_the_whole() -> None:
+    q, k, v, _ = make_inputs(1, 4, 300)
+    whole, _ = attend(q, k, v, *OTHERS, is_causal=True)
+    parts = [
+        attend(q[:, :, a:b], k[:, :, :b], v[:, :, :b], *OTHERS, is_causal=True)[0] for a, b in [(0, 77), (77, 300)]
+    ]
+    assert relative_error(torch.cat(parts, 2), whole) < 1e-14
+    last, _ = attend(q[:, :, -1:], k, v, *OTHERS, is_causal=True)
+    assert relative_error(last, whole[:, :, -1:]) < 1e-14
+
+
+def test_heads_look_at_different_tokens() -> None:
+    q, k, _, _ = make_inputs(1, 5, 12)
+    weights, _ = attend(q, k, torch.eye(12, dtype=torch.float64).expand(1, 5, 12, 12), [6], [4])
+    kept = [(weights[0, head] != 0).nonzero().tolist() for head in range(5)]
+    assert kept[0] == kept[4] == [[a, b] for s in (0, 6) for a in (s, s + 4) for b in (s, s + 4)]
+    assert kept[1] == [[a, b] for s in (0, 6) for a in (s + 1, s + 5) for b in (s + 1, s + 5)]
+    assert kept[2] == [[2, 2], [8, 8]]
+    assert kept[3] == [[3, 3], [9, 9]]
+
+
+def test_what_no_branch_keeps_is_an_empty_row() -> None:
+    q, k, v, _ = make_inputs(1, 3, 100)
+    idle = torch.stack([(torch.arange(100) % 40 % 2 != head % 2) for head in range(3)])
+    for x in (q, k, v):
+        x[0][idle] = math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attend(*leaves, [40, 80], [2, 4])
+    assert not out[0][idle].any()
+    assert (lse[0][idle] == -math.inf).all()
+    assert torch.isfinite(lse[0][~idle]).all()
+    for grad in torch.autograd.grad((out.sin().sum(), lse[0][~idle].sum()), leaves):
+        assert not grad[0][idle].any()
+        assert torch.isfinite(grad).all()
+
+
+def test_masked_keys_may_hold_anything() -> None:
+    inputs, keep = make_inputs(2, 4, 90)[:3], torch.rand(2, 90) < 0.5
+    keep[1] = False
+    expected = attend(*inputs, *OTHERS, key_mask=keep)
+    for x in inputs[1:]:
+        x.masked_fill_(~keep[:, None, :, None], math.nan)
+    leaves = [x.requires_grad_() for x in inputs]
+    out, lse = attend(*leaves, *OTHERS, key_mask=keep)
+    assert worst((out, lse), expected) == 0
+    empty = lse == -math.inf
+    assert empty[1].all()
+    assert not empty[0].all()
+    assert not out[empty].any()
+    for name, grad in zip("qkv", torch.autograd.grad(out.sin().sum(), leaves), strict=True):
+        assert torch.isfinite(grad).all(), name
+        if name != "q":
+            assert not grad.masked_select(~keep[:, None, :, None]).any()
+
+
+def test_a_warning_names_the_offsets_that_leave_tokens_out() -> None:
+    q, k, v, _ = make_inputs(1, 3, 64)
+    with pytest.warns(UserWarning, match=r"head % rate = \[0, 0\] \(50%\), \[1, 1\] \(50%\), \[0, 2\] \(50%\)"):
+        dilated_attention(q, k, v, [16, 32], [2, 4])
+    dilated_attention(q, k, v, [16, 32], [2, 4])
+    dilated_attention(q, k, v, [16, 32], [2, 1])
+    # Segments of three tokens shift the parity: between them the two branches keep every token but a few.
+    with pytest.warns(UserWarning, match=r"\[0, 0\] \(17%\), \[1, 1\] \(33%\)"):
+        dilated_attention(q[:, :, :12], k[:, :, :12], v[:, :, :12], [3, 12], [2, 2])
+
+
+def dropped_weights(n_tokens: int, heads: int, *args: Any, **options: Any) -> Tensor:
+    """The weights that values are summed with, ``[H, N, N]``."""
+    q, k, _, _ = make_inputs(1, heads, n_tokens, head_dim=8)
+    values = torch.eye(n_tokens, dtype=torch.float64).expand(1, heads, n_tokens, n_tokens)
+    torch.manual_seed(1)
+    return attend(q, k, values, *args, **options)[0][0]
+
+
+@pytest.mark.parametrize("overlap", ["mix", "union"])
+def test_dropout_keeps_or_scales_weights(overlap: str) -> None:
+    args = (256, 4, [64, 128], [1, 2])
+    torch.manual_seed(0)
+    whole = dropped_weights(*args, overlap=overlap)
+    torch.manual_seed(0)
+    dropped = dropped_weights(*args, overlap=overlap, dropout_p=0.25, seed=3)
+    some = whole > 0
+    assert not dropped[~some].any()
+    once = count_pairs(0, 256, 256, *args[2:]) == 1 if overlap == "mix" else some[0]
+    ratio = (dropped[0] / whole[0])[once]
+    assert ((ratio == 0) | ((ratio - 4 / 3).abs() < 1e-12)).all()
+    assert 0.2 < (ratio == 0).double().mean() < 0.3
+    # A pair that two branches keep loses one of its halves at a time.
+    twice = count_pairs(0, 256, 256, *args[2:]) == 2
+    expected = [0, 2 / 3, 4 / 3] if overlap == "mix" else [0, 4 / 3]
+    shares = (dropped[0] / whole[0])[twice]
+    assert all(((shares - share).abs() < 1e-12).any() for share in expected)
+    kept = [(dropped[head, a : a + 64, a : a + 64] > 0) for head in range(4) for a in range(0, 256, 64)]
+    assert all(not torch.equal(a, b) for number, a in enumerate(kept) for b in kept[:number])
+
+
+@pytest.mark.parametrize("overlap", ["mix", "union"])
+def test_the_seed_decides_dropout(overlap: str) -> None:
+    inputs = make_inputs(1, 2, 100)[:3]
+
+    def drop(seed: Any, **options: Any) -> Tensor:
+        return attend(*inputs, [20, 40], [1, 2], overlap=overlap, dropout_p=0.5, seed=seed, **options)[0]
+
+    assert torch.equal(drop(5), drop(torch.tensor([5])))
+    assert not torch.equal(drop(5), drop(6))
+    torch.manual_seed(3)
+    first, second = drop(None), drop(None)
+    torch.manual_seed(3)
+    assert torch.equal(first, drop(None))
+    assert not torch.equal(first, second)
+    assert torch.equal(drop(2**63 - 1), drop(2**63 - 1))
+
+
+def test_branches_draw_for_themselves() -> None:
+    # Two equal branches: were their masks the same, every weight would be 0 or doubled.
+    torch.manual_seed(0)
+    whole = dropped_weights(64, 1, [64, 64], [1, 1])
+    torch.manual_seed(0)
+    dropped = dropped_weights(64, 1, [64, 64], [1, 1], dropout_p=0.5, seed=0)
+    ratio = dropped / whole
+    assert 0.4 < ((ratio - 1).abs() < 1e-12).double().mean() < 0.6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True, "key_mask": torch.arange(13).unsqueeze(0) % 5 != 1},
+        {"overlap": "union"},
+        {"dropout_p": 0.3, "seed": 1},
+    ],
+    ids=["masked", "union", "dropout"],
+)
+def test_first_and_second_derivatives(options: dict[str, Any]) -> None:
+    q, k, v, _ = make_inputs(1, 2, 13, head_dim=2, kv_heads=1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def function(*x: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attend(*x, [6, 12], [1, 2], enable_gqa=True, **options)
+        return out, torch.where(lse == -math.inf, 0, lse)
+
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+def test_second_derivatives_are_those_of_the_definition() -> None:
+    inputs = make_inputs(1, 3, 150, head_dim=4)[:3]
+
+    def twice(attention: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse = attention(*leaves, [30, 60], [1, 2])
+        grads = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves))
+
+    assert worst(twice(attend), twice(defined)) < 1e-12
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    q, k, v, _ = make_inputs(1, 2, 40)
+    v.requires_grad_()
+    out, lse = attend(q, k, v, [10, 20], [1, 2])
+    (grad,) = torch.autograd.grad(lse.sum(), v, retain_graph=True, allow_unused=True, materialize_grads=True)
+    assert not grad.any()
+    (grad,) = torch.autograd.grad(out.sin().sum(), v, create_graph=True)
+    assert torch.autograd.grad(grad.square().sum(), v)[0].any()
+    assert not attend(q, k, v.detach(), [10, 20], [1, 2])[0].requires_grad
+
+
+def test_vmap_and_grad_compose() -> None:
+    inputs = [torch.randn(3, 1, 2, 30, 4, dtype=torch.float64) for _ in range(3)]
+    mask = torch.rand(3, 1, 30) < 0.7
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        out, lse = attend(q, k, v, [8, 16], [1, 3], key_mask=mask)
+        return out.sin().sum() + torch.where(lse == -math.inf, 0, lse).sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))(*inputs, mask)
+    for number in range(3):
+        leaves = [x[number].requires_grad_() for x in inputs]
+        expected = torch.autograd.grad(loss(*leaves, mask[number]), leaves)
+        assert worst([grad[number] for grad in mapped], expected) < 1e-14
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_one_compiled_graph_serves_lengths_of_one_kind() -> None:
+    counted = Counter[str]()
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        counted["graphs"] += 1
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: dilated_attention(q, k, v, [32], [2], is_causal=True),
+        fullgraph=True,
+        dynamic=True,
+        backend=backend,
+    )
+    for n_tokens in (100, 164, 260):
+        inputs, grad = make_inputs(1, 2, n_tokens, head_dim=4)[:3], torch.randn(1, 2, n_tokens, 4, dtype=torch.float64)
+        leaves = [x.requires_grad_() for x in inputs]
+        out = compiled(*leaves)
+        expected, _ = attend(*leaves, [32], [2], is_causal=True)
+        mine, right = (torch.autograd.grad(y, leaves, grad) for y in (out, expected))
+        assert worst([out, *mine], [expected, *right]) < 1e-13
+    assert counted["graphs"] <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_low_precision_loses_no_more_than_torch(dtype: torch.dtype, is_causal: bool) -> None:
+    q, k, v, grad_out = make_inputs(1, 4, 700, head_dim=32, dtype=dtype)
+    branches = ([128, 256, 512], [1, 2, 4])
+    pattern = longnet_union(*branches)
+    torchs = sdpa_low_precision_error(q, k, v, Causal() & pattern if is_causal else pattern, grad_out)
+    for overlap in ("mix", "union"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = attend(*leaves, *branches, overlap=overlap, is_causal=is_causal)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        expected, _ = defined(*exact, *branches, overlap=overlap, is_causal=is_causal)
+        right = torch.autograd.grad(expected, exact, grad_out.double())
+        budget = SDPA_BUDGET[dtype]
+        assert relative_error(out, expected) <= budget * torchs.out
+        for name, mine, theirs in zip("qkv", grads, right, strict=True):
+            assert mine.dtype == dtype
+            assert relative_error(mine, theirs) <= budget * torchs.grads[name], name
+
+
+def test_autocast_is_a_cast_before() -> None:
+    q, k, v, _ = make_inputs(1, 2, 100, dtype=torch.float32)
+    expected = attend(*(x.bfloat16() for x in (q, k, v)), [32, 64], [1, 2])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = attend(*leaves, [32, 64], [1, 2])
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "wide", "head_dim first", "expanded"])
+def test_any_strides(layout: str) -> None:
+    inputs = []
+    for _ in range(3):
+        x = torch.randn(2, 100, 4, 6, dtype=torch.float64)
+        inputs.append(
+            {
+                "tokens first": x.transpose(1, 2),
+                "wide": torch.cat([x, x], -1).transpose(1, 2)[..., 3:9],
+                "head_dim first": x.permute(0, 2, 3, 1).contiguous().mT,
+                "expanded": x[:1].expand(2, -1, -1, -1).transpose(1, 2),
+            }[layout]
+        )
+    grads = (torch.randn(2, 4, 100, 6, dtype=torch.float64), torch.randn(2, 4, 100, dtype=torch.float64))
+    mine = results(lambda *x: attend(*x, [16, 48], [1, 3]), inputs, grads)
+    right = results(lambda *x: attend(*x, [16, 48], [1, 3]), [x.contiguous() for x in inputs], grads)
+    assert worst(mine, right) < 1e-14
+
+
+def test_named_backends() -> None:
+    q, k, v, _ = make_inputs(1, 4, 96)
+    expected = attend(q, k, v, [16, 32], [1, 2], is_causal=True)
+    for name in ("dense", "blockwise", "reference"):
+        assert worst(attend(q, k, v, [16, 32], [1, 2], is_causal=True, backend=name), expected) < 1e-14
+    with pytest.raises(ValueError, match=r"backend 'dense' cannot serve this call: .*causal needs as many queries"):
+        attend(q[:, :, 3:], k, v, [16, 32], [1, 2], is_causal=True, backend="dense")
+
+
+@pytest.mark.parametrize(("n_queries", "n_keys", "batch"), [(0, 5, 1), (5, 0, 1), (0, 0, 1), (5, 5, 0)])
+def test_nothing_to_do(n_queries: int, n_keys: int, batch: int) -> None:
+    q, k, v, _ = make_inputs(batch, 2, n_queries, n_keys)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attend(*leaves, [4, 8], [1, 2])
+    assert out.shape == q.shape
+    assert not out.any()
+    assert (lse == -math.inf).all()
+    assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_the_output_is_laid_out_for_joining_heads() -> None:
+    q, k, v, _ = make_inputs(2, 4, 50)
+    assert attend(q, k, v, [8, 16], [1, 2])[0].transpose(1, 2).is_contiguous()
+
+
+class _Calls(TorchDispatchMode):
+    """How often each of ringtile's operators runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ringtile":
+            self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "options", "calls"),
+    [
+        (256, {}, 3),
+        (256, {"overlap": "union"}, 3),
+        (251, {}, 2 + 3 + 2),
+        (101, {"overlap": "union"}, 2 + 2 + 2),
+        (256, {"key_mask": torch.ones(1, 256, dtype=torch.bool)}, 1 + 2 + 4),
+    ],
+)
+def test_a_branch_is_one_call_and_what_is_ragged_few_more(n_tokens: int, options: dict[str, Any], calls: int) -> None:
+    leaves = [x.requires_grad_() for x in make_inputs(1, 8, n_tokens)[:3]]
+    with _Calls() as counter:
+        out, _ = attend(*leaves, [64, 128, 256], [1, 2, 4], **options)
+        torch.autograd.grad(out.sum(), leaves)
+    assert counter.count == {"forward": calls, "backward": calls}
+
+
+def test_flops_are_those_of_the_dense_segments() -> None:
+    n_tokens, heads, head_dim = 2048, 4, 8
+    leaves = [x.requires_grad_() for x in make_inputs(1, heads, n_tokens, head_dim=head_dim)[:3]]
+    pairs = {"mix": n_tokens * heads * (256 + 512 // 4 + 1024 // 16)}
+    pairs["union"] = n_tokens * heads * (256 + 256 // 4 + 512 // 16)
+    for overlap, count in pairs.items():
+        with FlopCounterMode(display=False) as counter:
+            out, _ = attend(*leaves, [256, 512, 1024], [1, 2, 4], overlap=overlap, backend="blockwise")
+            torch.autograd.grad(out.sum(), leaves)
+        assert counter.get_total_flops() == count * 2 * head_dim * (2 + 5), overlap
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("overlap", ["mix", "union"])
+def test_memory_grows_with_the_length_alone(overlap: str) -> None:
+    peaks = []
+    for n_tokens in (2048, 8192):
+        leaves = [x.float().requires_grad_() for x in make_inputs(1, 4, n_tokens, head_dim=8)[:3]]
+        grad = torch.randn(1, 4, n_tokens, 8)
+        found = peak_memory(
+            lambda leaves=leaves: dilated_attention(*leaves, [512, 1024, 2048], [1, 2, 4], overlap=overlap),
+            lambda out, leaves=leaves, grad=grad: torch.autograd.grad(out, leaves, grad),
+            torch.device("cpu"),
+        )
+        peaks.append(found)
+        per_tensor = max(found.forward, found.backward or 0) / grad.nbytes
+        assert per_tensor < 16
+    assert peaks[1].forward < 4.2 * peaks[0].forward
+    assert (peaks[1].backward or 0) < 4.2 * (peaks[0].backward or 0)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 9), st.integers(1, 25), st.integers(1, 8), st.booleans())
+def test_pieces_hold_each_kept_token_once(
+    n_queries: int, n_keys: int, heads: int, length: int, dilation: int, by_offset: bool
+) -> None:
+    start = n_keys - n_queries
+    queries, keys = torch.arange(heads * n_queries), torch.arange(heads * n_keys)
+    found: Counter[tuple[int, int, int]] = Counter()
+    for piece in pieces(n_queries, n_keys, heads, length, dilation, by_offset=by_offset):
+        assert not by_offset or len(piece.offsets) == 1
+        q = compact(queries.view(1, heads, n_queries), piece)
+        k = compact(keys.view(1, heads, n_keys), piece, keys=True)
+        assert q.shape == (piece.segments, len(piece.heads), piece.n_queries)
+        assert k.shape == (piece.segments, len(piece.heads), piece.n_keys)
+        for number, head in enumerate(piece.heads):
+            for mine, theirs in zip(q[:, number].tolist(), k[:, number].tolist(), strict=True):
+                tokens, others = [x - head * n_queries + start for x in mine], [x - head * n_keys for x in theirs]
+                assert others[piece.start :] == tokens
+                segment = tokens[0] // length
+                first = segment * length + head % dilation
+                assert others == [x for x in range(first, min(segment * length + length, n_keys), dilation)]
+                found.update((head, token, segment) for token in tokens)
+    expected = {
+        (head, token, token // length)
+        for head in range(heads)
+        for token in range(max(start, 0), n_keys)
+        if token % length % dilation == head % dilation
+    }
+    assert found == Counter(expected)
+
+
+@pytest.mark.parametrize(("heads", "ratio"), [(6, 1), (6, 3), (4, 4), (5, 1), (8, 2)])
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+def test_adding_back_is_the_adjoint_of_compacting(heads: int, ratio: int, dilation: int) -> None:
+    for keys in (False, True):
+        x = torch.randn(2, heads // ratio if keys else heads, 50, 3, dtype=torch.float64, requires_grad=True)
+        for piece in pieces(50, 50, heads, 16, dilation):
+            found = compact(x, piece, keys=keys, ratio=ratio)
+            if keys and dilation == 1:
+                assert found.shape[1] == heads // ratio
+            grad = torch.randn_like(found)
+            total = torch.zeros_like(x)
+            add_compacted(total, grad, piece, keys=keys, ratio=ratio)
+            assert relative_error(total, torch.autograd.grad(found, x, grad)[0]) < 1e-15
+
+
+def compacted_patterns() -> Iterator[Pattern]:
+    yield InSegments(48, 3, Window(2, 1))
+    yield InSegments(20, 1, per_head([Window(1), Causal(), Window(3)]))
+    yield ~Compacted(Segments(60, 2), 3)
+    yield ~(Compacted(Segments(60), 7) | Compacted(InSegments(30, 2, Causal()), 5))
+    yield OfHeads(per_head([Window(1), Causal(), Window(5), ~Window(2)]), (0, 2, 3))
+    yield OfHeads(Causal() & Segments(40, 3), (1, 2, 5))
+
+
+@pytest.mark.parametrize("pattern", list(compacted_patterns()), ids=lambda pattern: type(pattern).__name__)
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(150, 150), (33, 200)])
+def test_an_index_of_a_compacted_pattern_is_its_rule(pattern: Pattern, n_queries: int, n_keys: int) -> None:
+    index = build_index(pattern, n_queries, n_keys, heads=3, block=16)
+    query, key = torch.arange(n_keys - n_queries, n_keys).unsqueeze(1), torch.arange(n_keys)
+    expected = pattern.allowed(torch.arange(3)[:, None, None], query, key).expand(3, n_queries, n_keys)
+    assert torch.equal(index.to_dense()[0].expand(3, -1, -1), expected)
+
+
+GOOD = make_inputs(2, 4, 20, head_dim=8, dtype=torch.float32)[:3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"segment_lengths": [8, 16, 32]}, r"dilation_rates: expected as many as segment_lengths, got .*\[1, 2\]"),
+        ({"segment_lengths": []}, "segment_lengths to be a non-empty sequence"),
+        ({"segment_lengths": [8, 0]}, "1 <= segment_lengths"),
+        ({"dilation_rates": [1, -2]}, "1 <= dilation_rates"),
+        ({"dilation_rates": [1, 2.5]}, "1 <= dilation_rates"),
+        ({"segment_lengths": 8}, "segment_lengths to be a non-empty sequence"),
+        ({"overlap": "sum"}, "overlap: expected 'mix' or 'union', got 'sum'"),
+        ({"pattern": "window(3)"}, "pattern: expected a Pattern .* got str"),
+        ({"pattern": build_index(Causal(), 20)}, "pattern: expected a Pattern .* got BlockIndex"),
+        ({"pattern": per_head([Window(1)] * 3)}, "pattern: it is written for 3 heads, got heads=4"),
+        ({"key_mask": torch.ones(2, 19, dtype=torch.bool)}, r"key_mask: expected shape \(2, 20\)"),
+        ({"key_mask": torch.ones(2, 20)}, "key_mask: expected bool"),
+        ({"dropout_p": 1.0}, "dropout_p: expected a probability"),
+        ({"scale": math.inf}, "scale: expected a finite number"),
+        ({"seed": 1.5}, "seed: expected a 64-bit integer"),
+        ({"backend": "cudnn"}, "backend: expected one of"),
+        ({"query": GOOD[0][0]}, "query: expected four dimensions"),
+        ({"key": GOOD[1][:, :2], "value": GOOD[2][:, :2]}, "key: expected the query's heads"),
+        ({"value": GOOD[2].double()}, "value: expected one of"),
+    ],
+)
+def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
+    arguments = {
+        "query": GOOD[0],
+        "key": GOOD[1],
+        "value": GOOD[2],
+        "segment_lengths": [8, 16],
+        "dilation_rates": [1, 2],
+    }
+    with pytest.raises(ValueError, match=message):
+        dilated_attention(**{**arguments, **changes})

@@ -1,0 +1,61 @@
+"""`ringtile profile`: the phases of a call, told apart."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from ringtile.analysis import profile
+from ringtile.analysis.profile import PHASES, profile_attention
+from ringtile.layout import cache_info
+from ringtile.patterns import Causal, GlobalTokens, Window, parse
+
+PATTERN = Causal() & (Window(100) | GlobalTokens(10))
+
+
+def run(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    profile.add_arguments(parser)
+    return profile.run(parser.parse_args(argv))
+
+
+@pytest.mark.parametrize("backend", ["native", "blockwise"])
+def test_the_phases_are_told_apart_and_add_up(backend: str) -> None:
+    first, second = profile_attention(PATTERN, 700, heads=2, head_dim=16, backend=backend)
+    for call in (first, second):
+        assert call.total == pytest.approx(sum(call.phases.values()))
+        assert set(call.phases) == set(PHASES)
+        for phase in ("kernel forward", "kernel backward", "allocation", "other", "index"):
+            assert call.phases[phase] > 0, phase
+        assert call.phases["copies"] > 0
+        assert call.phases["gaps"] >= 0
+    # Built once and then looked up: a count in disguise, for a build runs some hundred operators.
+    assert first.phases["index"] > 5 * second.phases["index"]
+    assert cache_info().misses == 1
+
+
+def test_the_command_prints_a_table_and_writes_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    assert run("window(50)", "--causal", "--tokens", "300", "--heads", "1", "--trace", str(trace)) == 0
+    printed = capsys.readouterr().out
+    assert "causal & window(50), 300 tokens" in printed
+    assert all(phase in printed for phase in PHASES)
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"ringtile::forward", "ringtile::backward", "ringtile::index", "call 2"} <= names
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("window(50)", "--tokens", "300", "--heads", "1", "--dtype", "bfloat16", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (parse(found["pattern"]), found["tokens"], len(found["calls"])) == (Window(50), 300, 2)
+    assert found["calls"][1]["total"] > 0
+
+
+def test_no_calls_are_refused() -> None:
+    with pytest.raises(ValueError, match="calls=0"):
+        profile_attention(PATTERN, 10, calls=0)
+    with pytest.raises(ValueError, match="tokens=0"):
+        profile_attention(PATTERN, 0)

@@ -1,0 +1,221 @@
+"""The documentation: examples run, pages are what their tables, records and scripts make, and the site builds."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import ringtile
+from ringtile import cli, compat, layout, patterns
+from ringtile.analysis.record import Record
+from ringtile.patterns import Pattern
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+RECORDS = ROOT / "benchmarks" / "records"
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [body for found, body in FENCE.findall(read(page)) if found == language]
+
+
+@cache
+def script(name: str) -> ModuleType:
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def _cache_limit_restored() -> Iterator[None]:
+    limit = layout.cache_info().limit
+    yield
+    layout.set_cache_limit(limit)
+
+
+@pytest.mark.usefixtures("_cache_limit_restored")
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "pycon")])
+def test_examples_on_a_page_print_what_it_says(page: str) -> None:
+    names: dict[str, object] = {}
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks(page, "pycon")), names, page, page, 0)
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(test, out=report.append, clear_globs=False)
+    # What was compiled refers to the names above until then.
+    torch.compiler.reset()
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_programs_on_a_page_run(page: str) -> None:
+    names: dict[str, object] = {"__name__": page}
+    for body in blocks(page, "python"):
+        exec(compile(body, page, "exec"), names)
+
+
+def test_each_recipe_has_an_example() -> None:
+    recipes = read("troubleshooting.md").split("\n## ")[1:]
+    assert [text.partition("\n")[0] for text in recipes] == [
+        "Out of memory",
+        "Slower than dense",
+        "Wrong or leaking results",
+        "Compile, recompile, export",
+        "The guide's four",
+    ]
+    assert all("```pycon" in text for text in recipes)
+
+
+PATTERN_PAGES = [page for page in PAGES if page.startswith("patterns/") and page != "patterns/index.md"]
+
+
+@pytest.mark.parametrize("page", PATTERN_PAGES)
+def test_a_pattern_page_is_whole(page: str) -> None:
+    text = read(page)
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Rule", "Cost", "When to use it", "Example"]
+    assert re.findall(r"!\[.+\]\((.*)\)", text) == [f"{Path(page).stem}.png"]
+    assert f"({Path(page).name})" in read("patterns/index.md")
+
+
+def test_every_pattern_has_a_page() -> None:
+    words = set(re.findall(r"\w+", " ".join("".join(blocks(page, "text")) for page in PATTERN_PAGES)))
+    rules = [thing for thing in vars(patterns).values() if inspect.isclass(thing) and issubclass(thing, Pattern)]
+    presets = [name for name in patterns.__all__ if inspect.isfunction(getattr(patterns, name)) and name != "parse"]
+    assert {rule.__name__ for rule in rules if rule is not Pattern} | set(presets) <= words
+
+
+def test_there_is_a_picture_for_each_page_and_none_beside() -> None:
+    names = set(script("pictures").PICTURES)
+    assert names == {Path(page).stem for page in PATTERN_PAGES}
+    pictures = {path.stem: path.stat().st_size for path in DOCS.rglob("*.png")}
+    assert set(pictures) == names
+    assert max(pictures.values()) < 40 * 1024
+
+
+@pytest.mark.parametrize("page", PATTERN_PAGES)
+def test_a_picture_is_what_its_pattern_draws(page: str, tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="pictures are drawn by matplotlib, the plot extra")
+    script("pictures").draw(Path(page).stem, tmp_path / "drawn.png")
+    drawn, kept = (
+        torch.from_numpy(image.imread(path))[..., :3] for path in (tmp_path / "drawn.png", DOCS / f"{page[:-3]}.png")
+    )
+    # Another version of matplotlib sets letters a little differently.
+    assert all(abs(a - b) <= 8 for a, b in zip(drawn.shape, kept.shape, strict=True))
+    high, wide = (min(sizes) for sizes in zip(drawn.shape[:2], kept.shape[:2], strict=True))
+    assert (drawn[:high, :wide] - kept[:high, :wide]).abs().mean() < 0.02
+
+
+def test_the_promises_are_those_of_the_table() -> None:
+    assert read("promises.md") == script("promises").page(), "run python scripts/promises.py"
+
+
+PROMISES = script("promises").entries()
+
+
+@pytest.mark.parametrize("entry", [entry for _, entry in PROMISES], ids=lambda entry: entry["what"][:40])
+def test_what_is_behind_a_promise_exists(entry: dict[str, object]) -> None:
+    promises = script("promises")
+    known = {"what", "in", "status", "waits", "truth", "here", "proof", "sums", "cells"}
+    assert {"what", "in", "status", "truth"} <= set(entry) <= known
+    assert entry["status"] in promises.STATUSES
+    assert set(entry["in"]) <= set(promises.DOCUMENTS)
+    assert ("waits" in entry) == (entry["status"] == "pending")
+    if entry["status"].startswith("true"):
+        assert entry.get("proof")
+    for name in entry.get("here", ()):
+        assert pkgutil.resolve_name(name) is not None
+    for proof in entry.get("proof", ()):
+        assert proof_exists(proof), proof
+    for text in entry.get("sums", ()):
+        assert eval(text) is True, text
+    for cell in entry.get("cells", ()):
+        assert promises.ratio_text(cell)
+        assert f"benchmarks/records/{cell[0]}.json" in entry["proof"]
+
+
+def proof_exists(proof: str) -> bool:
+    """Whether a record, or a test ``file::name``, is there."""
+    file, _, name = proof.partition("::")
+    if not (ROOT / file).is_file() or file.startswith("tests/") != bool(name):
+        return False
+    if not name:
+        return True
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_what_does_not_exist_is_no_proof() -> None:
+    assert proof_exists("tests/test_site.py::test_what_does_not_exist_is_no_proof")
+    for proof in ("tests/test_site.py::test_x", "tests/test_no.py::test_x", "tests/test_site.py", "benchmarks/no.json"):
+        assert not proof_exists(proof)
+    with pytest.raises(AttributeError):
+        pkgutil.resolve_name("ringtile.patterns.Windows")
+
+
+def test_promises_are_told_once() -> None:
+    told = [entry["what"] for _, entry in PROMISES]
+    assert len(told) == len(set(told))
+
+
+def test_the_benchmark_page_is_that_of_the_records() -> None:
+    made = script("benchmark_page")
+    assert read("benchmarks.md") == made.page(made.records()), "run python scripts/benchmark_page.py"
+
+
+def test_every_record_is_on_the_page_with_its_command() -> None:
+    commands = script("benchmark_page").COMMANDS
+    assert {path.stem for path in RECORDS.glob("bench-*.json")} == set(commands)
+    for name, command in commands.items():
+        arguments = cli.parse(shlex.split(command)[1:])
+        assert arguments.json == f"benchmarks/records/{name}.json"
+        record = Record.from_json((RECORDS / f"{name}.json").read_text())
+        assert not record.interrupted
+        assert {row.asked.partition(" at ")[0] for row in record.rows} == set(arguments.patterns)
+        assert {row.n_tokens for row in record.rows} == set(arguments.tokens)
+        assert {row.heads for row in record.rows} == {arguments.heads}
+        assert all(row.median_ms is not None for row in record.rows if row.peer == "ringtile")
+
+
+def test_every_old_name_has_a_new_one() -> None:
+    names = [name for name, thing in vars(compat).items() if callable(thing) and name[0] != "_"]
+    assert len(names) > 15
+    text = read("from-dilated-attention-pytorch.md")
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: the docs extra has it")
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    # With --quiet it would not see the warnings that it fails for.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site" / "reference").glob("*.html"))
+    told = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(ringtile\.[\w.]+)"', reference)}
+    face = {name for name, thing in vars(ringtile).items() if callable(thing) and name[0] != "_"}
+    assert face | set(patterns.__all__) <= told

@@ -1,11 +1,20 @@
 # make demo   the two-minute tour (arguments: make demo ARGS="--only right")
 # make test   the tests, the linter and the type checker
 # make docs   the documentation, into site/
+# make wheel  the wheel with the native kernel, into dist/, tried where there is no compiler
 # Each sets up .venv by itself the first time. PYTHON=python3.12 chooses another interpreter.
+#
+# With cmake and a C++ compiler alone:
+# make native     the native kernel, into src/ringtile/
+# make sanitize   its driver under AddressSanitizer and UndefinedBehaviorSanitizer, every instruction set (CASES=1000)
+# make valgrind   its driver under valgrind, which runs AVX2 at most
 
 PYTHON ?= python3
 
-.PHONY: demo test docs mutants clean
+CASES ?= 192
+SANITIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+
+.PHONY: demo test docs mutants wheel native sanitize valgrind clean
 
 demo: .venv/ready-plot
 	.venv/bin/ringtile demo $(ARGS)
@@ -21,9 +30,26 @@ docs: .venv/ready-dev
 mutants: .venv/ready-dev
 	.venv/bin/python scripts/mutants.py $(ARGS)
 
+wheel: .venv/ready-dev
+	.venv/bin/python scripts/wheel.py
+
+native:
+	cmake -S . -B build/native
+	cmake --build build/native --parallel
+
+sanitize:
+	cmake -S . -B build/sanitize -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="$(SANITIZE)" -DCMAKE_CXX_FLAGS="$(SANITIZE)"
+	cmake --build build/sanitize --parallel --target driver
+	build/sanitize/driver $(CASES)
+
+valgrind:
+	cmake -S . -B build/native
+	cmake --build build/native --parallel --target driver
+	valgrind --quiet --error-exitcode=1 --leak-check=full --errors-for-leak-kinds=definite build/native/driver $(CASES)
+
 .venv/ready-%: pyproject.toml constraints.txt scripts/environment.py
 	$(PYTHON) scripts/environment.py $*
 	@touch $@
 
 clean:
-	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,5 @@
-// The forward pass. A row tile's queries lie in the lanes of vectors, so scores are [key][query]: the softmax runs along
-// rows of vectors, and neither keys nor values have to be packed.
+// The forward pass. A row tile's queries lie in the lanes of vectors, so scores are [key][query]: the softmax runs
+// along rows of vectors, and neither keys nor values have to be packed.
 #pragma once
 #include "pairs.h"
 
@@ -36,7 +36,8 @@ struct Mask {
 // One step of the online softmax over `count` keys: scores [count][GROUP] become weights; highest, total and the sums
 // [value_dim][MAX_BLOCK] are brought up to date.
 template <class T, int N>
-void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highest, T *total, T *sums, int64_t value_dim) {
+void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highest, T *total, T *sums,
+            int64_t value_dim) {
     constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
     const T low = -infinity<T>();
     Vec<T> top[N];
@@ -47,7 +48,8 @@ void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highes
             bool dropped = mask->drops(k);
             for (int n = 0; n < N; n++) {
                 Vec<T> s = dropped ? splat<T>(low) : load(row + n * L);
-                if (mask->bits && !dropped) s = lanes_of<T>(mask->bits + k * mask->words, lane + n * L) ? s : splat<T>(low);
+                if (mask->bits && !dropped)
+                    s = lanes_of<T>(mask->bits + k * mask->words, lane + n * L) ? s : splat<T>(low);
                 store(row + n * L, s);
                 top[n] = larger<T>(top[n], s);
             }
@@ -89,7 +91,8 @@ void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highes
 }
 
 template <class T>
-INLINE void soften_group(int vectors, T *scores, int count, int lane, T scale, const Mask *mask, T *highest, T *total, T *sums, int64_t value_dim) {
+INLINE void soften_group(int vectors, T *scores, int count, int lane, T scale, const Mask *mask, T *highest, T *total,
+                         T *sums, int64_t value_dim) {
     switch (vectors) {
     case 1: soften<T, 1>(scores, count, lane, scale, mask, highest, total, sums, value_dim); break;
     case 2: soften<T, 2>(scores, count, lane, scale, mask, highest, total, sums, value_dim); break;
@@ -102,7 +105,8 @@ INLINE void soften_group(int vectors, T *scores, int count, int lane, T scale, c
 }
 
 template <class E, class T>
-void write_row(const ringtile_call &c, int64_t b, int64_t h, Span queries, const T *sums, const T *highest, const T *total) {
+void write_row(const ringtile_call &c, int64_t b, int64_t h, Span queries, const T *sums, const T *highest,
+               const T *total) {
     E *out = (E *)c.out + b * c.out_stride[0] + h * c.out_stride[1] + queries.first * c.out_stride[2];
     T *lse = (T *)c.lse + (b * c.heads + h) * c.n_queries + queries.first;
     T kept = c.dropout_threshold ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1);
@@ -116,7 +120,8 @@ void write_row(const ringtile_call &c, int64_t b, int64_t h, Span queries, const
 }
 
 // PAIRS: products of bfloat16 pairs; the arrays of the scratch that are widened otherwise then hold pairs.
-template <class E, class T, bool PAIRS> void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory) {
+template <class E, class T, bool PAIRS>
+void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory) {
     constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
     constexpr bool same = sizeof(E) == sizeof(T);
     ForwardScratch<T> to(c, memory);
@@ -125,7 +130,6 @@ template <class E, class T, bool PAIRS> void forward_item(const ringtile_call &c
     int64_t slot = work[0], row = slot % c.n_rows;
     Span queries = row_span(c, row);
     int from = queries.low / L * L, end = (int)least(c.block, (queries.high + L - 1) / L * L);
-    if (end % L) end = (end + L - 1) / L * L;
     // Scores are scaled by a positive number: the sign, or a zero, goes into the queries.
     T base = c.scale == 0 ? T(1) : (T)(__builtin_fabs(c.scale) * 1.44269504088896340736);
     T sign = c.scale < 0 ? T(-1) : T(c.scale != 0);
@@ -133,7 +137,8 @@ template <class E, class T, bool PAIRS> void forward_item(const ringtile_call &c
 #if HAS_PAIRS
     uint32_t *query_pairs = (uint32_t *)to.queries, *weight_pairs = (uint32_t *)to.keys;
     bfloat16 *value_pairs = (bfloat16 *)to.values;
-    if constexpr (PAIRS) pair_queries(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, query_pairs, MAX_BLOCK);
+    if constexpr (PAIRS)
+        pair_queries(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, query_pairs, MAX_BLOCK);
 #endif
     if (!PAIRS) transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, to.queries, MAX_BLOCK);
     for (int64_t d = 0; d < c.value_dim; d++)
@@ -150,18 +155,22 @@ template <class E, class T, bool PAIRS> void forward_item(const ringtile_call &c
         uint32_t dead[MAX_WORDS];
         bool masked = dropped_keys(c, b, keys, dead), hollow = masked;
         if (tile >= 0) {
-            for (int w = 0; w < words; w++) {
-                uint32_t unused = ~(uint32_t)c.cols_any[tile * words + w];
-                dead[w] = masked ? dead[w] | unused : unused;
-            }
+            unused_tokens(c, c.cols_any, c.bits_t, tile, keys, queries, dead);
             for (int k = 0; k < keys.high; k++) hollow |= dead[k >> 5] >> (k & 31) & 1;
         }
         Mask mask = {tile >= 0 ? c.bits_t + tile * c.block * words : nullptr, words, hollow ? dead : nullptr};
-        Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first), value_rows = rows_of<E>(c.v, c.v_stride, b, kv, keys.first);
+        Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first);
+        Rows<E> value_rows = rows_of<E>(c.v, c.v_stride, b, kv, keys.first);
         const T *key = (const T *)key_rows.x, *value = (const T *)value_rows.x;
         int64_t key_step = key_rows.step, value_step = value_rows.step;
-        if (!same && !PAIRS) copy_in(key_rows, keys.high, c.head_dim, c.head_dim, nullptr, to.keys), key = to.keys, key_step = c.head_dim;
-        if (!PAIRS && (!same || hollow)) copy_in(value_rows, keys.high, c.value_dim, c.value_dim, hollow ? dead : nullptr, to.values), value = to.values, value_step = c.value_dim;
+        if (!same && !PAIRS) {
+            copy_in(key_rows, keys.high, c.head_dim, c.head_dim, nullptr, to.keys);
+            key = to.keys, key_step = c.head_dim;
+        }
+        if (!PAIRS && (!same || hollow)) {
+            copy_in(value_rows, keys.high, c.value_dim, c.value_dim, hollow ? dead : nullptr, to.values);
+            value = to.values, value_step = c.value_dim;
+        }
 #if HAS_PAIRS
         if constexpr (PAIRS) pair_rows(value_rows, keys.high, c.value_dim, hollow ? dead : nullptr, value_pairs);
 #endif
@@ -170,10 +179,16 @@ template <class E, class T, bool PAIRS> void forward_item(const ringtile_call &c
         for (int lane = from; lane < end; lane += GROUP) {
             int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
 #if HAS_PAIRS
-            if constexpr (PAIRS) pair_matmul<true>(vectors, key_rows.x, key_step, query_pairs + lane, MAX_BLOCK, to.scores, GROUP, keys.high, c.head_dim / 2, false);
+            if constexpr (PAIRS) {
+                pair_matmul<true>(vectors, key_rows.x, key_step, query_pairs + lane, MAX_BLOCK, to.scores, GROUP,
+                                  keys.high, c.head_dim / 2, false);
+            }
 #endif
-            if (!PAIRS) matmul<T, true>(vectors, key, key_step, to.queries + lane, MAX_BLOCK, to.scores, GROUP, keys.high, c.head_dim, false);
-            soften_group<T>(vectors, to.scores, keys.high, lane, base, masked || tile >= 0 ? &mask : nullptr, to.highest, to.total, to.sums, c.value_dim);
+            if (!PAIRS)
+                matmul<T, true>(vectors, key, key_step, to.queries + lane, MAX_BLOCK, to.scores, GROUP, keys.high,
+                                c.head_dim, false);
+            soften_group<T>(vectors, to.scores, keys.high, lane, base, masked || tile >= 0 ? &mask : nullptr,
+                            to.highest, to.total, to.sums, c.value_dim);
             if (c.dropout_threshold) {
                 for (int k = 0; k < keys.high; k++)
                     for (int n = 0; n < vectors; n++) {
@@ -184,10 +199,13 @@ template <class E, class T, bool PAIRS> void forward_item(const ringtile_call &c
 #if HAS_PAIRS
             if constexpr (PAIRS) {
                 pair_weights(to.scores, GROUP, keys.high, vectors, weight_pairs);
-                pair_matmul<false>(vectors, value_pairs, 2 * c.value_dim, weight_pairs, GROUP, to.sums + lane, MAX_BLOCK, c.value_dim, (keys.high + 1) / 2, true);
+                pair_matmul<false>(vectors, value_pairs, 2 * c.value_dim, weight_pairs, GROUP, to.sums + lane,
+                                   MAX_BLOCK, c.value_dim, (keys.high + 1) / 2, true);
             }
 #endif
-            if (!PAIRS) matmul<T, false>(vectors, value, value_step, to.scores, GROUP, to.sums + lane, MAX_BLOCK, c.value_dim, keys.high, true);
+            if (!PAIRS)
+                matmul<T, false>(vectors, value, value_step, to.scores, GROUP, to.sums + lane, MAX_BLOCK, c.value_dim,
+                                 keys.high, true);
         }
     }
     if (work[3] < 0) {
@@ -220,9 +238,11 @@ template <class E, class T> void combine_item(const ringtile_call &c, int64_t it
         for (int64_t d = 0; d < c.value_dim; d++) to.sums[d * MAX_BLOCK + lane] = 0;
         for (int p = 0; p < pieces; p++) {
             const T *piece = first + p * size;
-            T m = piece[c.value_dim * MAX_BLOCK + lane], share = m == -infinity<T>() ? T(0) : exp2<T>(splat<T>(m - safe))[0];
+            T m = piece[c.value_dim * MAX_BLOCK + lane];
+            T share = m == -infinity<T>() ? T(0) : exp2<T>(splat<T>(m - safe))[0];
             total += piece[(c.value_dim + 1) * MAX_BLOCK + lane] * share;
-            for (int64_t d = 0; d < c.value_dim; d++) to.sums[d * MAX_BLOCK + lane] += piece[d * MAX_BLOCK + lane] * share;
+            for (int64_t d = 0; d < c.value_dim; d++)
+                to.sums[d * MAX_BLOCK + lane] += piece[d * MAX_BLOCK + lane] * share;
         }
         to.highest[lane] = top;
         to.total[lane] = total;

@@ -54,12 +54,12 @@ template <class E, class T, bool PAIRS = false> int forward(const ringtile_call 
 }
 
 template <class E, class T> int backward(const ringtile_call &c) {
-    switch (c.phase) {
-    case 0: return each_item<T>(c, 1, [&](int64_t head, T *) { delta_item<E, T>(c, head); });
-    case 1: return each_item<T>(c, BackwardScratch<T>::size(c), [&](int64_t head, T *memory) { head_item<E, T>(c, head, memory); });
-    case 2: return each_item<T>(c, BackwardScratch<T>::size(c), [&](int64_t item, T *memory) { row_item<E, T>(c, item, memory); });
-    default: return each_item<T>(c, BackwardScratch<T>::size(c), [&](int64_t item, T *memory) { column_item<E, T>(c, item, memory); });
-    }
+    if (c.phase == 0) return each_item<T>(c, 1, [&](int64_t head, T *) { delta_item<E, T>(c, head); });
+    return each_item<T>(c, BackwardScratch<T>::size(c), [&](int64_t item, T *memory) {
+        if (c.phase == 1) head_item<E, T>(c, item, memory);
+        else if (c.phase == 2) row_item<E, T>(c, item, memory);
+        else column_item<E, T>(c, item, memory);
+    });
 }
 
 }  // namespace ISA

@@ -14,7 +14,8 @@ constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
 #endif
 
 template <class T, int M, int N, bool A_ROWS>
-INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t depth, bool add) {
+INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t depth,
+                          bool add) {
     constexpr int L = Lanes<T>::count;
     Vec<T> sum[M][N];
     for (int m = 0; m < M; m++)
@@ -33,10 +34,12 @@ INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T
 
 // A_ROWS: A's rows are contiguous, a_step apart; else its columns are.
 template <class T, int N, bool A_ROWS>
-void columns_matmul(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t rows, int64_t depth, bool add) {
+void columns_matmul(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t rows, int64_t depth,
+                    bool add) {
     const int64_t a_m = A_ROWS ? a_step : 1;
     int64_t m = 0;
-    for (; m + TILE_ROWS <= rows; m += TILE_ROWS) register_tile<T, TILE_ROWS, N, A_ROWS>(a + m * a_m, a_step, b, b_k, c + m * c_m, c_m, depth, add);
+    for (; m + TILE_ROWS <= rows; m += TILE_ROWS)
+        register_tile<T, TILE_ROWS, N, A_ROWS>(a + m * a_m, a_step, b, b_k, c + m * c_m, c_m, depth, add);
     a += m * a_m;
     c += m * c_m;
     switch (rows - m) {
@@ -51,7 +54,8 @@ void columns_matmul(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, i
 
 // `vectors` is the width of B and C, at most TILE_VECTORS.
 template <class T, bool A_ROWS>
-INLINE void matmul(int vectors, const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t rows, int64_t depth, bool add) {
+INLINE void matmul(int vectors, const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t rows,
+                   int64_t depth, bool add) {
     switch (vectors) {
     case 1: columns_matmul<T, 1, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add); break;
     case 2: columns_matmul<T, 2, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add); break;

@@ -12,9 +12,11 @@
 namespace ISA {
 #if HAS_PAIRS
 
-// A_ROWS: pairs are neighbours in A's rows, a_step apart; else row k of A holds the pairs of all m. B holds a pair a lane.
+// A_ROWS: pairs are neighbours in A's rows, a_step apart; else row k of A holds the pairs of all m. B holds a pair in
+// each lane.
 template <int M, int N, bool A_ROWS>
-INLINE void pair_tile(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m, int64_t pairs, bool add) {
+INLINE void pair_tile(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m,
+                      int64_t pairs, bool add) {
     __m512 sum[M][N];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) sum[m][n] = add ? _mm512_loadu_ps(c + m * c_m + n * 16) : _mm512_setzero_ps();
@@ -33,10 +35,12 @@ INLINE void pair_tile(const bfloat16 *a, int64_t a_step, const uint32_t *b, int6
 }
 
 template <int N, bool A_ROWS>
-void pair_columns(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m, int64_t rows, int64_t pairs, bool add) {
+void pair_columns(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m,
+                  int64_t rows, int64_t pairs, bool add) {
     const int64_t a_m = A_ROWS ? a_step : 2;
     int64_t m = 0;
-    for (; m + TILE_ROWS <= rows; m += TILE_ROWS) pair_tile<TILE_ROWS, N, A_ROWS>(a + m * a_m, a_step, b, b_k, c + m * c_m, c_m, pairs, add);
+    for (; m + TILE_ROWS <= rows; m += TILE_ROWS)
+        pair_tile<TILE_ROWS, N, A_ROWS>(a + m * a_m, a_step, b, b_k, c + m * c_m, c_m, pairs, add);
     a += m * a_m;
     c += m * c_m;
     switch (rows - m) {
@@ -50,7 +54,8 @@ void pair_columns(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t 
 }
 
 template <bool A_ROWS>
-INLINE void pair_matmul(int vectors, const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m, int64_t rows, int64_t pairs, bool add) {
+INLINE void pair_matmul(int vectors, const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c,
+                        int64_t c_m, int64_t rows, int64_t pairs, bool add) {
     switch (vectors) {
     case 1: pair_columns<1, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, pairs, add); break;
     case 2: pair_columns<2, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, pairs, add); break;
@@ -60,7 +65,8 @@ INLINE void pair_matmul(int vectors, const bfloat16 *a, int64_t a_step, const ui
 }
 
 // Queries in the lanes, the pair (2 d, 2 d + 1) of each: y[d][lane]; zero in the lanes of [from, to) that hold none.
-INLINE void pair_queries(Rows<bfloat16> rows, int low, int high, int from, int to, int64_t width, float sign, uint32_t *y, int64_t y_step) {
+INLINE void pair_queries(Rows<bfloat16> rows, int low, int high, int from, int to, int64_t width, float sign,
+                         uint32_t *y, int64_t y_step) {
     const uint32_t flip = sign < 0 ? 0x80008000u : 0;
     for (int64_t d = 0; d < width / 2; d++)
         for (int lane = from; lane < to; lane++) y[d * y_step + lane] = 0;
@@ -80,19 +86,22 @@ INLINE void pair_rows(Rows<bfloat16> rows, int count, int64_t width, const uint3
     for (int k = 0; k < count; k += 2) {
         bool first = !(dead && (dead[k >> 5] >> (k & 31) & 1));
         bool second = k + 1 < count && !(dead && (dead[(k + 1) >> 5] >> ((k + 1) & 31) & 1));
-        const bfloat16 *x0 = first ? rows.x + k * rows.step : nothing, *x1 = second ? rows.x + (k + 1) * rows.step : nothing;
+        const bfloat16 *x0 = first ? rows.x + k * rows.step : nothing,
+            *x1 = second ? rows.x + (k + 1) * rows.step : nothing;
         bfloat16 *to = y + k * width;
         if (first && second) {
             for (int64_t d = 0; d < width; d++) to[2 * d] = x0[d], to[2 * d + 1] = x1[d];
         } else {
-            for (int64_t d = 0; d < width; d++) to[2 * d] = first ? x0[d] : bfloat16{}, to[2 * d + 1] = second ? x1[d] : bfloat16{};
+            for (int64_t d = 0; d < width; d++)
+                to[2 * d] = first ? x0[d] : bfloat16{}, to[2 * d + 1] = second ? x1[d] : bfloat16{};
         }
     }
 }
 
 // Weights [count][step] rounded to bfloat16, rows 2 k and 2 k + 1 as pairs.
 INLINE void pair_weights(const float *weights, int64_t step, int count, int vectors, uint32_t *y) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int k = 0; k < count; k += 2)
         for (int n = 0; n < vectors; n++) {
             __m512 first = _mm512_loadu_ps(weights + k * step + n * 16);

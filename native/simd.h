@@ -58,14 +58,16 @@ INLINE Vec<double> polynomial(Vec<double> f) {
     return p;
 }
 
-// 2^x. Below the smallest normal number it returns that number: what must be zero is selected, not computed.
+// 2^x for x up to 127. Below the smallest normal number it returns that number: what must be zero is selected, not
+// computed. A NaN stays one, whatever its bits: the power of two is multiplied, not added to the exponent.
 template <class T> INLINE Vec<T> exp2(Vec<T> x) {
     constexpr bool narrow = sizeof(T) == 4;
-    const T lowest = narrow ? -126 : -1022, magic = narrow ? T(12582912.0) : T(6755399441055744.0);
+    // Added to the magic number, a whole n leaves n and the bias of an exponent in its low bits.
+    const T lowest = narrow ? -126 : -1022, magic = narrow ? T(12582912.0 + 127) : T(6755399441055744.0 + 1023);
     x = x < lowest ? splat<T>(lowest) : x;
     Vec<T> rounded = x + magic;
     Vec<T> p = polynomial(x - (rounded - magic));
-    return (Vec<T>)((Whole<T>)p + ((Whole<T>)rounded << (narrow ? 23 : 52)));
+    return p * (Vec<T>)((Whole<T>)rounded << (narrow ? 23 : 52));
 }
 
 // All ones in the lanes whose bit is set, from bit `first` of a bit set on.
@@ -78,7 +80,8 @@ template <class T> INLINE Whole<T> lanes_of(const int32_t *bits, int first) {
 }
 
 INLINE float exact_log(float x) { return __builtin_logf(x); }
-INLINE double exact_log(double x) { return __builtin_log(x); }
+// As exact where x is near 1 or above, and older C libraries have it: log is another function since glibc 2.29.
+INLINE double exact_log(double x) { return __builtin_log1p(x - 1); }
 
 template <class T> INLINE T infinity();
 template <> INLINE float infinity<float>() { return __builtin_inff(); }
@@ -87,16 +90,18 @@ template <> INLINE double infinity<double>() { return __builtin_inf(); }
 INLINE float widen(float x) { return x; }
 INLINE double widen(double x) { return x; }
 struct bfloat16 { uint16_t bits; };
+#if defined(__aarch64__)
+typedef __fp16 float16;  // g++ knows _Float16 there since version 13 only
+#else
 typedef _Float16 float16;
+#endif
 INLINE float widen(bfloat16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
     float y;
     __builtin_memcpy(&y, &bits, 4);
     return y;
 }
-#if defined(__F16C__) || defined(__aarch64__)
 INLINE float widen(float16 x) { return (float)x; }
-#endif
 
 template <class E> INLINE E narrow(float x);
 template <> INLINE float narrow<float>(float x) { return x; }

@@ -64,18 +64,37 @@ void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32
 
 // The keys of a column tile that the call's own mask and lengths drop, as a bit set; whether there are any.
 INLINE bool dropped_keys(const ringtile_call &c, int64_t b, Span keys, uint32_t *dead) {
+    for (int w = 0; w < MAX_WORDS; w++) dead[w] = 0;
     if (!c.key_bits && !c.key_lengths) return false;
     int64_t length = c.key_lengths ? c.key_lengths[b] : c.n_keys;
     bool any = false;
-    for (int w = 0; w < MAX_WORDS; w++) dead[w] = 0;
     for (int i = 0; i < keys.high; i++) {
         int64_t key = keys.first + i;
-        bool kept = key < length && (!c.key_bits || ((uint32_t)c.key_bits[b * c.key_words + (key >> 5)] >> (key & 31) & 1));
-        if (kept) continue;
+        if (key < length) {
+            if (!c.key_bits) continue;
+            if ((uint32_t)c.key_bits[b * c.key_words + (key >> 5)] >> (key & 31) & 1) continue;
+        }
         dead[i >> 5] |= 1u << (i & 31);
         any = true;
     }
     return any;
+}
+
+// Add the tokens of one side of a partial tile that no token of the other side keeps. `any` and `bits` speak of the
+// whole tile, so where the other side is ragged its own lanes are looked up.
+INLINE void unused_tokens(const ringtile_call &c, const int32_t *any, const int32_t *bits, int64_t tile, Span side,
+                          Span others, uint32_t *dead) {
+    int words = (c.block + 31) / 32;
+    for (int w = 0; w < words; w++) dead[w] |= ~(uint32_t)any[tile * words + w];
+    if (others.low == 0 && others.high == c.block) return;
+    uint32_t inside[MAX_WORDS] = {};
+    for (int i = others.low; i < others.high; i++) inside[i >> 5] |= 1u << (i & 31);
+    const int32_t *row = bits + (tile * c.block + side.low) * words;
+    for (int i = side.low; i < side.high; i++, row += words) {
+        uint32_t seen = 0;
+        for (int w = 0; w < words; w++) seen |= (uint32_t)row[w] & inside[w];
+        dead[i >> 5] |= (uint32_t)(seen == 0) << (i & 31);
+    }
 }
 
 // Philox4x32-7 of the counter (call, query, head, batch): 16 bits for each of eight keys.
@@ -101,7 +120,8 @@ INLINE void philox(const Philox &p, uint32_t call, uint32_t query, uint32_t *wor
     uint32_t c0 = call, c1 = query, c2 = p.head, c3 = p.batch;
     for (int round = 0; round < 7; round++) {
         uint64_t first = (uint64_t)c0 * 0xD2511F53u, second = (uint64_t)c2 * 0xCD9E8D57u;
-        uint32_t n0 = (uint32_t)(second >> 32) ^ c1 ^ p.key[round][0], n2 = (uint32_t)(first >> 32) ^ c3 ^ p.key[round][1];
+        uint32_t n0 = (uint32_t)(second >> 32) ^ c1 ^ p.key[round][0];
+        uint32_t n2 = (uint32_t)(first >> 32) ^ c3 ^ p.key[round][1];
         c1 = (uint32_t)second;
         c3 = (uint32_t)first;
         c0 = n0;
@@ -110,8 +130,9 @@ INLINE void philox(const Philox &p, uint32_t call, uint32_t query, uint32_t *wor
     words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
-// A tile's dropout as bits: bit `query lane` of keep[key lane] (keys_by_row false) or bit `key lane` of keep[query lane].
-void dropout_bits(const Philox &p, const ringtile_call &c, Span queries, Span keys, bool by_query, uint32_t (*keep)[MAX_WORDS]) {
+// A tile's dropout as bits: bit `key lane` of keep[query lane] (by_query) or bit `query lane` of keep[key lane].
+void dropout_bits(const Philox &p, const ringtile_call &c, Span queries, Span keys, bool by_query,
+                  uint32_t (*keep)[MAX_WORDS]) {
     for (int i = 0; i < MAX_BLOCK; i++)
         for (int w = 0; w < MAX_WORDS; w++) keep[i][w] = 0;
     int64_t first_window = keys.first & ~(int64_t)31;
@@ -120,7 +141,8 @@ void dropout_bits(const Philox &p, const ringtile_call &c, Span queries, Span ke
             uint32_t halves[16][4][4];
             for (int lane = 0; lane < 16; lane++) {
                 uint32_t query = (uint32_t)(c.start + queries.first + q0 + lane);
-                for (int call = 0; call < 4; call++) philox(p, (uint32_t)(window / 32 * 4 + call), query, halves[lane][call]);
+                for (int call = 0; call < 4; call++)
+                    philox(p, (uint32_t)(window / 32 * 4 + call), query, halves[lane][call]);
             }
             for (int lane = 0; lane < 16 && q0 + lane < queries.high; lane++) {
                 uint32_t word = 0;
@@ -161,7 +183,8 @@ struct Tiles {
     }
 };
 
-INLINE Tiles tiles_of(const int32_t *full_ptr, const int32_t *full, const int32_t *part_ptr, const int32_t *part, const int32_t *table, int64_t slot) {
+INLINE Tiles tiles_of(const int32_t *full_ptr, const int32_t *full, const int32_t *part_ptr, const int32_t *part,
+                      const int32_t *table, int64_t slot) {
     int32_t f = full_ptr[slot], p = part_ptr[slot];
     return {full + f, part + p, table + p, full_ptr[slot + 1] - f, part_ptr[slot + 1] - p, 0, 0};
 }

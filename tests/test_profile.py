@@ -30,7 +30,7 @@ def test_the_phases_are_told_apart_and_add_up(backend: str) -> None:
         assert set(call.phases) == set(PHASES)
         for phase in ("kernel forward", "kernel backward", "allocation", "other", "index"):
             assert call.phases[phase] > 0, phase
-        assert call.phases["copies"] > 0
+        assert call.phases["copies"] > 0 or backend == "native"
         assert call.phases["gaps"] >= 0
     # Built once and then looked up: a count in disguise, for a build runs some hundred operators.
     assert first.phases["index"] > 5 * second.phases["index"]

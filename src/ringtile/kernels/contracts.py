@@ -300,8 +300,8 @@ class Attention(torch.autograd.Function):
                 return (None,) * (4 + len(rest))
             out_grad = torch.zeros_like(out)
         rows = (out_grad, lse_grad, q, k, v, out, lse)
-        if torch.compiler.is_compiling():
-            # A compiled backward is not differentiated again, and Dynamo cannot trace a Function in a Function.
+        if torch.compiler.is_compiling() or not _differentiated(*rows):
+            # Not differentiated again: a Function would only cost time, and Dynamo traces none inside another.
             grads = torch.ops.ringtile.backward(*rows, *_call(ctx.facts, rest))
         else:
             grads = _Backward.apply(*rows, ctx.facts, *rest)  # type: ignore[no-untyped-call]
@@ -338,11 +338,11 @@ def _call(facts: Facts, rest: Sequence[Tensor | None]) -> Call:
     )
 
 
-def _differentiated(*tensors: Tensor) -> bool:
+def _differentiated(*tensors: Tensor | None) -> bool:
     """Whether a derivative may be asked for; what an outer transform of torch.func follows, a tensor does not tell."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def attention(

@@ -287,7 +287,7 @@ class SparseTransformer(nn.Module):
         caches: Sequence[LayerCache | None] = [None] * len(layers) if cache is None else cache.layers
         angles = layers[0].angles(x, 0 if cache is None else cache.length)
         for layer, layer_cache in zip(layers, caches, strict=True):
-            if self.gradient_checkpointing and torch.is_grad_enabled() and layer_cache is None:
+            if self.gradient_checkpointing and layer_cache is None:
                 x = checkpoint(layer, x, key_mask, None, angles, use_reentrant=False)
             else:
                 x = layer(x, key_mask, layer_cache, angles)

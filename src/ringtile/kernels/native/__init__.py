@@ -190,6 +190,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """Output ``[B, H, Nq, Dv]`` in q's dtype and lse ``[B, H, Nq]`` (float32, float64 for float64)."""
     out = new_out(q, v.shape[-1])
     lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    if not lse.numel():
+        index_of(call, q, k)  # raises what a call that has queries would
+        return out, lse
     job = _Job(q, k, v, call)
     job.c.place("out", out)
     job.c.lse = lse.data_ptr()

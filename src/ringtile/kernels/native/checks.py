@@ -17,7 +17,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     """Raise ValueError where tensors do not fit one another."""
     shapes = q.shape, k.shape, v.shape
     if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
-        raise ValueError(f"q, k, v: expected four dimensions and one dtype, got {shapes} of {q.dtype, k.dtype, v.dtype}")
+        dtypes = q.dtype, k.dtype, v.dtype
+        raise ValueError(f"q, k, v: expected four dimensions and one dtype of {list(DTYPES)}, got {shapes}, {dtypes}")
     (batch, heads, _, head_dim), (_, kv_heads, n_keys, _) = q.shape, k.shape
     if (k.shape[0], k.shape[3]) != (batch, head_dim) or v.shape[:3] != k.shape[:3] or heads % max(kv_heads, 1):
         raise ValueError(f"q, k, v: expected [B, H, N, D], [B, Hkv, M, D] and [B, Hkv, M, Dv], got {shapes}")

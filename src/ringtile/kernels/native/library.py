@@ -73,7 +73,7 @@ def _find() -> _Found:
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "none":
         return _Found(None, f"switched off by {VARIABLE}=none")
-    path = Path(__file__).parents[2] / "libringtile.so"
+    path = Path(__file__).parents[2] / "lib" / "libringtile.so"
     if not path.exists():
         return _Found(None, "its library was not built: installing ringtile with a C++ compiler at hand builds it")
     try:

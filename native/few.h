@@ -1,0 +1,65 @@
+// A few queries against a tile, as in decoding: their head dimension lies in the lanes, so that no lane is idle and each
+// key and value is read once.
+#pragma once
+#include "matmul.h"
+#include "tile.h"
+
+namespace ISA {
+
+constexpr int FEW_QUERIES = 4;
+
+// Scores [few][MAX_BLOCK] of queries [few][width] and `count` keys; width is a multiple of the lanes.
+template <class T>
+void few_scores(const T *queries, int few, const T *keys, int64_t step, int count, int64_t width, T *scores) {
+    constexpr int L = Lanes<T>::count, AT_ONCE = 4;
+    for (int k = 0; k < count; k += AT_ONCE) {
+        // Past the last key the last one is read again, and its score not kept.
+        const T *key[AT_ONCE];
+        for (int i = 0; i < AT_ONCE; i++) key[i] = keys + least(k + i, count - 1) * step;
+        for (int r = 0; r < few; r++) {
+            Vec<T> sum[AT_ONCE] = {};
+            for (int64_t d = 0; d < width; d += L) {
+                Vec<T> query = load(queries + r * width + d);
+                for (int i = 0; i < AT_ONCE; i++) sum[i] += query * load(key[i] + d);
+            }
+            T lanes[AT_ONCE][L];
+            for (int i = 0; i < AT_ONCE; i++) store(lanes[i], sum[i]);
+            for (int half = L / 2; half; half /= 2)
+                for (int i = 0; i < AT_ONCE; i++)
+                    for (int l = 0; l < half; l++) lanes[i][l] += lanes[i][l + half];
+            for (int i = 0; i < AT_ONCE && k + i < count; i++) scores[r * MAX_BLOCK + k + i] = lanes[i][0];
+        }
+    }
+}
+
+// One step of the online softmax: scores [few][MAX_BLOCK] become weights; sums are [few][value_dim].
+template <class T>
+void few_soften(T *scores, int few, int count, T scale, bool masked, T *highest, T *total, T *sums, int64_t value_dim) {
+    constexpr int L = Lanes<T>::count;
+    const T low = -infinity<T>();
+    for (int r = 0; r < few; r++) {
+        T *row = scores + r * MAX_BLOCK;
+        int end = (count + L - 1) / L * L;
+        for (int k = count; k < end; k++) row[k] = low;
+        Vec<T> tops = load(row);
+        for (int k = L; k < end; k += L) tops = larger<T>(tops, load(row + k));
+        T top = tops[0];
+        for (int l = 1; l < L; l++) top = tops[l] > top ? tops[l] : top;
+        T now = top * scale > highest[r] ? top * scale : highest[r], safe = now == low ? T(0) : now;
+        T share = highest[r] == low ? T(0) : exp2<T>(splat<T>(highest[r] - safe))[0];
+        Vec<T> sum = {};
+        for (int k = 0; k < end; k += L) {
+            Vec<T> s = load(row + k), p = exp2<T>(s * scale - safe);
+            if (masked || k + L > count) p = s == low ? Vec<T>{} : p;
+            store(row + k, p);
+            sum += p;
+        }
+        T weight = 0;
+        for (int l = 0; l < L; l++) weight += sum[l];
+        total[r] = total[r] * share + weight;
+        highest[r] = now;
+        for (int64_t d = 0; d < value_dim; d += L) store(sums + r * value_dim + d, load(sums + r * value_dim + d) * share);
+    }
+}
+
+}  // namespace ISA

@@ -1,0 +1,850 @@
+"""The native kernel: every feature, layout and instruction set against the oracle; its bits, threads and binary.
+
+``RINGTILE_FUZZ`` is the number of random cases, 64 by default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import kept_pairs, make_inputs, oracle, relative_error
+from torch import Tensor
+
+from ringtile import build_index, sparse_attention
+from ringtile.kernels import native
+from ringtile.kernels.contracts import Call
+from ringtile.kernels.native.library import VARIABLE, library, reason_against
+from ringtile.layout import BlockIndex
+from ringtile.layout.index import TENSOR_FIELDS
+from ringtile.patterns import (
+    BlockDilated,
+    Blocks,
+    Causal,
+    Dense,
+    Documents,
+    Elements,
+    GlobalTokens,
+    Pattern,
+    RandomBlocks,
+    Strided,
+    Window,
+    per_head,
+)
+
+SOURCE = Path(native.__file__).parents[3]
+TESTS = Path(__file__).parent
+CASES = int(os.environ.get("RINGTILE_FUZZ", "64"))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "neon")
+
+pytestmark = pytest.mark.skipif(
+    bool(reason_against()), reason=f"the native kernel cannot be used here: {reason_against()}"
+)
+
+
+# The fuzz: a case is drawn from its number, and features take turns so that few cases meet them all.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random problem."""
+
+    number: int
+    dtype: torch.dtype
+    block: int
+    batch: int
+    heads: int
+    kv_heads: int
+    n_queries: int
+    n_keys: int
+    head_dim: int
+    value_dim: int
+    start: int
+    kind: str
+    layouts: tuple[str, str, str, str]
+    threads: int
+    scale: float | None
+    dropout_p: float
+    lse_grad: bool
+    key_mask: bool
+    key_lengths: bool
+    poisoned: bool
+    chunked: bool
+
+    def features(self) -> Iterator[str]:
+        """What the case exercises: the quotas count these."""
+        yield from (str(self.dtype), f"block {self.block}", self.kind, f"threads {self.threads}", *self.layouts)
+        flags = ("dropout_p", "lse_grad", "key_mask", "key_lengths", "poisoned", "chunked")
+        yield from (name for name in flags if getattr(self, name))
+        yield from (
+            name
+            for name, present in {
+                "gqa": self.kv_heads < self.heads,
+                "batch": self.batch > 1,
+                "n_queries differ": self.n_queries != self.n_keys,
+                "ragged first row": self.start % self.block,
+                "ragged last row": (self.start + self.n_queries) % self.block,
+                "ragged column": self.n_keys % self.block,
+                "negative start": self.start < 0,
+                "odd head_dim": self.head_dim % 2,
+                "head_dim over 64": self.head_dim > 64,
+                "value_dim differs": self.value_dim != self.head_dim,
+                "negative scale": (self.scale or 1) < 0,
+                "zero scale": self.scale == 0,
+            }.items()
+            if present
+        )
+
+
+KINDS = (
+    *("window", "mixed", "causal", "checkers", "empty rows", "documents", "heads", "dense", "long rows", "blocks"),
+    "cut",
+)
+LAYOUTS = ("plain", "heads last", "sliced", "expanded", "last dimension", "offset")
+QUOTAS = {
+    **{name: 40 for name in ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")},
+    **{f"block {block}": 20 for block in (16, 32, 64, 128)},
+    **{kind: 20 for kind in KINDS},
+    **{layout: 100 for layout in LAYOUTS},
+    **{f"threads {count}": 50 for count in (1, 2, 3)},
+    **{name: 40 for name in ("dropout_p", "lse_grad", "key_mask", "key_lengths", "poisoned", "chunked")},
+    **{name: 40 for name in ("gqa", "batch")},
+    **{name: 40 for name in ("n_queries differ", "ragged first row", "ragged last row", "ragged column")},
+    **{name: 20 for name in ("negative start", "odd head_dim", "head_dim over 64", "value_dim differs")},
+    **{name: 12 for name in ("negative scale", "zero scale")},
+}
+"""At least so many of 256 cases."""
+
+LENGTHS = (1, 2, 7, 16, 17, 31, 64, 100, 129, 150, 200, 257, 300)
+HEAD_DIMS = (1, 2, 3, 8, 15, 16, 17, 32, 33, 48, 64, 65, 80, 96, 127, 128, 129, 130)
+
+
+def draw(number: int) -> Case:
+    rng = random.Random(number)
+    turn = iter(range(1, 1000))
+
+    def every(n: int) -> bool:
+        """True for one in n cases, at another phase for each feature."""
+        return (number * 7 + next(turn) * 3) % n == 0
+
+    kind = KINDS[number % len(KINDS)]
+    block = 16 if kind == "long rows" else (16, 32, 64, 128)[number // 4 % 4]
+    n_queries, n_keys = rng.choice(LENGTHS), rng.choice(LENGTHS)
+    if kind == "long rows":
+        n_queries, n_keys = rng.choice((1, 5, 20, 40)), rng.choice((1040, 1100, 1500))
+    if kind == "documents":
+        n_queries = n_keys
+    if kind == "cut":
+        n_keys += 1
+    heads = rng.choice((1, 2, 3, 4, 6))
+    kv_heads = rng.choice([h for h in (1, 2, 3) if heads % h == 0]) if every(2) else heads
+    starts = [max(n_keys - n_queries, 0) if kind == "blocks" else n_keys - n_queries, 0, rng.randrange(400)]
+    if kind not in ("blocks", "documents"):
+        starts += [-rng.randrange(1, 200), -40]
+    start = 0 if kind == "documents" else rng.choice(starts)
+    if kind == "cut":
+        start, n_queries = block + rng.randrange(block), block + 1 + rng.randrange(block)
+    head_dim = rng.choice(HEAD_DIMS)
+    layouts = tuple(LAYOUTS[(number + place * 5 + number // 6 * place) % len(LAYOUTS)] for place in range(4))
+    return Case(
+        number=number,
+        dtype=DTYPES[number * 3 // 2 % 4],
+        block=block,
+        batch=rng.choice((1, 1, 2, 3)) if kind != "documents" else rng.choice((2, 3)),
+        heads=heads,
+        kv_heads=kv_heads,
+        n_queries=n_queries,
+        n_keys=n_keys,
+        head_dim=head_dim,
+        value_dim=rng.choice(HEAD_DIMS) if every(2) else head_dim,
+        start=start,
+        kind=kind,
+        layouts=(layouts[0], layouts[1], layouts[2], layouts[3]),
+        threads=number % 3 + 1,
+        scale=0.0 if every(16) else -0.3 if every(10) else 0.7 if every(5) else None,
+        dropout_p=rng.choice((0.001, 0.3, 0.9)) if every(4) else 0.0,
+        lse_grad=every(3),
+        key_mask=every(4),
+        key_lengths=every(3),
+        poisoned=every(3),
+        chunked=every(4),
+    )
+
+
+def checkers(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Bits of every tile differ, and head 1 keeps few."""
+    return (query * query + 3 * key + head) % 7 < 3 - head % 2
+
+
+def holes(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Some queries keep nothing, some keys are kept by nobody, some tiles are one pair."""
+    return (query % 5 != 2) & (key % 3 != 1) & ((query - key).abs() < 40) & (query // 16 % 3 != 1)
+
+
+def cut(case: Case, pattern: Pattern) -> BlockIndex:
+    """Tiles whose bits speak of tokens before the first query and past the last, and past the last key."""
+    block, end = case.block, case.start + case.n_queries
+    rows, n_keys = -(-end // block) * block - block, -(-case.n_keys // block) * block
+    tensors = build_index(pattern, rows, n_keys, start=block, heads=case.heads, block=block).tensors()
+    return BlockIndex.from_tensors(tensors, block=block, start=case.start, n_queries=case.n_queries, n_keys=case.n_keys)
+
+
+def index_of(case: Case) -> BlockIndex:
+    rng = random.Random(case.number)
+    pattern: Pattern
+    if case.kind == "cut":
+        return cut(case, Window(rng.randrange(2, 20), rng.randrange(20)))
+    if case.kind == "window":
+        pattern = Window(rng.randrange(60), rng.randrange(60))
+    elif case.kind == "mixed":
+        pattern = Causal() & (Window(40) | GlobalTokens(3) | RandomBlocks(1, seed=case.number, block=16))
+    elif case.kind == "causal":
+        pattern = Causal()
+    elif case.kind == "checkers":
+        pattern = Elements(checkers)
+    elif case.kind == "empty rows":
+        pattern = Elements(holes)
+    elif case.kind == "documents":
+        ids = torch.randint(0, 3, (case.batch, case.n_keys)).sort(-1).values
+        pattern = Documents(ids=ids) & (Window(50) if case.number % 2 else Causal())
+    elif case.kind == "heads":
+        options = [Window(9), BlockDilated([1, 3], 1, block=16), Causal(), Strided(13)]
+        pattern = per_head([options[h % 4] for h in range(case.heads)])
+    elif case.kind == "blocks":
+        shape = (-(-(case.start + case.n_queries) // 50), -(-case.n_keys // 50))
+        pattern = Blocks(torch.rand(shape) < 0.5, block=50)
+    else:
+        pattern = Dense() if case.kind == "dense" else GlobalTokens(20) | Window(600)
+    return build_index(
+        pattern,
+        case.n_queries,
+        case.n_keys,
+        start=case.start,
+        heads=case.heads,
+        batch=case.batch,
+        block=case.block,
+    )
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers in other strides; what lies between them is NaN."""
+    around = x.new_full((x.shape[0], x.shape[1], 2 * x.shape[2] + 1, x.shape[3] + 3), math.nan)
+    if layout == "heads last":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        inside = around[:, :, 1::2, 2:-1]
+    elif layout == "offset":
+        inside = around[:, :, 1 : x.shape[2] + 1, 1:-2]
+    elif layout == "last dimension":
+        inside = around.mT.contiguous().mT[:, :, 1::2, 2:-1]
+    else:
+        return x
+    inside.copy_(x)
+    return inside
+
+
+@dataclass
+class Result:
+    """What one path computes."""
+
+    out: Tensor
+    lse: Tensor
+    grads: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"out": self.out, "lse": self.lse, **self.grads}
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: BlockIndex | Pattern,
+    out_grad: Tensor,
+    lse_grad: Tensor | None = None,
+    backend: str = "native",
+    **options: Any,
+) -> Result:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = sparse_attention(*leaves, index, enable_gqa=True, return_lse=True, backend=backend, **options)
+    outputs, cotangents = ([out], [out_grad]) if lse_grad is None else ([out, lse], [out_grad, lse_grad])
+    grads = torch.autograd.grad(outputs, leaves, cotangents)
+    return Result(out.detach(), lse.detach(), dict(zip("qkv", grads, strict=True)))
+
+
+@dataclass
+class Problem:
+    """The tensors of a case: clean ones for the oracle, and those of the kernel with its strides and poison."""
+
+    clean: tuple[Tensor, Tensor, Tensor, Tensor]
+    laid: tuple[Tensor, Tensor, Tensor, Tensor]
+    lse_grad: Tensor | None
+    index: BlockIndex
+    options: dict[str, Any]
+
+
+def poison(x: Tensor, unused: Tensor) -> Tensor:
+    """NaN and infinities where nobody looks."""
+    bad = torch.tensor([math.nan, math.inf, -math.inf], dtype=x.dtype)
+    places = torch.arange(x.numel()).view(x.shape) % 3
+    return torch.where(unused.unsqueeze(-1), bad[places], x)
+
+
+def make(case: Case) -> Problem:
+    torch.manual_seed(case.number)
+    index = index_of(case)
+    shape = (case.batch, case.heads, case.n_queries, case.n_keys, case.head_dim)
+    tensors = list(make_inputs(*shape, kv_heads=case.kv_heads, value_dim=case.value_dim, dtype=case.dtype))
+    for place, layout in enumerate(case.layouts):
+        if layout == "expanded":
+            x = tensors[place]
+            # An expanded last dimension is what the gradient of a sum has.
+            tensors[place] = (x[..., :1] if place == 3 else x[:1, :1]).expand(x.shape)
+    options: dict[str, Any] = {"scale": case.scale}
+    if case.key_mask:
+        options["key_mask"] = torch.rand(case.batch, case.n_keys) < 0.7
+    if case.key_lengths:
+        options["key_lengths"] = torch.randint(0, case.n_keys + 5, (case.batch,))
+    masks = {name: options[name] for name in ("key_mask", "key_lengths") if name in options}
+    kept = kept_pairs(index, tensors[0], tensors[1], **masks)
+    if case.dropout_p:
+        options.update(dropout_p=case.dropout_p, seed=case.number * 0x9E3779B97F4A7C15 % 2**64 - 2**63)
+    lse_grad = None
+    if case.lse_grad:
+        wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+        # The gradient of the lse of an empty row, -inf, means nothing.
+        lse_grad = torch.randn(shape[:3], dtype=wide)
+    clean = tuple(tensors)
+    if case.poisoned:
+        empty = ~kept.any(-1)
+        lone = ~kept.any(-2).unflatten(1, (case.kv_heads, -1)).any(2)
+        for place, unused in enumerate((empty, lone, lone, empty)):
+            if case.layouts[place] != "expanded":
+                tensors[place] = poison(tensors[place], unused)
+        if lse_grad is not None:
+            lse_grad = lse_grad.masked_fill(empty, math.nan)
+    laid = tuple(laid_out(x, layout) for x, layout in zip(tensors, case.layouts, strict=True))
+    return Problem(clean, laid, lse_grad, index, options)  # type: ignore[arg-type]
+
+
+RELATIVE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+"""Relative errors: some ten units of a float, three of a half, whose sums are kept in float."""
+NOISE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+"""Root mean square errors that pass where what is expected is almost zero, as the gradients of a row with one key."""
+
+
+def close(actual: Tensor, expected: Tensor, stretch: float) -> bool:
+    """Within the relative error, or within the noise of numbers that cancel."""
+    error = relative_error(actual, expected)
+    finite = expected.isfinite()
+    difference = (actual.double() - expected)[finite].norm().item()
+    quiet = difference <= NOISE[actual.dtype] * stretch * math.sqrt(finite.sum().item())
+    return error <= RELATIVE[actual.dtype] or (error < math.inf and quiet)
+
+
+def check(case: Case, problem: Problem, actual: Result) -> None:
+    lse_grad = None if problem.lse_grad is None else problem.lse_grad.nan_to_num()
+    *inputs, out_grad = problem.clean
+    expected = oracle(*inputs, problem.index, grad_out=out_grad, grad_lse=lse_grad, **problem.options)
+    wanted = {"out": expected.out, "lse": expected.lse, **expected.grads}
+    # What cancels grows with the width of the values, and with what dropout multiplies by.
+    stretch = max(1.0, case.value_dim / 16) ** 0.5 / (1 - case.dropout_p)
+    wrong = {
+        name: relative_error(x, wanted[name])
+        for name, x in actual.tensors().items()
+        if not close(x, wanted[name], stretch)
+    }
+    assert not wrong, case
+
+
+@pytest.fixture
+def many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small problems take all threads too."""
+    monkeypatch.setattr(native, "_OPERATIONS_A_THREAD", 1)
+
+
+def run(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One case; ``many_threads`` holds."""
+    problem = make(case)
+    torch.set_num_threads(case.threads)
+    if case.chunked:
+        monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e5)
+    actual = attend(*problem.laid[:3], problem.index, problem.laid[3], problem.lse_grad, **problem.options)
+    torch.set_num_threads(1)
+    check(case, problem, actual)
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("number", range(CASES))
+def test_fuzz_against_the_oracle(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(draw(number), monkeypatch)
+
+
+def test_the_fuzz_meets_every_feature() -> None:
+    found = Counter(feature for number in range(256) for feature in draw(number).features())
+    assert not {name: found[name] for name, quota in QUOTAS.items() if found[name] < quota}
+    assert set(QUOTAS) == {feature for number in range(64) for feature in draw(number).features()}
+
+
+# Bits: the same from run to run, for any number of threads, by both routes of the backward pass.
+
+Bits = dict[str, Tensor]
+
+
+def bits_of(problem: Problem, threads: int) -> Bits:
+    torch.set_num_threads(threads)
+    q, k, v, out_grad = problem.laid
+    return attend(q, k, v, problem.index, out_grad, problem.lse_grad, **problem.options).tensors()
+
+
+def assert_same_bits(actual: Bits, expected: Bits) -> None:
+    for name, x in expected.items():
+        assert torch.equal(actual[name], x), name
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(
+    kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes: list[str] = []
+    for name in ("run_columns", "run"):
+        real = getattr(native._Job, name)
+
+        def spy(job: Any, *arguments: Any, name: str = name, real: Callable[..., None] = real) -> None:
+            routes.append(name if name == "run_columns" else f"run {arguments[:2]}")
+            real(job, *arguments)
+
+        monkeypatch.setattr(native._Job, name, spy)
+    index = build_index(Window(600) | GlobalTokens(20), 90, 1100, start=500, heads=4, block=16)
+    assert int(index.row_work[:, 3].max()) > 0
+    inputs = make_inputs(1, 4, 90, 1100, head_dim=8, kv_heads=kv_heads, value_dim=12, dtype=dtype)
+    options = {"dropout_p": 0.2, "seed": 5, "key_mask": torch.rand(1, 1100) < 0.9}
+    problem = Problem(inputs, inputs, torch.randn(1, 4, 90), index, options)
+    expected = bits_of(problem, 1)
+    assert "run_columns" in routes
+    assert "run (False, 2)" not in routes
+    taken = {}
+    for threads in (1, 2, 3):
+        routes.clear()
+        assert_same_bits(bits_of(problem, threads), expected)
+        assert "run (True, 1)" in routes
+        taken[threads] = "whole heads" if "run_columns" in routes else "rows and columns"
+        assert ("run (False, 2)" in routes) == ("run (False, 3)" in routes) == (taken[threads] == "rows and columns")
+    apart = {1: (2, 3), 2: (3,), 4: (3,)}[kv_heads]
+    assert taken == {n: "rows and columns" if n in apart else "whole heads" for n in (1, 2, 3)}
+    # Other lengths of a call cut the work elsewhere.
+    monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e4)
+    for threads in (1, 2):
+        assert_same_bits(bits_of(problem, threads), expected)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_python_threads_share_an_index() -> None:
+    problems = []
+    index = build_index(Causal() & Window(60), 300, heads=2)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        inputs = make_inputs(2, 2, 300, head_dim=32, dtype=torch.float32)
+        problems.append(Problem(inputs, inputs, None, index, {}))
+    expected = [bits_of(problem, 1) for problem in problems]
+    native._lists.clear()
+    found: dict[int, list[Bits]] = {number: [] for number in range(4)}
+    gate = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        gate.wait(30)
+        for _ in range(5):
+            found[number].append(bits_of(problems[number], number % 2 + 1))
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    for number, results in found.items():
+        assert len(results) == 5
+        for result in results:
+            assert_same_bits(result, expected[number])
+
+
+def test_an_interrupt_is_heard_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    real = native._Job._call
+
+    def counted(job: Any, function: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == stop_at:
+            signal.raise_signal(signal.SIGINT)
+        real(job, function)
+
+    monkeypatch.setattr(native._Job, "_call", counted)
+    monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e6)
+    q, k, v, out_grad = make_inputs(1, 2, 600, head_dim=16, dtype=torch.float32)
+    stop_at = 0
+    attend(q, k, v, Causal(), out_grad)
+    whole = calls
+    assert whole > 12
+    for stop_at in (3, whole - 4):
+        calls = 0
+        with pytest.raises(KeyboardInterrupt):
+            attend(q, k, v, Causal(), out_grad)
+        assert calls == stop_at
+
+
+def test_a_call_is_bounded() -> None:
+    """About a quarter of a second at the rate of one thread, whatever the size of the problem."""
+    assert native._OPERATIONS_A_CALL <= 4e10
+    index = build_index(Causal(), 1024)
+    q = torch.empty(4, 8, 1024, 64)
+    job = native._Job(q, q, q, Call(index.tensors(), "", 0, 128, None, None, None, None, 1.0, 0.0, 0.0, "native"))
+    spans: list[int] = []
+    job._call = lambda function: spans.append(job.c.last_item - job.c.first_item)  # type: ignore[method-assign]
+    job.run(True, 0, 256, 64.5 * native._OPERATIONS_A_CALL * job.c.threads)
+    assert len(spans) == 65
+    assert sum(spans) == 256
+    assert max(spans) == 4
+
+
+# One index, other lists: the binding prepares an index once, and must tell those apart that share tensors.
+
+
+def test_the_same_lists_from_another_start() -> None:
+    whole = build_index(Window(40), 256, 512, start=0)
+    cut = BlockIndex.from_tensors(whole.tensors(), block=128, start=60, n_queries=196, n_keys=512)
+    q, k, v, out_grad = make_inputs(1, 1, 256, 512)
+    first = attend(q, k, v, whole, out_grad)
+    second = attend(q[:, :, 60:], k, v, cut, out_grad[:, :, 60:])
+    torch.testing.assert_close(second.out, first.out[:, :, 60:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(second.grads["q"], first.grads["q"][:, :, 60:], rtol=1e-12, atol=1e-12)
+    assert_same_bits(attend(q, k, v, whole, out_grad).tensors(), first.tensors())
+
+
+def test_vmap_over_rows_with_documents_of_their_own() -> None:
+    index = build_index(Documents(ids=torch.randint(0, 3, (2, 200)).sort(-1).values), 200, batch=2)
+    q, k, v, _ = make_inputs(6, 2, 200)
+    q, k, v = (x.unflatten(0, (3, 2)) for x in (q, k, v))
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse_attention(q, k, v, index, backend="native")
+
+    expected = torch.stack([one(*row) for row in zip(q, k, v, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(one)(q, k, v), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7F800001, -0x3FFFFD], ids=hex)
+def test_a_nan_that_is_kept_shows(bits: int) -> None:
+    """Whatever its payload; and only in the row that it belongs to, or in all rows that keep its key."""
+    q, k, v, out_grad = make_inputs(1, 2, 150, head_dim=16, dtype=torch.float32)
+    bad = q.clone()
+    bad.view(torch.int32)[0, 1, 70, 3] = bits
+    rows = attend(bad, k, v, Causal(), out_grad).out.isnan()
+    assert rows[0, 1, 70].all()
+    assert rows.sum() == 16
+    bad = k.clone()
+    bad.view(torch.int32)[0, 1, 70, 3] = bits
+    rows = attend(q, bad, v, Causal(), out_grad).out.isnan()
+    assert rows[0, 1, 70:].all()
+    assert not rows[0, 1, :70].any()
+    assert not rows[0, 0].any()
+
+
+def far_apart(x: Tensor, dim: int, file: Path) -> Tensor:
+    """The same numbers, more than 2^31 elements apart along a dimension, in a file that is holes between them."""
+    step = 2**31 + 5
+    strides = list(x.stride())
+    strides[dim] = step
+    room = torch.from_file(str(file), shared=True, size=step * (x.shape[dim] - 1) + x.numel(), dtype=x.dtype)
+    file.unlink()
+    return room.as_strided(x.shape, strides).copy_(x)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_strides_beyond_32_bits(dim: int, tmp_path: Path) -> None:
+    shape = [2, 2, 40, 16]
+    shape[dim] = 2
+    tensors = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(4)]
+    q, k, v, out_grad = (far_apart(x, dim, tmp_path / str(number)) for number, x in enumerate(tensors))
+    assert_same_bits(
+        attend(q, k, v, Causal(), out_grad).tensors(), attend(*tensors[:3], Causal(), tensors[3]).tensors()
+    )
+
+
+# What the library would read beside its tensors is refused.
+
+
+def call_of(index: BlockIndex, **changes: Any) -> Call:
+    call = Call(index.tensors(), "", index.start, index.block, None, None, None, None, 0.25, 0.0, 0.0, "native")
+    return call._replace(**changes)
+
+
+Q, K = torch.zeros(2, 4, 100, 16), torch.zeros(2, 2, 150, 16)
+MISFITS: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], str]] = {
+    "another dtype": ((Q, K.half(), K), {}, "one dtype"),
+    "an integer dtype": ((Q.int(), K.int(), K.int()), {}, "one dtype"),
+    "three dimensions": ((Q, K[0], K), {}, "four dimensions"),
+    "another batch": ((Q, K[:1], K[:1]), {}, r"\[B, H, N, D\]"),
+    "another head_dim": ((Q, K[..., :8], K), {}, r"\[B, H, N, D\]"),
+    "fewer values": ((Q, K, K[:, :, 1:]), {}, r"\[B, H, N, D\]"),
+    "no divisor": ((Q[:, :3], K, K), {}, r"\[B, H, N, D\]"),
+    "few key bits": ((Q, K, K), {"key_bits": torch.zeros(2, 4, dtype=torch.int32)}, "key_bits"),
+    "wide key bits": ((Q, K, K), {"key_bits": torch.zeros(2, 5, dtype=torch.int64)}, "key_bits"),
+    "few key lengths": ((Q, K, K), {"key_lengths": torch.zeros(1, dtype=torch.int64)}, "key_lengths"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "changes", "message"), MISFITS.values(), ids=MISFITS)
+def test_the_operator_refuses_what_does_not_fit(
+    tensors: tuple[Tensor, Tensor, Tensor], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.ops.ringtile.forward(*tensors, *call_of(build_index(Causal(), 100, 150), **changes))
+
+
+def test_the_backward_operator_refuses_what_does_not_fit() -> None:
+    index = build_index(Causal(), 100, 150)
+    out, lse = torch.ops.ringtile.forward(Q, K, K, *call_of(index))
+    rows = {"out_grad": out, "lse_grad": lse, "q": Q, "k": K, "v": K, "out": out, "lse": lse}
+    torch.ops.ringtile.backward(*rows.values(), *call_of(index))
+    for name in ("out_grad", "out", "lse_grad", "lse"):
+        with pytest.raises(ValueError, match=name):
+            torch.ops.ringtile.backward(*{**rows, name: rows[name][:, :3]}.values(), *call_of(index))
+    for name in ("out_grad", "out", "lse"):
+        with pytest.raises(ValueError, match=name):
+            torch.ops.ringtile.backward(*{**rows, name: rows[name].half()}.values(), *call_of(index))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("group", lambda x: torch.ones_like(x)),
+        ("group", lambda x: x.expand(3, 1)),
+        ("full_row_ptr", lambda x: x + 1),
+        ("part_row_ptr", lambda x: x.flip(0)),
+        ("full_col_ptr", lambda x: x[:-1]),
+        ("part_col_ptr", lambda x: -x),
+        ("full_col", lambda x: x + 9),
+        ("part_col", lambda x: x - 9),
+        ("full_row", lambda x: x + 9),
+        ("part_row", lambda x: x + 9),
+        ("part_tile", lambda x: x + 9),
+        ("part_tile_t", lambda x: x - 9),
+        ("bits", lambda x: x[..., :2]),
+        ("bits_t", lambda x: x.long()),
+        ("rows_any", lambda x: x[:0]),
+        ("cols_any", lambda x: x[:, :1]),
+        ("row_work", lambda x: x + 1),
+    ],
+)
+def test_an_index_that_leads_beside_its_tensors_is_refused(name: str, damage: Callable[[Tensor], Tensor]) -> None:
+    index = build_index(Window(200), 500)
+    tensors = dict(zip(TENSOR_FIELDS, (x.clone() for x in index.tensors()), strict=True))
+    q = torch.zeros(2, 1, 500, 8)
+    torch.ops.ringtile.forward(q, q, q, *call_of(index, tiles=list(tensors.values())))
+    tensors[name] = damage(tensors[name])
+    with pytest.raises(ValueError, match="index" if tensors["group"].shape[0] == 3 else name):
+        torch.ops.ringtile.forward(q, q, q, *call_of(index, tiles=list(tensors.values())))
+
+
+# Processes of their own: instruction sets, no library, forks, one OpenMP runtime.
+
+
+def printed(code: str | Path, *, path: Path = SOURCE, **environment: str) -> list[str]:
+    """The words that a fresh interpreter prints."""
+    variables = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    variables.update({"PYTHONPATH": f"{path}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", **environment})
+    command = [sys.executable, code] if isinstance(code, Path) else [sys.executable, "-c", code]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()
+
+
+def run_reduced(numbers: range) -> str:
+    """Some cases, in a process of an instruction set; its name."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(native, "_OPERATIONS_A_THREAD", 1)
+        for number in numbers:
+            run(draw(number), monkeypatch)
+        for number in numbers[:6]:
+            problem = make(draw(number))
+            expected = bits_of(problem, 1)
+            for threads in (2, 3):
+                assert_same_bits(bits_of(problem, threads), expected)
+    return library().name
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_instruction_set(name: str) -> None:
+    handle = library().handle
+    names = [handle.ringtile_isa_name(number).decode() for number in range(handle.ringtile_isa_count())]
+    if name not in names:
+        pytest.skip(f"{name} belongs to another architecture than {names}")
+    if not handle.ringtile_isa_runs(names.index(name)):
+        pytest.skip(f"this processor lacks {name}")
+    code = "import test_native; print(test_native.run_reduced(range(100, 120)))"
+    assert printed(code, **{VARIABLE: name}) == [name]
+
+
+WITHOUT = """
+import torch
+from ringtile import sparse_attention
+from ringtile.analysis.doctor import diagnosis
+from ringtile.patterns import Window
+torch.manual_seed(0)
+q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16).unbind())
+out = sparse_attention(q, k, v, Window(40))
+expected = sparse_attention(q, k, v, Window(40), backend="reference")
+torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+for grad, other in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))):
+    torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
+reasons = diagnosis()["backends"]["native"]
+try:
+    sparse_attention(q, k, v, backend="native")
+except ValueError as error:
+    assert reasons[0] in str(error), error
+    print(*reasons)
+"""
+
+
+def test_switched_off_blockwise_serves_and_doctor_says_why() -> None:
+    assert " ".join(printed(WITHOUT, **{VARIABLE: "none"})) == f"switched off by {VARIABLE}=none"
+
+
+def test_without_the_library_blockwise_serves_and_doctor_says_why(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE / "ringtile", tmp_path / "ringtile", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    said = " ".join(printed(WITHOUT, path=tmp_path))
+    assert said == "its library was not built: installing ringtile with a C++ compiler at hand builds it"
+
+
+def test_what_the_environment_and_the_file_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("ringtile.kernels.native.library")
+    monkeypatch.setenv(VARIABLE, "sse9")
+    with pytest.raises(ValueError, match=r"RINGTILE_CPU: expected one of \[.*'none'\], got 'sse9'"):
+        module._find()
+    monkeypatch.setenv(VARIABLE, "")
+    assert module._find().library is not None
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "kernels" / "native" / "library.py"))
+    (tmp_path / "libringtile.so").write_bytes(b"no library")
+    assert module._find().reason.startswith("its library does not load: ")
+
+
+FORKS = """
+import multiprocessing, os, sys, torch
+from torch.utils.data import DataLoader
+from ringtile import sparse_attention
+from ringtile.kernels import native
+from ringtile.patterns import Causal
+
+native._OPERATIONS_A_THREAD = 1
+
+def compute(seed):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 3, 150, 16, generator=generator).requires_grad_() for _ in range(3))
+    out = sparse_attention(q, k, v, Causal(), backend="native")
+    return torch.stack([out, *torch.autograd.grad(out.square().sum(), (q, k, v))]).detach()
+
+def send(seed, pipe):
+    pipe.send((torch.get_num_threads(), compute(seed).numpy().tobytes()))
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    expected = [compute(seed) for seed in range(3)]
+    assert len(os.listdir("/proc/self/task")) > 1, "no OpenMP thread runs"
+    child = os.fork()
+    if child == 0:
+        same = all(torch.equal(compute(seed), expected[seed]) for seed in range(3))
+        os._exit(0 if same else 1)
+    print("fork", os.waitpid(child, 0)[1])
+    loader = DataLoader([0, 1, 2], batch_size=None, num_workers=1, collate_fn=compute, multiprocessing_context="fork")
+    print("loader", *(int(torch.equal(x, y)) for x, y in zip(loader, expected)))
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=send, args=(1, its))
+    process.start()
+    threads, found = mine.recv()
+    process.join()
+    print("spawn", process.exitcode, int(found == expected[1].numpy().tobytes()))
+    assert torch.equal(compute(2), expected[2])
+    for _ in range(20):
+        torch.mm(torch.ones(500, 500), torch.ones(500, 500))
+        compute(0)
+    with open("/proc/self/maps") as maps:
+        runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line or "libomp" in line}
+    print("runtimes", len(runtimes))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_forked_and_spawned_processes_and_one_openmp_runtime(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS)
+    assert " ".join(printed(script)) == "fork 0 loader 1 1 1 spawn 0 1 runtimes 1"
+
+
+# The binary.
+
+
+def listing(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no {command[0]} on this machine")
+    path = library().handle._name
+    return subprocess.run([*command, path], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_library_is_small_and_needs_libc_alone() -> None:
+    assert Path(library().handle._name).stat().st_size <= 2 << 20
+    needed = re.findall(r"NEEDED.*\[(.*)\]", listing("readelf", "-d"))
+    assert {name.split(".")[0] for name in needed} <= {"libc", "libm"}
+
+
+def test_the_library_shows_only_its_own_names() -> None:
+    shown = [line.split()[-2:] for line in listing("nm", "-D", "--defined-only").splitlines()]
+    assert {name for _, name in shown} == {
+        f"ringtile_{name}" for name in ("forward", "backward", "call_size", "isa_count", "isa_name", "isa_runs")
+    }
+    assert {kind for kind, _ in shown} == {"T"}
+    # OpenMP's are torch's.
+    missing = {line.split()[-1].split("@")[0] for line in listing("nm", "-D", "--undefined-only").splitlines()}
+    assert any(name.startswith("GOMP_") for name in missing)
+    # A template that two instruction sets instantiate would be linked once, for either.
+    assert not [line for line in listing("nm", "--defined-only").splitlines() if line.split()[-2] in "VWu"]
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instruction sets of x86-64")
+def test_no_instruction_of_another_set() -> None:
+    registers: dict[str, set[str]] = {"avx2": set(), "avx512": set(), "avx512_bf16": set(), "baseline": set()}
+    owner = ""
+    for line in listing("objdump", "-d", "--no-show-raw-insn", "--section=.text").splitlines():
+        if found := re.fullmatch(r"[0-9a-f]+ <(.*)>:", line):
+            names = [name for name in ("avx512_bf16", "avx512", "avx2") if name in found[1]]
+            owner = names[0] if names else "baseline"
+        elif owner:
+            registers[owner].update(re.findall(r"%([xyz]mm|k(?=[0-7]))|(vdpbf16ps)", line))
+    used = {name: {a or b for a, b in found} for name, found in registers.items()}
+    if not used["avx2"]:
+        pytest.skip("the library is stripped")
+    assert not used["baseline"] & {"ymm", "zmm", "k", "vdpbf16ps"}
+    assert "ymm" in used["avx2"]
+    assert not used["avx2"] & {"zmm", "k", "vdpbf16ps"}
+    assert "zmm" in used["avx512"]
+    assert "vdpbf16ps" not in used["avx512"]
+    assert used["avx512_bf16"] >= {"zmm", "vdpbf16ps"}

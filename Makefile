@@ -5,7 +5,7 @@
 # Each sets up .venv by itself the first time. PYTHON=python3.12 chooses another interpreter.
 #
 # With cmake and a C++ compiler alone:
-# make native     the native kernel, into src/ringtile/
+# make native     the native kernel, into src/ringtile/lib/
 # make sanitize   its driver under AddressSanitizer and UndefinedBehaviorSanitizer, every instruction set (CASES=1000)
 # make valgrind   its driver under valgrind, which runs AVX2 at most
 
@@ -45,9 +45,10 @@ sanitize:
 valgrind:
 	cmake -S . -B build/native
 	cmake --build build/native --parallel --target driver
-	valgrind --quiet --error-exitcode=1 --leak-check=full --errors-for-leak-kinds=definite build/native/driver $(CASES)
+	valgrind --quiet --error-exitcode=1 --leak-check=full \
+	  --show-leak-kinds=definite --errors-for-leak-kinds=definite build/native/driver $(CASES)
 
-.venv/ready-%: pyproject.toml constraints.txt scripts/environment.py
+.venv/ready-%: pyproject.toml constraints.txt scripts/environment.py CMakeLists.txt $(wildcard native/*) compat/pyproject.toml
 	$(PYTHON) scripts/environment.py $*
 	@touch $@
 

@@ -26,8 +26,8 @@ typedef struct ringtile_call {
     const int32_t *full_col_ptr, *full_row, *part_col_ptr, *part_row, *part_tile_t;
     const int32_t *bits, *bits_t, *rows_any, *cols_any;
     // Work entries (row slot, first, last, piece or -1, pieces of the row), sorted by group: those of group g from
-    // work_begin[g] on; and for each batch row and head, in that
-    // order, the number of its first work item; n_splits pieces of rows have a place in scratch, for each head.
+    // work_begin[g] on; and for each batch row and head, in that order, the number of its first work item; n_splits
+    // pieces of rows have a place in scratch, for each head.
     const int32_t *work;
     const int64_t *work_begin, *item_begin;
     int64_t n_splits;

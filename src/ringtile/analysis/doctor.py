@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ringtile.analysis.machine import machine_facts, versions
+from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.select import backend_report
 from ringtile.layout import cache_info
 
@@ -40,6 +41,7 @@ def diagnosis() -> dict[str, Any]:
         "versions": versions(),
         "machine": machine_facts(),
         "backends": dict(backend_report()),
+        "native_isa": None if reason_against() else library().name,
         "index_cache": cache_info()._asdict(),
         OLD_IMPORT_PATH: old_import_path(),
     }
@@ -54,7 +56,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for number, text in enumerate(facts):
             yield name.replace("_", " ") if number == 0 else "", str(text)
     for name, reasons in found["backends"].items():
-        yield f"backend {name}", f"not available: {'; '.join(reasons)}" if reasons else "available"
+        detail = f", instruction set {found['native_isa']}" if name == "native" else ""
+        yield f"backend {name}", f"not available: {'; '.join(reasons)}" if reasons else f"available{detail}"
     yield OLD_IMPORT_PATH, found[OLD_IMPORT_PATH]
     yield "index cache", f"up to {found['index_cache']['limit'] / 2**20:.0f} MiB"
 

@@ -3,8 +3,8 @@
 // lanes; gradients of keys and values, of queries too where a thread has a whole head) and by rows (queries in the
 // lanes; gradients of queries). Both add the same products in the same order, so they agree to the last bit.
 #pragma once
+#include "dropout.h"
 #include "matmul.h"
-#include "tile.h"
 
 namespace ISA {
 
@@ -149,7 +149,7 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
     int end = (keys.high + L - 1) / L * L;
     Tiles tiles = tiles_of(c.full_col_ptr, c.full_row, c.part_col_ptr, c.part_row, c.part_tile_t,
                            group_of(c, b, h) * c.n_cols + col);
-    Philox random = philox_of(c, b, h);
+    Dropout random = dropout_of(c, b, h);
     Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first);
     while (tiles.next(row, tile)) {
         Span queries = row_span(c, row);
@@ -158,7 +158,7 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
         const T *delta = (const T *)c.delta + 2 * head * c.n_queries + queries.first, *lse2 = delta + c.n_queries;
         Unused u = unused_of(c, b, queries, keys, tile, lse2);
         uint32_t keep[MAX_BLOCK][MAX_WORDS];
-        if (c.dropout_threshold) dropout_bits(random, c, queries, keys, true, keep);
+        if (c.dropout_threshold) dropout_bits<true>(random, c, queries, keys, keep);
         Step<T> step = step_of<T>(c, c.bits, tile, u, c.dropout_threshold ? keep : nullptr);
         Rows<E> query_rows = rows_of<E>(c.q, c.q_stride, b, h, first),
             grad_rows = rows_of<E>(c.out_grad, c.out_grad_stride, b, h, first);
@@ -262,7 +262,7 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t item, 
                  queries.high, from, end, c.value_dim, T(1), to.out_grads, MAX_BLOCK);
     T *sums = to.key_sums;
     for (int64_t i = 0; i < c.head_dim * MAX_BLOCK; i++) sums[i] = 0;
-    Philox random = philox_of(c, b, h);
+    Dropout random = dropout_of(c, b, h);
     Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile,
                            group_of(c, b, h) * c.n_rows + row);
     int64_t col, tile;
@@ -270,7 +270,7 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t item, 
         Span keys = col_span(c, col);
         Unused u = unused_of(c, b, queries, keys, tile, lse2);
         uint32_t keep[MAX_BLOCK][MAX_WORDS];
-        if (c.dropout_threshold) dropout_bits(random, c, queries, keys, false, keep);
+        if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);
         Step<T> step = step_of<T>(c, c.bits_t, tile, u, c.dropout_threshold ? keep : nullptr);
         Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first);
         Rows<E> value_rows = rows_of<E>(c.v, c.v_stride, b, kv, keys.first);

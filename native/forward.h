@@ -1,15 +1,18 @@
 // The forward pass. A row tile's queries lie in the lanes of vectors, so scores are [key][query]: the softmax runs
 // along rows of vectors, and neither keys nor values have to be packed.
 #pragma once
+#include "dropout.h"
+#include "few.h"
 #include "pairs.h"
 
 namespace ISA {
 
 template <class T> struct ForwardScratch {
-    T *queries, *sums, *scores, *keys, *values, *highest, *total;
+    T *queries, *sums, *scores, *keys, *values, *highest, *total, *few;
 
     static int64_t size(const ringtile_call &c) {
-        return (c.head_dim + most(c.head_dim, GROUP) + 2 * c.value_dim + GROUP + 2) * MAX_BLOCK;
+        return (c.head_dim + most(c.head_dim, GROUP) + 2 * c.value_dim + GROUP + 2) * MAX_BLOCK +
+               FEW_QUERIES * (c.head_dim + c.value_dim + MAX_BLOCK);
     }
     static constexpr int GROUP = TILE_VECTORS * Lanes<T>::count;
 
@@ -21,6 +24,7 @@ template <class T> struct ForwardScratch {
         values = keys + most(c.head_dim, GROUP) * MAX_BLOCK;
         highest = values + c.value_dim * MAX_BLOCK;
         total = highest + MAX_BLOCK;
+        few = total + MAX_BLOCK;
     }
 };
 
@@ -130,6 +134,8 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
     int64_t slot = work[0], row = slot % c.n_rows;
     Span queries = row_span(c, row);
     int from = queries.low / L * L, end = (int)least(c.block, (queries.high + L - 1) / L * L);
+    int count = queries.high - queries.low;
+    bool few = count <= FEW_QUERIES && !c.dropout_threshold && c.head_dim % L == 0 && c.value_dim % L == 0;
     // Scores are scaled by a positive number: the sign, or a zero, goes into the queries.
     T base = c.scale == 0 ? T(1) : (T)(__builtin_fabs(c.scale) * 1.44269504088896340736);
     T sign = c.scale < 0 ? T(-1) : T(c.scale != 0);
@@ -144,9 +150,16 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
     for (int64_t d = 0; d < c.value_dim; d++)
         for (int lane = from; lane < end; lane++) to.sums[d * MAX_BLOCK + lane] = 0;
     for (int lane = from; lane < end; lane++) to.highest[lane] = -infinity<T>(), to.total[lane] = 0;
+    T *few_rows = to.few, *few_sums = few_rows + FEW_QUERIES * c.head_dim;
+    T *weights = few_sums + FEW_QUERIES * c.value_dim;
+    if (few) {
+        copy_in(query_rows, count, c.head_dim, c.head_dim, nullptr, few_rows);
+        for (int64_t i = 0; i < count * c.head_dim; i++) few_rows[i] = sign == 0 ? T(0) : sign * few_rows[i];
+        for (int64_t i = 0; i < count * c.value_dim; i++) few_sums[i] = 0;
+    }
 
     Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
-    Philox random = philox_of(c, b, h);
+    Dropout random = dropout_of(c, b, h);
     int words = (c.block + 31) / 32;
     int64_t col, tile;
     for (int number = 0; number < work[2] && tiles.next(col, tile); number++) {
@@ -163,19 +176,36 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
         Rows<E> value_rows = rows_of<E>(c.v, c.v_stride, b, kv, keys.first);
         const T *key = (const T *)key_rows.x, *value = (const T *)value_rows.x;
         int64_t key_step = key_rows.step, value_step = value_rows.step;
-        if (!same && !PAIRS) {
+        if (!same && (!PAIRS || few)) {
             copy_in(key_rows, keys.high, c.head_dim, c.head_dim, nullptr, to.keys);
             key = to.keys, key_step = c.head_dim;
         }
-        if (!PAIRS && (!same || hollow)) {
+        if ((!PAIRS || few) && (!same || hollow)) {
             copy_in(value_rows, keys.high, c.value_dim, c.value_dim, hollow ? dead : nullptr, to.values);
             value = to.values, value_step = c.value_dim;
+        }
+        if (few) {
+            bool bits = masked || tile >= 0;
+            few_scores(few_rows, count, key, key_step, keys.high, c.head_dim, weights);
+            for (int r = 0; bits && r < count; r++) {
+                int lane = queries.low + r;
+                for (int k = 0; k < keys.high; k++) {
+                    bool kept = !mask.bits || (mask.bits[k * words + (lane >> 5)] >> (lane & 31) & 1);
+                    if (!kept || mask.drops(k)) weights[r * MAX_BLOCK + k] = -infinity<T>();
+                }
+            }
+            few_soften(weights, count, keys.high, base, bits, to.highest + queries.low, to.total + queries.low,
+                       few_sums, c.value_dim);
+            for (int64_t d = 0; d < c.value_dim; d += GROUP)
+                matmul<T, true>((int)least(TILE_VECTORS, (c.value_dim - d) / L), weights, MAX_BLOCK, value + d,
+                                value_step, few_sums + d, c.value_dim, count, keys.high, true);
+            continue;
         }
 #if HAS_PAIRS
         if constexpr (PAIRS) pair_rows(value_rows, keys.high, c.value_dim, hollow ? dead : nullptr, value_pairs);
 #endif
         uint32_t keep[MAX_BLOCK][MAX_WORDS];
-        if (c.dropout_threshold) dropout_bits(random, c, queries, keys, false, keep);
+        if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);
         for (int lane = from; lane < end; lane += GROUP) {
             int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
 #if HAS_PAIRS
@@ -208,6 +238,9 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
                                  keys.high, true);
         }
     }
+    for (int r = 0; few && r < count; r++)
+        for (int64_t d = 0; d < c.value_dim; d++)
+            to.sums[d * MAX_BLOCK + queries.low + r] = few_sums[r * c.value_dim + d];
     if (work[3] < 0) {
         write_row<E, T>(c, b, h, queries, to.sums, to.highest, to.total);
         return;

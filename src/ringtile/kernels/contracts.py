@@ -308,6 +308,18 @@ class Attention(torch.autograd.Function):
         return *grads, None, *(None for _ in rest)
 
 
+class _Direct(torch.autograd.Function):
+    """`Attention` where no transform of torch.func is active: without setup_context, torch binds no signature."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output = Attention.forward(*arguments)
+        Attention.setup_context(ctx, arguments, output)
+        return output
+
+    backward = Attention.backward
+
+
 class Facts(NamedTuple):
     """The arguments of a call that are no tensors."""
 
@@ -362,5 +374,6 @@ def attention(
         out, lse = torch.ops.ringtile.forward(q, k, v, *_call(facts, rest))
         return out, lse
     call = (facts, key_bits, key_lengths, seed, alibi_slopes, *index)
-    out, lse = Attention.apply(q, k, v, *call)  # type: ignore[no-untyped-call]
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    out, lse = (Attention if transformed else _Direct).apply(q, k, v, *call)  # type: ignore[no-untyped-call]
     return out, lse

@@ -149,7 +149,8 @@ class _Job:
         c.scale = call.scale
         if call.seed is not None:
             c.seed, c.dropout_threshold = int(call.seed), dropout_threshold(call.dropout_p)
-        area = self.lists.tiles * self.index.block**2 * q.shape[0] * q.shape[1]
+        height, width = min(self.index.block, q.shape[2]), min(self.index.block, k.shape[2])
+        area = self.lists.tiles * height * width * q.shape[0] * q.shape[1]
         self.operations = 2.0 * area * (q.shape[3] + v.shape[3])
         c.threads = max(1, min(torch.get_num_threads(), int(self.operations / _OPERATIONS_A_THREAD)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,6 +39,10 @@ class _TorchRandom:
 
 _torch_random = _TorchRandom()
 hypothesis.register_random(_torch_random)
+
+# A shell that starts a command in the background has it ignore Ctrl-C, which some tests raise.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The problems are small: on a shared machine a second thread would spend its time waiting for the first.
 torch.set_num_threads(1)

@@ -941,6 +941,9 @@ def test_the_tools_refuse_what_is_no_pattern(pattern: Tensor) -> None:
 def test_doctor_reports_a_foreign_owner_of_the_old_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # An editable install finds its own package before any path is looked at.
+    finders = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
+    monkeypatch.setattr("sys.meta_path", finders)
     monkeypatch.syspath_prepend(str(ROOT / "compat"))
     assert doctor.old_import_path() == "served by ringtile.compat"
     foreign = tmp_path / "dilated_attention_pytorch" / "__init__.py"

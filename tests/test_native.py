@@ -663,11 +663,18 @@ def test_an_index_that_leads_beside_its_tensors_is_refused(name: str, damage: Ca
 # Processes of their own: instruction sets, no library, forks, one OpenMP runtime.
 
 
+NOT_INSTALLED = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
+"""
+"""An editable install finds its own package before any path is looked at."""
+
+
 def printed(code: str | Path, *, path: Path = SOURCE, **environment: str) -> list[str]:
     """The words that a fresh interpreter prints."""
     variables = {name: value for name, value in os.environ.items() if name != VARIABLE}
     variables.update({"PYTHONPATH": f"{path}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", **environment})
-    command = [sys.executable, code] if isinstance(code, Path) else [sys.executable, "-c", code]
+    command = [sys.executable, code] if isinstance(code, Path) else [sys.executable, "-c", NOT_INSTALLED + code]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.split()

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import math
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise

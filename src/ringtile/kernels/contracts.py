@@ -81,6 +81,10 @@ class Backend(Protocol):
         """
 
 
+backends: dict[str, Any] = {}
+"""The modules of the backends by name; `select`, which knows them, fills it in."""
+
+
 def pack_keys(keep: Tensor) -> Tensor:
     """``[B, M]`` bool to ``[B, ceil(M / 32)]`` int32 words, key j in bit ``j % 32`` of word ``j // 32``."""
     words = torch.nn.functional.pad(keep, (0, -keep.shape[1] % 32)).unflatten(1, (-1, 32)).long()
@@ -114,24 +118,18 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _backend(name: str) -> Any:
-    from ringtile.kernels.select import load
-
-    return load(name)
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     call = Call(*rest)
-    return _backend(call.backend).forward(q, k, v, call)
+    return backends[call.backend].forward(q, k, v, call)
 
 
 def _backward(*arguments: Any) -> Any:
     call = Call(*arguments[7:])
-    return _backend(call.backend).backward(*arguments[:7], call)
+    return backends[call.backend].backward(*arguments[:7], call)
 
 
 def _double_backward(*arguments: Any) -> Any:
-    return _backend("blockwise").double_backward(*arguments[:10], Call(*arguments[10:]))
+    return backends["blockwise"].double_backward(*arguments[:10], Call(*arguments[10:]))
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels import blockwise, dense, native
-from ringtile.kernels.contracts import Backend, Call
+from ringtile.kernels.contracts import Backend, Call, backends
 from ringtile.kernels.native.library import reason_against
 
 _logger = logging.getLogger("ringtile")
 
 _BACKENDS: dict[str, Backend] = {"native": native, "dense": dense, "blockwise": blockwise}
+
+backends.update(_BACKENDS)
 
 NAMES = (*_BACKENDS, "reference")
 """What ``backend=`` may name; the first that fits serves where none is named."""

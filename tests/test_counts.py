@@ -252,6 +252,16 @@ def test_an_index_is_planned_once(plans_made: list[BlockIndex]) -> None:
     assert len(plans_made) == 1
 
 
+@pytest.mark.parametrize("backend", ["blockwise", "native"])
+def test_lists_that_serve_another_start_are_planned_anew(backend: str) -> None:
+    q, k, v, _ = make_inputs(1, 1, 200)
+    index = build_index(Window(30), 200)
+    moved = BlockIndex.from_tensors(index.tensors(), block=128, start=28, n_queries=200, n_keys=200)
+    for served in (index, moved, index):
+        out = sparse_attention(q, k, v, served, backend=backend)
+        assert relative_error(out, sparse_attention(q, k, v, served, backend="reference")) < 1e-12
+
+
 def live_bytes() -> int:
     gc.collect()
     storages = {

@@ -327,11 +327,13 @@ _lock = threading.Lock()
 
 def plan_of(index: BlockIndex) -> Plan:
     """The launches of an index, made once and kept as long as the index lives."""
+    # The same lists may serve another start.
+    place = (index.block, index.start, index.n_queries, index.n_keys)
     with _lock:
-        plan: Plan | None = _plans.get(index.full_row_ptr)
-    if plan is None:
+        found: tuple[tuple[int, ...], Plan] | None = _plans.get(index.full_row_ptr)
+    if found is None or found[0] != place:
         with span(INDEX):
-            plan = _make_plan(index)
+            found = place, _make_plan(index)
         with _lock:
-            _plans[index.full_row_ptr] = plan
-    return plan
+            _plans[index.full_row_ptr] = found
+    return found[1]

@@ -29,6 +29,7 @@ from strategies import LENGTHS, checkerboard, grids, patterns
 from torch import Tensor
 
 from ringtile import build_index, merge_attention, sparse_attention
+from ringtile.kernels import native
 from ringtile.kernels.blockwise import chunks, plan
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.layout import BlockIndex, clear_cache, to_block_mask
@@ -54,7 +55,7 @@ from ringtile.patterns import (
 )
 
 TOLERANCE = 1e-12
-BACKENDS = ("blockwise", "native", None)
+BACKENDS = ("blockwise", None)
 
 HOLES = Causal() & Window(40) & ~Window(2)
 """The first three queries keep nothing, and the last three keys serve nobody."""
@@ -102,6 +103,17 @@ MODIFIERS: dict[str, dict[str, Any]] = {
 }
 MODIFIERS["everything"] = {name: value for options in MODIFIERS.values() for name, value in options.items()}
 MODIFIERS["everything"]["scale"] = 0.7
+
+
+@pytest.fixture(scope="module", autouse=True, params=["with the native kernel", "without"])
+def _machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test here runs on the kernel that serves by default, and on those that serve where it was not built."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "without":
+            patch.setattr(native, "reason_against", lambda: "not built")
+        elif native.reason_against():
+            pytest.skip(native.reason_against())
+        yield
 
 
 def attend(

@@ -5,15 +5,18 @@
 
 #define PUBLIC extern "C" __attribute__((visibility("default")))
 typedef int kernel(const ringtile_call *);
+typedef double peak(int kind, int threads, double seconds);
 
 #define DECLARE(isa)                                  \
     extern "C" kernel ringtile_forward_##isa;         \
-    extern "C" kernel ringtile_backward_##isa;
-#define ENTRY(isa) {#isa, ringtile_forward_##isa, ringtile_backward_##isa}
+    extern "C" kernel ringtile_backward_##isa;        \
+    extern "C" peak ringtile_peak_##isa;
+#define ENTRY(isa) {#isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_peak_##isa}
 
 struct Kernels {
     const char *name;
     kernel *forward, *backward;
+    peak *rate;
 };
 
 #if defined(__x86_64__)
@@ -56,4 +59,9 @@ PUBLIC int ringtile_backward(const ringtile_call *call) {
     ringtile_call c = *call;
     if (forked) c.threads = 1;
     return all[c.isa].backward(&c);
+}
+
+// The highest rate of a kind of work (ringtile_rate) with so many threads; each works for so many seconds.
+PUBLIC double ringtile_peak(int isa, int kind, int threads, double seconds) {
+    return all[isa].rate(kind, forked ? 1 : threads, seconds);
 }

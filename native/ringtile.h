@@ -8,6 +8,16 @@ extern "C" {
 
 enum ringtile_dtype { RINGTILE_FLOAT32 = 0, RINGTILE_FLOAT64 = 1, RINGTILE_BFLOAT16 = 2, RINGTILE_FLOAT16 = 3 };
 
+// What ringtile_peak measures: floating-point operations, exponentials or bytes read, a second.
+enum ringtile_rate {
+    RINGTILE_FMA_FLOAT32 = 0,
+    RINGTILE_FMA_FLOAT64 = 1,
+    RINGTILE_DOT_BFLOAT16 = 2,
+    RINGTILE_EXP_FLOAT32 = 3,
+    RINGTILE_EXP_FLOAT64 = 4,
+    RINGTILE_READ = 5
+};
+
 // A call. Tensors are [B, H, N, D] with strides in elements for B, H and N and a contiguous last dimension; lse, its
 // gradient and delta are contiguous [B, H, Nq] in the accumulation type (float, double for float64). The index fields
 // are those of BlockIndex.

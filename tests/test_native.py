@@ -31,6 +31,7 @@ from ringtile import build_index, sparse_attention
 from ringtile.kernels import native
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.native.library import VARIABLE, library, reason_against
+from ringtile.kernels.native.peak import RATES, peak_rates
 from ringtile.layout import BlockIndex
 from ringtile.layout.index import TENSOR_FIELDS
 from ringtile.patterns import (
@@ -804,6 +805,28 @@ def test_forked_and_spawned_processes_and_one_openmp_runtime(tmp_path: Path) -> 
     assert " ".join(printed(script)) == "fork 0 loader 1 1 1 spawn 0 1 runtimes 1"
 
 
+# What a roofline is drawn from: that there are such rates, and which; how high they are, no test asks.
+
+
+def test_every_rate_of_the_processor_is_measured() -> None:
+    for threads in (1, 2):
+        found = peak_rates(threads=threads, seconds=1e-4, samples=2)
+        assert set(RATES) - set(found) <= {"dot_bfloat16"}
+        assert ("dot_bfloat16" in found) == (library().name == "avx512_bf16")
+        assert all(0 < rate < math.inf for rate in found.values())
+
+
+@pytest.mark.parametrize("options", [{"threads": 0}, {"seconds": 0.0}, {"seconds": math.nan}, {"samples": 0}], ids=str)
+def test_no_rate_is_measured_in_no_time(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected more than none"):
+        peak_rates(**options)
+
+
+def test_a_library_that_is_not_there_has_no_rates() -> None:
+    code = "from ringtile.kernels.native.peak import peak_rates; print(len(peak_rates()))"
+    assert printed(code, **{VARIABLE: "none"}) == ["0"]
+
+
 # The binary.
 
 
@@ -823,7 +846,7 @@ def test_the_library_is_small_and_needs_libc_alone() -> None:
 def test_the_library_shows_only_its_own_names() -> None:
     shown = [line.split()[-2:] for line in listing("nm", "-D", "--defined-only").splitlines()]
     assert {name for _, name in shown} == {
-        f"ringtile_{name}" for name in ("forward", "backward", "call_size", "isa_count", "isa_name", "isa_runs")
+        f"ringtile_{name}" for name in ("forward", "backward", "call_size", "isa_count", "isa_name", "isa_runs", "peak")
     }
     assert {kind for kind, _ in shown} == {"T"}
     # OpenMP's are torch's.

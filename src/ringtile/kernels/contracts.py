@@ -204,17 +204,7 @@ for _name, _implementation, _fake, _n_tensors in (
 
 
 def _kept_area(call: Call, q: Tensor, k: Tensor) -> int:
-    """(query, key) pairs inside the kept tiles, summed over batch rows and heads: what the kernels compute."""
-    index = index_of(call, q, k)
-    offset = index.start - index.first_row * index.block
-    row_from = torch.arange(index.n_rows) * index.block - offset
-    heights = (row_from + index.block).clamp(max=index.n_queries) - row_from.clamp(min=0)
-    widths = (index.n_keys - torch.arange(index.n_cols) * index.block).clamp(max=index.block)
-    area = torch.zeros(index.n_groups, dtype=torch.long)
-    for slots, cols in zip(index.row_of_entries(), (index.full_col, index.part_col), strict=True):
-        slots, cols = slots.cpu(), cols.cpu().long()
-        area.index_add_(0, slots // index.n_rows, heights[slots % index.n_rows] * widths[cols])
-    return int(area[index.group.cpu().long()].expand(q.shape[0], q.shape[1]).sum())
+    return index_of(call, q, k).tile_pairs(q.shape[0], q.shape[1])
 
 
 @register_flop_formula(torch.ops.ringtile.forward, get_raw=True)

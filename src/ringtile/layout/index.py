@@ -207,6 +207,24 @@ class BlockIndex:
         """Computed tiles over the tiles those rules touch (waits for the device); time follows this."""
         return self.kept_tiles / self.allowed_tiles if self.allowed_tiles else 0.0
 
+    def tile_pairs(self, batch: int, heads: int) -> int:
+        """(query, key) pairs inside the kept tiles, summed over batch rows and heads: what the kernels compute.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal
+        >>> build_index(Causal(), 200).tile_pairs(1, 2) == 2 * (128 * 128 + 72 * 200)
+        True
+        """
+        offset = self.start - self.first_row * self.block
+        row_from = torch.arange(self.n_rows) * self.block - offset
+        heights = (row_from + self.block).clamp(max=self.n_queries) - row_from.clamp(min=0)
+        widths = (self.n_keys - torch.arange(self.n_cols) * self.block).clamp(max=self.block)
+        area = torch.zeros(self.n_groups, dtype=torch.long)
+        for slots, cols in zip(self.row_of_entries(), (self.full_col, self.part_col), strict=True):
+            slots, cols = slots.cpu(), cols.cpu().long()
+            area.index_add_(0, slots // self.n_rows, heights[slots % self.n_rows] * widths[cols])
+        return int(area[self.group.cpu().long()].expand(batch, heads).sum())
+
     def __repr__(self) -> str:
         return (
             f"BlockIndex({self.n_queries} queries from {self.start} x {self.n_keys} keys, block {self.block}, "

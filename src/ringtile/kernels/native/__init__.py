@@ -31,6 +31,22 @@ _INDEX_FIELDS = (
 _ROW_BLOCK = 128
 
 
+def threads_of(operations: float) -> int:
+    """How many threads a forward pass of so many floating-point operations is worth, of those that torch has."""
+    return max(1, min(torch.get_num_threads(), int(operations / _OPERATIONS_A_THREAD)))
+
+
+def backward_products(key_heads: int, threads: int) -> int:
+    """Products of a tile in the backward pass: five where each thread has whole heads, rows and columns apart seven.
+
+    ``key_heads`` is counted over the batch. Both give the same bits, so the number of threads may choose.
+
+    >>> backward_products(8, 2), backward_products(1, 2)
+    (5, 7)
+    """
+    return 5 if 5 * math.ceil(key_heads / threads) * threads <= 7 * key_heads else 7
+
+
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     """Reasons why the native kernel cannot serve this call."""
     reasons = []
@@ -152,7 +168,7 @@ class _Job:
         height, width = min(self.index.block, q.shape[2]), min(self.index.block, k.shape[2])
         area = self.lists.tiles * height * width * q.shape[0] * q.shape[1]
         self.operations = 2.0 * area * (q.shape[3] + v.shape[3])
-        c.threads = max(1, min(torch.get_num_threads(), int(self.operations / _OPERATIONS_A_THREAD)))
+        c.threads = threads_of(self.operations)
 
     def hold(self, x: Tensor) -> Tensor:
         self.held.append(x)
@@ -231,9 +247,7 @@ def backward(
         job.c.q_grad, job.c.k_grad, job.c.v_grad = (x.data_ptr() for x in (q_grad, k_grad, v_grad))
         heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
         job.run(False, 0, heads, 0)
-        # A thread that has a whole head needs five products a tile, rows and columns apart seven; both give the same
-        # bits, so the number of threads may choose.
-        if 5 * math.ceil(kv_heads / job.c.threads) * job.c.threads <= 7 * kv_heads:
+        if backward_products(kv_heads, job.c.threads) == 5:
             job.run_columns(kv_heads, 2.5 * job.operations)
         else:
             job.run(False, 2, heads * job.index.n_rows, 1.5 * job.operations)

@@ -7,10 +7,13 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,7 @@ from ringtile.analysis.memory import Peaks, peak_memory
 from ringtile.analysis.peers import Attention, Case, Peer, all_peers
 from ringtile.analysis.progress import Progress
 from ringtile.analysis.record import (
+    BOTH,
     DENSE,
     DIRECTIONS,
     FORWARD,
@@ -31,6 +35,9 @@ from ringtile.analysis.record import (
     slower_rows,
     write_whole,
 )
+from ringtile.analysis.roofline import limit_ms, passes_of
+from ringtile.analysis.suites import SUITES, Cell, suite
+from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.reference import attention_rows
 from ringtile.kernels.select import NAMES
 from ringtile.layout.density import with_density
@@ -51,6 +58,8 @@ SAMPLE_SECONDS = 1e-3
 """Shorter calls are repeated until a sample takes this long."""
 SLOW_SECONDS = 3.0
 """A peer other than dense whose call takes longer is left out."""
+MEMORY_SECONDS = 1.0
+"""The memory of others is measured where a call takes no longer, for it costs one more."""
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -67,15 +76,23 @@ class _Exact:
     q, k and v, compared everywhere, are those of the sampled rows alone and cost no more.
     """
 
-    def __init__(self, case: Case, seed: int) -> None:
+    def __init__(self, case: Case, seed: int, *, trains: bool = True) -> None:
         generator = torch.Generator().manual_seed(seed)
-        shape = (case.batch, case.heads, case.n_tokens, case.head_dim)
-        q, k, v, self.grad = (torch.randn(shape, generator=generator).to(case.device, case.dtype) for _ in range(4))
-        self.case, self.inputs = case, (q, k, v)
-        rows = torch.randperm(case.n_tokens, generator=generator)[: CHECKED_ROWS - 2]
-        self.rows = torch.cat([rows, torch.tensor([0, case.n_tokens - 1])]).unique().to(case.device)
-        self.rows_grad = torch.zeros_like(self.grad)
-        self.rows_grad[:, :, self.rows] = self.grad[:, :, self.rows]
+        query_shape = (case.batch, case.heads, case.queries, case.head_dim)
+        key_shape = (case.batch, case.key_heads, case.n_tokens, case.head_dim)
+        self.case, self.trains = case, trains
+        q, k, v = (
+            torch.randn(shape, generator=generator).to(case.device, case.dtype)
+            for shape in (query_shape, key_shape, key_shape)
+        )
+        self.inputs = q, k, v
+        rows = torch.randperm(case.queries, generator=generator)[: CHECKED_ROWS - 2]
+        self.rows = torch.cat([rows, torch.tensor([0, case.queries - 1])]).unique().to(case.device)
+        self.grad = self.rows_grad = torch.empty(0)
+        if trains:
+            self.grad = torch.randn(query_shape, generator=generator).to(case.device, case.dtype)
+            self.rows_grad = torch.zeros_like(self.grad)
+            self.rows_grad[:, :, self.rows] = self.grad[:, :, self.rows]
         self._results: dict[Pattern, tuple[list[Tensor], tuple[float, float]]] = {}
 
     def errors(self, pattern: Pattern, out: Tensor, grads: Sequence[Tensor]) -> tuple[float, float]:
@@ -88,38 +105,52 @@ class _Exact:
         return worst, bounds[len(got) > 1]
 
     def _compute(self, pattern: Pattern) -> tuple[list[Tensor], tuple[float, float]]:
-        q, k, v = (x.double().requires_grad_() for x in self.inputs)
-        grad = self.rows_grad[:, :, self.rows]
+        q, k, v = (x.detach().double().requires_grad_(self.trains) for x in self.inputs)
         out, lse = attention_rows(q, k, v, pattern, self.rows)
-        exact = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
+        exact = self._results_of(out, (q, k, v), torch.ones_like(lse, dtype=torch.bool))
         # Torch's own error in the same dtype; its rows that keep nothing are not what is measured.
-        some = (lse > -torch.inf).unsqueeze(-1)
-        q, k, v = self._leaves()
-        out = F.scaled_dot_product_attention(q[:, :, self.rows], k, v, attn_mask=self._kept(pattern))
-        out = torch.where(some, out, 0)
-        got = [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.where(some, grad, 0))]
+        q, k, v = (x.detach().requires_grad_(self.trains) for x in self.inputs)
+        mask, gqa = self.kept(pattern, self.rows), self.case.key_heads != self.case.heads
+        out = F.scaled_dot_product_attention(q[:, :, self.rows], k, v, attn_mask=mask, enable_gqa=gqa)
+        got = self._results_of(out, (q, k, v), lse > -torch.inf)
         theirs = [relative_error(mine, right) for mine, right in zip(got, exact, strict=True)]
         # An infinite one would let everything pass.
         theirs = [ERROR_FACTOR * error if math.isfinite(error) else 0.0 for error in theirs]
         floor = ERROR_FLOORS.get(self.case.dtype, ERROR_FLOOR)
         return exact, (max(floor, theirs[0]), max(floor, *theirs))
 
-    def _leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (x.detach().requires_grad_() for x in self.inputs)
-        return q, k, v
+    def _results_of(self, out: Tensor, leaves: Sequence[Tensor], some: Tensor) -> list[Tensor]:
+        """The sampled rows of an output, zero where they are not among ``some``; and where it trains the gradients."""
+        out = torch.where(some.unsqueeze(-1), out, 0)
+        if not self.trains:
+            return [out]
+        grad = torch.where(some.unsqueeze(-1), self.rows_grad[:, :, self.rows], 0).to(out.dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    def _kept(self, pattern: Pattern) -> Tensor:
+    def kept(self, pattern: Pattern, rows: Tensor) -> Tensor:
+        """Which keys some queries keep, bool ``[B or 1, H, R, N]``."""
         heads, keys = (torch.arange(size, device=self.case.device) for size in (self.case.heads, self.case.n_tokens))
+        query = rows[:, None] + self.case.n_tokens - self.case.queries
         batch = range(pattern.batch_size or 1)
         each = [pattern if pattern.batch_size is None else pattern.batch_row(b) for b in batch]
-        kept = [one.allowed(heads[:, None, None], self.rows[:, None], keys) for one in each]
-        return torch.stack(kept).expand(-1, -1, len(self.rows), len(keys))
+        kept = [one.allowed(heads[:, None, None], query, keys) for one in each]
+        return torch.stack(kept).expand(-1, len(heads), len(rows), len(keys))
+
+    def holes(self, out: Tensor) -> str:
+        """What is wrong with a whole output of ours, empty where nothing is: numbers that are none, zeros too many."""
+        if not out.isfinite().all():
+            return "wrong: its output is not finite"
+        zero = (out == 0).all(-1)
+        rows = zero.flatten(0, 1).any(0).nonzero().squeeze(1)[:CHECKED_ROWS]
+        if (zero[:, :, rows] & self.kept(self.case.pattern, rows).any(-1)).any():
+            return "wrong: zeros in rows that keep keys"
+        return ""
 
     def run(self, attention: Attention, direction: str, grad: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """One call: the output, and the gradients where the direction asks for them."""
         if direction == FORWARD:
             return attention(*self.inputs), ()
-        leaves = self._leaves()
+        leaves = [x.detach().requires_grad_() for x in self.inputs]
         out = attention(*leaves)
         return out.detach(), torch.autograd.grad(out, leaves, grad)
 
@@ -127,7 +158,7 @@ class _Exact:
         """Peak memory of one call."""
         if direction == FORWARD:
             return peak_memory(lambda: attention(*self.inputs), None, self.case.device)
-        leaves = self._leaves()
+        leaves = [x.detach().requires_grad_() for x in self.inputs]
         return peak_memory(
             lambda: attention(*leaves), lambda out: torch.autograd.grad(out, leaves, self.grad), self.case.device
         )
@@ -170,8 +201,10 @@ def _admit(entrant: _Entrant, exact: _Exact, direction: str, prepared: dict[str,
         entrant.error, entrant.bound = exact.errors(peer.computes(case), out, grads)
         if entrant.error > entrant.bound:
             entrant.reason = f"wrong: error {entrant.error:.1e}, over {entrant.bound:.1e}"
+        elif peer.name == OURS:
+            entrant.reason = exact.holes(out)
+        if entrant.reason:
             return
-        entrant.peaks = exact.peaks(attention, direction)
     except RuntimeError as error:
         what = "run" if direction == FORWARD else "train"
         where = "a CPU" if case.device.type == "cpu" else f"{case.device}"
@@ -202,6 +235,8 @@ def _time(entrants: list[_Entrant], exact: _Exact, direction: str, seconds: floa
         if took > SLOW_SECONDS and entrant.peer.name not in (OURS, DENSE):
             entrant.reason = f"one call took {took:.1f} s, timed up to {SLOW_SECONDS:.0f} s"
             continue
+        if took <= MEMORY_SECONDS or entrant.peer.name == OURS:
+            entrant.peaks = exact.peaks(entrant.attention, direction)
         calls.append((entrant, call))
         repeats.append(max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9)))))
     began, rounds = time.perf_counter(), 0
@@ -213,9 +248,9 @@ def _time(entrants: list[_Entrant], exact: _Exact, direction: str, seconds: floa
         rounds += 1
 
 
-def _row(case: Case, direction: str, entrant: _Entrant) -> Row:
-    index = case.index
-    row = Row(
+def _blank(case: Case, direction: str, peer: str) -> Row:
+    """A row of which nothing is known but what was asked for."""
+    return Row(
         asked=case.asked,
         pattern=repr(case.pattern),
         n_tokens=case.n_tokens,
@@ -226,7 +261,20 @@ def _row(case: Case, direction: str, entrant: _Entrant) -> Row:
         device=str(case.device),
         block=case.block,
         direction=direction,
-        peer=entrant.peer.name,
+        peer=peer,
+        density=0.0,
+        tile_density=0.0,
+        ideal=None,
+        kv_heads=case.kv_heads,
+        n_queries=case.n_queries,
+        threads=case.threads,
+    )
+
+
+def _row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, float]) -> Row:
+    index, passes = case.index, passes_of(case, direction, entrant.peer)
+    row = replace(
+        _blank(case, direction, entrant.peer.name),
         density=index.density,
         tile_density=index.tile_density,
         ideal=1 / index.density if index.density else None,
@@ -235,6 +283,8 @@ def _row(case: Case, direction: str, entrant: _Entrant) -> Row:
         peak_forward_bytes=None if entrant.peaks is None else entrant.peaks.forward,
         peak_backward_bytes=None if entrant.peaks is None else entrant.peaks.backward,
         reason=entrant.reason,
+        operations=sum(work.operations for work in passes) if passes else None,
+        limit_ms=limit_ms(passes, rates),
     )
     if not entrant.seconds:
         return row
@@ -248,26 +298,47 @@ def _row(case: Case, direction: str, entrant: _Entrant) -> Row:
     )
 
 
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads for a while."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)
+
+
 def measure(
-    case: Case, peers: Sequence[Peer], *, directions: Sequence[str] = DIRECTIONS, seconds: float = 1.0, seed: int = 0
+    case: Case,
+    peers: Sequence[Peer],
+    *,
+    directions: Sequence[str] = DIRECTIONS,
+    seconds: float = 1.0,
+    seed: int = 0,
+    rates: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[list[Row]]:
     """The rows of one case, one list a direction: every peer's, with times or with the reason why it has none.
 
-    Nobody is timed where ours is wrong. ``seconds`` is the time that the rounds of a direction take, three at least.
+    Nobody is timed where ours is wrong. ``seconds`` is the time that the rounds of a direction take, three at least;
+    ``rates`` are the processor's (`peak_rates`), for the limits.
     """
-    exact = _Exact(case, seed)
+    exact = _Exact(case, seed, trains=BOTH in directions)
     prepared: dict[str, Attention | str] = {}
     for direction in directions:
         entrants = [_Entrant(peer) for peer in peers]
-        for entrant in entrants:
-            _admit(entrant, exact, direction, prepared)
-        red = [entrant.reason for entrant in entrants if entrant.peer.name == OURS and entrant.attention is None]
-        if red:
+        with _threads(case.threads):
             for entrant in entrants:
-                entrant.reason = entrant.reason or f"not timed, since {OURS} is not right here: {red[0]}"
-        else:
-            _time(entrants, exact, direction, seconds)
-        rows = [_row(case, direction, entrant) for entrant in entrants]
+                _admit(entrant, exact, direction, prepared)
+            red = [entrant.reason for entrant in entrants if entrant.peer.name == OURS and entrant.attention is None]
+            if red:
+                for entrant in entrants:
+                    entrant.reason = entrant.reason or f"not timed, since {OURS} is not right here: {red[0]}"
+            else:
+                _time(entrants, exact, direction, seconds)
+            rows = [_row(case, direction, entrant, rates) for entrant in entrants]
         dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
         yield [
             replace(row, speedup=dense / row.median_ms) if dense is not None and row.median_ms is not None else row
@@ -275,41 +346,69 @@ def measure(
         ]
 
 
+@dataclass(frozen=True)
+class Task:
+    """One case, who is measured on it, and in which directions."""
+
+    case: Case
+    peers: tuple[Peer, ...]
+    directions: tuple[str, ...] = DIRECTIONS
+
+    def rows_in(self, rows: Sequence[Row]) -> list[Row]:
+        """Its rows among others, in order; none where one is missing."""
+        found = {(row.asked, row.problem): row for row in rows}
+        blanks = [_blank(self.case, direction, peer.name) for direction in self.directions for peer in self.peers]
+        mine = [found.get((blank.asked, blank.problem)) for blank in blanks]
+        return [row for row in mine if row is not None] if None not in mine else []
+
+
 def run_bench(
-    cases: Sequence[Case],
-    peers: Sequence[Peer],
+    tasks: Sequence[Task],
     *,
-    directions: Sequence[str] = DIRECTIONS,
     seconds: float = 1.0,
     seed: int = 0,
+    before: Sequence[Row] = (),
     report: Callable[[list[Row]], None] = lambda rows: None,
+    save: Callable[[Record], None] = lambda record: None,
 ) -> Record:
-    """Measure all cases; an interrupt ends it with what was measured. ``report`` sees the rows of each case.
+    """Measure all cases; an interrupt ends it with what was measured. ``report`` sees the rows of each case, and
+    ``save`` the record so far, marked as interrupted.
 
-    ``seconds`` is how long the rounds of one case and direction take.
+    ``seconds`` is how long the rounds of one case and direction take. Cases that are whole ``before`` are not
+    measured again.
     """
     rows: list[Row] = []
-    interrupted = False
+    facts = (seed, seconds, commit(), versions(), machine_facts())
+    counts = {task.case.threads or torch.get_num_threads() for task in tasks}
+    peaks = {str(count): peak_rates(threads=count) for count in sorted(counts)}
+    known = [task.rows_in(before) for task in tasks]
     # A call's work grows with the square of the length, and every case has work of its own.
-    works = [1.0 + (case.n_tokens / 2048) ** 2 for case in cases]
-    progress, began = Progress(), time.monotonic()
-    progress.begin("bench", len(cases), "cases")
+    works = [0.0 if old else 1.0 + (task.case.queries / 2048) ** 2 for task, old in zip(tasks, known, strict=True)]
+    progress, began, interrupted = Progress(), time.monotonic(), False
+    progress.begin("bench", len(tasks), "cases")
     try:
-        for done, case in enumerate(cases):
-            rest = sum(works[done:]) / sum(works[:done]) * (time.monotonic() - began) if done else None
+        for done, (task, old) in enumerate(zip(tasks, known, strict=True)):
+            if old:
+                rows += old
+                continue
+            case, so_far = task.case, sum(works[:done])
+            rest = sum(works[done:]) / so_far * (time.monotonic() - began) if so_far else None
             progress.update(done, f"{case.asked}, N {case.n_tokens}", seconds_left=rest)
+            rates = peaks[str(case.threads or torch.get_num_threads())]
             found: list[Row] = []
             try:
-                for some in measure(case, peers, directions=directions, seconds=seconds, seed=seed):
+                options: dict[str, Any] = {"seconds": seconds, "seed": seed, "rates": rates}
+                for some in measure(case, task.peers, directions=task.directions, **options):
                     found += some
             finally:
                 progress.clear()
                 rows += found
                 if found:
                     report(found)
+            save(Record(*facts, tuple(rows), True, peaks))
     except KeyboardInterrupt:
         interrupted = True
-    return Record(seed, seconds, commit(), versions(), machine_facts(), tuple(rows), interrupted)
+    return Record(*facts, tuple(rows), interrupted, peaks)
 
 
 def wrong_rows(record: Record) -> list[Row]:
@@ -320,8 +419,11 @@ def wrong_rows(record: Record) -> list[Row]:
 def _table(rows: list[Row]) -> Iterator[str]:
     """The rows of one case as text."""
     first = rows[0]
+    heads = f"{first.heads}" if first.kv_heads is None else f"{first.heads}:{first.kv_heads}"
+    parts = {"queries": first.n_queries, "threads": first.threads, "block": None if first.block == 128 else first.block}
+    special = "".join(f"{name} {value}  " for name, value in parts.items() if value is not None)
     yield (
-        f"{first.pattern}  N {first.n_tokens:,}  B{first.batch} H{first.heads} D{first.head_dim} {first.dtype}  "
+        f"{first.pattern}  N {first.n_tokens:,}  B{first.batch} H{heads} D{first.head_dim} {first.dtype}  {special}"
         f"density {first.density:.1%}, of tiles {first.tile_density:.1%}"
         + ("" if first.ideal is None else f", ideal {first.ideal:.1f}x")
     )
@@ -331,9 +433,11 @@ def _table(rows: list[Row]) -> Iterator[str]:
             continue
         ratio = "" if row.speedup is None else f"{row.speedup:.2f}x"
         peaks = [peak for peak in (row.peak_forward_bytes, row.peak_backward_bytes) if peak is not None]
+        memory = f"  {' + '.join(f'{peak / 2**20:.1f}' for peak in peaks)} MiB" if peaks else ""
+        limit = "" if row.of_limit is None else f"  {row.of_limit:.0%} of the limit"
         yield (
             f"  {row.peer:<13}{row.direction:<17}{row.median_ms:>10.3f} ms  [{row.low_ms:.3f}, {row.high_ms:.3f}]"
-            f"{ratio:>9}  error {row.error:.1e}  {' + '.join(f'{peak / 2**20:.1f}' for peak in peaks)} MiB"
+            f"{ratio:>9}  error {row.error:.1e}{memory}{limit}"
         )
 
 
@@ -363,7 +467,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", metavar="DEVICE")
     add("--seconds", type=float, default=0.3, metavar="S", help="of rounds for each case and direction; default 0.3")
     add("--seed", type=int, default=0)
+    add("--suite", choices=SUITES, help="the cases of a record of docs/benchmarks.md, instead of the arguments above")
     add("--json", metavar="PATH", help="write the record, - for standard output instead of the table")
+    add("--resume", action="store_true", help="with --json PATH: keep the cases that the file has, measure the others")
     add("--csv", type=Path, metavar="PATH", help="write the rows")
     add("--against", type=Path, metavar="RECORD", help="fail where ours became slower, as a ratio to dense")
     add("--max-slowdown", type=float, default=1.15, metavar="X", help="with --against; default 1.15")
@@ -402,30 +508,64 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     return cases
 
 
+def _tasks(args: argparse.Namespace) -> list[Task]:
+    if args.suite is None:
+        peers = tuple(peer for peer in all_peers(args.backend) if peer.name in (OURS, DENSE, *args.peers))
+        return [Task(case, peers, tuple(args.direction)) for case in _cases(args)]
+    if args.patterns != PATTERNS:
+        raise ValueError(f"--suite {args.suite} has patterns of its own, got {args.patterns}")
+    cells: list[Cell] = suite(args.suite)
+    every = all_peers(args.backend)
+    return [
+        Task(cell.case, tuple(peer for peer in every if peer.name in (OURS, *cell.peers)), cell.directions)
+        for cell in cells
+    ]
+
+
+def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...]:
+    """What `--resume` finds; ValueError where it was measured otherwise."""
+    if not args.resume:
+        return ()
+    if path is None:
+        raise ValueError("--resume: expected --json PATH beside it")
+    if not path.exists():
+        return ()
+    record = Record.from_json(path.read_text(encoding="utf-8"))
+    here = {"seed": args.seed, "seconds": args.seconds, "commit": commit(), "versions": versions()}
+    here["machine"] = machine_facts()
+    for name, fact in here.items():
+        if getattr(record, name) != fact:
+            raise ValueError(f"--resume: {str(path)!r} has {name} {getattr(record, name)}, here it is {fact}")
+    return record.rows
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write: 0; 1 where ours is wrong or slower than ``--against`` allows; 130 if interrupted.
 
     Raises ValueError for arguments that cannot be, before anything is measured.
     """
-    cases = _cases(args)
+    tasks = _tasks(args)
     before = None if args.against is None else Record.from_json(args.against.read_text(encoding="utf-8"))
-    paths = [path for path in (args.csv, None if args.json in (None, "-") else Path(args.json)) if path is not None]
-    for path in paths:
-        if not path.parent.is_dir():
+    json_path = None if args.json in (None, "-") else Path(args.json)
+    for path in (args.csv, json_path):
+        if path is not None and not path.parent.is_dir():
             raise ValueError(f"expected a file in an existing folder, got {str(path)!r}")
-    peers = [peer for peer in all_peers(args.backend) if peer.name in (OURS, DENSE, *args.peers)]
+    kept = _rows_to_keep(json_path, args)
 
     def report(rows: list[Row]) -> None:
         if args.json != "-":
             print(*_table(rows), sep="\n", flush=True)
 
-    record = run_bench(cases, peers, directions=args.direction, seconds=args.seconds, seed=args.seed, report=report)
+    def save(record: Record) -> None:
+        if json_path is not None:
+            write_whole(json_path, record.to_json())
+
+    record = run_bench(tasks, seconds=args.seconds, seed=args.seed, before=kept, report=report, save=save)
     if args.json == "-":
         print(record.to_json())
     else:
         print(*_break_even_lines(record), sep="\n")
-        if args.json is not None:
-            write_whole(Path(args.json), record.to_json())
+        save(record)
     if args.csv is not None:
         write_whole(args.csv, record.to_csv())
     complaints = [f"{row.pattern}, N {row.n_tokens}, {row.direction}: {row.reason}" for row in wrong_rows(record)]

@@ -30,6 +30,9 @@ SPARSE_PAIRS = 1 << 20
 
 FLEX_TOKENS = 2048
 
+DENSE_PAIRS = 1 << 32
+"""Dense attention over more pairs, all heads counted, takes half a minute a call."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -45,13 +48,28 @@ class Case:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     block: int = 128
+    kv_heads: int | None = None
+    """None: as many as heads."""
+    n_queries: int | None = None
+    """The last so many tokens; None: all."""
+    threads: int | None = None
+    """None: as many as torch has."""
 
     @cached_property
     def index(self) -> BlockIndex:
         """The tiles of the pattern at this length."""
-        return build_index(
-            self.pattern, self.n_tokens, heads=self.heads, batch=self.batch, block=self.block, device=self.device
-        )
+        sizes = {"heads": self.heads, "batch": self.batch, "block": self.block}
+        return build_index(self.pattern, self.queries, self.n_tokens, **sizes, device=self.device)
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def queries(self) -> int:
+        """Queries, the last of the tokens."""
+        return self.n_tokens if self.n_queries is None else self.n_queries
 
     @property
     def dense_pattern(self) -> Pattern:
@@ -102,8 +120,10 @@ class Ringtile(_SamePairs):
         return []
 
     def prepare(self, case: Case) -> Attention:
+        pattern = case.pattern if case.block == 128 else case.index
+
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sparse_attention(q, k, v, case.pattern, backend=self.backend)
+            return sparse_attention(q, k, v, pattern, backend=self.backend, enable_gqa=True)
 
         return run
 
@@ -115,14 +135,22 @@ class SdpaDense:
     name: str = DENSE
 
     def unsupported(self, case: Case) -> list[str]:
-        return []
+        reasons = []
+        pairs = case.batch * case.heads * case.queries * case.n_tokens
+        if pairs > DENSE_PAIRS:
+            reasons.append(f"computes {pairs:,} pairs, timed up to {DENSE_PAIRS:,}")
+        if isinstance(case.dense_pattern, Causal) and case.queries not in (1, case.n_tokens):
+            reasons.append("its causal mask is that of as many queries as keys")
+        return reasons
 
     def computes(self, case: Case) -> Pattern:
         return case.dense_pattern
 
     def prepare(self, case: Case) -> Attention:
-        causal = isinstance(case.dense_pattern, Causal)
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        # One query is the last token: it sees all keys.
+        causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
+        gqa = case.key_heads != case.heads
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
 
 
 @dataclass(frozen=True)
@@ -132,12 +160,12 @@ class SdpaMask(_SamePairs):
     name: str = "sdpa-mask"
 
     def unsupported(self, case: Case) -> list[str]:
-        pairs = case.index.n_groups * case.n_tokens**2
+        pairs = case.index.n_groups * case.queries * case.n_tokens
         return [] if pairs <= MASK_PAIRS else [f"its mask has {pairs:,} pairs, timed up to {MASK_PAIRS:,}"]
 
     def prepare(self, case: Case) -> Attention:
-        mask = case.index.to_dense()
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mask, gqa = case.index.to_dense(), case.key_heads != case.heads
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
 
 
 @dataclass(frozen=True)
@@ -165,7 +193,7 @@ class FlexAttention(_SamePairs):
         compiled = torch.compile(flex_attention, dynamic=False)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = compiled(q, k, v, block_mask=mask)
+            out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=case.key_heads != case.heads)
             return out
 
         return run
@@ -182,7 +210,7 @@ class TorchSparse(_SamePairs):
         if case.index.kept_pairs * _batch_factor(case) > SPARSE_PAIRS:
             pairs = case.index.kept_pairs * _batch_factor(case)
             reasons.append(f"keeps {pairs:,} pairs over all heads, timed up to {SPARSE_PAIRS:,}")
-        if case.index.n_groups * case.n_tokens**2 > MASK_PAIRS:
+        if case.index.n_groups * case.queries * case.n_tokens > MASK_PAIRS:
             reasons.append(f"its entries are read from a dense mask of up to {MASK_PAIRS:,} pairs")
         if case.dtype not in (torch.float32, torch.float64):
             reasons.append(f"its sampled product knows float32 and float64, got {case.dtype}")
@@ -196,11 +224,16 @@ class TorchSparse(_SamePairs):
         rows = [_row_of_entry(csr) for csr in entries]
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads = zip(entries, rows, *(x.flatten(0, 1) for x in (q, k, v)), strict=True)
+            heads = zip(entries, rows, *(_for_each_head(x, case).flatten(0, 1) for x in (q, k, v)), strict=True)
             with torch.sparse.check_sparse_tensor_invariants(False):
                 return torch.stack([_csr_attention(*head) for head in heads]).view_as(q)
 
         return run
+
+
+def _for_each_head(x: Tensor, case: Case) -> Tensor:
+    """Keys or values with a head for each of the queries'."""
+    return x if x.shape[1] == case.heads else x.repeat_interleave(case.heads // case.key_heads, 1)
 
 
 def _batch_factor(case: Case) -> int:
@@ -238,6 +271,7 @@ class BlockLoop(_SamePairs):
         members = [(groups == group).nonzero(as_tuple=True) for group in range(index.n_groups)]
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = _for_each_head(k, case), _for_each_head(v, case)
             if index.n_groups == 1:
                 return _loop(tiles[0], q, k, v)
             out = torch.empty_like(q)
@@ -259,6 +293,7 @@ class _RowTile(NamedTuple):
 
 def _row_tiles(case: Case, group: int) -> list[_RowTile]:
     index, n_tokens, block = case.index, case.n_tokens, case.block
+    skipped = index.start - index.first_row * block
     batch, head = (index.group == group).nonzero()[0].tolist()
     pattern = case.pattern if case.pattern.batch_size is None else case.pattern.batch_row(batch)
     inside, token = torch.arange(block, device=case.device), torch.arange(n_tokens, device=case.device)
@@ -267,10 +302,10 @@ def _row_tiles(case: Case, group: int) -> list[_RowTile]:
     for row in range(index.n_rows):
         slot = group * index.n_rows + row
         columns = torch.cat([col[ptr[slot] : ptr[slot + 1]] for col, ptr in lists]).long().sort().values
-        queries = slice(row * block, min((row + 1) * block, n_tokens))
+        queries = slice(max(row * block - skipped, 0), min((row + 1) * block - skipped, case.queries))
         keys = (columns[:, None] * block + inside).flatten()
         keys = keys[keys < n_tokens]
-        query = token[queries, None]
+        query = token[queries, None] + index.start
         kept = pattern.allowed(torch.tensor(head, device=case.device), query, keys).expand(len(query), len(keys))
         some = kept.any(-1, keepdim=True)
         rows.append(_RowTile(queries, keys, None if kept.all() else ~kept & some, None if some.all() else ~some))

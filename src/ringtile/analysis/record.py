@@ -58,12 +58,28 @@ class Row:
     """Median time of dense attention over this one's, same problem and direction."""
     reason: str = ""
     """Why there is no time."""
+    kv_heads: int | None = None
+    """None: as many as heads."""
+    n_queries: int | None = None
+    """The last so many tokens; None: all."""
+    threads: int | None = None
+    """None: as many as the run has."""
+    operations: float | None = None
+    """Floating-point operations of the products over this peer's tiles; None where they are not known."""
+    limit_ms: float | None = None
+    """What these operations, the exponentials and the memory traffic take at the rates measured in the same run."""
 
     @property
     def problem(self) -> tuple[Any, ...]:
         """What two rows must share to be compared, peer and direction included."""
         sizes = (self.n_tokens, self.batch, self.heads, self.head_dim, self.block)
-        return (self.pattern, *sizes, self.dtype, self.device, self.direction, self.peer)
+        parts = (self.kv_heads or self.heads, self.n_queries or self.n_tokens, self.threads)
+        return (self.pattern, *sizes, *parts, self.dtype, self.device, self.direction, self.peer)
+
+    @property
+    def of_limit(self) -> float | None:
+        """The limit over the time: 1 is as fast as this processor can be; None where either is not known."""
+        return None if self.limit_ms is None or self.median_ms is None else self.limit_ms / self.median_ms
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,9 @@ class Record:
     machine: dict[str, Any]
     rows: tuple[Row, ...]
     interrupted: bool = False
+    peaks: dict[str, dict[str, float]] | None = None
+    """Rates of the processor (`ringtile.kernels.native.peak.RATES`) by number of threads, measured in this run; None
+    in a record of before there were any."""
 
     def to_json(self) -> str:
         """One JSON object, as `from_json` reads it."""
@@ -103,6 +122,11 @@ class Record:
             "commit": self.commit,
             **self.versions,
             **{name: "; ".join(fact) if isinstance(fact, list) else fact for name, fact in self.machine.items()},
+            **{
+                f"{name} at {threads}": rate
+                for threads, rates in (self.peaks or {}).items()
+                for name, rate in rates.items()
+            },
         }
         names = [f.name for f in fields(Row)]
         text = io.StringIO()

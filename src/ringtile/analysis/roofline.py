@@ -1,0 +1,93 @@
+"""How fast a call could be at most: the work that its tiles need, over the processor's rates measured in the same run.
+
+The products of a tile and its exponentials are computed by the same vector ports, so their times add up; memory is
+read meanwhile, so the longer of the two is the limit of a pass. Every tensor counts as read or written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ringtile.analysis.peers import Case, Peer, Ringtile, SdpaDense
+from ringtile.analysis.record import FORWARD
+from ringtile.kernels.native import backward_products, threads_of
+from ringtile.kernels.native.library import library, reason_against
+from ringtile.patterns import Causal
+
+
+class Work(NamedTuple):
+    """What one pass needs, whoever computes it this way."""
+
+    operations: float
+    """Floating-point operations of the products."""
+    exponentials: float
+    traffic: float
+    """Bytes of tensors read and written."""
+    products: str
+    """The rate of the products, one of `ringtile.kernels.native.peak.RATES`."""
+    softmax: str
+    """The rate of the exponentials."""
+
+    def seconds(self, rates: Mapping[str, float]) -> float:
+        """The least time at these rates."""
+        computing = self.operations / rates[self.products] + self.exponentials / rates[self.softmax]
+        return max(computing, self.traffic / rates["read"])
+
+
+def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
+    """The work of each pass of a call; empty where it is not known how a peer computes.
+
+    Known are ringtile's native kernel, and dense attention in float32 and float64: in bfloat16 torch may use units of
+    the processor that are not measured here.
+    """
+    if case.device.type != "cpu" or reason_against():
+        return []
+    if isinstance(peer, Ringtile) and peer.backend in (None, "native"):
+        return _native(case, direction)
+    if isinstance(peer, SdpaDense) and case.dtype in (torch.float32, torch.float64):
+        causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
+        pairs = case.n_tokens * (case.n_tokens + 1) // 2 if causal else case.queries * case.n_tokens
+        return _passes(case, direction, case.batch * case.heads * pairs, 5, _products(case.dtype))
+    return []
+
+
+def _native(case: Case, direction: str) -> list[Work]:
+    pairs = case.index.tile_pairs(case.batch, case.heads)
+    threads = threads_of(4.0 * pairs * case.head_dim)
+    paired = case.dtype == torch.bfloat16 and library().name == "avx512_bf16" and case.head_dim % 2 == 0
+    products = backward_products(case.batch * case.key_heads, threads)
+    return _passes(case, direction, pairs, products, "dot_bfloat16" if paired else _products(case.dtype))
+
+
+def _products(dtype: torch.dtype) -> str:
+    return "fma_float64" if dtype == torch.float64 else "fma_float32"
+
+
+def _passes(case: Case, direction: str, pairs: int, backward: int, forward_rate: str) -> list[Work]:
+    """A forward pass of two products, and a backward pass of so many, whose tiles are graded once for each five."""
+    softmax = "exp_float64" if case.dtype == torch.float64 else "exp_float32"
+    each = 2.0 * pairs * case.head_dim
+    size = case.batch * case.head_dim * case.dtype.itemsize
+    queries, keys = size * case.heads * case.queries, size * case.key_heads * case.n_tokens
+    forward = Work(2 * each, pairs, 2 * queries + 2 * keys, forward_rate, softmax)
+    if direction == FORWARD:
+        return [forward]
+    # Read q, out, its gradient, k and v; write three gradients.
+    grades = 1 if backward == 5 else 2
+    return [forward, Work(backward * each, grades * pairs, 4 * queries + 4 * keys, _products(case.dtype), softmax)]
+
+
+def limit_ms(passes: Sequence[Work], rates: Mapping[str, float]) -> float | None:
+    """Milliseconds that the passes take at least, or None where there are none or a rate is missing.
+
+    >>> rates = {"fma_float32": 1e9, "exp_float32": 1e9, "read": 1e9}
+    >>> limit_ms([Work(3e6, 1e6, 1e6, "fma_float32", "exp_float32")], rates)
+    4.0
+    """
+    needed = {name for work in passes for name in (work.products, work.softmax, "read")}
+    if not passes or needed - set(rates):
+        return None
+    return 1e3 * sum(work.seconds(rates) for work in passes)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from acceptance import bars, row_of
 
 from ringtile.analysis.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS, Record, Row, break_even, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "records"
 PAGE = ROOT / "docs" / "benchmarks.md"
+CLAIMS = ROOT / "benchmarks" / "claims.toml"
 
 COMMANDS = {
     "bench-default": "ringtile bench --json benchmarks/records/bench-default.json",
@@ -18,8 +24,10 @@ COMMANDS = {
     "--peers --json benchmarks/records/bench-density.json",
     "bench-long": 'ringtile bench "causal & (window(1024) | global_tokens(64))" --tokens 16384 65536 --heads 1 '
     "--direction forward --seconds 0 --peers --json benchmarks/records/bench-long.json",
+    "bench-acceptance": "ringtile bench --suite acceptance --json benchmarks/records/bench-acceptance.json --resume",
+    "bench-grid": "ringtile bench --suite grid --json benchmarks/records/bench-grid.json --resume",
 }
-"""How each record was made, in the order of the page."""
+"""How each record is made, in the order of the page; a record that is not made yet has no section."""
 
 INTRODUCTION = """\
 # Benchmarks
@@ -36,6 +44,41 @@ machine too.
 
 """
 
+LIMIT = """\
+
+*Of the limit* is the least time of the call over its time. The products of the tiles and their exponentials are
+computed by the same vector ports, so their times add up; tensors are read and written meanwhile, so the longer of the
+two is the limit of a pass. The rates are measured in the same run by code of the same instruction set. The operations
+are those that the kernel needs: two products a tile forward, backward five where each thread has whole heads and seven
+where rows and columns are computed apart. For the other peers it is not known, nor for dense attention in bfloat16.
+"""
+
+ACCEPTANCE = """\
+
+## What was asked for
+
+The native kernel had bars to reach, each as a ratio in one run; of several cells the worst is told. Here is what the
+record says, computed from it.
+
+"""
+
+GRID = """\
+
+## The grid
+
+Slices through lengths, densities, head dimensions and dtypes, each value with every peer that can compute it.
+
+"""
+
+DOCUMENTS = """\
+
+## The tables of the five documents
+
+Row for row what the documents claim ([Promises](promises.md) names them), and beside it what is measured here, on a
+CPU, where a row of ours corresponds: the same length and density, our own kernel. The documents measured on GPUs.
+
+"""
+
 PEERS = """\
 
 ## The peers
@@ -48,8 +91,9 @@ a kernel allocates by itself is not in it.
 
 
 def records() -> dict[str, Record]:
-    """The records by file name without its ending, in the order of the page."""
-    return {name: Record.from_json((FOLDER / f"{name}.json").read_text(encoding="utf-8")) for name in COMMANDS}
+    """The records that are there by file name without its ending, in the order of the page."""
+    paths = {name: FOLDER / f"{name}.json" for name in COMMANDS}
+    return {name: Record.from_json(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
 
 
 def _timed(record: Record, peer: str) -> dict[tuple[str, int, str], Row]:
@@ -65,6 +109,35 @@ def _ratio(row: Row | None) -> str:
     return "-" if row is None or row.speedup is None else f"{row.speedup:.2f}x"
 
 
+def _of_limit(row: Row | None) -> str:
+    return "-" if row is None or row.of_limit is None else f"{row.of_limit:.0%}"
+
+
+def _memory(row: Row | None) -> str:
+    if row is None or row.peak_forward_bytes is None:
+        return "-"
+    peaks = [peak for peak in (row.peak_forward_bytes, row.peak_backward_bytes) if peak is not None]
+    return f"{' + '.join(f'{peak / 2**20:.1f}' for peak in peaks)} MiB"
+
+
+def _code(text: str) -> str:
+    """Code for a table cell, where a bar would end the cell."""
+    return f"`{text}`" if "|" not in text else f"<code>{text.replace('|', '&#124;')}</code>"
+
+
+def _rates(record: Record) -> Iterator[str]:
+    """The rates of the processor, for each number of threads."""
+    names = {
+        "fma_float32": ("float32", "GFLOP/s"),
+        "dot_bfloat16": ("bfloat16 pairs", "GFLOP/s"),
+        "exp_float32": ("exponentials", "G/s"),
+        "read": ("memory read", "GB/s"),
+    }
+    for threads, rates in (record.peaks or {}).items():
+        told = [f"{what} {rates[name] / 1e9:,.3g} {unit}" for name, (what, unit) in names.items() if name in rates]
+        yield f"Rates at {threads} thread{'' if threads == '1' else 's'}: {', '.join(told)}."
+
+
 def _made(name: str, record: Record) -> Iterator[str]:
     """The command of a record, and what it ran on."""
     machine, versions = record.machine, record.versions
@@ -75,9 +148,18 @@ def _made(name: str, record: Record) -> Iterator[str]:
     yield (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['instruction_set']}; "
         f"torch {versions['torch']}, Python {versions['python']}, ringtile {versions['ringtile']}, commit `{head[:12]}`"
-        f"{' with ' + changes if changes else ''}. B{sizes.batch} H{sizes.heads} D{sizes.head_dim}, {sizes.dtype}, "
-        f"{sizes.device}. Spread {statistics.median(spreads):.2f}, worst {spreads[-1]:.2f}."
+        f"{' with ' + changes if changes else ''}. {_sizes(record)}{sizes.device}. "
+        f"Spread {statistics.median(spreads):.2f}, worst {spreads[-1]:.2f}."
     )
+    yield from _rates(record)
+
+
+def _sizes(record: Record) -> str:
+    """What all rows share of batch, heads, head dimension and dtype."""
+    parts = (("batch", "B{}"), ("heads", "H{}"), ("head_dim", "D{}"), ("dtype", "{}"))
+    found = {name: {getattr(row, name) for row in record.rows} for name, _ in parts}
+    sizes = " ".join(text.format(*found[name]) for name, text in parts[:3] if len(found[name]) == 1)
+    return ", ".join([sizes, *(found["dtype"] if len(found["dtype"]) == 1 else ())]) + ", " if sizes else ""
 
 
 def _extremes(record: Record) -> str:
@@ -145,14 +227,101 @@ def _densities(record: Record) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def page(found: dict[str, Record]) -> str:
+def _cells(record: Record) -> Iterator[str]:
+    """One line a case and peer, both directions."""
+    heads = ["N", "pattern", "sizes", "density", "of tiles", "peer", "forward", "ratio", "of limit"]
+    heads += ["forward+backward", "ratio", "of limit", "memory", "left out because"]
+    yield f"| {' | '.join(heads)} |"
+    yield "|---:|---|---|---:|---:|---|" + "---:|" * 7 + "---|"
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in record.rows:
+        key = (row.asked, *row.problem[:-2], row.peer)
+        found.setdefault(key, {})[row.direction] = row
+    for rows in found.values():
+        row = next(iter(rows.values()))
+        forward, both = rows.get(FORWARD), rows.get(BOTH)
+        cells = [
+            f"{row.n_tokens:,}",
+            _code(row.pattern),
+            _sizes_of(row),
+            f"{row.density:.1%}",
+            f"{row.tile_density:.1%}",
+        ]
+        cells.append(row.peer)
+        for one in (forward, both):
+            cells += [_milliseconds(one), _ratio(one), _of_limit(one)]
+        reason = "; ".join(dict.fromkeys(one.reason for one in rows.values() if one.reason)).replace("|", "\\|")
+        yield f"| {' | '.join([*cells, _memory(both or forward), reason])} |"
+
+
+def _sizes_of(row: Row) -> str:
+    heads = f"H{row.heads}" if row.kv_heads is None else f"H{row.heads}:{row.kv_heads}"
+    parts = [heads, f"D{row.head_dim}", row.dtype]
+    parts += [f"block {row.block}"] if row.block != 128 else []
+    parts += [f"{row.n_queries} query" if row.n_queries == 1 else f"{row.n_queries} queries"] if row.n_queries else []
+    parts += [f"{row.threads} thread{'' if row.threads == 1 else 's'}"] if row.threads else []
+    return " ".join(parts)
+
+
+def _bars(record: Record) -> Iterator[str]:
+    yield "| | wanted | measured | |"
+    yield "|---|---:|---:|---|"
+    for bar in bars(record):
+        verdict = {None: "", True: "met", False: "**missed**"}[bar.met]
+        what = re.sub("`([^`]*)`", lambda code: _code(code[1]), bar.what)
+        yield f"| {what} | {bar.wanted} | {bar.measured} | {verdict} |"
+
+
+def _here(where: list[Any], found: Mapping[str, Record]) -> str:
+    """What a record says of one row of a document."""
+    name, direction, figure, facts = where
+    record = found.get(f"bench-{name}")
+    if record is None:
+        return "not recorded yet"
+    row = row_of(record, direction, DENSE if figure == "dense ms" else OURS, **facts)
+    told = {"ms": _milliseconds, "dense ms": _milliseconds, "speedup": _ratio}
+    text = told[figure](row) if figure in told else f"{_milliseconds(row)}, {_memory(row)}"
+    return (
+        f"{text} ({_code(row.pattern)}, N {row.n_tokens:,}, {_sizes_of(row)}{', dense' if row.peer == DENSE else ''})"
+    )
+
+
+def claims() -> list[dict[str, Any]]:
+    """The documents' tables."""
+    tables: list[dict[str, Any]] = tomllib.loads(CLAIMS.read_text(encoding="utf-8"))["table"]
+    return tables
+
+
+def _documents(found: Mapping[str, Record]) -> Iterator[str]:
+    for table in claims():
+        yield f"\n### {table['document']}: {table['title']}\n"
+        yield f"| {' | '.join([*table['columns'], 'here'])} |"
+        yield "|---" * (len(table["columns"]) + 1) + "|"
+        for row in table["rows"]:
+            here = _here(row["here"], found) if "here" in row else table["else"]
+            yield f"| {' | '.join([*row['cells'], here])} |"
+
+
+def page(found: Mapping[str, Record]) -> str:
     """The whole page."""
-    default, density, long = (found[name] for name in COMMANDS)
-    lines = [INTRODUCTION + "## Ratio against length\n", *_made("bench-default", default), _extremes(default)]
-    lines += [*_break_even(default), *_lengths(default), PEERS + next(peers := _peers(default)), *peers]
-    lines += ["\n## Ratio against density\n", *_made("bench-density", density)]
-    lines += ["\nA causal window whose width is set so that the density is the one asked for.\n", *_densities(density)]
-    lines += ["\n## Long sequences\n", *_made("bench-long", long), *_lengths(long)]
+    lines = [INTRODUCTION.rstrip("\n")]
+    if any(record.peaks for record in found.values()):
+        lines.append(LIMIT.rstrip("\n"))
+    if default := found.get("bench-default"):
+        lines += ["\n## Ratio against length\n", *_made("bench-default", default), _extremes(default)]
+        lines += [*_break_even(default), *_lengths(default), PEERS + next(peers := _peers(default)), *peers]
+    if density := found.get("bench-density"):
+        lines += ["\n## Ratio against density\n", *_made("bench-density", density)]
+        lines += ["\nA causal window whose width is set so that the density is the one asked for.\n"]
+        lines += [*_densities(density)]
+    if long := found.get("bench-long"):
+        lines += ["\n## Long sequences\n", *_made("bench-long", long), *_lengths(long)]
+    if acceptance := found.get("bench-acceptance"):
+        lines += [ACCEPTANCE.rstrip("\n") + "\n", *_made("bench-acceptance", acceptance), "", *_bars(acceptance)]
+        lines += ["\nThe rows behind it:\n", *_cells(acceptance)]
+    if grid := found.get("bench-grid"):
+        lines += [GRID.rstrip("\n") + "\n", *_made("bench-grid", grid), "", *_cells(grid)]
+    lines += [DOCUMENTS.rstrip("\n"), *_documents(found)]
     return "\n".join(lines) + "\n"
 
 

@@ -13,16 +13,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import ringtile
 from ringtile import cli, compat, layout, patterns
+from ringtile.analysis import bench
 from ringtile.analysis.record import Record
+from ringtile.analysis.suites import suite
 from ringtile.patterns import Pattern
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +46,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 @cache
 def script(name: str) -> ModuleType:
-    """A file of scripts/ as a module."""
+    """A file of scripts/ as a module; they import one another."""
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.append(str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -189,16 +195,106 @@ def test_the_benchmark_page_is_that_of_the_records() -> None:
 
 def test_every_record_is_on_the_page_with_its_command() -> None:
     commands = script("benchmark_page").COMMANDS
-    assert {path.stem for path in RECORDS.glob("bench-*.json")} == set(commands)
+    found = {path.stem for path in RECORDS.glob("bench-*.json")}
+    assert found <= set(commands)
     for name, command in commands.items():
         arguments = cli.parse(shlex.split(command)[1:])
         assert arguments.json == f"benchmarks/records/{name}.json"
+        if name not in found:
+            continue
         record = Record.from_json((RECORDS / f"{name}.json").read_text())
         assert not record.interrupted
+        assert f"```sh\n{command}\n```" in read("benchmarks.md")
+        assert all(row.median_ms is not None for row in record.rows if row.peer == "ringtile")
+        if arguments.suite is not None:
+            cells = {(cell.case.asked, cell.case.n_tokens) for cell in suite(arguments.suite)}
+            assert {(row.asked, row.n_tokens) for row in record.rows} == cells
+            continue
         assert {row.asked.partition(" at ")[0] for row in record.rows} == set(arguments.patterns)
         assert {row.n_tokens for row in record.rows} == set(arguments.tokens)
         assert {row.heads for row in record.rows} == {arguments.heads}
-        assert all(row.median_ms is not None for row in record.rows if row.peer == "ringtile")
+
+
+def invented(name: str) -> Record:
+    """A record of a suite in which dense attention takes 1 ms for each 2^24 pairs and a head, ours as its tiles, others
+    five times as much, and the limit is half of that."""
+    rows = []
+    for cell in suite(name):
+        case = cell.case
+        whole = case.queries * case.n_tokens * case.heads / 2**24
+        tiles = case.index.tile_pairs(1, case.heads)
+        for direction in cell.directions:
+            work = tiles * case.head_dim * (4.0 if direction == "forward" else 14.0)
+            for peer in ("ringtile", *cell.peers):
+                ours = tiles / 2**24 * (2 if case.threads == 1 else 1)
+                time = {"ringtile": ours, "dense": whole}.get(peer, 5 * tiles / 2**24)
+                row = bench._blank(case, direction, peer)
+                known = {"operations": work, "limit_ms": time / 2} if peer == "ringtile" else {}
+                figures = {"density": case.index.density, "tile_density": case.index.tile_density, **known}
+                figures.update(median_ms=time, low_ms=time, high_ms=time, speedup=whole / time, error=1e-7, rounds=3)
+                rows.append(replace(row, peak_forward_bytes=100 << 20, **figures))
+    rates = {"2": {"fma_float32": 1e13, "exp_float32": 1e10, "read": 1e10, "dot_bfloat16": 2e13}}
+    facts = ("abc+changes", {"torch": "2", "python": "3", "ringtile": "0"})
+    machine = {"cpu": "a processor", "cores": 2, "threads": 2, "instruction_set": "AVX512"}
+    return Record(0, 0.3, *facts, machine, tuple(rows), peaks=rates)
+
+
+def test_the_page_of_the_suites_states_what_was_asked_for_and_what_is() -> None:
+    found = {f"bench-{name}": invented(name) for name in ("acceptance", "grid")}
+    made = script("benchmark_page")
+    text = made.page(found)
+    lines = text.splitlines()
+    # Every cell of a table, none of them broken by a bar in its text.
+    for start, line in enumerate(lines):
+        if line.startswith("|---"):
+            width = line.count("|")
+            for row in lines[start - 1 :]:
+                if not row.startswith("|"):
+                    break
+                assert row.replace("\\|", "").count("|") == width, row
+    assert "Rates at 2 threads: float32 1e+04 GFLOP/s, bfloat16 pairs 2e+04 GFLOP/s, exponentials 10 G/s" in text
+    assert text.count("not recorded yet") == 0
+    for name in found:
+        for cell in suite(name.removeprefix("bench-")):
+            assert f"| {cell.case.n_tokens:,} |" in text
+    bars = {bar.what: bar for bar in script("acceptance").bars(found["bench-acceptance"])}
+    dense = bars["dense, N 4,096, D64, forward: over torch's dense attention"]
+    assert (dense.wanted, dense.measured, dense.met) == (">= 2.00x", "1.00x", False)
+    assert "| dense, N 4,096, D64, forward: over torch's dense attention | >= 2.00x | 1.00x | **missed** |" in lines
+    # 2^24 pairs a millisecond and head are 4 * 64 * 2^24 operations a millisecond.
+    share = bars["dense, N 4,096, D64, forward: of the FMA peak of the same run"]
+    assert (share.wanted, share.measured, share.met) == (">= 75%", "43%", False)
+    assert bars["tiles half full, forward: operations a second over those of D64, N 4,096"].measured == "100%"
+    assert bars["over compiled FlexAttention, float32, forward; the worst: `dense`, N 4,096"].measured == "5.00x"
+    long = "`window(512) | global_tokens(64)`, N 131,072"
+    assert bars[f"{long}, forward: efficiency on 2 threads"].measured == "100%"
+    assert bars[f"{long}, forward+backward: time a tile over random blocks'"].measured == "1x"
+    memory = bars[f"{long}, H8: memory beyond inputs and output; finite and non-zero everywhere"]
+    assert (memory.wanted, memory.measured, memory.met) == ("<= 144 MiB", "100 MiB", True)
+    assert sum(bar.met is None for bar in bars.values()) == 4
+    assert len(bars) == 40
+
+
+def test_a_record_without_a_row_says_which() -> None:
+    record = invented("acceptance")
+    with pytest.raises(ValueError, match="no time of ringtile for .*'asked': 'dense', 'n_tokens': 4096"):
+        script("acceptance").bars(replace(record, rows=record.rows[6:]))
+
+
+@pytest.mark.parametrize("table", script("benchmark_page").claims(), ids=lambda table: table["title"])
+def test_what_is_beside_a_claim_is_a_row_of_a_suite(table: dict[str, Any]) -> None:
+    assert table["document"] in script("promises").DOCUMENTS
+    for row in table["rows"]:
+        assert len(row["cells"]) == len(table["columns"])
+        if "here" in row:
+            name, direction, figure, facts = row["here"]
+            assert figure in ("ms", "dense ms", "speedup", "ms and MiB")
+            cells = [
+                cell
+                for cell in suite(name)
+                if direction in cell.directions and all(getattr(cell.case, fact) == facts[fact] for fact in facts)
+            ]
+            assert cells, row
 
 
 def test_every_old_name_has_a_new_one() -> None:

@@ -7,13 +7,13 @@ import logging
 import torch
 from torch import Tensor
 
-from ringtile.kernels import blockwise, dense, native
+from ringtile.kernels import blockwise, dense, native, triton
 from ringtile.kernels.contracts import Backend, Call, backends
 from ringtile.kernels.native.library import reason_against
 
 _logger = logging.getLogger("ringtile")
 
-_BACKENDS: dict[str, Backend] = {"native": native, "dense": dense, "blockwise": blockwise}
+_BACKENDS: dict[str, Backend] = {"native": native, "triton": triton, "dense": dense, "blockwise": blockwise}
 
 backends.update(_BACKENDS)
 

@@ -1,0 +1,95 @@
+"""Kernels for GPUs in Triton's language: forward, dQ and dK/dV over any index.
+
+With TRITON_INTERPRET=1 in the environment they are computed on the CPU, with NumPy: a proof, not a way to compute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.contracts import Call, index_of, new_out
+from ringtile.kernels.spans import KERNEL, span
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEST = 256
+_TILES_AT_MOST = 1 << 22
+
+
+@lru_cache
+def reason_against() -> str:
+    """Why Triton cannot be used here; empty where it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton"
+    if not torch.cuda.is_available() and not interpreted():
+        return "needs a GPU (TRITON_INTERPRET=1 computes on the CPU, slowly)"
+    return ""
+
+
+def interpreted() -> bool:
+    """Whether Triton computes on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
+    """Reasons why the kernels cannot serve this call."""
+    reasons = [reason] if (reason := reason_against()) else []
+    if q.device.type != ("cpu" if interpreted() else "cuda"):
+        reasons.append(f"needs a {'CPU under TRITON_INTERPRET=1' if interpreted() else 'GPU'}, got {q.device}")
+    if q.dtype not in _DTYPES:
+        reasons.append(f"knows {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
+    elif q.dtype == torch.bfloat16 and interpreted():
+        reasons.append("Triton's interpreter multiplies no bfloat16 matrices")
+    if max(q.shape[-1], v.shape[-1]) > _WIDEST:
+        reasons.append(f"knows head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")
+    if call.softcap:
+        reasons.append(f"knows no softcap, got {call.softcap}")
+    if call.alibi_slopes is not None:
+        reasons.append("knows no alibi_slopes")
+    tiles = (q.shape[2] // call.block + 1) * (k.shape[2] // call.block + 1)
+    if call.pattern in ("dense", "causal") and tiles > _TILES_AT_MOST:
+        reasons.append(f"would need an index of {tiles} tiles, got {q.shape=}, {k.shape=}")
+    return reasons
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, Nq, Dv]`` in q's dtype and lse ``[B, H, Nq]`` in float32."""
+    from ringtile.kernels.triton.launches import Job, forward_launches, on_device
+
+    out = new_out(q, v.shape[-1])
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if not lse.numel():
+        index_of(call, q, k)  # raises what a call that has queries would
+        return out, lse
+    job = Job(q, k, v, call)
+    with span(KERNEL), on_device(q):
+        for launch in forward_launches(job, out, lse):
+            launch.run(q.device)
+    return out, lse
+
+
+def backward(
+    out_grad: Tensor,
+    lse_grad: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, contiguous and in their dtype."""
+    from ringtile.kernels.triton.launches import Job, backward_launches, on_device
+
+    if not lse.numel() or not k.numel():
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    job = Job(q, k, v, call)
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    with span(KERNEL), on_device(q):
+        for launch in backward_launches(job, out_grad, lse_grad, out, lse, grads):
+            launch.run(q.device)
+    return grads

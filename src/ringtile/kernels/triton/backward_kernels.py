@@ -1,0 +1,381 @@
+"""The backward kernels: statistics of the rows, dQ along rows, dK and dV along columns; nothing is added atomically.
+
+Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. ``STATS`` is
+``[2, B, H, N]`` float32: lse in base 2 (inf where a row is empty, so that its weights are 0), and the sum over a row of
+out times its gradient, less the gradient of lse.
+"""
+
+import triton
+import triton.language as tl
+
+from ringtile.kernels.triton.tiles import expanded, expanded_row, keys_kept, stretch, survives, survives_transposed
+
+
+@triton.jit
+def stats_kernel(
+    OUT, OUT_GRAD, LSE, LSE_GRAD, STATS,
+    heads, n_queries, size, o_b, o_h, o_n, g_b, g_h, g_n,
+    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, HAS_LSE_GRAD: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(n_queries, BM)
+    program = tl.program_id(0)
+    bh = program // blocks
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+    query = program % blocks * BM + tl.arange(0, BM)
+    exists = query < n_queries
+    e = tl.arange(0, EP)
+    mask = exists[:, None] & (e < E)[None, :]
+    row = query.to(tl.int64)
+    out = tl.load(OUT + (b * o_b + h * o_h + row * o_n)[:, None] + e[None, :], mask=mask, other=0.0)
+    grad = tl.load(OUT_GRAD + (b * g_b + h * g_h + row * g_n)[:, None] + e[None, :], mask=mask, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    place = bh.to(tl.int64) * n_queries + query
+    lse = tl.load(LSE + place, mask=exists, other=float("-inf"))
+    if HAS_LSE_GRAD:
+        delta -= tl.load(LSE_GRAD + place, mask=exists, other=0.0)
+    empty = lse == float("-inf")
+    tl.store(STATS + place, tl.where(empty, float("inf"), lse * 1.4426950408889634), mask=exists)
+    tl.store(STATS + size + place, tl.where(empty, 0.0, delta), mask=exists)
+
+
+@triton.jit
+def dq_kernel(
+    Q, K, V, OUT_GRAD, STATS, Q_GRAD, SCRATCH,
+    group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
+    key_bits, key_lengths, seed,
+    c, scale, dropout_scale, threshold,
+    heads, ratio, n_queries, n_keys, start, first_row, n_rows, longest, scratch_stride, room, key_words, size,
+    group_b, group_h,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    sub = program % SUBS
+    bh = program // SUBS // longest
+    b = bh // heads
+    h = bh % heads
+    g = tl.load(group + b * group_b + h * group_h)
+    item = tl.load(begin + g) + program // SUBS % longest
+    if item >= tl.load(begin + g + 1):
+        return
+    slot = tl.load(work + item * 4)
+    full, full_end, part, part_end = stretch(
+        full_ptr, part_ptr, slot, tl.load(work + item * 4 + 1), tl.load(work + item * 4 + 2)
+    )
+    scratch = tl.load(work + item * 4 + 3)
+    tile_at = (first_row + slot - g * n_rows) * BLOCK
+    inside = tl.maximum(start - tile_at, 0) + sub * BM + tl.arange(0, BM)
+    query = tile_at + inside - start
+    exists = (query < n_queries) & (inside < BLOCK)
+
+    d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
+    row = query.to(tl.int64)
+    q_rows = b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + row * q_n
+    q = tl.load(Q + q_rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    if SIGN != 1:
+        q = q * SIGN
+    g_rows = b.to(tl.int64) * g_b + h.to(tl.int64) * g_h + row * g_n
+    out_grad = tl.load(OUT_GRAD + g_rows[:, None] + e[None, :], mask=exists[:, None] & (e < E)[None, :], other=0.0)
+    place = bh.to(tl.int64) * n_queries + query
+    lse = tl.load(STATS + place, mask=exists, other=float("inf"))
+    delta = tl.load(STATS + size + place, mask=exists, other=0.0)
+    kv_head = (h // ratio).to(tl.int64)
+    K += b.to(tl.int64) * k_b + kv_head * k_h
+    V += b.to(tl.int64) * v_b + kv_head * v_h
+    k_places = n[None, :] * k_n + d[:, None]
+    v_places = n[None, :] * v_n + e[:, None]
+    acc = tl.zeros([BM, DP], tl.float32)
+    if DROPOUT:
+        seed_value = tl.load(seed)
+
+    slow_full = 0
+    if HAS_BITS or HAS_LENGTHS:
+        slow_full = full_end - full
+    elif RAGGED_KEYS:
+        last = tl.load(full_col + full_end - 1, mask=full_end > full, other=-1)
+        slow_full = ((last + 1) * BLOCK > n_keys).to(tl.int32)
+    for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BN), num_stages=STAGES):
+        col = tl.load(full_col + full + i // (BLOCK // BN))
+        n0 = col * BLOCK + i % (BLOCK // BN) * BN
+        k_tile = K + n0.to(tl.int64) * k_n
+        v_tile = V + n0.to(tl.int64) * v_n
+        if D == DP:
+            k = tl.load(k_tile + k_places)
+        else:
+            k = tl.load(k_tile + k_places, mask=(d < D)[:, None], other=0.0)
+        if E == EP:
+            v = tl.load(v_tile + v_places)
+        else:
+            v = tl.load(v_tile + v_places, mask=(e < E)[:, None], other=0.0)
+        s = tl.dot(q, k, input_precision=PRECISION)
+        p = tl.exp2(s * c - lse[:, None])
+        dp = tl.dot(out_grad, v, input_precision=PRECISION)
+        if DROPOUT:
+            stays = survives(seed_value, b, h, query + start, n0, threshold, BM, BN)
+            dp = tl.where(stays, dp * dropout_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
+
+    key_length = n_keys
+    if HAS_LENGTHS:
+        key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
+    W: tl.constexpr = BLOCK // 32
+    words_of = inside * W
+    for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BN), num_stages=STAGES):
+        entry = i // (BLOCK // BN)
+        at = i % (BLOCK // BN) * BN
+        whole = entry < slow_full
+        col = tl.load(tl.where(whole, full_col + full_end - slow_full + entry, part_col + part + entry - slow_full))
+        tile = tl.load(part_tile + part + entry - slow_full, mask=entry >= slow_full, other=0).to(tl.int64)
+        n0 = col * BLOCK + at
+        word = at // 32 + tl.arange(0, BN // 32)
+        some = tl.load(cols_any + tile * W + word, mask=(word >= 0) & (entry >= slow_full), other=-1)
+        words = tl.load(
+            bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :],
+            mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1,
+        )  # fmt: skip
+        kept = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
+        kept = kept & expanded_row(some, BN)
+        k = tl.load(K + n0.to(tl.int64) * k_n + k_places, mask=kept[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(V + n0.to(tl.int64) * v_n + v_places, mask=kept[None, :] & (e < E)[:, None], other=0.0)
+        s = tl.dot(q, k, input_precision=PRECISION)
+        p = tl.exp2(s * c - lse[:, None])
+        dp = tl.dot(out_grad, v, input_precision=PRECISION)
+        if DROPOUT:
+            stays = survives(seed_value, b, h, query + start, n0, threshold, BM, BN)
+            dp = tl.where(stays, dp * dropout_scale, 0.0)
+        ds = tl.where(expanded(words, BM, BN) & kept[None, :], p * (dp - delta[:, None]), 0.0)
+        acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
+
+    acc = acc * scale
+    if SPLIT:
+        if scratch >= 0:
+            piece = (bh.to(tl.int64) * scratch_stride + scratch) * room + sub * BM + tl.arange(0, BM)
+            tl.store(SCRATCH + piece[:, None] * DP + d[None, :], acc)
+            return
+    tl.store(
+        Q_GRAD + place[:, None] * D + d[None, :],
+        acc.to(Q_GRAD.dtype.element_ty),
+        mask=exists[:, None] & (d < D)[None, :],
+    )
+
+
+@triton.jit
+def sum_dq_kernel(
+    SCRATCH, Q_GRAD, group, pieces,
+    heads, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, SUBS: tl.constexpr,
+):  # fmt: skip
+    """A row's pieces, summed in the order of its list."""
+    program = tl.program_id(0)
+    sub = program % SUBS
+    bh = program // SUBS // n_rows
+    row = program // SUBS % n_rows
+    slot = tl.load(group + bh // heads * group_b + bh % heads * group_h) * n_rows + row
+    count = tl.load(pieces + slot * 2 + 1)
+    if count == 0:
+        return
+    tile_at = (first_row + row) * BLOCK
+    inside = tl.maximum(start - tile_at, 0) + sub * BM + tl.arange(0, BM)
+    query = tile_at + inside - start
+    d = tl.arange(0, DP)
+    mask = ((query < n_queries) & (inside < BLOCK))[:, None] & (d < D)[None, :]
+    first = bh.to(tl.int64) * scratch_stride + tl.load(pieces + slot * 2)
+    acc = tl.zeros([BM, DP], tl.float32)
+    for piece in range(count):
+        place = (first + piece) * room + sub * BM + tl.arange(0, BM)
+        acc += tl.load(SCRATCH + place[:, None] * DP + d[None, :])
+    place = bh.to(tl.int64) * n_queries + query
+    tl.store(Q_GRAD + place[:, None] * D + d[None, :], acc.to(Q_GRAD.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dkdv_kernel(
+    Q, K, V, OUT_GRAD, STATS, K_GRAD, V_GRAD, SCRATCH,
+    group, work, begin, full_ptr, full_row, part_ptr, part_row, part_tile, bits, rows_any,
+    key_bits, key_lengths, seed,
+    c, scale, dropout_scale, threshold,
+    heads, ratio, n_queries, n_keys, start, first_row, n_cols, longest, scratch_stride, whole_base, key_words, size,
+    group_b, group_h,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, LOOPED: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, RAGGED_ROWS: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One piece of a column tile's list for LOOPED query heads in turn; sums over heads and pieces come after."""
+    program = tl.program_id(0)
+    sub = program % SUBS
+    outer = program // SUBS // longest
+    programs_a_batch = heads // LOOPED
+    b = outer // programs_a_batch
+    first_head = outer % programs_a_batch * LOOPED
+    g = tl.load(group + b * group_b + first_head * group_h)
+    item = tl.load(begin + g) + program // SUBS % longest
+    if item >= tl.load(begin + g + 1):
+        return
+    slot = tl.load(work + item * 4)
+    full, full_end, part, part_end = stretch(
+        full_ptr, part_ptr, slot, tl.load(work + item * 4 + 1), tl.load(work + item * 4 + 2)
+    )
+    scratch = tl.load(work + item * 4 + 3)
+    col = slot - g * n_cols
+    inside = sub * BN + tl.arange(0, BN)
+    key = col * BLOCK + inside
+    exists = key < n_keys
+
+    d, e, m = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BM)
+    kv_head = (first_head // ratio).to(tl.int64)
+    k_rows = b.to(tl.int64) * k_b + kv_head * k_h + key.to(tl.int64) * k_n
+    v_rows = b.to(tl.int64) * v_b + kv_head * v_h + key.to(tl.int64) * v_n
+    k = tl.load(K + k_rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    v = tl.load(V + v_rows[:, None] + e[None, :], mask=exists[:, None] & (e < E)[None, :], other=0.0)
+    if SIGN != 1:
+        k = k * SIGN
+    key_length = n_keys
+    if HAS_LENGTHS:
+        key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
+    at_key = col * BLOCK + sub * BN
+    kept_keys = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, at_key, n_keys, HAS_BITS, BN)
+    k_acc = tl.zeros([BN, DP], tl.float32)
+    v_acc = tl.zeros([BN, EP], tl.float32)
+    if DROPOUT:
+        seed_value = tl.load(seed)
+    W: tl.constexpr = BLOCK // 32
+    words_of = inside * W
+    slow_full = 0
+    if HAS_BITS or HAS_LENGTHS:
+        slow_full = full_end - full
+
+    for looped in range(LOOPED):
+        h = (first_head + looped).to(tl.int64)
+        q_head = Q + b.to(tl.int64) * q_b + h * q_h
+        g_head = OUT_GRAD + b.to(tl.int64) * g_b + h * g_h
+        stats = STATS + (b * heads + h) * n_queries
+        q_places = m[None, :] * q_n + d[:, None]
+        g_places = m[:, None] * g_n + e[None, :]
+        for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BM), num_stages=STAGES):
+            row = tl.load(full_row + full + i // (BLOCK // BM))
+            m0 = (first_row + row) * BLOCK + i % (BLOCK // BM) * BM - start
+            q_tile = q_head + m0.to(tl.int64) * q_n
+            g_tile = g_head + m0.to(tl.int64) * g_n
+            if RAGGED_ROWS or D != DP or E != EP:
+                # A query that does not exist has an lse of inf, hence no weight.
+                there = (m0 + m >= 0) & (m0 + m < n_queries)
+                q = tl.load(q_tile + q_places, mask=there[None, :] & (d < D)[:, None], other=0.0)
+                out_grad = tl.load(g_tile + g_places, mask=there[:, None] & (e < E)[None, :], other=0.0)
+                lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
+                delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
+            else:
+                q = tl.load(q_tile + q_places)
+                out_grad = tl.load(g_tile + g_places)
+                lse = tl.load(stats + m0 + m)
+                delta = tl.load(stats + size + m0 + m)
+            s = tl.dot(k, q, input_precision=PRECISION)
+            p = tl.exp2(s * c - lse[None, :])
+            dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
+            weight = p
+            if DROPOUT:
+                stays = survives_transposed(seed_value, b, h, m0 + m + start, at_key, threshold, BM, BN)
+                weight = tl.where(stays, p * dropout_scale, 0.0)
+                dp = tl.where(stays, dp * dropout_scale, 0.0)
+            v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
+            k_acc = tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=PRECISION)
+
+        for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BM), num_stages=STAGES):
+            entry = i // (BLOCK // BM)
+            at = i % (BLOCK // BM) * BM
+            whole = entry < slow_full
+            row = tl.load(tl.where(whole, full_row + full_end - slow_full + entry, part_row + part + entry - slow_full))
+            tile = tl.load(part_tile + part + entry - slow_full, mask=entry >= slow_full, other=0).to(tl.int64)
+            m0 = (first_row + row) * BLOCK + at - start
+            word = at // 32 + tl.arange(0, BM // 32)
+            some = tl.load(rows_any + tile * W + word, mask=(word >= 0) & (entry >= slow_full), other=-1)
+            words = tl.load(
+                bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :],
+                mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1,
+            )  # fmt: skip
+            there = (m0 + m >= 0) & (m0 + m < n_queries) & expanded_row(some, BM)
+            lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
+            delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
+            # A row that a key mask emptied has no weight either, and what it holds is not read.
+            there = there & (lse != float("inf"))
+            q = tl.load(
+                q_head + m0.to(tl.int64) * q_n + q_places, mask=there[None, :] & (d < D)[:, None], other=0.0
+            )
+            out_grad = tl.load(
+                g_head + m0.to(tl.int64) * g_n + g_places, mask=there[:, None] & (e < E)[None, :], other=0.0
+            )
+            keep = expanded(words, BN, BM) & kept_keys[:, None] & there[None, :]
+            s = tl.dot(k, q, input_precision=PRECISION)
+            p = tl.where(keep, tl.exp2(s * c - lse[None, :]), 0.0)
+            dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
+            weight = p
+            if DROPOUT:
+                stays = survives_transposed(seed_value, b, h, m0 + m + start, at_key, threshold, BM, BN)
+                weight = tl.where(stays, p * dropout_scale, 0.0)
+                dp = tl.where(stays, dp * dropout_scale, 0.0)
+            v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=PRECISION)
+            ds = tl.where(keep, p * (dp - delta[None, :]), 0.0)
+            k_acc = tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=PRECISION)
+
+    k_acc = k_acc * scale
+    if SPLIT:
+        if (scratch >= 0) | (LOOPED < ratio):
+            whole = whole_base + outer.to(tl.int64) * n_cols + col
+            number = tl.where(scratch >= 0, outer.to(tl.int64) * scratch_stride + scratch, whole)
+            piece = number * (SUBS * BN) + inside
+            tl.store(SCRATCH + piece[:, None] * (DP + EP) + d[None, :], k_acc)
+            tl.store(SCRATCH + piece[:, None] * (DP + EP) + DP + e[None, :], v_acc)
+            return
+    place = (b.to(tl.int64) * (heads // ratio) + kv_head) * n_keys + key
+    tl.store(K_GRAD + place[:, None] * D + d[None, :], k_acc.to(K_GRAD.dtype.element_ty),
+             mask=exists[:, None] & (d < D)[None, :])  # fmt: skip
+    tl.store(V_GRAD + place[:, None] * E + e[None, :], v_acc.to(V_GRAD.dtype.element_ty),
+             mask=exists[:, None] & (e < E)[None, :])  # fmt: skip
+
+
+@triton.jit
+def sum_dkdv_kernel(
+    SCRATCH, K_GRAD, V_GRAD, group, pieces,
+    heads, ratio, n_keys, n_cols, scratch_stride, whole_base, group_b, group_h,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
+    LOOPED: tl.constexpr,
+):  # fmt: skip
+    """A column's heads and pieces, summed in their order."""
+    subs: tl.constexpr = BLOCK // BN
+    program = tl.program_id(0)
+    inside = program % subs * BN + tl.arange(0, BN)
+    col = program // subs % n_cols
+    outer = program // subs // n_cols
+    b = outer // (heads // ratio)
+    first_head = outer % (heads // ratio) * ratio
+    d, e = tl.arange(0, DP), tl.arange(0, EP)
+    k_acc = tl.zeros([BN, DP], tl.float32)
+    v_acc = tl.zeros([BN, EP], tl.float32)
+    parts = ratio // LOOPED
+    for part in range(parts):
+        slot = tl.load(group + b * group_b + (first_head + part * LOOPED) * group_h) * n_cols + col
+        count = tl.load(pieces + slot * 2 + 1)
+        source = (outer * parts + part).to(tl.int64)
+        first = source * scratch_stride + tl.load(pieces + slot * 2)
+        first = tl.where(count > 0, first, whole_base + source * n_cols + col)
+        # A column in one piece, of one program, is where it belongs already.
+        for number in range(tl.where(count == 0, (parts > 1).to(tl.int32), count)):
+            piece = (first + number) * BLOCK + inside
+            k_acc += tl.load(SCRATCH + piece[:, None] * (DP + EP) + d[None, :])
+            v_acc += tl.load(SCRATCH + piece[:, None] * (DP + EP) + DP + e[None, :])
+    slot = tl.load(group + b * group_b + first_head * group_h) * n_cols + col
+    if (parts > 1) | (tl.load(pieces + slot * 2 + 1) > 0):
+        key = col * BLOCK + inside
+        place = outer.to(tl.int64) * n_keys + key
+        exists = key < n_keys
+        tl.store(K_GRAD + place[:, None] * D + d[None, :], k_acc.to(K_GRAD.dtype.element_ty),
+                 mask=exists[:, None] & (d < D)[None, :])  # fmt: skip
+        tl.store(V_GRAD + place[:, None] * E + e[None, :], v_acc.to(V_GRAD.dtype.element_ty),
+                 mask=exists[:, None] & (e < E)[None, :])  # fmt: skip

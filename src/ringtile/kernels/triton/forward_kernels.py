@@ -1,0 +1,211 @@
+"""The forward kernels: one piece of a row tile's list, and the merge of rows in several pieces.
+
+Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. Scores stay in raw units;
+``c`` is the scale times log2(e), so that a weight is one multiply-add and one exp2.
+"""
+
+import triton
+import triton.language as tl
+
+from ringtile.kernels.triton.tiles import expanded, expanded_row, keys_kept, stretch, survives
+
+
+@triton.jit
+def _rows_of(row, first_row, start, n_queries, sub, BLOCK: tl.constexpr, BM: tl.constexpr, PACK: tl.constexpr):
+    """For a sub-tile the query of each row, its row among the bits, its head among the packed ones."""
+    tile = (first_row + row) * BLOCK
+    inside = tl.maximum(start - tile, 0) + sub * (BM // PACK) + tl.arange(0, BM) // PACK
+    query = tile + inside - start
+    return query, inside, tl.arange(0, BM) % PACK, (query < n_queries) & (inside < BLOCK)
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, OUT, LSE, SCRATCH,
+    group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
+    key_bits, key_lengths, seed,
+    c, dropout_scale, threshold,
+    heads, ratio, n_queries, n_keys, start, first_row, n_rows, longest, scratch_stride, room, key_words,
+    group_b, group_h,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, PACK: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    sub = program % SUBS
+    bh = program // SUBS // longest
+    if PACK == 1:
+        b = bh // heads
+        h = bh % heads
+    else:
+        b = bh // (heads // ratio)
+        h = bh % (heads // ratio) * ratio
+    g = tl.load(group + b * group_b + h * group_h)
+    item = tl.load(begin + g) + program // SUBS % longest
+    if item >= tl.load(begin + g + 1):
+        return
+    slot = tl.load(work + item * 4)
+    full, full_end, part, part_end = stretch(
+        full_ptr, part_ptr, slot, tl.load(work + item * 4 + 1), tl.load(work + item * 4 + 2)
+    )
+    scratch = tl.load(work + item * 4 + 3)
+    row = slot - g * n_rows
+
+    query, inside, packed, exists = _rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
+    exists = exists & (packed < ratio)
+    head = h + packed
+    d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
+    rows = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + query.to(tl.int64) * q_n
+    q = tl.load(Q + rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    if SIGN != 1:
+        q = q * SIGN
+    kv_head = (h // ratio).to(tl.int64)
+    K += b.to(tl.int64) * k_b + kv_head * k_h
+    V += b.to(tl.int64) * v_b + kv_head * v_h
+    k_places = n[None, :] * k_n + d[:, None]
+    v_places = n[:, None] * v_n + e[None, :]
+
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, EP], tl.float32)
+    if DROPOUT:
+        seed_value = tl.load(seed)
+
+    # Full tiles whose keys all exist need no mask at all; the last column may be ragged, and then comes later.
+    slow_full = 0
+    if HAS_BITS or HAS_LENGTHS:
+        slow_full = full_end - full
+    elif RAGGED_KEYS:
+        last = tl.load(full_col + full_end - 1, mask=full_end > full, other=-1)
+        slow_full = ((last + 1) * BLOCK > n_keys).to(tl.int32)
+    for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BN), num_stages=STAGES):
+        col = tl.load(full_col + full + i // (BLOCK // BN))
+        n0 = col * BLOCK + i % (BLOCK // BN) * BN
+        k_tile = K + n0.to(tl.int64) * k_n
+        v_tile = V + n0.to(tl.int64) * v_n
+        if D == DP:
+            k = tl.load(k_tile + k_places)
+        else:
+            k = tl.load(k_tile + k_places, mask=(d < D)[:, None], other=0.0)
+        if E == EP:
+            v = tl.load(v_tile + v_places)
+        else:
+            v = tl.load(v_tile + v_places, mask=(e < E)[None, :], other=0.0)
+        s = tl.dot(q, k, input_precision=PRECISION)
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s * c - (new_top * c)[:, None])
+        alpha = tl.exp2((top - new_top) * c)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if DROPOUT:
+            p = tl.where(survives(seed_value, b, head[:, None], query + start, n0, threshold, BM, BN), p, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    key_length = n_keys
+    if HAS_LENGTHS:
+        key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
+    W: tl.constexpr = BLOCK // 32
+    words_of = inside * W
+    for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BN), num_stages=STAGES):
+        entry = i // (BLOCK // BN)
+        at = i % (BLOCK // BN) * BN
+        whole = entry < slow_full
+        col = tl.load(tl.where(whole, full_col + full_end - slow_full + entry, part_col + part + entry - slow_full))
+        tile = tl.load(part_tile + part + entry - slow_full, mask=entry >= slow_full, other=0).to(tl.int64)
+        n0 = col * BLOCK + at
+        word = at // 32 + tl.arange(0, BN // 32)
+        # What a tile keeps of a row beyond the lengths means nothing; such rows are never stored.
+        some = tl.load(cols_any + tile * W + word, mask=(word >= 0) & (entry >= slow_full), other=-1)
+        words = tl.load(
+            bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :],
+            mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1,
+        )  # fmt: skip
+        kept = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
+        # Zero times NaN is NaN: what no row keeps is not read.
+        kept = kept & expanded_row(some, BN)
+        k_tile = K + n0.to(tl.int64) * k_n
+        v_tile = V + n0.to(tl.int64) * v_n
+        k = tl.load(k_tile + k_places, mask=kept[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_tile + v_places, mask=kept[:, None] & (e < E)[None, :], other=0.0)
+        s = tl.dot(q, k, input_precision=PRECISION)
+        s = tl.where(expanded(words, BM, BN) & kept[None, :], s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s * c - (used_top * c)[:, None])
+        alpha = tl.exp2((top - used_top) * c)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if DROPOUT:
+            p = tl.where(survives(seed_value, b, head[:, None], query + start, n0, threshold, BM, BN), p, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    if DROPOUT:
+        acc = acc * dropout_scale
+    # Base 2 until the very end.
+    lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) * c + tl.log2(tl.where(empty, 1.0, total)))
+    if SPLIT:
+        if scratch >= 0:
+            place = (bh.to(tl.int64) * scratch_stride + scratch) * room + sub * BM + tl.arange(0, BM)
+            tl.store(SCRATCH + place[:, None] * (EP + 1) + e[None, :], acc)
+            tl.store(SCRATCH + place * (EP + 1) + EP, lse)
+            return
+    places = b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + query.to(tl.int64) * o_n
+    tl.store(
+        OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=exists[:, None] & (e < E)[None, :]
+    )
+    tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)
+
+
+@triton.jit
+def merge_kernel(
+    SCRATCH, OUT, LSE, group, pieces,
+    heads, ratio, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h, o_b, o_h, o_n,
+    E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, SUBS: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """A row's pieces, merged in the order of its list."""
+    program = tl.program_id(0)
+    sub = program % SUBS
+    bh = program // SUBS // n_rows
+    if PACK == 1:
+        b = bh // heads
+        h = bh % heads
+    else:
+        b = bh // (heads // ratio)
+        h = bh % (heads // ratio) * ratio
+    row = program // SUBS % n_rows
+    slot = tl.load(group + b * group_b + h * group_h) * n_rows + row
+    count = tl.load(pieces + slot * 2 + 1)
+    if count == 0:
+        return
+    query, inside, packed, exists = _rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
+    exists = exists & (packed < ratio)
+    head = h + packed
+    e = tl.arange(0, EP)
+    first = bh.to(tl.int64) * scratch_stride + tl.load(pieces + slot * 2)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, EP], tl.float32)
+    for piece in range(count):
+        place = (first + piece) * room + sub * BM + tl.arange(0, BM)
+        out = tl.load(SCRATCH + place[:, None] * (EP + 1) + e[None, :])
+        lse = tl.load(SCRATCH + place * (EP + 1) + EP)
+        new_top = tl.maximum(top, lse)
+        used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        alpha, weight = tl.exp2(top - used_top), tl.exp2(lse - used_top)
+        total = total * alpha + weight
+        acc = acc * alpha[:, None] + out * weight[:, None]
+        top = new_top
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) + tl.log2(tl.where(empty, 1.0, total)))
+    places = b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + query.to(tl.int64) * o_n
+    tl.store(
+        OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=exists[:, None] & (e < E)[None, :]
+    )
+    tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)

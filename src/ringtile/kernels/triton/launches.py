@@ -1,0 +1,329 @@
+"""What is launched for a call: kernels, grids and arguments; and their launch."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ringtile.kernels.contracts import Call, index_of
+from ringtile.kernels.philox import dropout_scale, dropout_threshold
+from ringtile.kernels.spans import INDEX, span
+from ringtile.kernels.triton import backward_kernels, forward_kernels
+from ringtile.kernels.triton.schedule import Order, schedule_of
+from ringtile.kernels.triton.tuning import Config, configs
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether Triton computes on the CPU, as TRITON_INTERPRET said when it was first imported."""
+
+_FEW_PROGRAMS = 132
+"""With fewer columns than a large GPU has processors, the query heads of a key head work apart."""
+_PACKED_QUERIES = 32
+"""Up to so many queries, the query heads of a key head fill one tile together."""
+_STATS_ROWS = 64
+_LOG2_E = math.log2(math.e)
+
+
+class Choice(NamedTuple):
+    """One configuration of a launch."""
+
+    config: Config
+    constants: dict[str, Any]
+    """What is compiled in."""
+    programs: int
+
+
+class Launch(NamedTuple):
+    """One kernel and its arguments, in each configuration that may be tried, best first."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    choices: list[Choice]
+
+    def run(self, device: torch.device) -> None:
+        """Launch in the first configuration that the device has shared memory for."""
+        key = (self.kernel, device, *self.choices[0].constants.values())
+        for number in range(_fitting.get(key, 0), len(self.choices)):
+            config, constants, programs = self.choices[number]
+            try:
+                self.kernel[(programs,)](
+                    **self.arguments, **constants, num_warps=config.warps, num_stages=config.stages
+                )
+            except triton.runtime.errors.OutOfResources:
+                if number + 1 == len(self.choices):
+                    raise
+            else:
+                _fitting[key] = number
+                return
+
+
+_fitting: dict[Any, int] = {}
+"""The number of the choice that fitted before."""
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current device, so it has to be the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _loose(x: Tensor) -> Tensor:
+    """The kernels read any strides but that of the last dimension."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _strides(name: str, x: Tensor) -> dict[str, int]:
+    return {f"{name}_{dim}": stride for dim, stride in zip("bhn", x.stride(), strict=False)}
+
+
+class Job:
+    """What the launches of one call share."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+        index = index_of(call, q, k)
+        with span(INDEX):
+            self.schedule = schedule_of(index)
+        self.index = index if self.schedule.index is None else self.schedule.index
+        self.q, self.k, self.v, self.call = _loose(q), _loose(k), _loose(v), call
+        self.batch, self.heads, self.n_queries, self.head_dim = q.shape
+        self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
+        self.ratio = self.heads // self.kv_heads
+        tf32 = q.is_cuda and torch.get_float32_matmul_precision() != "highest"
+        group, scale = self.index.group, call.scale
+        self.group = group.contiguous()
+        self.groups = {
+            "group": self.group,
+            "group_b": group.shape[1] if group.shape[0] > 1 else 0,
+            "group_h": 1 if group.shape[1] > 1 else 0,
+        }
+        self.shared = {
+            "Q": self.q,
+            "K": self.k,
+            "V": self.v,
+            **self.groups,
+            "key_bits": self.group if call.key_bits is None else call.key_bits.contiguous(),
+            "key_words": 0 if call.key_bits is None else call.key_bits.shape[1],
+            "key_lengths": self.group if call.key_lengths is None else call.key_lengths.contiguous(),
+            "seed": self.group if call.seed is None else call.seed,
+            "c": abs(scale) * _LOG2_E or 1.0,
+            "dropout_scale": dropout_scale(call.dropout_p),
+            "threshold": dropout_threshold(call.dropout_p),
+            "heads": self.heads,
+            "ratio": self.ratio,
+            "n_queries": self.n_queries,
+            "n_keys": self.n_keys,
+            "start": self.index.start,
+            "first_row": self.index.first_row,
+            **_strides("q", self.q),
+            **_strides("k", self.k),
+            **_strides("v", self.v),
+        }
+        self.widths = {
+            "D": self.head_dim,
+            "E": self.value_dim,
+            "DP": _padded(self.head_dim),
+            "EP": _padded(self.value_dim),
+            "BLOCK": self.index.block,
+        }
+        self.constants = {
+            **self.widths,
+            "SIGN": (scale > 0) - (scale < 0),
+            "PRECISION": "tf32" if tf32 else "ieee",
+            "HAS_BITS": call.key_bits is not None,
+            "HAS_LENGTHS": call.key_lengths is not None,
+            "DROPOUT": call.dropout_p > 0,
+        }
+
+    def configs(self, kernel: str) -> list[Config]:
+        width = max(self.widths["DP"], self.widths["EP"])
+        return configs(
+            kernel, self.q.dtype, width, self.index.block, self.call.dropout_p > 0, interpreted=INTERPRETED
+        )
+
+    def rows(self) -> dict[str, Any]:
+        """The lists along rows."""
+        index, order = self.index, self.schedule.rows
+        return {
+            "work": order.work,
+            "begin": order.begin,
+            "longest": order.longest,
+            "full_ptr": index.full_row_ptr,
+            "full_col": index.full_col,
+            "part_ptr": index.part_row_ptr,
+            "part_col": index.part_col,
+            "part_tile": index.part_tile,
+            "bits": index.bits,
+            "cols_any": index.cols_any,
+            "n_rows": index.n_rows,
+        }
+
+    def cols(self) -> dict[str, Any]:
+        """The lists along columns."""
+        index, order = self.index, self.schedule.cols
+        return {
+            "work": order.work,
+            "begin": order.begin,
+            "longest": order.longest,
+            "full_ptr": index.full_col_ptr,
+            "full_row": index.full_row,
+            "part_ptr": index.part_col_ptr,
+            "part_row": index.part_row,
+            "part_tile": index.part_tile_t,
+            "bits": index.bits_t,
+            "rows_any": index.rows_any,
+            "n_cols": index.n_cols,
+        }
+
+    def sub_rows(self, config: Config, pack: int) -> dict[str, int]:
+        """The rows of a sub-tile and the number of sub-tiles that a row tile has."""
+        rows = min(self.n_queries, self.index.block) * pack
+        height = max(16, pack, min(config.queries, _padded(rows)))
+        return {"BM": height, "SUBS": -(-rows // height)}
+
+
+def _split(job: Job, order: Order, owners: int, numbers: int, room: int) -> dict[str, Any]:
+    """The scratch of rows in several pieces: slots of ``room`` rows of so many numbers each."""
+    # Where every owner of lists has a group of its own, it has numbers of its own too.
+    own = job.group.numel() == job.index.n_groups == owners
+    slots = order.n_scratch if own else order.n_scratch * owners
+    return {
+        "SCRATCH": torch.empty(slots * room * numbers, dtype=torch.float32, device=job.q.device),
+        "scratch_stride": 0 if own else order.n_scratch,
+        "room": room,
+    }
+
+
+def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
+    """The launches that fill output and lse."""
+    order, block = job.schedule.rows, job.index.block
+    packs = 1 < job.ratio <= 128 and job.group.shape[1] == 1 and job.n_queries <= _PACKED_QUERIES
+    pack = 1 << (job.ratio - 1).bit_length() if packs else 1
+    owners = job.batch * (job.kv_heads if packs else job.heads)
+    split = _split(job, order, owners, job.widths["EP"] + 1, max(block, 16) * pack)
+    results = {"OUT": out, "LSE": lse, **_strides("o", out)}
+    choices, merges = [], []
+    for config in job.configs("forward"):
+        tiles = {**job.sub_rows(config, pack), "PACK": pack}
+        constants = {
+            **job.constants,
+            **tiles,
+            "BN": config.keys,
+            "RAGGED_KEYS": job.n_keys % block != 0,
+            "SPLIT": order.n_scratch > 0,
+            "STAGES": config.stages,
+        }
+        choices.append(Choice(config, constants, owners * order.longest * tiles["SUBS"]))
+        widths = {name: job.widths[name] for name in ("E", "EP", "BLOCK")}
+        merges.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
+    launches = [Launch(forward_kernels.forward_kernel, {**job.shared, **job.rows(), **results, **split}, choices)]
+    if order.n_scratch:
+        names = ("heads", "ratio", "n_queries", "start", "first_row")
+        shared = {name: job.shared[name] for name in names} | job.groups
+        merged = {**shared, **results, **split, "pieces": order.pieces, "n_rows": job.index.n_rows}
+        launches.append(Launch(forward_kernels.merge_kernel, merged, merges))
+    return launches
+
+
+def backward_launches(
+    job: Job, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]
+) -> list[Launch]:
+    """The launches that fill the gradients of q, k and v."""
+    out, out_grad, lse = _loose(out), _loose(out_grad), lse.contiguous()
+    stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
+    widths = {name: job.widths[name] for name in ("E", "EP")}
+    preparation = {
+        "OUT": out,
+        "OUT_GRAD": out_grad,
+        "LSE": lse,
+        "LSE_GRAD": lse if lse_grad is None else lse_grad.float().contiguous(),
+        "STATS": stats,
+        "heads": job.heads,
+        "n_queries": job.n_queries,
+        "size": lse.numel(),
+        **_strides("o", out),
+        **_strides("g", out_grad),
+    }
+    programs = job.batch * job.heads * -(-job.n_queries // _STATS_ROWS)
+    choice = Choice(Config(_STATS_ROWS, 0, 4, 1), {**widths, "BM": _STATS_ROWS, "HAS_LSE_GRAD": lse_grad is not None}, programs)
+    shared = {
+        **job.shared,
+        "OUT_GRAD": out_grad,
+        "STATS": stats,
+        "size": lse.numel(),
+        "scale": job.call.scale,
+        **_strides("g", out_grad),
+    }
+    return [
+        Launch(backward_kernels.stats_kernel, preparation, [choice]),
+        *_dq_launches(job, shared, grads[0]),
+        *_dkdv_launches(job, shared, grads[1], grads[2]),
+    ]
+
+
+def _dq_launches(job: Job, shared: dict[str, Any], q_grad: Tensor) -> list[Launch]:
+    order, block, owners = job.schedule.rows, job.index.block, job.batch * job.heads
+    split = _split(job, order, owners, job.widths["DP"], block)
+    choices, sums = [], []
+    for config in job.configs("dq"):
+        tiles = job.sub_rows(config, 1)
+        constants = {
+            **job.constants,
+            **tiles,
+            "BN": config.keys,
+            "RAGGED_KEYS": job.n_keys % block != 0,
+            "SPLIT": order.n_scratch > 0,
+            "STAGES": config.stages,
+        }
+        choices.append(Choice(config, constants, owners * order.longest * tiles["SUBS"]))
+        widths = {name: job.widths[name] for name in ("D", "DP", "BLOCK")}
+        sums.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
+    launches = [Launch(backward_kernels.dq_kernel, {**shared, **job.rows(), **split, "Q_GRAD": q_grad}, choices)]
+    if order.n_scratch:
+        facts = {name: shared[name] for name in ("heads", "n_queries", "start", "first_row")} | job.groups
+        summed = {**facts, **split, "Q_GRAD": q_grad, "pieces": order.pieces, "n_rows": job.index.n_rows}
+        launches.append(Launch(backward_kernels.sum_dq_kernel, summed, sums))
+    return launches
+
+
+def _dkdv_launches(job: Job, shared: dict[str, Any], k_grad: Tensor, v_grad: Tensor) -> list[Launch]:
+    order, index = job.schedule.cols, job.index
+    columns = job.batch * job.kv_heads * index.n_cols
+    looped = job.ratio if job.group.shape[1] == 1 and columns >= _FEW_PROGRAMS else 1
+    owners = job.batch * job.heads // looped
+    split = _split(job, order, owners, job.widths["DP"] + job.widths["EP"], index.block)
+    del split["room"]
+    whole_base = order.n_scratch if not split["scratch_stride"] else order.n_scratch * owners
+    if looped < job.ratio:
+        size = (whole_base + owners * index.n_cols) * index.block * (job.widths["DP"] + job.widths["EP"])
+        split["SCRATCH"] = torch.empty(size, dtype=torch.float32, device=k_grad.device)
+    cut = order.n_scratch > 0 or looped < job.ratio
+    split |= {"whole_base": whole_base, "K_GRAD": k_grad, "V_GRAD": v_grad}
+    ends = job.index.start, job.index.start + job.n_queries
+    choices, sums = [], []
+    for config in job.configs("dkdv"):
+        subs = index.block // config.keys
+        constants = {
+            **job.constants,
+            "BM": config.queries,
+            "BN": config.keys,
+            "SUBS": subs,
+            "LOOPED": looped,
+            "RAGGED_ROWS": any(end % index.block for end in ends),
+            "SPLIT": cut,
+            "STAGES": config.stages,
+        }
+        choices.append(Choice(config, constants, owners * order.longest * subs))
+        sums.append(Choice(config, {**job.widths, "BN": config.keys, "LOOPED": looped}, columns * subs))
+    launches = [Launch(backward_kernels.dkdv_kernel, {**shared, **job.cols(), **split}, choices)]
+    if cut:
+        facts = {name: shared[name] for name in ("heads", "ratio", "n_keys")} | job.groups
+        summed = {**facts, **split, "pieces": order.pieces, "n_cols": index.n_cols}
+        launches.append(Launch(backward_kernels.sum_dkdv_kernel, summed, sums))
+    return launches

@@ -1,0 +1,83 @@
+"""What the kernels do with one tile: its mask, its dropout, its place in a list.
+
+Triton's language: shapes are those of tiles in registers, ``tl.constexpr`` arguments are compiled in.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.random import philox_impl
+
+
+@triton.jit
+def expanded(words, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """``[ROWS, COLS // 32]`` words as bits ``[ROWS, COLS]``."""
+    bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+    return tl.reshape(bits, [ROWS, COLS]) != 0
+
+
+@triton.jit
+def expanded_row(words, COLS: tl.constexpr):
+    """``[COLS // 32]`` words as bits ``[COLS]``."""
+    return tl.reshape((words[:, None] >> tl.arange(0, 32)[None, :]) & 1, [COLS]) != 0
+
+
+@triton.jit
+def keys_kept(key_bits, key_length, n0, n_keys, HAS_BITS: tl.constexpr, BN: tl.constexpr):
+    """Which of BN keys from ``n0`` on exist and are kept by the call's own key mask."""
+    key = n0 + tl.arange(0, BN)
+    kept = (key < n_keys) & (key < key_length)
+    if HAS_BITS:
+        word = n0 // 32 + tl.arange(0, BN // 32)
+        words = tl.load(key_bits + word, mask=word * 32 < n_keys, other=0)
+        kept = kept & expanded_row(words, BN)
+    return kept
+
+
+@triton.jit
+def _four(w0, w1, w2, w3):
+    """The words side by side in two new last dimensions, whose flat number is the word's."""
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
+
+
+@triton.jit
+def _philox(call, query, head, batch, seed):
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    call, query = tl.broadcast(call, query)
+    c2 = tl.full(call.shape, 0, tl.uint32) + head.to(tl.uint32)
+    c3 = tl.full(call.shape, 0, tl.uint32) + batch.to(tl.uint32)
+    return philox_impl(call, query, c2, c3, low, high, 7)
+
+
+@triton.jit
+def survives(seed, batch, head, query, n0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """Which pairs dropout keeps, ``[BM, BN]``: one Philox call gives eight of 32 neighbouring keys (see `philox`)."""
+    call = (n0 // 32 * 4 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
+    w0, w1, w2, w3 = _philox(call, query.to(tl.uint32)[:, None], head, batch, seed)
+    words = tl.permute(tl.reshape(_four(w0, w1, w2, w3), [BM, BN // 32, 4, 4]), (0, 1, 3, 2))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BM, BN]) >= threshold
+
+
+@triton.jit
+def survives_transposed(seed, batch, head, query, n0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """`survives` as ``[BN, BM]``."""
+    call = (n0 // 32 * 4 + tl.arange(0, BN // 8)).to(tl.uint32)[:, None]
+    w0, w1, w2, w3 = _philox(call, query.to(tl.uint32)[None, :], head, batch, seed)
+    words = tl.reshape(_four(w0, w1, w2, w3), [BN // 32, 4, BM, 4])
+    words = tl.permute(words, (0, 3, 1, 2))
+    halves = tl.permute(tl.join(words & 0xFFFF, words >> 16), (0, 1, 2, 4, 3))
+    return tl.reshape(halves, [BN, BM]) >= threshold
+
+
+@triton.jit
+def stretch(full_ptr, part_ptr, slot, piece_first, piece_last):
+    """Where a piece of a list, full tiles first, begins and ends among its full and among its partial tiles."""
+    full_first = tl.load(full_ptr + slot)
+    n_full = tl.load(full_ptr + slot + 1) - full_first
+    part_first = tl.load(part_ptr + slot)
+    return (
+        full_first + tl.minimum(piece_first, n_full),
+        full_first + tl.minimum(piece_last, n_full),
+        part_first + tl.maximum(piece_first - n_full, 0),
+        part_first + tl.maximum(piece_last - n_full, 0),
+    )

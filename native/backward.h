@@ -1,7 +1,7 @@
-// The backward pass, from the output and lse of the whole softmax. Two forms of one tile's work: by columns (keys in
-// the
+// The backward pass, from the output and lse of the whole softmax. Two forms of one tile's work: by columns (keys in the
 // lanes; gradients of keys and values, of queries too where a thread has a whole head) and by rows (queries in the
-// lanes; gradients of queries). Both add the same products in the same order, so they agree to the last bit.
+// lanes; gradients of queries). Both add the same products in the same order, so they agree to the last bit. A list that
+// the layout cuts is summed in pieces, each from zero, and the pieces in their order, whoever computes them.
 #pragma once
 #include "dropout.h"
 #include "matmul.h"
@@ -138,20 +138,58 @@ INLINE void shifted(const uint32_t *bits, int low, uint32_t *out) {
     for (int i = low; i < MAX_BLOCK; i++) out[(i - low) >> 5] |= (bits[i >> 5] >> (i & 31) & 1) << ((i - low) & 31);
 }
 
-// One column tile and head: sums of key and value gradients, and the gradients of queries where `query_grad` is given.
+// Where piece `piece` of a list begins.
+INLINE int64_t piece_begin(int64_t length, int64_t pieces, int64_t piece) { return length * piece / pieces; }
+
+// How many of an ascending list are below a number.
+INLINE int64_t count_below(const int32_t *list, int64_t count, int64_t number) {
+    int64_t low = 0;
+    while (count > 0) {
+        int64_t half = count / 2;
+        if (list[low + half] < number) low += half + 1, count -= half + 1;
+        else count = half;
+    }
+    return low;
+}
+
+// Where a thread that goes through the columns sums the gradients of a row's queries: in their place; but the pieces
+// after the first of a row that is cut are held apart, and added where they end.
+template <class T> struct RowSums {
+    T *whole, *at;
+    bool ends;
+};
+
+template <class T>
+INLINE RowSums<T> row_sums(const ringtile_call &c, T *whole, int64_t head, int64_t slot, int64_t col, int64_t numbers) {
+    int64_t pieces = c.row_pieces[slot];
+    if (pieces == 1) return {whole, whole, false};
+    Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
+    int64_t length = tiles.n_full + tiles.n_part;
+    int64_t number = count_below(tiles.full, tiles.n_full, col) + count_below(tiles.part, tiles.n_part, col);
+    int64_t piece = ((number + 1) * pieces - 1) / length;
+    if (piece == 0) return {whole, whole, false};
+    T *held = (T *)c.held + (head * c.n_held + c.row_held[slot]) * MAX_BLOCK * c.head_dim;
+    if (number == piece_begin(length, pieces, piece))
+        for (int64_t i = 0; i < numbers; i++) held[i] = 0;
+    return {whole, held, number + 1 == piece_begin(length, pieces, piece + 1)};
+}
+
+// One column tile and head, tiles [from, until) of its list: sums of key and value gradients, and the gradients of queries
+// where `query_grad` is given.
 template <class E, class T>
-void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int64_t col, BackwardScratch<T> &to,
-                  T *query_grad) {
+void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int64_t col, int64_t from, int64_t until,
+                  BackwardScratch<T> &to, T *query_grad) {
     constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
     constexpr bool same = sizeof(E) == sizeof(T);
-    int64_t head = b * c.heads + h, row, tile;
+    int64_t head = b * c.heads + h, group = group_of(c, b, h), row, tile;
     Span keys = col_span(c, col);
     int end = (keys.high + L - 1) / L * L;
     Tiles tiles = tiles_of(c.full_col_ptr, c.full_row, c.part_col_ptr, c.part_row, c.part_tile_t,
-                           group_of(c, b, h) * c.n_cols + col);
+                           group * c.n_cols + col);
     Dropout random = dropout_of(c, b, h);
     Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first);
-    while (tiles.next(row, tile)) {
+    for (int64_t number = 0; number < until && tiles.next(row, tile); number++) {
+        if (number < from) continue;
         Span queries = row_span(c, row);
         int low = queries.low, count = queries.high - low;
         int64_t first = queries.first + low;
@@ -165,6 +203,7 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
         const T *query = (const T *)query_rows.x, *grad = (const T *)grad_rows.x, *key = to.keys;
         int64_t query_step = query_rows.step, grad_step = grad_rows.step;
         if (!same || u.any_queries) {
+            Packing packing(c);
             uint32_t dead[MAX_WORDS];
             shifted(u.queries, low, dead);
             copy_in(query_rows, count, c.head_dim, c.head_dim, dead, to.queries);
@@ -172,10 +211,15 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
             query = to.queries, query_step = c.head_dim, grad = to.out_grads, grad_step = c.value_dim;
         }
         if (query_grad && u.any_keys) {
+            Packing packing(c);
             copy_in(key_rows, keys.high, c.head_dim, to.width, u.keys, to.keys_held);
             key = to.keys_held;
         }
-        T *sums = query_grad ? query_grad + first * c.head_dim : nullptr;
+        int64_t numbers = count * c.head_dim;
+        RowSums<T> own = {};
+        if (query_grad)
+            own = row_sums<T>(c, query_grad + first * c.head_dim, head, group * c.n_rows + row, col, numbers);
+        T *sums = own.at;
         bool direct = to.width == c.head_dim;
         if (sums && !direct) copy_in(Rows<T>{sums, c.head_dim}, count, c.head_dim, to.width, nullptr, to.query_sums);
         for (int lane = 0; lane < end; lane += GROUP) {
@@ -199,15 +243,15 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
         if (sums && !direct)
             for (int i = 0; i < count; i++)
                 __builtin_memcpy(sums + i * c.head_dim, to.query_sums + i * to.width, c.head_dim * sizeof(T));
+        for (int64_t i = 0; own.ends && i < numbers; i++) own.whole[i] += sums[i];
     }
 }
 
-// The gradients of one column tile of a key head, all query heads that it serves summed in their order.
+// A column tile of a key head, packed: what all its tiles are multiplied with.
 template <class E, class T>
-void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, T *memory, bool queries) {
-    BackwardScratch<T> to(c, memory);
-    int64_t ratio = c.heads / c.kv_heads;
-    Span keys = col_span(c, col);
+INLINE void pack_column(const ringtile_call &c, int64_t b, int64_t kv, Span keys, BackwardScratch<T> &to,
+                        bool queries) {
+    Packing packing(c);
     Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first);
     Rows<E> value_rows = rows_of<E>(c.v, c.v_stride, b, kv, keys.first);
     uint32_t dead[MAX_WORDS];
@@ -215,17 +259,53 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, T *memor
     transpose_in(key_rows, 0, keys.high, 0, MAX_BLOCK, c.head_dim, T(1), to.keys_t, MAX_BLOCK);
     transpose_in(value_rows, 0, keys.high, 0, MAX_BLOCK, c.value_dim, T(1), to.values_t, MAX_BLOCK);
     if (queries) copy_in(key_rows, keys.high, c.head_dim, to.width, masked ? dead : nullptr, to.keys);
+}
+
+template <class T> INLINE void clear_column(const ringtile_call &c, BackwardScratch<T> &to) {
     for (int64_t i = 0; i < c.head_dim * MAX_BLOCK; i++) to.key_sums[i] = 0;
     for (int64_t i = 0; i < c.value_dim * MAX_BLOCK; i++) to.value_sums[i] = 0;
-    for (int64_t h = kv * ratio; h < (kv + 1) * ratio; h++)
-        column_tiles<E, T>(c, b, h, kv, col, to,
-                           queries ? (T *)c.q_grad + (b * c.heads + h) * c.n_queries * c.head_dim : nullptr);
+}
+
+// Sums [d][key] to where the gradients of a column are, or added to what is there.
+template <class T>
+void write_column(const ringtile_call &c, int64_t b, int64_t kv, Span keys, const T *key_sums, const T *value_sums,
+                  bool add) {
     T *key_grad = (T *)c.k_grad + ((b * c.kv_heads + kv) * c.n_keys + keys.first) * c.head_dim;
     T *value_grad = (T *)c.v_grad + ((b * c.kv_heads + kv) * c.n_keys + keys.first) * c.value_dim;
     for (int i = 0; i < keys.high; i++) {
-        for (int64_t d = 0; d < c.head_dim; d++) key_grad[i * c.head_dim + d] = to.key_sums[d * MAX_BLOCK + i];
-        for (int64_t d = 0; d < c.value_dim; d++) value_grad[i * c.value_dim + d] = to.value_sums[d * MAX_BLOCK + i];
+        T *key = key_grad + i * c.head_dim, *value = value_grad + i * c.value_dim;
+        for (int64_t d = 0; d < c.head_dim; d++) key[d] = (add ? key[d] : T(0)) + key_sums[d * MAX_BLOCK + i];
+        for (int64_t d = 0; d < c.value_dim; d++) value[d] = (add ? value[d] : T(0)) + value_sums[d * MAX_BLOCK + i];
     }
+}
+
+// The gradients of one column tile of a key head, all query heads that it serves summed in their order: in one chain,
+// or piece by piece where the list of any of them is cut.
+template <class E, class T>
+void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, T *memory, bool queries) {
+    BackwardScratch<T> to(c, memory);
+    int64_t ratio = c.heads / c.kv_heads;
+    Span keys = col_span(c, col);
+    pack_column<E, T>(c, b, kv, keys, to, queries);
+    clear_column(c, to);
+    bool cut = false, add = false;
+    for (int64_t h = kv * ratio; h < (kv + 1) * ratio; h++)
+        cut |= c.col_pieces[group_of(c, b, h) * c.n_cols + col] > 1;
+    for (int64_t h = kv * ratio; h < (kv + 1) * ratio; h++) {
+        T *query_grad = queries ? (T *)c.q_grad + (b * c.heads + h) * c.n_queries * c.head_dim : nullptr;
+        int64_t slot = group_of(c, b, h) * c.n_cols + col, pieces = c.col_pieces[slot];
+        int64_t length = c.full_col_ptr[slot + 1] - c.full_col_ptr[slot] + c.part_col_ptr[slot + 1] -
+                         c.part_col_ptr[slot];
+        for (int64_t piece = 0; piece < pieces; piece++) {
+            if (add) clear_column(c, to);
+            column_tiles<E, T>(c, b, h, kv, col, piece_begin(length, pieces, piece),
+                               piece_begin(length, pieces, piece + 1), to, query_grad);
+            if (!cut) continue;
+            write_column(c, b, kv, keys, to.key_sums, to.value_sums, add);
+            add = true;
+        }
+    }
+    if (!cut) write_column(c, b, kv, keys, to.key_sums, to.value_sums, false);
 }
 
 // Columns of a key head (`item`), gradients of its queries included: five products a tile instead of seven.
@@ -234,15 +314,75 @@ template <class E, class T> void head_item(const ringtile_call &c, int64_t item,
         column<E, T>(c, item / c.kv_heads, item % c.kv_heads, col, memory, true);
 }
 
-template <class E, class T> void column_item(const ringtile_call &c, int64_t item, T *memory) {
-    int64_t head = item / c.n_cols;
-    column<E, T>(c, head / c.kv_heads, head % c.kv_heads, item % c.n_cols, memory, false);
+// A piece of a row or column that several threads compute.
+struct Part {
+    int64_t item, head, first, last;
+};
+
+INLINE Part part_of(const ringtile_call &c, int64_t number) {
+    const int64_t *x = c.parts + 4 * number;
+    return {x[0], x[1], x[2], x[3]};
 }
 
-// The gradients of one row tile of queries.
-template <class E, class T> void row_item(const ringtile_call &c, int64_t item, T *memory) {
+// Whether a row or column is among the parts, which are sorted.
+INLINE bool in_parts(const ringtile_call &c, int64_t item) {
+    int64_t low = 0, high = c.n_parts;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (c.parts[4 * middle] < item) low = middle + 1;
+        else high = middle;
+    }
+    return low < c.n_parts && c.parts[4 * low] == item;
+}
+
+template <class E, class T> void column_item(const ringtile_call &c, int64_t number, T *memory) {
+    if (number >= c.n_parts) {
+        int64_t item = number - c.n_parts, head = item / c.n_cols;
+        if (!in_parts(c, item)) column<E, T>(c, head / c.kv_heads, head % c.kv_heads, item % c.n_cols, memory, false);
+        return;
+    }
+    Part part = part_of(c, number);
+    BackwardScratch<T> to(c, memory);
+    int64_t head = part.item / c.n_cols, col = part.item % c.n_cols, b = head / c.kv_heads, kv = head % c.kv_heads;
+    pack_column<E, T>(c, b, kv, col_span(c, col), to, false);
+    clear_column(c, to);
+    column_tiles<E, T>(c, b, part.head % c.heads, kv, col, part.first, part.last, to, nullptr);
+    T *place = (T *)c.scratch + number * (c.head_dim + c.value_dim) * MAX_BLOCK;
+    __builtin_memcpy(place, to.key_sums, c.head_dim * MAX_BLOCK * sizeof(T));
+    __builtin_memcpy(place + c.head_dim * MAX_BLOCK, to.value_sums, c.value_dim * MAX_BLOCK * sizeof(T));
+}
+
+// Add the parts of a column in their order. `number` is its first part, or another one, which has nothing to do.
+template <class E, class T> void fold_column(const ringtile_call &c, int64_t number) {
+    int64_t item = part_of(c, number).item, head = item / c.n_cols, size = (c.head_dim + c.value_dim) * MAX_BLOCK;
+    if (number > 0 && part_of(c, number - 1).item == item) return;
+    for (int64_t at = number; at < c.n_parts && part_of(c, at).item == item; at++) {
+        const T *place = (const T *)c.scratch + at * size;
+        write_column(c, head / c.kv_heads, head % c.kv_heads, col_span(c, item % c.n_cols), place,
+                     place + c.head_dim * MAX_BLOCK, at > number);
+    }
+}
+
+// Sums [d][lane] to where the gradients of a row's queries are, or added to what is there; zero where lse is +inf.
+template <class T>
+void write_queries(const ringtile_call &c, int64_t head, Span queries, const T *sums, bool add) {
+    T *grad = (T *)c.q_grad + (head * c.n_queries + queries.first) * c.head_dim;
+    const T *lse2 = (const T *)c.delta + (2 * head + 1) * c.n_queries + queries.first;
+    for (int lane = queries.low; lane < queries.high; lane++) {
+        bool empty = lse2[lane] == infinity<T>();
+        T *row = grad + lane * c.head_dim;
+        for (int64_t d = 0; d < c.head_dim; d++)
+            row[d] = empty ? T(0) : (add ? row[d] : T(0)) + sums[d * MAX_BLOCK + lane];
+    }
+}
+
+// The gradients of one row tile of queries, whole or a part.
+template <class E, class T> void row_item(const ringtile_call &c, int64_t number, T *memory) {
     constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
     constexpr bool same = sizeof(E) == sizeof(T);
+    bool is_part = number < c.n_parts;
+    int64_t item = is_part ? part_of(c, number).item : number - c.n_parts;
+    if (!is_part && in_parts(c, item)) return;
     BackwardScratch<T> to(c, memory);
     int64_t head = item / c.n_rows, row = item % c.n_rows, b = head / c.heads, h = head % c.heads,
         kv = h / (c.heads / c.kv_heads);
@@ -256,17 +396,27 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t item, 
         highs[lane] = inside ? lse2[lane] : infinity<T>();
         means[lane] = inside ? delta[lane] : T(0);
     }
-    transpose_in(rows_of<E>(c.q, c.q_stride, b, h, queries.first + queries.low), queries.low, queries.high, from, end,
-                 c.head_dim, T(1), to.queries, MAX_BLOCK);
-    transpose_in(rows_of<E>(c.out_grad, c.out_grad_stride, b, h, queries.first + queries.low), queries.low,
-                 queries.high, from, end, c.value_dim, T(1), to.out_grads, MAX_BLOCK);
+    {
+        Packing packing(c);
+        Rows<E> query_rows = rows_of<E>(c.q, c.q_stride, b, h, queries.first + queries.low);
+        Rows<E> grad_rows = rows_of<E>(c.out_grad, c.out_grad_stride, b, h, queries.first + queries.low);
+        transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, T(1), to.queries, MAX_BLOCK);
+        transpose_in(grad_rows, queries.low, queries.high, from, end, c.value_dim, T(1), to.out_grads, MAX_BLOCK);
+    }
     T *sums = to.key_sums;
     for (int64_t i = 0; i < c.head_dim * MAX_BLOCK; i++) sums[i] = 0;
     Dropout random = dropout_of(c, b, h);
-    Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile,
-                           group_of(c, b, h) * c.n_rows + row);
-    int64_t col, tile;
-    while (tiles.next(col, tile)) {
+    int64_t slot = group_of(c, b, h) * c.n_rows + row, pieces = c.row_pieces[slot], piece = 1;
+    Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
+    int64_t length = tiles.n_full + tiles.n_part, first = 0, last = length, col, tile;
+    if (is_part) first = part_of(c, number).first, last = part_of(c, number).last;
+    for (int64_t at = 0; at < last && tiles.next(col, tile); at++) {
+        if (at < first) continue;
+        if (!is_part && piece < pieces && at == piece_begin(length, pieces, piece)) {
+            write_queries(c, head, queries, sums, piece > 1);
+            for (int64_t i = 0; i < c.head_dim * MAX_BLOCK; i++) sums[i] = 0;
+            piece++;
+        }
         Span keys = col_span(c, col);
         Unused u = unused_of(c, b, queries, keys, tile, lse2);
         uint32_t keep[MAX_BLOCK][MAX_WORDS];
@@ -277,6 +427,7 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t item, 
         const T *key = (const T *)key_rows.x, *value = (const T *)value_rows.x;
         int64_t key_step = key_rows.step, value_step = value_rows.step;
         if (!same || u.any_keys) {
+            Packing packing(c);
             const uint32_t *dead = u.any_keys ? u.keys : nullptr;
             copy_in(key_rows, keys.high, c.head_dim, c.head_dim, dead, to.keys);
             copy_in(value_rows, keys.high, c.value_dim, c.value_dim, dead, to.values_t);
@@ -290,16 +441,24 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t item, 
             matmul<T, true>(vectors, value, value_step, to.out_grads + lane, MAX_BLOCK, to.grads, GROUP, keys.high,
                             c.value_dim, false);
             grade_group<T, false>(vectors, to.scores, to.grads, 0, keys.high, lane, step, highs, means);
-            matmul<T, false>(vectors, key, key_step, to.grads, GROUP, sums + lane, MAX_BLOCK, c.head_dim, keys.high,
-                             true);
+            // As many keys at a time as columns have in their lanes, for the same bits.
+            for (int64_t k = 0; k < keys.high; k += GROUP)
+                matmul<T, false>(vectors, key + k * key_step, key_step, to.grads + k * GROUP, GROUP, sums + lane,
+                                 MAX_BLOCK, c.head_dim, least(GROUP, keys.high - k), true);
         }
     }
-    T *grad = (T *)c.q_grad + (head * c.n_queries + queries.first) * c.head_dim;
-    for (int lane = queries.low; lane < queries.high; lane++) {
-        bool empty = lse2[lane] == infinity<T>();
-        for (int64_t d = 0; d < c.head_dim; d++)
-            grad[lane * c.head_dim + d] = empty ? T(0) : sums[d * MAX_BLOCK + lane];
-    }
+    if (is_part)
+        __builtin_memcpy((T *)c.scratch + number * c.head_dim * MAX_BLOCK, sums, c.head_dim * MAX_BLOCK * sizeof(T));
+    else write_queries(c, head, queries, sums, piece > 1);
+}
+
+// Add the parts of a row in their order. `number` is its first part, or another one, which has nothing to do.
+template <class E, class T> void fold_row(const ringtile_call &c, int64_t number) {
+    int64_t item = part_of(c, number).item;
+    if (number > 0 && part_of(c, number - 1).item == item) return;
+    for (int64_t at = number; at < c.n_parts && part_of(c, at).item == item; at++)
+        write_queries(c, item / c.n_rows, row_span(c, item % c.n_rows),
+                      (const T *)c.scratch + at * c.head_dim * MAX_BLOCK, at > number);
 }
 
 }  // namespace ISA

@@ -246,6 +246,42 @@ static int run(int isa, int number) {
         item_begin[head + 1] = item_begin[head] + work_begin[group[head] + 1] - work_begin[group[head]];
     }
 
+    // The same for the backward pass; some of the lists that are cut, and only those, are computed apart.
+    int32_t *row_pieces = room(groups * rows, 4), *col_pieces = room(groups * cols, 4);
+    int32_t *row_held = room(groups * rows, 4);
+    int64_t n_held = 0;
+    for (int64_t slot = 0; slot < groups * rows; slot++) {
+        int32_t length = full.ptr[slot + 1] - full.ptr[slot] + part.ptr[slot + 1] - part.ptr[slot];
+        row_pieces[slot] = length > 2 ? (length + 1) / 2 : 1;
+        row_held[slot] = (int32_t)(slot % rows);
+        if (row_pieces[slot] > 1 && slot % rows >= n_held) n_held = slot % rows + 1;
+    }
+    for (int64_t slot = 0; slot < groups * cols; slot++) {
+        int32_t length = full.ptr_t[slot + 1] - full.ptr_t[slot] + part.ptr_t[slot + 1] - part.ptr_t[slot];
+        col_pieces[slot] = length > 2 ? (length + 1) / 2 : 1;
+    }
+    int64_t n_parts[2] = {0, 0}, *parts[2];
+    for (int columns = 0; columns < 2; columns++) {
+        int64_t places = columns ? cols : rows, own_heads = columns ? kv_heads : heads, ratio = heads / own_heads;
+        parts[columns] = room(batch * heads * places * (rows + cols) * 4, 8);
+        for (int64_t item = 0; item < batch * own_heads * places; item++) {
+            int cut = 0;
+            for (int64_t head = item / places * ratio; head < (item / places + 1) * ratio; head++)
+                cut |= (columns ? col_pieces : row_pieces)[group[head] * places + item % places] > 1;
+            if (!cut || draw(2)) continue;
+            for (int64_t head = item / places * ratio; head < (item / places + 1) * ratio; head++) {
+                int64_t slot = group[head] * places + item % places;
+                const int32_t *f = columns ? full.ptr_t : full.ptr, *p = columns ? part.ptr_t : part.ptr;
+                int64_t length = f[slot + 1] - f[slot] + p[slot + 1] - p[slot];
+                int64_t pieces = (columns ? col_pieces : row_pieces)[slot];
+                for (int64_t piece = 0; piece < pieces; piece++) {
+                    int64_t entry[4] = {item, head, length * piece / pieces, length * (piece + 1) / pieces};
+                    memcpy(parts[columns] + 4 * n_parts[columns]++, entry, sizeof(entry));
+                }
+            }
+        }
+    }
+
     int64_t key_words = (n_keys + 31) / 32, *key_lengths = room(batch, 8);
     int32_t *key_bits = room(batch * key_words, 4);
     for (int64_t i = 0; i < batch * key_words; i++) key_bits[i] = (int32_t)(draw(1u << 31) * 2 + draw(2));
@@ -291,6 +327,10 @@ static int run(int isa, int number) {
     int64_t grad_counts[3] = {n_lse * head_dim, n_keys_in_all * head_dim, n_keys_in_all * value_dim};
     for (int i = 0; i < 3; i++) grads[i] = calloc(grad_counts[i], sizes[wide]);
     void *scratch = room(batch * heads * pieces_in_all * (value_dim + 2) * 128, sizes[wide]);
+    void *held = room(batch * heads * n_held * head_dim * 128, sizes[wide]);
+    void *sums[2] = {room(n_parts[0] * head_dim * 128, sizes[wide]),
+                     room(n_parts[1] * (head_dim + value_dim) * 128, sizes[wide])};
+    int64_t times[2] = {0, 0};
 
     ringtile_call c;
     memset(&c, 0, sizeof(c));
@@ -311,6 +351,8 @@ static int run(int isa, int number) {
     c.key_bits = masked ? key_bits : NULL, c.key_words = key_words, c.key_lengths = bounded ? key_lengths : NULL;
     c.scale = scale, c.seed = (int64_t)seed, c.dropout_threshold = threshold;
     c.q_grad = grads[0], c.k_grad = grads[1], c.v_grad = grads[2];
+    c.row_pieces = row_pieces, c.col_pieces = col_pieces, c.row_held = row_held, c.n_held = n_held, c.held = held;
+    c.times = draw(2) ? times : NULL;
 
     int failed = 0;
     c.last_item = item_begin[batch * heads];
@@ -325,11 +367,15 @@ static int run(int isa, int number) {
         c.first_col = cols / 2, c.last_col = cols;
         failed |= ringtile_backward(&c);
     } else {
-        c.phase = 2, c.last_item = batch * heads * rows;
-        failed |= ringtile_backward(&c);
-        c.phase = 3, c.last_item = batch * kv_heads * cols;
-        failed |= ringtile_backward(&c);
+        for (int columns = 0; columns < 2; columns++) {
+            c.parts = parts[columns], c.n_parts = n_parts[columns], c.scratch = sums[columns];
+            c.phase = 2 + columns, c.last_item = n_parts[columns] + batch * (columns ? kv_heads * cols : heads * rows);
+            failed |= ringtile_backward(&c);
+            c.phase = 4 + columns, c.last_item = n_parts[columns];
+            failed |= ringtile_backward(&c);
+        }
     }
+    if (c.times ? times[0] < 0 || times[1] < times[0] : times[1] != 0) failed = 1, printf("times\n");
 
     // The same in double, pair by pair.
     double *wanted[5], *found[5];
@@ -396,7 +442,8 @@ static int run(int isa, int number) {
     for (int i = 0; i < 5; i++) free(wanted[i]), free(found[i]);
     for (int i = 0; i < 3; i++) free(grads[i]);
     void *others[] = {weight, share, states, bits, bits_t, rows_any, cols_any, work, work_begin, group, item_begin,
-                      key_lengths, key_bits, kept, lse, lse_grad, delta, scratch};
+                      key_lengths, key_bits, kept, lse, lse_grad, delta, scratch, held, sums[0], sums[1], row_pieces,
+                      col_pieces, row_held, parts[0], parts[1]};
     for (unsigned i = 0; i < sizeof(others) / sizeof(*others); i++) free(others[i]);
     drop(&q), drop(&k), drop(&v), drop(&out), drop(&grad);
     drop_list(&full), drop_list(&part);

@@ -62,7 +62,7 @@ void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highes
         for (int k = 0; k < count; k++)
             for (int n = 0; n < N; n++) top[n] = larger<T>(top[n], load(scores + k * GROUP + n * L));
     }
-    Vec<T> sum[N], safe[N];
+    Vec<T> sum[N] = {}, safe[N];
     bool moved = false;
     for (int n = 0; n < N; n++) {
         Vec<T> before = load(highest + lane + n * L), now = larger<T>(before, top[n] * scale);
@@ -72,7 +72,6 @@ void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highes
         typename Lanes<T>::integer any = 0;
         for (int i = 0; i < L; i++) any |= rose[i];
         top[n] = exp2<T>(before - safe[n]);
-        sum[n] = load(total + lane + n * L) * top[n];
         moved |= any != 0;
     }
     if (moved) {
@@ -91,7 +90,10 @@ void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highes
             sum[n] += p;
         }
     }
-    for (int n = 0; n < N; n++) store(total + lane + n * L, sum[n]);
+    for (int n = 0; n < N; n++) {
+        T *at = total + lane + n * L;
+        store(at, load(at) * top[n] + sum[n]);
+    }
 }
 
 template <class T>
@@ -143,16 +145,22 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
 #if HAS_PAIRS
     uint32_t *query_pairs = (uint32_t *)to.queries, *weight_pairs = (uint32_t *)to.keys;
     bfloat16 *value_pairs = (bfloat16 *)to.values;
-    if constexpr (PAIRS)
+    if constexpr (PAIRS) {
+        Packing packing(c);
         pair_queries(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, query_pairs, MAX_BLOCK);
+    }
 #endif
-    if (!PAIRS) transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, to.queries, MAX_BLOCK);
+    if (!PAIRS) {
+        Packing packing(c);
+        transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, to.queries, MAX_BLOCK);
+    }
     for (int64_t d = 0; d < c.value_dim; d++)
         for (int lane = from; lane < end; lane++) to.sums[d * MAX_BLOCK + lane] = 0;
     for (int lane = from; lane < end; lane++) to.highest[lane] = -infinity<T>(), to.total[lane] = 0;
     T *few_rows = to.few, *few_sums = few_rows + FEW_QUERIES * c.head_dim;
     T *weights = few_sums + FEW_QUERIES * c.value_dim;
     if (few) {
+        Packing packing(c);
         copy_in(query_rows, count, c.head_dim, c.head_dim, nullptr, few_rows);
         for (int64_t i = 0; i < count * c.head_dim; i++) few_rows[i] = sign == 0 ? T(0) : sign * few_rows[i];
         for (int64_t i = 0; i < count * c.value_dim; i++) few_sums[i] = 0;
@@ -177,10 +185,12 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
         const T *key = (const T *)key_rows.x, *value = (const T *)value_rows.x;
         int64_t key_step = key_rows.step, value_step = value_rows.step;
         if (!same && (!PAIRS || few)) {
+            Packing packing(c);
             copy_in(key_rows, keys.high, c.head_dim, c.head_dim, nullptr, to.keys);
             key = to.keys, key_step = c.head_dim;
         }
         if ((!PAIRS || few) && (!same || hollow)) {
+            Packing packing(c);
             copy_in(value_rows, keys.high, c.value_dim, c.value_dim, hollow ? dead : nullptr, to.values);
             value = to.values, value_step = c.value_dim;
         }
@@ -202,7 +212,10 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
             continue;
         }
 #if HAS_PAIRS
-        if constexpr (PAIRS) pair_rows(value_rows, keys.high, c.value_dim, hollow ? dead : nullptr, value_pairs);
+        if constexpr (PAIRS) {
+            Packing packing(c);
+            pair_rows(value_rows, keys.high, c.value_dim, hollow ? dead : nullptr, value_pairs);
+        }
 #endif
         uint32_t keep[MAX_BLOCK][MAX_WORDS];
         if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);

@@ -17,48 +17,77 @@ INLINE int64_t head_of(const ringtile_call &c, int64_t item) {
     return low;
 }
 
+// One thread's copy of a call, with times of its own.
+struct Thread {
+    ringtile_call c;
+    int64_t times[2], began;
+
+    INLINE explicit Thread(const ringtile_call &call) : c(call), times(), began(call.times ? nanoseconds() : 0) {
+        if (call.times) c.times = times;
+    }
+
+    INLINE void report(int64_t *sums) {
+        if (!sums) return;
+        times[1] = nanoseconds() - began;
+        for (int i = 0; i < 2; i++) {
+#pragma omp atomic
+            sums[i] += times[i];
+        }
+    }
+};
+
 // Items [first_item, last_item), each by whichever thread is free; every thread has its own memory. What an item
 // computes does not depend on the thread. Returns 0, or 1 where memory ran out.
-template <class T, class Item> int each_item(const ringtile_call &c, int64_t numbers, Item run) {
+template <class T, class Item> int each_item(const ringtile_call &call, int64_t numbers, Item run) {
     int failed = 0;
     int64_t bytes = (numbers * sizeof(T) + 127) / 64 * 64;
-    if (c.threads == 1) {
+    if (call.threads == 1) {
+        Thread own(call);
         T *memory = (T *)aligned_alloc(64, bytes);
         if (!memory) return 1;
-        for (int64_t item = c.first_item; item < c.last_item; item++) run(item, memory);
+        for (int64_t item = call.first_item; item < call.last_item; item++) run(own.c, item, memory);
         free(memory);
+        own.report(call.times);
         return 0;
     }
-#pragma omp parallel num_threads(c.threads)
+#pragma omp parallel num_threads(call.threads)
     {
+        Thread own(call);
         T *memory = (T *)aligned_alloc(64, bytes);
         if (!memory) {
 #pragma omp atomic write
             failed = 1;
         }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = c.first_item; item < c.last_item; item++)
-            if (memory) run(item, memory);
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t item = call.first_item; item < call.last_item; item++)
+            if (memory) run(own.c, item, memory);
         free(memory);
+        own.report(call.times);
     }
     return failed;
 }
 
-template <class E, class T, bool PAIRS = false> int forward(const ringtile_call &c) {
-    bool combine = c.phase == 1;
-    return each_item<T>(c, ForwardScratch<T>::size(c), [&](int64_t item, T *memory) {
+template <class E, class T, bool PAIRS = false> int forward(const ringtile_call &call) {
+    bool combine = call.phase == 1;
+    return each_item<T>(call, ForwardScratch<T>::size(call), [=](const ringtile_call &c, int64_t item, T *memory) {
         int64_t head = head_of(c, item);
         if (combine) combine_item<E, T>(c, item, head, memory);
         else forward_item<E, T, PAIRS>(c, item, head, memory);
     });
 }
 
-template <class E, class T> int backward(const ringtile_call &c) {
-    if (c.phase == 0) return each_item<T>(c, 1, [&](int64_t head, T *) { delta_item<E, T>(c, head); });
-    return each_item<T>(c, BackwardScratch<T>::size(c), [&](int64_t item, T *memory) {
-        if (c.phase == 1) head_item<E, T>(c, item, memory);
-        else if (c.phase == 2) row_item<E, T>(c, item, memory);
-        else column_item<E, T>(c, item, memory);
+template <class E, class T> int backward(const ringtile_call &call) {
+    bool tiles = call.phase >= 1 && call.phase <= 3;
+    int64_t numbers = tiles ? BackwardScratch<T>::size(call) : 1;
+    return each_item<T>(call, numbers, [](const ringtile_call &c, int64_t item, T *memory) {
+        switch (c.phase) {
+        case 0: delta_item<E, T>(c, item); break;
+        case 1: head_item<E, T>(c, item, memory); break;
+        case 2: row_item<E, T>(c, item, memory); break;
+        case 3: column_item<E, T>(c, item, memory); break;
+        case 4: fold_row<E, T>(c, item); break;
+        default: fold_column<E, T>(c, item); break;
+        }
     });
 }
 

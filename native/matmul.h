@@ -1,4 +1,5 @@
-// C[m][n] += A(m, k) * B[k][n]: A is read one number at a time wherever it lies, B and C in rows of vectors.
+// C[m][n] (+)= A(m, k) * B[k][n]: A is read one number at a time wherever it lies, B and C in rows of vectors. The sum
+// starts from zero and C is added when it is whole: a chain of thousands of products rounds like one of its links.
 #pragma once
 #include "simd.h"
 
@@ -19,7 +20,7 @@ INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T
     constexpr int L = Lanes<T>::count;
     Vec<T> sum[M][N];
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) sum[m][n] = add ? load(c + m * c_m + n * L) : Vec<T>{};
+        for (int n = 0; n < N; n++) sum[m][n] = Vec<T>{};
     for (int64_t k = 0; k < depth; k++) {
         Vec<T> row[N];
         for (int n = 0; n < N; n++) row[n] = load(b + k * b_k + n * L);
@@ -29,7 +30,10 @@ INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T
         }
     }
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) store(c + m * c_m + n * L, sum[m][n]);
+        for (int n = 0; n < N; n++) {
+            T *at = c + m * c_m + n * L;
+            store(at, add ? load(at) + sum[m][n] : sum[m][n]);
+        }
 }
 
 // A_ROWS: A's rows are contiguous, a_step apart; else its columns are.

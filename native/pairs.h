@@ -19,7 +19,7 @@ INLINE void pair_tile(const bfloat16 *a, int64_t a_step, const uint32_t *b, int6
                       int64_t pairs, bool add) {
     __m512 sum[M][N];
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) sum[m][n] = add ? _mm512_loadu_ps(c + m * c_m + n * 16) : _mm512_setzero_ps();
+        for (int n = 0; n < N; n++) sum[m][n] = _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; k++) {
         __m512bh row[N];
         for (int n = 0; n < N; n++) row[n] = (__m512bh)_mm512_loadu_si512(b + k * b_k + n * 16);
@@ -31,7 +31,10 @@ INLINE void pair_tile(const bfloat16 *a, int64_t a_step, const uint32_t *b, int6
         }
     }
     for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) _mm512_storeu_ps(c + m * c_m + n * 16, sum[m][n]);
+        for (int n = 0; n < N; n++) {
+            float *at = c + m * c_m + n * 16;
+            _mm512_storeu_ps(at, add ? _mm512_add_ps(_mm512_loadu_ps(at), sum[m][n]) : sum[m][n]);
+        }
 }
 
 template <int N, bool A_ROWS>

@@ -1,17 +1,10 @@
 // What this processor does at most, measured with the kernels' own vectors: what a roofline is drawn from.
 #include <stdlib.h>
-#include <time.h>
 
 #include "pairs.h"
 #include "ringtile.h"
 
 namespace ISA {
-
-static double now() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 constexpr int64_t ROUNDS = 4096, NUMBERS = 1024, READ_BYTES = 64 << 20;
 
@@ -103,12 +96,13 @@ static double rate_of(int kind, int threads, double seconds) {
             block_of(kind, x);
         }
 #pragma omp barrier
-        double began = now(), took = 0;
+        int64_t began = nanoseconds();
+        double took = 0;
         while (x && took < seconds) {
             int64_t block = block_of(kind, x);
             if (!block) break;
             done += block;
-            took = now() - began;
+            took = 1e-9 * (double)(nanoseconds() - began);
         }
         if (done) rate += (double)done / took;
         free(x);

@@ -57,9 +57,23 @@ typedef struct ringtile_call {
     void *delta;
     void *q_grad, *k_grad, *v_grad;
 
-    // The work items of this call, and the columns where an item is a head; scratch for the pieces of long rows.
+    // The work items of this call, and the columns where an item is a head; scratch for the pieces of long rows, and in
+    // the backward pass of long columns.
     int64_t first_item, last_item, first_col, last_col;
     void *scratch;
+
+    // Backward: in how many pieces the list of each slot is summed, 1 for most. A thread that has a whole head holds
+    // the sums of a row's later pieces apart: n_held rows of a head have a place there, row_held says which.
+    const int32_t *row_pieces, *col_pieces, *row_held;
+    int64_t n_held;
+    void *held;
+    // Pieces (item, batch row and head, first, last) of the rows or columns that several threads compute, sorted; they
+    // come before the other items of their phase.
+    const int64_t *parts;
+    int64_t n_parts;
+
+    // Where not null: nanoseconds of packing, and of all that the threads did, are added to these two.
+    int64_t *times;
 } ringtile_call;
 
 #ifdef __cplusplus

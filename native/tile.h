@@ -1,9 +1,27 @@
 // What forward and backward share: tiles of tensors, the bits of a tile, dropout, and the lists of an index.
 #pragma once
+#include <time.h>
+
 #include "ringtile.h"
 #include "simd.h"
 
 namespace ISA {
+
+INLINE int64_t nanoseconds() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+// While it lives, time counts as packing; where the call does not ask for times, nothing is read.
+struct Packing {
+    int64_t *times, began;
+
+    INLINE explicit Packing(const ringtile_call &c) : times(c.times), began(times ? nanoseconds() : 0) {}
+    INLINE ~Packing() {
+        if (times) times[0] += nanoseconds() - began;
+    }
+};
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }

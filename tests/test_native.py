@@ -32,6 +32,7 @@ from ringtile.kernels import native
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.native.library import VARIABLE, library, reason_against
 from ringtile.kernels.native.peak import RATES, peak_rates
+from ringtile.kernels.spans import kernel_times
 from ringtile.layout import BlockIndex
 from ringtile.layout.index import TENSOR_FIELDS
 from ringtile.patterns import (
@@ -453,6 +454,116 @@ def test_any_number_of_threads_gives_the_same_bits(
         assert_same_bits(bits_of(problem, threads), expected)
 
 
+LONG = Window(20) | GlobalTokens(5)
+"""The first row tile and the first column tile are met by all others: the layout cuts both lists."""
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize(
+    ("pattern", "heads", "kv_heads", "batch"),
+    [
+        (LONG, 1, 1, 1),
+        (LONG, 3, 3, 1),
+        (LONG, 4, 1, 2),
+        (per_head([LONG, Window(30), Dense(), GlobalTokens(40)]), 4, 2, 1),
+        (Dense(), 1, 1, 1),
+    ],
+    ids=["one head", "three heads", "one key head", "a pattern a head", "dense"],
+)
+def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
+    pattern: Pattern, heads: int, kv_heads: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phases: list[tuple[bool, int, int]] = []
+    real = native._Job.run
+
+    def spy(job: Any, forward: bool, phase: int, items: int, operations: float) -> None:
+        phases.append((forward, phase, job.c.n_parts))
+        real(job, forward, phase, items, operations)
+
+    monkeypatch.setattr(native._Job, "run", spy)
+    n_tokens = 70 * 16 - 3
+    index = build_index(pattern, n_tokens, heads=heads, block=16)
+    assert int(index.row_work[:, 3].max()) > 0
+    assert int(index.col_work[:, 3].max()) > 0
+    inputs = make_inputs(batch, heads, n_tokens, head_dim=17, kv_heads=kv_heads, value_dim=8, dtype=torch.float32)
+    options = {"key_mask": torch.rand(batch, n_tokens) < 0.9}
+    lse_grad = torch.randn(batch, heads, n_tokens)
+    problem = Problem(inputs, inputs, lse_grad, index, options)
+    found = {}
+    for threads in (1, 2, 4):
+        for piece in (16, 4096):
+            # Nearly all long lists apart, or none that is not longer than a thread's share of everything.
+            monkeypatch.setattr(native, "_PARTS_A_THREAD", piece)
+            native._lists.clear()
+            phases.clear()
+            found[threads, piece] = bits_of(problem, threads)
+            apart = (False, 2) in {phase[:2] for phase in phases}
+            assert apart == (native.backward_products(batch * kv_heads, threads) == 7)
+            folded = {phase for forward, phase, _ in phases if not forward and phase > 3}
+            if piece == 4096:
+                assert folded == ({4, 5} if apart else set())
+    for bits in found.values():
+        assert_same_bits(bits, found[1, 16])
+    monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e5)
+    for threads in (1, 4):
+        assert_same_bits(bits_of(problem, threads), found[1, 16])
+    expected = oracle(*inputs[:3], index, grad_out=inputs.grad_out, grad_lse=lse_grad, **options)
+    for name, exact in {"out": expected.out, "lse": expected.lse, **expected.grads}.items():
+        assert relative_error(found[1, 16][name], exact) < 2e-6, name
+
+
+def test_the_parts_of_a_long_list_are_all_of_it() -> None:
+    index = build_index(per_head([LONG, Window(30), LONG, Window(30)]), 1200, heads=4, block=16)
+    lists = native._lists_of(index)
+    for columns, items in ((False, 8), (True, 4)):
+        parts = native._parts(index, lists, 2, 4, items, 4, columns)
+        assert parts.tolist() == sorted(parts.tolist(), key=lambda part: part[0])
+        assert {item % 75 for item, *_ in parts.tolist()} == {0}
+        ratio = 8 // items
+        begins: dict[tuple[int, int], int] = {}
+        for item, head, first, last in parts.tolist():
+            assert head // ratio == item // 75
+            assert first == begins.get((item, head), 0)
+            begins[item, head] = last
+        assert {head for (_, head), last in begins.items() if last == 75} == {0, 2, 4, 6}
+    assert len(native._parts(index, lists, 2, 4, 8, 1, False)) == 0
+
+
+def test_sums_over_thousands_of_keys_round_as_torchs_do() -> None:
+    """A chain of additions one key after another would be three times as far off."""
+    q, k, v, out_grad = make_inputs(1, 1, 4096, head_dim=16, dtype=torch.float32)
+    mine = attend(q, k, v, Dense(), out_grad)
+    expected = oracle(q, k, v, Dense(), grad_out=out_grad)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    theirs = dict(zip("qkv", torch.autograd.grad(out, leaves, out_grad), strict=True))
+    for name, exact in expected.grads.items():
+        assert relative_error(mine.grads[name], exact) < 1.5 * relative_error(theirs[name], exact), name
+    assert relative_error(mine.out, expected.out) < 1.5 * relative_error(out.detach(), expected.out)
+
+
+# The clocks of the library: that they count, and whose; what they say, no test asks.
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_the_library_says_what_packing_is_when_it_is_asked() -> None:
+    q, k, v, out_grad = make_inputs(1, 2, 300, head_dim=16, dtype=torch.bfloat16)
+    torch.set_num_threads(2)
+    with kernel_times() as outer:
+        attend(q, k, v, Causal(), out_grad)
+        with kernel_times() as inner:
+            sparse_attention(q, k, v, Causal(), backend="native")
+    attend(q, k, v, Causal(), out_grad)
+    assert outer[-len(inner) :] == inner
+    assert [time.backward for time in inner] == [False] * len(inner)
+    assert {time.backward for time in outer} == {False, True}
+    for time in outer:
+        assert 0 <= time.packing <= time.working
+    for backward in (False, True):
+        assert sum(time.packing for time in outer if time.backward == backward) > 0
+        assert sum(time.working - time.packing for time in outer if time.backward == backward) > 0
+
+
 @pytest.mark.usefixtures("many_threads")
 def test_python_threads_share_an_index() -> None:
     problems = []
@@ -649,6 +760,7 @@ def test_the_backward_operator_refuses_what_does_not_fit() -> None:
         ("rows_any", lambda x: x[:0]),
         ("cols_any", lambda x: x[:, :1]),
         ("row_work", lambda x: x + 1),
+        ("col_work", lambda x: x.flip(0)),
     ],
 )
 def test_an_index_that_leads_beside_its_tensors_is_refused(name: str, damage: Callable[[Tensor], Tensor]) -> None:

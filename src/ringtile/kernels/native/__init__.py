@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ringtile.kernels.contracts import Call, index_of, new_out
 from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_index, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against
 from ringtile.kernels.philox import dropout_threshold
-from ringtile.kernels.spans import INDEX, KERNEL, span
+from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
 from ringtile.layout import BlockIndex
 
 _TILES_AT_MOST = 1 << 22
@@ -29,6 +29,8 @@ _INDEX_FIELDS = (
     *("part_col_ptr", "part_row", "part_tile_t", "bits", "bits_t", "rows_any", "cols_any"),
 )
 _ROW_BLOCK = 128
+_PARTS_A_THREAD = 16
+"""A row or column that is longer than such a part of a thread's share of the backward pass is divided among threads."""
 
 
 def threads_of(operations: float) -> int:
@@ -64,6 +66,16 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     return reasons
 
 
+class _Side(NamedTuple):
+    """The lists of rows, or those of columns: ``[groups, slots]``."""
+
+    length: Tensor
+    pieces: Tensor
+    """int32; in how many pieces each is summed, as the layout cuts it."""
+    is_cut: bool
+    """Whether any has more than one."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Lists:
     """What the kernel needs of an index besides its tensors."""
@@ -79,7 +91,10 @@ class _Lists:
     as long as its entry, and would never leave if the entry held it."""
     tiles: int
     """Kept tiles of a group, on average."""
+    rows: _Side
+    cols: _Side
     item_begin: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    parts: dict[tuple[int, int, int, int, bool], Tensor] = field(default_factory=dict)
 
 
 _lists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -112,15 +127,53 @@ def _make_lists(index: BlockIndex, made_of: tuple[int, ...]) -> _Lists:
     tensors = [getattr(index, name).contiguous() for name in _INDEX_FIELDS]
     for name, tensor in zip(_INDEX_FIELDS, tensors, strict=True):
         setattr(structure, name, tensor.data_ptr())
-    kept = tuple(tensor for tensor in (*tensors, *index.tensors()) if tensor is not index.full_row_ptr)
+    kept = [tensor for tensor in (*tensors, *index.tensors()) if tensor is not index.full_row_ptr]
     structure.group_stride[0] = index.group.shape[1] if index.group.shape[0] > 1 else 0
     structure.group_stride[1] = 1 if index.group.shape[1] > 1 else 0
     structure.block, structure.start = index.block, index.start
     structure.n_rows, structure.n_cols, structure.n_groups = index.n_rows, index.n_cols, groups
     structure.work, structure.work_begin = work.data_ptr(), begin.data_ptr()
     structure.n_splits = int(work[:, 3].max()) + 1 if len(work) else 0
+    row_side = _side(index.full_row_ptr + index.part_row_ptr, index.row_work, groups)
+    col_side = _side(index.full_col_ptr + index.part_col_ptr, index.col_work, groups)
+    is_held = row_side.pieces > 1
+    held = torch.where(is_held, is_held.cumsum(1) - 1, 0).int()
+    structure.row_pieces, structure.col_pieces = row_side.pieces.data_ptr(), col_side.pieces.data_ptr()
+    structure.row_held, structure.n_held = held.data_ptr(), max(is_held.sum(1).tolist())
     tiles = (index.full_col.numel() + index.part_col.numel()) // groups
-    return _Lists(made_of, structure, work, begin, kept, tiles)
+    return _Lists(made_of, structure, work, begin, (*kept, held), tiles, row_side, col_side)
+
+
+def _side(begins: Tensor, work: Tensor, groups: int) -> _Side:
+    length = begins.diff()
+    pieces = torch.bincount(work[:, 0], minlength=len(length)).int()
+    shape = groups, len(length) // groups
+    return _Side(length.long().view(shape), pieces.view(shape), bool((pieces > 1).any()))
+
+
+def _parts(index: BlockIndex, lists: _Lists, batch: int, heads: int, items: int, threads: int, columns: bool) -> Tensor:
+    """Pieces of the rows (items: of each head) or columns (of each key head) that are long for one thread, in order:
+    item, batch row and head, first, last."""
+    key = (batch, heads, items, threads, columns)
+    found = lists.parts.get(key)
+    if found is None:
+        side = lists.cols if columns else lists.rows
+        entries: list[tuple[int, int, int, int]] = []
+        if side.is_cut and threads > 1:
+            group = index.group.long().expand(batch, heads)
+            slots, ratio = side.length.shape[1], batch * heads // items
+            length, pieces = (x[group].view(items, ratio, slots) for x in (side.length, side.pieces))
+            work = length.sum(1)
+            apart = (pieces > 1).any(1) & (work * threads * _PARTS_A_THREAD > work.sum())
+            for item, slot in apart.nonzero().tolist():
+                for head in range(ratio):
+                    tiles, count = int(length[item, head, slot]), int(pieces[item, head, slot])
+                    for piece in range(count):
+                        span = tiles * piece // count, tiles * (piece + 1) // count
+                        entries.append((item * slots + slot, item * ratio + head, *span))
+        found = torch.tensor(entries, dtype=torch.int64).view(-1, 4)
+        lists.parts[key] = found
+    return found
 
 
 def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> Tensor:
@@ -196,11 +249,29 @@ class _Job:
             self.c.first_col, self.c.last_col = n_cols * number // calls, n_cols * (number + 1) // calls
             self._call(self.library.handle.ringtile_backward)
 
+    def run_parts(self, phase: int, items: int, places: int, operations: float) -> None:
+        """Rows (phase 2) or columns (3) of so many heads; long ones by several threads, then folded in their order."""
+        c, columns = self.c, phase == 3
+        parts = _parts(self.index, self.lists, c.batch, c.heads, items, c.threads, columns)
+        c.parts, c.n_parts = self.hold(parts).data_ptr(), len(parts)
+        if len(parts):
+            width = c.head_dim + (c.value_dim if columns else 0)
+            wide = torch.float64 if c.dtype == DTYPES[torch.float64] else torch.float32
+            c.scratch = self.hold(parts.new_empty(len(parts) * width * _ROW_BLOCK, dtype=wide)).data_ptr()
+        self.run(False, phase, len(parts) + items * places, operations)
+        if len(parts):
+            self.run(False, phase + 2, len(parts), 0)
+
     def _call(self, function: Any) -> None:
+        listening = list(listeners)
+        times = (ctypes.c_int64 * 2)()
+        self.c.times = ctypes.addressof(times) if listening else None
         with span(KERNEL):
             failed = function(ctypes.byref(self.c))
         if failed:
             raise MemoryError("the native kernel found no memory for its threads")
+        for listener in listening:
+            listener.append(KernelTime(self.c.out_grad is not None, times[0], times[1]))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -248,8 +319,11 @@ def backward(
         heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
         job.run(False, 0, heads, 0)
         if backward_products(kv_heads, job.c.threads) == 5:
+            if job.c.n_held:
+                held = lse.new_empty(heads * job.c.n_held * q.shape[3] * _ROW_BLOCK)
+                job.c.held = job.hold(held).data_ptr()
             job.run_columns(kv_heads, 2.5 * job.operations)
         else:
-            job.run(False, 2, heads * job.index.n_rows, 1.5 * job.operations)
-            job.run(False, 3, kv_heads * job.index.n_cols, 2 * job.operations)
+            job.run_parts(2, heads, job.index.n_rows, 1.5 * job.operations)
+            job.run_parts(3, kv_heads, job.index.n_cols, 2 * job.operations)
     return q_grad.to(q.dtype), k_grad.to(q.dtype), v_grad.to(q.dtype)

@@ -78,5 +78,7 @@ def check_index(index: BlockIndex) -> None:
             raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {x.min()} ... {x.max()}")
         if name.endswith("_ptr") and (x.diff() < 0).any():
             raise ValueError(f"{name}: expected numbers that rise, got {x}")
-    if not torch.equal(index.row_work, work_list(index.full_row_ptr, index.part_row_ptr)):
-        raise ValueError("row_work: expected the division of the row lists into pieces of work")
+    for side in ("row", "col"):
+        lists = getattr(index, f"full_{side}_ptr"), getattr(index, f"part_{side}_ptr")
+        if not torch.equal(getattr(index, f"{side}_work"), work_list(*lists)):
+            raise ValueError(f"{side}_work: expected the division of the {side} lists into pieces of work")

@@ -47,6 +47,11 @@ class CallStructure(ctypes.Structure):
         *((name, _POINTER) for name in ("lse_grad", "delta", "q_grad", "k_grad", "v_grad")),
         *((name, _LONG) for name in ("first_item", "last_item", "first_col", "last_col")),
         ("scratch", _POINTER),
+        *((name, _POINTER) for name in ("row_pieces", "col_pieces", "row_held")),
+        ("n_held", _LONG),
+        *((name, _POINTER) for name in ("held", "parts")),
+        ("n_parts", _LONG),
+        ("times", _POINTER),
     )
 
     def place(self, name: str, x: Tensor) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from ringtile.analysis import profile
 from ringtile.analysis.profile import PHASES, profile_attention
+from ringtile.kernels.native.library import reason_against
+from ringtile.kernels.spans import KernelTime
 from ringtile.layout import cache_info
 from ringtile.patterns import Causal, GlobalTokens, Window, parse
 
@@ -22,7 +24,10 @@ def run(*argv: str) -> int:
     return profile.run(parser.parse_args(argv))
 
 
-@pytest.mark.parametrize("backend", ["native", "blockwise"])
+needs_native = pytest.mark.skipif(bool(reason_against()), reason=f"no native kernel here: {reason_against()}")
+
+
+@pytest.mark.parametrize("backend", [pytest.param("native", marks=needs_native), "blockwise"])
 def test_the_phases_are_told_apart_and_add_up(backend: str) -> None:
     first, second = profile_attention(PATTERN, 700, heads=2, head_dim=16, backend=backend)
     for call in (first, second):
@@ -31,6 +36,7 @@ def test_the_phases_are_told_apart_and_add_up(backend: str) -> None:
         for phase in ("kernel forward", "kernel backward", "allocation", "other", "index"):
             assert call.phases[phase] > 0, phase
         assert call.phases["copies"] > 0 or backend == "native"
+        assert (call.phases["packing"] > 0) == (backend == "native")
         assert call.phases["gaps"] >= 0
     # Built once and then looked up: a count in disguise, for a build runs some hundred operators.
     assert first.phases["index"] > 5 * second.phases["index"]
@@ -43,8 +49,32 @@ def test_the_command_prints_a_table_and_writes_a_trace(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "causal & window(50), 300 tokens" in printed
     assert all(phase in printed for phase in PHASES)
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
     assert {"ringtile::forward", "ringtile::backward", "ringtile::index", "call 2"} <= names
+    kernels = [event["args"] for event in events if event.get("name") == "ringtile::kernel"]
+    assert kernels or reason_against()
+    for facts in kernels:
+        assert 0 <= facts["packing ms of all threads"] <= facts["working ms of all threads"]
+
+
+def test_packing_is_the_share_of_what_the_threads_did() -> None:
+    times = [KernelTime(False, 1, 5), KernelTime(False, 2, 5)]
+    assert profile._packing_share(times) == pytest.approx(0.3)
+    assert profile._packing_share([]) == 0
+
+
+@needs_native
+def test_the_clocks_are_split_from_the_kernels_of_their_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = profile_attention(PATTERN, 300, heads=1, head_dim=16, calls=1)[0]
+    assert plain.phases["kernel forward"] > 0
+    assert plain.phases["kernel backward"] > 0
+    monkeypatch.setattr(profile, "_packing_share", lambda times: 1.0 if times and times[0].backward else 0.0)
+    split = profile_attention(PATTERN, 300, heads=1, head_dim=16, calls=1)[0]
+    assert split.phases["kernel backward"] == 0
+    assert split.phases["packing"] > 0
+    assert split.phases["kernel forward"] > 0
+    assert split.total == pytest.approx(sum(split.phases.values()))
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,16 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 
+from ringtile.analysis.record import write_whole
 from ringtile.functional import sparse_attention
 from ringtile.kernels.select import NAMES
-from ringtile.kernels.spans import INDEX, KERNEL
+from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, kernel_times
 from ringtile.layout.build import clear_cache
 from ringtile.patterns import Causal, Pattern, parse
 
 PHASES = {
     "index": "looking the block index up, or building it",
+    "packing": "laying tiles out for the native kernel, by its own clocks",
     "kernel forward": "scores, softmax and values",
     "kernel backward": "gradients of queries, keys and values",
     "copies": "gathering tiles, changing layouts and dtypes",
@@ -69,6 +71,23 @@ def _phase(event: FunctionEvent) -> str:
     return f"kernel {direction}" if arithmetic and not event.name.startswith(views) else "other"
 
 
+def _packing_share(times: list[KernelTime]) -> float:
+    """How much of what the threads did was packing: they work side by side, so it is that share of the time too."""
+    working = sum(entry.working for entry in times)
+    return sum(entry.packing for entry in times) / working if working else 0.0
+
+
+def _say_packing(trace: Path, times: list[KernelTime]) -> None:
+    """Write the clocks of each call of the library into its event of a Chrome trace."""
+    found = json.loads(trace.read_text(encoding="utf-8"))
+    spans = [event for event in found["traceEvents"] if event.get("name") == KERNEL and event.get("ph") == "X"]
+    spans.sort(key=lambda event: event["ts"])
+    for event, entry in zip(spans, times, strict=True):
+        facts = {"packing ms of all threads": entry.packing / 1e6, "working ms of all threads": entry.working / 1e6}
+        event.setdefault("args", {}).update(facts)
+    write_whole(trace, json.dumps(found))
+
+
 def profile_attention(
     pattern: Pattern,
     tokens: int,
@@ -103,15 +122,17 @@ def profile_attention(
     # Memory, threads and torch's own first use: a call that is not counted.
     step()
     clear_cache()
-    totals = []
+    totals, clocks = [], []
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         for number in range(calls):
             began = time.perf_counter()
-            with record_function(f"call {number + 1}"):
+            with record_function(f"call {number + 1}"), kernel_times() as times:
                 step()
             totals.append(1e3 * (time.perf_counter() - began))
+            clocks.append(times)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
+        _say_packing(trace, [entry for times in clocks for entry in times])
     found = [dict.fromkeys(PHASES, 0.0) for _ in totals]
     for event in profiler.events() or ():
         outermost = event
@@ -120,7 +141,11 @@ def profile_attention(
         if outermost.name.startswith("call ") and event is not outermost:
             found[int(outermost.name.removeprefix("call ")) - 1][_phase(event)] += event.self_cpu_time_total / 1e3
     profiles = []
-    for total, phases in zip(totals, found, strict=True):
+    for total, phases, times in zip(totals, found, clocks, strict=True):
+        for direction in ("forward", "backward"):
+            share = _packing_share([entry for entry in times if entry.backward == (direction == "backward")])
+            phases["packing"] += share * phases[f"kernel {direction}"]
+            phases[f"kernel {direction}"] *= 1 - share
         phases["gaps"] = max(0.0, total - sum(phases.values()))
         profiles.append(CallProfile(sum(phases.values()), phases))
     return profiles

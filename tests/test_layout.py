@@ -107,7 +107,7 @@ def check_lists(index: BlockIndex) -> None:
 
 def check_work(work: Tensor, full: list[list[tuple[int, ...]]], part: list[list[tuple[int, ...]]]) -> None:
     lengths = [len(a) + len(b) for a, b in zip(full, part, strict=True)]
-    limit = max(64, math.ceil(sum(lengths) / 4096))
+    limit = max(64, math.ceil(sum(lengths) / 512))
     pieces: dict[int, list[tuple[int, int, int]]] = {slot: [] for slot in range(len(lengths))}
     sizes = []
     for slot, first, last, split in work.tolist():
@@ -330,7 +330,7 @@ def test_work_pieces_grow_with_the_number_of_entries() -> None:
     sizes[7] = 700
     begins = torch.cat((torch.zeros(1), sizes.cumsum(0))).int()
     work = work_list(torch.zeros_like(begins), begins)
-    limit = math.ceil(int(begins[-1]) / 4096)
+    limit = math.ceil(int(begins[-1]) / 512)
     assert limit > 66
     assert sorted(work[work[:, 0] == 7][:, 3].tolist()) == list(range(math.ceil(700 / limit)))
     assert len(work) == 4999 + math.ceil(700 / limit)

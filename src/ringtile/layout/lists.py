@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LONGEST, PIECES = 64, 512
+"""No list of at most ``LONGEST`` entries is cut, and none below the share of one of ``PIECES`` workers: there are no
+more than a few hundred, and a piece costs a scratch buffer."""
+
 
 def pointer(slots: Tensor, count: int) -> Tensor:
     """Where each slot's entries begin in a list sorted by slot: int32 ``[count + 1]``."""
@@ -22,12 +26,12 @@ def slot_of_entries(begins: Tensor, n_entries: int) -> Tensor:
 def work_list(full_ptr: Tensor, part_ptr: Tensor) -> Tensor:
     """Cut each slot's list into pieces ``[W, 4]`` (slot, first, last, scratch slot or -1), longest first.
 
-    A list longer than ``max(64, ceil(entries / 4096))`` is cut into nearly equal pieces. A slot without
+    A list longer than ``max(64, ceil(entries / 512))`` is cut into nearly equal pieces. A slot without
     entries has one empty piece, so that every row of the output has an owner.
     """
     begins = full_ptr + part_ptr
     length = begins.diff()
-    limit = max(64, -(-int(begins[-1]) // 4096))
+    limit = max(LONGEST, -(-int(begins[-1]) // PIECES))
     slot = torch.arange(len(length), dtype=torch.int32, device=length.device)
     first, last, scratch = torch.zeros_like(length), length, torch.full_like(length, -1)
     if len(length) and int(length.max()) > limit:

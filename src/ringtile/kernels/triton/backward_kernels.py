@@ -2,19 +2,19 @@
 
 Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. ``STATS`` is
 ``[2, B, H, N]`` float32: lse in base 2 (inf where a row is empty, so that its weights are 0), and the sum over a row of
-out times its gradient, less the gradient of lse.
+out times its gradient, less the gradient of lse, over the scale of dropout, which the end results are multiplied by.
 """
 
 import triton
 import triton.language as tl
 
-from ringtile.kernels.triton.tiles import expanded, expanded_row, keys_kept, stretch, survives, survives_transposed
+from ringtile.kernels.triton.tiles import expanded, expanded_row, inside_both, keys_kept, stretch, survives, survives_transposed
 
 
 @triton.jit
 def stats_kernel(
     OUT, OUT_GRAD, LSE, LSE_GRAD, STATS,
-    heads, n_queries, size, o_b, o_h, o_n, g_b, g_h, g_n,
+    heads, n_queries, size, dropout_scale, o_b, o_h, o_n, g_b, g_h, g_n,
     E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, HAS_LSE_GRAD: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(n_queries, BM)
@@ -36,7 +36,7 @@ def stats_kernel(
         delta -= tl.load(LSE_GRAD + place, mask=exists, other=0.0)
     empty = lse == float("-inf")
     tl.store(STATS + place, tl.where(empty, float("inf"), lse * 1.4426950408889634), mask=exists)
-    tl.store(STATS + size + place, tl.where(empty, 0.0, delta), mask=exists)
+    tl.store(STATS + size + place, tl.where(empty, 0.0, delta) / dropout_scale, mask=exists)
 
 
 @triton.jit
@@ -75,11 +75,11 @@ def dq_kernel(
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
     row = query.to(tl.int64)
     q_rows = b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + row * q_n
-    q = tl.load(Q + q_rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    q = tl.load(Q + q_rows[:, None] + d[None, :], mask=inside_both(exists, d, D, DP, 1), other=0.0)
     if SIGN != 1:
         q = q * SIGN
     g_rows = b.to(tl.int64) * g_b + h.to(tl.int64) * g_h + row * g_n
-    out_grad = tl.load(OUT_GRAD + g_rows[:, None] + e[None, :], mask=exists[:, None] & (e < E)[None, :], other=0.0)
+    out_grad = tl.load(OUT_GRAD + g_rows[:, None] + e[None, :], mask=inside_both(exists, e, E, EP, 1), other=0.0)
     place = bh.to(tl.int64) * n_queries + query
     lse = tl.load(STATS + place, mask=exists, other=float("inf"))
     delta = tl.load(STATS + size + place, mask=exists, other=0.0)
@@ -92,6 +92,8 @@ def dq_kernel(
     if DROPOUT:
         seed_value = tl.load(seed)
 
+    # Whether the slow loop takes full tiles too, without bits.
+    MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
     slow_full = 0
     if HAS_BITS or HAS_LENGTHS:
         slow_full = full_end - full
@@ -116,7 +118,7 @@ def dq_kernel(
         dp = tl.dot(out_grad, v, input_precision=PRECISION)
         if DROPOUT:
             stays = survives(seed_value, b, h, query + start, n0, threshold, BM, BN)
-            dp = tl.where(stays, dp * dropout_scale, 0.0)
+            dp = tl.where(stays, dp, 0.0)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
 
@@ -128,27 +130,38 @@ def dq_kernel(
     for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BN), num_stages=STAGES):
         entry = i // (BLOCK // BN)
         at = i % (BLOCK // BN) * BN
-        whole = entry < slow_full
-        col = tl.load(tl.where(whole, full_col + full_end - slow_full + entry, part_col + part + entry - slow_full))
-        tile = tl.load(part_tile + part + entry - slow_full, mask=entry >= slow_full, other=0).to(tl.int64)
+        at_part = part + entry - slow_full
+        if MIXED:
+            listed = tl.where(entry < slow_full, full_col + full_end - slow_full + entry, part_col + at_part)
+            col = tl.load(listed)
+            tile = tl.load(part_tile + at_part, mask=entry >= slow_full, other=0).to(tl.int64)
+        else:
+            col = tl.load(part_col + at_part)
+            tile = tl.load(part_tile + at_part).to(tl.int64)
         n0 = col * BLOCK + at
         word = at // 32 + tl.arange(0, BN // 32)
-        some = tl.load(cols_any + tile * W + word, mask=(word >= 0) & (entry >= slow_full), other=-1)
-        words = tl.load(
-            bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :],
-            mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1,
-        )  # fmt: skip
-        kept = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
-        kept = kept & expanded_row(some, BN)
-        k = tl.load(K + n0.to(tl.int64) * k_n + k_places, mask=kept[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(V + n0.to(tl.int64) * v_n + v_places, mask=kept[None, :] & (e < E)[:, None], other=0.0)
+        any_places = cols_any + tile * W + word
+        bit_places = bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :]
+        if MIXED:
+            some = tl.load(any_places, mask=(word >= 0) & (entry >= slow_full), other=-1)
+            words = tl.load(bit_places, mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1)
+        else:
+            some = tl.load(any_places)
+            words = tl.load(bit_places, mask=(inside < BLOCK)[:, None], other=0)
+        kept = expanded_row(some, BN)
+        stay = expanded(words, BM, BN)
+        if MIXED:
+            kept = kept & keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
+            stay = stay & kept[None, :]
+        k = tl.load(K + n0.to(tl.int64) * k_n + k_places, mask=inside_both(kept, d, D, DP, 0), other=0.0)
+        v = tl.load(V + n0.to(tl.int64) * v_n + v_places, mask=inside_both(kept, e, E, EP, 0), other=0.0)
         s = tl.dot(q, k, input_precision=PRECISION)
         p = tl.exp2(s * c - lse[:, None])
         dp = tl.dot(out_grad, v, input_precision=PRECISION)
         if DROPOUT:
             stays = survives(seed_value, b, h, query + start, n0, threshold, BM, BN)
-            dp = tl.where(stays, dp * dropout_scale, 0.0)
-        ds = tl.where(expanded(words, BM, BN) & kept[None, :], p * (dp - delta[:, None]), 0.0)
+            dp = tl.where(stays, dp, 0.0)
+        ds = tl.where(stay, p * (dp - delta[:, None]), 0.0)
         acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
 
     acc = acc * scale
@@ -160,7 +173,7 @@ def dq_kernel(
     tl.store(
         Q_GRAD + place[:, None] * D + d[None, :],
         acc.to(Q_GRAD.dtype.element_ty),
-        mask=exists[:, None] & (d < D)[None, :],
+        mask=inside_both(exists, d, D, DP, 1),
     )
 
 
@@ -232,15 +245,18 @@ def dkdv_kernel(
     kv_head = (first_head // ratio).to(tl.int64)
     k_rows = b.to(tl.int64) * k_b + kv_head * k_h + key.to(tl.int64) * k_n
     v_rows = b.to(tl.int64) * v_b + kv_head * v_h + key.to(tl.int64) * v_n
-    k = tl.load(K + k_rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
-    v = tl.load(V + v_rows[:, None] + e[None, :], mask=exists[:, None] & (e < E)[None, :], other=0.0)
+    k = tl.load(K + k_rows[:, None] + d[None, :], mask=inside_both(exists, d, D, DP, 1), other=0.0)
+    v = tl.load(V + v_rows[:, None] + e[None, :], mask=inside_both(exists, e, E, EP, 1), other=0.0)
     if SIGN != 1:
         k = k * SIGN
+    # Whether the slow loop takes full tiles too, without bits.
+    MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS
     key_length = n_keys
     if HAS_LENGTHS:
         key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
     at_key = col * BLOCK + sub * BN
-    kept_keys = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, at_key, n_keys, HAS_BITS, BN)
+    if MIXED:
+        kept_keys = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, at_key, n_keys, HAS_BITS, BN)
     k_acc = tl.zeros([BN, DP], tl.float32)
     v_acc = tl.zeros([BN, EP], tl.float32)
     if DROPOUT:
@@ -250,6 +266,7 @@ def dkdv_kernel(
     slow_full = 0
     if HAS_BITS or HAS_LENGTHS:
         slow_full = full_end - full
+    unscale = 1.0 / c
 
     for looped in range(LOOPED):
         h = (first_head + looped).to(tl.int64)
@@ -266,8 +283,8 @@ def dkdv_kernel(
             if RAGGED_ROWS or D != DP or E != EP:
                 # A query that does not exist has an lse of inf, hence no weight.
                 there = (m0 + m >= 0) & (m0 + m < n_queries)
-                q = tl.load(q_tile + q_places, mask=there[None, :] & (d < D)[:, None], other=0.0)
-                out_grad = tl.load(g_tile + g_places, mask=there[:, None] & (e < E)[None, :], other=0.0)
+                q = tl.load(q_tile + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0)
+                out_grad = tl.load(g_tile + g_places, mask=inside_both(there, e, E, EP, 1), other=0.0)
                 lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
                 delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
             else:
@@ -275,56 +292,76 @@ def dkdv_kernel(
                 out_grad = tl.load(g_tile + g_places)
                 lse = tl.load(stats + m0 + m)
                 delta = tl.load(stats + size + m0 + m)
-            s = tl.dot(k, q, input_precision=PRECISION)
-            p = tl.exp2(s * c - lse[None, :])
-            dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
-            weight = p
+            # Sums begin with what would be subtracted from them: fewer registers.
+            s = tl.dot(k, q, tl.broadcast_to((lse * -unscale)[None, :], [BN, BM]), input_precision=PRECISION)
+            p = tl.exp2(s * c)
             if DROPOUT:
                 stays = survives_transposed(seed_value, b, h, m0 + m + start, at_key, threshold, BM, BN)
-                weight = tl.where(stays, p * dropout_scale, 0.0)
-                dp = tl.where(stays, dp * dropout_scale, 0.0)
+                weight = tl.where(stays, p, 0.0)
+                dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
+                dp = tl.where(stays, dp, 0.0) - delta[None, :]
+            else:
+                weight = p
+                dp = tl.broadcast_to(-delta[None, :], [BN, BM])
+                dp = tl.dot(v, tl.trans(out_grad), dp, input_precision=PRECISION)
             v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=PRECISION)
-            ds = p * (dp - delta[None, :])
+            ds = p * dp
             k_acc = tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=PRECISION)
 
         for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BM), num_stages=STAGES):
             entry = i // (BLOCK // BM)
             at = i % (BLOCK // BM) * BM
-            whole = entry < slow_full
-            row = tl.load(tl.where(whole, full_row + full_end - slow_full + entry, part_row + part + entry - slow_full))
-            tile = tl.load(part_tile + part + entry - slow_full, mask=entry >= slow_full, other=0).to(tl.int64)
+            at_part = part + entry - slow_full
+            if MIXED:
+                listed = tl.where(entry < slow_full, full_row + full_end - slow_full + entry, part_row + at_part)
+                row = tl.load(listed)
+                tile = tl.load(part_tile + at_part, mask=entry >= slow_full, other=0).to(tl.int64)
+            else:
+                row = tl.load(part_row + at_part)
+                tile = tl.load(part_tile + at_part).to(tl.int64)
             m0 = (first_row + row) * BLOCK + at - start
             word = at // 32 + tl.arange(0, BM // 32)
-            some = tl.load(rows_any + tile * W + word, mask=(word >= 0) & (entry >= slow_full), other=-1)
-            words = tl.load(
-                bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :],
-                mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1,
-            )  # fmt: skip
+            any_places = rows_any + tile * W + word
+            bit_places = bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :]
+            if MIXED:
+                some = tl.load(any_places, mask=(word >= 0) & (entry >= slow_full), other=-1)
+                words = tl.load(bit_places, mask=entry >= slow_full, other=-1)
+            else:
+                some = tl.load(any_places)
+                words = tl.load(bit_places)
             there = (m0 + m >= 0) & (m0 + m < n_queries) & expanded_row(some, BM)
             lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
             delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
             # A row that a key mask emptied has no weight either, and what it holds is not read.
             there = there & (lse != float("inf"))
             q = tl.load(
-                q_head + m0.to(tl.int64) * q_n + q_places, mask=there[None, :] & (d < D)[:, None], other=0.0
+                q_head + m0.to(tl.int64) * q_n + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0
             )
             out_grad = tl.load(
-                g_head + m0.to(tl.int64) * g_n + g_places, mask=there[:, None] & (e < E)[None, :], other=0.0
+                g_head + m0.to(tl.int64) * g_n + g_places, mask=inside_both(there, e, E, EP, 1), other=0.0
             )
-            keep = expanded(words, BN, BM) & kept_keys[:, None] & there[None, :]
-            s = tl.dot(k, q, input_precision=PRECISION)
-            p = tl.where(keep, tl.exp2(s * c - lse[None, :]), 0.0)
-            dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
-            weight = p
+            # Rows that are not there have an lse of inf, hence no weight.
+            keep = expanded(words, BN, BM)
+            if MIXED:
+                keep = keep & kept_keys[:, None]
+            s = tl.dot(k, q, tl.broadcast_to((lse * -unscale)[None, :], [BN, BM]), input_precision=PRECISION)
+            p = tl.where(keep, tl.exp2(s * c), 0.0)
             if DROPOUT:
                 stays = survives_transposed(seed_value, b, h, m0 + m + start, at_key, threshold, BM, BN)
-                weight = tl.where(stays, p * dropout_scale, 0.0)
-                dp = tl.where(stays, dp * dropout_scale, 0.0)
+                weight = tl.where(stays, p, 0.0)
+                dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
+                dp = tl.where(stays, dp, 0.0) - delta[None, :]
+            else:
+                weight = p
+                dp = tl.broadcast_to(-delta[None, :], [BN, BM])
+                dp = tl.dot(v, tl.trans(out_grad), dp, input_precision=PRECISION)
             v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=PRECISION)
-            ds = tl.where(keep, p * (dp - delta[None, :]), 0.0)
+            ds = tl.where(keep, p * dp, 0.0)
             k_acc = tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=PRECISION)
 
     k_acc = k_acc * scale
+    if DROPOUT:
+        v_acc = v_acc * dropout_scale
     if SPLIT:
         if (scratch >= 0) | (LOOPED < ratio):
             whole = whole_base + outer.to(tl.int64) * n_cols + col
@@ -335,9 +372,9 @@ def dkdv_kernel(
             return
     place = (b.to(tl.int64) * (heads // ratio) + kv_head) * n_keys + key
     tl.store(K_GRAD + place[:, None] * D + d[None, :], k_acc.to(K_GRAD.dtype.element_ty),
-             mask=exists[:, None] & (d < D)[None, :])  # fmt: skip
+             mask=inside_both(exists, d, D, DP, 1))  # fmt: skip
     tl.store(V_GRAD + place[:, None] * E + e[None, :], v_acc.to(V_GRAD.dtype.element_ty),
-             mask=exists[:, None] & (e < E)[None, :])  # fmt: skip
+             mask=inside_both(exists, e, E, EP, 1))  # fmt: skip
 
 
 @triton.jit
@@ -376,6 +413,6 @@ def sum_dkdv_kernel(
         place = outer.to(tl.int64) * n_keys + key
         exists = key < n_keys
         tl.store(K_GRAD + place[:, None] * D + d[None, :], k_acc.to(K_GRAD.dtype.element_ty),
-                 mask=exists[:, None] & (d < D)[None, :])  # fmt: skip
+                 mask=inside_both(exists, d, D, DP, 1))  # fmt: skip
         tl.store(V_GRAD + place[:, None] * E + e[None, :], v_acc.to(V_GRAD.dtype.element_ty),
-                 mask=exists[:, None] & (e < E)[None, :])  # fmt: skip
+                 mask=inside_both(exists, e, E, EP, 1))  # fmt: skip

@@ -7,7 +7,7 @@ Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` v
 import triton
 import triton.language as tl
 
-from ringtile.kernels.triton.tiles import expanded, expanded_row, keys_kept, stretch, survives
+from ringtile.kernels.triton.tiles import expanded, expanded_row, inside_both, keys_kept, stretch, survives
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def forward_kernel(
     head = h + packed
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
     rows = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + query.to(tl.int64) * q_n
-    q = tl.load(Q + rows[:, None] + d[None, :], mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    q = tl.load(Q + rows[:, None] + d[None, :], mask=inside_both(exists, d, D, DP, 1), other=0.0)
     if SIGN != 1:
         q = q * SIGN
     kv_head = (h // ratio).to(tl.int64)
@@ -74,6 +74,8 @@ def forward_kernel(
         seed_value = tl.load(seed)
 
     # Full tiles whose keys all exist need no mask at all; the last column may be ragged, and then comes later.
+    # Whether the slow loop takes full tiles too, without bits.
+    MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
     slow_full = 0
     if HAS_BITS or HAS_LENGTHS:
         slow_full = full_end - full
@@ -112,26 +114,37 @@ def forward_kernel(
     for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BN), num_stages=STAGES):
         entry = i // (BLOCK // BN)
         at = i % (BLOCK // BN) * BN
-        whole = entry < slow_full
-        col = tl.load(tl.where(whole, full_col + full_end - slow_full + entry, part_col + part + entry - slow_full))
-        tile = tl.load(part_tile + part + entry - slow_full, mask=entry >= slow_full, other=0).to(tl.int64)
+        at_part = part + entry - slow_full
+        if MIXED:
+            listed = tl.where(entry < slow_full, full_col + full_end - slow_full + entry, part_col + at_part)
+            col = tl.load(listed)
+            tile = tl.load(part_tile + at_part, mask=entry >= slow_full, other=0).to(tl.int64)
+        else:
+            col = tl.load(part_col + at_part)
+            tile = tl.load(part_tile + at_part).to(tl.int64)
         n0 = col * BLOCK + at
         word = at // 32 + tl.arange(0, BN // 32)
         # What a tile keeps of a row beyond the lengths means nothing; such rows are never stored.
-        some = tl.load(cols_any + tile * W + word, mask=(word >= 0) & (entry >= slow_full), other=-1)
-        words = tl.load(
-            bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :],
-            mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1,
-        )  # fmt: skip
-        kept = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
+        any_places = cols_any + tile * W + word
+        bit_places = bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :]
+        if MIXED:
+            some = tl.load(any_places, mask=(word >= 0) & (entry >= slow_full), other=-1)
+            words = tl.load(bit_places, mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1)
+        else:
+            some = tl.load(any_places)
+            words = tl.load(bit_places, mask=(inside < BLOCK)[:, None], other=0)
         # Zero times NaN is NaN: what no row keeps is not read.
-        kept = kept & expanded_row(some, BN)
+        kept = expanded_row(some, BN)
+        stay = expanded(words, BM, BN)
+        if MIXED:
+            kept = kept & keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
+            stay = stay & kept[None, :]
         k_tile = K + n0.to(tl.int64) * k_n
         v_tile = V + n0.to(tl.int64) * v_n
-        k = tl.load(k_tile + k_places, mask=kept[None, :] & (d < D)[:, None], other=0.0)
-        v = tl.load(v_tile + v_places, mask=kept[:, None] & (e < E)[None, :], other=0.0)
+        k = tl.load(k_tile + k_places, mask=inside_both(kept, d, D, DP, 0), other=0.0)
+        v = tl.load(v_tile + v_places, mask=inside_both(kept, e, E, EP, 1), other=0.0)
         s = tl.dot(q, k, input_precision=PRECISION)
-        s = tl.where(expanded(words, BM, BN) & kept[None, :], s, float("-inf"))
+        s = tl.where(stay, s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 1))
         used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(s * c - (used_top * c)[:, None])
@@ -157,7 +170,7 @@ def forward_kernel(
             return
     places = b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + query.to(tl.int64) * o_n
     tl.store(
-        OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=exists[:, None] & (e < E)[None, :]
+        OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=inside_both(exists, e, E, EP, 1)
     )
     tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)
 
@@ -206,6 +219,6 @@ def merge_kernel(
     lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) + tl.log2(tl.where(empty, 1.0, total)))
     places = b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + query.to(tl.int64) * o_n
     tl.store(
-        OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=exists[:, None] & (e < E)[None, :]
+        OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=inside_both(exists, e, E, EP, 1)
     )
     tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)

@@ -247,6 +247,7 @@ def backward_launches(
         "heads": job.heads,
         "n_queries": job.n_queries,
         "size": lse.numel(),
+        "dropout_scale": job.shared["dropout_scale"],
         **_strides("o", out),
         **_strides("g", out_grad),
     }
@@ -257,7 +258,7 @@ def backward_launches(
         "OUT_GRAD": out_grad,
         "STATS": stats,
         "size": lse.numel(),
-        "scale": job.call.scale,
+        "scale": job.call.scale * job.shared["dropout_scale"],
         **_strides("g", out_grad),
     }
     return [

@@ -22,6 +22,15 @@ def expanded_row(words, COLS: tl.constexpr):
 
 
 @triton.jit
+def inside_both(kept, d, D: tl.constexpr, DP: tl.constexpr, AXIS: tl.constexpr):
+    """The mask of a load: what is kept, along the other axis than the head dim, which may be padded."""
+    mask = tl.expand_dims(kept, AXIS)
+    if D != DP:
+        mask = mask & tl.expand_dims(d < D, 1 - AXIS)
+    return mask
+
+
+@triton.jit
 def keys_kept(key_bits, key_length, n0, n_keys, HAS_BITS: tl.constexpr, BN: tl.constexpr):
     """Which of BN keys from ``n0`` on exist and are kept by the call's own key mask."""
     key = n0 + tl.arange(0, BN)

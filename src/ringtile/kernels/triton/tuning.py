@@ -16,8 +16,8 @@ class Config(NamedTuple):
     stages: int
 
 
-INTERPRETED = [Config(32, 32, 4, 1)]
-"""The interpreter has no registers; tiles smaller than a block show that sub-tiles are right."""
+INTERPRETED = [Config(64, 64, 4, 1)]
+"""The interpreter has no registers: large tiles are fewer steps. A block of 128 has sub-tiles of these."""
 
 _FORWARD = {
     64: [Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)],
@@ -30,8 +30,8 @@ _DQ = {
     256: [Config(64, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
 }
 _DKDV = {
-    64: [Config(64, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 1)],
-    128: [Config(64, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)],
+    64: [Config(64, 128, 8, 3), Config(64, 64, 8, 3), Config(64, 64, 8, 2), Config(32, 64, 4, 1)],
+    128: [Config(64, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 64, 4, 1)],
     256: [Config(32, 64, 8, 2), Config(32, 64, 8, 1), Config(32, 32, 4, 1)],
 }
 _TABLES = {"forward": _FORWARD, "dq": _DQ, "dkdv": _DKDV}
@@ -49,5 +49,6 @@ def configs(kernel: str, dtype: torch.dtype, head_dim: int, block: int, dropout:
     found = _FLOAT32[kernel] if dtype == torch.float32 else _TABLES[kernel][max(head_dim, 64)]
     if dropout:
         # The random words of a tile take as many registers as its scores.
-        found = [config for config in found if config.queries * config.keys <= 128 * 64]
+        most = 64 * 64 if kernel == "dkdv" else 128 * 64
+        found = [config for config in found if config.queries * config.keys <= most]
     return [config._replace(queries=min(config.queries, block), keys=min(config.keys, block)) for config in found]

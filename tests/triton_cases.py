@@ -1,0 +1,345 @@
+"""The Triton kernels against the oracle, case by case, on a GPU or in Triton's interpreter.
+
+    TRITON_INTERPRET=1 python tests/triton_cases.py          on the CPU, in the interpreter
+    python tests/triton_cases.py                             on a GPU: more dtypes, larger problems
+
+Prints the errors of each case and exits with status 1 where one is too large. It needs no pytest.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from oracle import SDPA_BUDGET, Inputs, make_inputs, oracle, relative_error, sdpa_low_precision_error
+from torch import Tensor
+
+from ringtile import build_index, sparse_attention
+from ringtile.layout import BlockIndex, clear_cache
+from ringtile.patterns import (
+    BlockDilated,
+    Blocks,
+    Causal,
+    Dense,
+    Dilated,
+    GlobalTokens,
+    Pattern,
+    RandomBlocks,
+    Segments,
+    Window,
+    per_head,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+FLOAT32_TOLERANCE = 2e-6
+
+HOLES = Causal() & Window(40) & ~Window(2)
+"""The first three queries keep nothing, and the last three keys serve nobody."""
+TILED = Causal() & (Window(50) | GlobalTokens(5) | RandomBlocks(1, block=64))
+SPLIT = Window(20) | GlobalTokens(3)
+"""Over many blocks of 16, the first row and column are long enough to be cut."""
+
+Check = Callable[[], float]
+"""Runs one case and returns the largest of its errors over what each may be: at most 1 is right."""
+
+CASES: dict[str, Check] = {}
+
+
+def case(function: Check) -> Check:
+    CASES[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def on(x: Inputs, device: torch.device) -> Inputs:
+    return Inputs(*(tensor.to(device) for tensor in x))
+
+
+def run(
+    x: Inputs, served: Pattern | BlockIndex, grad_lse: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, lse and gradients of the kernels, computed on `DEVICE`."""
+    leaves = [tensor.detach().requires_grad_() for tensor in x[:3]]
+    out, lse = sparse_attention(
+        *leaves, served, enable_gqa=True, return_lse=True, backend="triton", **options
+    )
+    outs, cotangents = [out], [x.grad_out]
+    if grad_lse is not None:
+        outs, cotangents = [out, lse], [x.grad_out, grad_lse]
+    grads = torch.autograd.grad(outs, leaves, cotangents)
+    return out.detach(), lse.detach(), dict(zip("qkv", grads, strict=True))
+
+
+def errors_of(
+    pattern: Pattern, x: Inputs, *, block: int = 64, start: int | None = None, tolerance: float = FLOAT32_TOLERANCE,
+    **options: Any,
+) -> float:
+    """The largest error of output, lse and gradients over the tolerance, against the oracle."""
+    grad_lse = torch.randn(x.q.shape[:3])
+    expected = oracle(*x[:3], pattern, grad_out=x.grad_out, grad_lse=grad_lse, start=start, **options)
+    lengths = x.q.shape[2], x.k.shape[2]
+    index = build_index(pattern, *lengths, start=start, heads=x.q.shape[1], block=block, device=DEVICE)
+    moved = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
+    out, lse, grads = run(on(x, DEVICE), index, grad_lse.to(DEVICE), **moved)
+    assert torch.equal(lse.isfinite().cpu(), expected.lse.isfinite()), "other rows are empty"
+    found = [(out, expected.out), (lse, expected.lse), *((grads[name], expected.grads[name]) for name in "qkv")]
+    return max(distance(actual.cpu(), wanted) for actual, wanted in found) / tolerance
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Relative error over what is finite; what the oracle has as nothing has to be nothing."""
+    finite = expected.isfinite()
+    if not expected[finite].any():
+        return math.inf if actual[finite].any() else 0.0
+    return relative_error(actual[finite], expected[finite])
+
+
+def budget_of(pattern: Pattern, x: Inputs, **options: Any) -> float:
+    """The largest error over what torch's own attention in the same dtype may have, against float64."""
+    theirs = sdpa_low_precision_error(*x[:3], pattern, x.grad_out)
+    expected = oracle(*x[:3], pattern, grad_out=x.grad_out)
+    index = build_index(pattern, x.q.shape[2], x.k.shape[2], heads=x.q.shape[1], block=64, device=DEVICE)
+    out, _, grads = run(on(x, DEVICE), index, **options)
+    budget = SDPA_BUDGET[x.q.dtype]
+    shares = [distance(out.cpu(), expected.out) / (budget * theirs.out)]
+    shares += [distance(grads[name].cpu(), expected.grads[name]) / (budget * theirs.grads[name]) for name in "qkv"]
+    return max(shares)
+
+
+def make(heads: int, n_queries: int, n_keys: int | None = None, head_dim: int = 16, **options: Any) -> Inputs:
+    return make_inputs(options.pop("batch", 1), heads, n_queries, n_keys, head_dim, **{"dtype": torch.float32, **options})
+
+
+@case
+def dense_and_ragged() -> float:
+    return errors_of(Dense(), make(2, 130, 150))
+
+
+@case
+def causal_over_sub_tiles() -> float:
+    return errors_of(Causal(), make(1, 200), block=128)
+
+
+@case
+def empty_rows_and_unused_keys() -> float:
+    return errors_of(HOLES, make(2, 130, batch=2))
+
+
+@case
+def grouped_heads_and_another_value_dim() -> float:
+    return errors_of(TILED, make(4, 130, 170, 24, kv_heads=2, value_dim=40))
+
+
+@case
+def three_heads_share_a_key_head() -> float:
+    return errors_of(Causal(), make(3, 70, kv_heads=1))
+
+
+@case
+def heads_with_patterns_of_their_own() -> float:
+    return errors_of(per_head([Causal(), Window(5), ~Dense(), HOLES]), make(4, 100, kv_heads=2))
+
+
+@case
+def the_query_heads_of_many_columns_in_one_program() -> float:
+    from ringtile.kernels.triton import launches
+
+    few, launches._FEW_PROGRAMS = launches._FEW_PROGRAMS, 1
+    try:
+        return errors_of(TILED, make(4, 130, kv_heads=2))
+    finally:
+        launches._FEW_PROGRAMS = few
+
+
+@case
+def dilated_and_blocks_merged_into_larger_ones() -> float:
+    return max(
+        errors_of(Dilated([1, 3], 9), make(1, 100)),
+        errors_of(BlockDilated([1, 2], 1, block=32), make(1, 150), block=32),
+        errors_of(Segments(60, 3, 1), make(2, 130)),
+    )
+
+
+@case
+def a_start_inside_a_tile() -> float:
+    return max(errors_of(TILED, make(2, 90, 150), start=start) for start in (-11, 37, 150))
+
+
+@case
+def one_query_decodes() -> float:
+    return max(
+        errors_of(Causal(), make(4, 1, 150, kv_heads=2)),
+        errors_of(Causal() & Window(70), make(4, 3, 130, kv_heads=4)),
+        errors_of(Causal(), make(6, 2, 70, kv_heads=2, batch=2), start=40),
+    )
+
+
+@case
+def long_rows_and_columns_in_pieces() -> float:
+    from ringtile.layout import lists
+
+    # As over 64 tiles and more, but in a problem that an interpreter can compute.
+    longest, lists.LONGEST = lists.LONGEST, 1
+    clear_cache()
+    try:
+        return max(
+            errors_of(SPLIT, make(2, 200)),
+            errors_of(SPLIT, make(4, 140, kv_heads=2)),
+            errors_of(per_head([SPLIT, Causal()]), make(2, 200)),
+            errors_of(Causal(), make(4, 1, 300, kv_heads=2)),
+        )
+    finally:
+        lists.LONGEST = longest
+        clear_cache()
+
+
+@case
+def key_mask() -> float:
+    mask = torch.arange(130).expand(2, 130) % torch.tensor([[3], [400]]) == 0
+    return errors_of(TILED, make(2, 130, batch=2), key_mask=mask)
+
+
+@case
+def key_lengths() -> float:
+    return errors_of(Causal(), make(2, 130, batch=2), key_lengths=torch.tensor([70, 0]))
+
+
+@case
+def dropout() -> float:
+    seed = torch.tensor([-123456789012345])
+    return max(
+        errors_of(TILED, make(2, 130, batch=2), dropout_p=0.4, seed=seed),
+        errors_of(TILED, make(2, 150, kv_heads=1), dropout_p=0.1, seed=seed, block=128, start=-5),
+    )
+
+
+@case
+def scales() -> float:
+    return max(errors_of(TILED, make(1, 70), scale=scale) for scale in (-0.7, 0.0, 2.0))
+
+
+@case
+def everything_at_once() -> float:
+    return errors_of(
+        TILED,
+        make(4, 100, 150, 24, kv_heads=2, value_dim=8, batch=2),
+        key_lengths=torch.tensor([120, 60]),
+        key_mask=torch.arange(150).expand(2, 150) % 5 != 0,
+        dropout_p=0.3,
+        seed=torch.tensor([9]),
+        scale=0.3,
+    )
+
+
+@case
+def half_types_within_the_budget() -> float:
+    return max(
+        budget_of(pattern, make(2, 130, 130, head_dim, dtype=dtype))
+        for dtype in HALVES
+        for pattern, head_dim in ((TILED, 64), (Dense(), 80))
+    )
+
+
+@case
+def float32_within_the_budget() -> float:
+    return max(
+        budget_of(TILED, make(1, 130, 130, 64, score_scale=scale)) for scale in ((16,) if INTERPRETED else (1, 4, 16))
+    )
+
+
+@case
+def what_nobody_keeps_is_not_read() -> float:
+    """NaN in keys and values that no row keeps, and in queries that keep nothing, changes no bit of the rest."""
+    x = on(make(2, 130, batch=1), DEVICE)
+    poisoned = Inputs(*(tensor.clone() for tensor in x))
+    poisoned.k[:, :, -3:] = math.nan
+    poisoned.v[:, :, -3:] = math.inf
+    poisoned.q[:, :, :3] = math.nan
+    poisoned.grad_out[:, :, :3] = math.nan
+    index = build_index(HOLES, 130, heads=2, block=64, device=DEVICE)
+    (out, lse, grads), (other, other_lse, other_grads) = run(x, index), run(poisoned, index)
+    same = torch.equal(out, other) and torch.equal(lse, other_lse)
+    return 0.0 if same and all(torch.equal(grads[name], other_grads[name]) for name in "qkv") else math.inf
+
+
+@case
+def masked_keys_are_not_read() -> float:
+    x = on(make(2, 130), DEVICE)
+    mask = torch.arange(130, device=DEVICE)[None] < 100
+    poisoned = Inputs(*(tensor.clone() for tensor in x))
+    poisoned.k[:, :, 100:] = math.nan
+    poisoned.v[:, :, 100:] = math.nan
+    pattern = Causal() & Window(10)  # so the last queries keep nothing at all
+    poisoned.q[:, :, 112:] = math.nan
+    poisoned.grad_out[:, :, 112:] = math.nan
+    index = build_index(pattern, 130, heads=2, block=64, device=DEVICE)
+    (out, lse, grads), (other, other_lse, other_grads) = run(x, index, key_mask=mask), run(poisoned, index, key_mask=mask)
+    same = torch.equal(out, other) and torch.equal(lse, other_lse)
+    return 0.0 if same and all(torch.equal(grads[name], other_grads[name]) for name in "qkv") else math.inf
+
+
+@case
+def the_future_does_not_change_the_past() -> float:
+    x = on(make(1, 150), DEVICE)
+    x.grad_out[:, :, 70:] = 0
+    other = Inputs(*(tensor.clone() for tensor in x))
+    for tensor in other[:3]:
+        tensor[:, :, 70:] = 30 * torch.randn_like(tensor[:, :, 70:])
+    index = build_index(Causal(), 150, heads=1, block=64, device=DEVICE)
+    (out, lse, grads), (later, later_lse, later_grads) = run(x, index), run(other, index)
+    same = torch.equal(out[:, :, :70], later[:, :, :70]) and torch.equal(lse[:, :, :70], later_lse[:, :, :70])
+    same = same and all(torch.equal(grads[name][:, :, :70], later_grads[name][:, :, :70]) for name in "qkv")
+    return 0.0 if same and not any(grad[:, :, 70:].any() for grad in later_grads.values()) else math.inf
+
+
+@case
+def any_strides() -> float:
+    """Transposed, expanded, and far apart: the offsets of a long row pass 2^31 elements."""
+    plain = make(2, 70, batch=2)
+    far = torch.empty(1, dtype=torch.float32, device=DEVICE).expand(1)
+    del far
+    index = build_index(TILED, 70, heads=2, block=64, device=DEVICE)
+    laid = Inputs(*(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in on(plain, DEVICE)))
+    one = Inputs(*(tensor[:, :1].expand_as(tensor) for tensor in on(plain, DEVICE)))
+    worst = 0.0
+    for x in (laid, one, Inputs(*(tensor.mT.contiguous().mT for tensor in on(plain, DEVICE)))):
+        ours = run(x, index)
+        theirs = run(Inputs(*(tensor.contiguous() for tensor in x)), index)
+        same = torch.equal(ours[0], theirs[0]) and all(torch.equal(ours[2][name], theirs[2][name]) for name in "qkv")
+        worst = max(worst, 0.0 if same else math.inf)
+    return worst
+
+
+@case
+def twice_the_same_bits() -> float:
+    x = on(make(4, 130, kv_heads=2), DEVICE)
+    index = build_index(TILED, 130, heads=4, block=64, device=DEVICE)
+    (out, lse, grads), (again, lse_again, grads_again) = run(x, index), run(x, index)
+    same = torch.equal(out, again) and torch.equal(lse, lse_again)
+    return 0.0 if same and all(torch.equal(grads[name], grads_again[name]) for name in "qkv") else math.inf
+
+
+def results(names: list[str]) -> Iterator[tuple[str, float, float]]:
+    """Name, share of the error that is allowed, and seconds of each case."""
+    for name in names or CASES:
+        began = time.perf_counter()
+        torch.manual_seed(0)
+        yield name, CASES[name](), time.perf_counter() - began
+
+
+def main(names: list[str]) -> int:
+    wrong = 0
+    for name, share, seconds in results(names):
+        wrong += not share <= 1
+        print(f"{'right' if share <= 1 else 'WRONG'}  {share:8.3f} of what is allowed  {seconds:6.1f} s  {name}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -277,7 +277,7 @@ def test_the_page_of_the_suites_states_what_was_asked_for_and_what_is() -> None:
 
 def test_a_record_without_a_row_says_which() -> None:
     record = invented("acceptance")
-    with pytest.raises(ValueError, match="no time of ringtile for .*'asked': 'dense', 'n_tokens': 4096"):
+    with pytest.raises(ValueError, match=r"no time of ringtile for .*'asked': 'dense', 'n_tokens': 4096"):
         script("acceptance").bars(replace(record, rows=record.rows[6:]))
 
 

@@ -39,7 +39,7 @@ def peak_memory(
     """
     if device.type == "cuda":
         return _peaks_cuda(forward, backward, device)
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         out = forward()
         with record_function(_BACKWARD):
             grads = () if backward is None else tuple(backward(out))
@@ -52,7 +52,7 @@ def peak_memory(
 
 
 @contextmanager
-def _quiet_profiler() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Keep the profiler's library from announcing itself on standard error."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "99"

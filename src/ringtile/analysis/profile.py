@@ -13,6 +13,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 
+from ringtile.analysis.memory import quiet_profiler
 from ringtile.analysis.record import write_whole
 from ringtile.functional import sparse_attention
 from ringtile.kernels.select import NAMES
@@ -123,7 +124,7 @@ def profile_attention(
     step()
     clear_cache()
     totals, clocks = [], []
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with quiet_profiler(), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         for number in range(calls):
             began = time.perf_counter()
             with record_function(f"call {number + 1}"), kernel_times() as times:

@@ -40,6 +40,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     reasons = [reason] if (reason := reason_against()) else []
     if q.device.type != ("cpu" if interpreted() else "cuda"):
         reasons.append(f"needs a {'CPU under TRITON_INTERPRET=1' if interpreted() else 'GPU'}, got {q.device}")
+    if interpreted() and not call.backend:
+        reasons.append("computes on the CPU only where it is asked for by name")
     if q.dtype not in _DTYPES:
         reasons.append(f"knows {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
     elif q.dtype == torch.bfloat16 and interpreted():

@@ -8,7 +8,15 @@ out times its gradient, less the gradient of lse, over the scale of dropout, whi
 import triton
 import triton.language as tl
 
-from ringtile.kernels.triton.tiles import expanded, expanded_row, inside_both, keys_kept, stretch, survives, survives_transposed
+from ringtile.kernels.triton.tiles import (
+    expanded,
+    expanded_row,
+    inside_both,
+    keys_kept,
+    stretch,
+    survives,
+    survives_transposed,
+)
 
 
 @triton.jit
@@ -50,7 +58,7 @@ def dq_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr,
-    SIGN: tl.constexpr, PRECISION: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -73,6 +81,8 @@ def dq_kernel(
     exists = (query < n_queries) & (inside < BLOCK)
 
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
+    if FAR:
+        n = n.to(tl.int64)
     row = query.to(tl.int64)
     q_rows = b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + row * q_n
     q = tl.load(Q + q_rows[:, None] + d[None, :], mask=inside_both(exists, d, D, DP, 1), other=0.0)
@@ -217,7 +227,7 @@ def dkdv_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, LOOPED: tl.constexpr,
-    SIGN: tl.constexpr, PRECISION: tl.constexpr, RAGGED_ROWS: tl.constexpr, HAS_BITS: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr, HAS_BITS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One piece of a column tile's list for LOOPED query heads in turn; sums over heads and pieces come after."""
@@ -242,6 +252,8 @@ def dkdv_kernel(
     exists = key < n_keys
 
     d, e, m = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BM)
+    if FAR:
+        m = m.to(tl.int64)
     kv_head = (first_head // ratio).to(tl.int64)
     k_rows = b.to(tl.int64) * k_b + kv_head * k_h + key.to(tl.int64) * k_n
     v_rows = b.to(tl.int64) * v_b + kv_head * v_h + key.to(tl.int64) * v_n
@@ -334,9 +346,7 @@ def dkdv_kernel(
             delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
             # A row that a key mask emptied has no weight either, and what it holds is not read.
             there = there & (lse != float("inf"))
-            q = tl.load(
-                q_head + m0.to(tl.int64) * q_n + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0
-            )
+            q = tl.load(q_head + m0.to(tl.int64) * q_n + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0)
             out_grad = tl.load(
                 g_head + m0.to(tl.int64) * g_n + g_places, mask=inside_both(there, e, E, EP, 1), other=0.0
             )

@@ -30,7 +30,7 @@ def forward_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, PACK: tl.constexpr,
-    SIGN: tl.constexpr, PRECISION: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -57,6 +57,8 @@ def forward_kernel(
     exists = exists & (packed < ratio)
     head = h + packed
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
+    if FAR:
+        n = n.to(tl.int64)
     rows = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + query.to(tl.int64) * q_n
     q = tl.load(Q + rows[:, None] + d[None, :], mask=inside_both(exists, d, D, DP, 1), other=0.0)
     if SIGN != 1:
@@ -169,9 +171,7 @@ def forward_kernel(
             tl.store(SCRATCH + place * (EP + 1) + EP, lse)
             return
     places = b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + query.to(tl.int64) * o_n
-    tl.store(
-        OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=inside_both(exists, e, E, EP, 1)
-    )
+    tl.store(OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=inside_both(exists, e, E, EP, 1))
     tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)
 
 
@@ -196,7 +196,7 @@ def merge_kernel(
     count = tl.load(pieces + slot * 2 + 1)
     if count == 0:
         return
-    query, inside, packed, exists = _rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
+    query, _, packed, exists = _rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
     exists = exists & (packed < ratio)
     head = h + packed
     e = tl.arange(0, EP)
@@ -218,7 +218,5 @@ def merge_kernel(
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) + tl.log2(tl.where(empty, 1.0, total)))
     places = b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + query.to(tl.int64) * o_n
-    tl.store(
-        OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=inside_both(exists, e, E, EP, 1)
-    )
+    tl.store(OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=inside_both(exists, e, E, EP, 1))
     tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)

@@ -15,7 +15,7 @@ from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import backward_kernels, forward_kernels
 from ringtile.kernels.triton.schedule import Order, schedule_of
-from ringtile.kernels.triton.tuning import Config, configs
+from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton computes on the CPU, as TRITON_INTERPRET said when it was first imported."""
@@ -70,6 +70,14 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def architecture(device: torch.device) -> int:
+    """Compute capability as in sm_90; 0 where it is no NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def _loose(x: Tensor) -> Tensor:
     """The kernels read any strides but that of the last dimension."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -90,7 +98,7 @@ class Job:
         index = index_of(call, q, k)
         with span(INDEX):
             self.schedule = schedule_of(index)
-        self.index = index if self.schedule.index is None else self.schedule.index
+        self.index = index if self.schedule.merged is None else self.schedule.merged
         self.q, self.k, self.v, self.call = _loose(q), _loose(k), _loose(v), call
         self.batch, self.heads, self.n_queries, self.head_dim = q.shape
         self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
@@ -103,7 +111,7 @@ class Job:
             "group_b": group.shape[1] if group.shape[0] > 1 else 0,
             "group_h": 1 if group.shape[1] > 1 else 0,
         }
-        self.shared = {
+        self.shared: dict[str, Any] = {
             "Q": self.q,
             "K": self.k,
             "V": self.v,
@@ -132,10 +140,12 @@ class Job:
             "EP": _padded(self.value_dim),
             "BLOCK": self.index.block,
         }
-        self.constants = {
+        self.constants: dict[str, Any] = {
             **self.widths,
             "SIGN": (scale > 0) - (scale < 0),
             "PRECISION": "tf32" if tf32 else "ieee",
+            # Within a tile 32 bits do, unless its rows are millions of elements apart.
+            "FAR": max(x.stride(2) for x in (self.q, self.k, self.v)) >= 1 << 24,
             "HAS_BITS": call.key_bits is not None,
             "HAS_LENGTHS": call.key_lengths is not None,
             "DROPOUT": call.dropout_p > 0,
@@ -143,9 +153,10 @@ class Job:
 
     def configs(self, kernel: str) -> list[Config]:
         width = max(self.widths["DP"], self.widths["EP"])
-        return configs(
-            kernel, self.q.dtype, width, self.index.block, self.call.dropout_p > 0, interpreted=INTERPRETED
-        )
+        if INTERPRETED:
+            return [INTERPRETED_CONFIG]
+        drops = self.call.dropout_p > 0
+        return configs(kernel, architecture(self.q.device), self.q.dtype, width, self.index.block, drops)
 
     def rows(self) -> dict[str, Any]:
         """The lists along rows."""
@@ -252,7 +263,10 @@ def backward_launches(
         **_strides("g", out_grad),
     }
     programs = job.batch * job.heads * -(-job.n_queries // _STATS_ROWS)
-    choice = Choice(Config(_STATS_ROWS, 0, 4, 1), {**widths, "BM": _STATS_ROWS, "HAS_LSE_GRAD": lse_grad is not None}, programs)
+    constants = {**widths, "BM": _STATS_ROWS, "HAS_LSE_GRAD": lse_grad is not None}
+    choice = Choice(Config(_STATS_ROWS, 0, 4, 1), constants, programs)
+    if out_grad.stride(2) >= 1 << 24:
+        job.constants["FAR"] = True
     shared = {
         **job.shared,
         "OUT_GRAD": out_grad,

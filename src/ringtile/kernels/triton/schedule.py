@@ -37,7 +37,7 @@ class Schedule(NamedTuple):
     """What tells the index from another that shares its key: its numbers and the identities of its tensors."""
     kept: tuple[Tensor, ...]
     """The tensors that ``made_of`` identifies, so that no other gets their place; without the key itself."""
-    index: BlockIndex | None
+    merged: BlockIndex | None
     """The index merged into tiles that the kernels take; None where they take it as it is."""
     rows: Order
     cols: Order

@@ -1,0 +1,252 @@
+"""The Triton backend: its kernels in the interpreter, compiled for GPUs that are not here, and its schedule."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ringtile import build_index, sparse_attention
+from ringtile.kernels import triton as backend
+from ringtile.kernels.contracts import Call
+from ringtile.kernels.triton.schedule import order_of, schedule_of
+from ringtile.layout import clear_cache, lists
+from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def call_of(pattern: Pattern, n_queries: int, n_keys: int, heads: int, **options: object) -> Call:
+    index = build_index(pattern, n_queries, n_keys, heads=heads)
+    call = Call(index.tensors(), "", index.start, index.block, None, None, None, None, 0.1, 0.0, 0.0, "triton")
+    return call._replace(**options)
+
+
+# In the interpreter.
+
+
+@needs_triton
+def test_every_case_is_right_in_the_interpreter() -> None:
+    """Another process: whether Triton interprets is settled when it is first imported."""
+    source = HERE.parent / "src"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, HERE / "triton_cases.py"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("right ") > 20
+
+
+# Compiled ahead of time.
+
+
+def launches_of(head_dim: int, dtype: torch.dtype, dropout_p: float) -> list[tuple[str, object]]:
+    from ringtile.kernels.triton.launches import Job, backward_launches, forward_launches
+
+    seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+    pattern = Causal() & (Window(512) | GlobalTokens(64))
+    call = call_of(pattern, 8192, 8192, 4, dropout_p=dropout_p, seed=seed)
+    q, k, v = (torch.empty(1, 4, 8192, head_dim, dtype=dtype) for _ in range(3))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    job = Job(q, k, v, call)
+    found = forward_launches(job, out, lse) + backward_launches(job, out, None, out, lse, (q, k, v))
+    return [(launch.kernel.__name__, launch) for launch in found]
+
+
+LOOPING = ("forward_kernel", "dq_kernel", "dkdv_kernel")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("target", "head_dim", "dtype", "dropout_p"),
+    [
+        ("sm_90", 64, torch.bfloat16, 0.0),
+        ("sm_90", 128, torch.bfloat16, 0.0),
+        ("sm_90", 128, torch.float16, 0.1),
+        ("sm_80", 64, torch.float16, 0.0),
+        ("sm_80", 128, torch.bfloat16, 0.0),
+    ],
+)
+def test_loops_use_the_tensor_cores_and_no_local_memory(
+    target: str, head_dim: int, dtype: torch.dtype, dropout_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compiled import SHARED_BYTES, compile_choice
+
+    from ringtile.kernels.triton import launches
+
+    monkeypatch.setattr(launches, "architecture", lambda device: int(target[3:]))
+    product = "HGMMA" if target == "sm_90" else "HMMA"
+    for name, launch in launches_of(head_dim, dtype, dropout_p):
+        if name in LOOPING:
+            made = compile_choice(launch, launch.choices[0], target)
+            assert made.shared <= SHARED_BYTES[target], name
+            loops = [loop for loop in made.loops() if any(product in instruction for instruction in loop)]
+            assert len(loops) == 2, f"{name}: full and partial tiles have a loop each"
+            for loop in loops:
+                text = "\n".join(loop)
+                assert "LDGSTS" in text, f"{name}: nothing is copied ahead"
+                assert "LDL" not in text, f"{name}: registers are spilled"
+                assert "STL" not in text, f"{name}: registers are spilled"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("target", "head_dim", "dtype"),
+    [
+        ("sm_75", 64, torch.float16),
+        ("sm_80", 64, torch.float32),
+        ("sm_90", 256, torch.bfloat16),
+        ("sm_90", 80, torch.bfloat16),
+        ("gfx942", 128, torch.bfloat16),
+    ],
+)
+def test_compiles(target: str, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled import SHARED_BYTES, compile_choice
+
+    from ringtile.kernels.triton import launches
+
+    monkeypatch.setattr(launches, "architecture", lambda device: int(target[3:]) if target.startswith("sm") else 0)
+    for name, launch in launches_of(head_dim, dtype, 0.0):
+        made = compile_choice(launch, launch.choices[0], target)
+        assert made.shared <= SHARED_BYTES[target], name
+
+
+# The schedule.
+
+
+def pieces_of(order: object, group: int) -> list[list[int]]:
+    first, last = order.begin[group : group + 2].tolist()
+    return order.work[first:last].tolist()
+
+
+def test_each_group_has_its_own_pieces_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "LONGEST", 1)
+    clear_cache()
+    index = build_index(per_head([Window(20) | GlobalTokens(3), Causal()]), 300, heads=2, block=64)
+    for order, per_group, full, part in (
+        (schedule_of(index).rows, index.n_rows, index.full_row_ptr, index.part_row_ptr),
+        (schedule_of(index).cols, index.n_cols, index.full_col_ptr, index.part_col_ptr),
+    ):
+        lengths = (full + part).diff().tolist()
+        assert order.n_scratch > 0
+        assert order.longest >= max(len(pieces_of(order, group)) for group in range(2))
+        for group in range(2):
+            pieces = pieces_of(order, group)
+            assert {slot // per_group for slot, *_ in pieces} == {group}
+            sizes = [last - first for _, first, last, _ in pieces]
+            assert sizes == sorted(sizes, reverse=True)
+            for slot in range(group * per_group, (group + 1) * per_group):
+                own = sorted((first, last, scratch) for owner, first, last, scratch in pieces if owner == slot)
+                assert [first for first, *_ in own] == [0, *(last for _, last, _ in own[:-1])]
+                assert own[-1][1] == lengths[slot]
+                start, count = order.pieces[slot].tolist()
+                scratches = [scratch for *_, scratch in own]
+                assert scratches == (list(range(start, start + count)) if count else [-1])
+                assert max(scratches) < order.n_scratch
+    clear_cache()
+
+
+def test_a_schedule_reads_nothing_back_from_the_device() -> None:
+    """Fake tensors have no values to read."""
+    with FakeTensorMode():
+        order = order_of(torch.empty(50, 4, dtype=torch.int32), 3, 10)
+    assert (order.longest, order.n_scratch) == (30, 40)
+    assert order.pieces.shape == (30, 2)
+
+
+def test_unused_pieces_of_a_dynamic_index_belong_to_no_group() -> None:
+    index = build_index(per_head([Causal(), Window(20)]), 300, heads=2)
+    padded = torch.cat([index.row_work, torch.full((5, 4), -1, dtype=torch.int32)])
+    order, plain = (order_of(work, index.n_groups, index.n_rows) for work in (padded, index.row_work))
+    assert [pieces_of(order, group) for group in range(2)] == [pieces_of(plain, group) for group in range(2)]
+
+
+def test_a_schedule_is_made_once_for_an_index() -> None:
+    index = build_index(Causal(), 300)
+    again = replace(index)
+    assert schedule_of(index) is schedule_of(again)
+    moved = replace(index, start=1)
+    assert schedule_of(moved) is not schedule_of(again)
+
+
+# Choice and errors.
+
+
+def test_the_interpreter_computes_only_what_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "reason_against", lambda: "")
+    q = torch.empty(1, 1, 10, 16)
+    call = call_of(Causal(), 10, 10, 1)
+    assert backend.unsupported(q, q, q, call) == []
+    assert backend.unsupported(q, q, q, call._replace(backend="")) == [
+        "computes on the CPU only where it is asked for by name"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "reason"),
+    [
+        ((1, 1, 10, 16), torch.float64, {}, "got q.dtype=torch.float64"),
+        ((1, 1, 10, 16), torch.bfloat16, {}, "interpreter multiplies no bfloat16"),
+        ((1, 1, 10, 257), torch.float32, {}, "knows head dims up to 256, got q.shape="),
+        ((1, 1, 10, 16), torch.float32, {"softcap": 2.0}, "knows no softcap, got 2.0"),
+        ((1, 1, 10, 16), torch.float32, {"alibi_slopes": torch.ones(1)}, "knows no alibi_slopes"),
+    ],
+)
+def test_reasons(
+    shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "reason_against", lambda: "")
+    q = torch.empty(shape, dtype=dtype)
+    (found,) = backend.unsupported(q, q, q, call_of(Causal(), 10, 10, 1, **options))
+    assert reason in found
+
+
+def test_named_without_a_gpu_it_says_what_it_needs() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    q = torch.randn(1, 1, 10, 16)
+    with pytest.raises(ValueError, match=r"backend 'triton' cannot serve this call: needs .*GPU"):
+        sparse_attention(q, q, q, Causal(), backend="triton")
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+def test_every_case_is_right_on_the_gpu() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
+    done = subprocess.run([sys.executable, HERE / "triton_cases.py"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_a_call_waits_for_nothing_and_is_captured() -> None:
+    index = build_index(Causal() & (Window(300) | GlobalTokens(9)), 3000, heads=4, device="cuda")
+    leaves = [torch.randn(1, 4, 3000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def step() -> list[Tensor]:
+        out = sparse_attention(*leaves, index)
+        return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+    wanted = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))

@@ -45,6 +45,9 @@ DERIVATIVES = ("tests/test_operators.py::test_second_derivatives_over_many_tiles
 COUNTS = ("tests/test_counts.py",)
 SELECT = ("tests/test_select.py",)
 DILATED = ("tests/test_dilated.py",)
+BENCH = ("tests/test_bench.py",)
+PROFILE = ("tests/test_profile.py",)
+NATIVE = ("tests/test_native.py",)
 
 MUTANTS = [
     Mutant(
@@ -480,6 +483,48 @@ MUTANTS = [
         "kept_rows(mask.unsqueeze(1), piece, piece.offsets.start, keys=True)",
         "kept_rows(mask.unsqueeze(1), piece, 0, keys=True)",
         DILATED,
+    ),
+    Mutant(
+        "the limit forgets the exponentials",
+        "analysis/roofline.py",
+        "computing = self.operations / rates[self.products] + self.exponentials / rates[self.softmax]",
+        "computing = self.operations / rates[self.products]",
+        BENCH,
+    ),
+    Mutant(
+        "the limit takes five products where rows and columns are apart",
+        "analysis/roofline.py",
+        "products = backward_products(case.batch * case.key_heads, threads)",
+        "products = 5",
+        BENCH,
+    ),
+    Mutant(
+        "a row of zeros passes where its keys are kept",
+        "analysis/bench.py",
+        "if (zero[:, :, rows] & self.kept(self.case.pattern, rows).any(-1)).any():",
+        "if (zero[:, :, rows] & ~self.kept(self.case.pattern, rows).any(-1)).all():",
+        BENCH,
+    ),
+    Mutant(
+        "a resumed run keeps cases that are not whole",
+        "analysis/bench.py",
+        "return [row for row in mine if row is not None] if None not in mine else []",
+        "return [row for row in mine if row is not None]",
+        BENCH,
+    ),
+    Mutant(
+        "the parts of a long column are those of its first head alone",
+        "kernels/native/__init__.py",
+        "entries.append((item * slots + slot, item * ratio + head, *span))",
+        "entries.append((item * slots + slot, item * ratio, *span))",
+        NATIVE,
+    ),
+    Mutant(
+        "packing is counted as kernel too",
+        "analysis/profile.py",
+        'phases[f"kernel {direction}"] *= 1 - share',
+        'phases[f"kernel {direction}"] *= 1',
+        PROFILE,
     ),
 ]
 

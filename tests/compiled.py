@@ -21,7 +21,7 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+SHARED_BYTES = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """What one program may have of shared memory."""
 
 _TYPES = {

@@ -12,6 +12,7 @@ from typing import Any
 from ringtile.analysis.machine import machine_facts, versions
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.select import backend_report
+from ringtile.kernels.triton import MEASURED_ON
 from ringtile.layout import cache_info
 
 OLD_IMPORT_PATH = "dilated_attention_pytorch"
@@ -41,6 +42,7 @@ def diagnosis() -> dict[str, Any]:
         "versions": versions(),
         "machine": machine_facts(),
         "backends": dict(backend_report()),
+        "triton_measured_on": MEASURED_ON or None,
         "native_isa": None if reason_against() else library().name,
         "index_cache": cache_info()._asdict(),
         OLD_IMPORT_PATH: old_import_path(),
@@ -57,6 +59,9 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " ") if number == 0 else "", str(text)
     for name, reasons in found["backends"].items():
         detail = f", instruction set {found['native_isa']}" if name == "native" else ""
+        if name == "triton":
+            measured = found["triton_measured_on"]
+            detail = f", measured on {measured}" if measured else ", unmeasured: there is no record of a GPU yet"
         yield f"backend {name}", f"not available: {'; '.join(reasons)}" if reasons else f"available{detail}"
     yield OLD_IMPORT_PATH, found[OLD_IMPORT_PATH]
     yield "index cache", f"up to {found['index_cache']['limit'] / 2**20:.0f} MiB"

@@ -47,4 +47,5 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 def backend_report() -> list[tuple[str, list[str]]]:
     """The backends known here, each with the reasons why it is not available (none where it is)."""
-    return [(name, [reason_against()] if name == "native" and reason_against() else []) for name in NAMES]
+    against = {"native": reason_against(), "triton": triton.reason_against()}
+    return [(name, [reason] if (reason := against.get(name, "")) else []) for name in NAMES]

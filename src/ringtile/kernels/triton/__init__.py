@@ -15,6 +15,9 @@ from torch import Tensor
 from ringtile.kernels.contracts import Call, index_of, new_out
 from ringtile.kernels.spans import KERNEL, span
 
+MEASURED_ON = ""
+"""The GPU of benchmarks/records/gpu.json; empty until there is a record."""
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
 _TILES_AT_MOST = 1 << 22

@@ -34,7 +34,7 @@ _HOPPER = {
         256: [Config(64, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
     },
     "dkdv": {
-        64: [Config(64, 128, 8, 3), Config(64, 64, 8, 3), Config(64, 64, 8, 2)],
+        64: [Config(64, 128, 8, 3), Config(64, 64, 8, 2), Config(32, 64, 8, 2)],
         128: [Config(64, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 2)],
         256: [Config(32, 32, 8, 2), Config(32, 32, 4, 1)],
     },
@@ -42,7 +42,7 @@ _HOPPER = {
 """From sm_90 on, where the matrix units read shared memory and registers hold sums alone."""
 _OTHERS = {
     "forward": {
-        64: [Config(128, 128, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1)],
+        64: [Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)],
         128: [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
         256: [Config(64, 32, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
     },
@@ -52,9 +52,9 @@ _OTHERS = {
         256: [Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 1)],
     },
     "dkdv": {
-        64: [Config(32, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)],
+        64: [Config(32, 128, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 4, 1)],
         128: [Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 64, 4, 1), Config(32, 32, 4, 1)],
-        256: [Config(32, 32, 8, 1), Config(32, 32, 4, 1)],
+        256: [Config(32, 32, 8, 2), Config(32, 32, 8, 1), Config(32, 32, 4, 1)],
     },
 }
 _FLOAT32 = {
@@ -62,8 +62,8 @@ _FLOAT32 = {
     "dq": [Config(32, 32, 4, 2), Config(32, 32, 4, 1)],
     "dkdv": [Config(32, 32, 4, 2), Config(32, 32, 4, 1)],
 }
-_DROPOUT_AREA = {"forward": 128 * 64, "dq": 128 * 64, "dkdv": 64 * 64}
-"""The random words of a tile take as many registers as its scores."""
+_DROPOUT_AREA = {"forward": 128 * 64, "dq": 128 * 64, "dkdv": 32 * 64}
+"""The random words of a tile take as many registers as its scores: so many pairs at most."""
 
 
 def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, block: int, drops: bool) -> list[Config]:

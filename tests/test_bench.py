@@ -550,6 +550,17 @@ def test_the_work_of_ours_is_that_of_its_tiles():
 
 
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
+def test_keys_that_no_tile_keeps_are_not_read():
+    # The last query keeps the last 31 tokens, which lie in the second tile; one head of the two pairs keeps all.
+    sizes = {"n_tokens": 200, "n_queries": 1, "heads": 4, "kv_heads": 2}
+    (work,) = work_of(small_case(Causal() & Window(30), **sizes), FORWARD, Ringtile())
+    assert work.traffic == 4 * 8 * (2 * 4 + 2 * 2 * 72)
+    near = Causal() & Window(30)
+    (work,) = work_of(small_case(per_head([near, near, near, Causal()]), **sizes), FORWARD, Ringtile())
+    assert work.traffic == 4 * 8 * (2 * 4 + 2 * (72 + 200))
+
+
+@pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
 @pytest.mark.parametrize(
     ("isa", "dtype", "head_dim", "rates"),
     [

@@ -1,7 +1,8 @@
 """How fast a call could be at most: the work that its tiles need, over the processor's rates measured in the same run.
 
 The products of a tile and its exponentials are computed by the same vector ports, so their times add up; memory is
-read meanwhile, so the longer of the two is the limit of a pass. Every tensor counts as read or written once.
+read meanwhile, so the longer of the two is the limit of a pass. Every tensor counts as read or written once, keys and
+values where a tile keeps any.
 """
 
 from __future__ import annotations
@@ -59,19 +60,32 @@ def _native(case: Case, direction: str) -> list[Work]:
     threads = threads_of(4.0 * pairs * case.head_dim)
     paired = case.dtype == torch.bfloat16 and library().name == "avx512_bf16" and case.head_dim % 2 == 0
     products = backward_products(case.batch * case.key_heads, threads)
-    return _passes(case, direction, pairs, products, "dot_bfloat16" if paired else _products(case.dtype))
+    rate = "dot_bfloat16" if paired else _products(case.dtype)
+    return _passes(case, direction, pairs, products, rate, keys=_keys_read(case))
+
+
+def _keys_read(case: Case) -> int:
+    """Keys in column tiles that some row keeps, over all key heads."""
+    index = case.index
+    widths = (index.n_keys - torch.arange(index.n_cols) * index.block).clamp(max=index.block)
+    kept = (index.full_col_ptr + index.part_col_ptr).diff().view(index.n_groups, index.n_cols) > 0
+    of_heads = kept[index.group.long()].expand(case.batch, case.heads, -1)
+    return int((of_heads.unflatten(1, (case.key_heads, -1)).any(2) * widths).sum())
 
 
 def _products(dtype: torch.dtype) -> str:
     return "fma_float64" if dtype == torch.float64 else "fma_float32"
 
 
-def _passes(case: Case, direction: str, pairs: int, backward: int, forward_rate: str) -> list[Work]:
+def _passes(
+    case: Case, direction: str, pairs: int, backward: int, forward_rate: str, *, keys: int | None = None
+) -> list[Work]:
     """A forward pass of two products, and a backward pass of so many, whose tiles are graded once for each five."""
     softmax = "exp_float64" if case.dtype == torch.float64 else "exp_float32"
     each = 2.0 * pairs * case.head_dim
-    size = case.batch * case.head_dim * case.dtype.itemsize
-    queries, keys = size * case.heads * case.queries, size * case.key_heads * case.n_tokens
+    size = case.head_dim * case.dtype.itemsize
+    keys = case.batch * case.key_heads * case.n_tokens if keys is None else keys
+    queries, keys = size * case.batch * case.heads * case.queries, size * keys
     forward = Work(2 * each, pairs, 2 * queries + 2 * keys, forward_rate, softmax)
     if direction == FORWARD:
         return [forward]

@@ -71,3 +71,10 @@ def test_a_first_call_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize("module", ["torch._dynamo", "hypothesis"])
 def test_a_heavy_import_is_seen(module: str) -> None:
     assert module in heavy(loaded_by(f"import {module}"))
+
+
+def test_the_flop_counter_knows_the_operators_whenever_it_is_imported() -> None:
+    statements = ["import ringtile", "from torch.utils.flop_counter import flop_registry"]
+    for first, second in (statements, statements[::-1]):
+        asked = f"{first}\n{second}\nimport torch\nassert torch.ops.ringtile.backward in flop_registry"
+        assert "torch.utils.flop_counter" in loaded_by(asked)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from ringtile.kernels.spans import INDEX, span
 from ringtile.layout import BlockIndex, build_index
@@ -201,21 +200,6 @@ for _name, _implementation, _fake, _n_tensors in (
     torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
     _op = getattr(torch.ops.ringtile, _name).default
     torch.library.register_vmap(f"ringtile::{_name}", _vmap_rule(_n_tensors, _op), lib=library)
-
-
-def _kept_area(call: Call, q: Tensor, k: Tensor) -> int:
-    return index_of(call, q, k).tile_pairs(q.shape[0], q.shape[1])
-
-
-@register_flop_formula(torch.ops.ringtile.forward, get_raw=True)
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *call: Any, out_val: Any = None, **_: Any) -> int:
-    return 2 * _kept_area(Call(*call), q, k) * int(q.shape[-1] + v.shape[-1])
-
-
-@register_flop_formula(torch.ops.ringtile.backward, get_raw=True)
-def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
-    q, k, v = arguments[2:5]
-    return 2 * _kept_area(Call(*arguments[7:]), q, k) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 class _DoubleBackward(torch.autograd.Function):

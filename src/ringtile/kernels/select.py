@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ringtile.kernels import blockwise, dense, native, triton
 from ringtile.kernels.contracts import Backend, Call, backends
+from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native.library import reason_against
 
 _logger = logging.getLogger("ringtile")
@@ -16,6 +17,7 @@ _logger = logging.getLogger("ringtile")
 _BACKENDS: dict[str, Backend] = {"native": native, "triton": triton, "dense": dense, "blockwise": blockwise}
 
 backends.update(_BACKENDS)
+tell_flop_counter()
 
 NAMES = (*_BACKENDS, "reference")
 """What ``backend=`` may name; the first that fits serves where none is named."""

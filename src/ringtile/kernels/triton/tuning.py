@@ -70,6 +70,9 @@ def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, bloc
     """What to try, best first; ``width`` is the larger head dim, padded to a power of two."""
     table = _HOPPER if architecture >= 90 else _OTHERS
     found = _FLOAT32[kernel] if dtype == torch.float32 else table[kernel][max(width, 64)]
+    if 0 < architecture < 80:
+        # Nothing is copied ahead, and compiling a large tile takes minutes.
+        found = found[-1:]
     if drops:
         found = [config for config in found if config.queries * config.keys <= _DROPOUT_AREA[kernel]]
     return [config._replace(queries=min(config.queries, block), keys=min(config.keys, block)) for config in found]

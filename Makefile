@@ -20,7 +20,7 @@ demo: .venv/ready-plot
 	.venv/bin/ringtile demo $(ARGS)
 
 test: .venv/ready-dev
-	.venv/bin/python -m pytest -q $(ARGS)
+	.venv/bin/python -m pytest -q --numprocesses=auto $(ARGS)
 
 docs: .venv/ready-dev
 	.venv/bin/python scripts/benchmark_page.py

@@ -20,8 +20,8 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 TOOLS = {
     "plot": "matplotlib with numpy and pillow, about 40 MB",
-    "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, matplotlib with numpy and pillow, about 90 MB, and on\n"
-    "Linux triton, about 190 MB",
+    "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, matplotlib with numpy and pillow, about 90 MB, and\n"
+    "triton, about 190 MB",
 }
 
 PROBE = """

@@ -72,6 +72,8 @@ def compile_choice(launch: Launch, choice: Choice, target: str) -> Compiled:
             divisible = True
         elif isinstance(value, float):
             signature[name], divisible = "fp32", False
+        elif launch.kernel.params[number].do_not_specialize:
+            signature[name], divisible = "i32" if abs(value) < 2**31 else "i64", False
         elif value == 1:
             signature[name], constants[name] = "constexpr", 1
             continue

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ringtile.kernels.triton.tiles import (
+    CHANGING,
     expanded,
     expanded_row,
     inside_both,
@@ -19,7 +20,7 @@ from ringtile.kernels.triton.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def stats_kernel(
     OUT, OUT_GRAD, LSE, LSE_GRAD, STATS,
     heads, n_queries, size, dropout_scale, o_b, o_h, o_n, g_b, g_h, g_n,
@@ -47,7 +48,7 @@ def stats_kernel(
     tl.store(STATS + size + place, tl.where(empty, 0.0, delta) / dropout_scale, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def dq_kernel(
     Q, K, V, OUT_GRAD, STATS, Q_GRAD, SCRATCH,
     group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
@@ -187,7 +188,7 @@ def dq_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def sum_dq_kernel(
     SCRATCH, Q_GRAD, group, pieces,
     heads, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h,
@@ -216,7 +217,7 @@ def sum_dq_kernel(
     tl.store(Q_GRAD + place[:, None] * D + d[None, :], acc.to(Q_GRAD.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[name for name in CHANGING if name not in ("n_queries", "start", "size")])
 def dkdv_kernel(
     Q, K, V, OUT_GRAD, STATS, K_GRAD, V_GRAD, SCRATCH,
     group, work, begin, full_ptr, full_row, part_ptr, part_row, part_tile, bits, rows_any,
@@ -387,7 +388,7 @@ def dkdv_kernel(
              mask=inside_both(exists, e, E, EP, 1))  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def sum_dkdv_kernel(
     SCRATCH, K_GRAD, V_GRAD, group, pieces,
     heads, ratio, n_keys, n_cols, scratch_stride, whole_base, group_b, group_h,

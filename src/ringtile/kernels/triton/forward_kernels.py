@@ -7,7 +7,7 @@ Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` v
 import triton
 import triton.language as tl
 
-from ringtile.kernels.triton.tiles import expanded, expanded_row, inside_both, keys_kept, stretch, survives
+from ringtile.kernels.triton.tiles import CHANGING, expanded, expanded_row, inside_both, keys_kept, stretch, survives
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _rows_of(row, first_row, start, n_queries, sub, BLOCK: tl.constexpr, BM: tl.
     return query, inside, tl.arange(0, BM) % PACK, (query < n_queries) & (inside < BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def forward_kernel(
     Q, K, V, OUT, LSE, SCRATCH,
     group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
@@ -175,7 +175,7 @@ def forward_kernel(
     tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def merge_kernel(
     SCRATCH, OUT, LSE, group, pieces,
     heads, ratio, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h, o_b, o_h, o_n,

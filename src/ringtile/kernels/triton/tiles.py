@@ -7,6 +7,13 @@ import triton
 import triton.language as tl
 from triton.language.random import philox_impl
 
+CHANGING = (
+    *("threshold", "heads", "ratio", "n_queries", "n_keys", "start", "first_row", "n_rows", "n_cols", "longest"),
+    *("scratch_stride", "whole_base", "room", "key_words", "size", "group_b", "group_h"),
+)
+"""Numbers that no kernel is compiled anew for: otherwise each of them would make two or three of every kernel. Only
+dK/dV is, where they tell how statistics are aligned: read one by one they cost a fifth more instructions."""
+
 
 @triton.jit
 def expanded(words, ROWS: tl.constexpr, COLS: tl.constexpr):

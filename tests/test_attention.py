@@ -105,11 +105,11 @@ MODIFIERS["everything"] = {name: value for options in MODIFIERS.values() for nam
 MODIFIERS["everything"]["scale"] = 0.7
 
 
-@pytest.fixture(scope="module", autouse=True, params=["with the native kernel", "without"])
+@pytest.fixture(scope="module", autouse=True, params=["without the native kernel", "with it"])
 def _machine(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test here runs on the kernel that serves by default, and on those that serve where it was not built."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "without":
+        if request.param == "without the native kernel":
             patch.setattr(native, "reason_against", lambda: "not built")
         elif native.reason_against():
             pytest.skip(native.reason_against())

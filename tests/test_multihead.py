@@ -130,7 +130,9 @@ def assert_same(
         found, wanted = (gradients(m, given, list(next(outs))) for m in (ours, theirs))
         assert found.keys() == wanted.keys()
         for name, grad in wanted.items():
-            assert relative_error(found[name], grad) < tolerance, name
+            # With a single key a query's gradient is zero, and what either finds of it the rounding of its terms.
+            nothing = max(found[name].abs().max(), grad.abs().max()) < 1e-14
+            assert nothing or relative_error(found[name], grad) < tolerance, name
 
 
 def elsewhere(*args: Any, **kwargs: Any) -> Any:

@@ -203,8 +203,8 @@ def test_a_schedule_is_made_once_for_an_index() -> None:
 
 
 def test_the_interpreter_computes_only_what_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(backend, "reason_against", lambda: "")
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    monkeypatch.setattr(backend, "_FOUND", True)
     q = torch.empty(1, 1, 10, 16)
     call = call_of(Causal(), 10, 10, 1)
     assert backend.unsupported(q, q, q, call) == []
@@ -226,8 +226,8 @@ def test_the_interpreter_computes_only_what_is_asked_of_it(monkeypatch: pytest.M
 def test_reasons(
     shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(backend, "reason_against", lambda: "")
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    monkeypatch.setattr(backend, "_FOUND", True)
     q = torch.empty(shape, dtype=dtype)
     (found,) = backend.unsupported(q, q, q, call_of(Causal(), 10, 10, 1, **options))
     assert reason in found

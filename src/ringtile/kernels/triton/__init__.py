@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,31 +22,33 @@ _WIDEST = 256
 _TILES_AT_MOST = 1 << 22
 
 
-@lru_cache
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton computes on the CPU; it asks once too, when it is first imported."""
+
+_FOUND = importlib.util.find_spec("triton") is not None
+
+
 def reason_against() -> str:
     """Why Triton cannot be used here; empty where it can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _FOUND:
         return "needs the package triton"
-    if not torch.cuda.is_available() and not interpreted():
+    if not INTERPRETED and not torch.cuda.is_available():
         return "needs a GPU (TRITON_INTERPRET=1 computes on the CPU, slowly)"
     return ""
 
 
-def interpreted() -> bool:
-    """Whether Triton computes on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     """Reasons why the kernels cannot serve this call."""
-    reasons = [reason] if (reason := reason_against()) else []
-    if q.device.type != ("cpu" if interpreted() else "cuda"):
-        reasons.append(f"needs a {'CPU under TRITON_INTERPRET=1' if interpreted() else 'GPU'}, got {q.device}")
-    if interpreted() and not call.backend:
+    reasons = []
+    if not _FOUND:
+        reasons.append("needs the package triton")
+    if q.device.type != ("cpu" if INTERPRETED else "cuda"):
+        reasons.append(f"needs a {'CPU under TRITON_INTERPRET=1' if INTERPRETED else 'GPU'}, got {q.device}")
+    if INTERPRETED and not call.backend:
         reasons.append("computes on the CPU only where it is asked for by name")
     if q.dtype not in _DTYPES:
         reasons.append(f"knows {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
-    elif q.dtype == torch.bfloat16 and interpreted():
+    elif q.dtype == torch.bfloat16 and INTERPRETED:
         reasons.append("Triton's interpreter multiplies no bfloat16 matrices")
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:
         reasons.append(f"knows head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import tomllib
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from acceptance import bars, row_of
+from gpu_section import gpu_section
 
 from ringtile.analysis.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS, Record, Row, break_even, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "records"
 PAGE = ROOT / "docs" / "benchmarks.md"
+GPU = FOLDER / "gpu.json"
 CLAIMS = ROOT / "benchmarks" / "claims.toml"
 
 COMMANDS = {
@@ -321,6 +324,8 @@ def page(found: Mapping[str, Record]) -> str:
         lines += ["\nThe rows behind it:\n", *_cells(acceptance)]
     if grid := found.get("bench-grid"):
         lines += [GRID.rstrip("\n") + "\n", *_made("bench-grid", grid), "", *_cells(grid)]
+    if GPU.exists():
+        lines += gpu_section(json.loads(GPU.read_text(encoding="utf-8")))
     lines += [DOCUMENTS.rstrip("\n"), *_documents(found)]
     return "\n".join(lines) + "\n"
 

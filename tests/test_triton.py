@@ -64,6 +64,14 @@ def test_the_benchmark_for_gpus_runs_and_resumes(tmp_path: Path) -> None:
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (again.returncode, again.stdout) == (0, "")
     assert path.read_text() == record
+    sys.path.insert(0, str(HERE.parent / "scripts"))
+    try:
+        from gpu_section import gpu_section
+    finally:
+        sys.path.pop(0)
+    lines = list(gpu_section(found))
+    assert sum(line.startswith("| causal | 256 | 1 | 16 | float32 |") for line in lines) == 2
+    assert sum(" ms |" in line for line in lines) == len(ours) + 1
 
 
 # Compiled ahead of time.

@@ -50,6 +50,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"knows {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
     elif q.dtype == torch.bfloat16 and INTERPRETED:
         reasons.append("Triton's interpreter multiplies no bfloat16 matrices")
+    elif q.dtype == torch.bfloat16 and q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+        reasons.append(f"bfloat16 needs compute capability 8.0, got {torch.cuda.get_device_capability(q.device)}")
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:
         reasons.append(f"knows head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")
     if call.softcap:

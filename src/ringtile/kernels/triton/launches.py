@@ -46,7 +46,7 @@ class Launch(NamedTuple):
 
     def run(self, device: torch.device) -> None:
         """Launch in the first configuration that the device has shared memory for."""
-        key = (self.kernel, device, *self.choices[0].constants.values())
+        key = (self.kernel.__name__, device, *self.choices[0].constants.values())
         for number in range(_fitting.get(key, 0), len(self.choices)):
             config, constants, programs = self.choices[number]
             try:

@@ -20,7 +20,7 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 TOOLS = {
     "plot": "matplotlib with numpy and pillow, about 40 MB",
-    "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, matplotlib with numpy and pillow, about 90 MB, and\n"
+    "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, pytorch-lightning, matplotlib, about 100 MB, and\n"
     "triton, about 190 MB",
 }
 

@@ -116,12 +116,30 @@ void write_row(const ringtile_call &c, int64_t b, int64_t h, Span queries, const
     E *out = (E *)c.out + b * c.out_stride[0] + h * c.out_stride[1] + queries.first * c.out_stride[2];
     T *lse = (T *)c.lse + (b * c.heads + h) * c.n_queries + queries.first;
     T kept = c.dropout_threshold ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1);
-    for (int lane = queries.low; lane < queries.high; lane++) {
-        bool empty = highest[lane] == -infinity<T>() && total[lane] == 0;
-        T share = empty ? T(0) : kept / total[lane];
-        E *row = out + lane * c.out_stride[2];
-        for (int64_t d = 0; d < c.value_dim; d++) row[d] = narrow<E>(sums[d * MAX_BLOCK + lane] * share);
-        lse[lane] = empty ? -infinity<T>() : highest[lane] * T(0.69314718055994530942) + exact_log(total[lane]);
+    constexpr int64_t WIDTH = 64;
+    T share[STRIP];
+    for (int from = queries.low; from < queries.high; from += STRIP) {
+        int count = (int)least(STRIP, queries.high - from);
+        for (int i = 0; i < count; i++) {
+            int lane = from + i;
+            bool empty = highest[lane] == -infinity<T>() && total[lane] == 0;
+            share[i] = empty ? T(0) : kept / total[lane];
+            lse[lane] = empty ? -infinity<T>() : highest[lane] * T(0.69314718055994530942) + exact_log(total[lane]);
+        }
+        E *rows = out + from * c.out_stride[2];
+        // Rows of the output may lie at any power of two from one another, where a cache holds few of them at once.
+        T near[STRIP][WIDTH];
+        for (int64_t first = 0; first < c.value_dim; first += WIDTH) {
+            int64_t width = least(WIDTH, c.value_dim - first);
+            for (int64_t d = 0; d < width; d++) {
+                const T *sum = sums + (first + d) * MAX_BLOCK + from;
+                for (int i = 0; i < count; i++) near[i][d] = sum[i] * share[i];
+            }
+            for (int i = 0; i < count; i++) {
+                E *row = rows + i * c.out_stride[2] + first;
+                for (int64_t d = 0; d < width; d++) row[d] = narrow<E>(near[i][d]);
+            }
+        }
     }
 }
 

@@ -71,14 +71,18 @@ INLINE void pair_matmul(int vectors, const bfloat16 *a, int64_t a_step, const ui
 INLINE void pair_queries(Rows<bfloat16> rows, int low, int high, int from, int to, int64_t width, float sign,
                          uint32_t *y, int64_t y_step) {
     const uint32_t flip = sign < 0 ? 0x80008000u : 0;
-    for (int64_t d = 0; d < width / 2; d++)
-        for (int lane = from; lane < to; lane++) y[d * y_step + lane] = 0;
-    for (int lane = low; lane < high && sign != 0; lane++) {
+    if (from < low || high < to || sign == 0)
+        for (int64_t d = 0; d < width / 2; d++)
+            for (int lane = from; lane < to; lane++) y[d * y_step + lane] = 0;
+    for (int lane = low; lane < high && sign != 0; lane += STRIP) {
         const bfloat16 *x = rows.x + (lane - low) * rows.step;
+        int count = (int)least(STRIP, high - lane);
         for (int64_t d = 0; d < width / 2; d++) {
-            uint32_t pair;
-            __builtin_memcpy(&pair, x + 2 * d, 4);
-            y[d * y_step + lane] = pair ^ flip;
+            for (int i = 0; i < count; i++) {
+                uint32_t pair;
+                __builtin_memcpy(&pair, x + i * rows.step + 2 * d, 4);
+                y[d * y_step + lane + i] = pair ^ flip;
+            }
         }
     }
 }

@@ -53,15 +53,26 @@ INLINE Span col_span(const ringtile_call &c, int64_t col) {
     return {col * c.block, 0, (int)least(c.block, c.n_keys - col * c.block)};
 }
 
+// A tile is transposed so many rows at a time: a line is written whole while it is near, and the lines that are read
+// stay near for as many columns. Row by row, every number would go to a line that has left the cache.
+constexpr int STRIP = 16;
+
 // Transposed and widened: y[d][lane] for the tokens of lanes [low, high), zero in the other lanes of [from, to).
 template <class E, class T>
 void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y, int64_t y_step) {
-    for (int64_t d = 0; d < width; d++) {
-        for (int lane = from; lane < to; lane++) y[d * y_step + lane] = 0;
-    }
-    for (int lane = low; lane < high; lane++) {
+    if (from < low || high < to)
+        for (int64_t d = 0; d < width; d++)
+            for (int lane = from; lane < to; lane++) y[d * y_step + lane] = 0;
+    for (int lane = low; lane < high; lane += STRIP) {
         const E *x = rows.x + (lane - low) * rows.step;
-        for (int64_t d = 0; d < width; d++) y[d * y_step + lane] = sign * (T)widen(x[d]);
+        int count = (int)least(STRIP, high - lane);
+        for (int64_t d = 0; d < width; d++) {
+            T *at = y + d * y_step + lane;
+            if (count == STRIP)
+                for (int i = 0; i < STRIP; i++) at[i] = sign * (T)widen(x[i * rows.step + d]);
+            else
+                for (int i = 0; i < count; i++) at[i] = sign * (T)widen(x[i * rows.step + d]);
+        }
     }
 }
 

@@ -207,6 +207,42 @@ def test_a_schedule_is_made_once_for_an_index() -> None:
     assert schedule_of(moved) is not schedule_of(again)
 
 
+# Launches.
+
+
+@needs_triton
+def test_the_first_configuration_that_fits_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from ringtile.kernels.triton import launches
+    from ringtile.kernels.triton.tuning import Config
+
+    tried: list[int] = []
+
+    class Kernel:
+        __name__ = "kernel"
+        room = 2
+
+        def __getitem__(self, grid: tuple[int]) -> object:
+            def run(num_warps: int, num_stages: int, **arguments: int) -> None:
+                assert (grid, arguments) == ((10 * num_stages,), {"x": 7, "BM": num_stages})
+                tried.append(num_stages)
+                if num_stages > self.room:
+                    raise OutOfResources(300_000, 232_448, "shared memory")
+
+            return run
+
+    monkeypatch.setattr(launches, "_fitting", {})
+    choices = [launches.Choice(Config(64, 64, 4, n), {"BM": n}, 10 * n) for n in (3, 2, 1)]
+    launch = launches.Launch(Kernel(), {"x": 7}, choices)
+    launch.run(torch.device("cpu"))
+    launch.run(torch.device("cpu"))
+    assert tried == [3, 2, 2]
+    monkeypatch.setattr(Kernel, "room", 0)
+    with pytest.raises(OutOfResources):
+        launch.run(torch.device("cpu"))
+
+
 # Choice and errors.
 
 

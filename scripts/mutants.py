@@ -44,6 +44,12 @@ KERNELS = ("tests/test_attention.py",)
 DERIVATIVES = ("tests/test_operators.py::test_second_derivatives_over_many_tiles",)
 COUNTS = ("tests/test_counts.py",)
 SELECT = ("tests/test_select.py",)
+
+
+def triton(*cases: str) -> tuple[str, ...]:
+    return tuple(f"tests/test_triton.py::test_a_case_is_right_in_the_interpreter[{case}]" for case in cases)
+
+
 DILATED = ("tests/test_dilated.py",)
 BENCH = ("tests/test_bench.py",)
 PROFILE = ("tests/test_profile.py",)
@@ -525,6 +531,83 @@ MUTANTS = [
         'phases[f"kernel {direction}"] *= 1 - share',
         'phases[f"kernel {direction}"] *= 1',
         PROFILE,
+    ),
+    Mutant(
+        "triton: the running sum is rescaled in another base",
+        "kernels/triton/forward_kernels.py",
+        "s, 1))\n        p = tl.exp2(s * c - (new_top * c)[:, None])\n        alpha = tl.exp2((top - new_top) * c)",
+        "s, 1))\n        p = tl.exp2(s * c - (new_top * c)[:, None])\n        alpha = tl.exp2(top - new_top)",
+        triton("dense and ragged"),
+    ),
+    Mutant(
+        "triton: pairs outside the pattern count as zero scores",
+        "kernels/triton/forward_kernels.py",
+        's = tl.where(stay, s, float("-inf"))',
+        "s = tl.where(stay, s, 0.0)",
+        triton("causal over sub tiles"),
+    ),
+    Mutant(
+        "triton: the last piece of a row is not merged",
+        "kernels/triton/forward_kernels.py",
+        "range(count)",
+        "range(count - 1)",
+        triton("long rows and columns in pieces"),
+    ),
+    Mutant(
+        "triton: kept weights are not scaled by dropout",
+        "kernels/triton/forward_kernels.py",
+        "acc = acc * dropout_scale",
+        "acc = acc * 1.0",
+        triton("dropout"),
+    ),
+    Mutant(
+        "triton: rows that a key mask emptied are read",
+        "kernels/triton/backward_kernels.py",
+        'there = there & (lse != float("inf"))',
+        "there = there & (lse == lse)",
+        triton("masked keys are not read"),
+    ),
+    Mutant(
+        "triton: the gradient of lse has the wrong sign",
+        "kernels/triton/backward_kernels.py",
+        "delta -= tl.load(LSE_GRAD",
+        "delta += tl.load(LSE_GRAD",
+        triton("causal over sub tiles"),
+    ),
+    Mutant(
+        "triton: only the first piece of a column counts",
+        "kernels/triton/backward_kernels.py",
+        "range(tl.where(count == 0, (parts > 1).to(tl.int32), count))",
+        "range(tl.where(count == 0, (parts > 1).to(tl.int32), 1))",
+        triton("long rows and columns in pieces"),
+    ),
+    Mutant(
+        "triton: random words are swapped",
+        "kernels/triton/tiles.py",
+        "tl.join(tl.join(w0, w2), tl.join(w1, w3))",
+        "tl.join(tl.join(w0, w1), tl.join(w2, w3))",
+        triton("dropout"),
+    ),
+    Mutant(
+        "triton: offsets within a tile have 32 bits",
+        "kernels/triton/launches.py",
+        "(self.q, self.k, self.v)) >= 1 << 24",
+        "(self.q, self.k, self.v)) >= 1 << 60",
+        triton("offsets beyond 32 bits"),
+    ),
+    Mutant(
+        "triton: heads share scratch slots",
+        "kernels/triton/launches.py",
+        '"scratch_stride": 0 if own else order.n_scratch',
+        '"scratch_stride": 0',
+        triton("long rows and columns in pieces"),
+    ),
+    Mutant(
+        "triton: unused pieces belong to the first group",
+        "kernels/triton/schedule.py",
+        "torch.where(unused, n_groups, slot",
+        "torch.where(unused, 0, slot",
+        triton("an index with unused room"),
     ),
 ]
 

@@ -598,8 +598,8 @@ MUTANTS = [
     Mutant(
         "triton: heads share scratch slots",
         "kernels/triton/launches.py",
-        '"scratch_stride": 0 if own else order.n_scratch',
-        '"scratch_stride": 0',
+        "(order.n_scratch, 0) if own else (order.n_scratch * owners, order.n_scratch)",
+        "(order.n_scratch * owners, 0)",
         triton("long rows and columns in pieces"),
     ),
     Mutant(

@@ -23,6 +23,9 @@ _CALL = (
 )
 _ROWS = "Tensor out_grad, Tensor? lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
+_TILES_AT_MOST = 1 << 22
+"""A dense pattern of more tiles than this needs no index, and goes to a kernel that takes none."""
+
 library = torch.library.Library("ringtile", "DEF")
 library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
 library.define(f"backward({_ROWS}, {_CALL}) -> (Tensor, Tensor, Tensor)")
@@ -111,6 +114,19 @@ def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
             rule = parse(call.pattern)
             return build_index(rule, **lengths, start=call.start, heads=q.shape[1], block=call.block, device=q.device)
     return BlockIndex.from_tensors(call.tiles, block=call.block, start=call.start, **lengths)
+
+
+def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:
+    """Why a call whose pattern keeps everything, or all the past, should have no index; none where it may."""
+    tiles = (q.shape[2] // call.block + 1) * (k.shape[2] // call.block + 1)
+    if call.pattern in ("dense", "causal") and tiles > _TILES_AT_MOST:
+        return [f"would need an index of {tiles} tiles, got {q.shape=}, {k.shape=}"]
+    return []
+
+
+def with_rows_whole(x: Tensor) -> Tensor:
+    """The tensor, its last dimension contiguous: compiled kernels read any other strides."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

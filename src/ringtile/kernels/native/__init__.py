@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.kernels.contracts import Call, index_of, new_out
+from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, new_out, with_rows_whole
 from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_index, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
 from ringtile.layout import BlockIndex
 
-_TILES_AT_MOST = 1 << 22
-"""A dense pattern of more tiles than this needs no index, and goes to torch's own kernel."""
 _OPERATIONS_A_CALL = 2e10
 """For each thread, about a quarter of a second: Ctrl-C is heard between calls."""
 _OPERATIONS_A_THREAD = 1e6
@@ -60,10 +58,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"knows no softcap, got {call.softcap}")
     if call.alibi_slopes is not None:
         reasons.append("knows no alibi_slopes")
-    tiles = (q.shape[2] // call.block + 1) * (k.shape[2] // call.block + 1)
-    if call.pattern in ("dense", "causal") and tiles > _TILES_AT_MOST:
-        reasons.append(f"would need an index of {tiles} tiles, got {q.shape=}, {k.shape=}")
-    return reasons
+    return reasons + dense_tiles_reason(q, k, call)
 
 
 class _Side(NamedTuple):
@@ -186,11 +181,6 @@ def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> Tensor:
     return found
 
 
-def _loose(x: Tensor) -> Tensor:
-    """The kernel reads any strides but that of the last dimension."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 class _Job:
     """One call's structure and the tensors that it points to."""
 
@@ -228,7 +218,7 @@ class _Job:
         return x
 
     def place(self, name: str, x: Tensor) -> None:
-        self.c.place(name, self.hold(_loose(x)))
+        self.c.place(name, self.hold(with_rows_whole(x)))
 
     def run(self, forward: bool, phase: int, items: int, operations: float) -> None:
         """One phase over all its items, in calls of bounded length."""
@@ -264,14 +254,15 @@ class _Job:
 
     def _call(self, function: Any) -> None:
         listening = list(listeners)
-        times = (ctypes.c_int64 * 2)()
-        self.c.times = ctypes.addressof(times) if listening else None
+        times = (ctypes.c_int64 * 2)() if listening else None
+        self.c.times = None if times is None else ctypes.addressof(times)
         with span(KERNEL):
             failed = function(ctypes.byref(self.c))
         if failed:
             raise MemoryError("the native kernel found no memory for its threads")
-        for listener in listening:
-            listener.append(KernelTime(self.c.out_grad is not None, times[0], times[1]))
+        if times is not None:
+            for listener in listening:
+                listener.append(KernelTime(self.c.out_grad is not None, times[0], times[1]))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, index_of, new_out
+from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, new_out
 from ringtile.kernels.spans import KERNEL, span
 
 MEASURED_ON = ""
@@ -19,8 +19,6 @@ MEASURED_ON = ""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
-_TILES_AT_MOST = 1 << 22
-
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton computes on the CPU; it asks once too, when it is first imported."""
@@ -58,10 +56,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"knows no softcap, got {call.softcap}")
     if call.alibi_slopes is not None:
         reasons.append("knows no alibi_slopes")
-    tiles = (q.shape[2] // call.block + 1) * (k.shape[2] // call.block + 1)
-    if call.pattern in ("dense", "causal") and tiles > _TILES_AT_MOST:
-        reasons.append(f"would need an index of {tiles} tiles, got {q.shape=}, {k.shape=}")
-    return reasons
+    return reasons + dense_tiles_reason(q, k, call)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

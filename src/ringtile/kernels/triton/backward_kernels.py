@@ -14,9 +14,12 @@ from ringtile.kernels.triton.tiles import (
     expanded_row,
     inside_both,
     keys_kept,
+    masked_tile,
+    rows_of,
     stretch,
     survives,
     survives_transposed,
+    without_bits,
 )
 
 
@@ -76,10 +79,7 @@ def dq_kernel(
         full_ptr, part_ptr, slot, tl.load(work + item * 4 + 1), tl.load(work + item * 4 + 2)
     )
     scratch = tl.load(work + item * 4 + 3)
-    tile_at = (first_row + slot - g * n_rows) * BLOCK
-    inside = tl.maximum(start - tile_at, 0) + sub * BM + tl.arange(0, BM)
-    query = tile_at + inside - start
-    exists = (query < n_queries) & (inside < BLOCK)
+    query, inside, _, exists = rows_of(slot - g * n_rows, first_row, start, n_queries, sub, BLOCK, BM, 1)
 
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
     if FAR:
@@ -105,12 +105,7 @@ def dq_kernel(
 
     # Whether the slow loop takes full tiles too, without bits.
     MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
-    slow_full = 0
-    if HAS_BITS or HAS_LENGTHS:
-        slow_full = full_end - full
-    elif RAGGED_KEYS:
-        last = tl.load(full_col + full_end - 1, mask=full_end > full, other=-1)
-        slow_full = ((last + 1) * BLOCK > n_keys).to(tl.int32)
+    slow_full = without_bits(full_col, full, full_end, n_keys, BLOCK, HAS_BITS or HAS_LENGTHS, RAGGED_KEYS)
     for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BN), num_stages=STAGES):
         col = tl.load(full_col + full + i // (BLOCK // BN))
         n0 = col * BLOCK + i % (BLOCK // BN) * BN
@@ -136,29 +131,14 @@ def dq_kernel(
     key_length = n_keys
     if HAS_LENGTHS:
         key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
-    W: tl.constexpr = BLOCK // 32
-    words_of = inside * W
     for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BN), num_stages=STAGES):
         entry = i // (BLOCK // BN)
         at = i % (BLOCK // BN) * BN
-        at_part = part + entry - slow_full
-        if MIXED:
-            listed = tl.where(entry < slow_full, full_col + full_end - slow_full + entry, part_col + at_part)
-            col = tl.load(listed)
-            tile = tl.load(part_tile + at_part, mask=entry >= slow_full, other=0).to(tl.int64)
-        else:
-            col = tl.load(part_col + at_part)
-            tile = tl.load(part_tile + at_part).to(tl.int64)
+        col, words, some = masked_tile(
+            full_col, full_end, slow_full, part_col, part, part_tile, bits, cols_any, entry, at, inside,
+            BLOCK, BN, MIXED, True,
+        )  # fmt: skip
         n0 = col * BLOCK + at
-        word = at // 32 + tl.arange(0, BN // 32)
-        any_places = cols_any + tile * W + word
-        bit_places = bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :]
-        if MIXED:
-            some = tl.load(any_places, mask=(word >= 0) & (entry >= slow_full), other=-1)
-            words = tl.load(bit_places, mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1)
-        else:
-            some = tl.load(any_places)
-            words = tl.load(bit_places, mask=(inside < BLOCK)[:, None], other=0)
         kept = expanded_row(some, BN)
         stay = expanded(words, BM, BN)
         if MIXED:
@@ -203,18 +183,17 @@ def sum_dq_kernel(
     count = tl.load(pieces + slot * 2 + 1)
     if count == 0:
         return
-    tile_at = (first_row + row) * BLOCK
-    inside = tl.maximum(start - tile_at, 0) + sub * BM + tl.arange(0, BM)
-    query = tile_at + inside - start
+    query, _, _, exists = rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, 1)
     d = tl.arange(0, DP)
-    mask = ((query < n_queries) & (inside < BLOCK))[:, None] & (d < D)[None, :]
     first = bh.to(tl.int64) * scratch_stride + tl.load(pieces + slot * 2)
     acc = tl.zeros([BM, DP], tl.float32)
     for piece in range(count):
         place = (first + piece) * room + sub * BM + tl.arange(0, BM)
         acc += tl.load(SCRATCH + place[:, None] * DP + d[None, :])
     place = bh.to(tl.int64) * n_queries + query
-    tl.store(Q_GRAD + place[:, None] * D + d[None, :], acc.to(Q_GRAD.dtype.element_ty), mask=mask)
+    tl.store(
+        Q_GRAD + place[:, None] * D + d[None, :], acc.to(Q_GRAD.dtype.element_ty), mask=inside_both(exists, d, D, DP, 1)
+    )
 
 
 @triton.jit(do_not_specialize=[name for name in CHANGING if name not in ("n_queries", "start", "size")])
@@ -274,8 +253,6 @@ def dkdv_kernel(
     v_acc = tl.zeros([BN, EP], tl.float32)
     if DROPOUT:
         seed_value = tl.load(seed)
-    W: tl.constexpr = BLOCK // 32
-    words_of = inside * W
     slow_full = 0
     if HAS_BITS or HAS_LENGTHS:
         slow_full = full_end - full
@@ -324,24 +301,11 @@ def dkdv_kernel(
         for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BM), num_stages=STAGES):
             entry = i // (BLOCK // BM)
             at = i % (BLOCK // BM) * BM
-            at_part = part + entry - slow_full
-            if MIXED:
-                listed = tl.where(entry < slow_full, full_row + full_end - slow_full + entry, part_row + at_part)
-                row = tl.load(listed)
-                tile = tl.load(part_tile + at_part, mask=entry >= slow_full, other=0).to(tl.int64)
-            else:
-                row = tl.load(part_row + at_part)
-                tile = tl.load(part_tile + at_part).to(tl.int64)
+            row, words, some = masked_tile(
+                full_row, full_end, slow_full, part_row, part, part_tile, bits, rows_any, entry, at, inside,
+                BLOCK, BM, MIXED, False,
+            )  # fmt: skip
             m0 = (first_row + row) * BLOCK + at - start
-            word = at // 32 + tl.arange(0, BM // 32)
-            any_places = rows_any + tile * W + word
-            bit_places = bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :]
-            if MIXED:
-                some = tl.load(any_places, mask=(word >= 0) & (entry >= slow_full), other=-1)
-                words = tl.load(bit_places, mask=entry >= slow_full, other=-1)
-            else:
-                some = tl.load(any_places)
-                words = tl.load(bit_places)
             there = (m0 + m >= 0) & (m0 + m < n_queries) & expanded_row(some, BM)
             lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
             delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)

@@ -7,16 +7,18 @@ Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` v
 import triton
 import triton.language as tl
 
-from ringtile.kernels.triton.tiles import CHANGING, expanded, expanded_row, inside_both, keys_kept, stretch, survives
-
-
-@triton.jit
-def _rows_of(row, first_row, start, n_queries, sub, BLOCK: tl.constexpr, BM: tl.constexpr, PACK: tl.constexpr):
-    """For a sub-tile the query of each row, its row among the bits, its head among the packed ones."""
-    tile = (first_row + row) * BLOCK
-    inside = tl.maximum(start - tile, 0) + sub * (BM // PACK) + tl.arange(0, BM) // PACK
-    query = tile + inside - start
-    return query, inside, tl.arange(0, BM) % PACK, (query < n_queries) & (inside < BLOCK)
+from ringtile.kernels.triton.tiles import (
+    CHANGING,
+    expanded,
+    expanded_row,
+    inside_both,
+    keys_kept,
+    masked_tile,
+    rows_of,
+    stretch,
+    survives,
+    without_bits,
+)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -53,7 +55,7 @@ def forward_kernel(
     scratch = tl.load(work + item * 4 + 3)
     row = slot - g * n_rows
 
-    query, inside, packed, exists = _rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
+    query, inside, packed, exists = rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
     exists = exists & (packed < ratio)
     head = h + packed
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
@@ -78,12 +80,7 @@ def forward_kernel(
     # Full tiles whose keys all exist need no mask at all; the last column may be ragged, and then comes later.
     # Whether the slow loop takes full tiles too, without bits.
     MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
-    slow_full = 0
-    if HAS_BITS or HAS_LENGTHS:
-        slow_full = full_end - full
-    elif RAGGED_KEYS:
-        last = tl.load(full_col + full_end - 1, mask=full_end > full, other=-1)
-        slow_full = ((last + 1) * BLOCK > n_keys).to(tl.int32)
+    slow_full = without_bits(full_col, full, full_end, n_keys, BLOCK, HAS_BITS or HAS_LENGTHS, RAGGED_KEYS)
     for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BN), num_stages=STAGES):
         col = tl.load(full_col + full + i // (BLOCK // BN))
         n0 = col * BLOCK + i % (BLOCK // BN) * BN
@@ -111,30 +108,14 @@ def forward_kernel(
     key_length = n_keys
     if HAS_LENGTHS:
         key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
-    W: tl.constexpr = BLOCK // 32
-    words_of = inside * W
     for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BN), num_stages=STAGES):
         entry = i // (BLOCK // BN)
         at = i % (BLOCK // BN) * BN
-        at_part = part + entry - slow_full
-        if MIXED:
-            listed = tl.where(entry < slow_full, full_col + full_end - slow_full + entry, part_col + at_part)
-            col = tl.load(listed)
-            tile = tl.load(part_tile + at_part, mask=entry >= slow_full, other=0).to(tl.int64)
-        else:
-            col = tl.load(part_col + at_part)
-            tile = tl.load(part_tile + at_part).to(tl.int64)
+        col, words, some = masked_tile(
+            full_col, full_end, slow_full, part_col, part, part_tile, bits, cols_any, entry, at, inside,
+            BLOCK, BN, MIXED, True,
+        )  # fmt: skip
         n0 = col * BLOCK + at
-        word = at // 32 + tl.arange(0, BN // 32)
-        # What a tile keeps of a row beyond the lengths means nothing; such rows are never stored.
-        any_places = cols_any + tile * W + word
-        bit_places = bits + tile * (BLOCK * W) + words_of[:, None] + word[None, :]
-        if MIXED:
-            some = tl.load(any_places, mask=(word >= 0) & (entry >= slow_full), other=-1)
-            words = tl.load(bit_places, mask=(inside < BLOCK)[:, None] & (entry >= slow_full), other=-1)
-        else:
-            some = tl.load(any_places)
-            words = tl.load(bit_places, mask=(inside < BLOCK)[:, None], other=0)
         # Zero times NaN is NaN: what no row keeps is not read.
         kept = expanded_row(some, BN)
         stay = expanded(words, BM, BN)
@@ -196,7 +177,7 @@ def merge_kernel(
     count = tl.load(pieces + slot * 2 + 1)
     if count == 0:
         return
-    query, _, packed, exists = _rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
+    query, _, packed, exists = rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
     exists = exists & (packed < ratio)
     head = h + packed
     e = tl.arange(0, EP)

@@ -10,15 +10,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, index_of
+from ringtile.kernels.contracts import Call, index_of, with_rows_whole
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
-from ringtile.kernels.triton import backward_kernels, forward_kernels
+from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
 from ringtile.kernels.triton.schedule import Order, schedule_of
 from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs
-
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton computes on the CPU, as TRITON_INTERPRET said when it was first imported."""
 
 _FEW_PROGRAMS = 132
 """With fewer columns than a large GPU has processors, the query heads of a key head work apart."""
@@ -78,11 +75,6 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _loose(x: Tensor) -> Tensor:
-    """The kernels read any strides but that of the last dimension."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
@@ -99,7 +91,7 @@ class Job:
         with span(INDEX):
             self.schedule = schedule_of(index)
         self.index = index if self.schedule.merged is None else self.schedule.merged
-        self.q, self.k, self.v, self.call = _loose(q), _loose(k), _loose(v), call
+        self.q, self.k, self.v, self.call = with_rows_whole(q), with_rows_whole(k), with_rows_whole(v), call
         self.batch, self.heads, self.n_queries, self.head_dim = q.shape
         self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
         self.ratio = self.heads // self.kv_heads
@@ -192,6 +184,17 @@ class Job:
             "n_cols": index.n_cols,
         }
 
+    def row_constants(self, config: Config, tiles: dict[str, int]) -> dict[str, Any]:
+        """What is compiled into a kernel that goes along rows."""
+        return {
+            **self.constants,
+            **tiles,
+            "BN": config.keys,
+            "RAGGED_KEYS": self.n_keys % self.index.block != 0,
+            "SPLIT": self.schedule.rows.n_scratch > 0,
+            "STAGES": config.stages,
+        }
+
     def sub_rows(self, config: Config, pack: int) -> dict[str, int]:
         """The rows of a sub-tile and the number of sub-tiles that a row tile has."""
         rows = min(self.n_queries, self.index.block) * pack
@@ -199,38 +202,36 @@ class Job:
         return {"BM": height, "SUBS": -(-rows // height)}
 
 
+def _scratch_slots(job: Job, order: Order, owners: int) -> tuple[int, int]:
+    """How many scratch slots there are, and how many from one owner of lists to the next."""
+    # Where every owner has a group of its own, it has numbers of its own too.
+    own = job.group.numel() == job.index.n_groups == owners
+    return (order.n_scratch, 0) if own else (order.n_scratch * owners, order.n_scratch)
+
+
+def _scratch(job: Job, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.float32, device=job.q.device)
+
+
 def _split(job: Job, order: Order, owners: int, numbers: int, room: int) -> dict[str, Any]:
     """The scratch of rows in several pieces: slots of ``room`` rows of so many numbers each."""
-    # Where every owner of lists has a group of its own, it has numbers of its own too.
-    own = job.group.numel() == job.index.n_groups == owners
-    slots = order.n_scratch if own else order.n_scratch * owners
-    return {
-        "SCRATCH": torch.empty(slots * room * numbers, dtype=torch.float32, device=job.q.device),
-        "scratch_stride": 0 if own else order.n_scratch,
-        "room": room,
-    }
+    slots, stride = _scratch_slots(job, order, owners)
+    return {"SCRATCH": _scratch(job, slots * room * numbers), "scratch_stride": stride, "room": room}
 
 
 def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     """The launches that fill output and lse."""
-    order, block = job.schedule.rows, job.index.block
+    order = job.schedule.rows
     packs = 1 < job.ratio <= 128 and job.group.shape[1] == 1 and job.n_queries <= _PACKED_QUERIES
     pack = 1 << (job.ratio - 1).bit_length() if packs else 1
     owners = job.batch * (job.kv_heads if packs else job.heads)
-    split = _split(job, order, owners, job.widths["EP"] + 1, max(block, 16) * pack)
+    split = _split(job, order, owners, job.widths["EP"] + 1, job.index.block * pack)
     results = {"OUT": out, "LSE": lse, **_strides("o", out)}
     choices, merges = [], []
     for config in job.configs("forward"):
         tiles = {**job.sub_rows(config, pack), "PACK": pack}
-        constants = {
-            **job.constants,
-            **tiles,
-            "BN": config.keys,
-            "RAGGED_KEYS": job.n_keys % block != 0,
-            "SPLIT": order.n_scratch > 0,
-            "STAGES": config.stages,
-        }
-        choices.append(Choice(config, constants, owners * order.longest * tiles["SUBS"]))
+        programs = owners * order.longest * tiles["SUBS"]
+        choices.append(Choice(config, job.row_constants(config, tiles), programs))
         widths = {name: job.widths[name] for name in ("E", "EP", "BLOCK")}
         merges.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
     launches = [Launch(forward_kernels.forward_kernel, {**job.shared, **job.rows(), **results, **split}, choices)]
@@ -246,7 +247,7 @@ def backward_launches(
     job: Job, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]
 ) -> list[Launch]:
     """The launches that fill the gradients of q, k and v."""
-    out, out_grad, lse = _loose(out), _loose(out_grad), lse.contiguous()
+    out, out_grad, lse = with_rows_whole(out), with_rows_whole(out_grad), lse.contiguous()
     stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
     widths = {name: job.widths[name] for name in ("E", "EP")}
     preparation = {
@@ -283,20 +284,13 @@ def backward_launches(
 
 
 def _dq_launches(job: Job, shared: dict[str, Any], q_grad: Tensor) -> list[Launch]:
-    order, block, owners = job.schedule.rows, job.index.block, job.batch * job.heads
-    split = _split(job, order, owners, job.widths["DP"], block)
+    order, owners = job.schedule.rows, job.batch * job.heads
+    split = _split(job, order, owners, job.widths["DP"], job.index.block)
     choices, sums = [], []
     for config in job.configs("dq"):
         tiles = job.sub_rows(config, 1)
-        constants = {
-            **job.constants,
-            **tiles,
-            "BN": config.keys,
-            "RAGGED_KEYS": job.n_keys % block != 0,
-            "SPLIT": order.n_scratch > 0,
-            "STAGES": config.stages,
-        }
-        choices.append(Choice(config, constants, owners * order.longest * tiles["SUBS"]))
+        programs = owners * order.longest * tiles["SUBS"]
+        choices.append(Choice(config, job.row_constants(config, tiles), programs))
         widths = {name: job.widths[name] for name in ("D", "DP", "BLOCK")}
         sums.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
     launches = [Launch(backward_kernels.dq_kernel, {**shared, **job.rows(), **split, "Q_GRAD": q_grad}, choices)]
@@ -312,15 +306,18 @@ def _dkdv_launches(job: Job, shared: dict[str, Any], k_grad: Tensor, v_grad: Ten
     columns = job.batch * job.kv_heads * index.n_cols
     looped = job.ratio if job.group.shape[1] == 1 and columns >= _FEW_PROGRAMS else 1
     owners = job.batch * job.heads // looped
-    split = _split(job, order, owners, job.widths["DP"] + job.widths["EP"], index.block)
-    del split["room"]
-    whole_base = order.n_scratch if not split["scratch_stride"] else order.n_scratch * owners
-    if looped < job.ratio:
-        size = (whole_base + owners * index.n_cols) * index.block * (job.widths["DP"] + job.widths["EP"])
-        split["SCRATCH"] = torch.empty(size, dtype=torch.float32, device=k_grad.device)
+    # Behind the slots of pieces, where heads work apart, each has one for every column that is in one piece.
+    whole_base, stride = _scratch_slots(job, order, owners)
+    slots = whole_base + (owners * index.n_cols if looped < job.ratio else 0)
     cut = order.n_scratch > 0 or looped < job.ratio
-    split |= {"whole_base": whole_base, "K_GRAD": k_grad, "V_GRAD": v_grad}
-    ends = job.index.start, job.index.start + job.n_queries
+    split = {
+        "SCRATCH": _scratch(job, slots * index.block * (job.widths["DP"] + job.widths["EP"])),
+        "scratch_stride": stride,
+        "whole_base": whole_base,
+        "K_GRAD": k_grad,
+        "V_GRAD": v_grad,
+    }
+    ends = index.start, index.start + job.n_queries
     choices, sums = [], []
     for config in job.configs("dkdv"):
         subs = index.block // config.keys

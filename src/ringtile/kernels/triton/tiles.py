@@ -97,3 +97,61 @@ def stretch(full_ptr, part_ptr, slot, piece_first, piece_last):
         part_first + tl.maximum(piece_first - n_full, 0),
         part_first + tl.maximum(piece_last - n_full, 0),
     )
+
+
+@triton.jit
+def rows_of(row, first_row, start, n_queries, sub, BLOCK: tl.constexpr, BM: tl.constexpr, PACK: tl.constexpr):
+    """For a sub-tile the query of each row, its row among the bits, its head among the packed ones."""
+    tile = (first_row + row) * BLOCK
+    inside = tl.maximum(start - tile, 0) + sub * (BM // PACK) + tl.arange(0, BM) // PACK
+    query = tile + inside - start
+    return query, inside, tl.arange(0, BM) % PACK, (query < n_queries) & (inside < BLOCK)
+
+
+@triton.jit
+def without_bits(full_col, full, full_end, n_keys, BLOCK: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr):
+    """How many of a row's full tiles need a mask: all under a key mask, else the last where its column is ragged."""
+    count = 0
+    if MASKED:
+        count = full_end - full
+    elif RAGGED:
+        last = tl.load(full_col + full_end - 1, mask=full_end > full, other=-1)
+        count = ((last + 1) * BLOCK > n_keys).to(tl.int32)
+    return count
+
+
+@triton.jit
+def masked_tile(
+    full_list, full_end, n_full, part_list, part, part_tile, bits, any_words, entry, at, inside,
+    BLOCK: tl.constexpr, SIDE: tl.constexpr, MIXED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """One entry of a masked loop: the tile's place, its words from ``at`` on and which of their bits anybody keeps.
+
+    The last ``n_full`` full tiles come first, if MIXED says that there are any, with all bits set; then the partial
+    ones. RAGGED: ``inside``, the rows of the words, may lead beyond the tile.
+    """
+    W: tl.constexpr = BLOCK // 32
+    at_part = part + entry - n_full
+    word = at // 32 + tl.arange(0, SIDE // 32)
+    if MIXED:
+        has_bits = entry >= n_full
+        place = tl.load(tl.where(has_bits, part_list + at_part, full_list + full_end - n_full + entry))
+        tile = tl.load(part_tile + at_part, mask=has_bits, other=0).to(tl.int64)
+    else:
+        place = tl.load(part_list + at_part)
+        tile = tl.load(part_tile + at_part).to(tl.int64)
+    some_places = any_words + tile * W + word
+    places = bits + tile * (BLOCK * W) + (inside * W)[:, None] + word[None, :]
+    if MIXED:
+        some = tl.load(some_places, mask=(word >= 0) & has_bits, other=-1)
+        if RAGGED:
+            words = tl.load(places, mask=(inside < BLOCK)[:, None] & has_bits, other=-1)
+        else:
+            words = tl.load(places, mask=has_bits, other=-1)
+    else:
+        some = tl.load(some_places)
+        if RAGGED:
+            words = tl.load(places, mask=(inside < BLOCK)[:, None], other=0)
+        else:
+            words = tl.load(places)
+    return place, words, some

@@ -32,6 +32,7 @@ template <class T> struct BackwardScratch {
 
 // For every query of a head: rowsum(out_grad * out) - lse_grad, and lse in base 2; +inf where the query keeps nothing.
 template <class E, class T> void delta_item(const ringtile_call &c, int64_t head) {
+    constexpr int L = Lanes<T>::count;
     int64_t b = head / c.heads, h = head % c.heads;
     Rows<E> out = rows_of<E>(c.out, c.out_stride, b, h, 0), grad = rows_of<E>(c.out_grad, c.out_grad_stride, b, h, 0);
     const T *lse = (const T *)c.lse + head * c.n_queries;
@@ -39,9 +40,13 @@ template <class E, class T> void delta_item(const ringtile_call &c, int64_t head
     T *delta = (T *)c.delta + 2 * head * c.n_queries, *lse2 = delta + c.n_queries;
     for (int64_t i = 0; i < c.n_queries; i++) {
         bool empty = lse[i] == -infinity<T>();
+        Vec<T> sums = {};
+        for (int64_t d = 0; d < c.value_dim && !empty; d += L) {
+            int count = (int)least(L, c.value_dim - d);
+            sums += load_row<E, T>(out.x + i * out.step + d, count) * load_row<E, T>(grad.x + i * grad.step + d, count);
+        }
         T sum = 0;
-        for (int64_t d = 0; d < c.value_dim && !empty; d++)
-            sum += (T)widen(out.x[i * out.step + d]) * (T)widen(grad.x[i * grad.step + d]);
+        for (int l = 0; l < L; l++) sum += sums[l];
         delta[i] = empty ? T(0) : lse_grad ? sum - lse_grad[i] : sum;
         lse2[i] = empty ? infinity<T>() : lse[i] * T(1.44269504088896340736);
     }
@@ -224,20 +229,27 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
         if (sums && !direct) copy_in(Rows<T>{sums, c.head_dim}, count, c.head_dim, to.width, nullptr, to.query_sums);
         for (int lane = 0; lane < end; lane += GROUP) {
             int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
-            matmul<T, true>(vectors, query, query_step, to.keys_t + lane, MAX_BLOCK, to.scores, GROUP, count,
+            Reach reach = {low, queries.high};
+            if (step.bits || u.any_keys)
+                reach = reach_of(step.bits, step.words, u.queries, lane, (int)least(lane + GROUP, keys.high), low,
+                                 queries.high);
+            if (reach.first >= reach.last) continue;
+            int near = reach.last - reach.first, skipped = reach.first - low;
+            const T *near_query = query + skipped * query_step, *near_grad = grad + skipped * grad_step;
+            matmul<T, true>(vectors, near_query, query_step, to.keys_t + lane, MAX_BLOCK, to.scores, GROUP, near,
                             c.head_dim, false);
-            matmul<T, true>(vectors, grad, grad_step, to.values_t + lane, MAX_BLOCK, to.grads, GROUP, count,
+            matmul<T, true>(vectors, near_grad, grad_step, to.values_t + lane, MAX_BLOCK, to.grads, GROUP, near,
                             c.value_dim, false);
-            grade_group<T, true>(vectors, to.scores, to.grads, low, count, lane, step, lse2, delta);
-            matmul<T, false>(vectors, grad, grad_step, to.scores, GROUP, to.value_sums + lane, MAX_BLOCK, c.value_dim,
-                             count, true);
-            matmul<T, false>(vectors, query, query_step, to.grads, GROUP, to.key_sums + lane, MAX_BLOCK, c.head_dim,
-                             count, true);
+            grade_group<T, true>(vectors, to.scores, to.grads, reach.first, near, lane, step, lse2, delta);
+            matmul<T, false>(vectors, near_grad, grad_step, to.scores, GROUP, to.value_sums + lane, MAX_BLOCK,
+                             c.value_dim, near, true);
+            matmul<T, false>(vectors, near_query, query_step, to.grads, GROUP, to.key_sums + lane, MAX_BLOCK,
+                             c.head_dim, near, true);
             if (!sums) continue;
-            T *place = direct ? sums : to.query_sums;
+            T *place = (direct ? sums : to.query_sums) + skipped * to.width;
             for (int64_t d = 0; d < to.width; d += GROUP)
                 matmul<T, true>((int)least(TILE_VECTORS, (to.width - d) / L), to.grads, GROUP,
-                                key + lane * to.width + d, to.width, place + d, to.width, count,
+                                key + lane * to.width + d, to.width, place + d, to.width, near,
                                 least(GROUP, keys.high - lane), true);
         }
         if (sums && !direct)
@@ -272,11 +284,10 @@ void write_column(const ringtile_call &c, int64_t b, int64_t kv, Span keys, cons
                   bool add) {
     T *key_grad = (T *)c.k_grad + ((b * c.kv_heads + kv) * c.n_keys + keys.first) * c.head_dim;
     T *value_grad = (T *)c.v_grad + ((b * c.kv_heads + kv) * c.n_keys + keys.first) * c.value_dim;
-    for (int i = 0; i < keys.high; i++) {
-        T *key = key_grad + i * c.head_dim, *value = value_grad + i * c.value_dim;
-        for (int64_t d = 0; d < c.head_dim; d++) key[d] = (add ? key[d] : T(0)) + key_sums[d * MAX_BLOCK + i];
-        for (int64_t d = 0; d < c.value_dim; d++) value[d] = (add ? value[d] : T(0)) + value_sums[d * MAX_BLOCK + i];
-    }
+    T whole[MAX_BLOCK];
+    for (T &share : whole) share = 1;
+    transpose_out<T, T>(key_sums, c.head_dim, 0, keys.high, whole, add, key_grad, c.head_dim);
+    transpose_out<T, T>(value_sums, c.value_dim, 0, keys.high, whole, add, value_grad, c.value_dim);
 }
 
 // The gradients of one column tile of a key head, all query heads that it serves summed in their order: in one chain,
@@ -368,12 +379,9 @@ template <class T>
 void write_queries(const ringtile_call &c, int64_t head, Span queries, const T *sums, bool add) {
     T *grad = (T *)c.q_grad + (head * c.n_queries + queries.first) * c.head_dim;
     const T *lse2 = (const T *)c.delta + (2 * head + 1) * c.n_queries + queries.first;
-    for (int lane = queries.low; lane < queries.high; lane++) {
-        bool empty = lse2[lane] == infinity<T>();
-        T *row = grad + lane * c.head_dim;
-        for (int64_t d = 0; d < c.head_dim; d++)
-            row[d] = empty ? T(0) : (add ? row[d] : T(0)) + sums[d * MAX_BLOCK + lane];
-    }
+    T share[MAX_BLOCK] = {};
+    for (int lane = queries.low; lane < queries.high; lane++) share[lane] = lse2[lane] == infinity<T>() ? T(0) : T(1);
+    transpose_out<T, T>(sums, c.head_dim, queries.low, queries.high, share, add, grad, c.head_dim);
 }
 
 // The gradients of one row tile of queries, whole or a part.
@@ -436,15 +444,21 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
         }
         for (int lane = from; lane < end; lane += GROUP) {
             int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
-            matmul<T, true>(vectors, key, key_step, to.queries + lane, MAX_BLOCK, to.scores, GROUP, keys.high,
-                            c.head_dim, false);
-            matmul<T, true>(vectors, value, value_step, to.out_grads + lane, MAX_BLOCK, to.grads, GROUP, keys.high,
-                            c.value_dim, false);
-            grade_group<T, false>(vectors, to.scores, to.grads, 0, keys.high, lane, step, highs, means);
-            // As many keys at a time as columns have in their lanes, for the same bits.
-            for (int64_t k = 0; k < keys.high; k += GROUP)
-                matmul<T, false>(vectors, key + k * key_step, key_step, to.grads + k * GROUP, GROUP, sums + lane,
-                                 MAX_BLOCK, c.head_dim, least(GROUP, keys.high - k), true);
+            Reach reach = {0, keys.high};
+            if (step.bits || step.dead)
+                reach = reach_of(step.bits, step.words, u.keys, (int)most(lane, queries.low),
+                                 (int)least(lane + GROUP, queries.high), 0, keys.high);
+            // From a multiple of as many keys as columns have in their lanes, and as many at a time: for the same bits.
+            int skipped = reach.first / GROUP * GROUP, near = reach.last - skipped;
+            if (near <= 0) continue;
+            matmul<T, true>(vectors, key + skipped * key_step, key_step, to.queries + lane, MAX_BLOCK, to.scores, GROUP,
+                            near, c.head_dim, false);
+            matmul<T, true>(vectors, value + skipped * value_step, value_step, to.out_grads + lane, MAX_BLOCK, to.grads,
+                            GROUP, near, c.value_dim, false);
+            grade_group<T, false>(vectors, to.scores, to.grads, skipped, near, lane, step, highs, means);
+            for (int64_t k = 0; k < near; k += GROUP)
+                matmul<T, false>(vectors, key + (skipped + k) * key_step, key_step, to.grads + k * GROUP, GROUP,
+                                 sums + lane, MAX_BLOCK, c.head_dim, least(GROUP, near - k), true);
         }
     }
     if (is_part)

@@ -33,8 +33,10 @@ struct Mask {
     const int32_t *bits;
     int words;
     const uint32_t *dead;
+    int first;  // the key that the first row of scores is of
 
-    INLINE bool drops(int key) const { return dead && (dead[key >> 5] >> (key & 31) & 1); }
+    INLINE bool drops(int row) const { return dead && (dead[(first + row) >> 5] >> ((first + row) & 31) & 1); }
+    INLINE const int32_t *kept(int row) const { return bits + (first + row) * words; }
 };
 
 // One step of the online softmax over `count` keys: scores [count][GROUP] become weights; highest, total and the sums
@@ -53,7 +55,7 @@ void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highes
             for (int n = 0; n < N; n++) {
                 Vec<T> s = dropped ? splat<T>(low) : load(row + n * L);
                 if (mask->bits && !dropped)
-                    s = lanes_of<T>(mask->bits + k * mask->words, lane + n * L) ? s : splat<T>(low);
+                    s = lanes_of<T>(mask->kept(k), lane + n * L) ? s : splat<T>(low);
                 store(row + n * L, s);
                 top[n] = larger<T>(top[n], s);
             }
@@ -115,32 +117,13 @@ void write_row(const ringtile_call &c, int64_t b, int64_t h, Span queries, const
                const T *total) {
     E *out = (E *)c.out + b * c.out_stride[0] + h * c.out_stride[1] + queries.first * c.out_stride[2];
     T *lse = (T *)c.lse + (b * c.heads + h) * c.n_queries + queries.first;
-    T kept = c.dropout_threshold ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1);
-    constexpr int64_t WIDTH = 64;
-    T share[STRIP];
-    for (int from = queries.low; from < queries.high; from += STRIP) {
-        int count = (int)least(STRIP, queries.high - from);
-        for (int i = 0; i < count; i++) {
-            int lane = from + i;
-            bool empty = highest[lane] == -infinity<T>() && total[lane] == 0;
-            share[i] = empty ? T(0) : kept / total[lane];
-            lse[lane] = empty ? -infinity<T>() : highest[lane] * T(0.69314718055994530942) + exact_log(total[lane]);
-        }
-        E *rows = out + from * c.out_stride[2];
-        // Rows of the output may lie at any power of two from one another, where a cache holds few of them at once.
-        T near[STRIP][WIDTH];
-        for (int64_t first = 0; first < c.value_dim; first += WIDTH) {
-            int64_t width = least(WIDTH, c.value_dim - first);
-            for (int64_t d = 0; d < width; d++) {
-                const T *sum = sums + (first + d) * MAX_BLOCK + from;
-                for (int i = 0; i < count; i++) near[i][d] = sum[i] * share[i];
-            }
-            for (int i = 0; i < count; i++) {
-                E *row = rows + i * c.out_stride[2] + first;
-                for (int64_t d = 0; d < width; d++) row[d] = narrow<E>(near[i][d]);
-            }
-        }
+    T kept = c.dropout_threshold ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), share[MAX_BLOCK] = {};
+    for (int lane = queries.low; lane < queries.high; lane++) {
+        bool empty = highest[lane] == -infinity<T>() && total[lane] == 0;
+        share[lane] = empty ? T(0) : kept / total[lane];
+        lse[lane] = empty ? -infinity<T>() : highest[lane] * T(0.69314718055994530942) + exact_log(total[lane]);
     }
+    transpose_out<E, T>(sums, c.value_dim, queries.low, queries.high, share, false, out, c.out_stride[2]);
 }
 
 // PAIRS: products of bfloat16 pairs; the arrays of the scratch that are widened otherwise then hold pairs.
@@ -197,7 +180,7 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
             unused_tokens(c, c.cols_any, c.bits_t, tile, keys, queries, dead);
             for (int k = 0; k < keys.high; k++) hollow |= dead[k >> 5] >> (k & 31) & 1;
         }
-        Mask mask = {tile >= 0 ? c.bits_t + tile * c.block * words : nullptr, words, hollow ? dead : nullptr};
+        Mask mask = {tile >= 0 ? c.bits_t + tile * c.block * words : nullptr, words, hollow ? dead : nullptr, 0};
         Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first);
         Rows<E> value_rows = rows_of<E>(c.v, c.v_stride, b, kv, keys.first);
         const T *key = (const T *)key_rows.x, *value = (const T *)value_rows.x;
@@ -239,34 +222,43 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
         if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);
         for (int lane = from; lane < end; lane += GROUP) {
             int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
+            Reach reach = {0, keys.high};
+            if (mask.bits || mask.dead)
+                reach = reach_of(mask.bits, words, mask.dead, (int)most(lane, queries.low),
+                                 (int)least(lane + GROUP, queries.high), 0, keys.high);
+            if (reach.first >= reach.last) continue;
+            if (PAIRS) reach.first &= ~1;
+            int near = reach.last - reach.first;
+            mask.first = reach.first;
 #if HAS_PAIRS
             if constexpr (PAIRS) {
-                pair_matmul<true>(vectors, key_rows.x, key_step, query_pairs + lane, MAX_BLOCK, to.scores, GROUP,
-                                  keys.high, c.head_dim / 2, false);
+                pair_matmul<true>(vectors, key_rows.x + reach.first * key_step, key_step, query_pairs + lane, MAX_BLOCK,
+                                  to.scores, GROUP, near, c.head_dim / 2, false);
             }
 #endif
             if (!PAIRS)
-                matmul<T, true>(vectors, key, key_step, to.queries + lane, MAX_BLOCK, to.scores, GROUP, keys.high,
-                                c.head_dim, false);
-            soften_group<T>(vectors, to.scores, keys.high, lane, base, masked || tile >= 0 ? &mask : nullptr,
-                            to.highest, to.total, to.sums, c.value_dim);
+                matmul<T, true>(vectors, key + reach.first * key_step, key_step, to.queries + lane, MAX_BLOCK,
+                                to.scores, GROUP, near, c.head_dim, false);
+            soften_group<T>(vectors, to.scores, near, lane, base, mask.bits || mask.dead ? &mask : nullptr, to.highest,
+                            to.total, to.sums, c.value_dim);
             if (c.dropout_threshold) {
-                for (int k = 0; k < keys.high; k++)
+                for (int k = 0; k < near; k++)
                     for (int n = 0; n < vectors; n++) {
                         T *at = to.scores + k * GROUP + n * L;
-                        store(at, lanes_of<T>((int32_t *)keep[k], lane + n * L) ? load(at) : Vec<T>{});
+                        const int32_t *kept = (int32_t *)keep[reach.first + k];
+                        store(at, lanes_of<T>(kept, lane + n * L) ? load(at) : Vec<T>{});
                     }
             }
 #if HAS_PAIRS
             if constexpr (PAIRS) {
-                pair_weights(to.scores, GROUP, keys.high, vectors, weight_pairs);
-                pair_matmul<false>(vectors, value_pairs, 2 * c.value_dim, weight_pairs, GROUP, to.sums + lane,
-                                   MAX_BLOCK, c.value_dim, (keys.high + 1) / 2, true);
+                pair_weights(to.scores, GROUP, near, vectors, weight_pairs);
+                pair_matmul<false>(vectors, value_pairs + reach.first * c.value_dim, 2 * c.value_dim, weight_pairs,
+                                   GROUP, to.sums + lane, MAX_BLOCK, c.value_dim, (near + 1) / 2, true);
             }
 #endif
             if (!PAIRS)
-                matmul<T, false>(vectors, value, value_step, to.scores, GROUP, to.sums + lane, MAX_BLOCK, c.value_dim,
-                                 keys.high, true);
+                matmul<T, false>(vectors, value + reach.first * value_step, value_step, to.scores, GROUP,
+                                 to.sums + lane, MAX_BLOCK, c.value_dim, near, true);
         }
     }
     for (int r = 0; few && r < count; r++)

@@ -70,21 +70,20 @@ INLINE void pair_matmul(int vectors, const bfloat16 *a, int64_t a_step, const ui
 // Queries in the lanes, the pair (2 d, 2 d + 1) of each: y[d][lane]; zero in the lanes of [from, to) that hold none.
 INLINE void pair_queries(Rows<bfloat16> rows, int low, int high, int from, int to, int64_t width, float sign,
                          uint32_t *y, int64_t y_step) {
-    const uint32_t flip = sign < 0 ? 0x80008000u : 0;
-    if (from < low || high < to || sign == 0)
-        for (int64_t d = 0; d < width / 2; d++)
-            for (int lane = from; lane < to; lane++) y[d * y_step + lane] = 0;
-    for (int lane = low; lane < high && sign != 0; lane += STRIP) {
-        const bfloat16 *x = rows.x + (lane - low) * rows.step;
-        int count = (int)least(STRIP, high - lane);
-        for (int64_t d = 0; d < width / 2; d++) {
-            for (int i = 0; i < count; i++) {
-                uint32_t pair;
-                __builtin_memcpy(&pair, x + i * rows.step + 2 * d, 4);
-                y[d * y_step + lane + i] = pair ^ flip;
+    const __m512i flip = _mm512_set1_epi32(sign < 0 ? (int)0x80008000u : 0);
+    for (int lane = from; lane < to; lane += 16)
+        for (int64_t d = 0; d < width / 2; d += 16) {
+            Vec<float> x[16];
+            int count = (int)least(16, width / 2 - d);
+            for (int i = 0; i < 16; i++) {
+                int token = lane + i;
+                __mmask16 inside = sign != 0 && token >= low && token < high ? (1u << count) - 1 : 0;
+                const bfloat16 *pairs = rows.x + (token - low) * rows.step + 2 * d;
+                x[i] = (Vec<float>)_mm512_maskz_xor_epi32(inside, _mm512_maskz_loadu_epi32(inside, pairs), flip);
             }
+            transpose_square<float>(x);
+            for (int i = 0; i < count; i++) store((float *)(y + (d + i) * y_step) + lane, x[i]);
         }
-    }
 }
 
 // Rows 2 k and 2 k + 1 interleaved; rows whose bit in `dead` is set, and one past the last, come as zero.

@@ -53,25 +53,106 @@ INLINE Span col_span(const ringtile_call &c, int64_t col) {
     return {col * c.block, 0, (int)least(c.block, c.n_keys - col * c.block)};
 }
 
-// A tile is transposed so many rows at a time: a line is written whole while it is near, and the lines that are read
-// stay near for as many columns. Row by row, every number would go to a line that has left the cache.
-constexpr int STRIP = 16;
+#if defined(__AVX512F__)
+// Quarters of squares change places: rows i and i + SIDE, lanes l and l + SIDE.
+template <int SIDE> INLINE void exchange(Vec<float> *x) {
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __mmask16 second = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(SIDE));
+    const __m512i low = _mm512_mask_add_epi32(lane, second, lane, _mm512_set1_epi32(16 - SIDE));
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(SIDE));
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        if (i & SIDE) continue;
+        __m512 a = (__m512)x[i], b = (__m512)x[i + SIDE];
+        x[i] = (Vec<float>)_mm512_permutex2var_ps(a, low, b);
+        x[i + SIDE] = (Vec<float>)_mm512_permutex2var_ps(a, high, b);
+    }
+}
+#endif
 
-// Transposed and widened: y[d][lane] for the tokens of lanes [low, high), zero in the other lanes of [from, to).
+// As many rows as a vector has lanes, transposed.
+template <class T> INLINE void transpose_square(Vec<T> *x) {
+    constexpr int L = Lanes<T>::count;
+    T y[L][L];
+    for (int i = 0; i < L; i++) store(y[i], x[i]);
+    for (int i = 0; i < L; i++)
+        for (int l = 0; l < L; l++) x[i][l] = y[l][i];
+}
+#if defined(__AVX512F__)
+template <> INLINE void transpose_square<float>(Vec<float> *x) {
+    exchange<8>(x);
+    exchange<4>(x);
+    exchange<2>(x);
+    exchange<1>(x);
+}
+#endif
+
+// Numbers [0, count) of a row, widened, zero in the other lanes.
+template <class E, class T> INLINE Vec<T> load_row(const E *x, int count) {
+    constexpr int L = Lanes<T>::count;
+    T y[L];
+    if (count >= L) {
+        if constexpr (sizeof(E) == sizeof(T)) return load((const T *)x);
+        for (int i = 0; i < L; i++) y[i] = (T)widen(x[i]);
+    } else {
+        for (int i = 0; i < L; i++) y[i] = i < count ? (T)widen(x[i]) : T(0);
+    }
+    return load(y);
+}
+
+// Transposed and widened: y[d][lane] for the tokens of lanes [low, high), zero in the other lanes of [from, to). `from`
+// and `to` are multiples of the lanes of a vector.
 template <class E, class T>
 void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y, int64_t y_step) {
-    if (from < low || high < to)
-        for (int64_t d = 0; d < width; d++)
-            for (int lane = from; lane < to; lane++) y[d * y_step + lane] = 0;
-    for (int lane = low; lane < high; lane += STRIP) {
-        const E *x = rows.x + (lane - low) * rows.step;
-        int count = (int)least(STRIP, high - lane);
-        for (int64_t d = 0; d < width; d++) {
-            T *at = y + d * y_step + lane;
-            if (count == STRIP)
-                for (int i = 0; i < STRIP; i++) at[i] = sign * (T)widen(x[i * rows.step + d]);
-            else
-                for (int i = 0; i < count; i++) at[i] = sign * (T)widen(x[i * rows.step + d]);
+    constexpr int L = Lanes<T>::count;
+    for (int lane = from; lane < to; lane += L) {
+        const E *token = rows.x + (lane - low) * rows.step;
+        for (int64_t d = 0; d < width; d += L) {
+            Vec<T> x[L];
+            int count = (int)least(L, width - d);
+            if (lane >= low && lane + L <= high && count == L) {
+#pragma GCC unroll 16
+                for (int i = 0; i < L; i++) x[i] = load_row<E, T>(token + i * rows.step + d, L) * sign;
+                transpose_square<T>(x);
+#pragma GCC unroll 16
+                for (int i = 0; i < L; i++) store(y + (d + i) * y_step + lane, x[i]);
+                continue;
+            }
+            for (int i = 0; i < L; i++) {
+                bool inside = lane + i >= low && lane + i < high;
+                x[i] = inside ? load_row<E, T>(token + i * rows.step + d, count) * sign : Vec<T>{};
+            }
+            transpose_square<T>(x);
+            for (int i = 0; i < count; i++) store(y + (d + i) * y_step + lane, x[i]);
+        }
+    }
+}
+
+// Sums [d][lane] to rows of tokens, lanes [low, high), times a share of each lane (zero where that is zero, whatever the
+// sum), or added to what is there. `rows` is where lane 0 would be.
+template <class E, class T>
+void transpose_out(const T *sums, int64_t width, int low, int high, const T *share, bool add, E *rows, int64_t step) {
+    constexpr int L = Lanes<T>::count;
+    for (int lane = low / L * L; lane < high; lane += L) {
+        E *token = rows + lane * step;
+        Vec<T> part = load(share + lane);
+        for (int64_t d = 0; d < width; d += L) {
+            Vec<T> x[L];
+            int count = (int)least(L, width - d);
+            for (int i = 0; i < L; i++) {
+                x[i] = load(sums + (d + (i < count ? i : 0)) * MAX_BLOCK + lane) * part;
+                x[i] = part == 0 ? Vec<T>{} : x[i];
+            }
+            transpose_square<T>(x);
+            if (lane >= low && lane + L <= high && count == L && !add && sizeof(E) == sizeof(T)) {
+#pragma GCC unroll 16
+                for (int i = 0; i < L; i++) store((T *)(token + i * step + d), x[i]);
+                continue;
+            }
+            for (int i = (int)most(0, low - lane); i < L && lane + i < high; i++) {
+                E *row = token + i * step + d;
+                for (int l = 0; l < count; l++) row[l] = narrow<E>(add ? (T)widen(row[l]) + x[i][l] : x[i][l]);
+            }
         }
     }
 }
@@ -124,6 +205,26 @@ INLINE void unused_tokens(const ringtile_call &c, const int32_t *any, const int3
         for (int w = 0; w < words; w++) seen |= (uint32_t)row[w] & inside[w];
         dead[i >> 5] |= (uint32_t)(seen == 0) << (i & 31);
     }
+}
+
+// Tokens [first, last) of a tile's other side: what lanes [low, high) of a partial tile keep lies in them. `bits` has a
+// row for each token, which `dead` may drop; both may be absent. An empty range where the lanes keep nothing.
+struct Reach {
+    int first, last;
+};
+
+INLINE Reach reach_of(const int32_t *bits, int words, const uint32_t *dead, int low, int high, int first, int last) {
+    uint32_t lanes[MAX_WORDS] = {};
+    for (int i = low; i < high; i++) lanes[i >> 5] |= 1u << (i & 31);
+    auto reached = [&](int token) {
+        if (dead && (dead[token >> 5] >> (token & 31) & 1)) return false;
+        uint32_t seen = 0;
+        for (int w = 0; bits && w < words; w++) seen |= (uint32_t)bits[token * words + w] & lanes[w];
+        return !bits || seen != 0;
+    };
+    while (first < last && !reached(first)) first++;
+    while (first < last && !reached(last - 1)) last--;
+    return {first, last};
 }
 
 // The tiles of a row or column: full and partial ones merged, ascending.

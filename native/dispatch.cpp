@@ -6,17 +6,20 @@
 #define PUBLIC extern "C" __attribute__((visibility("default")))
 typedef int kernel(const ringtile_call *);
 typedef double peak(int kind, int threads, double seconds);
+typedef int lanes();
 
 #define DECLARE(isa)                                  \
     extern "C" kernel ringtile_forward_##isa;         \
     extern "C" kernel ringtile_backward_##isa;        \
-    extern "C" peak ringtile_peak_##isa;
-#define ENTRY(isa) {#isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_peak_##isa}
+    extern "C" peak ringtile_peak_##isa;              \
+    extern "C" lanes ringtile_lanes_##isa;
+#define ENTRY(isa) {#isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_peak_##isa, ringtile_lanes_##isa}
 
 struct Kernels {
     const char *name;
     kernel *forward, *backward;
     peak *rate;
+    lanes *together;
 };
 
 #if defined(__x86_64__)
@@ -48,6 +51,9 @@ PUBLIC int64_t ringtile_call_size() { return sizeof(ringtile_call); }
 PUBLIC int ringtile_isa_count() { return sizeof(all) / sizeof(all[0]); }
 PUBLIC const char *ringtile_isa_name(int isa) { return all[isa].name; }
 PUBLIC int ringtile_isa_runs(int isa) { return runs(isa); }
+
+// How many tokens of a tile, in float32, a kernel takes together: what none of them keeps it does not compute.
+PUBLIC int ringtile_lanes(int isa) { return all[isa].together(); }
 
 PUBLIC int ringtile_forward(const ringtile_call *call) {
     ringtile_call c = *call;

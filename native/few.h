@@ -11,25 +11,21 @@ constexpr int FEW_QUERIES = 4;
 // Scores [few][MAX_BLOCK] of queries [few][width] and `count` keys; width is a multiple of the lanes.
 template <class T>
 void few_scores(const T *queries, int few, const T *keys, int64_t step, int count, int64_t width, T *scores) {
-    constexpr int L = Lanes<T>::count, AT_ONCE = 4;
-    for (int k = 0; k < count; k += AT_ONCE) {
-        // Past the last key the last one is read again, and its score not kept.
-        const T *key[AT_ONCE];
-        for (int i = 0; i < AT_ONCE; i++) key[i] = keys + least(k + i, count - 1) * step;
+    constexpr int L = Lanes<T>::count;
+    for (int k = 0; k < count; k += L)
         for (int r = 0; r < few; r++) {
-            Vec<T> sum[AT_ONCE] = {};
-            for (int64_t d = 0; d < width; d += L) {
-                Vec<T> query = load(queries + r * width + d);
-                for (int i = 0; i < AT_ONCE; i++) sum[i] += query * load(key[i] + d);
+            Vec<T> sum[L];
+            for (int i = 0; i < L; i++) {
+                // Past the last key the last one is read again; what comes of it is not used.
+                const T *key = keys + least(k + i, count - 1) * step;
+                sum[i] = Vec<T>{};
+                for (int64_t d = 0; d < width; d += L) sum[i] += load(queries + r * width + d) * load(key + d);
             }
-            T lanes[AT_ONCE][L];
-            for (int i = 0; i < AT_ONCE; i++) store(lanes[i], sum[i]);
+            transpose_square<T>(sum);
             for (int half = L / 2; half; half /= 2)
-                for (int i = 0; i < AT_ONCE; i++)
-                    for (int l = 0; l < half; l++) lanes[i][l] += lanes[i][l + half];
-            for (int i = 0; i < AT_ONCE && k + i < count; i++) scores[r * MAX_BLOCK + k + i] = lanes[i][0];
+                for (int i = 0; i < half; i++) sum[i] += sum[i + half];
+            store(scores + r * MAX_BLOCK + k, sum[0]);
         }
-    }
 }
 
 // One step of the online softmax: scores [few][MAX_BLOCK] become weights; sums are [few][value_dim].

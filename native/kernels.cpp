@@ -97,6 +97,10 @@ template <class E, class T> int backward(const ringtile_call &call) {
 #define NAME(a, b) JOIN(a, b)
 
 extern "C" {
+__attribute__((visibility("hidden"))) int NAME(ringtile_lanes_, ISA)() {
+    return ISA::TILE_VECTORS * ISA::Lanes<float>::count;
+}
+
 __attribute__((visibility("hidden"))) int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_FLOAT32: return ISA::forward<float, float>(*c);

@@ -532,12 +532,15 @@ def work_of(case: Case, direction: str, peer: object) -> list[Work]:
 
 
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
-def test_the_work_of_ours_is_that_of_its_tiles():
+def test_the_work_of_ours_is_what_its_lanes_reach(monkeypatch):
     torch.set_num_threads(1)
-    case = small_case(Causal() & Window(9), n_tokens=200, heads=4, kv_heads=2, head_dim=16)
-    pairs = 4 * (128 * 128 + 72 * 200)
+    monkeypatch.setattr(roofline, "library", lambda: SimpleNamespace(name="avx512", lanes=64))
+    case = small_case(Causal() & Window(9), n_tokens=256, heads=4, kv_heads=2, head_dim=16)
+    # Of a tile on the diagonal, queries 0-63 keep keys 0-63 and queries 64-127 keys 55-127; of the tile before it, of
+    # which queries 0-8 keep something, keys 119-127. By columns, keys 0-63 and 64-127 have 73 and 64 queries.
+    pairs = 4 * (2 * 64 * (64 + 73) + 64 * 9)
     (forward,) = work_of(case, FORWARD, Ringtile())
-    assert forward == Work(4.0 * pairs * 16, pairs, 4 * 16 * (2 * 4 * 200 + 2 * 2 * 200), "fma_float32", "exp_float32")
+    assert forward == Work(4.0 * pairs * 16, pairs, 4 * 16 * (2 * 4 * 256 + 2 * 2 * 256), "fma_float32", "exp_float32")
     first, back = work_of(case, BOTH, Ringtile("native"))
     assert first == forward
     # One thread has whole heads; of three that share two heads, none has.
@@ -546,7 +549,7 @@ def test_the_work_of_ours_is_that_of_its_tiles():
         patch.setattr(roofline, "threads_of", lambda operations: 3)
         back = work_of(case, BOTH, Ringtile())[1]
     assert (back.operations, back.exponentials) == (7 * 2.0 * pairs * 16, 2 * pairs)
-    assert back.traffic == 4 * 16 * (4 * 4 * 200 + 4 * 2 * 200)
+    assert back.traffic == 4 * 16 * (4 * 4 * 256 + 4 * 2 * 256)
 
 
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
@@ -572,7 +575,7 @@ def test_keys_that_no_tile_keeps_are_not_read():
     ],
 )
 def test_the_rates_are_those_of_the_dtype(isa, dtype, head_dim, rates, monkeypatch):
-    monkeypatch.setattr(roofline, "library", lambda: SimpleNamespace(name=isa))
+    monkeypatch.setattr(roofline, "library", lambda: SimpleNamespace(name=isa, lanes=64))
     case = small_case(dtype=dtype, head_dim=head_dim)
     works = work_of(case, BOTH, Ringtile())
     assert [work.products for work in works] == rates

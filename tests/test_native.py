@@ -958,7 +958,8 @@ def test_the_library_is_small_and_needs_libc_alone() -> None:
 def test_the_library_shows_only_its_own_names() -> None:
     shown = [line.split()[-2:] for line in listing("nm", "-D", "--defined-only").splitlines()]
     assert {name for _, name in shown} == {
-        f"ringtile_{name}" for name in ("forward", "backward", "call_size", "isa_count", "isa_name", "isa_runs", "peak")
+        f"ringtile_{name}"
+        for name in ("forward", "backward", "call_size", "isa_count", "isa_name", "isa_runs", "lanes", "peak")
     }
     assert {kind for kind, _ in shown} == {"T"}
     # OpenMP's are torch's.

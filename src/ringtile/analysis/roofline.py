@@ -2,7 +2,8 @@
 
 The products of a tile and its exponentials are computed by the same vector ports, so their times add up; memory is
 read meanwhile, so the longer of the two is the limit of a pass. Every tensor counts as read or written once, keys and
-values where a tile keeps any.
+values where a tile keeps any. Of a partial tile counts what the kernel cannot skip: the tokens that it takes together
+times those of the other side from the first to the last that any of them keeps.
 """
 
 from __future__ import annotations
@@ -51,17 +52,36 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
     if isinstance(peer, SdpaDense) and case.dtype in (torch.float32, torch.float64):
         causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
         pairs = case.n_tokens * (case.n_tokens + 1) // 2 if causal else case.queries * case.n_tokens
-        return _passes(case, direction, case.batch * case.heads * pairs, 5, _products(case.dtype))
+        pairs *= case.batch * case.heads
+        return _passes(case, direction, pairs, [(5, pairs)], _products(case.dtype))
     return []
 
 
 def _native(case: Case, direction: str) -> list[Work]:
-    pairs = case.index.tile_pairs(case.batch, case.heads)
-    threads = threads_of(4.0 * pairs * case.head_dim)
+    by_rows, by_columns = (_reached(case, bits) for bits in (case.index.bits_t, case.index.bits))
+    threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
     paired = case.dtype == torch.bfloat16 and library().name == "avx512_bf16" and case.head_dim % 2 == 0
     products = backward_products(case.batch * case.key_heads, threads)
+    graded = [(5, by_columns)] if products == 5 else [(4, by_columns), (3, by_rows)]
     rate = "dot_bfloat16" if paired else _products(case.dtype)
-    return _passes(case, direction, pairs, products, rate, keys=_keys_read(case))
+    return _passes(case, direction, by_rows, graded, rate, keys=_keys_read(case))
+
+
+def _reached(case: Case, bits: torch.Tensor) -> int:
+    """Pairs that the kernel computes where the last dimension of ``bits`` [tiles, block, words] lies in its lanes.
+
+    A ragged tile counts as whole in what is skipped: the limit may come out a little too low there.
+    """
+    index = case.index
+    lanes = min(library().lanes * 4 // max(4, case.dtype.itemsize), index.block)
+    kept = (bits.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
+    first, beyond = kept.int().argmax(1), index.block - kept.flip(1).int().argmax(1)
+    skipped = index.block**2 - lanes * ((beyond - first) * kept.any(1)).sum(1)
+    _, slots = index.row_of_entries()
+    of_groups = torch.zeros(index.n_groups, dtype=torch.long)
+    of_groups.index_add_(0, slots // index.n_rows, skipped[index.part_tile])
+    of_heads = of_groups[index.group.long()].expand(case.batch, case.heads)
+    return index.tile_pairs(case.batch, case.heads) - int(of_heads.sum())
 
 
 def _keys_read(case: Case) -> int:
@@ -78,20 +98,26 @@ def _products(dtype: torch.dtype) -> str:
 
 
 def _passes(
-    case: Case, direction: str, pairs: int, backward: int, forward_rate: str, *, keys: int | None = None
+    case: Case,
+    direction: str,
+    pairs: int,
+    graded: Sequence[tuple[int, int]],
+    forward_rate: str,
+    *,
+    keys: int | None = None,
 ) -> list[Work]:
-    """A forward pass of two products, and a backward pass of so many, whose tiles are graded once for each five."""
+    """A forward pass of two products, and a backward pass of so many (products, pairs), each time graded once."""
     softmax = "exp_float64" if case.dtype == torch.float64 else "exp_float32"
-    each = 2.0 * pairs * case.head_dim
+    each = 2.0 * case.head_dim
     size = case.head_dim * case.dtype.itemsize
     keys = case.batch * case.key_heads * case.n_tokens if keys is None else keys
     queries, keys = size * case.batch * case.heads * case.queries, size * keys
-    forward = Work(2 * each, pairs, 2 * queries + 2 * keys, forward_rate, softmax)
+    forward = Work(2 * each * pairs, pairs, 2 * queries + 2 * keys, forward_rate, softmax)
     if direction == FORWARD:
         return [forward]
     # Read q, out, its gradient, k and v; write three gradients.
-    grades = 1 if backward == 5 else 2
-    return [forward, Work(backward * each, grades * pairs, 4 * queries + 4 * keys, _products(case.dtype), softmax)]
+    operations, exponentials = sum(each * count * of for count, of in graded), sum(of for _, of in graded)
+    return [forward, Work(operations, exponentials, 4 * queries + 4 * keys, _products(case.dtype), softmax)]
 
 
 def limit_ms(passes: Sequence[Work], rates: Mapping[str, float]) -> float | None:

@@ -67,6 +67,8 @@ class Library(NamedTuple):
     handle: ctypes.CDLL
     isa: int
     name: str
+    lanes: int
+    """How many tokens of a tile, in float32, the kernels take together; of float64, half as many."""
 
 
 class _Found(NamedTuple):
@@ -100,7 +102,7 @@ def _find() -> _Found:
         runs = [isa for isa in runs if names[isa] == wanted]
     if not runs:
         return _Found(None, f"this processor runs none of {[wanted] if wanted else names}")
-    return _Found(Library(handle, runs[-1], names[runs[-1]]), "")
+    return _Found(Library(handle, runs[-1], names[runs[-1]], handle.ringtile_lanes(runs[-1])), "")
 
 
 _FOUND = _find()

@@ -46,6 +46,7 @@ from ringtile.analysis.machine import commit, machine_facts, versions  # noqa: E
 from ringtile.analysis.peers import Attention, Case, FlexAttention, Ringtile, SdpaDense  # noqa: E402
 from ringtile.analysis.progress import Progress  # noqa: E402
 from ringtile.analysis.record import FORWARD, Row, write_whole  # noqa: E402
+from ringtile.kernels.flash import band_of  # noqa: E402
 from ringtile.layout import build_index, clear_cache  # noqa: E402
 from ringtile.layout.density import with_density  # noqa: E402
 from ringtile.patterns import (  # noqa: E402
@@ -182,37 +183,16 @@ class FlexRule(FlexAttention):
 
 
 @dataclass(frozen=True)
-class FlashAttention:
-    """flash-attention, where it is installed, on what it serves: everything, causal and windows."""
+class Flash(Ringtile):
+    """FlashAttention through our own backend of that name: the newest version here that is right."""
 
+    backend: str | None = "flash"
     name: str = "flash-attention"
 
-    def _window(self, case: Case) -> tuple[bool, tuple[int, int]] | None:
-        known = {
-            Dense(): (False, (-1, -1)),
-            Causal(): (True, (-1, -1)),
-            Window(512): (False, (512, 512)),
-            Causal() & Window(1023, 0): (True, (1023, 0)),
-        }
-        return known.get(case.pattern)
-
     def unsupported(self, case: Case) -> list[str]:
-        import importlib.util
-
-        if importlib.util.find_spec("flash_attn") is None:
-            return ["flash-attention is not installed"]
-        return [] if self._window(case) else ["serves all pairs, causal and windows"]
-
-    def computes(self, case: Case) -> Pattern:
-        return case.pattern
-
-    def prepare(self, case: Case) -> Attention:
-        from flash_attn import flash_attn_func
-
-        causal, window = self._window(case)
-        return lambda q, k, v: flash_attn_func(
-            *(x.transpose(1, 2) for x in (q, k, v)), causal=causal, window_size=window
-        ).transpose(1, 2)
+        if case.device.type != "cuda":
+            return ["needs a GPU"]
+        return [] if band_of(case.pattern) else ["serves all pairs, causal and windows"]
 
 
 def peers(rule: Rule | None = None, *, everyone: bool = True) -> tuple[Any, ...]:
@@ -221,7 +201,7 @@ def peers(rule: Rule | None = None, *, everyone: bool = True) -> tuple[Any, ...]
         return ours, LongDense()
     named = LongDense("SDPA cuDNN", "CUDNN_ATTENTION")
     wide = FlexRule("flex, tuned", rule, (("BLOCK_M", 128), ("BLOCK_N", 64), ("num_warps", 8), ("num_stages", 3)))
-    return ours, LongDense(), named, FlexRule("flex", rule), wide, FlashAttention()
+    return ours, LongDense(), named, FlexRule("flex", rule), wide, Flash()
 
 
 def mask_tasks(smoke: bool) -> Iterator[Task]:

@@ -26,7 +26,7 @@ ROOMS_BELOW |= {room: _WINGS for room in ("demo", "integrations", "compat")}
 ROOMS_BELOW |= {"cli": _WINGS | {"demo"}, "__main__": {"cli"}}
 """Each room and the rooms it may import; the face is `ringtile/__init__.py`."""
 
-BACKENDS = {"reference", "dense", "blockwise", "native", "triton"}
+BACKENDS = {"reference", "dense", "blockwise", "native", "triton", "flash"}
 """What implements the contract in `kernels`; nothing else in the room but `select` may import one of them."""
 
 BANNED_FILES = {"utils", "helpers", "common", "core", "manager"}

@@ -62,6 +62,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if name == "triton":
             measured = found["triton_measured_on"]
             detail = f", measured on {measured}" if measured else ", unmeasured: there is no record of a GPU yet"
+        if name == "flash":
+            detail = ", served where it is named"
         yield f"backend {name}", f"not available: {'; '.join(reasons)}" if reasons else f"available{detail}"
     yield OLD_IMPORT_PATH, found[OLD_IMPORT_PATH]
     yield "index cache", f"up to {found['index_cache']['limit'] / 2**20:.0f} MiB"

@@ -217,7 +217,8 @@ def sparse_attention(
         sinks: ``[H]``, one more logit in each row's denominator; the lse returned is that of the keys alone.
         enable_gqa: Let each key head serve H / Hkv query heads.
         return_lse: Also return the natural-log lse ``[B, H, Nq]``, float32 (float64 for float64), differentiable.
-        backend: "dense", "blockwise", "reference" or None for the first that fits; a named one never falls back.
+        backend: "native" (CPU), "triton" or "flash" (GPU), "dense", "blockwise", "reference", or None for the first
+            that fits; a named one never falls back. "flash" serves only where it is named.
 
     Raises:
         ValueError: Where shapes, dtypes, devices or numbers do not fit, or the named backend cannot serve the call.

@@ -7,14 +7,20 @@ import logging
 import torch
 from torch import Tensor
 
-from ringtile.kernels import blockwise, dense, native, triton
+from ringtile.kernels import blockwise, dense, flash, native, triton
 from ringtile.kernels.contracts import Backend, Call, backends
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native.library import reason_against
 
 _logger = logging.getLogger("ringtile")
 
-_BACKENDS: dict[str, Backend] = {"native": native, "triton": triton, "dense": dense, "blockwise": blockwise}
+_BACKENDS: dict[str, Backend] = {
+    "native": native,
+    "triton": triton,
+    "flash": flash,
+    "dense": dense,
+    "blockwise": blockwise,
+}
 
 backends.update(_BACKENDS)
 tell_flop_counter()
@@ -49,5 +55,5 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 def backend_report() -> list[tuple[str, list[str]]]:
     """The backends known here, each with the reasons why it is not available (none where it is)."""
-    against = {"native": reason_against(), "triton": triton.reason_against()}
+    against = {"native": reason_against(), "triton": triton.reason_against(), "flash": flash.reason_against()}
     return [(name, [reason] if (reason := against.get(name, "")) else []) for name in NAMES]

@@ -1,0 +1,368 @@
+"""FlashAttention's kernels where they are installed, and torch's own copy of them: served where they are named.
+
+They know all pairs, causal and sliding windows. What a version of theirs computes is compared with float64 before it
+serves: outputs, lse and gradients of a small problem of the same kind, once a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.kernels.contracts import Call, as_new_out
+from ringtile.kernels.spans import KERNEL, span
+from ringtile.patterns import Causal, Dense, Pattern, Window, parse
+from ringtile.patterns.base import And
+
+DEVICE = "cuda"
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_WIDEST, _MULTIPLE = 256, 8
+_ALLOWED = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+"""Of the largest number in a result: a wrong mask, scale or head is off by as much as the numbers themselves."""
+
+
+class Band(NamedTuple):
+    """The keys ``i - left <= j <= i + right`` of query i, aligned to the lower right; None where a side has no end."""
+
+    left: int | None
+    right: int | None
+
+    def cut(self, n_keys: int) -> Band:
+        """The same for so many keys, a side that reaches past them all being none."""
+        left, right = (None if side is not None and side >= n_keys else side for side in self)
+        return Band(left, right)
+
+
+class Source(Protocol):
+    """Kernels of one origin; tensors are ``[B, N, H, D]``, lse ``[B, H, N]``."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and lse."""
+
+    def backward(
+        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+
+
+def _sides(band: Band) -> dict[str, int]:
+    return {f"window_size_{side}": -1 if size is None else size for side, size in band._asdict().items()}
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
+
+
+class _Cute:
+    """FlashAttention 4, written in CuTe's language: ``flash_attn.cute``."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.module._flash_attn_fwd(q, k, v, return_lse=True, **self._options(band, scale))
+        return out, lse
+
+    def backward(
+        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        options = self._options(band, scale)
+        dq, dk, dv, *_ = self.module._flash_attn_bwd(
+            q, k, v, out, out_grad, lse, deterministic=_deterministic(), **options
+        )
+        return dq, dk, dv
+
+    @staticmethod
+    def _options(band: Band, scale: float) -> dict[str, Any]:
+        causal = band == (None, 0)
+        left, right = (None, None) if causal else band
+        return {"softmax_scale": scale, "causal": causal, "window_size_left": left, "window_size_right": right}
+
+
+class _Hopper:
+    """FlashAttention 3."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        causal = band == (None, 0)
+        out, lse, *_ = self.module._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal, **_sides(band))
+        return out, lse
+
+    def backward(
+        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        self.module._flash_attn_backward(
+            out_grad, q, k, v, out, lse,
+            dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=band == (None, 0), deterministic=_deterministic(),
+            **_sides(band),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class _Ampere:
+    """FlashAttention 2."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.module._flash_attn_forward(q, k, v, return_softmax=False, **self._options(band, scale))
+        return out, lse
+
+    def backward(
+        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        self.module._flash_attn_backward(
+            out_grad, q, k, v, out, lse, dq, dk, dv, deterministic=_deterministic(), **self._options(band, scale)
+        )
+        return dq, dk, dv
+
+    @staticmethod
+    def _options(band: Band, scale: float) -> dict[str, Any]:
+        causal = band == (None, 0)
+        return {
+            "dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "softcap": 0.0, "alibi_slopes": None,
+            **_sides(band),
+        }  # fmt: skip
+
+
+class Torch:
+    """The copy of FlashAttention 2 in torch."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and lse."""
+        lengths = q.shape[1], k.shape[1]
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, *lengths, 0.0, band == (None, 0), False, scale=scale, **_sides(band)
+        )
+        return out, lse
+
+    def backward(
+        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+        lengths = q.shape[1], k.shape[1]
+        # The state of dropout's generator, which without dropout nobody reads.
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            out_grad, q, k, v, out, lse, None, None, *lengths, 0.0, band == (None, 0), *state, scale=scale,
+            **_sides(band),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+MODULES: tuple[tuple[str, Any], ...] = (
+    ("flash_attn.cute.interface", _Cute),
+    ("flash_attn_3.flash_attn_interface", _Hopper),
+    ("flash_attn_interface", _Hopper),
+    ("flash_attn.flash_attn_interface", _Ampere),
+)
+"""Where each version's functions are; newer ones first, torch's own after them all."""
+
+
+@functools.cache
+def _sources() -> tuple[tuple[str, Source | str], ...]:
+    """By name, the kernels or why they do not load."""
+    found: list[tuple[str, Source | str]] = []
+    for name, adapter in MODULES:
+        try:
+            if importlib.util.find_spec(name) is not None:
+                found.append((name, adapter(importlib.import_module(name))))
+        except ModuleNotFoundError:
+            continue
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            found.append((name, f"does not load: {error}"))
+    return (*found, ("torch", Torch()))
+
+
+def reason_against() -> str:
+    """Why no such kernel can be used here; empty where one may."""
+    return "" if torch.cuda.is_available() else "needs a GPU"
+
+
+def band_of(pattern: Pattern) -> Band | None:
+    """The band that a pattern is, or None.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> band_of(Causal() & Window(9))
+    Band(left=9, right=0)
+    """
+    if isinstance(pattern, Dense):
+        return Band(None, None)
+    if isinstance(pattern, Causal):
+        return Band(None, 0)
+    if isinstance(pattern, Window):
+        return Band(pattern.left, pattern.right)
+    if isinstance(pattern, And):
+        sides = band_of(pattern.first), band_of(pattern.second)
+        if sides[0] is None or sides[1] is None:
+            return None
+        left, right = (
+            min((x for x in pair if x is not None), default=None) for pair in zip(sides[0], sides[1], strict=True)
+        )
+        return Band(left, right)
+    return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _band(text: str) -> Band | None:
+    return band_of(parse(text)) if text else None
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
+    """Reasons why FlashAttention cannot serve this call."""
+    if not call.backend:
+        return ["serves where it is named"]
+    reasons = []
+    band = _band(call.pattern)
+    if band is None:
+        reasons.append(f"serves all pairs, causal and windows, got {call.pattern or 'a block index'}")
+    elif band != (None, None) and (call.start != k.shape[2] - q.shape[2] or call.start < 0):
+        reasons.append(f"aligns the last query with the last key, got {q.shape=}, {k.shape=}, {call.start=}")
+    if q.device.type != DEVICE:
+        reasons.append(f"needs a GPU, got {q.device}")
+    if q.dtype not in _DTYPES:
+        reasons.append(f"knows {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
+    # Where lse has a gradient, one more column carries it.
+    if max(q.shape[-1], v.shape[-1]) >= _WIDEST:
+        reasons.append(f"knows head dims below {_WIDEST}, got {q.shape=}, {v.shape=}")
+    if not call.scale > 0:
+        reasons.append(f"knows a scale > 0, got {call.scale=}")
+    for name in ("key_bits", "key_lengths", "alibi_slopes"):
+        if getattr(call, name) is not None:
+            reasons.append(f"knows no {name}")
+    for name in ("dropout_p", "softcap"):
+        if getattr(call, name):
+            reasons.append(f"knows no {name} of ours, got {getattr(call, name)}")
+    if 0 in (*q.shape, *k.shape, v.shape[-1]):
+        reasons.append(f"needs queries and keys, got {q.shape=}, {k.shape=}, {v.shape=}")
+    return reasons
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    """``[B, H, N, D]`` to ``[B, N, H, width]``, padded with zeros."""
+    x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] != width else x
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+
+
+def _width(*dims: int) -> int:
+    return -(-max(dims) // _MULTIPLE) * _MULTIPLE
+
+
+def _served(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Source, Band]:
+    band = _band(call.pattern)
+    assert band is not None
+    band = band.cut(k.shape[2])
+    kind = band.left is None, band.right is None, band.right == 0
+    return proven(str(q.device), q.dtype, _width(q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1], kind), band
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, N, Dv]`` and lse ``[B, H, N]``."""
+    source, band = _served(call, q, k, v)
+    width = _width(q.shape[-1], v.shape[-1])
+    with span(KERNEL):
+        out, lse = source.forward(_rows(q, width), _rows(k, width), _rows(v, width), band, call.scale)
+    return as_new_out(out.transpose(1, 2)[..., : v.shape[-1]]), lse.contiguous()
+
+
+def backward(
+    out_grad: Tensor,
+    lse_grad: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    source, band = _served(call, q, k, v)
+    if lse_grad is not None:
+        # One more column: the kernel's own rowsum(out_grad * out) then comes out less lse_grad, as it should.
+        out_grad = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
+        out = torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
+    width = _width(q.shape[-1], out.shape[-1])
+    wide_grad, wide_q, wide_k, wide_v, wide_out = (_rows(x, width) for x in (out_grad, q, k, v, out))
+    with span(KERNEL):
+        grads = source.backward(wide_grad, wide_q, wide_k, wide_v, wide_out, lse.contiguous(), band, call.scale)
+    q_grad, k_grad, v_grad = (
+        grad.transpose(1, 2)[..., : x.shape[-1]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True)
+    )
+    return q_grad, k_grad, v_grad
+
+
+@functools.cache
+def proven(device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tuple[bool, bool, bool]) -> Source:
+    """The first kernels that compute a small problem of this kind as float64 does.
+
+    Raises RuntimeError, with what each of them gave, where there are none.
+    """
+    against = []
+    for name, source in _sources():
+        wrong = source if isinstance(source, str) else _wrong(source, device, dtype, width, grouped, kind)
+        if not wrong and not isinstance(source, str):
+            return source
+        against.append(f"{name} {wrong}")
+    raise RuntimeError(f"FlashAttention does not serve {dtype}, head_dim {width} on {device}: {'; '.join(against)}")
+
+
+def _wrong(
+    source: Source, device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tuple[bool, bool, bool]
+) -> str:
+    """What is wrong with the results of a small problem; empty where nothing is."""
+    no_left, no_right, causal = kind
+    band = Band(None if no_left else 37, None if no_right else 0 if causal else 21)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(length: int, heads: int) -> Tensor:
+        return torch.randn(2, length, heads, width, generator=generator).to(device, dtype)
+
+    q, out_grad = drawn(141, 4), drawn(141, 4)
+    k, v = (drawn(203, 2 if grouped else 4) for _ in range(2))
+    try:
+        out, lse = source.forward(q, k, v, band, 0.2)
+        found = out, lse, *source.backward(out_grad, q, k, v, out, lse, band, 0.2)
+        errors = [
+            float((x.double() - y).abs().max() / y.abs().max())
+            for x, y in zip(found, _expected(q, k, v, out_grad, band, 0.2), strict=True)
+        ]
+    except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        # Compiled for other GPUs, or a version with other arguments.
+        return f"fails: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    names = ("out", "lse", "q_grad", "k_grad", "v_grad")
+    off = [f"{name} by {error:.2g}" for name, error in zip(names, errors, strict=True) if not error <= _ALLOWED[dtype]]
+    return f"is wrong: {', '.join(off)}" if off else ""
+
+
+def _expected(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor, band: Band, scale: float) -> tuple[Tensor, ...]:
+    """Output, lse and gradients in float64, ``[B, N, H, D]`` as they came."""
+    # By hand: inside an operator nothing is recorded for autograd.
+    groups = q.shape[2] // k.shape[2]
+    wide, keys, values, grad = (x.double().transpose(1, 2) for x in (q, k, v, out_grad))
+    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    ahead = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device).unsqueeze(1)
+    ahead = ahead - (k.shape[1] - q.shape[1])
+    dropped = torch.zeros_like(ahead, dtype=torch.bool)
+    if band.left is not None:
+        dropped |= ahead < -band.left
+    if band.right is not None:
+        dropped |= ahead > band.right
+    scores = (wide @ keys.mT * scale).masked_fill(dropped, -torch.inf)
+    weights = scores.softmax(-1)
+    out = weights @ values
+    score_grad = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    k_grad, v_grad = (x.unflatten(1, (-1, groups)).sum(2) for x in (score_grad.mT @ wide, weights.mT @ grad))
+    out, q_grad, k_grad, v_grad = (x.transpose(1, 2) for x in (out, score_grad @ keys, k_grad, v_grad))
+    return out, scores.logsumexp(-1), q_grad, k_grad, v_grad

@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
@@ -47,6 +48,7 @@ from ringtile.analysis.peers import Attention, Case, FlexAttention, Ringtile, Sd
 from ringtile.analysis.progress import Progress  # noqa: E402
 from ringtile.analysis.record import FORWARD, Row, write_whole  # noqa: E402
 from ringtile.kernels.flash import band_of  # noqa: E402
+from ringtile.kernels.triton.tuning import VARIABLE  # noqa: E402
 from ringtile.layout import build_index, clear_cache  # noqa: E402
 from ringtile.layout.density import with_density  # noqa: E402
 from ringtile.patterns import (  # noqa: E402
@@ -195,13 +197,33 @@ class Flash(Ringtile):
         return [] if band_of(case.pattern) else ["serves all pairs, causal and windows"]
 
 
+@dataclass(frozen=True)
+class ByDescriptor(Ringtile):
+    """Our kernels, the forward pass by tensor descriptors, to see whether they win."""
+
+    backend: str | None = "triton"
+    name: str = "ringtile, tma"
+
+    def unsupported(self, case: Case) -> list[str]:
+        return [] if case.device.type == "cuda" else ["needs a GPU"]
+
+    def prepare(self, case: Case) -> Attention:
+        run = super().prepare(case)
+
+        def switched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with patch.dict(os.environ, {VARIABLE: "tma"}):
+                return run(q, k, v)
+
+        return switched
+
+
 def peers(rule: Rule | None = None, *, everyone: bool = True) -> tuple[Any, ...]:
     ours = Ringtile("triton")
     if not everyone:
         return ours, LongDense()
     named = LongDense("SDPA cuDNN", "CUDNN_ATTENTION")
     wide = FlexRule("flex, tuned", rule, (("BLOCK_M", 128), ("BLOCK_N", 64), ("num_warps", 8), ("num_stages", 3)))
-    return ours, LongDense(), named, FlexRule("flex", rule), wide, Flash()
+    return ours, ByDescriptor(), LongDense(), named, FlexRule("flex", rule), wide, Flash()
 
 
 def mask_tasks(smoke: bool) -> Iterator[Task]:

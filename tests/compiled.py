@@ -12,6 +12,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ringtile.kernels.triton.launches import Choice, Launch
 
@@ -66,7 +67,10 @@ def compile_choice(launch: Launch, choice: Choice, target: str) -> Compiled:
         if name in constants:
             signature[name] = "constexpr"
             continue
-        value = launch.arguments[name]
+        value = {**launch.arguments, **choice.tiles}[name]
+        if isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype][1:]}{value.block_shape}>"
+            continue
         if isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]
             divisible = True

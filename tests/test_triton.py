@@ -22,6 +22,7 @@ from ringtile.cli import main
 from ringtile.kernels import triton as backend
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.triton.schedule import order_of, schedule_of
+from ringtile.kernels.triton.tuning import VARIABLE, wants_descriptors
 from ringtile.layout import clear_cache, lists
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
 
@@ -38,14 +39,27 @@ def call_of(pattern: Pattern, n_queries: int, n_keys: int, heads: int, **options
 # In the interpreter.
 
 
+BY_DESCRIPTOR = (
+    "dense and ragged",
+    "grouped heads and another value dim",
+    "a start inside a tile",
+    "one query decodes",
+    "half types within the budget",
+    "masked keys are not read",
+)
+"""Cases that have full tiles in both passes, all kinds of layouts among them."""
+
+
 @needs_triton
-@pytest.mark.parametrize("name", CASES)
-def test_a_case_is_right_in_the_interpreter(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "switch"), [*((name, "") for name in CASES), *((name, "tma") for name in BY_DESCRIPTOR)]
+)
+def test_a_case_is_right_in_the_interpreter(name: str, switch: str) -> None:
     """Another process: whether Triton interprets is settled when it is first imported."""
     source = HERE.parent / "src"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", VARIABLE: switch}
     command = [sys.executable, HERE / "triton_cases.py", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("right ")
 
@@ -127,6 +141,29 @@ def test_loops_use_the_tensor_cores_and_no_local_memory(
                 assert "LDGSTS" in text, f"{name}: nothing is copied ahead"
                 assert "LDL" not in text, f"{name}: registers are spilled"
                 assert "STL" not in text, f"{name}: registers are spilled"
+
+
+@needs_triton
+@pytest.mark.parametrize(("head_dim", "wide"), [(64, True), (128, True), (80, True), (128, False)])
+def test_descriptors_serve_where_they_are_asked_for(head_dim: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled import compile_choice
+
+    from ringtile.kernels.triton import launches
+
+    monkeypatch.setattr(launches, "architecture", lambda device: 90 if wide else 80)
+    monkeypatch.setenv(VARIABLE, "tma")
+    for name, launch in launches_of(head_dim, torch.bfloat16, 0.0):
+        if name in ("forward_kernel", "dq_kernel"):
+            made = compile_choice(launch, launch.choices[0], "sm_90")
+            # Keys and values, before the loop over full tiles and in it.
+            assert sum("UTMALDG" in line for line in made.sass) == (4 if wide else 0), name
+            assert not any("LDL" in line for loop in made.loops() for line in loop), name
+
+
+def test_a_switch_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "tma,")
+    with pytest.raises(ValueError, match=f"{VARIABLE}: expected 'tma' or nothing, got 'tma,'"):
+        wants_descriptors()
 
 
 @needs_triton

@@ -19,6 +19,7 @@ from ringtile.kernels.triton.tiles import (
     stretch,
     survives,
     survives_transposed,
+    whole_tile,
     without_bits,
 )
 
@@ -53,7 +54,7 @@ def stats_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def dq_kernel(
-    Q, K, V, OUT_GRAD, STATS, Q_GRAD, SCRATCH,
+    Q, K, V, K_TILES, V_TILES, OUT_GRAD, STATS, Q_GRAD, SCRATCH,
     group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
     key_bits, key_lengths, seed,
     c, scale, dropout_scale, threshold,
@@ -64,6 +65,7 @@ def dq_kernel(
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr,
     SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sub = program % SUBS
@@ -109,16 +111,8 @@ def dq_kernel(
     for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BN), num_stages=STAGES):
         col = tl.load(full_col + full + i // (BLOCK // BN))
         n0 = col * BLOCK + i % (BLOCK // BN) * BN
-        k_tile = K + n0.to(tl.int64) * k_n
-        v_tile = V + n0.to(tl.int64) * v_n
-        if D == DP:
-            k = tl.load(k_tile + k_places)
-        else:
-            k = tl.load(k_tile + k_places, mask=(d < D)[:, None], other=0.0)
-        if E == EP:
-            v = tl.load(v_tile + v_places)
-        else:
-            v = tl.load(v_tile + v_places, mask=(e < E)[:, None], other=0.0)
+        k = whole_tile(K, k_n, K_TILES, b, h // ratio, n0, n, d, D, DP, BN, True, TMA)
+        v = whole_tile(V, v_n, V_TILES, b, h // ratio, n0, n, e, E, EP, BN, True, TMA)
         s = tl.dot(q, k, input_precision=PRECISION)
         p = tl.exp2(s * c - lse[:, None])
         dp = tl.dot(out_grad, v, input_precision=PRECISION)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ringtile.kernels.contracts import Call, index_of, with_rows_whole
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
 from ringtile.kernels.triton.schedule import Order, schedule_of
-from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs
+from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs, wants_descriptors
 
 _FEW_PROGRAMS = 132
 """With fewer columns than a large GPU has processors, the query heads of a key head work apart."""
@@ -32,6 +33,8 @@ class Choice(NamedTuple):
     constants: dict[str, Any]
     """What is compiled in."""
     programs: int
+    tiles: dict[str, Any] = {}  # noqa: RUF012
+    """Arguments that depend on the configuration: keys and values, or descriptors of their tiles."""
 
 
 class Launch(NamedTuple):
@@ -45,10 +48,10 @@ class Launch(NamedTuple):
         """Launch in the first configuration that the device has shared memory for."""
         key = (self.kernel.__name__, device, *self.choices[0].constants.values())
         for number in range(_fitting.get(key, 0), len(self.choices)):
-            config, constants, programs = self.choices[number]
+            config, constants, programs, tiles = self.choices[number]
             try:
                 self.kernel[(programs,)](
-                    **self.arguments, **constants, num_warps=config.warps, num_stages=config.stages
+                    **self.arguments, **tiles, **constants, num_warps=config.warps, num_stages=config.stages
                 )
             except triton.runtime.errors.OutOfResources:
                 if number + 1 == len(self.choices):
@@ -142,6 +145,24 @@ class Job:
             "HAS_LENGTHS": call.key_lengths is not None,
             "DROPOUT": call.dropout_p > 0,
         }
+        # Descriptors want addresses and strides of 16 bytes, and no stride of 0.
+        self.by_descriptor = (
+            wants_descriptors()
+            and (INTERPRETED or architecture(q.device) >= 90)
+            and all(
+                x.data_ptr() % 16 == 0 and all(stride and stride * x.itemsize % 16 == 0 for stride in x.stride()[:3])
+                for x in (self.k, self.v)
+            )
+        )
+
+    def key_tiles(self, config: Config) -> dict[str, Any]:
+        """Keys and values as tiles of a configuration."""
+        if not self.by_descriptor:
+            return {"K_TILES": self.k, "V_TILES": self.v}
+        sides = (("K_TILES", self.k, "DP"), ("V_TILES", self.v, "EP"))
+        return {
+            name: TensorDescriptor.from_tensor(x, [1, 1, config.keys, self.widths[width]]) for name, x, width in sides
+        }
 
     def configs(self, kernel: str) -> list[Config]:
         width = max(self.widths["DP"], self.widths["EP"])
@@ -193,6 +214,7 @@ class Job:
             "RAGGED_KEYS": self.n_keys % self.index.block != 0,
             "SPLIT": self.schedule.rows.n_scratch > 0,
             "STAGES": config.stages,
+            "TMA": self.by_descriptor,
         }
 
     def sub_rows(self, config: Config, pack: int) -> dict[str, int]:
@@ -231,7 +253,7 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     for config in job.configs("forward"):
         tiles = {**job.sub_rows(config, pack), "PACK": pack}
         programs = owners * order.longest * tiles["SUBS"]
-        choices.append(Choice(config, job.row_constants(config, tiles), programs))
+        choices.append(Choice(config, job.row_constants(config, tiles), programs, job.key_tiles(config)))
         widths = {name: job.widths[name] for name in ("E", "EP", "BLOCK")}
         merges.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
     launches = [Launch(forward_kernels.forward_kernel, {**job.shared, **job.rows(), **results, **split}, choices)]
@@ -290,7 +312,7 @@ def _dq_launches(job: Job, shared: dict[str, Any], q_grad: Tensor) -> list[Launc
     for config in job.configs("dq"):
         tiles = job.sub_rows(config, 1)
         programs = owners * order.longest * tiles["SUBS"]
-        choices.append(Choice(config, job.row_constants(config, tiles), programs))
+        choices.append(Choice(config, job.row_constants(config, tiles), programs, job.key_tiles(config)))
         widths = {name: job.widths[name] for name in ("D", "DP", "BLOCK")}
         sums.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
     launches = [Launch(backward_kernels.dq_kernel, {**shared, **job.rows(), **split, "Q_GRAD": q_grad}, choices)]

@@ -38,6 +38,30 @@ def inside_both(kept, d, D: tl.constexpr, DP: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
+def whole_tile(
+    X, x_n, TILES, b, head, n0, n, d,
+    D: tl.constexpr, DP: tl.constexpr, SIDE: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """SIDE tokens from ``n0`` on that all exist, ``[SIDE, DP]`` or ``[DP, SIDE]``: from the rows of one head at ``X``,
+    or by a descriptor of the whole tensor."""
+    if TMA:
+        x = tl.reshape(TILES.load([b, head, n0, 0]), [SIDE, DP])
+        if TRANSPOSED:
+            x = tl.trans(x)
+    else:
+        tile = X + n0.to(tl.int64) * x_n
+        if TRANSPOSED:
+            places = n[None, :] * x_n + d[:, None]
+        else:
+            places = n[:, None] * x_n + d[None, :]
+        if D == DP:
+            x = tl.load(tile + places)
+        else:
+            x = tl.load(tile + places, mask=tl.expand_dims(d < D, 1 if TRANSPOSED else 0), other=0.0)
+    return x
+
+
+@triton.jit
 def keys_kept(key_bits, key_length, n0, n_keys, HAS_BITS: tl.constexpr, BN: tl.constexpr):
     """Which of BN keys from ``n0`` on exist and are kept by the call's own key mask."""
     key = n0 + tl.arange(0, BN)

@@ -5,9 +5,22 @@ Chosen by what the compiler makes of them: no register spilled inside a loop.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
+
+VARIABLE = "RINGTILE_TRITON"
+"""Environment variable: ``tma`` lets the keys and values of full tiles come by tensor descriptors, in the forward pass
+and for dQ, from sm_90 on. Not the default before it is shown to win."""
+
+
+def wants_descriptors() -> bool:
+    """Whether `VARIABLE` asks for tensor descriptors; ValueError where it asks for something else."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "tma"):
+        raise ValueError(f"{VARIABLE}: expected 'tma' or nothing, got {wanted!r}")
+    return wanted == "tma"
 
 
 class Config(NamedTuple):

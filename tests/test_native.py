@@ -454,6 +454,38 @@ def test_any_number_of_threads_gives_the_same_bits(
         assert_same_bits(bits_of(problem, threads), expected)
 
 
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("pattern", [Window(40), Window(100, 3), Causal() & Window(9) | GlobalTokens(2)], ids=str)
+def test_both_routes_skip_the_same_of_a_tile(pattern: Pattern) -> None:
+    """Tiles of two groups of lanes, of which each meets another part of the tile's other side."""
+    index = build_index(pattern, 700, 760, start=50, heads=1, block=128)
+    inputs = make_inputs(1, 1, 700, 760, head_dim=24, dtype=torch.float32)
+    problem = Problem(inputs, inputs, torch.randn(1, 1, 700), index, {})
+    expected = bits_of(problem, 1)
+    for threads in (2, 3):
+        assert native.backward_products(1, threads) == 7
+        assert_same_bits(bits_of(problem, threads), expected)
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_query_that_keeps_nothing_gives_zeros_whatever_it_holds(threads: int) -> None:
+    q, k, v, out_grad = make_inputs(1, 2, 150, head_dim=16, dtype=torch.float32)
+    for x in (q, out_grad):
+        x[:, :, 90:] = math.nan
+    torch.set_num_threads(threads)
+    # Queries from 90 on have no key: the last 40 of them share a tile with others that have some.
+    found = attend(q, k, v, Window(5), out_grad, key_mask=torch.arange(150).expand(1, 150) < 85).tensors()
+    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+    assert (found["out"][:, :, 90:] == 0).all()
+    assert (found["q"][:, :, 90:] == 0).all()
+    # Nor does it matter what others of its tile keep.
+    v[:, :, 80] = math.nan
+    out = attend(q, k, v, Window(5), out_grad, key_mask=torch.arange(150).expand(1, 150) < 85).out
+    assert out[:, :, 75:86].isnan().all()
+    assert (out[:, :, 90:] == 0).all()
+
+
 LONG = Window(20) | GlobalTokens(5)
 """The first row tile and the first column tile are met by all others: the layout cuts both lists."""
 

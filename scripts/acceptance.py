@@ -38,10 +38,16 @@ def _time(row: Row) -> float:
     return row.median_ms
 
 
+def _settled(row: Row) -> float:
+    """The time at the clock of the run: for comparisons of rows that were not measured in the same rounds."""
+    assert row.settled_ms is not None
+    return row.settled_ms
+
+
 def _speed(row: Row) -> float:
-    """Operations a second."""
+    """Operations a second, at the clock of the run."""
     assert row.operations is not None
-    return 1e3 * row.operations / _time(row)
+    return 1e3 * row.operations / _settled(row)
 
 
 def _least(what: str, bar: float, value: float, unit: str = "x") -> Bar:
@@ -131,7 +137,7 @@ def _others(record: Record) -> Iterator[Bar]:
         ]
         what = f"bfloat16 over float32, dense, N 4,096, D{head_dim}, forward"
         what += "" if has_pairs else " (a processor without AVX512-BF16)"
-        yield _least(what, bar if has_pairs else 1.0, _time(rows[0]) / _time(rows[1]))
+        yield _least(what, bar if has_pairs else 1.0, _settled(rows[0]) / _settled(rows[1]))
 
 
 def _long(record: Record) -> Iterator[Bar]:
@@ -142,7 +148,7 @@ def _long(record: Record) -> Iterator[Bar]:
         )
         random = row_of(record, direction, asked=LONG_RANDOM, n_tokens=131072, heads=2)
         what = f"`{LONG}`, N 131,072, {direction}"
-        yield _share(f"{what}: efficiency on {threads} threads", 0.9, _time(one) / _time(many) / threads)
+        yield _share(f"{what}: efficiency on {threads} threads", 0.9, _settled(one) / _settled(many) / threads)
         yield _most(f"{what}: time a tile over random blocks'", 1.15, _speed(random) / _speed(many), "x")
     for n_tokens, bar in ((131072, 144), (262144, 288)):
         row = row_of(record, asked=LONG, n_tokens=n_tokens, heads=8)

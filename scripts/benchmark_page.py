@@ -51,9 +51,12 @@ LIMIT = """\
 
 *Of the limit* is the least time of the call over its time. The products of the tiles and their exponentials are
 computed by the same vector ports, so their times add up; tensors are read and written meanwhile, so the longer of the
-two is the limit of a pass. The rates are measured in the same run by code of the same instruction set. The operations
-are those that the kernel needs: two products a tile forward, backward five where each thread has whole heads and seven
-where rows and columns are computed apart. For the other peers it is not known, nor for dense attention in bfloat16.
+two is the limit of a pass. The rates are measured in the same run by code of the same instruction set; that of
+multiply-adds again between the rounds of each cell, because others may use the processor too, and the limit is what
+they left. Where cells are compared with one another their times are set to the same rate. The operations are those that
+the kernel needs: two products a tile forward, backward five where each thread has whole heads and seven where rows and
+columns are computed apart; of a partial tile, the parts that hold what it keeps. For the other peers it is not known,
+nor for dense attention in bfloat16.
 """
 
 ACCEPTANCE = """\

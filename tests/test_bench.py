@@ -627,13 +627,26 @@ def test_a_record_says_the_rates_and_how_far_from_the_limit_a_row_is():
         assert set(rates) >= set(RATES)
     for row in record.rows[:4]:
         assert row.operations == sum(work.operations for work in work_of(case, row.direction, row_peer(row)))
-        assert row.limit_ms == limit_ms(work_of(case, row.direction, row_peer(row)), record.peaks["1"])
+        paced = {name: rate * (1 if name == "read" else row.clock) for name, rate in record.peaks["1"].items()}
+        assert row.limit_ms == limit_ms(work_of(case, row.direction, row_peer(row)), paced)
         assert row.of_limit == pytest.approx(row.limit_ms / row.median_ms)
+        assert row.settled_ms == row.median_ms * row.clock
     assert {row.threads for row in record.rows[4:]} == {2}
     assert {row.limit_ms for row in record.rows[4:]} == {row.of_limit for row in record.rows[4:]} == {None}
     assert Record.from_json(record.to_json()) == record
     line = next(csv.DictReader(io.StringIO(record.to_csv())))
     assert float(line["read at 2"]) == record.peaks["2"]["read"]
+
+
+def test_the_clock_is_the_middle_of_what_was_measured_between_the_rounds(monkeypatch):
+    ticks = iter([3e9, 1e9, 2e9])
+    monkeypatch.setattr(bench, "peak_rates", lambda **options: {"fma_float32": next(ticks)})
+    case = small_case(n_tokens=20)
+    rates = {"fma_float32": 4e9, "exp_float32": 1e9, "read": 1e9}
+    (rows,) = bench.measure(case, (Ringtile("blockwise"), Fake()), directions=(FORWARD,), seconds=0.0, rates=rates)
+    assert {row.clock for row in rows} == {0.5}
+    (rows,) = bench.measure(case, (Fake(),), directions=(FORWARD,), seconds=0.0)
+    assert [(row.clock, row.settled_ms) for row in rows] == [(None, rows[0].median_ms)]
 
 
 def row_peer(row: Row) -> Ringtile | SdpaDense:

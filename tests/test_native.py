@@ -958,6 +958,7 @@ def test_every_rate_of_the_processor_is_measured() -> None:
         assert set(RATES) - set(found) <= {"dot_bfloat16"}
         assert ("dot_bfloat16" in found) == (library().name == "avx512_bf16")
         assert all(0 < rate < math.inf for rate in found.values())
+    assert list(peak_rates(seconds=1e-4, samples=1, names=["exp_float32"])) == ["exp_float32"]
 
 
 @pytest.mark.parametrize("options", [{"threads": 0}, {"seconds": 0.0}, {"seconds": math.nan}, {"samples": 0}], ids=str)

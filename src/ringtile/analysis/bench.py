@@ -53,6 +53,8 @@ ERROR_FACTOR = 3.0
 ERROR_FLOOR, ERROR_FLOORS = 1e-6, {torch.float64: 1e-12}
 """An error below this is right whatever torch's own is; by dtype where it differs."""
 
+CLOCK, CLOCK_SECONDS = "fma_float32", 0.004
+"""What is measured between rounds, and for how long: how much of the processor was free."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
 SAMPLE_SECONDS = 1e-3
 """Shorter calls are repeated until a sample takes this long."""
@@ -224,9 +226,12 @@ def _seconds(call: Callable[[], object], repeats: int, device: torch.device) -> 
     return (time.perf_counter() - began) / repeats
 
 
-def _time(entrants: list[_Entrant], exact: _Exact, direction: str, seconds: float) -> None:
-    """Call the admitted in turn, round after round, each round starting with another one."""
-    device, calls, repeats = exact.case.device, [], []
+def _time(
+    entrants: list[_Entrant], exact: _Exact, direction: str, seconds: float, rates: Mapping[str, float]
+) -> float | None:
+    """Call the admitted in turn, round after round, each round starting with another one. The clock of these rounds
+    (`Row.clock`), where the rates of the run are known."""
+    device, calls, repeats, ticks = exact.case.device, [], [], []
     for entrant in entrants:
         if entrant.attention is None:
             continue
@@ -245,7 +250,10 @@ def _time(entrants: list[_Entrant], exact: _Exact, direction: str, seconds: floa
             number = (place + rounds) % len(calls)
             entrant, call = calls[number]
             entrant.seconds.append(_seconds(call, repeats[number], device))
+        if CLOCK in rates:
+            ticks.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
         rounds += 1
+    return statistics.median(ticks) / rates[CLOCK] if ticks else None
 
 
 def _blank(case: Case, direction: str, peer: str) -> Row:
@@ -271,8 +279,10 @@ def _blank(case: Case, direction: str, peer: str) -> Row:
     )
 
 
-def _row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, float]) -> Row:
+def _row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, float], clock: float | None) -> Row:
     index, passes = case.index, passes_of(case, direction, entrant.peer)
+    # What others take of the processor, they take of its vector units.
+    paced = {name: rate if name == "read" or clock is None else rate * clock for name, rate in rates.items()}
     row = replace(
         _blank(case, direction, entrant.peer.name),
         density=index.density,
@@ -284,7 +294,8 @@ def _row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, floa
         peak_backward_bytes=None if entrant.peaks is None else entrant.peaks.backward,
         reason=entrant.reason,
         operations=sum(work.operations for work in passes) if passes else None,
-        limit_ms=limit_ms(passes, rates),
+        limit_ms=limit_ms(passes, paced),
+        clock=clock,
     )
     if not entrant.seconds:
         return row
@@ -328,7 +339,7 @@ def measure(
     exact = _Exact(case, seed, trains=BOTH in directions)
     prepared: dict[str, Attention | str] = {}
     for direction in directions:
-        entrants = [_Entrant(peer) for peer in peers]
+        entrants, clock = [_Entrant(peer) for peer in peers], None
         with _threads(case.threads):
             for entrant in entrants:
                 _admit(entrant, exact, direction, prepared)
@@ -337,8 +348,8 @@ def measure(
                 for entrant in entrants:
                     entrant.reason = entrant.reason or f"not timed, since {OURS} is not right here: {red[0]}"
             else:
-                _time(entrants, exact, direction, seconds)
-            rows = [_row(case, direction, entrant, rates) for entrant in entrants]
+                clock = _time(entrants, exact, direction, seconds, rates)
+            rows = [_row(case, direction, entrant, rates, clock) for entrant in entrants]
         dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
         yield [
             replace(row, speedup=dense / row.median_ms) if dense is not None and row.median_ms is not None else row

@@ -67,7 +67,10 @@ class Row:
     operations: float | None = None
     """Floating-point operations of the products over this peer's tiles; None where they are not known."""
     limit_ms: float | None = None
-    """What these operations, the exponentials and the memory traffic take at the rates measured in the same run."""
+    """What these operations, the exponentials and the memory traffic take at the rates of the run and this clock."""
+    clock: float | None = None
+    """The rate of float32 multiply-adds between these rounds over that of the run: below 1, something else used the
+    processor too. None where it is not known."""
 
     @property
     def problem(self) -> tuple[Any, ...]:
@@ -75,6 +78,11 @@ class Row:
         sizes = (self.n_tokens, self.batch, self.heads, self.head_dim, self.block)
         parts = (self.kv_heads or self.heads, self.n_queries or self.n_tokens, self.threads)
         return (self.pattern, *sizes, *parts, self.dtype, self.device, self.direction, self.peer)
+
+    @property
+    def settled_ms(self) -> float | None:
+        """The median at the clock of the run, to be compared with rows of other rounds."""
+        return None if self.median_ms is None else self.median_ms * (self.clock or 1.0)
 
     @property
     def of_limit(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 
 import torch
 
@@ -13,8 +14,10 @@ RATES = ("fma_float32", "fma_float64", "dot_bfloat16", "exp_float32", "exp_float
 multiply-adds (of products of bfloat16 pairs), exponentials as the softmax takes them, bytes read from memory."""
 
 
-def peak_rates(*, threads: int | None = None, seconds: float = 0.02, samples: int = 5) -> dict[str, float]:
-    """The best of some samples of each of `RATES` a second, all ``threads`` (default: torch's) together.
+def peak_rates(
+    *, threads: int | None = None, seconds: float = 0.02, samples: int = 5, names: Collection[str] = RATES
+) -> dict[str, float]:
+    """The best of some samples of each of ``names`` a second, all ``threads`` (default: torch's) together.
 
     A rate that the processor, or the instruction set in use, does not have is left out; so are all without the
     library. ``seconds`` is how long a sample takes. Raises ValueError where no time or thread is given.
@@ -29,9 +32,9 @@ def peak_rates(*, threads: int | None = None, seconds: float = 0.02, samples: in
         return {}
     function = library().handle.ringtile_peak
     function.argtypes, function.restype = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double), ctypes.c_double
-    found = dict.fromkeys(RATES, 0.0)
+    found = dict.fromkeys(names, 0.0)
     # In turn, so that a disturbance does not meet all samples of one.
     for _ in range(samples):
-        for number, name in enumerate(RATES):
-            found[name] = max(found[name], function(library().isa, number, threads, seconds))
+        for name in found:
+            found[name] = max(found[name], function(library().isa, RATES.index(name), threads, seconds))
     return {name: rate for name, rate in found.items() if rate}

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ringtile import sparse_attention
 from ringtile.kernels import flash
 from ringtile.kernels.flash import Band, Torch, band_of
-from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Window, parse
+from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Strided, Window, parse
 
 CUTE, THREE, TWO = "flash_attn.cute.interface", "flash_attn_3.flash_attn_interface", "flash_attn.flash_attn_interface"
 
@@ -273,6 +273,11 @@ def test_it_serves_in_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> No
     )
     expected = sparse_attention(*inputs, Window(9), enable_gqa=True, backend="flash")
     torch.testing.assert_close(compiled(*inputs), expected, rtol=0, atol=0)
+    strided = torch.compile(
+        lambda q, k, v: sparse_attention(q, k, v, Strided(9), enable_gqa=True, backend="flash"), backend="eager"
+    )
+    with pytest.raises(ValueError, match="serves all pairs, causal and windows"):
+        strided(*inputs)
 
 
 @pytest.mark.parametrize("band", [Band(None, None), Band(None, 0), Band(30, 7)])

@@ -215,7 +215,6 @@ def band_of(pattern: Pattern) -> Band | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _band(text: str) -> Band | None:
     return band_of(parse(text)) if text else None
 
@@ -225,7 +224,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
     if not call.backend:
         return ["serves where it is named"]
     reasons = []
-    band = _band(call.pattern)
+    # A pattern's text is not read while a call is traced: the operator asks again.
+    band = Band(None, None) if torch.compiler.is_compiling() else _band(call.pattern)
     if band is None:
         reasons.append(f"serves all pairs, causal and windows, got {call.pattern or 'a block index'}")
     elif band != (None, None) and (call.start != k.shape[2] - q.shape[2] or call.start < 0):
@@ -261,8 +261,9 @@ def _width(*dims: int) -> int:
 
 
 def _served(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Source, Band]:
-    band = _band(call.pattern)
-    assert band is not None
+    reasons, band = unsupported(q, k, v, call), _band(call.pattern)
+    if reasons or band is None:
+        raise ValueError(f"backend 'flash' cannot serve this call: {'; '.join(reasons)}")
     band = band.cut(k.shape[2])
     kind = band.left is None, band.right is None, band.right == 0
     return proven(str(q.device), q.dtype, _width(q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1], kind), band

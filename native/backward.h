@@ -229,10 +229,8 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
         if (sums && !direct) copy_in(Rows<T>{sums, c.head_dim}, count, c.head_dim, to.width, nullptr, to.query_sums);
         for (int lane = 0; lane < end; lane += GROUP) {
             int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
-            Reach reach = {low, queries.high};
-            if (step.bits || u.any_keys)
-                reach = reach_of(step.bits, step.words, u.queries, lane, (int)least(lane + GROUP, keys.high), low,
-                                 queries.high);
+            Reach reach = reach_of(step.bits, step.words, u.any_queries ? u.queries : nullptr, lane,
+                                   (int)least(lane + GROUP, keys.high), low, queries.high);
             if (reach.first >= reach.last) continue;
             int near = reach.last - reach.first, skipped = reach.first - low;
             const T *near_query = query + skipped * query_step, *near_grad = grad + skipped * grad_step;
@@ -444,10 +442,8 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
         }
         for (int lane = from; lane < end; lane += GROUP) {
             int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
-            Reach reach = {0, keys.high};
-            if (step.bits || step.dead)
-                reach = reach_of(step.bits, step.words, u.keys, (int)most(lane, queries.low),
-                                 (int)least(lane + GROUP, queries.high), 0, keys.high);
+            Reach reach = reach_of(step.bits, step.words, u.any_keys ? u.keys : nullptr,
+                                   (int)most(lane, queries.low), (int)least(lane + GROUP, queries.high), 0, keys.high);
             // From a multiple of as many keys as columns have in their lanes, and as many at a time: for the same bits.
             int skipped = reach.first / GROUP * GROUP, near = reach.last - skipped;
             if (near <= 0) continue;

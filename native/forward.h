@@ -222,10 +222,8 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
         if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);
         for (int lane = from; lane < end; lane += GROUP) {
             int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
-            Reach reach = {0, keys.high};
-            if (mask.bits || mask.dead)
-                reach = reach_of(mask.bits, words, mask.dead, (int)most(lane, queries.low),
-                                 (int)least(lane + GROUP, queries.high), 0, keys.high);
+            Reach reach = reach_of(mask.bits, words, mask.dead, (int)most(lane, queries.low),
+                                   (int)least(lane + GROUP, queries.high), 0, keys.high);
             if (reach.first >= reach.last) continue;
             if (PAIRS) reach.first &= ~1;
             int near = reach.last - reach.first;

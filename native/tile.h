@@ -214,6 +214,7 @@ struct Reach {
 };
 
 INLINE Reach reach_of(const int32_t *bits, int words, const uint32_t *dead, int low, int high, int first, int last) {
+    if (!bits && !dead) return {first, last};
     uint32_t lanes[MAX_WORDS] = {};
     for (int i = low; i < high; i++) lanes[i >> 5] |= 1u << (i & 31);
     auto reached = [&](int token) {

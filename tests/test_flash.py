@@ -21,15 +21,20 @@ from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Strided, Win
 CUTE, THREE, TWO = "flash_attn.cute.interface", "flash_attn_3.flash_attn_interface", "flash_attn.flash_attn_interface"
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """FlashAttention's own rule, ``[B, N, H, D]``, -1 for no end; results in float64."""
-    groups = q.shape[2] // k.shape[2]
-    wide, keys, values = q.double().transpose(1, 2), *(x.double().transpose(1, 2) for x in (k, v))
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+def kept_by(q: Tensor, k: Tensor, left: int, right: int, causal: bool) -> Tensor:
+    """FlashAttention's own rule, -1 for no end."""
     i = torch.arange(q.shape[1]).unsqueeze(1) + k.shape[1] - q.shape[1]
     j = torch.arange(k.shape[1])
     right = 0 if causal else right
-    kept = ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+    return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """``[B, N, H, D]``; results in float64."""
+    groups = q.shape[2] // k.shape[2]
+    wide, keys, values = q.double().transpose(1, 2), *(x.double().transpose(1, 2) for x in (k, v))
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    kept = kept_by(q, k, left, right, causal)
     scores = (wide @ keys.mT * scale).masked_fill(~kept, -math.inf)
     return (scores.softmax(-1) @ values).transpose(1, 2), scores.logsumexp(-1)
 
@@ -40,10 +45,7 @@ def grads_of(out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     groups = q.shape[2] // k.shape[2]
     wide, grad, given = (x.double().transpose(1, 2) for x in (q, out_grad, out))
     keys, values = (x.double().transpose(1, 2).repeat_interleave(groups, 1) for x in (k, v))
-    i = torch.arange(q.shape[1]).unsqueeze(1) + k.shape[1] - q.shape[1]
-    j = torch.arange(k.shape[1])
-    right = 0 if causal else right
-    kept = ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+    kept = kept_by(q, k, left, right, causal)
     p = torch.exp(wide @ keys.mT * scale - lse.double().unsqueeze(-1)).masked_fill(~kept, 0)
     ds = p * (grad @ values.mT - (grad * given).sum(-1, keepdim=True)) * scale
     sums = (x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ wide, p.mT @ grad))

@@ -124,6 +124,18 @@ def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:
     return []
 
 
+def lacking(call: Call, *names: str) -> list[str]:
+    """A reason for each of these arguments that a call has and a kernel knows nothing of."""
+    reasons = []
+    for name in names:
+        value = getattr(call, name)
+        if isinstance(value, Tensor):
+            reasons.append(f"knows no {name}")
+        elif value:
+            reasons.append(f"knows no {name}, got {value}")
+    return reasons
+
+
 def with_rows_whole(x: Tensor) -> Tensor:
     """The tensor, its last dimension contiguous: compiled kernels read any other strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Torch's flash kernel for CPUs, with what it lacks: Dv != D, and a gradient through lse.
+"""Torch's flash kernel for CPUs, with what it and those for GPUs lack: Dv != D, and a gradient through lse.
 
 Suffixes as elsewhere in the kernels: ``[.., H, m, D]`` queries, ``[.., G, l, D]`` keys. An empty row comes out
 as 0 with lse 0: the caller knows which rows are empty.
@@ -11,11 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
-    """The last dimension padded to a width, and contiguous: the kernel reads it so whatever its stride is."""
+def padded(x: Tensor, width: int) -> Tensor:
+    """The last dimension padded to a width, and contiguous: a flash kernel reads it so whatever its stride is."""
     if x.shape[-1] != width:
         return F.pad(x, (0, width - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def with_lse_column(out_grad: Tensor, lse_grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """out_grad and out with one more column: a flash kernel's own rowsum(out_grad * out) then comes out less lse_grad,
+    as it should."""
+    grads = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
+    return grads, torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
 
 
 def flash_forward(
@@ -24,9 +31,9 @@ def flash_forward(
     """Output and natural-log lse; ``mask`` is added to the scores and broadcasts; causal is upper-left."""
     width = max(q.shape[-1], v.shape[-1])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _padded(q, width),
-        _padded(k, width),
-        _padded(v, width),
+        padded(q, width),
+        padded(k, width),
+        padded(v, width),
         is_causal=is_causal,
         attn_mask=mask,
         scale=scale,
@@ -50,16 +57,14 @@ def flash_backward(
     """Gradients of q, k and v; ``out`` and ``lse`` may be those of a softmax of which these keys are a part."""
     width = max(q.shape[-1], v.shape[-1])
     if lse_grad is not None:
-        # One more column: the kernel's own rowsum(out_grad * out) then comes out less lse_grad, as it should.
-        out_grad = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
-        out = torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
+        out_grad, out = with_lse_column(out_grad, lse_grad, out)
         width = max(width, out.shape[-1])
     q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _padded(out_grad, width),
-        _padded(q, width),
-        _padded(k, width),
-        _padded(v, width),
-        _padded(out, width),
+        padded(out_grad, width),
+        padded(q, width),
+        padded(k, width),
+        padded(v, width),
+        padded(out, width),
         lse,
         0.0,
         is_causal,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, as_new_out
+from ringtile.kernels.contracts import Call, as_new_out, lacking
 from ringtile.kernels.cpu_flash import flash_backward, flash_forward
 
 
@@ -22,12 +22,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         )
     if call.pattern == "causal" and call.scale <= 0:
         reasons.append(f"masks before it scales, so causal needs a scale > 0, got {call.scale=}")
-    for name in ("key_bits", "key_lengths", "alibi_slopes"):
-        if getattr(call, name) is not None:
-            reasons.append(f"knows no {name}")
-    for name in ("dropout_p", "softcap"):
-        if getattr(call, name):
-            reasons.append(f"knows no {name}, got {getattr(call, name)}")
+    reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
     if q.device.type != "cpu":
         reasons.append(f"needs a CPU, got {q.device}")
     if 0 in (*q.shape, *k.shape):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, as_new_out
+from ringtile.kernels.contracts import Call, as_new_out, lacking
+from ringtile.kernels.cpu_flash import padded, with_lse_column
 from ringtile.kernels.spans import KERNEL, span
 from ringtile.patterns import Causal, Dense, Pattern, Window, parse
 from ringtile.patterns.base import And
@@ -33,6 +34,11 @@ class Band(NamedTuple):
 
     left: int | None
     right: int | None
+
+    @property
+    def is_causal(self) -> bool:
+        """All the past and no more, which the kernels name apart."""
+        return self.left is None and self.right == 0
 
     def cut(self, n_keys: int) -> Band:
         """The same for so many keys, a side that reaches past them all being none."""
@@ -60,11 +66,15 @@ def _deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-class _Cute:
-    """FlashAttention 4, written in CuTe's language: ``flash_attn.cute``."""
+@dataclass(frozen=True)
+class _Package:
+    """An installed version: the module that its functions are in."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    module: Any
+
+
+class _Cute(_Package):
+    """FlashAttention 4, written in CuTe's language: ``flash_attn.cute``."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.module._flash_attn_fwd(q, k, v, return_lse=True, **self._options(band, scale))
@@ -81,20 +91,17 @@ class _Cute:
 
     @staticmethod
     def _options(band: Band, scale: float) -> dict[str, Any]:
-        causal = band == (None, 0)
-        left, right = (None, None) if causal else band
-        return {"softmax_scale": scale, "causal": causal, "window_size_left": left, "window_size_right": right}
+        left, right = (None, None) if band.is_causal else band
+        return {"softmax_scale": scale, "causal": band.is_causal, "window_size_left": left, "window_size_right": right}
 
 
-class _Hopper:
+class _Hopper(_Package):
     """FlashAttention 3."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-        causal = band == (None, 0)
-        out, lse, *_ = self.module._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal, **_sides(band))
+        out, lse, *_ = self.module._flash_attn_forward(
+            q, k, v, softmax_scale=scale, causal=band.is_causal, **_sides(band)
+        )
         return out, lse
 
     def backward(
@@ -103,17 +110,14 @@ class _Hopper:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         self.module._flash_attn_backward(
             out_grad, q, k, v, out, lse,
-            dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=band == (None, 0), deterministic=_deterministic(),
+            dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=band.is_causal, deterministic=_deterministic(),
             **_sides(band),
         )  # fmt: skip
         return dq, dk, dv
 
 
-class _Ampere:
+class _Ampere(_Package):
     """FlashAttention 2."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.module._flash_attn_forward(q, k, v, return_softmax=False, **self._options(band, scale))
@@ -130,9 +134,8 @@ class _Ampere:
 
     @staticmethod
     def _options(band: Band, scale: float) -> dict[str, Any]:
-        causal = band == (None, 0)
         return {
-            "dropout_p": 0.0, "softmax_scale": scale, "causal": causal, "softcap": 0.0, "alibi_slopes": None,
+            "dropout_p": 0.0, "softmax_scale": scale, "causal": band.is_causal, "softcap": 0.0, "alibi_slopes": None,
             **_sides(band),
         }  # fmt: skip
 
@@ -144,7 +147,7 @@ class Torch:
         """Output and lse."""
         lengths = q.shape[1], k.shape[1]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, *lengths, 0.0, band == (None, 0), False, scale=scale, **_sides(band)
+            q, k, v, None, None, *lengths, 0.0, band.is_causal, False, scale=scale, **_sides(band)
         )
         return out, lse
 
@@ -156,7 +159,7 @@ class Torch:
         # The state of dropout's generator, which without dropout nobody reads.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            out_grad, q, k, v, out, lse, None, None, *lengths, 0.0, band == (None, 0), *state, scale=scale,
+            out_grad, q, k, v, out, lse, None, None, *lengths, 0.0, band.is_causal, *state, scale=scale,
             **_sides(band),
         )  # fmt: skip
         return dq, dk, dv
@@ -239,12 +242,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"knows head dims below {_WIDEST}, got {q.shape=}, {v.shape=}")
     if not call.scale > 0:
         reasons.append(f"knows a scale > 0, got {call.scale=}")
-    for name in ("key_bits", "key_lengths", "alibi_slopes"):
-        if getattr(call, name) is not None:
-            reasons.append(f"knows no {name}")
-    for name in ("dropout_p", "softcap"):
-        if getattr(call, name):
-            reasons.append(f"knows no {name} of ours, got {getattr(call, name)}")
+    reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
     if 0 in (*q.shape, *k.shape, v.shape[-1]):
         reasons.append(f"needs queries and keys, got {q.shape=}, {k.shape=}, {v.shape=}")
     return reasons
@@ -252,8 +250,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
 
 def _rows(x: Tensor, width: int) -> Tensor:
     """``[B, H, N, D]`` to ``[B, N, H, width]``, padded with zeros."""
-    x = F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] != width else x
-    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+    return padded(x, width).transpose(1, 2)
 
 
 def _width(*dims: int) -> int:
@@ -291,9 +288,7 @@ def backward(
     """Gradients of q, k and v."""
     source, band = _served(call, q, k, v)
     if lse_grad is not None:
-        # One more column: the kernel's own rowsum(out_grad * out) then comes out less lse_grad, as it should.
-        out_grad = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
-        out = torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
+        out_grad, out = with_lse_column(out_grad, lse_grad, out)
     width = _width(q.shape[-1], out.shape[-1])
     wide_grad, wide_q, wide_k, wide_v, wide_out = (_rows(x, width) for x in (out_grad, q, k, v, out))
     with span(KERNEL):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, new_out, with_rows_whole
+from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, lacking, new_out, with_rows_whole
 from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_index, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against
 from ringtile.kernels.philox import dropout_threshold
@@ -54,11 +54,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"needs a CPU, got {q.device}")
     elif reason := reason_against():
         reasons.append(reason)
-    if call.softcap:
-        reasons.append(f"knows no softcap, got {call.softcap}")
-    if call.alibi_slopes is not None:
-        reasons.append("knows no alibi_slopes")
-    return reasons + dense_tiles_reason(q, k, call)
+    return reasons + lacking(call, "softcap", "alibi_slopes") + dense_tiles_reason(q, k, call)
 
 
 class _Side(NamedTuple):

@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, new_out
+from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, lacking, new_out
 from ringtile.kernels.spans import KERNEL, span
 
 MEASURED_ON = ""
@@ -52,11 +52,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"bfloat16 needs compute capability 8.0, got {torch.cuda.get_device_capability(q.device)}")
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:
         reasons.append(f"knows head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")
-    if call.softcap:
-        reasons.append(f"knows no softcap, got {call.softcap}")
-    if call.alibi_slopes is not None:
-        reasons.append("knows no alibi_slopes")
-    return reasons + dense_tiles_reason(q, k, call)
+    return reasons + lacking(call, "softcap", "alibi_slopes") + dense_tiles_reason(q, k, call)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:

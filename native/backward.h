@@ -234,10 +234,10 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
             if (reach.first >= reach.last) continue;
             int near = reach.last - reach.first, skipped = reach.first - low;
             const T *near_query = query + skipped * query_step, *near_grad = grad + skipped * grad_step;
-            matmul<T, true>(vectors, near_query, query_step, to.keys_t + lane, MAX_BLOCK, to.scores, GROUP, near,
-                            c.head_dim, false);
-            matmul<T, true>(vectors, near_grad, grad_step, to.values_t + lane, MAX_BLOCK, to.grads, GROUP, near,
-                            c.value_dim, false);
+            matmul<T, true>(vectors, near_query, query_step, to.keys_t + lane * c.head_dim, GROUP, to.scores,
+                            GROUP, near, c.head_dim, false);
+            matmul<T, true>(vectors, near_grad, grad_step, to.values_t + lane * c.value_dim, GROUP, to.grads,
+                            GROUP, near, c.value_dim, false);
             grade_group<T, true>(vectors, to.scores, to.grads, reach.first, near, lane, step, lse2, delta);
             matmul<T, false>(vectors, near_grad, grad_step, to.scores, GROUP, to.value_sums + lane, MAX_BLOCK,
                              c.value_dim, near, true);
@@ -266,8 +266,8 @@ INLINE void pack_column(const ringtile_call &c, int64_t b, int64_t kv, Span keys
     Rows<E> value_rows = rows_of<E>(c.v, c.v_stride, b, kv, keys.first);
     uint32_t dead[MAX_WORDS];
     bool masked = dropped_keys(c, b, keys, dead);
-    transpose_in(key_rows, 0, keys.high, 0, MAX_BLOCK, c.head_dim, T(1), to.keys_t, MAX_BLOCK);
-    transpose_in(value_rows, 0, keys.high, 0, MAX_BLOCK, c.value_dim, T(1), to.values_t, MAX_BLOCK);
+    transpose_in(key_rows, 0, keys.high, 0, MAX_BLOCK, c.head_dim, T(1), to.keys_t);
+    transpose_in(value_rows, 0, keys.high, 0, MAX_BLOCK, c.value_dim, T(1), to.values_t);
     if (queries) copy_in(key_rows, keys.high, c.head_dim, to.width, masked ? dead : nullptr, to.keys);
 }
 
@@ -406,8 +406,8 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
         Packing packing(c);
         Rows<E> query_rows = rows_of<E>(c.q, c.q_stride, b, h, queries.first + queries.low);
         Rows<E> grad_rows = rows_of<E>(c.out_grad, c.out_grad_stride, b, h, queries.first + queries.low);
-        transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, T(1), to.queries, MAX_BLOCK);
-        transpose_in(grad_rows, queries.low, queries.high, from, end, c.value_dim, T(1), to.out_grads, MAX_BLOCK);
+        transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, T(1), to.queries);
+        transpose_in(grad_rows, queries.low, queries.high, from, end, c.value_dim, T(1), to.out_grads);
     }
     T *sums = to.key_sums;
     for (int64_t i = 0; i < c.head_dim * MAX_BLOCK; i++) sums[i] = 0;
@@ -447,10 +447,11 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
             // From a multiple of as many keys as columns have in their lanes, and as many at a time: for the same bits.
             int skipped = reach.first / GROUP * GROUP, near = reach.last - skipped;
             if (near <= 0) continue;
-            matmul<T, true>(vectors, key + skipped * key_step, key_step, to.queries + lane, MAX_BLOCK, to.scores, GROUP,
-                            near, c.head_dim, false);
-            matmul<T, true>(vectors, value + skipped * value_step, value_step, to.out_grads + lane, MAX_BLOCK, to.grads,
-                            GROUP, near, c.value_dim, false);
+            matmul<T, true>(vectors, key + skipped * key_step, key_step, to.queries + (lane - from) * c.head_dim, GROUP,
+                            to.scores, GROUP, near, c.head_dim, false);
+            matmul<T, true>(vectors, value + skipped * value_step, value_step,
+                            to.out_grads + (lane - from) * c.value_dim, GROUP, to.grads, GROUP, near, c.value_dim,
+                            false);
             grade_group<T, false>(vectors, to.scores, to.grads, skipped, near, lane, step, highs, means);
             for (int64_t k = 0; k < near; k += GROUP)
                 matmul<T, false>(vectors, key + (skipped + k) * key_step, key_step, to.grads + k * GROUP, GROUP,

@@ -148,12 +148,12 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
     bfloat16 *value_pairs = (bfloat16 *)to.values;
     if constexpr (PAIRS) {
         Packing packing(c);
-        pair_queries(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, query_pairs, MAX_BLOCK);
+        pair_queries(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, query_pairs);
     }
 #endif
     if (!PAIRS) {
         Packing packing(c);
-        transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, to.queries, MAX_BLOCK);
+        transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, to.queries);
     }
     for (int64_t d = 0; d < c.value_dim; d++)
         for (int lane = from; lane < end; lane++) to.sums[d * MAX_BLOCK + lane] = 0;
@@ -230,13 +230,15 @@ void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory)
             mask.first = reach.first;
 #if HAS_PAIRS
             if constexpr (PAIRS) {
-                pair_matmul<true>(vectors, key_rows.x + reach.first * key_step, key_step, query_pairs + lane, MAX_BLOCK,
-                                  to.scores, GROUP, near, c.head_dim / 2, false);
+                pair_matmul<true>(vectors, key_rows.x + reach.first * key_step, key_step,
+                                  query_pairs + (lane - from) * (c.head_dim / 2), GROUP, to.scores, GROUP, near,
+                                  c.head_dim / 2, false);
             }
 #endif
             if (!PAIRS)
-                matmul<T, true>(vectors, key + reach.first * key_step, key_step, to.queries + lane, MAX_BLOCK,
-                                to.scores, GROUP, near, c.head_dim, false);
+                matmul<T, true>(vectors, key + reach.first * key_step, key_step,
+                                to.queries + (lane - from) * c.head_dim, GROUP, to.scores, GROUP, near, c.head_dim,
+                                false);
             soften_group<T>(vectors, to.scores, near, lane, base, mask.bits || mask.dead ? &mask : nullptr, to.highest,
                             to.total, to.sums, c.value_dim);
             if (c.dropout_threshold) {

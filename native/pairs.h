@@ -67,11 +67,14 @@ INLINE void pair_matmul(int vectors, const bfloat16 *a, int64_t a_step, const ui
     }
 }
 
-// Queries in the lanes, the pair (2 d, 2 d + 1) of each: y[d][lane]; zero in the lanes of [from, to) that hold none.
+// Queries in the lanes, the pair (2 d, 2 d + 1) of each, laid out as by transpose_in; zero in the lanes of [from, to)
+// that hold none.
 INLINE void pair_queries(Rows<bfloat16> rows, int low, int high, int from, int to, int64_t width, float sign,
-                         uint32_t *y, int64_t y_step) {
+                         uint32_t *y) {
+    constexpr int GROUP = TILE_VECTORS * 16;
     const __m512i flip = _mm512_set1_epi32(sign < 0 ? (int)0x80008000u : 0);
-    for (int lane = from; lane < to; lane += 16)
+    for (int lane = from; lane < to; lane += 16) {
+        uint32_t *column = y + (lane - from) / GROUP * GROUP * (width / 2) + (lane - from) % GROUP;
         for (int64_t d = 0; d < width / 2; d += 16) {
             Vec<float> x[16];
             int count = (int)least(16, width / 2 - d);
@@ -82,8 +85,9 @@ INLINE void pair_queries(Rows<bfloat16> rows, int low, int high, int from, int t
                 x[i] = (Vec<float>)_mm512_maskz_xor_epi32(inside, _mm512_maskz_loadu_epi32(inside, pairs), flip);
             }
             transpose_square<float>(x);
-            for (int i = 0; i < count; i++) store((float *)(y + (d + i) * y_step) + lane, x[i]);
+            for (int i = 0; i < count; i++) store((float *)(column + (d + i) * GROUP), x[i]);
         }
+    }
 }
 
 // Rows 2 k and 2 k + 1 interleaved; rows whose bit in `dead` is set, and one past the last, come as zero.

@@ -2,8 +2,8 @@
 #pragma once
 #include <time.h>
 
+#include "matmul.h"
 #include "ringtile.h"
-#include "simd.h"
 
 namespace ISA {
 
@@ -100,13 +100,15 @@ template <class E, class T> INLINE Vec<T> load_row(const E *x, int count) {
     return load(y);
 }
 
-// Transposed and widened: y[d][lane] for the tokens of lanes [low, high), zero in the other lanes of [from, to). `from`
-// and `to` are multiples of the lanes of a vector.
+// Transposed and widened, the lanes that a register tile takes together apart: y[lane / GROUP][d][lane % GROUP], counted
+// from `from` on, for the tokens of lanes [low, high), zero in the other lanes of [from, to). Lanes `from` and `to` are
+// multiples of those of a vector. Rows of all lanes would fall on half of the first cache's sets.
 template <class E, class T>
-void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y, int64_t y_step) {
-    constexpr int L = Lanes<T>::count;
+void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y) {
+    constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
     for (int lane = from; lane < to; lane += L) {
         const E *token = rows.x + (lane - low) * rows.step;
+        T *column = y + (lane - from) / GROUP * GROUP * width + (lane - from) % GROUP;
         for (int64_t d = 0; d < width; d += L) {
             Vec<T> x[L];
             int count = (int)least(L, width - d);
@@ -115,7 +117,7 @@ void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t wid
                 for (int i = 0; i < L; i++) x[i] = load_row<E, T>(token + i * rows.step + d, L) * sign;
                 transpose_square<T>(x);
 #pragma GCC unroll 16
-                for (int i = 0; i < L; i++) store(y + (d + i) * y_step + lane, x[i]);
+                for (int i = 0; i < L; i++) store(column + (d + i) * GROUP, x[i]);
                 continue;
             }
             for (int i = 0; i < L; i++) {
@@ -123,7 +125,7 @@ void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t wid
                 x[i] = inside ? load_row<E, T>(token + i * rows.step + d, count) * sign : Vec<T>{};
             }
             transpose_square<T>(x);
-            for (int i = 0; i < count; i++) store(y + (d + i) * y_step + lane, x[i]);
+            for (int i = 0; i < count; i++) store(column + (d + i) * GROUP, x[i]);
         }
     }
 }

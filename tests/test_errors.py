@@ -256,6 +256,7 @@ def test_bad_patterns_and_indices(make: Callable[[], Any], got: str) -> None:
 
 def test_the_same_is_refused_while_compiling() -> None:
     torch._dynamo.reset()
-    attend = torch.compile(lambda x: sparse_attention(x, x, x, Documents([3, 4])), backend="eager")
+    pattern = Documents([3, 4])
+    attend = torch.compile(lambda x: sparse_attention(x, x, x, pattern), backend="eager")
     with pytest.raises(Exception, match="documents of 7 tokens expects n_keys=7, got n_keys=8"):
         attend(zeros(1, 1, 8, 2))

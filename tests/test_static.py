@@ -20,7 +20,7 @@ def output_of(*command: str) -> tuple[int, str]:
 
 
 def test_ruff() -> None:
-    status, output = output_of("-m", "ruff", "check", "src", "tests", "scripts")
+    status, output = output_of("-m", "ruff", "check", "src", "tests", "scripts", "benchmarks")
     assert status == 0, output
 
 

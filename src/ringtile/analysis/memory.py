@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,11 +54,13 @@ def peak_memory(
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's library from announcing itself on standard error."""
+    """Keep the profiler's library from announcing itself on standard error, and torch 2.11 from its warning."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "99"
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+            yield
     finally:
         del os.environ["KINETO_LOG_LEVEL"]
         if before is not None:

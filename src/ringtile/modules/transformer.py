@@ -159,9 +159,7 @@ class SparseTransformerLayer(nn.Module):
         x = x + self._dropped(self.output(self._attention(self.attention_norm(x), key_mask, cache, angles)))
         return x + self._dropped(self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")))
 
-    def _attention(
-        self, x: Tensor, key_mask: Tensor | None, cache: LayerCache | None, angles: Angles | None
-    ) -> Tensor:
+    def _attention(self, x: Tensor, key_mask: Tensor | None, cache: LayerCache | None, angles: Angles | None) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         projected = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         query, key, value = projected.split([heads, kv_heads, kv_heads], 1)

@@ -11,9 +11,7 @@ DRAW_LIMIT = 4096
 _EMPTY, _MIXED, _FULL = "·▒█"
 
 
-def draw_rule(
-    kept: Callable[[Tensor, Tensor], Tensor], n_queries: int, n_keys: int, *, start: int, width: int
-) -> str:
+def draw_rule(kept: Callable[[Tensor, Tensor], Tensor], n_queries: int, n_keys: int, *, start: int, width: int) -> str:
     """Draw ``kept(query, key)``, evaluated in strips of one line of cells. Raises ValueError above 4096 tokens."""
     if max(n_queries, n_keys) > DRAW_LIMIT:
         raise ValueError(

@@ -131,9 +131,7 @@ class OffsetPattern(Pattern):
             inside = (least >= -right) & (most <= left)
             outside = (least > left) | (most < -right) | (most // rate * rate < least)
             signed = torch.where(offset < 0, -2 * offset - 1, 2 * offset)
-            code = number_pairs(
-                code, torch.where(outside, 0, 1 + torch.where(inside, offset % rate, rate + signed))
-            )
+            code = number_pairs(code, torch.where(outside, 0, 1 + torch.where(inside, offset % rate, rate + signed)))
             full |= inside & (offset % rate == 0) & ((most == least) | (rate == 1))
             empty &= outside
         return torch.where(full, 1, torch.where(empty, 0, code + 2))

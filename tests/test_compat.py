@@ -879,6 +879,8 @@ def test_out_of_memory_is_one_error(
     with pytest.raises(RuntimeError) as raised:
         attention(X.clone().requires_grad_())
     assert calls == 1
+    weight = X.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad((weight * weight).sum(), weight)[0], 2 * weight)
     if not is_of_memory:
         assert raised.value is error
         return

@@ -265,7 +265,7 @@ def test_lists_that_serve_another_start_are_planned_anew(backend: str) -> None:
 def live_bytes() -> int:
     gc.collect()
     storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) is Tensor
+        x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) is Tensor
     }
     return sum(storages.values())
 

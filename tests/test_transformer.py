@@ -299,6 +299,22 @@ def test_checkpointing_saves_inputs_and_calls_each_layer_twice() -> None:
     assert "gradient_checkpointing=True" in repr(stack)
 
 
+def test_a_layer_that_fails_under_checkpointing_leaves_autograd_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = SparseTransformer(2, 32, 4, is_causal=True, gradient_checkpointing=True)
+    x = torch.randn(1, 20, 32, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.layers[1], "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stack(x)
+    (grad,) = torch.autograd.grad((x * x).sum(), x)
+    assert torch.equal(grad, 2 * x)
+    stack.gradient_checkpointing = False
+    (expected,) = torch.autograd.grad(stack(x).sum(), x)
+    stack.gradient_checkpointing = True
+    (grad,) = torch.autograd.grad(stack(x).sum(), x)
+    assert torch.equal(grad, expected)
+
+
 # Positions
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ringtile.analysis.monitor import PerformanceMonitor
 from ringtile.compat.config import SparsePatternConfig, check_density
@@ -20,6 +19,7 @@ from ringtile.compat.once import accept_needless
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import dilated_attention
 from ringtile.kernels.philox import dropout_threshold
+from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Dense, Pattern
 from ringtile.patterns.base import wholes
 
@@ -199,8 +199,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         def call() -> Tensor:
             try:
                 if self.use_gradient_checkpointing and torch.is_grad_enabled():
-                    out: Tensor = checkpoint(sparse, query, key, value, dropout_p, use_reentrant=False)
-                    return out
+                    return recomputed(sparse, query, key, value, dropout_p)
                 return sparse(query, key, value, dropout_p)
             except RuntimeError as error:
                 if not _is_out_of_memory(error):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ringtile.functional import sparse_attention
 from ringtile.modules.cache import KVCache, LayerCache
 from ringtile.modules.positions import rotary_angles, rotate
+from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Causal, Dense, Pattern
 
 Angles = tuple[Tensor, Tensor]
@@ -286,7 +286,7 @@ class SparseTransformer(nn.Module):
         angles = layers[0].angles(x, 0 if cache is None else cache.length)
         for layer, layer_cache in zip(layers, caches, strict=True):
             if self.gradient_checkpointing and layer_cache is None:
-                x = checkpoint(layer, x, key_mask, None, angles, use_reentrant=False)
+                x = recomputed(layer, x, key_mask, None, angles)
             else:
                 x = layer(x, key_mask, layer_cache, angles)
         out: Tensor = self.norm(x)

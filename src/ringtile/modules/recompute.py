@@ -1,0 +1,57 @@
+"""Gradient checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+class _Delayed:
+    """What is raised inside comes later: once, from `arrive`."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self._error = error
+        return True
+
+    def arrive(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """What a function returns, saving only its arguments: the backward pass computes it once more.
+
+    An exception may leave the function. One that left torch 2.11's own checkpoint would leave that recording, and every
+    later backward pass wrong, so here it waits until the checkpoint has ended.
+
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> torch.autograd.grad(recomputed(torch.exp, x).sum(), x)[0].log().tolist()
+    [1.0, 1.0, 1.0]
+    """
+    if torch.compiler.is_compiling():
+        compiled: Tensor = checkpoint(function, *arguments, use_reentrant=False)
+        return compiled
+    delayed, has_ended = _Delayed(), False
+
+    def guarded(*given: Any) -> Tensor:
+        if has_ended:
+            return function(*given)
+        with delayed:
+            return function(*given)
+        return torch.empty(0)
+
+    out: Tensor = checkpoint(guarded, *arguments, use_reentrant=False)
+    has_ended = True
+    delayed.arrive()
+    return out

@@ -11,18 +11,20 @@ namespace ISA {
 template <class T> struct BackwardScratch {
     static constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
     int64_t width;
-    T *keys_t, *values_t, *keys, *keys_held, *key_sums, *value_sums, *queries, *out_grads, *query_sums, *scores, *grads;
+    T *keys_t, *values_t, *keys, *keys_held, *queries, *out_grads, *query_sums, *scores, *grads;
+    T *sums, *totals;  // of keys, then values; of queries where rows are computed
 
     static int64_t padded(const ringtile_call &c) { return (c.head_dim + L - 1) / L * L; }
     static int64_t size(const ringtile_call &c) {
-        return (3 * c.head_dim + 3 * c.value_dim + 3 * padded(c) + 2 * GROUP) * MAX_BLOCK;
+        return (4 * c.head_dim + 4 * c.value_dim + 3 * padded(c) + 2 * GROUP) * MAX_BLOCK;
     }
 
     BackwardScratch(const ringtile_call &c, T *x) : width(padded(c)) {
-        T **places[] = {&keys, &keys_held, &query_sums, &scores, &grads, &keys_t, &key_sums, &queries, &values_t,
-                        &value_sums, &out_grads};
-        int64_t widths[] = {width, width, width, GROUP, GROUP, c.head_dim, c.head_dim, c.head_dim, c.value_dim,
-                            c.value_dim, c.value_dim};
+        T **places[] = {&keys, &keys_held, &query_sums, &scores, &grads, &keys_t, &queries, &values_t, &out_grads,
+                        &sums, &totals};
+        int64_t both = c.head_dim + c.value_dim;
+        int64_t widths[] = {width, width, width, GROUP, GROUP, c.head_dim, c.head_dim, c.value_dim, c.value_dim,
+                            both, both};
         for (int i = 0; i < 11; i++) {
             *places[i] = x;
             x += widths[i] * MAX_BLOCK;
@@ -179,6 +181,11 @@ INLINE RowSums<T> row_sums(const ringtile_call &c, T *whole, int64_t head, int64
     return {whole, held, number + 1 == piece_begin(length, pieces, piece + 1)};
 }
 
+// Add the sums of a piece to the total of those before it.
+template <class T> INLINE void add_up(T *total, const T *sums, int64_t count, bool first) {
+    for (int64_t i = 0; i < count; i++) total[i] = first ? sums[i] : total[i] + sums[i];
+}
+
 // One column tile and head, tiles [from, until) of its list: sums of key and value gradients, and the gradients of queries
 // where `query_grad` is given.
 template <class E, class T>
@@ -193,6 +200,7 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
                            group * c.n_cols + col);
     Dropout random = dropout_of(c, b, h);
     Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first);
+    T *key_sums = to.sums, *value_sums = key_sums + c.head_dim * MAX_BLOCK;
     for (int64_t number = 0; number < until && tiles.next(row, tile); number++) {
         if (number < from) continue;
         Span queries = row_span(c, row);
@@ -239,9 +247,9 @@ void column_tiles(const ringtile_call &c, int64_t b, int64_t h, int64_t kv, int6
             matmul<T, true>(vectors, near_grad, grad_step, to.values_t + lane * c.value_dim, GROUP, to.grads,
                             GROUP, near, c.value_dim, false);
             grade_group<T, true>(vectors, to.scores, to.grads, reach.first, near, lane, step, lse2, delta);
-            matmul<T, false>(vectors, near_grad, grad_step, to.scores, GROUP, to.value_sums + lane, MAX_BLOCK,
+            matmul<T, false>(vectors, near_grad, grad_step, to.scores, GROUP, value_sums + lane, MAX_BLOCK,
                              c.value_dim, near, true);
-            matmul<T, false>(vectors, near_query, query_step, to.grads, GROUP, to.key_sums + lane, MAX_BLOCK,
+            matmul<T, false>(vectors, near_query, query_step, to.grads, GROUP, key_sums + lane, MAX_BLOCK,
                              c.head_dim, near, true);
             if (!sums) continue;
             T *place = (direct ? sums : to.query_sums) + skipped * to.width;
@@ -271,21 +279,19 @@ INLINE void pack_column(const ringtile_call &c, int64_t b, int64_t kv, Span keys
     if (queries) copy_in(key_rows, keys.high, c.head_dim, to.width, masked ? dead : nullptr, to.keys);
 }
 
-template <class T> INLINE void clear_column(const ringtile_call &c, BackwardScratch<T> &to) {
-    for (int64_t i = 0; i < c.head_dim * MAX_BLOCK; i++) to.key_sums[i] = 0;
-    for (int64_t i = 0; i < c.value_dim * MAX_BLOCK; i++) to.value_sums[i] = 0;
+template <class T> INLINE void clear(T *sums, int64_t count) {
+    for (int64_t i = 0; i < count; i++) sums[i] = 0;
 }
 
-// Sums [d][key] to where the gradients of a column are, or added to what is there.
-template <class T>
-void write_column(const ringtile_call &c, int64_t b, int64_t kv, Span keys, const T *key_sums, const T *value_sums,
-                  bool add) {
-    T *key_grad = (T *)c.k_grad + ((b * c.kv_heads + kv) * c.n_keys + keys.first) * c.head_dim;
-    T *value_grad = (T *)c.v_grad + ((b * c.kv_heads + kv) * c.n_keys + keys.first) * c.value_dim;
+// Sums [d][key] of keys, then of values, to where the gradients of a column are.
+template <class E, class T>
+void write_column(const ringtile_call &c, int64_t b, int64_t kv, Span keys, const T *sums) {
+    E *key_grad = (E *)c.k_grad + ((b * c.kv_heads + kv) * c.n_keys + keys.first) * c.head_dim;
+    E *value_grad = (E *)c.v_grad + ((b * c.kv_heads + kv) * c.n_keys + keys.first) * c.value_dim;
     T whole[MAX_BLOCK];
     for (T &share : whole) share = 1;
-    transpose_out<T, T>(key_sums, c.head_dim, 0, keys.high, whole, add, key_grad, c.head_dim);
-    transpose_out<T, T>(value_sums, c.value_dim, 0, keys.high, whole, add, value_grad, c.value_dim);
+    transpose_out<E, T>(sums, c.head_dim, 0, keys.high, whole, key_grad, c.head_dim);
+    transpose_out<E, T>(sums + c.head_dim * MAX_BLOCK, c.value_dim, 0, keys.high, whole, value_grad, c.value_dim);
 }
 
 // The gradients of one column tile of a key head, all query heads that it serves summed in their order: in one chain,
@@ -293,11 +299,11 @@ void write_column(const ringtile_call &c, int64_t b, int64_t kv, Span keys, cons
 template <class E, class T>
 void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, T *memory, bool queries) {
     BackwardScratch<T> to(c, memory);
-    int64_t ratio = c.heads / c.kv_heads;
+    int64_t ratio = c.heads / c.kv_heads, size = (c.head_dim + c.value_dim) * MAX_BLOCK;
     Span keys = col_span(c, col);
     pack_column<E, T>(c, b, kv, keys, to, queries);
-    clear_column(c, to);
-    bool cut = false, add = false;
+    clear(to.sums, size);
+    bool cut = false, first = true;
     for (int64_t h = kv * ratio; h < (kv + 1) * ratio; h++)
         cut |= c.col_pieces[group_of(c, b, h) * c.n_cols + col] > 1;
     for (int64_t h = kv * ratio; h < (kv + 1) * ratio; h++) {
@@ -306,15 +312,15 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, T *memor
         int64_t length = c.full_col_ptr[slot + 1] - c.full_col_ptr[slot] + c.part_col_ptr[slot + 1] -
                          c.part_col_ptr[slot];
         for (int64_t piece = 0; piece < pieces; piece++) {
-            if (add) clear_column(c, to);
+            if (!first) clear(to.sums, size);
             column_tiles<E, T>(c, b, h, kv, col, piece_begin(length, pieces, piece),
                                piece_begin(length, pieces, piece + 1), to, query_grad);
             if (!cut) continue;
-            write_column(c, b, kv, keys, to.key_sums, to.value_sums, add);
-            add = true;
+            add_up(to.totals, to.sums, size, first);
+            first = false;
         }
     }
-    if (!cut) write_column(c, b, kv, keys, to.key_sums, to.value_sums, false);
+    write_column<E, T>(c, b, kv, keys, cut ? to.totals : to.sums);
 }
 
 // Columns of a key head (`item`), gradients of its queries included: five products a tile instead of seven.
@@ -353,33 +359,31 @@ template <class E, class T> void column_item(const ringtile_call &c, int64_t num
     Part part = part_of(c, number);
     BackwardScratch<T> to(c, memory);
     int64_t head = part.item / c.n_cols, col = part.item % c.n_cols, b = head / c.kv_heads, kv = head % c.kv_heads;
+    int64_t size = (c.head_dim + c.value_dim) * MAX_BLOCK;
     pack_column<E, T>(c, b, kv, col_span(c, col), to, false);
-    clear_column(c, to);
+    clear(to.sums, size);
     column_tiles<E, T>(c, b, part.head % c.heads, kv, col, part.first, part.last, to, nullptr);
-    T *place = (T *)c.scratch + number * (c.head_dim + c.value_dim) * MAX_BLOCK;
-    __builtin_memcpy(place, to.key_sums, c.head_dim * MAX_BLOCK * sizeof(T));
-    __builtin_memcpy(place + c.head_dim * MAX_BLOCK, to.value_sums, c.value_dim * MAX_BLOCK * sizeof(T));
+    __builtin_memcpy((T *)c.scratch + number * size, to.sums, size * sizeof(T));
 }
 
 // Add the parts of a column in their order. `number` is its first part, or another one, which has nothing to do.
 template <class E, class T> void fold_column(const ringtile_call &c, int64_t number) {
     int64_t item = part_of(c, number).item, head = item / c.n_cols, size = (c.head_dim + c.value_dim) * MAX_BLOCK;
     if (number > 0 && part_of(c, number - 1).item == item) return;
-    for (int64_t at = number; at < c.n_parts && part_of(c, at).item == item; at++) {
-        const T *place = (const T *)c.scratch + at * size;
-        write_column(c, head / c.kv_heads, head % c.kv_heads, col_span(c, item % c.n_cols), place,
-                     place + c.head_dim * MAX_BLOCK, at > number);
-    }
+    T *total = (T *)c.scratch + number * size;
+    for (int64_t at = number + 1; at < c.n_parts && part_of(c, at).item == item; at++)
+        add_up(total, (const T *)c.scratch + at * size, size, false);
+    write_column<E, T>(c, head / c.kv_heads, head % c.kv_heads, col_span(c, item % c.n_cols), total);
 }
 
-// Sums [d][lane] to where the gradients of a row's queries are, or added to what is there; zero where lse is +inf.
-template <class T>
-void write_queries(const ringtile_call &c, int64_t head, Span queries, const T *sums, bool add) {
-    T *grad = (T *)c.q_grad + (head * c.n_queries + queries.first) * c.head_dim;
+// Sums [d][lane] to where the gradients of a row's queries are; zero where lse is +inf.
+template <class E, class T>
+void write_queries(const ringtile_call &c, int64_t head, Span queries, const T *sums) {
+    E *grad = (E *)c.q_grad + (head * c.n_queries + queries.first) * c.head_dim;
     const T *lse2 = (const T *)c.delta + (2 * head + 1) * c.n_queries + queries.first;
     T share[MAX_BLOCK] = {};
     for (int lane = queries.low; lane < queries.high; lane++) share[lane] = lse2[lane] == infinity<T>() ? T(0) : T(1);
-    transpose_out<T, T>(sums, c.head_dim, queries.low, queries.high, share, add, grad, c.head_dim);
+    transpose_out<E, T>(sums, c.head_dim, queries.low, queries.high, share, grad, c.head_dim);
 }
 
 // The gradients of one row tile of queries, whole or a part.
@@ -409,8 +413,9 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
         transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, T(1), to.queries);
         transpose_in(grad_rows, queries.low, queries.high, from, end, c.value_dim, T(1), to.out_grads);
     }
-    T *sums = to.key_sums;
-    for (int64_t i = 0; i < c.head_dim * MAX_BLOCK; i++) sums[i] = 0;
+    T *sums = to.sums;
+    int64_t size = c.head_dim * MAX_BLOCK;
+    clear(sums, size);
     Dropout random = dropout_of(c, b, h);
     int64_t slot = group_of(c, b, h) * c.n_rows + row, pieces = c.row_pieces[slot], piece = 1;
     Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
@@ -419,8 +424,8 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
     for (int64_t at = 0; at < last && tiles.next(col, tile); at++) {
         if (at < first) continue;
         if (!is_part && piece < pieces && at == piece_begin(length, pieces, piece)) {
-            write_queries(c, head, queries, sums, piece > 1);
-            for (int64_t i = 0; i < c.head_dim * MAX_BLOCK; i++) sums[i] = 0;
+            add_up(to.totals, sums, size, piece == 1);
+            clear(sums, size);
             piece++;
         }
         Span keys = col_span(c, col);
@@ -458,18 +463,22 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
                                  sums + lane, MAX_BLOCK, c.head_dim, least(GROUP, near - k), true);
         }
     }
-    if (is_part)
-        __builtin_memcpy((T *)c.scratch + number * c.head_dim * MAX_BLOCK, sums, c.head_dim * MAX_BLOCK * sizeof(T));
-    else write_queries(c, head, queries, sums, piece > 1);
+    if (is_part) {
+        __builtin_memcpy((T *)c.scratch + number * size, sums, size * sizeof(T));
+        return;
+    }
+    if (piece > 1) add_up(to.totals, sums, size, false);
+    write_queries<E, T>(c, head, queries, piece > 1 ? to.totals : sums);
 }
 
 // Add the parts of a row in their order. `number` is its first part, or another one, which has nothing to do.
 template <class E, class T> void fold_row(const ringtile_call &c, int64_t number) {
-    int64_t item = part_of(c, number).item;
+    int64_t item = part_of(c, number).item, size = c.head_dim * MAX_BLOCK;
     if (number > 0 && part_of(c, number - 1).item == item) return;
-    for (int64_t at = number; at < c.n_parts && part_of(c, at).item == item; at++)
-        write_queries(c, item / c.n_rows, row_span(c, item % c.n_rows),
-                      (const T *)c.scratch + at * c.head_dim * MAX_BLOCK, at > number);
+    T *total = (T *)c.scratch + number * size;
+    for (int64_t at = number + 1; at < c.n_parts && part_of(c, at).item == item; at++)
+        add_up(total, (const T *)c.scratch + at * size, size, false);
+    write_queries<E, T>(c, item / c.n_rows, row_span(c, item % c.n_rows), total);
 }
 
 }  // namespace ISA

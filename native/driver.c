@@ -2,6 +2,7 @@
 // under the sanitizers and valgrind. Every buffer has its exact size, what lies between rows is NaN, and so is what no
 // pair keeps. Usage: driver [cases] [seed]
 #include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -325,7 +326,12 @@ static int run(int isa, int number) {
     void *grads[3];
     int64_t n_keys_in_all = batch * kv_heads * n_keys;
     int64_t grad_counts[3] = {n_lse * head_dim, n_keys_in_all * head_dim, n_keys_in_all * value_dim};
-    for (int i = 0; i < 3; i++) grads[i] = calloc(grad_counts[i], sizes[wide]);
+    bool by_columns = draw(2);
+    int grad_types[3] = {by_columns ? wide : dtype, dtype, dtype};
+    for (int i = 0; i < 3; i++) {
+        grads[i] = room(grad_counts[i], sizes[grad_types[i]]);
+        for (int64_t j = 0; j < grad_counts[i]; j++) put(grads[i], j, grad_types[i], i == 0 && by_columns ? 0 : NAN);
+    }
     void *scratch = room(batch * heads * pieces_in_all * (value_dim + 2) * 128, sizes[wide]);
     void *held = room(batch * heads * n_held * head_dim * 128, sizes[wide]);
     void *sums[2] = {room(n_parts[0] * head_dim * 128, sizes[wide]),
@@ -361,7 +367,7 @@ static int run(int isa, int number) {
     failed |= ringtile_forward(&c);
     c.phase = 0, c.last_item = batch * heads;
     failed |= ringtile_backward(&c);
-    if (draw(2)) {
+    if (by_columns) {
         c.phase = 1, c.last_item = batch * kv_heads, c.last_col = cols / 2;
         failed |= ringtile_backward(&c);
         c.first_col = cols / 2, c.last_col = cols;
@@ -428,7 +434,7 @@ static int run(int isa, int number) {
             found[1][at] = get(lse, at, wide);
         }
     for (int i = 0; i < 3; i++)
-        for (int64_t j = 0; j < grad_counts[i]; j++) found[i + 2][j] = get(grads[i], j, wide);
+        for (int64_t j = 0; j < grad_counts[i]; j++) found[i + 2][j] = get(grads[i], j, grad_types[i]);
 
     static const char *names[] = {"out", "lse", "q_grad", "k_grad", "v_grad"};
     static const double bounds[] = {2e-5, 1e-12, 3e-2, 4e-3};

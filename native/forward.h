@@ -123,7 +123,7 @@ void write_row(const ringtile_call &c, int64_t b, int64_t h, Span queries, const
         share[lane] = empty ? T(0) : kept / total[lane];
         lse[lane] = empty ? -infinity<T>() : highest[lane] * T(0.69314718055994530942) + exact_log(total[lane]);
     }
-    transpose_out<E, T>(sums, c.value_dim, queries.low, queries.high, share, false, out, c.out_stride[2]);
+    transpose_out<E, T>(sums, c.value_dim, queries.low, queries.high, share, out, c.out_stride[2]);
 }
 
 // PAIRS: products of bfloat16 pairs; the arrays of the scratch that are widened otherwise then hold pairs.

@@ -50,7 +50,8 @@ typedef struct ringtile_call {
     int64_t seed;
     int32_t dropout_threshold, phase;
 
-    // Backward. The gradients are contiguous; those of q (k and v) are in the accumulation type.
+    // Backward. The gradients are contiguous and have the tensors' type; but that of q, where columns add to it (phase 1),
+    // is in the accumulation type, and zero to begin with.
     const void *out_grad;
     int64_t out_grad_stride[3];
     const void *lse_grad;

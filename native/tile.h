@@ -131,9 +131,9 @@ void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t wid
 }
 
 // Sums [d][lane] to rows of tokens, lanes [low, high), times a share of each lane (zero where that is zero, whatever the
-// sum), or added to what is there. `rows` is where lane 0 would be.
+// sum). `rows` is where lane 0 would be.
 template <class E, class T>
-void transpose_out(const T *sums, int64_t width, int low, int high, const T *share, bool add, E *rows, int64_t step) {
+void transpose_out(const T *sums, int64_t width, int low, int high, const T *share, E *rows, int64_t step) {
     constexpr int L = Lanes<T>::count;
     for (int lane = low / L * L; lane < high; lane += L) {
         E *token = rows + lane * step;
@@ -146,14 +146,14 @@ void transpose_out(const T *sums, int64_t width, int low, int high, const T *sha
                 x[i] = part == 0 ? Vec<T>{} : x[i];
             }
             transpose_square<T>(x);
-            if (lane >= low && lane + L <= high && count == L && !add && sizeof(E) == sizeof(T)) {
+            if (lane >= low && lane + L <= high && count == L && sizeof(E) == sizeof(T)) {
 #pragma GCC unroll 16
                 for (int i = 0; i < L; i++) store((T *)(token + i * step + d), x[i]);
                 continue;
             }
             for (int i = (int)most(0, low - lane); i < L && lane + i < high; i++) {
                 E *row = token + i * step + d;
-                for (int l = 0; l < count; l++) row[l] = narrow<E>(add ? (T)widen(row[l]) + x[i][l] : x[i][l]);
+                for (int l = 0; l < count; l++) row[l] = narrow<E>(x[i][l]);
             }
         }
     }

@@ -169,8 +169,10 @@ def test_ragged_lengths_pay_for_their_tiles_alone() -> None:
 MIB = 1 << 20
 
 
-def peaks_of(pattern: Pattern, length: int, head_dim: int = 64, **options: Any) -> Peaks:
-    q, k, v, out_grad = make_inputs(1, 1, length, head_dim=head_dim, dtype=torch.float32)
+def peaks_of(
+    pattern: Pattern, length: int, head_dim: int = 64, dtype: torch.dtype = torch.float32, **options: Any
+) -> Peaks:
+    q, k, v, out_grad = make_inputs(1, 1, length, head_dim=head_dim, dtype=dtype)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     build_index(pattern, length)
 
@@ -190,6 +192,18 @@ def test_a_window_over_131072_tokens_needs_64_mib(pattern: Pattern, backend: str
     assert peaks.backward is not None
     assert 0 < peaks.forward <= 64 * MIB
     assert 0 < peaks.backward <= 64 * MIB
+
+
+@pytest.mark.parametrize(("threads", "wide_gradients"), [(1, 1), (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_have_wide_gradients_where_they_grow(
+    dtype: torch.dtype, threads: int, wide_gradients: int
+) -> None:
+    torch.set_num_threads(threads)
+    peaks = peaks_of(WITH_GLOBAL, 65536, dtype=dtype, backend="native")
+    wide = wide_gradients * 65536 * 64 * 4
+    assert peaks.backward is not None
+    assert wide < peaks.backward <= wide + 4 * MIB
 
 
 @pytest.mark.parametrize("pattern", [WITH_GLOBAL, RANDOM, Window(200)], ids=repr)
@@ -264,9 +278,7 @@ def test_lists_that_serve_another_start_are_planned_anew(backend: str) -> None:
 
 def live_bytes() -> int:
     gc.collect()
-    storages = {
-        x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) is Tensor
-    }
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in gc.get_objects() if type(x) is Tensor}
     return sum(storages.values())
 
 

@@ -293,24 +293,28 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, contiguous and in their dtype."""
     check_rows(q, v, out, out_grad, lse, lse_grad)
-    q_grad, k_grad, v_grad = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
-    if lse.numel() and k.shape[2]:
-        job = _Job(q, k, v, call)
-        job.place("out", out)
-        job.place("out_grad", out_grad)
-        job.c.lse = job.hold(lse.contiguous()).data_ptr()
-        if lse_grad is not None:
-            job.c.lse_grad = job.hold(lse_grad.to(lse.dtype).contiguous()).data_ptr()
-        job.c.delta = job.hold(lse.new_empty((*lse.shape[:2], 2, lse.shape[2]))).data_ptr()
-        job.c.q_grad, job.c.k_grad, job.c.v_grad = (x.data_ptr() for x in (q_grad, k_grad, v_grad))
-        heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
-        job.run(False, 0, heads, 0)
-        if backward_products(kv_heads, job.c.threads) == 5:
-            if job.c.n_held:
-                held = lse.new_empty(heads * job.c.n_held * q.shape[3] * _ROW_BLOCK)
-                job.c.held = job.hold(held).data_ptr()
-            job.run_columns(kv_heads, 2.5 * job.operations)
-        else:
-            job.run_parts(2, heads, job.index.n_rows, 1.5 * job.operations)
-            job.run_parts(3, kv_heads, job.index.n_cols, 2 * job.operations)
-    return q_grad.to(q.dtype), k_grad.to(q.dtype), v_grad.to(q.dtype)
+    if not lse.numel() or not k.shape[2]:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    job = _Job(q, k, v, call)
+    heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
+    by_columns = backward_products(kv_heads, job.c.threads) == 5
+    # Columns add to their queries' gradients, tile by tile; all else is written once.
+    q_grad = torch.zeros(q.shape, dtype=lse.dtype) if by_columns else torch.empty(q.shape, dtype=q.dtype)
+    k_grad, v_grad = (torch.empty(x.shape, dtype=x.dtype) for x in (k, v))
+    job.place("out", out)
+    job.place("out_grad", out_grad)
+    job.c.lse = job.hold(lse.contiguous()).data_ptr()
+    if lse_grad is not None:
+        job.c.lse_grad = job.hold(lse_grad.to(lse.dtype).contiguous()).data_ptr()
+    job.c.delta = job.hold(lse.new_empty((*lse.shape[:2], 2, lse.shape[2]))).data_ptr()
+    job.c.q_grad, job.c.k_grad, job.c.v_grad = (x.data_ptr() for x in (q_grad, k_grad, v_grad))
+    job.run(False, 0, heads, 0)
+    if by_columns:
+        if job.c.n_held:
+            held = lse.new_empty(heads * job.c.n_held * q.shape[3] * _ROW_BLOCK)
+            job.c.held = job.hold(held).data_ptr()
+        job.run_columns(kv_heads, 2.5 * job.operations)
+    else:
+        job.run_parts(2, heads, job.index.n_rows, 1.5 * job.operations)
+        job.run_parts(3, kv_heads, job.index.n_cols, 2 * job.operations)
+    return q_grad.to(q.dtype), k_grad, v_grad

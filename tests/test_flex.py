@@ -149,6 +149,7 @@ def test_masks_coming_in_keep_no_more_than_their_lists() -> None:
         q_indices=None,
         full_q_num_blocks=None,
         full_q_indices=None,
+        BLOCK_SIZE=(128, 128),
         mask_mod=causal,
     )
     expected = torch.zeros(300, 300, dtype=torch.bool)

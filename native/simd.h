@@ -1,7 +1,7 @@
 // Vectors of the instruction set that this file is compiled for, and exp2 on them.
 #pragma once
 #include <stdint.h>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -130,5 +130,46 @@ template <> INLINE bfloat16 narrow<bfloat16>(float x) {
 }
 template <> INLINE float16 narrow<float16>(float x) { return (float16)x; }
 template <class E> INLINE E narrow(double x) { return (E)x; }
+
+// As many numbers as a vector has lanes, widened. Compilers see it in a loop over bfloat16, not over float16.
+template <class E, class T> INLINE Vec<T> load_wide(const E *x) {
+    if constexpr (sizeof(E) == sizeof(T)) return load((const T *)x);
+    T y[Lanes<T>::count];
+    for (int i = 0; i < Lanes<T>::count; i++) y[i] = (T)widen(x[i]);
+    return load(y);
+}
+#if defined(__AVX512F__)
+template <> INLINE Vec<float> load_wide<float16, float>(const float16 *x) {
+    return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i *)x));
+}
+#elif defined(__AVX2__)
+template <> INLINE Vec<float> load_wide<float16, float>(const float16 *x) {
+    return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x));
+}
+#endif
+
+template <class E, class T> INLINE void store_narrow(E *x, Vec<T> v) {
+    if constexpr (sizeof(E) == sizeof(T)) {
+        store((T *)x, v);
+        return;
+    }
+    for (int i = 0; i < Lanes<T>::count; i++) x[i] = narrow<E>(v[i]);
+}
+template <> INLINE void store_narrow<bfloat16, float>(bfloat16 *x, Vec<float> v) {
+    typedef uint32_t bits32 __attribute__((vector_size(VECTOR_BYTES)));
+    typedef uint16_t bits16 __attribute__((vector_size(VECTOR_BYTES / 2)));
+    bits32 bits = (bits32)v, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    bits16 high = __builtin_convertvector((v != v ? bits | 64 << 16 : rounded) >> 16, bits16);
+    __builtin_memcpy(x, &high, sizeof(high));
+}
+#if defined(__AVX512F__)
+template <> INLINE void store_narrow<float16, float>(float16 *x, Vec<float> v) {
+    _mm256_storeu_si256((__m256i *)x, _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__AVX2__)
+template <> INLINE void store_narrow<float16, float>(float16 *x, Vec<float> v) {
+    _mm_storeu_si128((__m128i *)x, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
 
 }  // namespace ISA

@@ -90,13 +90,9 @@ template <> INLINE void transpose_square<float>(Vec<float> *x) {
 // Numbers [0, count) of a row, widened, zero in the other lanes.
 template <class E, class T> INLINE Vec<T> load_row(const E *x, int count) {
     constexpr int L = Lanes<T>::count;
+    if (count >= L) return load_wide<E, T>(x);
     T y[L];
-    if (count >= L) {
-        if constexpr (sizeof(E) == sizeof(T)) return load((const T *)x);
-        for (int i = 0; i < L; i++) y[i] = (T)widen(x[i]);
-    } else {
-        for (int i = 0; i < L; i++) y[i] = i < count ? (T)widen(x[i]) : T(0);
-    }
+    for (int i = 0; i < L; i++) y[i] = i < count ? (T)widen(x[i]) : T(0);
     return load(y);
 }
 
@@ -146,9 +142,9 @@ void transpose_out(const T *sums, int64_t width, int low, int high, const T *sha
                 x[i] = part == 0 ? Vec<T>{} : x[i];
             }
             transpose_square<T>(x);
-            if (lane >= low && lane + L <= high && count == L && sizeof(E) == sizeof(T)) {
+            if (lane >= low && lane + L <= high && count == L) {
 #pragma GCC unroll 16
-                for (int i = 0; i < L; i++) store((T *)(token + i * step + d), x[i]);
+                for (int i = 0; i < L; i++) store_narrow<E, T>(token + i * step + d, x[i]);
                 continue;
             }
             for (int i = (int)most(0, low - lane); i < L && lane + i < high; i++) {
@@ -162,6 +158,7 @@ void transpose_out(const T *sums, int64_t width, int low, int high, const T *sha
 // Widened rows of `count` tokens, padded with zeros to `width` numbers; rows whose bit in `dead` is set come as zero.
 template <class E, class T>
 void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32_t *dead, T *y) {
+    constexpr int L = Lanes<T>::count;
     for (int i = 0; i < count; i++) {
         const E *x = rows.x + i * rows.step;
         T *to = y + i * width;
@@ -169,8 +166,10 @@ void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32
             for (int64_t d = 0; d < width; d++) to[d] = 0;
             continue;
         }
-        for (int64_t d = 0; d < depth; d++) to[d] = (T)widen(x[d]);
-        for (int64_t d = depth; d < width; d++) to[d] = 0;
+        int64_t d = 0;
+        for (; d + L <= depth; d += L) store(to + d, load_wide<E, T>(x + d));
+        for (; d < depth; d++) to[d] = (T)widen(x[d]);
+        for (; d < width; d++) to[d] = 0;
     }
 }
 

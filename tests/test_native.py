@@ -561,6 +561,17 @@ def test_the_parts_of_a_long_list_are_all_of_it() -> None:
     assert len(native._parts(index, lists, 2, 4, 8, 1, False)) == 0
 
 
+@pytest.mark.parametrize("value_dim", [64, 19])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_rounded_as_torch_rounds(dtype: torch.dtype, value_dim: int) -> None:
+    # Two keys of equal weight, whose values are neighbours: the mean is exact in float32 and halfway between the two.
+    value = torch.randn(1, 1, 2, value_dim).to(dtype)
+    value[:, :, 1] = (value[:, :, 0].view(torch.int16) + 1).view(dtype)
+    q, k = torch.zeros(1, 1, 150, 8, dtype=dtype), torch.zeros(1, 1, 2, 8, dtype=dtype)
+    expected = value.float().mean(2, keepdim=True).to(dtype).expand(-1, -1, 150, -1)
+    assert torch.equal(sparse_attention(q, k, value, backend="native"), expected)
+
+
 def test_sums_over_thousands_of_keys_round_as_torchs_do() -> None:
     """A chain of additions one key after another would be three times as far off."""
     q, k, v, out_grad = make_inputs(1, 1, 4096, head_dim=16, dtype=torch.float32)

@@ -350,6 +350,16 @@ INLINE bool in_parts(const ringtile_call &c, int64_t item) {
     return low < c.n_parts && c.parts[4 * low] == item;
 }
 
+// The sums of all parts of an item, in their order, in the place of the first; null where `number` is another one.
+template <class T> T *folded(const ringtile_call &c, int64_t number, int64_t size) {
+    int64_t item = part_of(c, number).item;
+    if (number > 0 && part_of(c, number - 1).item == item) return nullptr;
+    T *total = (T *)c.scratch + number * size;
+    for (int64_t at = number + 1; at < c.n_parts && part_of(c, at).item == item; at++)
+        add_up(total, (const T *)c.scratch + at * size, size, false);
+    return total;
+}
+
 template <class E, class T> void column_item(const ringtile_call &c, int64_t number, T *memory) {
     if (number >= c.n_parts) {
         int64_t item = number - c.n_parts, head = item / c.n_cols;
@@ -366,14 +376,11 @@ template <class E, class T> void column_item(const ringtile_call &c, int64_t num
     __builtin_memcpy((T *)c.scratch + number * size, to.sums, size * sizeof(T));
 }
 
-// Add the parts of a column in their order. `number` is its first part, or another one, which has nothing to do.
+// Write the parts of a column, of which `number` may be the first.
 template <class E, class T> void fold_column(const ringtile_call &c, int64_t number) {
-    int64_t item = part_of(c, number).item, head = item / c.n_cols, size = (c.head_dim + c.value_dim) * MAX_BLOCK;
-    if (number > 0 && part_of(c, number - 1).item == item) return;
-    T *total = (T *)c.scratch + number * size;
-    for (int64_t at = number + 1; at < c.n_parts && part_of(c, at).item == item; at++)
-        add_up(total, (const T *)c.scratch + at * size, size, false);
-    write_column<E, T>(c, head / c.kv_heads, head % c.kv_heads, col_span(c, item % c.n_cols), total);
+    int64_t item = part_of(c, number).item, head = item / c.n_cols;
+    if (const T *total = folded<T>(c, number, (c.head_dim + c.value_dim) * MAX_BLOCK))
+        write_column<E, T>(c, head / c.kv_heads, head % c.kv_heads, col_span(c, item % c.n_cols), total);
 }
 
 // Sums [d][lane] to where the gradients of a row's queries are; zero where lse is +inf.
@@ -471,14 +478,11 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
     write_queries<E, T>(c, head, queries, piece > 1 ? to.totals : sums);
 }
 
-// Add the parts of a row in their order. `number` is its first part, or another one, which has nothing to do.
+// Write the parts of a row, of which `number` may be the first.
 template <class E, class T> void fold_row(const ringtile_call &c, int64_t number) {
-    int64_t item = part_of(c, number).item, size = c.head_dim * MAX_BLOCK;
-    if (number > 0 && part_of(c, number - 1).item == item) return;
-    T *total = (T *)c.scratch + number * size;
-    for (int64_t at = number + 1; at < c.n_parts && part_of(c, at).item == item; at++)
-        add_up(total, (const T *)c.scratch + at * size, size, false);
-    write_queries<E, T>(c, item / c.n_rows, row_span(c, item % c.n_rows), total);
+    int64_t item = part_of(c, number).item;
+    if (const T *total = folded<T>(c, number, c.head_dim * MAX_BLOCK))
+        write_queries<E, T>(c, item / c.n_rows, row_span(c, item % c.n_rows), total);
 }
 
 }  // namespace ISA

@@ -119,18 +119,6 @@ INLINE float widen(bfloat16 x) {
 }
 INLINE float widen(float16 x) { return (float)x; }
 
-template <class E> INLINE E narrow(float x);
-template <> INLINE float narrow<float>(float x) { return x; }
-template <> INLINE bfloat16 narrow<bfloat16>(float x) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
-    // A NaN whose payload would round away stays one.
-    if (x != x) return bfloat16{(uint16_t)(bits >> 16 | 64)};
-    return bfloat16{(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-template <> INLINE float16 narrow<float16>(float x) { return (float16)x; }
-template <class E> INLINE E narrow(double x) { return (E)x; }
-
 // As many numbers as a vector has lanes, widened. Compilers see it in a loop over bfloat16, not over float16.
 template <class E, class T> INLINE Vec<T> load_wide(const E *x) {
     if constexpr (sizeof(E) == sizeof(T)) return load((const T *)x);
@@ -148,14 +136,12 @@ template <> INLINE Vec<float> load_wide<float16, float>(const float16 *x) {
 }
 #endif
 
+// The other way, to the nearest, ties to even.
 template <class E, class T> INLINE void store_narrow(E *x, Vec<T> v) {
-    if constexpr (sizeof(E) == sizeof(T)) {
-        store((T *)x, v);
-        return;
-    }
-    for (int i = 0; i < Lanes<T>::count; i++) x[i] = narrow<E>(v[i]);
+    for (int i = 0; i < Lanes<T>::count; i++) x[i] = (E)v[i];
 }
 template <> INLINE void store_narrow<bfloat16, float>(bfloat16 *x, Vec<float> v) {
+    // A NaN whose payload would round away stays one.
     typedef uint32_t bits32 __attribute__((vector_size(VECTOR_BYTES)));
     typedef uint16_t bits16 __attribute__((vector_size(VECTOR_BYTES / 2)));
     bits32 bits = (bits32)v, rounded = bits + 0x7fff + (bits >> 16 & 1);

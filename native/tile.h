@@ -148,8 +148,9 @@ void transpose_out(const T *sums, int64_t width, int low, int high, const T *sha
                 continue;
             }
             for (int i = (int)most(0, low - lane); i < L && lane + i < high; i++) {
-                E *row = token + i * step + d;
-                for (int l = 0; l < count; l++) row[l] = narrow<E>(x[i][l]);
+                E row[L];
+                store_narrow<E, T>(row, x[i]);
+                for (int l = 0; l < count; l++) token[i * step + d + l] = row[l];
             }
         }
     }

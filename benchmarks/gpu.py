@@ -42,15 +42,15 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from ringtile import SparseTransformer, sparse_attention  # noqa: E402
-from ringtile.analysis.bench import Task, measure  # noqa: E402
-from ringtile.analysis.machine import commit, machine_facts, versions  # noqa: E402
-from ringtile.analysis.peers import Attention, Case, FlexAttention, Ringtile, SdpaDense  # noqa: E402
-from ringtile.analysis.progress import Progress  # noqa: E402
-from ringtile.analysis.record import FORWARD, Row, write_whole  # noqa: E402
 from ringtile.kernels.flash import band_of  # noqa: E402
 from ringtile.kernels.triton.tuning import VARIABLE  # noqa: E402
 from ringtile.layout import build_index, clear_cache  # noqa: E402
 from ringtile.layout.density import with_density  # noqa: E402
+from ringtile.measure.bench import Task, measure  # noqa: E402
+from ringtile.measure.machine import commit, machine_facts, versions  # noqa: E402
+from ringtile.measure.peers import Attention, Case, FlexAttention, Ringtile, SdpaDense  # noqa: E402
+from ringtile.measure.progress import Progress  # noqa: E402
+from ringtile.measure.record import FORWARD, Row, write_whole  # noqa: E402
 from ringtile.patterns import (  # noqa: E402
     BlockDilated,
     Causal,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringtile.analysis.machine import commit, machine_facts, versions
 from ringtile.compat import BlockSparseRingMultiheadDilatedAttention, create_block_sparse_multihead_attention
 from ringtile.kernels.reference import attention_rows
+from ringtile.measure.machine import commit, machine_facts, versions
 
 WIDTH, HEADS = 512, 8
 CHECKED_ROWS, WORST_ERROR = 32, 1e-5

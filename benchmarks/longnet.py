@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.analysis.machine import commit, machine_facts, versions
-from ringtile.analysis.memory import peak_memory
 from ringtile.functional import dilated_attention
+from ringtile.measure.machine import commit, machine_facts, versions
+from ringtile.measure.memory import peak_memory
 
 SEGMENTS, RATES = (2048, 4096, 8192, 16384), (1, 2, 4, 8)
 CHECKED_ROWS = 48

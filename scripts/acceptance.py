@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ringtile.analysis.record import BOTH, DENSE, FORWARD, OURS, Record, Row
-from ringtile.analysis.suites import DECODING, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
+from ringtile.measure.record import BOTH, DENSE, FORWARD, OURS, Record, Row
+from ringtile.measure.suites import DECODING, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
 
 
 class Bar(NamedTuple):

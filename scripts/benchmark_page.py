@@ -13,7 +13,7 @@ from typing import Any
 from acceptance import bars, row_of
 from gpu_section import gpu_section
 
-from ringtile.analysis.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS, Record, Row, break_even, write_whole
+from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS, Record, Row, break_even, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "records"

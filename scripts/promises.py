@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ringtile.analysis.record import OURS, Record, write_whole
+from ringtile.measure.record import OURS, Record, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "promises.toml"

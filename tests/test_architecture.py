@@ -21,7 +21,8 @@ _GROUND = set(ROOMS_BELOW) | {"functional"}
 FACE = "__init__"
 ROOMS_BELOW |= {"modules": _GROUND, FACE: _GROUND | {"modules"}}
 ROOMS_BELOW |= {room: _GROUND | {FACE} for room in ("analysis", "distributed", "adaptive")}
-_WINGS = _GROUND | {FACE, "modules", "analysis", "distributed", "adaptive"}
+ROOMS_BELOW["measure"] = _GROUND | {FACE, "analysis"}
+_WINGS = _GROUND | {FACE, "modules", "analysis", "measure", "distributed", "adaptive"}
 ROOMS_BELOW |= {room: _WINGS for room in ("demo", "integrations", "compat")}
 ROOMS_BELOW |= {"cli": _WINGS | {"demo"}, "__main__": {"cli"}}
 """Each room and the rooms it may import; the face is `ringtile/__init__.py`."""
@@ -110,7 +111,7 @@ def test_the_package_keeps_the_house_rules() -> None:
 
 def test_every_room_is_looked_at() -> None:
     rooms = {room_of(module_name(PACKAGE, path)) for path in PACKAGE.rglob("*.py")}
-    assert rooms >= {"patterns", "layout", "kernels", "functional", "analysis", "demo", "cli", FACE}
+    assert rooms >= {"patterns", "layout", "kernels", "functional", "analysis", "measure", "demo", "cli", FACE}
 
 
 @pytest.mark.parametrize(
@@ -127,9 +128,10 @@ def test_every_room_is_looked_at() -> None:
         ("kernels/contracts.py", "def f():\n    from ringtile.kernels.blockwise import forward", "only select may"),
         ("kernels/dense.py", "from .blockwise.plan import Plan", "only select may"),
         ("kernels/blockwise/plan.py", "from ringtile.kernels.reference import attention", "only select may"),
-        ("functional.py", "from ringtile.analysis.bench import run", "functional may not import analysis"),
+        ("functional.py", "from ringtile.measure.bench import run", "functional may not import measure"),
         ("modules/multihead.py", "from ringtile import __version__", "modules may not import __init__"),
-        ("analysis/bench.py", "from ringtile.modules import multihead", "analysis may not import modules"),
+        ("measure/bench.py", "from ringtile.modules import multihead", "measure may not import modules"),
+        ("analysis/plot.py", "from ringtile.measure.record import Row", "analysis may not import measure"),
         ("distributed/ring.py", "from ringtile.adaptive import gate", "distributed may not import adaptive"),
         ("demo/act.py", "from ringtile.cli import main", "demo may not import cli"),
         ("stray.py", "import ringtile.patterns", "in no known room"),
@@ -146,7 +148,8 @@ def test_every_room_is_looked_at() -> None:
 )
 def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, complaint: str) -> None:
     root = tmp_path / "ringtile"
-    for folder in ("", "layout", "kernels", "kernels/blockwise", "adaptive", "patterns", "modules", "analysis"):
+    rooms = ("layout", "kernels", "kernels/blockwise", "adaptive", "patterns", "modules", "analysis", "measure")
+    for folder in ("", *rooms):
         (root / folder).mkdir(exist_ok=True)
         (root / folder / "__init__.py").touch()
     for module in ("layout/build.py", "kernels/blockwise/plan.py", "kernels/reference.py", "adaptive/gate.py"):

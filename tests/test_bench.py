@@ -22,15 +22,15 @@ from oracle import make_inputs, oracle
 from torch import Tensor
 
 from ringtile import cli
-from ringtile.analysis import bench, machine, memory, roofline
-from ringtile.analysis.bench import Task, measure, relative_error, run_bench, wrong_rows
-from ringtile.analysis.memory import Peaks, peak_memory
-from ringtile.analysis.peers import Attention, Case, Ringtile, SdpaDense, all_peers
-from ringtile.analysis.record import BOTH, DENSE, DIRECTIONS, FORWARD, Record, Row, break_even, slower_rows, write_whole
-from ringtile.analysis.roofline import Work, limit_ms
-from ringtile.analysis.suites import PEERS, SUITES, Cell, suite
 from ringtile.kernels.native.library import reason_against
 from ringtile.kernels.reference import attention_reference
+from ringtile.measure import bench, machine, memory, roofline
+from ringtile.measure.bench import Task, measure, relative_error, run_bench, wrong_rows
+from ringtile.measure.memory import Peaks, peak_memory
+from ringtile.measure.peers import Attention, Case, Ringtile, SdpaDense, all_peers
+from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, FORWARD, Record, Row, break_even, slower_rows, write_whole
+from ringtile.measure.roofline import Work, limit_ms
+from ringtile.measure.suites import PEERS, SUITES, Cell, suite
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, RandomBlocks, Window, per_head
 
 CPU = torch.device("cpu")

@@ -116,8 +116,8 @@ def test_a_verb_loads_only_its_own_room() -> None:
     program = "import sys; from ringtile import cli; cli.parse(['doctor']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert "ringtile.analysis.doctor" in loaded
-    assert loaded.isdisjoint({"ringtile.demo", "ringtile.analysis.show", "ringtile.analysis.bench", "matplotlib"})
+    assert "ringtile.measure.doctor" in loaded
+    assert loaded.isdisjoint({"ringtile.demo", "ringtile.analysis.show", "ringtile.measure.bench", "matplotlib"})
 
 
 def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:

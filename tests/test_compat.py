@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import ringtile.compat.attention
 from ringtile import sparse_attention
-from ringtile.analysis import doctor
 from ringtile.compat import (
     BlockSparseOptimized,
     BlockSparseRingDilatedAttention,
@@ -48,6 +47,7 @@ from ringtile.compat import (
 from ringtile.compat.counting import Problem, count_pairs, dilated_problems
 from ringtile.functional.dilated import dilated_attention
 from ringtile.layout import build_index
+from ringtile.measure import doctor
 from ringtile.patterns import Blocks, Causal, Dense, GlobalTokens, Window
 
 ROOT = Path(__file__).parents[1]
@@ -794,7 +794,7 @@ def test_dense_attention_is_timed_once_a_shape(monkeypatch: pytest.MonkeyPatch) 
         return sparse_attention(*args[:3], pattern, **options)
 
     monkeypatch.setattr(ringtile.compat.attention, "sparse_attention", timed)
-    monkeypatch.setattr("ringtile.analysis.monitor.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("ringtile.compat.monitor.time.perf_counter", lambda: clock)
     attention = BlockSparseRingDilatedAttention(**WHOLE, dropout=0.9)
     attention.performance_monitor.enable()
     with torch.no_grad():

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringtile import BlockIndex, Pattern, build_index, sparse_attention
-from ringtile.analysis.memory import Peaks, peak_memory
 from ringtile.kernels import native
 from ringtile.kernels.blockwise import plan
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.select import load
 from ringtile.layout import cache_info, clear_cache
+from ringtile.measure.memory import Peaks, peak_memory
 from ringtile.patterns import (
     Causal,
     Dense,

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile import demo
-from ringtile.analysis.progress import Progress
 from ringtile.demo import fast, right, trains
 from ringtile.demo.fast import DensityRow, Fast, LengthRow, random_tiles
 from ringtile.demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
 from ringtile.demo.trains import ModelSize, Trains, load_corpus
 from ringtile.layout import build_index
+from ringtile.measure.progress import Progress
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
 
 SMALL = ModelSize(width=32, layers=2, heads=1)

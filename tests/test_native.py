@@ -865,7 +865,7 @@ def test_every_instruction_set(name: str) -> None:
 WITHOUT = """
 import torch
 from ringtile import sparse_attention
-from ringtile.analysis.doctor import diagnosis
+from ringtile.measure.doctor import diagnosis
 from ringtile.patterns import Window
 torch.manual_seed(0)
 q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16).unbind())

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ringtile.analysis import profile
-from ringtile.analysis.profile import PHASES, profile_attention
 from ringtile.kernels.native.library import reason_against
 from ringtile.kernels.spans import KernelTime
 from ringtile.layout import cache_info
+from ringtile.measure import profile
+from ringtile.measure.profile import PHASES, profile_attention
 from ringtile.patterns import Causal, GlobalTokens, Window, parse
 
 PATTERN = Causal() & (Window(100) | GlobalTokens(10))

@@ -24,9 +24,9 @@ import torch
 
 import ringtile
 from ringtile import cli, compat, layout, patterns
-from ringtile.analysis import bench
-from ringtile.analysis.record import Record
-from ringtile.analysis.suites import suite
+from ringtile.measure import bench
+from ringtile.measure.record import Record
+from ringtile.measure.suites import suite
 from ringtile.patterns import Pattern
 
 ROOT = Path(__file__).parents[1]

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_cases import CASES
 
 from ringtile import build_index, sparse_attention
-from ringtile.analysis.doctor import _lines, diagnosis
 from ringtile.cli import main
 from ringtile.kernels import triton as backend
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.triton.schedule import order_of, schedule_of
 from ringtile.kernels.triton.tuning import VARIABLE, wants_descriptors
 from ringtile.layout import clear_cache, lists
+from ringtile.measure.doctor import _lines, diagnosis
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
 
 HERE = Path(__file__).parent

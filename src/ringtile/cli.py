@@ -38,14 +38,14 @@ def _room(verb: str) -> Room:
 
         return show
     if verb == "bench":
-        from ringtile.analysis import bench
+        from ringtile.measure import bench
 
         return bench
     if verb == "profile":
-        from ringtile.analysis import profile
+        from ringtile.measure import profile
 
         return profile
-    from ringtile.analysis import doctor
+    from ringtile.measure import doctor
 
     return doctor
 

@@ -1,1 +1,1 @@
-"""What a pattern costs, how it looks, and how it compares: statistics, pictures, measurements."""
+"""Statistics and pictures of patterns."""

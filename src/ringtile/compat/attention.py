@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringtile.analysis.monitor import PerformanceMonitor
 from ringtile.compat.config import SparsePatternConfig, check_density
 from ringtile.compat.counting import Pairs, Problem, count_pairs, dilated_problems
 from ringtile.compat.generator import SparsePatternGenerator
+from ringtile.compat.monitor import PerformanceMonitor
 from ringtile.compat.once import accept_needless
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import dilated_attention

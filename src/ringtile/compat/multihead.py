@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ringtile.analysis.monitor import PerformanceMonitor
 from ringtile.compat.attention import BlockSparseRingDilatedAttention, self_attention_where_alone
 from ringtile.compat.config import SparsePatternConfig
 from ringtile.compat.generator import SparsePatternGenerator
+from ringtile.compat.monitor import PerformanceMonitor
 from ringtile.modules.multihead import SparseMultiheadAttention
 
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 
 import ringtile
-from ringtile.analysis.machine import machine_facts
 from ringtile.analysis.plot import missing_matplotlib
-from ringtile.analysis.progress import Progress, duration_text, threads_text
 from ringtile.demo.fast import Fast
 from ringtile.demo.right import Right
 from ringtile.demo.trains import Trains
+from ringtile.measure.machine import machine_facts
+from ringtile.measure.progress import Progress, duration_text, threads_text
 from ringtile.patterns import TileGrid, parse
 
 ACTS = ("right", "fast", "trains")

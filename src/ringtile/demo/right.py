@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.analysis.progress import Progress
 from ringtile.functional import sparse_attention
 from ringtile.kernels.reference import attention_reference
 from ringtile.layout import BlockIndex, build_index
+from ringtile.measure.progress import Progress
 from ringtile.patterns import Causal, Dilated, Pattern, Window, bigbird, longformer
 
 BLOCK = 64

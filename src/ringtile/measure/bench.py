@@ -19,11 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.analysis.machine import commit, machine_facts, versions
-from ringtile.analysis.memory import Peaks, peak_memory
-from ringtile.analysis.peers import Attention, Case, Peer, all_peers
-from ringtile.analysis.progress import Progress
-from ringtile.analysis.record import (
+from ringtile.kernels.native.peak import peak_rates
+from ringtile.kernels.reference import attention_rows
+from ringtile.kernels.select import NAMES
+from ringtile.layout.density import with_density
+from ringtile.measure.machine import commit, machine_facts, versions
+from ringtile.measure.memory import Peaks, peak_memory
+from ringtile.measure.peers import Attention, Case, Peer, all_peers
+from ringtile.measure.progress import Progress
+from ringtile.measure.record import (
     BOTH,
     DENSE,
     DIRECTIONS,
@@ -35,12 +39,8 @@ from ringtile.analysis.record import (
     slower_rows,
     write_whole,
 )
-from ringtile.analysis.roofline import limit_ms, passes_of
-from ringtile.analysis.suites import SUITES, Cell, suite
-from ringtile.kernels.native.peak import peak_rates
-from ringtile.kernels.reference import attention_rows
-from ringtile.kernels.select import NAMES
-from ringtile.layout.density import with_density
+from ringtile.measure.roofline import limit_ms, passes_of
+from ringtile.measure.suites import SUITES, Cell, suite
 from ringtile.patterns import Pattern, parse
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

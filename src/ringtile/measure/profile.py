@@ -13,12 +13,12 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 
-from ringtile.analysis.memory import quiet_profiler
-from ringtile.analysis.record import write_whole
 from ringtile.functional import sparse_attention
 from ringtile.kernels.select import NAMES
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, kernel_times
 from ringtile.layout.build import clear_cache
+from ringtile.measure.memory import quiet_profiler
+from ringtile.measure.record import write_whole
 from ringtile.patterns import Causal, Pattern, parse
 
 PHASES = {

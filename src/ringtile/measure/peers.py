@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.analysis.record import DENSE, OURS
 from ringtile.functional import sparse_attention
 from ringtile.layout import BlockIndex, build_index
 from ringtile.layout.flex import to_block_mask
+from ringtile.measure.record import DENSE, OURS
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.base import And
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringtile.analysis.peers import Case
-from ringtile.analysis.record import BOTH, DENSE, DIRECTIONS, FORWARD
 from ringtile.layout.density import with_density
+from ringtile.measure.peers import Case
+from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, FORWARD
 from ringtile.patterns import parse
 
 PEERS = (DENSE, "sdpa-mask", "flex", "torch.sparse", "block loop")

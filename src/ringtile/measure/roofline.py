@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from ringtile.analysis.peers import Case, Peer, Ringtile, SdpaDense
-from ringtile.analysis.record import FORWARD
 from ringtile.kernels.native import backward_products, threads_of
 from ringtile.kernels.native.library import library, reason_against
+from ringtile.measure.peers import Case, Peer, Ringtile, SdpaDense
+from ringtile.measure.record import FORWARD
 from ringtile.patterns import Causal
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ringtile.analysis.machine import machine_facts, versions
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.select import backend_report
 from ringtile.kernels.triton import MEASURED_ON
 from ringtile.layout import cache_info
+from ringtile.measure.machine import machine_facts, versions
 
 OLD_IMPORT_PATH = "dilated_attention_pytorch"
 

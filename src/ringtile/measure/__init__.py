@@ -1,0 +1,1 @@
+"""Measuring: the benchmark, its peers and records, profiles, memory, and what the machine is."""

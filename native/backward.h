@@ -168,14 +168,14 @@ template <class T> struct RowSums {
 
 template <class T>
 INLINE RowSums<T> row_sums(const ringtile_call &c, T *whole, int64_t head, int64_t slot, int64_t col, int64_t numbers) {
-    int64_t pieces = c.row_pieces[slot];
+    int64_t pieces = c.row_splits[slot];
     if (pieces == 1) return {whole, whole, false};
     Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
     int64_t length = tiles.n_full + tiles.n_part;
     int64_t number = count_below(tiles.full, tiles.n_full, col) + count_below(tiles.part, tiles.n_part, col);
     int64_t piece = ((number + 1) * pieces - 1) / length;
     if (piece == 0) return {whole, whole, false};
-    T *held = (T *)c.held + (head * c.n_held + c.row_held[slot]) * MAX_BLOCK * c.head_dim;
+    T *held = (T *)c.row_buffers + (head * c.n_row_buffers + c.row_buffer[slot]) * MAX_BLOCK * c.head_dim;
     if (number == piece_begin(length, pieces, piece))
         for (int64_t i = 0; i < numbers; i++) held[i] = 0;
     return {whole, held, number + 1 == piece_begin(length, pieces, piece + 1)};
@@ -305,10 +305,10 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, T *memor
     clear(to.sums, size);
     bool cut = false, first = true;
     for (int64_t h = kv * ratio; h < (kv + 1) * ratio; h++)
-        cut |= c.col_pieces[group_of(c, b, h) * c.n_cols + col] > 1;
+        cut |= c.col_splits[group_of(c, b, h) * c.n_cols + col] > 1;
     for (int64_t h = kv * ratio; h < (kv + 1) * ratio; h++) {
         T *query_grad = queries ? (T *)c.q_grad + (b * c.heads + h) * c.n_queries * c.head_dim : nullptr;
-        int64_t slot = group_of(c, b, h) * c.n_cols + col, pieces = c.col_pieces[slot];
+        int64_t slot = group_of(c, b, h) * c.n_cols + col, pieces = c.col_splits[slot];
         int64_t length = c.full_col_ptr[slot + 1] - c.full_col_ptr[slot] + c.part_col_ptr[slot + 1] -
                          c.part_col_ptr[slot];
         for (int64_t piece = 0; piece < pieces; piece++) {
@@ -335,19 +335,19 @@ struct Part {
 };
 
 INLINE Part part_of(const ringtile_call &c, int64_t number) {
-    const int64_t *x = c.parts + 4 * number;
+    const int64_t *x = c.shared_splits + 4 * number;
     return {x[0], x[1], x[2], x[3]};
 }
 
 // Whether a row or column is among the parts, which are sorted.
 INLINE bool in_parts(const ringtile_call &c, int64_t item) {
-    int64_t low = 0, high = c.n_parts;
+    int64_t low = 0, high = c.n_shared_splits;
     while (low < high) {
         int64_t middle = (low + high) / 2;
-        if (c.parts[4 * middle] < item) low = middle + 1;
+        if (c.shared_splits[4 * middle] < item) low = middle + 1;
         else high = middle;
     }
-    return low < c.n_parts && c.parts[4 * low] == item;
+    return low < c.n_shared_splits && c.shared_splits[4 * low] == item;
 }
 
 // The sums of all parts of an item, in their order, in the place of the first; null where `number` is another one.
@@ -355,14 +355,14 @@ template <class T> T *folded(const ringtile_call &c, int64_t number, int64_t siz
     int64_t item = part_of(c, number).item;
     if (number > 0 && part_of(c, number - 1).item == item) return nullptr;
     T *total = (T *)c.scratch + number * size;
-    for (int64_t at = number + 1; at < c.n_parts && part_of(c, at).item == item; at++)
+    for (int64_t at = number + 1; at < c.n_shared_splits && part_of(c, at).item == item; at++)
         add_up(total, (const T *)c.scratch + at * size, size, false);
     return total;
 }
 
 template <class E, class T> void column_item(const ringtile_call &c, int64_t number, T *memory) {
-    if (number >= c.n_parts) {
-        int64_t item = number - c.n_parts, head = item / c.n_cols;
+    if (number >= c.n_shared_splits) {
+        int64_t item = number - c.n_shared_splits, head = item / c.n_cols;
         if (!in_parts(c, item)) column<E, T>(c, head / c.kv_heads, head % c.kv_heads, item % c.n_cols, memory, false);
         return;
     }
@@ -397,8 +397,8 @@ void write_queries(const ringtile_call &c, int64_t head, Span queries, const T *
 template <class E, class T> void row_item(const ringtile_call &c, int64_t number, T *memory) {
     constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
     constexpr bool same = sizeof(E) == sizeof(T);
-    bool is_part = number < c.n_parts;
-    int64_t item = is_part ? part_of(c, number).item : number - c.n_parts;
+    bool is_part = number < c.n_shared_splits;
+    int64_t item = is_part ? part_of(c, number).item : number - c.n_shared_splits;
     if (!is_part && in_parts(c, item)) return;
     BackwardScratch<T> to(c, memory);
     int64_t head = item / c.n_rows, row = item % c.n_rows, b = head / c.heads, h = head % c.heads,
@@ -424,7 +424,7 @@ template <class E, class T> void row_item(const ringtile_call &c, int64_t number
     int64_t size = c.head_dim * MAX_BLOCK;
     clear(sums, size);
     Dropout random = dropout_of(c, b, h);
-    int64_t slot = group_of(c, b, h) * c.n_rows + row, pieces = c.row_pieces[slot], piece = 1;
+    int64_t slot = group_of(c, b, h) * c.n_rows + row, pieces = c.row_splits[slot], piece = 1;
     Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
     int64_t length = tiles.n_full + tiles.n_part, first = 0, last = length, col, tile;
     if (is_part) first = part_of(c, number).first, last = part_of(c, number).last;

@@ -248,36 +248,36 @@ static int run(int isa, int number) {
     }
 
     // The same for the backward pass; some of the lists that are cut, and only those, are computed apart.
-    int32_t *row_pieces = room(groups * rows, 4), *col_pieces = room(groups * cols, 4);
-    int32_t *row_held = room(groups * rows, 4);
-    int64_t n_held = 0;
+    int32_t *row_splits = room(groups * rows, 4), *col_splits = room(groups * cols, 4);
+    int32_t *row_buffer = room(groups * rows, 4);
+    int64_t n_row_buffers = 0;
     for (int64_t slot = 0; slot < groups * rows; slot++) {
         int32_t length = full.ptr[slot + 1] - full.ptr[slot] + part.ptr[slot + 1] - part.ptr[slot];
-        row_pieces[slot] = length > 2 ? (length + 1) / 2 : 1;
-        row_held[slot] = (int32_t)(slot % rows);
-        if (row_pieces[slot] > 1 && slot % rows >= n_held) n_held = slot % rows + 1;
+        row_splits[slot] = length > 2 ? (length + 1) / 2 : 1;
+        row_buffer[slot] = (int32_t)(slot % rows);
+        if (row_splits[slot] > 1 && slot % rows >= n_row_buffers) n_row_buffers = slot % rows + 1;
     }
     for (int64_t slot = 0; slot < groups * cols; slot++) {
         int32_t length = full.ptr_t[slot + 1] - full.ptr_t[slot] + part.ptr_t[slot + 1] - part.ptr_t[slot];
-        col_pieces[slot] = length > 2 ? (length + 1) / 2 : 1;
+        col_splits[slot] = length > 2 ? (length + 1) / 2 : 1;
     }
-    int64_t n_parts[2] = {0, 0}, *parts[2];
+    int64_t n_shared_splits[2] = {0, 0}, *parts[2];
     for (int columns = 0; columns < 2; columns++) {
         int64_t places = columns ? cols : rows, own_heads = columns ? kv_heads : heads, ratio = heads / own_heads;
         parts[columns] = room(batch * heads * places * (rows + cols) * 4, 8);
         for (int64_t item = 0; item < batch * own_heads * places; item++) {
             int cut = 0;
             for (int64_t head = item / places * ratio; head < (item / places + 1) * ratio; head++)
-                cut |= (columns ? col_pieces : row_pieces)[group[head] * places + item % places] > 1;
+                cut |= (columns ? col_splits : row_splits)[group[head] * places + item % places] > 1;
             if (!cut || draw(2)) continue;
             for (int64_t head = item / places * ratio; head < (item / places + 1) * ratio; head++) {
                 int64_t slot = group[head] * places + item % places;
                 const int32_t *f = columns ? full.ptr_t : full.ptr, *p = columns ? part.ptr_t : part.ptr;
                 int64_t length = f[slot + 1] - f[slot] + p[slot + 1] - p[slot];
-                int64_t pieces = (columns ? col_pieces : row_pieces)[slot];
+                int64_t pieces = (columns ? col_splits : row_splits)[slot];
                 for (int64_t piece = 0; piece < pieces; piece++) {
                     int64_t entry[4] = {item, head, length * piece / pieces, length * (piece + 1) / pieces};
-                    memcpy(parts[columns] + 4 * n_parts[columns]++, entry, sizeof(entry));
+                    memcpy(parts[columns] + 4 * n_shared_splits[columns]++, entry, sizeof(entry));
                 }
             }
         }
@@ -333,9 +333,9 @@ static int run(int isa, int number) {
         for (int64_t j = 0; j < grad_counts[i]; j++) put(grads[i], j, grad_types[i], i == 0 && by_columns ? 0 : NAN);
     }
     void *scratch = room(batch * heads * pieces_in_all * (value_dim + 2) * 128, sizes[wide]);
-    void *held = room(batch * heads * n_held * head_dim * 128, sizes[wide]);
-    void *sums[2] = {room(n_parts[0] * head_dim * 128, sizes[wide]),
-                     room(n_parts[1] * (head_dim + value_dim) * 128, sizes[wide])};
+    void *held = room(batch * heads * n_row_buffers * head_dim * 128, sizes[wide]);
+    void *sums[2] = {room(n_shared_splits[0] * head_dim * 128, sizes[wide]),
+                     room(n_shared_splits[1] * (head_dim + value_dim) * 128, sizes[wide])};
     int64_t times[2] = {0, 0};
 
     ringtile_call c;
@@ -357,7 +357,8 @@ static int run(int isa, int number) {
     c.key_bits = masked ? key_bits : NULL, c.key_words = key_words, c.key_lengths = bounded ? key_lengths : NULL;
     c.scale = scale, c.seed = (int64_t)seed, c.dropout_threshold = threshold;
     c.q_grad = grads[0], c.k_grad = grads[1], c.v_grad = grads[2];
-    c.row_pieces = row_pieces, c.col_pieces = col_pieces, c.row_held = row_held, c.n_held = n_held, c.held = held;
+    c.row_splits = row_splits, c.col_splits = col_splits;
+    c.row_buffer = row_buffer, c.n_row_buffers = n_row_buffers, c.row_buffers = held;
     c.times = draw(2) ? times : NULL;
 
     int failed = 0;
@@ -374,10 +375,11 @@ static int run(int isa, int number) {
         failed |= ringtile_backward(&c);
     } else {
         for (int columns = 0; columns < 2; columns++) {
-            c.parts = parts[columns], c.n_parts = n_parts[columns], c.scratch = sums[columns];
-            c.phase = 2 + columns, c.last_item = n_parts[columns] + batch * (columns ? kv_heads * cols : heads * rows);
+            c.shared_splits = parts[columns], c.n_shared_splits = n_shared_splits[columns], c.scratch = sums[columns];
+            c.phase = 2 + columns;
+            c.last_item = n_shared_splits[columns] + batch * (columns ? kv_heads * cols : heads * rows);
             failed |= ringtile_backward(&c);
-            c.phase = 4 + columns, c.last_item = n_parts[columns];
+            c.phase = 4 + columns, c.last_item = n_shared_splits[columns];
             failed |= ringtile_backward(&c);
         }
     }
@@ -448,8 +450,8 @@ static int run(int isa, int number) {
     for (int i = 0; i < 5; i++) free(wanted[i]), free(found[i]);
     for (int i = 0; i < 3; i++) free(grads[i]);
     void *others[] = {weight, share, states, bits, bits_t, rows_any, cols_any, work, work_begin, group, item_begin,
-                      key_lengths, key_bits, kept, lse, lse_grad, delta, scratch, held, sums[0], sums[1], row_pieces,
-                      col_pieces, row_held, parts[0], parts[1]};
+                      key_lengths, key_bits, kept, lse, lse_grad, delta, scratch, held, sums[0], sums[1], row_splits,
+                      col_splits, row_buffer, parts[0], parts[1]};
     for (unsigned i = 0; i < sizeof(others) / sizeof(*others); i++) free(others[i]);
     drop(&q), drop(&k), drop(&v), drop(&out), drop(&grad);
     drop_list(&full), drop_list(&part);

@@ -8,7 +8,7 @@ extern "C" {
 
 enum ringtile_dtype { RINGTILE_FLOAT32 = 0, RINGTILE_FLOAT64 = 1, RINGTILE_BFLOAT16 = 2, RINGTILE_FLOAT16 = 3 };
 
-// What ringtile_peak measures: floating-point operations, exponentials or bytes read, a second.
+// The rates that ringtile_peak measures, per second: floating-point operations, exponentials, bytes read.
 enum ringtile_rate {
     RINGTILE_FMA_FLOAT32 = 0,
     RINGTILE_FMA_FLOAT64 = 1,
@@ -18,9 +18,9 @@ enum ringtile_rate {
     RINGTILE_READ = 5
 };
 
-// A call. Tensors are [B, H, N, D] with strides in elements for B, H and N and a contiguous last dimension; lse, its
-// gradient and delta are contiguous [B, H, Nq] in the accumulation type (float, double for float64). The index fields
-// are those of BlockIndex.
+// One call. Tensors are [B, H, N, D] with strides in elements for B, H and N and a contiguous last dimension. lse, its
+// gradient and delta are contiguous [B, H, Nq] in the accumulation type: float, or double for float64. The index fields
+// are those of BlockIndex. A slot is a row or column of tiles in one group; its list of tiles can be cut into splits.
 typedef struct ringtile_call {
     int32_t dtype, isa, threads, block;
     int64_t batch, heads, kv_heads, n_queries, n_keys, head_dim, value_dim;
@@ -35,9 +35,9 @@ typedef struct ringtile_call {
     const int32_t *full_row_ptr, *full_col, *part_row_ptr, *part_col, *part_tile;
     const int32_t *full_col_ptr, *full_row, *part_col_ptr, *part_row, *part_tile_t;
     const int32_t *bits, *bits_t, *rows_any, *cols_any;
-    // Work entries (row slot, first, last, piece or -1, pieces of the row), sorted by group: those of group g from
-    // work_begin[g] on; and for each batch row and head, in that order, the number of its first work item; n_splits
-    // pieces of rows have a place in scratch, for each head.
+    // Forward work entries (row slot, first, last, split or -1, splits of the row), sorted by group: group g starts at
+    // work_begin[g]. item_begin is the number of the first work item of each batch row and head, in that order. Each of
+    // the n_splits splits has a place in scratch, per head.
     const int32_t *work;
     const int64_t *work_begin, *item_begin;
     int64_t n_splits;
@@ -50,30 +50,30 @@ typedef struct ringtile_call {
     int64_t seed;
     int32_t dropout_threshold, phase;
 
-    // Backward. The gradients are contiguous and have the tensors' type; but that of q, where columns add to it (phase 1),
-    // is in the accumulation type, and zero to begin with.
+    // Backward. The gradients are contiguous and have the dtype of the tensors. In phase 1 columns add to q_grad: there
+    // it has the accumulation type and starts as zeros.
     const void *out_grad;
     int64_t out_grad_stride[3];
     const void *lse_grad;
     void *delta;
     void *q_grad, *k_grad, *v_grad;
 
-    // The work items of this call, and the columns where an item is a head; scratch for the pieces of long rows, and in
-    // the backward pass of long columns.
+    // The work items of this call; its columns if an item is a head; scratch for the splits of rows and, in the backward
+    // pass, of columns.
     int64_t first_item, last_item, first_col, last_col;
     void *scratch;
 
-    // Backward: in how many pieces the list of each slot is summed, 1 for most. A thread that has a whole head holds
-    // the sums of a row's later pieces apart: n_held rows of a head have a place there, row_held says which.
-    const int32_t *row_pieces, *col_pieces, *row_held;
-    int64_t n_held;
-    void *held;
-    // Pieces (item, batch row and head, first, last) of the rows or columns that several threads compute, sorted; they
-    // come before the other items of their phase.
-    const int64_t *parts;
-    int64_t n_parts;
+    // Backward: the number of splits of each slot, usually 1. In phase 1 a thread sums the first split of a row in place
+    // and each later one in a buffer: n_row_buffers per head, row_buffer is the buffer of each slot.
+    const int32_t *row_splits, *col_splits, *row_buffer;
+    int64_t n_row_buffers;
+    void *row_buffers;
+    // Splits (item, batch row and head, first, last) of the rows or columns that several threads share, sorted. They come
+    // before the other items of their phase.
+    const int64_t *shared_splits;
+    int64_t n_shared_splits;
 
-    // Where not null: nanoseconds of packing, and of all that the threads did, are added to these two.
+    // If not null, the call adds its packing time and total thread time to these two, in nanoseconds.
     int64_t *times;
 } ringtile_call;
 

@@ -509,7 +509,7 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
     real = native._Job.run
 
     def spy(job: Any, forward: bool, phase: int, items: int, operations: float) -> None:
-        phases.append((forward, phase, job.c.n_parts))
+        phases.append((forward, phase, job.c.n_shared_splits))
         real(job, forward, phase, items, operations)
 
     monkeypatch.setattr(native._Job, "run", spy)

@@ -129,8 +129,8 @@ def _make_lists(index: BlockIndex, made_of: tuple[int, ...]) -> _Lists:
     col_side = _side(index.full_col_ptr + index.part_col_ptr, index.col_work, groups)
     is_held = row_side.pieces > 1
     held = torch.where(is_held, is_held.cumsum(1) - 1, 0).int()
-    structure.row_pieces, structure.col_pieces = row_side.pieces.data_ptr(), col_side.pieces.data_ptr()
-    structure.row_held, structure.n_held = held.data_ptr(), max(is_held.sum(1).tolist())
+    structure.row_splits, structure.col_splits = row_side.pieces.data_ptr(), col_side.pieces.data_ptr()
+    structure.row_buffer, structure.n_row_buffers = held.data_ptr(), max(is_held.sum(1).tolist())
     tiles = (index.full_col.numel() + index.part_col.numel()) // groups
     return _Lists(made_of, structure, work, begin, (*kept, held), tiles, row_side, col_side)
 
@@ -239,7 +239,7 @@ class _Job:
         """Rows (phase 2) or columns (3) of so many heads; long ones by several threads, then folded in their order."""
         c, columns = self.c, phase == 3
         parts = _parts(self.index, self.lists, c.batch, c.heads, items, c.threads, columns)
-        c.parts, c.n_parts = self.hold(parts).data_ptr(), len(parts)
+        c.shared_splits, c.n_shared_splits = self.hold(parts).data_ptr(), len(parts)
         if len(parts):
             width = c.head_dim + (c.value_dim if columns else 0)
             wide = torch.float64 if c.dtype == DTYPES[torch.float64] else torch.float32
@@ -310,9 +310,9 @@ def backward(
     job.c.q_grad, job.c.k_grad, job.c.v_grad = (x.data_ptr() for x in (q_grad, k_grad, v_grad))
     job.run(False, 0, heads, 0)
     if by_columns:
-        if job.c.n_held:
-            held = lse.new_empty(heads * job.c.n_held * q.shape[3] * _ROW_BLOCK)
-            job.c.held = job.hold(held).data_ptr()
+        if job.c.n_row_buffers:
+            held = lse.new_empty(heads * job.c.n_row_buffers * q.shape[3] * _ROW_BLOCK)
+            job.c.row_buffers = job.hold(held).data_ptr()
         job.run_columns(kv_heads, 2.5 * job.operations)
     else:
         job.run_parts(2, heads, job.index.n_rows, 1.5 * job.operations)

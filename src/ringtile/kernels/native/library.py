@@ -47,10 +47,10 @@ class CallStructure(ctypes.Structure):
         *((name, _POINTER) for name in ("lse_grad", "delta", "q_grad", "k_grad", "v_grad")),
         *((name, _LONG) for name in ("first_item", "last_item", "first_col", "last_col")),
         ("scratch", _POINTER),
-        *((name, _POINTER) for name in ("row_pieces", "col_pieces", "row_held")),
-        ("n_held", _LONG),
-        *((name, _POINTER) for name in ("held", "parts")),
-        ("n_parts", _LONG),
+        *((name, _POINTER) for name in ("row_splits", "col_splits", "row_buffer")),
+        ("n_row_buffers", _LONG),
+        *((name, _POINTER) for name in ("row_buffers", "shared_splits")),
+        ("n_shared_splits", _LONG),
         ("times", _POINTER),
     )
 

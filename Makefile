@@ -15,11 +15,12 @@ CASES ?= 192
 SANITIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
 .PHONY: demo test docs mutants wheel native sanitize valgrind clean
+.NOTPARALLEL:
 
-demo: .venv/ready-plot
-	.venv/bin/ringtile demo $(ARGS)
+demo: .venv/ready-plot .venv/ready-native
+	.venv/bin/ringtile demo --out .venv/demo $(ARGS)
 
-test: .venv/ready-dev
+test: .venv/ready-dev .venv/ready-native
 	.venv/bin/python -m pytest -q --numprocesses=auto $(ARGS)
 
 docs: .venv/ready-dev
@@ -27,30 +28,34 @@ docs: .venv/ready-dev
 	.venv/bin/python scripts/promises.py
 	.venv/bin/python -m mkdocs build --strict $(ARGS)
 
-mutants: .venv/ready-dev
+mutants: .venv/ready-dev .venv/ready-native
 	.venv/bin/python scripts/mutants.py $(ARGS)
 
 wheel: .venv/ready-dev
 	.venv/bin/python scripts/wheel.py
 
 native:
-	cmake -S . -B build/native
-	cmake --build build/native --parallel
+	cmake -S . -B .venv/native
+	cmake --build .venv/native --parallel
 
 sanitize:
-	cmake -S . -B build/sanitize -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="$(SANITIZE)" -DCMAKE_CXX_FLAGS="$(SANITIZE)"
-	cmake --build build/sanitize --parallel --target driver
-	build/sanitize/driver $(CASES)
+	cmake -S . -B .venv/sanitize -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="$(SANITIZE)" -DCMAKE_CXX_FLAGS="$(SANITIZE)"
+	cmake --build .venv/sanitize --parallel --target driver
+	.venv/sanitize/driver $(CASES)
 
 valgrind:
-	cmake -S . -B build/native
-	cmake --build build/native --parallel --target driver
+	cmake -S . -B .venv/native
+	cmake --build .venv/native --parallel --target driver
 	valgrind --quiet --error-exitcode=1 --leak-check=full \
-	  --show-leak-kinds=definite --errors-for-leak-kinds=definite build/native/driver $(CASES)
+	  --show-leak-kinds=definite --errors-for-leak-kinds=definite .venv/native/driver $(CASES)
 
-.venv/ready-%: pyproject.toml constraints.txt scripts/environment.py CMakeLists.txt $(wildcard native/*) compat/pyproject.toml
+.venv/ready-native: scripts/environment.py CMakeLists.txt $(wildcard native/*)
+	$(PYTHON) scripts/environment.py native
+	@touch $@
+
+.venv/ready-%: pyproject.toml constraints.txt scripts/environment.py compat/pyproject.toml
 	$(PYTHON) scripts/environment.py $*
 	@touch $@
 
 clean:
-	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site

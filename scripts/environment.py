@@ -1,13 +1,15 @@
-"""Make .venv ready to run ringtile: `python3 scripts/environment.py plot` (or `dev`).
+"""Make .venv ready to run ringtile: `python3 scripts/environment.py plot`, `dev` or `native`.
 
-A torch that the running interpreter can already import is used as it is. Otherwise the version pinned in
-constraints.txt is installed, after saying what that downloads.
+It reuses a recent enough torch of the running interpreter. Otherwise it says what it will download and installs the
+version that constraints.txt pins. `native` builds the CPU kernel into src/ringtile/lib, in .venv/native.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,9 +58,9 @@ def torch_seen_by(python: str) -> tuple[str, list[str]] | None:
     return (lines[0], lines[1:]) if probe.returncode == 0 and lines else None
 
 
-def run(*command: str) -> None:
+def run(*command: object, **variables: str) -> None:
     print("$", *command, flush=True)
-    if code := subprocess.run(command, cwd=ROOT).returncode:
+    if code := subprocess.run([str(word) for word in command], cwd=ROOT, env={**os.environ, **variables}).returncode:
         raise SystemExit(code)
 
 
@@ -74,14 +76,16 @@ def install_torch() -> None:
         "To use another build, CUDA for one, stop here, install it for that interpreter and run the command again.\n",
         flush=True,
     )
-    run(str(PYTHON), "-m", "pip", "install", "--no-deps", *source, wanted)
+    run(PYTHON, "-m", "pip", "install", "--no-deps", *source, wanted)
 
 
-def main(extra: str) -> None:
-    if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is runs this file
-        raise SystemExit(f"ringtile needs Python 3.11 or newer, {sys.executable} is {platform.python_version()}")
+def make_venv() -> None:
     if not PYTHON.exists():
-        run(sys.executable, "-m", "venv", str(VENV))
+        run(sys.executable, "-m", "venv", VENV)
+
+
+def install(extra: str) -> None:
+    make_venv()
     present = torch_seen_by(str(PYTHON))
     if present is None:
         present = torch_seen_by(sys.executable)
@@ -99,10 +103,34 @@ def main(extra: str) -> None:
     torch_version = pinned_torch() if present is None else present[0]
     constraints.write_text(CONSTRAINTS.read_text().replace(f"torch=={pinned_torch()}", f"torch=={torch_version}"))
     print(f"\nDownloading what is not here yet: {TOOLS[extra]}\n", flush=True)
-    # The second distribution lends ringtile the import path that older programs use.
+    # A plain path file leads to the sources, so PYTHONPATH still comes first and moved modules are found. The second
+    # distribution lends ringtile the import path that older programs use.
     packages = ("-e", f".[{extra}]", "-e", "./compat")
-    run(str(PYTHON), "-m", "pip", "install", "--quiet", "-c", str(constraints), *packages)
+    plain = ("--config-settings=editable.mode=inplace", "--config-settings=wheel.cmake=false")
+    # The builds' own environments read no -c, only these variables: older pips the first, newer ones the second.
+    pins = {"PIP_CONSTRAINT": str(constraints), "PIP_BUILD_CONSTRAINT": str(constraints)}
+    run(PYTHON, "-m", "pip", "install", "--quiet", "-c", constraints, *plain, *packages, **pins)
+
+
+def build_native() -> None:
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        make_venv()
+        run(PYTHON, "-m", "pip", "install", "--quiet", "-c", CONSTRAINTS, "cmake")
+        cmake = str(PYTHON.with_name("cmake"))
+    folder = VENV / "native"
+    try:
+        run(cmake, "-S", ".", "-B", folder)
+        run(cmake, "--build", folder, "--parallel")
+    except SystemExit:
+        shutil.rmtree(ROOT / "src/ringtile/lib", ignore_errors=True)
+        print("\nThe native CPU kernel was not built, see above. Everything works without it, only slower.\n", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is runs this file
+        raise SystemExit(f"ringtile needs Python 3.11 or newer, {sys.executable} is {platform.python_version()}")
+    if sys.argv[1] == "native":
+        build_native()
+    else:
+        install(sys.argv[1])

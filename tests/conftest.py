@@ -7,13 +7,17 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
+import hypothesis.configuration
 import pytest
 import torch
 from torch import Tensor
 
+# Beside the caches of pytest, ruff and mypy, so that a run leaves nothing in the root.
+hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parents[1] / ".venv/cache/hypothesis")
 hypothesis.settings.register_profile("ringtile", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.register_profile(

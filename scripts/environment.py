@@ -120,11 +120,11 @@ def build_native() -> None:
         cmake = str(PYTHON.with_name("cmake"))
     folder = VENV / "native"
     try:
-        run(cmake, "-S", ".", "-B", folder)
-        run(cmake, "--build", folder, "--parallel")
+        run(cmake, "--log-level=NOTICE", "-S", ".", "-B", folder)
+        run(cmake, "--build", folder, "--parallel", MAKEFLAGS="")
     except SystemExit:
         shutil.rmtree(ROOT / "src/ringtile/lib", ignore_errors=True)
-        print("\nThe native CPU kernel was not built, see above. Everything works without it, only slower.\n", flush=True)
+        print("\nThe native CPU kernel was not built (see above). ringtile works without it, only slower.", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
 import torch
+from matplotlib.colors import LinearSegmentedColormap
 
 from ringtile.analysis.plot import picture, plot_pattern
 from ringtile.layout import build_index
@@ -42,10 +44,21 @@ def log_sparse(head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> to
     return (distance >= 0) & (distance & (distance - 1) == 0)
 
 
+# Pages are white or dark, so the ink has the same contrast on both, and cells are translucent.
+INK = "#768390"
+SHADES = LinearSegmentedColormap.from_list("pages", [(0, "#76839022"), (0.01, "#3f8ccc90"), (1, "#3f8cccff")])
+TEXT = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
+
 Panel = tuple[str, Pattern, int]
 """Title, pattern, and the head that is drawn."""
 
 PICTURES: dict[str, list[Panel]] = {
+    "index": [
+        ("causal & window(256)", Causal() & Window(256), 0),
+        ("causal & global_tokens(16)", Causal() & GlobalTokens(16), 0),
+        ("causal & random_blocks(2)", Causal() & RandomBlocks(2), 0),
+        ("all three, joined with |", Causal() & (Window(256) | GlobalTokens(16) | RandomBlocks(2)), 0),
+    ],
     "dense-causal": [("dense", Dense(), 0), ("causal", Causal(), 0)],
     "window": [("window(256)", Window(256), 0), ("causal & window(256)", Causal() & Window(256), 0)],
     "dilated": [("dilated([1, 8], 64)", Dilated([1, 8], 64), 0), ("dilated([64], 8)", Dilated([64], 8), 0)],
@@ -89,15 +102,19 @@ PICTURES: dict[str, list[Panel]] = {
 def draw(name: str, path: Path) -> None:
     """Draw one picture into a PNG."""
     panels = PICTURES[name]
-    with picture(path, 2.6 * len(panels), 2.8) as figure:
-        matplotlib.rcParams["savefig.dpi"] = 115
+    many = len(panels) > 2
+    with picture(path, (1.9 if many else 2.6) * len(panels), 2.2 if many else 2.8) as figure:
+        matplotlib.rcParams.update({"savefig.dpi": 115, "savefig.transparent": True, **TEXT})
         for number, (title, pattern, head) in enumerate(panels):
             index = build_index(pattern, TOKENS, heads=2)
             axes = plot_pattern(index, figure.add_subplot(1, len(panels), number + 1), head=head, pixels=256)
-            axes.set_title(title, fontsize=8)
-            axes.tick_params(labelsize=7)
-            axes.set_xlabel("key position", fontsize=8)
-            axes.set_ylabel("query position" if number == 0 else "", fontsize=8)
+            axes.images[0].set_cmap(SHADES)
+            axes.set_title(textwrap.fill(title, 24) if many else title, fontsize=8)
+            if many:
+                axes.set_xticks([0, 1024, 2048])
+            axes.tick_params(labelsize=8)
+            axes.set_xlabel("key position", fontsize=8.5)
+            axes.set_ylabel("query position" if number == 0 else "", fontsize=8.5)
 
 
 if __name__ == "__main__":

@@ -117,19 +117,19 @@ def test_every_pattern_has_a_page() -> None:
 
 def test_there_is_a_picture_for_each_page_and_none_beside() -> None:
     names = set(script("pictures").PICTURES)
-    assert names == {Path(page).stem for page in PATTERN_PAGES}
+    assert names == {"index", *(Path(page).stem for page in PATTERN_PAGES)}
     pictures = {path.stem: path.stat().st_size for path in DOCS.rglob("*.png")}
     assert set(pictures) == names
     assert max(pictures.values()) < 40 * 1024
 
 
-@pytest.mark.parametrize("page", PATTERN_PAGES)
+@pytest.mark.parametrize("page", [*PATTERN_PAGES, "patterns/index.md"])
 def test_a_picture_is_what_its_pattern_draws(page: str, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image", reason="pictures are drawn by matplotlib, the plot extra")
     script("pictures").draw(Path(page).stem, tmp_path / "drawn.png")
-    drawn, kept = (
-        torch.from_numpy(image.imread(path))[..., :3] for path in (tmp_path / "drawn.png", DOCS / f"{page[:-3]}.png")
-    )
+    drawn, kept = (torch.from_numpy(image.imread(path)) for path in (tmp_path / "drawn.png", DOCS / f"{page[:-3]}.png"))
+    # Pages are white or dark: a picture brings no background of its own.
+    assert drawn[0, 0, 3] == kept[0, 0, 3] == 0
     # Another version of matplotlib sets letters a little differently.
     assert all(abs(a - b) <= 8 for a, b in zip(drawn.shape, kept.shape, strict=True))
     high, wide = (min(sizes) for sizes in zip(drawn.shape[:2], kept.shape[:2], strict=True))
@@ -304,7 +304,7 @@ def test_what_is_beside_a_claim_is_a_row_of_a_suite(table: dict[str, Any]) -> No
 
 
 def test_every_old_name_has_a_new_one() -> None:
-    names = [name for name, thing in vars(compat).items() if callable(thing) and name[0] != "_"]
+    names = face(compat)
     assert len(names) > 15
     text = read("from-dilated-attention-pytorch.md")
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
@@ -317,7 +317,35 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    reference = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site" / "reference").glob("*.html"))
-    told = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(ringtile\.[\w.]+)"', reference)}
-    face = {name for name, thing in vars(ringtile).items() if callable(thing) and name[0] != "_"}
-    assert face | set(patterns.__all__) <= told
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "site" / "reference").glob("*.html")}
+    told = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(ringtile\.[\w.]+)"', "".join(pages.values()))}
+    assert face(ringtile) | face(compat) | set(patterns.__all__) <= told
+    # One signature per function, without its overloads.
+    assert pages["attention"].count("doc-signature") == pages["attention"].count('class="doc doc-object doc-function"')
+    assert "--max-slowdown" in pages["command-line"]
+    # Search works from disk: index and shim are in the site, and no page loads a script from a server.
+    assert (tmp_path / "site" / "search" / "search_index.js").is_file()
+    assert 'src="../assets/iframe-worker.js"' in pages["attention"]
+    assert not re.search(r'<script[^>]+src="https?:', "".join(pages.values()))
+
+
+def face(module: ModuleType) -> set[str]:
+    return {name for name, thing in vars(module).items() if callable(thing) and name[0] != "_"}
+
+
+def test_the_page_of_the_command_line_has_the_help_of_every_verb() -> None:
+    page = read("reference/command-line.md")
+    assert re.findall(r"^## (\w+)$", page, re.M) == list(cli.VERBS)
+    shown = script("site_hooks").on_page_markdown(page)
+    for verb in cli.VERBS:
+        assert f"usage: ringtile {verb}" in shown
+        assert f"<!-- ringtile {verb} --help -->" in page
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
+    variables = set(re.findall(r"\bRINGTILE_[A-Z_]+\b", sources))
+    page = set(re.findall(r"`(RINGTILE_[A-Z_]+)\b", read("reference/environment.md")))
+    assert variables <= page
+    assert page - variables <= set(re.findall(r"\bRINGTILE_[A-Z_]+\b", tests))

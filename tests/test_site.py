@@ -92,7 +92,6 @@ def test_each_recipe_has_an_example() -> None:
         "Slower than dense",
         "Wrong or leaking results",
         "Compile, recompile, export",
-        "The guide's four",
     ]
     assert all("```pycon" in text for text in recipes)
 

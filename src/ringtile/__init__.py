@@ -1,4 +1,4 @@
-"""Exact sparse attention over long sequences: block-sparse, dilated and ring, forward and backward."""
+"""Exact sparse attention for long sequences in PyTorch: block-sparse, sliding-window, dilated and packed."""
 
 from ringtile.functional import dilated_attention as dilated_attention
 from ringtile.functional import merge_attention as merge_attention

@@ -52,6 +52,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if pluginmanager.is_blocked("cacheprovider"):
+        parser.addini("cache_dir", "unknown without its plugin, so -p no:cacheprovider would fail")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         no_gpu = pytest.mark.skip(reason="no CUDA device on this machine")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import hypothesis.configuration
 import pytest
 import torch
 
@@ -33,6 +35,27 @@ def test_mypy_strict() -> None:
     assert status == 0, output
 
 
-def test_the_mutants_still_apply() -> None:
+def test_the_mutants_still_apply_and_their_tests_exist() -> None:
     status, output = output_of("scripts/mutants.py", "--list")
     assert status == 0, output
+
+
+def test_a_mutant_is_judged_by_its_own_sources() -> None:
+    """An editable install must not shadow the mutated copy: this mutant dies in the first test that it meets."""
+    status, output = output_of("scripts/mutants.py", "--only", "causal sees one key ahead", "--processes", "1")
+    assert (status, "1 mutants judged, 0 of them native; 1 killed" in output) == (0, True), output
+
+
+def test_a_mutant_whose_tests_do_not_exist_is_an_error() -> None:
+    code = "import mutants; mutants.collect([mutants.Mutant('x', 'x', 'a', 'b', ('tests/test_static.py::test_gone',))])"
+    status, output = output_of("-c", f"import sys; sys.path.insert(0, 'scripts'); {code}")
+    assert status == 1
+    assert "not found" in output
+
+
+def test_the_tools_keep_their_caches_out_of_the_root() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    hypothesis_home = hypothesis.configuration.storage_directory().path
+    folders = [tools["pytest"]["ini_options"]["cache_dir"], tools["ruff"]["cache-dir"], tools["mypy"]["cache_dir"]]
+    for folder in [*folders, hypothesis_home]:
+        assert (ROOT / folder).is_relative_to(ROOT / ".venv")

@@ -196,9 +196,7 @@ def test_a_window_over_131072_tokens_needs_64_mib(pattern: Pattern, backend: str
 
 @pytest.mark.parametrize(("threads", "wide_gradients"), [(1, 1), (2, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types_have_wide_gradients_where_they_grow(
-    dtype: torch.dtype, threads: int, wide_gradients: int
-) -> None:
+def test_half_types_have_wide_gradients_where_they_grow(dtype: torch.dtype, threads: int, wide_gradients: int) -> None:
     torch.set_num_threads(threads)
     peaks = peaks_of(WITH_GLOBAL, 65536, dtype=dtype, backend="native")
     wide = wide_gradients * 65536 * 64 * 4

@@ -19,7 +19,6 @@ import pytest
 import torch
 from oracle import oracle, relative_error
 from ringtile import compat
-from ringtile.compat import once
 from ringtile.layout import build_index
 from ringtile.patterns import Blocks, Causal
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,11 +45,6 @@ PENDING: dict[int, tuple[str, type[Exception], str]] = {
 @pytest.fixture(autouse=True)
 def _old_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "compat"))
-
-
-@pytest.fixture(autouse=True)
-def _warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_given", set())
 
 
 def too_short(test: Callable[..., None]) -> Callable[..., None]:
@@ -91,6 +85,7 @@ def test_all_blocks_are_here_as_printed() -> None:
     assert hashlib.sha256("".join(BLOCKS.values()).encode()).hexdigest() == DIGEST
 
 
+@too_short
 @pytest.mark.parametrize("number", sorted(BLOCKS))
 def test_a_prelude_defines_what_the_block_leaves_undefined(number: int) -> None:
     assert set(PRELUDES[number]()) == undefined(BLOCKS[number])
@@ -109,13 +104,21 @@ def test_every_other_block_has_a_test_here() -> None:
 
 
 def density_of(config: compat.SparsePatternConfig, n_tokens: int) -> float:
-    return build_index(compat.SparsePatternGenerator(config).rule(n_tokens), n_tokens).density
+    return build_index(compat.SparsePatternGenerator(config).rule(n_tokens), n_tokens).tile_density
+
+
+def without_the_window(number: int, window: str) -> compat.SparsePatternConfig:
+    """The configuration of a block, which as printed gives both a window and a ratio that sets its width."""
+    with pytest.raises(ValueError, match="local_window_size: changes nothing beside sparsity_ratio"):
+        run(number)
+    assert window in BLOCKS[number]
+    config: compat.SparsePatternConfig = run(number, BLOCKS[number].replace(window, ""))["config"]
+    return config
 
 
 def test_block_01_local_window() -> None:
-    config = run(1)["config"]
-    with pytest.warns(UserWarning, match="local_window_size=512 is not used"):
-        assert density_of(config, 4096) == pytest.approx(0.1, rel=0.02)
+    config = without_the_window(1, "local_window_size=512")
+    assert density_of(config, 16384) == pytest.approx(0.1, rel=0.02)
 
 
 def test_block_02_dilated_sparse() -> None:
@@ -123,12 +126,12 @@ def test_block_02_dilated_sparse() -> None:
 
 
 def test_block_03_global_local() -> None:
-    config = run(3)["config"]
-    with pytest.warns(UserWarning, match="local_window_size=256 is not used"):
-        assert density_of(config, 4096) == pytest.approx(0.2, rel=0.02)
-    kept = compat.SparsePatternGenerator(config).rule(4096)
-    head, token = torch.tensor(0), torch.arange(4096)
+    config = without_the_window(3, "local_window_size=256")
+    assert density_of(config, 16384) == pytest.approx(0.2, rel=0.02)
+    kept = compat.SparsePatternGenerator(config).rule(16384)
+    head, token = torch.tensor(0), torch.arange(16384)
     assert kept.allowed(head, token, torch.tensor(63)).all()
+    assert not kept.allowed(head, token, torch.tensor(128)).all()
     assert not kept.allowed(head, token, torch.tensor(64)).all()
 
 
@@ -138,7 +141,7 @@ def test_block_05_attention_inside_dilated_segments() -> None:
     q, k, v = (names[name].transpose(1, 2) for name in ("query", "key", "value"))
     attention = names["attention"]
     # 700 tokens lie in one segment of each branch: (700, 1), (350, 2) and (175, 4), mixed by their denominators.
-    rule = attention._last.rule
+    rule = attention._last[0]
     total, weighted = 0.0, 0.0
     for rate in (1, 2, 4):
         out, lse = torch.zeros(1, 4, 700, 16).double(), torch.full((1, 4, 700), -math.inf).double()
@@ -149,7 +152,8 @@ def test_block_05_attention_inside_dilated_segments() -> None:
         total, weighted = total + lse.exp(), weighted + lse.exp().unsqueeze(-1) * out
     expected = (weighted / total.unsqueeze(-1)).transpose(1, 2)
     assert relative_error(names["output"], expected) < 1e-6
-    assert attention._last.pairs()[0].density == pytest.approx(0.1, rel=0.05)
+    # The diagonals of the branches' six, three and two rows of tiles, of the tiles that dense attention computes.
+    assert attention.get_memory_info()["theoretical_speedup"] == pytest.approx(21 / (6 + 3 + 2))
 
 
 @too_short
@@ -158,7 +162,9 @@ def test_block_06_multihead_with_weights() -> None:
     assert names["output"].shape == (1, 700, 512)
     assert names["weights"].shape == (1, 700, 700)
     assert names["weights"].sum(-1).allclose(torch.ones(()))
-    assert (names["weights"] > 0).double().mean() == pytest.approx(0.25, rel=0.02)
+    kept = names["weights"][0] > 0
+    tiles = torch.nn.functional.max_pool2d(kept[None].double(), 128, ceil_mode=True)[0]
+    assert torch.equal(tiles, torch.eye(6).double())
 
 
 @too_short
@@ -182,6 +188,7 @@ def test_block_11_visualisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "sparse_pattern.png").read_bytes().startswith(b"\x89PNG")
 
 
+@too_short
 def test_block_12_quality(capsys: pytest.CaptureFixture[str]) -> None:
     names = run(12)
     printed = capsys.readouterr().out
@@ -199,6 +206,7 @@ def test_block_12_quality(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@too_short
 def test_block_13_adjusting_the_density(capsys: pytest.CaptureFixture[str]) -> None:
     attention = run(13)["attention"]
     score = attention.get_performance_stats()["quality_score"]
@@ -262,7 +270,7 @@ def test_block_17_monitoring(capsys: pytest.CaptureFixture[str]) -> None:
     names = run(17)
     assert names["stats"]["avg_sparsity"] == pytest.approx(0.25, rel=0.02)
     assert not any(math.isnan(value) for value in names["stats"].values())
-    assert "Average sparsity: 24.8%" in capsys.readouterr().out
+    assert "Average sparsity: 25.0%" in capsys.readouterr().out
 
 
 lightning = pytest.mark.skipif(
@@ -288,6 +296,7 @@ COMPLETION = """
 
 @lightning
 @pytest.mark.filterwarnings("ignore")
+@too_short
 def test_block_18_completed_trains(tmp_path: Path) -> None:
     """Added: an optimiser, batches, the model itself, and a trainer for the CPU in full precision."""
     printed, _ = BLOCKS[18].split("# Train with automatic optimization")
@@ -308,7 +317,7 @@ def test_block_18_completed_trains(tmp_path: Path) -> None:
     trainer.fit(model, torch.utils.data.DataLoader([batch] * 4, batch_size=2))
     assert trainer.global_step == 2
     assert all(not torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True))
-    assert trainer.logged_metrics["train/sparsity"] == pytest.approx(0.1, rel=0.1)
+    assert trainer.logged_metrics["train/sparsity"] == pytest.approx(3 / 9)
     assert trainer.logged_metrics["train/speedup"] > 0
 
 
@@ -325,6 +334,7 @@ def test_block_20_larger_blocks() -> None:
     assert attention.get_memory_info()["pattern_cache_size"] == 1
 
 
+@too_short
 def test_block_21_patterns_made_beforehand() -> None:
     attention = run(21)["attention"]
     cache = attention.pattern_generator.pattern_cache

@@ -1,4 +1,4 @@
-"""The public names of the system that ringtile succeeds: thin translations, tensors ``[B, N, H, D]``."""
+"""The public names of the system that ringtile succeeds, as thin translations: tensors are ``[B, N, H, D]``."""
 
 from ringtile.compat.attention import BlockSparseOptimized as BlockSparseOptimized
 from ringtile.compat.attention import BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention

@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringtile.compat.config import SparsePatternConfig, check_density
-from ringtile.compat.counting import Pairs, Problem, count_pairs, dilated_problems
-from ringtile.compat.generator import SparsePatternGenerator
+from ringtile.compat.config import SparsePatternConfig
+from ringtile.compat.generator import Problem, SparsePatternGenerator, count_tiles
 from ringtile.compat.monitor import PerformanceMonitor
-from ringtile.compat.once import accept_needless
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import dilated_attention
 from ringtile.kernels.philox import dropout_threshold
+from ringtile.layout.permute import pieces
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Dense, Pattern
 from ringtile.patterns.base import wholes
-
-
-class _LastCall(NamedTuple):
-    rule: Pattern
-    problems: tuple[Problem, ...]
-    whole: Problem
-    is_causal: bool
-
-    def pairs(self) -> tuple[Pairs, Pairs]:
-        """What the rule keeps over all segments, and what dense attention would."""
-        kept = count_pairs(self.rule, self.problems, is_causal=self.is_causal)
-        return kept, count_pairs(Dense(), (self.whole,), is_causal=self.is_causal)
 
 
 class BlockSparseRingDilatedAttention(nn.Module):
@@ -44,27 +32,26 @@ class BlockSparseRingDilatedAttention(nn.Module):
     measured over all segments. Any length works.
 
     Args:
-        segment_lengths: Tokens of a segment, for each branch; None for no segments.
-        dilation_rates: One for each branch: every rate-th token of its segments is kept.
-        sparse_config: The pattern, read at every call; None means ``SparsePatternConfig()``.
-        use_adaptive_sparsity: Only False: patterns here follow positions, not contents.
-        ring_size: 1, or the number of ranks, over which attention is not yet divided.
-        dropout: Probability with which a weight is dropped after the softmax in training.
-        attention_scale: Of the scores; None means ``D ** -0.5``.
-        use_gradient_checkpointing: Save the inputs alone for the backward pass, and compute again what it needs.
-        cache_size: How many solved patterns are remembered.
-        **needless: Flags that switch nothing any more: accepted, and a warning says why once.
+        segment_lengths: Tokens per segment, for each branch. Default: None, no segments.
+        dilation_rates: One rate for each branch, which keeps every rate-th token of its segments.
+        sparse_config: Pattern, read at every call. Default: ``SparsePatternConfig()``.
+        use_adaptive_sparsity: Must be False. Patterns follow positions; adaptive selection is not built yet.
+        ring_size: 1, or the number of ranks, over which attention is not divided yet.
+        dropout: Probability of dropping a weight after the softmax in training.
+        attention_scale: Scale of the scores. Default: ``D ** -0.5``.
+        use_gradient_checkpointing: True to save only the inputs for the backward pass and recompute the rest.
+        cache_size: Number of solved patterns to remember.
 
     Raises:
-        ValueError: Where an argument is out of range.
-        NotImplementedError: Where ``ring_size`` is the number of several ranks.
+        ValueError: If an argument is out of range.
+        NotImplementedError: If ``ring_size`` is the number of several ranks.
 
     Example:
         >>> config = SparsePatternConfig("local_window", sparsity_ratio=0.25)
         >>> attention = BlockSparseRingDilatedAttention(sparse_config=config)
-        >>> x = torch.randn(1, 1000, 4, 32)
+        >>> x = torch.randn(1, 4096, 4, 32)
         >>> attention(x, is_causal=True).shape
-        torch.Size([1, 1000, 4, 32])
+        torch.Size([1, 4096, 4, 32])
     """
 
     _default_ratio: float | None = None
@@ -81,29 +68,26 @@ class BlockSparseRingDilatedAttention(nn.Module):
         attention_scale: float | None = None,
         use_gradient_checkpointing: bool = False,
         cache_size: int = 100,
-        **needless: object,
     ) -> None:
-        accept_needless(type(self).__name__, needless)
         segments = _checked_segments(segment_lengths, dilation_rates)
         _check_ring_size(ring_size)
         if use_adaptive_sparsity:
             raise ValueError(
-                "use_adaptive_sparsity: expected False: patterns follow positions here, not contents, "
+                "use_adaptive_sparsity: expected False, because patterns follow positions here, not contents; "
                 f"got {use_adaptive_sparsity=}"
             )
         if dropout:
             dropout_threshold(dropout)
-        if sparse_config is None:
-            sparse_config = SparsePatternConfig(sparsity_ratio=self._default_ratio)
         super().__init__()
         self.segment_lengths, self.dilation_rates = segments
         self.ring_size = ring_size
         self.dropout = dropout
         self.attention_scale = attention_scale
         self.use_gradient_checkpointing = use_gradient_checkpointing
-        self.pattern_generator = SparsePatternGenerator(sparse_config, cache_size=cache_size)
+        config = sparse_config or SparsePatternConfig(sparsity_ratio=self._default_ratio)
+        self.pattern_generator = SparsePatternGenerator(config, cache_size=cache_size)
         self.performance_monitor = PerformanceMonitor()
-        self._last: _LastCall | None = None
+        self._last: tuple[Pattern, tuple[Problem, ...], Problem, bool] | None = None
 
     @property
     def sparse_config(self) -> SparsePatternConfig:
@@ -116,7 +100,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         self.pattern_generator.config = config
 
     def extra_repr(self) -> str:
-        """The arguments that differ from one module to another."""
+        """Return the arguments that differ from one module to another."""
         return f"segment_lengths={self.segment_lengths}, dilation_rates={self.dilation_rates}, {self.sparse_config}"
 
     def forward(
@@ -128,28 +112,27 @@ class BlockSparseRingDilatedAttention(nn.Module):
         *,
         key_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attention ``[B, N, H, D]``; ``forward(x)`` alone is self-attention.
+        """Compute attention ``[B, N, H, D]``; ``forward(x)`` alone is self-attention.
 
         Args:
             query: ``[B, N, H, D]``, float64, float32, bfloat16 or float16.
-            key: ``[B, M, H, D]``; None for the query, with value.
+            key: ``[B, M, H, D]``. Default: the query, if value is None too.
             value: ``[B, M, H, Dv]``.
-            is_causal: Keep only keys at or before the query's position, aligned to the lower right.
-            key_mask: ``[B, M]`` bool, True where a key may be attended to.
+            is_causal: True to keep only keys at or before the query's position, aligned to the lower right.
+            key_mask: ``[B, M]`` bool, True for keys to attend to.
 
         Raises:
-            ValueError: Where shapes do not fit, as `ringtile.sparse_attention` says.
-            torch.OutOfMemoryError: Names the bytes and what lowers them; nothing is tried again.
+            ValueError: If shapes are invalid, as in `ringtile.sparse_attention`.
+            torch.OutOfMemoryError: Names the bytes and the arguments that lower them.
         """
-        key, value = self_attention_where_alone(query, key, value)
+        key, value = self_attention_if_alone(query, key, value)
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dim() != 4:
                 raise ValueError(f"{name}: expected four dimensions [B, N, H, D], got {x.shape=}")
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         dropout_p = self.dropout if self.training else 0.0
-        return self.attend(query, key, value, is_causal=is_causal, key_mask=key_mask, dropout_p=dropout_p).transpose(
-            1, 2
-        )
+        out = self.attend(query, key, value, is_causal=is_causal, key_mask=key_mask, dropout_p=dropout_p)
+        return out.transpose(1, 2)
 
     def attend(
         self,
@@ -163,33 +146,33 @@ class BlockSparseRingDilatedAttention(nn.Module):
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """The same on ``[B, H, N, D]``; what ``attend=`` of `ringtile.SparseMultiheadAttention` calls.
+        """Compute the same on ``[B, H, N, D]``, as ``attend=`` of `ringtile.SparseMultiheadAttention`.
 
-        Pairs that ``pattern`` does not keep are left out too. Raises ValueError where there are segments: their places
-        are not the positions that it speaks of.
+        A ``pattern`` restricts the kept pairs further. Raises ValueError if there are segments beside a ``pattern``:
+        it relates positions, and tokens of a dilated segment have others.
         """
         if pattern is not None and self.segment_lengths:
             raise ValueError(
                 f"pattern: a mask of positions cannot be applied inside dilated segments, got {pattern!r} with "
                 f"segment_lengths={self.segment_lengths}; is_causal and key masks can"
             )
-        whole = Problem(query.shape[2], key.shape[2], 1)
+        heads, n_queries, n_keys = query.shape[1], query.shape[2], key.shape[2]
+        whole = Problem(n_queries, n_keys, n_keys - n_queries)
         problems: tuple[Problem, ...] = (whole,)
         if self.segment_lengths:
-            problems = dilated_problems(whole.n_keys, self.segment_lengths, self.dilation_rates)
+            problems = tuple(
+                Problem(piece.n_queries, piece.n_keys, piece.start, piece.segments * len(piece.heads) / heads)
+                for at in zip(self.segment_lengths, self.dilation_rates, strict=True)
+                for piece in pieces(n_queries, n_keys, heads, *at)
+            )
         rule = self.pattern_generator.inside(problems, is_causal=is_causal)
-        self._last = _LastCall(rule, problems, whole, is_causal)
+        self._last = rule, problems, whole, is_causal
         options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask}
         options["scale"] = self.attention_scale if scale is None else scale
         attention: Callable[..., Tensor]
         if self.segment_lengths:
-            attention = partial(
-                dilated_attention,
-                segment_lengths=self.segment_lengths,
-                dilation_rates=self.dilation_rates,
-                pattern=rule,
-                **options,
-            )
+            segments = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+            attention = partial(dilated_attention, **segments, pattern=rule, **options)
         else:
             attention = partial(sparse_attention, pattern=rule if pattern is None else rule & pattern, **options)
 
@@ -202,53 +185,51 @@ class BlockSparseRingDilatedAttention(nn.Module):
                     return recomputed(sparse, query, key, value, dropout_p)
                 return sparse(query, key, value, dropout_p)
             except RuntimeError as error:
-                if not _is_out_of_memory(error):
-                    raise
-                raise torch.OutOfMemoryError(self._too_large(query, key, value, error)) from error
+                # Torch's allocator for the CPU has no error class of its own.
+                if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                    raise torch.OutOfMemoryError(self._too_large(query, key, value, error)) from error
+                raise
 
         if not self.performance_monitor.enabled:
             return call()
         dense = partial(sparse_attention, query, key, value, pattern, **options)
         shape = (query.shape, key.shape, value.shape, query.dtype, query.device, is_causal, pattern)
-        found, of_dense = self._last.pairs()
-        return self.performance_monitor.measure(
-            shape,
-            call,
-            partial(sparse, query, key, value),
-            dense,
-            density=found.kept / of_dense.allowed if of_dense.allowed else 0.0,
-        )
+        alone = partial(sparse, query, key, value)
+        return self.performance_monitor.measure(shape, call, alone, dense, density=self._tile_density())
 
     def _too_large(self, query: Tensor, key: Tensor, value: Tensor, error: RuntimeError) -> str:
         needed = 2 * query.nbytes + key.nbytes + value.nbytes
-        config = self.sparse_config
         return (
-            f"attention of {query.shape=} over {key.shape=} ran out of memory: query, key, value and output alone take "
-            f"{needed:,} bytes. use_gradient_checkpointing=True, a shorter sequence or a smaller batch take less, and "
-            f"so does a smaller sparsity_ratio (now {config.sparsity_ratio}). The allocator said: {error}"
+            f"attention of {query.shape=} over {key.shape=} ran out of memory: query, key, value and output alone need "
+            f"{needed:,} bytes. use_gradient_checkpointing=True, a shorter sequence, a smaller batch or a smaller "
+            f"sparsity_ratio (now {self.sparse_config.sparsity_ratio}) lower it. The allocator said: {error}"
         )
 
-    def set_sparsity_ratio(self, sparsity_ratio: float) -> None:
-        """Set the density of the pattern, the fraction of pairs kept, from the next call on.
+    def _tile_density(self) -> float:
+        """Return the tiles of the last call over those of dense attention on the whole sequence."""
+        if self._last is None:
+            return math.nan
+        rule, problems, whole, is_causal = self._last
+        dense = count_tiles(Dense(), (whole,), is_causal=is_causal).dense
+        return count_tiles(rule, problems, is_causal=is_causal).kept / dense if dense else math.nan
 
-        Raises ValueError outside of (0, 1].
+    def set_sparsity_ratio(self, sparsity_ratio: float) -> None:
+        """Set the density of the pattern, the fraction of tiles computed, from the next call on.
+
+        Raises ValueError if it is not in (0, 1], or if the configuration has a ``local_window_size``.
         """
         if sparsity_ratio is None:
             raise ValueError("sparsity_ratio: expected a density in (0, 1], got None")
-        check_density("sparsity_ratio", sparsity_ratio)
+        replace(self.sparse_config, sparsity_ratio=sparsity_ratio).check()
         self.sparse_config.sparsity_ratio = sparsity_ratio
 
     def get_memory_info(self) -> dict[str, float]:
-        """What is cached, and what the last call computed beside dense attention; NaN before the first call.
+        """Return what is cached, and the tiles of the last call beside dense attention; NaN before the first call.
 
-        ``pattern_cache_size`` counts patterns, your own and solved; ``memory_reduction`` is the fraction of the score
-        matrix, in tiles, that is never computed; ``theoretical_speedup`` is dense over computed tiles.
+        ``pattern_cache_size`` counts patterns, your own and solved. ``memory_reduction`` is the fraction of the score
+        matrix, in tiles, that is never computed. ``theoretical_speedup`` is dense over computed tiles.
         """
-        stats = self.pattern_generator.pattern_cache.get_stats()
-        tiles = math.nan
-        if self._last is not None:
-            found, of_dense = self._last.pairs()
-            tiles = found.tiles / of_dense.allowed_tiles if of_dense.allowed_tiles else math.nan
+        stats, tiles = self.pattern_generator.pattern_cache.get_stats(), self._tile_density()
         return {
             "pattern_cache_size": stats.given + stats.solved,
             "memory_reduction": 1 - tiles,
@@ -256,25 +237,18 @@ class BlockSparseRingDilatedAttention(nn.Module):
         }
 
     def get_performance_stats(self) -> dict[str, float]:
-        """Means over the calls since ``performance_monitor.enable()``; NaN until something was measured.
+        """Return the means over the calls since ``performance_monitor.enable()``; NaN until then.
 
-        ``avg_forward_time_ms`` is of attention itself; ``avg_sparsity`` is, as ``sparsity_ratio``, a density: kept
-        pairs over those of dense attention; ``avg_speedup`` is the time of dense attention, measured once a shape, over
-        that of the calls; ``avg_memory_mb`` is the peak in MiB beyond inputs and output, measured once a shape;
-        ``quality_score`` is the mean cosine similarity of the outputs to those of dense attention.
+        ``avg_forward_time_ms`` is the time of attention alone. ``avg_sparsity`` is a density like ``sparsity_ratio``:
+        computed tiles over those of dense attention. ``avg_speedup`` is the time of dense attention, measured once per
+        shape, over that of the calls. ``avg_memory_mb`` is the peak in MiB beyond inputs and output, measured once per
+        shape. ``quality_score`` is the mean cosine similarity of the outputs to those of dense attention.
         """
-        report = self.performance_monitor.report()
-        return {
-            "avg_forward_time_ms": report.forward_ms,
-            "avg_sparsity": report.density,
-            "avg_speedup": report.speedup,
-            "avg_memory_mb": report.memory_mib,
-            "quality_score": report.quality,
-        }
+        return self.performance_monitor.report()
 
 
 class BlockSparseOptimized(BlockSparseRingDilatedAttention):
-    """`BlockSparseRingDilatedAttention` itself: blocks are always computed in batches and patterns always remembered.
+    """Alias of `BlockSparseRingDilatedAttention`, which always computes blocks in batches and remembers patterns.
 
     >>> BlockSparseOptimized([128, 256], [1, 2])(torch.randn(1, 300, 2, 16)).shape
     torch.Size([1, 300, 2, 16])
@@ -282,7 +256,7 @@ class BlockSparseOptimized(BlockSparseRingDilatedAttention):
 
 
 class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
-    """`BlockSparseRingDilatedAttention` itself: tensors of `torch.sparse` were slower than tiles and gave the same.
+    """Alias of `BlockSparseRingDilatedAttention`: `torch.sparse` gives the same result, more slowly.
 
     >>> BlockSparseTorchSparse([128, 256], [1, 2])(torch.randn(1, 300, 2, 16)).shape
     torch.Size([1, 300, 2, 16])
@@ -292,21 +266,21 @@ class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
 def hierarchical_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor, *, is_causal: bool = False, block_size: int = 128
 ) -> Tensor:
-    """Attention on the blocks that a pattern touches, refined inside them to the pairs that it keeps: one softmax.
+    """Compute attention on the blocks that a pattern touches, refined inside them to the kept pairs: one softmax.
 
-    The two levels are what `ringtile.sparse_attention` does with every pattern, full tiles and tiles of bits.
+    `ringtile.sparse_attention` does this with every pattern: full tiles, and partial tiles with a bitmask.
 
     Args:
         q: ``[B, N, H, D]``.
         k: ``[B, M, H, D]``.
         v: ``[B, M, H, Dv]``.
-        pattern: A `ringtile.patterns.Pattern`, refined to pairs, or a bool matrix of whole blocks ``[rows, columns]``
+        pattern: `ringtile.patterns.Pattern`, refined to pairs, or a bool matrix of whole blocks ``[rows, columns]``
             or ``[H, rows, columns]``.
-        is_causal: Keep only keys at or before the query's position.
-        block_size: Tokens a side of the blocks of a matrix.
+        is_causal: True to keep only keys at or before the query's position.
+        block_size: Tokens per side of the blocks of a matrix.
 
     Raises:
-        ValueError: Where shapes do not fit, or ``block_size`` is given beside a pattern that has no use for it.
+        ValueError: If shapes are invalid, or if ``block_size`` is given beside a pattern that does not use it.
 
     Example:
         >>> x = torch.randn(1, 512, 2, 16)
@@ -321,8 +295,8 @@ def hierarchical_sparse_attention(
     return sparse_attention(q, k, v, pattern, is_causal=is_causal).transpose(1, 2)
 
 
-def self_attention_where_alone(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Key and value, which are the query where neither is given; ValueError where one is."""
+def self_attention_if_alone(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return key and value, or the query for both if neither is given. Raises ValueError if only one is."""
     if key is None and value is None:
         return query, query
     if key is None or value is None:
@@ -336,18 +310,13 @@ def _checked_segments(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if segment_lengths is None and dilation_rates is None:
         return (), ()
-    if segment_lengths is None or dilation_rates is None:
+    if segment_lengths is None or dilation_rates is None or len(segment_lengths) != len(dilation_rates):
         raise ValueError(
-            "segment_lengths, dilation_rates: expected both, or neither for no segments, "
+            "segment_lengths, dilation_rates: expected one rate for each length, or neither for no segments, "
             f"got {segment_lengths=}, {dilation_rates=}"
         )
-    lengths, rates = (
-        wholes("dilated_attention", name, values, 1)
-        for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates))
-    )
-    if len(lengths) != len(rates):
-        raise ValueError(f"dilation_rates: expected one for each of {segment_lengths=}, got {dilation_rates=}")
-    return lengths, rates
+    lengths = wholes("dilated_attention", "segment_lengths", segment_lengths, 1)
+    return lengths, wholes("dilated_attention", "dilation_rates", dilation_rates, 1)
 
 
 def _check_ring_size(ring_size: int) -> None:
@@ -356,10 +325,5 @@ def _check_ring_size(ring_size: int) -> None:
         raise ValueError(f"ring_size: expected 1 or the number of ranks, {ranks}, got {ring_size!r}")
     if ring_size > 1:
         raise NotImplementedError(
-            f"ring_size={ring_size}: attention is not divided over ranks here; ring_size=1 computes it on each rank"
+            f"ring_size={ring_size}: attention is not divided over ranks yet; ring_size=1 computes it on each rank"
         )
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    # Torch's allocator for the CPU has no error class of its own.
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

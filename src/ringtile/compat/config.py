@@ -1,4 +1,4 @@
-"""What a sparse pattern is, in the words of the system that ringtile succeeds."""
+"""The configuration of a sparse pattern, in the words of the system that ringtile succeeds."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ _GEOMETRY = {
     "dilated_sparse": ("dilation_rates",),
     "global_local": ("local_window_size", "global_tokens"),
 }
-"""Each pattern type and the arguments that shape it."""
+"""Each pattern type and the fields that shape it."""
+
+_DENSITIES = ("sparsity_ratio", "min_sparsity", "max_sparsity")
 
 
 @dataclass
 class SparsePatternConfig:
-    """The shape and the density of a pattern; changing a field takes effect at the next call.
+    """The shape and the density of a pattern; a changed field takes effect at the next call.
 
-    ``sparsity_ratio`` is a density: the fraction of pairs kept among those that causality allows, so 0.1 means a tenth
-    of the work. Given, it sets the measured density, by the width of the window or the reach of the dilated blocks;
-    None leaves the geometry as it is. Where the nearest density that can be reached is more than 2 % away, a warning
-    names it once.
+    ``sparsity_ratio`` is a density: the fraction of tiles computed, of the 128 x 128 tiles that dense attention under
+    the same causal rule computes. 0.1 means a tenth of the work. A ratio sets the width of the window, or the reach of
+    the dilated blocks, in whole blocks of ``block_size`` tokens. Tiles come in diagonals, and each token keeps its own
+    block: if the nearest density is more than 10% of the ratio away, a UserWarning names it.
 
     Args:
-        pattern_type: ``"local_window"``, a window exact in tokens; ``"dilated_sparse"``, blocks at multiples of the
-            rates; ``"global_local"``, a window and global tokens, exact in tokens.
-        sparsity_ratio: Density in (0, 1], or None.
-        block_size: 64, 128 or 256 tokens a side: of the blocks of ``dilated_sparse`` and of patterns given as matrices,
-            and of the matrices that `SparsePatternGenerator` returns.
-        local_window_size: Tokens, half on each side; 512 where a type with a window leaves it out.
-        global_tokens: How many of the first tokens see all and are seen by all; 64 where left out.
-        dilation_rates: Distances in blocks, (1, 2, 4, 8, 16) where left out.
-        min_sparsity: Least density, in (0, 1].
-        max_sparsity: Greatest density, in (0, 1].
-        enable_caching: Keep what was solved for a length; False solves it at every call.
+        pattern_type: ``"local_window"``; ``"dilated_sparse"``, blocks at multiples of the rates; ``"global_local"``, a
+            window and global tokens.
+        sparsity_ratio: Density in (0, 1]. Default: None, which leaves the geometry as the other fields set it.
+        block_size: 64, 128 or 256 tokens per side of a block. A window without a ratio is exact in tokens, so it
+            accepts only 128.
+        local_window_size: Tokens, half on each side. Default: 512. Not with ``sparsity_ratio``, which sets the width.
+        global_tokens: Number of first tokens that attend to all and that all attend to. Default: 64.
+        dilation_rates: Distances in blocks. Default: (1, 2, 4, 8, 16).
+        min_sparsity: Lowest density, in (0, 1].
+        max_sparsity: Highest density, in (0, 1].
+        enable_caching: True to remember the pattern of each length.
 
     Raises:
-        ValueError: Where a value is out of range, or an argument does not shape this ``pattern_type``.
+        ValueError: If a value is out of range, or a field changes nothing beside the others.
 
     Example:
-        >>> config = SparsePatternConfig("local_window", local_window_size=512)
+        >>> config = SparsePatternConfig("global_local", global_tokens=16)
         >>> config.sparsity_ratio = 0.1
         >>> config
-        SparsePatternConfig(pattern_type='local_window', sparsity_ratio=0.1, block_size=128, local_window_size=512, ...)
+        SparsePatternConfig(pattern_type='global_local', sparsity_ratio=0.1, block_size=128, ..., global_tokens=16, ...)
     """
 
     pattern_type: str = "dilated_sparse"
@@ -63,30 +65,44 @@ class SparsePatternConfig:
         self.check()
 
     def check(self) -> None:
-        """Raise ValueError where a field is out of range or shapes nothing; fields may have changed since."""
+        """Raise ValueError if a field is out of range or changes nothing; fields may have changed since."""
         if self.pattern_type not in _GEOMETRY:
             raise ValueError(f"pattern_type: expected one of {tuple(_GEOMETRY)}, got {self.pattern_type!r}")
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size!r}")
-        for name in ("sparsity_ratio", "min_sparsity", "max_sparsity"):
-            check_density(name, getattr(self, name))
-        if None not in (self.min_sparsity, self.max_sparsity) and self.min_sparsity > self.max_sparsity:  # type: ignore[operator]
-            raise ValueError(
-                f"min_sparsity: expected at most {self.max_sparsity=}, got {self.min_sparsity=} (both are densities)"
-            )
+        low, high = self.min_sparsity, self.max_sparsity
+        for name in _DENSITIES:
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value <= 1):
+                raise ValueError(f"{name}: expected a density in (0, 1], the fraction of tiles computed, got {value!r}")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_sparsity: expected at most max_sparsity={high}, got {low} (both are densities)")
+        shaping = _GEOMETRY[self.pattern_type]
         for name in ("local_window_size", "global_tokens", "dilation_rates"):
             value = getattr(self, name)
             if value is None:
                 continue
-            if name not in _GEOMETRY[self.pattern_type]:
+            if name not in shaping:
                 raise ValueError(
                     f"{name}: changes nothing for pattern_type={self.pattern_type!r}, which is shaped by "
-                    f"{' and '.join(_GEOMETRY[self.pattern_type])}; got {name}={value!r}"
+                    f"{' and '.join(shaping)}; got {name}={value!r}"
                 )
             if name == "dilation_rates":
                 wholes("dilated_sparse", name, value, 1)
             else:
                 whole(self.pattern_type, name, value, 1)
+        if self.local_window_size is not None and self.sparsity_ratio is not None:
+            raise ValueError(
+                f"local_window_size: changes nothing beside sparsity_ratio={self.sparsity_ratio}, which sets the width "
+                f"of the window; set one of them to None, got local_window_size={self.local_window_size}"
+            )
+        in_blocks = "dilation_rates" in shaping or any(getattr(self, name) is not None for name in _DENSITIES)
+        if self.block_size != 128 and not in_blocks:
+            raise ValueError(
+                f"block_size: changes nothing for pattern_type={self.pattern_type!r} without sparsity_ratio, because "
+                f"its window is exact in tokens; got block_size={self.block_size}"
+            )
 
 
 class PatternConfig(SparsePatternConfig):
@@ -95,9 +111,3 @@ class PatternConfig(SparsePatternConfig):
     >>> PatternConfig(pattern_type="global_local", sparsity_ratio=0.2).block_size
     128
     """
-
-
-def check_density(name: str, value: float | None) -> None:
-    """Raise ValueError unless ``value`` is None or in (0, 1]."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1):
-        raise ValueError(f"{name}: expected a density in (0, 1], the fraction of pairs kept, got {value!r}")

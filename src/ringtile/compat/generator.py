@@ -1,52 +1,177 @@
-"""From a pattern's configuration to the rule that serves a length: solved for its density, and remembered."""
+"""From a pattern's configuration to the rule for a length: solved for its density, and remembered."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
-from typing import NamedTuple
+import warnings
+from collections import UserDict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.compat.config import SparsePatternConfig
-from ringtile.compat.counting import Problem, count_pairs
-from ringtile.compat.once import warn_once
-from ringtile.layout import build_index, with_density
-from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, Dilated, GlobalTokens, Pattern, Window
-from ringtile.patterns.base import And
+from ringtile.layout import build_index
+from ringtile.layout.allowed import count_allowed
+from ringtile.layout.build import real_tensors
+from ringtile.layout.density import Solution, solve
+from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
+from ringtile.patterns.base import TileGrid
 
-_RATES = (1, 2, 4, 8, 16)
-_WINDOW = 512
-_GLOBAL = 64
+_TILE = 128
+_TOLERANCE = 0.1
+"""Relative distance of a density from the ratio beyond which a warning names it."""
 
-_TOLERANCE = 0.02
-"""How far from the ratio a density may be, relatively, and count as reached."""
+
+class Problem(NamedTuple):
+    """Attention of some lengths, and how often a call computes it per head."""
+
+    n_queries: int
+    n_keys: int
+    start: int
+    times: float = 1
+
+
+class Tiles(NamedTuple):
+    """Tiles that a rule computes, and those of dense attention."""
+
+    kept: float
+    dense: float
+
+    @property
+    def density(self) -> float:
+        return self.kept / self.dense if self.dense else 0.0
+
+
+def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) -> Tiles:
+    """Count the 128 x 128 tiles of a rule over all problems (the mean over heads if they differ)."""
+    kept = dense = 0.0
+    envelope = Causal() if is_causal else Dense()
+    for n_queries, n_keys, start, times in problems:
+        grid = TileGrid(_TILE, start, n_queries, n_keys)
+        whole = count_allowed(envelope, grid, torch.device("cpu"))[1]
+        dense += times * whole
+        if isinstance(rule, Dense):
+            kept += times * whole
+            continue
+        in_force = Causal() & rule if is_causal else rule
+        index = build_index(in_force, n_queries, n_keys, start=start, heads=rule.n_heads or 1, block=_TILE)
+        with real_tensors():
+            kept += times * index.kept_tiles / index.group.numel()
+    return Tiles(kept, dense)
+
+
+class _Geometry(NamedTuple):
+    """The fields of a configuration that shape a pattern, hashable."""
+
+    kind: str
+    ratio: float | None
+    low: float | None
+    high: float | None
+    block: int
+    window: int
+    tokens: int
+    rates: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: SparsePatternConfig) -> _Geometry:
+        """Check a configuration and fill in the defaults."""
+        config.check()
+        return cls(
+            config.pattern_type,
+            config.sparsity_ratio,
+            config.min_sparsity,
+            config.max_sparsity,
+            config.block_size,
+            config.local_window_size or 512,
+            config.global_tokens or 64,
+            tuple(config.dilation_rates or (1, 2, 4, 8, 16)),
+        )
+
+    def rule(self, problems: tuple[Problem, ...], is_causal: bool) -> Pattern:
+        """Return the pattern whose tile density over all problems meets the ratio, or is the nearest to it."""
+
+        def density(rule: Pattern) -> float:
+            return count_tiles(rule, problems, is_causal=is_causal).density
+
+        plain = self._plain()
+        if (self.ratio, self.low, self.high) == (None, None, None):
+            return plain
+        wanted = density(plain) if self.ratio is None else self.ratio
+        target = min(max(wanted, self.low or 0.0), self.high or 1.0)
+        if self.ratio is None and target == wanted:
+            return plain
+        if target != wanted and self.ratio is not None:
+            warnings.warn(
+                f"sparsity_ratio={wanted:g} is outside of min_sparsity={self.low} and max_sparsity={self.high} (all "
+                f"are densities): {target:g} is used",
+                stacklevel=2,
+            )
+        if target == 1:
+            return Dense()
+        n_keys = max((problem.n_keys for problem in problems), default=0)
+
+        def sized(pattern: Pattern) -> Solution:
+            return solve(pattern, target, density, n_keys)
+
+        near = BlockDilated([1], 1, self.block)
+        if self.kind == "local_window":
+            found = sized(near)
+        elif self.kind == "global_local":
+            found = sized(near | GlobalTokens(self.tokens))
+        else:
+            count = len(self.rates)
+            while count > 1 and density(BlockDilated(self.rates[:count], 1, self.block)) > target:
+                count -= 1
+            if count < len(self.rates):
+                warnings.warn(
+                    f"dilation_rates={list(self.rates)}: {n_keys} keys at a density of {target:g} have room for at "
+                    f"most the rates {list(self.rates[:count])}",
+                    stacklevel=2,
+                )
+            found = sized(BlockDilated(self.rates[:count], 1, self.block))
+            if count > 1 and not found.reached:
+                # The reach as far as it fits, then the blocks next to the diagonal.
+                reach = found.pattern.reach - (found.density > target)  # type: ignore[attr-defined]
+                filled = sized(near | BlockDilated(self.rates[:count], max(reach, 1), self.block))
+                found = min(found, filled, key=lambda each: abs(each.density - target))
+        if abs(found.density - target) > _TOLERANCE * target:
+            warnings.warn(
+                f"sparsity_ratio={target:g} cannot be reached by {self.kind} over {n_keys} keys: the nearest density "
+                f"of tiles is {found.density:.4g}",
+                stacklevel=2,
+            )
+        return found.pattern
+
+    def _plain(self) -> Pattern:
+        if self.kind == "dilated_sparse":
+            return BlockDilated(self.rates, 1, self.block)
+        window = Window(self.window // 2)
+        return window if self.kind == "local_window" else window | GlobalTokens(self.tokens)
 
 
 class CacheStats(NamedTuple):
-    """What `PersistentPatternCache.get_stats` reports."""
+    """The result of `PersistentPatternCache.get_stats`."""
 
     hits: int
     misses: int
     solved: int
     """Rules remembered, at most ``max_size``."""
     given: int
-    """Matrices that the user stored."""
+    """Matrices that you stored."""
 
 
-class PersistentPatternCache(MutableMapping[int, Tensor]):
+class PersistentPatternCache(UserDict[int, Tensor]):
     """Patterns of your own by sequence length, and the rules that were solved for a density.
 
     ``cache[seq_len] = matrix`` (bool ``[blocks, blocks]`` or ``[num_heads, blocks, blocks]``, blocks of the
     configuration's ``block_size``) makes attention of that length, or of dilated segments of that length, keep these
-    blocks; it stays until it is deleted or `clear` is called. Solved rules are kept beside them, at most ``max_size``,
-    least recently used out first. Rules hold no device memory (what they need on a device is cached, and limited in
-    bytes, by `ringtile.layout`). Safe to use from several threads.
+    blocks until you delete it or call `clear`. Solved rules are kept too, at most ``max_size``; the least recently used
+    rule goes first. Rules hold no device memory: `ringtile.layout` caches what they need on a device, limited in bytes.
 
-    Raises ValueError where a key is not a positive length or a value not such a matrix, and where ``max_size`` is not
+    Raises ValueError if a key is not a positive length, if a value is not such a matrix, or if ``max_size`` is not
     positive.
 
     >>> cache = PersistentPatternCache()
@@ -58,21 +183,18 @@ class PersistentPatternCache(MutableMapping[int, Tensor]):
     def __init__(self, max_size: int = 100) -> None:
         if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1:
             raise ValueError(f"max_size: expected a positive number of patterns, got {max_size!r}")
+        super().__init__()
         self.max_size = max_size
-        self._lock = threading.RLock()
-        self._given: dict[int, Tensor] = {}
-        self._solved: OrderedDict[Hashable, Pattern] = OrderedDict()
-        self._hits = self._misses = 0
+        self.solved = lru_cache(max_size)(_Geometry.rule)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "solved"}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _lock=threading.RLock())
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, solved=lru_cache(state["max_size"])(_Geometry.rule))
 
     def __getitem__(self, seq_len: int) -> Tensor:
-        with self._lock:
-            return self._given[seq_len].clone()
+        return self.data[seq_len].clone()
 
     def __setitem__(self, seq_len: int, matrix: Tensor) -> None:
         if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
@@ -84,57 +206,25 @@ class PersistentPatternCache(MutableMapping[int, Tensor]):
                 "pattern_cache: expected a bool matrix [blocks, blocks] or [num_heads, blocks, blocks], "
                 f"got {matrix.dtype=}, {matrix.shape=}"
             )
-        with self._lock:
-            self._given[seq_len] = matrix.clone()
-            self._solved.clear()
-
-    def __delitem__(self, seq_len: int) -> None:
-        with self._lock:
-            del self._given[seq_len]
-            self._solved.clear()
-
-    def __iter__(self) -> Iterator[int]:
-        with self._lock:
-            return iter(list(self._given))
-
-    def __len__(self) -> int:
-        return len(self._given)
+        self.data[seq_len] = matrix.clone()
 
     def clear(self) -> None:
-        """Forget everything: your own matrices, the solved rules and the counts."""
-        with self._lock:
-            self._given.clear()
-            self._solved.clear()
-            self._hits = self._misses = 0
+        """Forget your own matrices, the solved rules and the counts."""
+        self.data.clear()
+        self.solved.cache_clear()
 
     def get_stats(self) -> CacheStats:
-        """Hits, misses and sizes since the last `clear`."""
-        with self._lock:
-            return CacheStats(self._hits, self._misses, len(self._solved), len(self._given))
-
-    def solved(self, key: Hashable, solve: Callable[[], Pattern]) -> Pattern:
-        """The rule of a key, from ``solve`` where it is not known yet."""
-        with self._lock:
-            rule = self._solved.get(key)
-            if rule is not None:
-                self._hits += 1
-                self._solved.move_to_end(key)
-                return rule
-            self._misses += 1
-        rule = solve()
-        with self._lock:
-            self._solved[key] = rule
-            while len(self._solved) > self.max_size:
-                self._solved.popitem(last=False)
-        return rule
+        """Return hits, misses and sizes since the last `clear`."""
+        info = self.solved.cache_info()
+        return CacheStats(info.hits, info.misses, info.currsize, len(self))
 
 
 class SparsePatternGenerator:
-    """Makes the pattern of a configuration for a length: always the same one, of the density asked for.
+    """Makes the pattern of a configuration for a length: always the same pattern, of the density asked for.
 
     Args:
         config: Its fields are read at every call.
-        cache_size: How many solved rules are remembered.
+        cache_size: Number of solved rules to remember.
 
     Example:
         >>> generator = SparsePatternGenerator(SparsePatternConfig("dilated_sparse", sparsity_ratio=0.25))
@@ -147,54 +237,44 @@ class SparsePatternGenerator:
         self.pattern_cache = PersistentPatternCache(cache_size)
 
     def rule(self, n_queries: int, n_keys: int | None = None, *, is_causal: bool = False) -> Pattern:
-        """The rule for these lengths, causal where asked: one of your own, or the configuration's.
+        """Return the rule for these lengths, causal if asked: one of your own, or the configuration's.
 
-        Raises ValueError where a field of the configuration is out of range.
+        Raises ValueError if a field of the configuration is out of range.
         """
         n_keys = n_queries if n_keys is None else n_keys
-        rule = self.inside((Problem(n_queries, n_keys, 1),), is_causal=is_causal)
+        rule = self.inside((Problem(n_queries, n_keys, n_keys - n_queries),), is_causal=is_causal)
         return Causal() & rule if is_causal else rule
 
     def inside(self, problems: tuple[Problem, ...], *, is_causal: bool) -> Pattern:
-        """One rule for several lengths, of the density asked for over all of them; causality is left to the caller.
+        """Return one rule for several problems; causality is left to the caller.
 
-        Raises ValueError where a field of the configuration is out of range, or one of your own patterns serves some
-        of the lengths only.
+        Raises ValueError if a field of the configuration is out of range, or if one of your own patterns fits only some
+        of the lengths.
         """
-        config = self.config
-        config.check()
-        rates = None if config.dilation_rates is None else tuple(config.dilation_rates)
-        geometry = (config.pattern_type, config.block_size, config.local_window_size, config.global_tokens, rates)
-        densities = (config.sparsity_ratio, config.min_sparsity, config.max_sparsity)
-        if not config.enable_caching:
-            return self._make(problems, is_causal)
-        key = (problems, is_causal, geometry, densities)
-        return self.pattern_cache.solved(key, lambda: self._make(problems, is_causal))
-
-    def _make(self, problems: tuple[Problem, ...], is_causal: bool) -> Pattern:
-        lengths = [problem.n_keys for problem in problems]
+        geometry = _Geometry.of(self.config)
+        lengths = sorted({problem.n_keys for problem in problems}, reverse=True)
         given = [length for length in lengths if length in self.pattern_cache]
-        if not given:
-            return _Solver(self.config, problems, is_causal).rule()
-        if len(lengths) > 1:
+        if given and len(lengths) > 1:
             raise ValueError(
                 f"pattern_cache: has a pattern for {given} tokens, and a pattern of your own serves one length, but "
                 f"the dilated segments here have {lengths} tokens"
             )
-        return Blocks(self.pattern_cache[lengths[0]], block=self.config.block_size)
+        if given:
+            return Blocks(self.pattern_cache[lengths[0]], block=self.config.block_size)
+        solved = self.pattern_cache.solved if self.config.enable_caching else _Geometry.rule
+        return solved(geometry, problems, is_causal)
 
     def create_pattern(self, seq_len: int, is_causal: bool = False) -> Tensor:
-        """The blocks that hold a kept pair, bool ``[blocks, blocks]``, and remember the rule for the calls to come.
+        """Return the blocks with a kept pair, bool ``[blocks, blocks]``, and remember the rule for later calls.
 
         A pattern of your own that differs between heads has a leading ``[num_heads]``.
         """
-        rule = self.rule(seq_len, is_causal=is_causal)
-        return kept_blocks(rule, seq_len, self.config.block_size)
+        return kept_blocks(self.rule(seq_len, is_causal=is_causal), seq_len, self.config.block_size)
 
     def generate_pattern(self, seq_len: int, num_heads: int = 1, is_causal: bool = False) -> Tensor:
-        """The blocks that hold a kept pair in each head, bool ``[num_heads, blocks, blocks]``.
+        """Return the blocks with a kept pair in each head, bool ``[num_heads, blocks, blocks]``.
 
-        Raises ValueError where a pattern of your own is written for another number of heads.
+        Raises ValueError if a pattern of your own is defined for another number of heads.
         """
         rule = self.rule(seq_len, is_causal=is_causal)
         if rule.n_heads not in (None, num_heads):
@@ -204,133 +284,11 @@ class SparsePatternGenerator:
 
 
 def kept_blocks(rule: Pattern, seq_len: int, block_size: int) -> Tensor:
-    """The blocks of a rule that hold a kept pair: bool ``[R, C]``, or ``[H, R, C]`` where it is written per head."""
+    """Return the blocks of a rule with a kept pair: bool ``[R, C]``, or ``[H, R, C]`` if it is defined per head."""
     index = build_index(rule, seq_len, heads=rule.n_heads or 1, block=min(block_size, 128))
     blocks = torch.zeros(index.n_groups, index.n_rows, index.n_cols, dtype=torch.bool)
     blocks.view(-1)[index.entries().number] = True
     blocks = blocks[index.group[0].long()]
     if block_size > index.block:
-        pairs = F.max_pool2d(blocks.float(), block_size // index.block, ceil_mode=True)
-        blocks = pairs.bool()
+        blocks = F.max_pool2d(blocks.float(), block_size // index.block, ceil_mode=True).bool()
     return blocks if rule.n_heads else blocks[0]
-
-
-class _Found(NamedTuple):
-    """A rule and its density over all problems."""
-
-    pattern: Pattern
-    density: float
-
-    def meets(self, target: float) -> bool:
-        return abs(self.density - target) <= _TOLERANCE * target
-
-
-class _Solver:
-    """The rule of one configuration for some problems."""
-
-    def __init__(self, config: SparsePatternConfig, problems: tuple[Problem, ...], is_causal: bool) -> None:
-        self.config, self.problems, self.is_causal = config, problems, is_causal
-        self.longest = max(problems, key=lambda problem: problem.n_keys)
-
-    def rule(self) -> Pattern:
-        config = self.config
-        wanted = config.sparsity_ratio
-        bound = self._bounded(self._density(self._geometry()) if wanted is None else wanted)
-        if wanted is None and bound is None:
-            return self._geometry()
-        if wanted is not None and bound is not None:
-            warn_once(
-                f"sparsity_ratio={wanted:g} is outside of min_sparsity={config.min_sparsity} and "
-                f"max_sparsity={config.max_sparsity} (all are densities): {bound:g} is used"
-            )
-        if wanted is not None and config.local_window_size is not None:
-            warn_once(
-                f"local_window_size={config.local_window_size} is not used: sparsity_ratio={wanted:g} sets the width "
-                "of the window; leave out one of them"
-            )
-        target = bound if bound is not None else wanted
-        assert target is not None
-        if target == 1:
-            return Dense()
-        solution = self._dilated(target) if config.pattern_type == "dilated_sparse" else self._windowed(target)
-        if not solution.meets(target):
-            warn_once(
-                f"sparsity_ratio={target:g} cannot be reached by {config.pattern_type} over {self.longest.n_keys} "
-                f"keys: the nearest density is {solution.density:.4g}"
-            )
-        return solution.pattern
-
-    def _in_force(self, pattern: Pattern) -> Pattern:
-        return Causal() & pattern if self.is_causal else pattern
-
-    def _density(self, pattern: Pattern) -> float:
-        return count_pairs(pattern, self.problems, is_causal=self.is_causal).density
-
-    def _solve(self, pattern: Pattern, target: float) -> _Found:
-        """The pattern resized to the nearest density over all problems."""
-        if len(self.problems) == 1:
-            found = with_density(self._in_force(pattern), target, self.longest.n_queries, self.longest.n_keys)
-            rule = found.pattern.second if self.is_causal and isinstance(found.pattern, And) else found.pattern
-            return _Found(rule, found.density)
-        low, high = self._sized(pattern, 0), self._sized(pattern, self.longest.n_keys)
-        sizes = [0, self.longest.n_keys]
-        while sizes[1] - sizes[0] > 1 and not low.meets(target) and not high.meets(target):
-            middle = sum(sizes) // 2
-            found_there = self._sized(pattern, middle)
-            if found_there.density < target:
-                sizes[0], low = middle, found_there
-            else:
-                sizes[1], high = middle, found_there
-        return min(low, high, key=lambda found: abs(found.density - target))
-
-    def _sized(self, pattern: Pattern, size: int) -> _Found:
-        sized = pattern.resized(size)
-        assert sized is not None, f"{pattern!r} has a free parameter"
-        return _Found(sized, self._density(sized))
-
-    def _bounded(self, density: float) -> float | None:
-        """The bound that a density is beyond, or None."""
-        low, high = self.config.min_sparsity, self.config.max_sparsity
-        if low is not None and density < low:
-            return low
-        return high if high is not None and density > high else None
-
-    def _geometry(self) -> Pattern:
-        config = self.config
-        if config.pattern_type == "dilated_sparse":
-            return BlockDilated(config.dilation_rates or _RATES, 1, config.block_size)
-        window = Window((config.local_window_size or _WINDOW) // 2)
-        if config.pattern_type == "local_window":
-            return window
-        return window | GlobalTokens(config.global_tokens or _GLOBAL)
-
-    def _windowed(self, target: float) -> _Found:
-        if self.config.pattern_type == "local_window":
-            return self._solve(Window(1), target)
-        return self._solve(Window(1) | GlobalTokens(self.config.global_tokens or _GLOBAL), target)
-
-    def _dilated(self, target: float) -> _Found:
-        """Whole blocks as far as they fit into the density, and a window that fills up the rest token by token."""
-        rates, block = tuple(self.config.dilation_rates or _RATES), self.config.block_size
-        for count in range(len(rates), min(1, len(rates) - 1), -1):
-            near = self._solve(BlockDilated(rates[:count], 1, block), target)
-            assert isinstance(near.pattern, BlockDilated)
-            reach = near.pattern.reach
-            if not near.meets(target):
-                # A further reach may add nothing, where the rates already give those blocks.
-                while reach and self._density(BlockDilated(rates[:count], reach, block)) > target:
-                    reach -= 1
-            if reach:
-                if count < len(rates):
-                    self._no_room(target, f"for the rates {list(rates[:count])} only")
-                filled = Window(1) | BlockDilated(rates[:count], reach, block)
-                return near if near.meets(target) else self._solve(filled, target)
-        self._no_room(target, "for fewer than two rates: they count tokens instead, which computes more tiles")
-        return self._solve(Dilated(rates, 1), target)
-
-    def _no_room(self, target: float, consequence: str) -> None:
-        config = self.config
-        warn_once(
-            f"dilation_rates={list(config.dilation_rates or _RATES)}: in blocks of {config.block_size}, "
-            f"{self.longest.n_keys} keys at a density of {target:g} have room {consequence}"
-        )

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ringtile.compat.attention import BlockSparseRingDilatedAttention
-from ringtile.compat.once import NEEDLESS
 
 
 class RingDilatedAttentionV2(BlockSparseRingDilatedAttention):
-    """LongNet's dilated attention: `BlockSparseRingDilatedAttention` with all pairs inside a segment for a default.
+    """LongNet's dilated attention: `BlockSparseRingDilatedAttention` that keeps all pairs inside a segment by default.
 
     Args:
-        segment_lengths: Tokens of a segment, for each branch.
-        dilation_rates: One for each branch: every rate-th token of its segments is kept.
-        dropout: Probability with which a weight is dropped after the softmax in training.
-        ring_size: 1, or the number of ranks, over which attention is not yet divided.
-        attention_scale: Of the scores; None means ``D ** -0.5``.
-        use_gradient_checkpointing: Save the inputs alone for the backward pass.
-        **further: Arguments of `BlockSparseRingDilatedAttention`, needless flags among them.
+        segment_lengths: Tokens per segment, for each branch.
+        dilation_rates: One rate for each branch, which keeps every rate-th token of its segments.
+        dropout: Probability of dropping a weight after the softmax in training.
+        ring_size: 1, or the number of ranks, over which attention is not divided yet.
+        **further: Arguments of `BlockSparseRingDilatedAttention`.
 
     Raises:
-        ValueError: Where an argument is out of range.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> import torch
@@ -40,24 +37,13 @@ class RingDilatedAttentionV2(BlockSparseRingDilatedAttention):
         dilation_rates: Sequence[int],
         dropout: float = 0.0,
         ring_size: int = 1,
-        *,
-        attention_scale: float | None = None,
-        use_gradient_checkpointing: bool = False,
         **further: Any,
     ) -> None:
-        super().__init__(
-            segment_lengths,
-            dilation_rates,
-            ring_size=ring_size,
-            dropout=dropout,
-            attention_scale=attention_scale,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-            **further,
-        )
+        super().__init__(segment_lengths, dilation_rates, dropout=dropout, ring_size=ring_size, **further)
 
 
 class ImprovedDilatedAttention(RingDilatedAttentionV2):
-    """`RingDilatedAttentionV2` itself, which attends over tokens and not over heads.
+    """Alias of `RingDilatedAttentionV2`, which attends over tokens and not over heads.
 
     >>> import torch
     >>> ImprovedDilatedAttention([128, 256], [1, 2])(torch.randn(1, 500, 2, 16)).shape
@@ -67,20 +53,15 @@ class ImprovedDilatedAttention(RingDilatedAttentionV2):
 
 @dataclass
 class RingAttentionConfig:
-    """What `RingDilatedAttentionProduction` is made from; of the last five, none switches anything any more.
+    """Arguments of `RingDilatedAttentionProduction`.
 
     Args:
-        segment_lengths: Tokens of a segment, for each branch.
-        dilation_rates: One for each branch.
-        dropout: Probability with which a weight is dropped after the softmax in training.
-        ring_size: 1, or the number of ranks.
-        use_gradient_checkpointing: Save the inputs alone for the backward pass.
-        attention_scale: Of the scores; None means ``D ** -0.5``.
-        use_memory_pool: Needless: a value warns once, and says why.
-        memory_pool_size: Needless too.
-        enable_error_recovery: Needless too.
-        mixed_precision: Needless too.
-        log_memory_usage: Needless too.
+        segment_lengths: Tokens per segment, for each branch.
+        dilation_rates: One rate for each branch.
+        dropout: Probability of dropping a weight after the softmax in training.
+        ring_size: 1, or the number of ranks, over which attention is not divided yet.
+        use_gradient_checkpointing: True to save only the inputs for the backward pass.
+        attention_scale: Scale of the scores. Default: ``D ** -0.5``.
 
     Example:
         >>> RingAttentionConfig([128, 256], [1, 2]).use_gradient_checkpointing
@@ -93,15 +74,10 @@ class RingAttentionConfig:
     ring_size: int = 1
     use_gradient_checkpointing: bool = True
     attention_scale: float | None = None
-    use_memory_pool: bool | None = None
-    memory_pool_size: int | None = None
-    enable_error_recovery: bool | None = None
-    mixed_precision: bool | None = None
-    log_memory_usage: bool | None = None
 
 
 class RingDilatedAttentionProduction(RingDilatedAttentionV2):
-    """`RingDilatedAttentionV2` made from a configuration, and checkpointed by default.
+    """`RingDilatedAttentionV2` built from a configuration, with gradient checkpointing by default.
 
     >>> import torch
     >>> attention = RingDilatedAttentionProduction(RingAttentionConfig([128, 256], [1, 2]))
@@ -110,6 +86,5 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
     """
 
     def __init__(self, config: RingAttentionConfig) -> None:
-        given = {field.name: getattr(config, field.name) for field in fields(config)}
-        super().__init__(**{name: value for name, value in given.items() if name not in NEEDLESS or value is not None})
+        super().__init__(**vars(config))
         self.config = config

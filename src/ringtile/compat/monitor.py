@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,47 +15,25 @@ from ringtile.measure.memory import peak_memory
 Attention = Callable[[], Tensor]
 """One call with its inputs bound: ``[B, H, N, D]``."""
 
-
-class Probe(NamedTuple):
-    """What is measured once a shape, without dropout and gradients."""
-
-    dense_seconds: float
-    """One call of dense attention under the same causal and padding rules."""
-    memory_bytes: int
-    """Peak of the sparse forward pass beyond inputs and output."""
-    quality: float
-    """Mean cosine similarity of the outputs of sparse and dense attention, by token and head."""
-
-
-class PerformanceReport(NamedTuple):
-    """Means over the measured calls; NaN where there are none."""
-
-    forward_ms: float
-    density: float
-    """Kept pairs over those of dense attention under the same causal rule."""
-    speedup: float
-    """Time of dense attention over the time of the calls."""
-    memory_mib: float
-    quality: float
+KEYS = ("avg_forward_time_ms", "avg_sparsity", "avg_speedup", "avg_memory_mb", "quality_score")
 
 
 class PerformanceMonitor:
-    """Times the calls of an attention module while it is enabled; costs nothing while it is not.
+    """Times the calls of an attention module while enabled; costs nothing while disabled.
 
-    The first call of each shape is followed by one timed call of dense attention on the same inputs, which takes
-    the time and memory that dense attention takes. Enabled, each call waits for its device.
+    The first call of each shape is followed by one timed call of dense attention on the same inputs, with the time and
+    memory that dense attention needs. While enabled, each call waits for its device.
 
     >>> monitor = PerformanceMonitor()
     >>> monitor.enable()
     >>> x = torch.randn(1, 2, 256, 16)
     >>> out = monitor.measure("shape", lambda: x, lambda: x, lambda: x, density=1.0)
-    >>> monitor.report().quality > 0.999
+    >>> monitor.report()["quality_score"] > 0.999
     True
     """
 
     def __init__(self) -> None:
         self.enabled = False
-        self._probes: dict[Hashable, Probe] = {}
         self.reset()
 
     def enable(self) -> None:
@@ -64,45 +41,34 @@ class PerformanceMonitor:
         self.enabled = True
 
     def disable(self) -> None:
-        """Stop measuring; what was measured stays."""
+        """Stop measuring and keep the results."""
         self.enabled = False
 
     def reset(self) -> None:
-        """Forget what was measured."""
-        self._probes.clear()
-        self._calls = 0
-        self._seconds = self._density = self._dense_seconds = self._memory = self._quality = 0.0
+        """Forget the results."""
+        self._probes: dict[Hashable, tuple[float, float, float]] = {}
+        self._calls: list[tuple[float, float, float, float, float]] = []
 
     def measure(
         self, shape: Hashable, call: Attention, sparse: Attention, dense: Attention, *, density: float
     ) -> Tensor:
-        """The result of ``call``, timed; ``sparse`` and ``dense`` are the same without dropout, run once a shape."""
+        """Return the result of ``call``, timed; ``sparse`` and ``dense`` run once per shape, without dropout."""
         began = time.perf_counter()
         out = call()
         _wait_for(out.device)
         seconds = time.perf_counter() - began
-        probe = self._probes.get(shape)
-        if probe is None:
-            probe = self._probes[shape] = _probe(sparse, dense, out.device)
-        self._calls += 1
-        self._seconds += seconds
-        self._density += density
-        self._dense_seconds += probe.dense_seconds
-        self._memory += probe.memory_bytes
-        self._quality += probe.quality
+        if shape not in self._probes:
+            self._probes[shape] = _probe(sparse, dense, out.device)
+        self._calls.append((seconds, density, *self._probes[shape]))
         return out
 
-    def report(self) -> PerformanceReport:
-        """Means over the calls since `enable` or `reset`."""
+    def report(self) -> dict[str, float]:
+        """Return the means over the calls since `enable` or `reset`, NaN if there are none."""
         if not self._calls:
-            return PerformanceReport(*[math.nan] * 5)
-        return PerformanceReport(
-            forward_ms=1e3 * self._seconds / self._calls,
-            density=self._density / self._calls,
-            speedup=self._dense_seconds / self._seconds,
-            memory_mib=self._memory / self._calls / 2**20,
-            quality=self._quality / self._calls,
-        )
+            return dict.fromkeys(KEYS, math.nan)
+        seconds, density, dense_seconds, memory, quality = (sum(x) / len(x) for x in zip(*self._calls, strict=True))
+        means = (1e3 * seconds, density, dense_seconds / seconds, memory / 2**20, quality)
+        return dict(zip(KEYS, means, strict=True))
 
 
 def _wait_for(device: torch.device) -> None:
@@ -110,7 +76,8 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _probe(sparse: Attention, dense: Attention, device: torch.device) -> Probe:
+def _probe(sparse: Attention, dense: Attention, device: torch.device) -> tuple[float, float, float]:
+    """Return seconds of dense attention, peak bytes of sparse attention, and the similarity of their outputs."""
     outs: list[Tensor] = []
 
     def kept() -> Tensor:
@@ -125,4 +92,4 @@ def _probe(sparse: Attention, dense: Attention, device: torch.device) -> Probe:
         _wait_for(device)
         seconds = time.perf_counter() - began
         quality = F.cosine_similarity(outs[0].double(), exact.double(), dim=-1).mean().item()
-    return Probe(seconds, memory, quality)
+    return seconds, memory, quality

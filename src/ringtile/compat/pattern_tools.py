@@ -14,11 +14,11 @@ from ringtile.patterns import Blocks
 
 
 def pattern_statistics(pattern: Tensor) -> dict[str, float]:
-    """Counts and fractions of a pattern of blocks, bool ``[blocks, blocks]`` or ``[num_heads, blocks, blocks]``.
+    """Count the blocks of a pattern, bool ``[blocks, blocks]`` or ``[num_heads, blocks, blocks]``.
 
-    ``density`` is active over all blocks; ``avg_row_density``, ``min_row_density`` and ``max_row_density`` are those of
-    rows; ``diagonal_density`` is the fraction of the diagonal that is kept; ``total_blocks`` and ``active_blocks``
-    count over all heads. Raises ValueError where ``pattern`` is no such tensor.
+    ``density`` is active over all blocks, ``avg_row_density``, ``min_row_density`` and ``max_row_density`` are the
+    densities of rows, ``diagonal_density`` is the fraction of the diagonal that is kept. ``total_blocks`` and
+    ``active_blocks`` count over all heads. Raises ValueError if ``pattern`` is no such tensor.
 
     >>> statistics = pattern_statistics(torch.eye(4, dtype=torch.bool))
     >>> statistics["avg_row_density"], statistics["diagonal_density"]
@@ -52,37 +52,34 @@ class PatternVisualizer:
     ) -> str:
         """Draw one head of a pattern, bool ``[blocks, blocks]`` or ``[num_heads, blocks, blocks]``, as text.
 
-        With ``save_path`` (.png, .svg or .pdf) a picture is written too. Raises ValueError where ``pattern`` is no such
-        tensor, ``head`` is not one of it, the path ends in something else, or there is no matplotlib for it.
+        With ``save_path`` (.png, .svg or .pdf) a picture is written too. Raises ValueError if ``pattern`` is no such
+        tensor, if ``head`` or the ending of the path is invalid, or if matplotlib is missing for a picture.
         """
         blocks = _checked("pattern", pattern)
         if not 0 <= head < len(blocks):
             raise ValueError(f"head: expected one of {len(blocks)}, got {head}")
-        rule = Blocks(blocks[head], block=128)
-        n_queries, n_keys = (128 * size for size in blocks.shape[1:])
         if save_path is not None:
             if (reason := missing_matplotlib()) is not None:
                 raise ValueError(f"save_path: {reason}")
+            n_queries, n_keys = (128 * size for size in blocks.shape[1:])
+            index = build_index(Blocks(blocks[head]), n_queries, n_keys, start=0)
             with picture(Path(save_path), 6.6, 6.2) as figure:
-                axes = plot_pattern(build_index(rule, n_queries, n_keys, start=0), figure.add_subplot())
-                if title is not None:
-                    axes.set_title(title)
-        small = Blocks(blocks[head], block=1)
-        drawn = small.draw(*blocks.shape[1:], start=0)
+                plot_pattern(index, figure.add_subplot()).set_title(title or "")
+        drawn = Blocks(blocks[head], block=1).draw(*blocks.shape[1:], start=0)
         return drawn if title is None else f"{title}\n{drawn}"
 
 
 class PatternMetrics(NamedTuple):
-    """What `PatternQualityAnalyzer` finds; means over rows, heads and batch."""
+    """The result of `PatternQualityAnalyzer`: means over rows, heads and batch."""
 
     coverage_ratio: float
     """Weight of dense attention on the kept blocks."""
     locality_score: float
-    """Kept blocks on the diagonal or next to it, over all kept ones."""
+    """Kept blocks on the diagonal or next to it, over all kept blocks."""
     efficiency_score: float
-    """All blocks over the kept ones."""
+    """All blocks over the kept blocks."""
     approximation_error: float
-    """Relative L2 error of the weights, once those kept are made to sum to 1 again."""
+    """Relative L2 error of the weights after the kept weights of each row are scaled to sum to 1."""
 
 
 class PatternQualityAnalyzer:
@@ -94,23 +91,26 @@ class PatternQualityAnalyzer:
     (0.25, 4.0)
     """
 
-    def analyze_pattern_quality(self, sparse_pattern: Tensor, reference_attention: Tensor) -> PatternMetrics:
+    def analyze_pattern_quality(
+        self, sparse_pattern: Tensor, reference_attention: Tensor | None = None
+    ) -> PatternMetrics:
         """Measure a pattern, bool ``[blocks, blocks]`` or ``[H, blocks, blocks]``, on weights ``[..., H, N, M]``.
 
-        The blocks are ``ceil(N / rows)`` by ``ceil(M / columns)`` tokens. Raises ValueError where the shapes do not
-        fit.
+        The blocks are ``ceil(N / rows)`` by ``ceil(M / columns)`` tokens. Raises ValueError if there are no weights or
+        if the shapes do not match.
         """
         blocks = _checked("sparse_pattern", sparse_pattern)
-        heads = reference_attention.shape[-3:-2]
-        if len(blocks) not in (1, *heads) or reference_attention.dim() < 2:
+        weights = reference_attention
+        if weights is None or weights.dim() < 2 or len(blocks) not in (1, *weights.shape[-3:-2]):
             raise ValueError(
-                f"reference_attention: expected [..., H, N, M] with the heads of {sparse_pattern.shape=}, "
-                f"got {reference_attention.shape=}"
+                "reference_attention: expected the weights of dense attention [..., H, N, M] with the heads of "
+                f"{sparse_pattern.shape=}, got {None if weights is None else tuple(weights.shape)}; without weights "
+                "use pattern_statistics"
             )
-        n_queries, n_keys = reference_attention.shape[-2:]
+        n_queries, n_keys = weights.shape[-2:]
         sides = [-(-tokens // count) for tokens, count in zip((n_queries, n_keys), blocks.shape[1:], strict=True)]
         kept = blocks.repeat_interleave(sides[0], 1).repeat_interleave(sides[1], 2)[:, :n_queries, :n_keys]
-        weights = reference_attention.double()
+        weights = weights.double()
         of_kept = torch.where(kept, weights, 0.0)
         mass = of_kept.sum(-1, keepdim=True)
         renewed = of_kept / torch.where(mass == 0, 1.0, mass)
@@ -126,7 +126,7 @@ class PatternQualityAnalyzer:
 
 
 def _checked(name: str, pattern: Tensor) -> Tensor:
-    """The pattern as ``[heads, rows, columns]``."""
+    """Return the pattern as ``[heads, rows, columns]``."""
     if pattern.dtype != torch.bool or pattern.dim() not in (2, 3) or pattern.numel() == 0:
         raise ValueError(
             f"{name}: expected bool [blocks, blocks] or [num_heads, blocks, blocks], got {pattern.dtype=}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -57,21 +58,34 @@ def with_density(
     >>> solution.pattern, round(solution.density, 3), solution.reached
     (causal & window(420, 0), 0.1, True)
     """
-    if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
-        raise ValueError(f"target: expected a density in (0, 1], got {target!r}")
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
+
+    def measured(sized: Pattern) -> float:
+        index = build_index(sized, n_queries, n_keys, start=start, heads=heads, batch=batch, block=block, device=device)
+        return index.tile_density if tiles else index.density
+
+    return solve(pattern, target, measured, n_queries, n_keys or 0, start or 0)
+
+
+def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float], *lengths: int) -> Solution:
+    """Set a pattern's free parameter so that the density that ``measured`` returns is ``target``.
+
+    No size above the sum of ``lengths`` is tried. Raises ValueError if the target is outside (0, 1] or if the pattern
+    has no free parameter.
+    """
+    if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
+        raise ValueError(f"target: expected a density in (0, 1], got {target!r}")
 
     def measure(size: int) -> _Point:
         sized = pattern.resized(size)
         if sized is None:
             raise ValueError(f"pattern: {pattern!r} has no free parameter to solve for")
-        index = build_index(sized, n_queries, n_keys, start=start, heads=heads, batch=batch, block=block, device=device)
-        return _Point(size, index.tile_density if tiles else index.density, sized)
+        return _Point(size, measured(sized), sized)
 
     points = [measure(_smallest(pattern))]
     low = high = points[0]
-    largest = max(n_queries, n_queries if n_keys is None else n_keys) + abs(start or 0)
+    largest = sum(map(abs, lengths))
     while high.density < target and high.size < largest:
         low, high = high, measure(min(_grown(low, high, target), largest))
         points.append(high)

@@ -20,7 +20,7 @@ from ringtile import SparseLanguageModel, SparseTransformer, longnet_attend
 def main(argv: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--context", type=int, default=8192, help="a multiple of 16")
+    parser.add_argument("--context", type=int, default=4096, help="a multiple of 16")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args(argv)
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ def train(model: SparseLanguageModel, data: bytes, context: int, steps: int) -> 
 def main(argv: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save", type=Path, help="write the weights to this file, for examples/generate.py")

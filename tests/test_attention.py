@@ -614,6 +614,18 @@ def test_half_types_within_a_fifth_of_the_error_of_torch(pattern: Pattern, dtype
         assert_within_budget(pattern, make_inputs(1, 4, 320, head_dim=64, kv_heads=kv_heads, dtype=dtype), backend)
 
 
+@pytest.mark.parametrize("level", [-20, -8, 0, 8, 20])
+def test_sinks_keep_their_digits_at_any_level(level: float) -> None:
+    # A gradient that multiplies a share by its distance from 1 has no digits left where either is small.
+    inputs = make_inputs(1, 4, 320, head_dim=64, dtype=torch.float32)
+    sinks = torch.randn(4) + level
+    expected = oracle(*inputs[:3], HOLES, grad_out=inputs.grad_out, sinks=sinks)
+    actual = attend(inputs, HOLES, sinks=sinks)
+    assert relative_error(actual.out, expected.out) < 3e-6
+    for name, grad in expected.grads.items():
+        assert relative_error(actual.grads[name], grad) < 5e-6, name
+
+
 @pytest.mark.parametrize("pattern", [Dense(), TILED], ids=["dense", "tiled"])
 def test_large_scores_do_not_overflow(pattern: Pattern) -> None:
     for dtype, score_scale in ((torch.float32, 1000.0), (torch.bfloat16, 1000.0), (torch.float16, 300.0)):

@@ -489,6 +489,9 @@ def test_autocast_is_a_cast_before() -> None:
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
     assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(out.sum(), leaves))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, _ = attend(q, k, v.bfloat16(), [32, 64], [1, 2])
+    assert torch.equal(mixed, expected[0])
 
 
 @pytest.mark.parametrize("layout", ["tokens first", "wide", "head_dim first", "expanded"])

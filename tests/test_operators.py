@@ -22,7 +22,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringtile import BlockIndex, Pattern, build_index, sparse_attention
+from ringtile import BlockIndex, Pattern, build_index, merge_attention, sparse_attention
 from ringtile.kernels.contracts import Call, pack_keys
 from ringtile.layout import cache_info, clear_cache
 from ringtile.patterns import (
@@ -478,6 +478,47 @@ def test_autocast_is_a_cast_of_the_inputs(pattern: Pattern, backend: str | None)
     exact = oracle(*leaves, pattern, grad_out=out_grad)
     assert relative_error(out, exact.out) < 5e-3
     assert worst(grads, exact.grads.values()) < 1e-2
+
+
+ROTATED = (torch.float32, torch.float32, torch.bfloat16)
+"""As rotary positions leave query, key and value under autocast."""
+
+
+@pytest.mark.parametrize("dtypes", [ROTATED, ROTATED[::-1], (torch.float16, torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_autocast_takes_mixed_dtypes(dtypes: tuple[torch.dtype, ...], backend: str | None) -> None:
+    leaves = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(leaves_of(1, 2, 200, 16), dtypes, strict=True)]
+    out_grad = torch.randn(1, 2, 200, 16).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sparse_attention(*leaves, PATTERN, backend=backend)
+    cast = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    expected = sparse_attention(*cast, PATTERN, backend=backend)
+    assert torch.equal(out, expected)
+    grads = torch.autograd.grad(out, leaves, out_grad)
+    assert [grad.dtype for grad in grads] == list(dtypes)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, cast, out_grad), strict=True):
+        assert torch.equal(ours, theirs.to(ours.dtype))
+
+
+def test_mixed_dtypes_are_refused_if_autocast_does_not_make_them_one() -> None:
+    q, k, v = torch.randn(3, 1, 2, 20, 8).unbind()
+    with pytest.raises(ValueError, match=r"value: expected .*the same for all, got x.dtype=torch.bfloat16"):
+        sparse_attention(q, k, v.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ValueError, match=r"value: expected .*got x.dtype=torch.float64"):
+            sparse_attention(q, k, v.double())
+        with pytest.raises(ValueError, match=r"key: expected .*got x.dtype=torch.int64"):
+            sparse_attention(q, k.long(), v)
+
+
+def test_merging_under_autocast_takes_mixed_dtypes() -> None:
+    outs, lses = torch.randn(2, 1, 2, 20, 8).unbind(), torch.randn(2, 1, 2, 20).unbind()
+    expected = merge_attention([outs[0], outs[1].bfloat16().float()], lses)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = merge_attention([outs[0], outs[1].bfloat16()], lses)
+    assert found[0].dtype == torch.float32
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
 
 
 def test_autocast_leaves_float64_alone() -> None:

@@ -24,16 +24,25 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DENSE, _CAUSAL = Dense(), Causal()
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
+def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors in the dtype of autocast, if it is on; raise ValueError if they do not fit together."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
         if x.dim() != 4:
             raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
-        if x.dtype not in _DTYPES or x.dtype != query.dtype:
-            raise ValueError(f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}")
         if x.device != query.device:
             raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
         if x.device.type == "meta":
             raise ValueError(f"{name}: expected a device that holds data, got {x.device=}")
+    if torch.is_autocast_enabled(query.device.type):
+        # As torch does: all but float64, each on its own, so that dtypes that differ become one.
+        to = torch.get_autocast_dtype(query.device.type)
+        cast = (x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in named.values())
+        named = dict(zip(named, cast, strict=True))
+        query, key, value = named.values()
+    for name, x in named.items():
+        if x.dtype not in _DTYPES or x.dtype != query.dtype:
+            raise ValueError(f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}")
     if query.shape[3] == 0:
         raise ValueError(f"query: expected a head_dim of at least 1, got {query.shape=}")
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
@@ -44,6 +53,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     if heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0):
         wanted = "a divisor of the query's heads" if enable_gqa else "the query's heads (or enable_gqa=True)"
         raise ValueError(f"key: expected {wanted}, got {key.shape=} with {query.shape=}, {enable_gqa=}")
+    return query, key, value
 
 
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
@@ -104,15 +114,6 @@ def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, s
     return _CAUSAL & pattern if is_causal else pattern
 
 
-def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that autocast asks for, if it is on; float64 stays."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) for x in tensors)
-
-
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast off where it is on."""
     autocast = torch.is_autocast_enabled(x.device.type)
@@ -124,6 +125,17 @@ def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
     return seed if isinstance(seed, Tensor) else torch.tensor([seed], dtype=torch.int64, device=query.device)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Scale attention by the share of the denominator that the keys have beside one more logit per head."""
+    empty = lse == -math.inf
+    ahead = sinks.unsqueeze(-1) - lse.masked_fill(empty, 0)
+    sink_wins = ahead > 0
+    # The derivative of a sigmoid multiplies it by its distance from 1, which close to 1 has no digits left.
+    less = torch.sigmoid(torch.where(sink_wins, -ahead, ahead))
+    share = torch.where(sink_wins, less, 1 - less).masked_fill(empty, 0)
+    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 @overload
@@ -199,7 +211,8 @@ def sparse_attention(
     of 0 on kept pairs and -inf elsewhere; a query that keeps nothing gives 0, lse -inf and zero gradients.
 
     Args:
-        query: ``[B, H, Nq, D]``, float64, float32, bfloat16 or float16, any strides.
+        query: ``[B, H, Nq, D]``, float64, float32, bfloat16 or float16, any strides. Key and value have the same dtype;
+            under autocast all three are cast first, except float64.
         key: ``[B, Hkv, Nk, D]``; Hkv equals H, or divides it with ``enable_gqa``.
         value: ``[B, Hkv, Nk, Dv]``.
         pattern: What may attend to what: a `ringtile.patterns.Pattern`, a `BlockIndex`, a FlexAttention `BlockMask`, a
@@ -229,7 +242,7 @@ def sparse_attention(
         >>> sparse_attention(q, k, v, Causal() & (Window(256) | GlobalTokens(16))).shape
         torch.Size([1, 4, 1000, 64])
     """
-    check_tensors(query, key, value, enable_gqa)
+    query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     (batch, heads, n_queries, head_dim), n_keys = query.shape, key.shape[2]
     if not 0 <= softcap < math.inf:
@@ -269,7 +282,6 @@ def sparse_attention(
                 rule, n_queries, n_keys, start=first, heads=heads, batch=max(batch, 1), block=block, device=query.device
             )
 
-    query, key, value = under_autocast(query, key, value)
     seed = drawn_seed(seed, query) if dropout_p else None
     if scale is None:
         scale = head_dim**-0.5
@@ -313,7 +325,5 @@ def sparse_attention(
         with without_autocast(query):
             out, lse = attention(query, key, value, facts, bits, key_lengths, seed, alibi_slopes, tensors)
     if sinks is not None:
-        empty = lse == -math.inf
-        share = torch.sigmoid(lse.masked_fill(empty, 0) - sinks.unsqueeze(-1)).to(out.dtype)
-        out = (out * share.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0)
+        out = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

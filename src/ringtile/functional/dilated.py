@@ -15,10 +15,9 @@ from torch.autograd import forward_ad
 
 from ringtile.functional.attention import (
     check_options,
-    check_tensors,
+    checked_tensors,
     drawn_seed,
     sparse_attention,
-    under_autocast,
     without_autocast,
 )
 from ringtile.functional.merge import merge_attention
@@ -392,7 +391,8 @@ def dilated_attention(
     are aligned to the lower right, as in `sparse_attention`: query a sits at position ``Nk - Nq + a``.
 
     Args:
-        query: ``[B, H, Nq, D]``, float64, float32, bfloat16 or float16, any strides.
+        query: ``[B, H, Nq, D]``, float64, float32, bfloat16 or float16, any strides. Key and value have the same dtype;
+            under autocast all three are cast first, except float64.
         key: ``[B, Hkv, Nk, D]``; Hkv equals H, or divides it with ``enable_gqa``.
         value: ``[B, Hkv, Nk, Dv]``.
         segment_lengths: Tokens of a segment, w of each branch; the last segment may be ragged, and w may exceed Nk.
@@ -421,7 +421,7 @@ def dilated_attention(
         >>> dilated_attention(q, k, v, [128, 256, 512], [1, 2, 4], is_causal=True).shape
         torch.Size([1, 4, 1000, 64])
     """
-    check_tensors(query, key, value, enable_gqa)
+    query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     branches = _checked_branches(segment_lengths, dilation_rates)
     _check_pattern(pattern, query.shape[1])
@@ -429,7 +429,6 @@ def dilated_attention(
         raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
     _warn_of_uncovered(branches, query.shape[1], key.shape[2] - query.shape[2], query.shape[2])
 
-    query, key, value = under_autocast(query, key, value)
     inside = pattern or _DENSE
     each = tuple(_Branch(length, rate, inside) for length, rate in branches)
     parts = _disjoint(each, pattern) if overlap == "union" else each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     (lse -inf). Computed in float32 or better.
 
     Args:
-        outs: Tensors ``[B, H, N, Dv]`` of one dtype.
+        outs: Tensors ``[B, H, N, Dv]`` of one dtype. Under autocast dtypes can differ; the widest is used.
         lses: Their natural-log lse ``[B, H, N]``.
 
     Returns:
@@ -37,6 +38,10 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs, lses: expected equally many, at least one, got {len(outs)=}, {len(lses)=}")
+    kind = outs[0].device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        widest = reduce(torch.promote_types, (out.dtype for out in outs))
+        outs = [out.to(widest) for out in outs]
     for out, lse in zip(outs, lses, strict=True):
         if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(

@@ -19,7 +19,7 @@ from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import dilated_attention
 from ringtile.kernels.reference import attention_reference
 from ringtile.layout import cache_info, clear_cache
-from ringtile.modules import SparseMultiheadAttention, multihead, replace_attention
+from ringtile.modules import SparseMultiheadAttention, masks, multihead, replace_attention
 from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Window, per_head
 
 E, H = 24, 4
@@ -361,6 +361,54 @@ def test_a_mask_is_read_once_and_again_when_it_changes() -> None:
             mask[4, 2:8] ^= True
 
 
+@pytest.mark.parametrize("n_tokens", [9, 64, 65])
+@pytest.mark.parametrize("floating", [False, True])
+@pytest.mark.parametrize("kind", ["numpy", "data", "new data", "expanded", "slice", "transposed"])
+def test_a_mask_changed_behind_its_version_is_read_again(kind: str, floating: bool, n_tokens: int) -> None:
+    module, theirs = modules("plain", pattern=Window(80))
+    given = inputs(module, 2, n_tokens, n_tokens)
+    mask = torch.zeros(n_tokens, n_tokens, dtype=torch.float64 if floating else torch.bool)
+    dropped = -torch.inf if floating else True
+    memory: Any = mask.data
+    if kind == "numpy":
+        memory = mask.numpy()
+        mask = torch.from_numpy(memory)
+    elif kind == "expanded":
+        mask = mask.expand(2 * H, -1, -1)
+    elif kind == "slice":
+        memory = torch.cat([memory, memory], 1)
+        mask = memory[:, 3 : 3 + n_tokens]
+        memory = mask.data
+    elif kind == "transposed":
+        mask = mask.mT
+        memory = mask.data
+    for row, key in ((0, n_tokens - 1), (n_tokens - 1, 0), (4, 4)):
+        version = mask._version
+        if kind == "new data":
+            memory = memory.clone()
+            mask.data = memory
+        memory[row, key] = dropped
+        assert mask._version == version
+        assert bool((mask == dropped)[..., row, key].all())
+        assert_same(module, theirs, given, {"attn_mask": mask})
+
+
+def test_a_large_mask_of_numpy_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_SMALL", 8)
+    module, theirs = modules("plain", pattern=Window(30))
+    given = inputs(module, 2, 9, 9)
+    memory = torch.zeros(9, 9, dtype=torch.bool).numpy()
+    mask, view = torch.from_numpy(memory), torch.zeros(9, 9, dtype=torch.bool)
+    assert_same(module, theirs, given, {"attn_mask": mask})
+    memory[5, 2] = True
+    assert_same(module, theirs, given, {"attn_mask": mask})
+    # Nor is memory that numpy was shown later.
+    view.numpy()[4, 1] = True
+    assert_same(module, theirs, given, {"attn_mask": view})
+    view.numpy()[4, 2] = True
+    assert_same(module, theirs, given, {"attn_mask": view})
+
+
 def test_one_mask_serves_modules_with_other_numbers_of_heads() -> None:
     mask = torch.rand(2 * H, 9, 9) < 0.3
     mask[:, :, -1] = False
@@ -644,6 +692,22 @@ def test_autocast() -> None:
     assert actual[0].dtype == torch.bfloat16
     assert all(relative_error(a, e) < 0.02 for a, e in zip(actual, expected, strict=True))
     assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_autocast_takes_mixed_dtypes() -> None:
+    def wider(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        # As rotary positions leave them.
+        return sparse_attention(query.float(), key.float(), value, **options)
+
+    module, _ = modules("all of it", pattern=LOCAL)
+    module = module.float()
+    query, key, value = (x.detach().float() for x in inputs(module, 2, 60, 60))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(query.bfloat16(), key, value)
+        module.attend = wider
+        for given in ((query, key, value), (query, key.bfloat16(), value), (query.bfloat16(), key, value.bfloat16())):
+            for a, e in zip(module(*given), expected, strict=True):
+                assert torch.equal(a, e)
 
 
 # Of torch's own tracing of a Function.

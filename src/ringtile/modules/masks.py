@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import NamedTuple
 from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.patterns import Pattern
 from ringtile.patterns.base import TileGrid
+from ringtile.patterns.content import digest_of
+
+_SMALL = 1 << 24
+"""Bytes of a mask that are read again at every call: a few milliseconds where attention takes tens."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,9 +76,7 @@ class AttnMask(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    version: int
-    batch: int
-    heads: int
+    state: tuple[object, ...]
     found: AttnMask
 
 
@@ -102,10 +105,40 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Att
         )
     if mask.is_inference():
         return _read(mask, batch, heads)
+    state = (mask._version, mask.data_ptr(), mask.shape, batch, heads, _fingerprint(mask))
     reading: _Reading | None = _readings.get(mask)
-    if reading is None or reading[:3] != (mask._version, batch, heads):
-        reading = _readings[mask] = _Reading(mask._version, batch, heads, _read(mask, batch, heads))
+    if reading is None or reading.state != state:
+        reading = _readings[mask] = _Reading(state, _read(mask, batch, heads))
     return reading.found
+
+
+@cache
+def _multipliers() -> Tensor:
+    """Odd random numbers for three rounds of `_fingerprint`: 4096**3 words, more than any mask has."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (3, 4096), generator=generator, device="cpu").mul_(2).add_(1)
+
+
+def _fingerprint(mask: Tensor) -> int | None:
+    """Return a number that changes with the values, or None if only `_version` tells of a change.
+
+    Writes through numpy, another process or ``.data`` leave the version as it was. Memory that torch did not allocate,
+    or has shown to numpy, is not resizable.
+    """
+    with torch.no_grad():
+        for dim, stride in enumerate(mask.stride()):
+            mask = mask if stride else mask[(slice(None),) * dim + (slice(1),)]
+        if mask.device.type != "cpu" or (mask.nbytes > _SMALL and mask.untyped_storage().resizable()):
+            return None
+        data = mask.contiguous().flatten().view(torch.uint8)
+        if len(data) % 8 or data.storage_offset() % 8:
+            data = F.pad(data, (0, -len(data) % 8))
+        words = data.view(torch.int64)
+        for multipliers in _multipliers():
+            if missing := -len(words) % len(multipliers):
+                words = F.pad(words, (0, missing))
+            words = words.unflatten(0, (-1, len(multipliers))).mv(multipliers)
+        return int(words.sum())
 
 
 def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
@@ -129,8 +162,7 @@ def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
         if torch.equal(kept, torch.ones_like(kept).tril(n_keys - n_queries)):
             return AttnMask(is_causal=True)
         kept = kept.contiguous()
-        digest = hashlib.blake2b(kept.cpu().numpy().data, digest_size=16).digest()
-        pattern = KeptPairs(digest, (kept.shape[0], kept.shape[1], n_queries, n_keys), ref(kept))
+        pattern = KeptPairs(digest_of(kept), (kept.shape[0], kept.shape[1], n_queries, n_keys), ref(kept))
         return AttnMask(is_causal=False, pattern=pattern, kept=kept)
 
 

@@ -36,7 +36,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
     * ``key_padding_mask`` becomes the key mask; floating values other than 0 and -inf are added to the scores.
     * ``attn_mask`` is causal where it is the causal mask (lower right); any other bool mask, or floating one of 0 and
-      -inf, is intersected with the pattern. What it holds is read once a mask, not once a call.
+      -inf, is intersected with the pattern. The module reads a mask again once it has changed. It does not notice a
+      change through ``.data`` of a mask of more than 16 MiB, or of one on a GPU.
     * ``is_causal`` alone is causal attention, for which torch demands the mask too. Beside a mask and a pattern it is a
       hint, and the mask counts, except in a graph traced by `torch.compile`, which cannot look and believes it.
     * ``add_bias_kv`` and ``add_zero_attn`` are keys that each query keeps.

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 
 from torch import Tensor
+
+
+def digest_of(tensor: Tensor) -> bytes:
+    """Digest the dtype, the shape and the values of a tensor: equal on any device and with any strides."""
+    held = tensor.detach().cpu().contiguous()
+    digest = hashlib.blake2b(f"{held.dtype} {tuple(held.shape)}".encode(), digest_size=16)
+    if held.numel():
+        # Not by numpy, which an installation of torch can lack.
+        digest.update((ctypes.c_char * held.nbytes).from_address(held.data_ptr()))
+    return digest.digest()
 
 
 class Content:
@@ -12,9 +23,7 @@ class Content:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-        digest.update(self.tensor.cpu().numpy().data)
-        self.digest = digest.digest()
+        self.digest = digest_of(tensor)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Content) and self.digest == other.digest

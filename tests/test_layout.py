@@ -136,10 +136,6 @@ def check_tiles(index: BlockIndex, dense: Tensor) -> None:
     assert torch.equal(unpack_words(index.bits_t, block), mask.mT)
     assert torch.equal(unpack_words(index.rows_any, block), mask.any(2))
     assert torch.equal(unpack_words(index.cols_any, block), mask.any(1))
-    for flags, tile in zip(index.sub_tiles.tolist(), mask, strict=True):
-        quarters = [half for rows in tile.chunk(2) for half in rows.chunk(2, dim=1)]
-        states = [1 if quarter.all() else 2 if quarter.any() else 0 for quarter in quarters]
-        assert flags == sum(state << 2 * place for place, state in enumerate(states))
     assert len({tuple(tile.flatten().tolist()) for tile in index.bits}) == len(index.bits)
     assert set(index.part_tile.tolist()) == set(range(len(index.bits)))
     number, state = index.entries()
@@ -234,8 +230,6 @@ def test_row_major_bits_and_tiles_of_a_causal_window() -> None:
     assert index.bits[ahead, 5].tolist() == [0b111111, 0, 0, 0]
     assert index.bits_t[ahead, 5].tolist() == [-1 << 5, -1, -1, -1]
     assert index.bits[behind, 5].tolist() == [-1 << 5, -1, -1, -1]
-    assert index.sub_tiles[ahead] == 2 | 0 << 2 | 1 << 4 | 2 << 6
-    assert index.sub_tiles[behind] == 2 | 1 << 2 | 0 << 4 | 2 << 6
     assert index.row_work.tolist() == [[1, 0, 2, -1], [2, 0, 2, -1], [0, 0, 1, -1]]
 
 
@@ -580,7 +574,7 @@ def test_tensors_and_back() -> None:
     again = BlockIndex.from_tensors(index.tensors(), block=128, start=60, n_queries=200, n_keys=260, **counts)
     assert torch.equal(again.to_dense(), index.to_dense())
     assert again.density == index.density
-    with pytest.raises(ValueError, match="expected 18 of them, got 17"):
+    with pytest.raises(ValueError, match="expected 17 of them, got 16"):
         BlockIndex.from_tensors(index.tensors()[:-1], block=128, start=60, n_queries=200, n_keys=260)
     assert index.to("cpu") is index
     assert index.to("meta").part_col.device.type == "meta"
@@ -663,7 +657,6 @@ def test_wrong_uses_of_an_index_are_named() -> None:
         ("bits_t", lambda t: t.flip(0), "bits_t: does not follow"),
         ("rows_any", lambda t: t - 1, "rows_any: does not follow"),
         ("cols_any", lambda t: t - 1, "cols_any: does not follow"),
-        ("sub_tiles", lambda t: t - 1, "sub_tiles: does not follow"),
         ("row_work", lambda t: t[1:], "row_work: does not follow"),
         ("col_work", lambda t: t.flip(0), "col_work: does not follow"),
     ],

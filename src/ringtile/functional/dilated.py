@@ -21,7 +21,7 @@ from ringtile.functional.attention import (
     without_autocast,
 )
 from ringtile.functional.merge import merge_attention
-from ringtile.kernels.contracts import Call, new_out, pack_keys
+from ringtile.kernels.contracts import Call, accumulator, merge_into, new_out, pack_keys
 from ringtile.kernels.select import select
 from ringtile.layout import build_index
 from ringtile.layout.compacted import Compacted, InSegments, for_heads
@@ -119,10 +119,6 @@ def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Ca
     return asked._replace(backend=select(q, k, v, asked))
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 class _Merged(torch.autograd.Function):
     """All branches, merged as they come: saves the merged output and lse alone.
 
@@ -132,7 +128,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-        dtype = _accumulator(q)
+        dtype = accumulator(q)
         out = new_out(q.new_empty(q.shape, dtype=dtype), v.shape[-1]).zero_()
         lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
         for branch, part in _all_parts(q, k, options):
@@ -146,7 +142,7 @@ class _Merged(torch.autograd.Function):
                     mine[0].copy_(theirs[0])
                     mine[1].copy_(theirs[1])
                 else:
-                    _merge_into(*mine, *theirs)
+                    merge_into(*mine, *theirs)
         out = out.to(q.dtype)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -162,7 +158,7 @@ class _Merged(torch.autograd.Function):
             return *_differentiable_backward(ctx.needs_input_grad[:3], out_grad, lse_grad, (q, k, v), ctx.options), None
         if out_grad is None:
             out_grad = torch.zeros_like(out)
-        totals = [torch.zeros(x.shape, dtype=_accumulator(q), device=x.device) for x in (q, k, v)]
+        totals = [torch.zeros(x.shape, dtype=accumulator(q), device=x.device) for x in (q, k, v)]
         for _, part in _all_parts(q, k, ctx.options):
             piece = part.piece
             problem = _compacted(q, k, v, part)
@@ -175,14 +171,6 @@ class _Merged(torch.autograd.Function):
         return *(total.to(q.dtype) for total in totals), None
 
 
-def _merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge attention over further keys into ``out`` and ``lse``, in place."""
-    total = torch.logaddexp(lse, more_lse)
-    safe = total.masked_fill(total == -math.inf, 0)
-    out.mul_((lse - safe).exp_().unsqueeze(-1)).addcmul_(more.to(out.dtype), (more_lse - safe).exp_().unsqueeze(-1))
-    lse.copy_(total)
-
-
 def _compacted(q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
     keys, values = (compact(x, part.piece, keys=True, ratio=part.ratio) for x in (k, v))
     return compact(q, part.piece), keys, values
@@ -191,7 +179,7 @@ def _compacted(q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Te
 def _composed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     """The same from operations that each differentiate, vmap and compile: leaner nowhere, but to any order."""
     batch, heads, n_queries = q.shape[:3]
-    dtype, rows = _accumulator(q), heads * n_queries
+    dtype, rows = accumulator(q), heads * n_queries
     outs = [torch.zeros(batch, rows, v.shape[-1], dtype=q.dtype, device=q.device) for _ in options.branches]
     lses = [torch.full((batch, rows), -math.inf, dtype=dtype, device=q.device) for _ in options.branches]
     numbers = torch.arange(rows, device=q.device).view(1, heads, n_queries)

@@ -6,6 +6,7 @@ kept pairs come either as the tensors of a `BlockIndex` or as pattern text, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from torch.autograd import forward_ad
 
 from ringtile.kernels.spans import INDEX, span
 from ringtile.layout import BlockIndex, build_index
+from ringtile.layout.tiles import pack_words, unpack_words
 from ringtile.patterns import parse
 
 _CALL = (
@@ -89,17 +91,14 @@ backends: dict[str, Any] = {}
 
 def pack_keys(keep: Tensor) -> Tensor:
     """``[B, M]`` bool to ``[B, ceil(M / 32)]`` int32 words, key j in bit ``j % 32`` of word ``j // 32``."""
-    words = torch.nn.functional.pad(keep, (0, -keep.shape[1] % 32)).unflatten(1, (-1, 32)).long()
-    packed = (words << torch.arange(32, device=keep.device)).sum(-1)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    return pack_words(torch.nn.functional.pad(keep, (0, -keep.shape[1] % 32)))
 
 
 def key_keep(call: Call, n_keys: int) -> Tensor | None:
     """``[B, M]`` bool of the keys that the call's own mask and lengths keep, or None where it has neither."""
     keep = None
     if call.key_bits is not None:
-        shifts = torch.arange(32, dtype=torch.int32, device=call.key_bits.device)
-        keep = ((call.key_bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :n_keys].bool()
+        keep = unpack_words(call.key_bits, n_keys)
     if call.key_lengths is not None:
         inside = torch.arange(n_keys, device=call.key_lengths.device) < call.key_lengths.unsqueeze(1)
         keep = inside if keep is None else keep & inside
@@ -136,13 +135,22 @@ def lacking(call: Call, *names: str) -> list[str]:
     return reasons
 
 
+def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merge attention over further keys into ``out`` and ``lse``, in place; empty parts (lse -inf) are safe."""
+    total = torch.logaddexp(lse, more_lse)
+    safe = total.masked_fill(total == -math.inf, 0)
+    out.mul_((lse - safe).exp_().unsqueeze(-1)).addcmul_(more.to(out.dtype), (more_lse - safe).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
 def with_rows_whole(x: Tensor) -> Tensor:
     """The tensor, its last dimension contiguous: compiled kernels read any other strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def accumulator(x: Tensor) -> torch.dtype:
+    """The dtype of sums and of lse: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -160,7 +168,7 @@ def _double_backward(*arguments: Any) -> Any:
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
-    return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+    return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
 
 
 def new_out(q: Tensor, head_dim: int) -> Tensor:

@@ -1,14 +1,12 @@
-"""FLOP counts of the operators, told to torch's flop counter as soon as somebody imports it.
+"""FLOP counts of the operators, for torch's flop counter.
 
-That module imports triton where it is installed, which `import ringtile` should not.
+The counter copies the formulas that it knows when a user makes one, and its module imports triton if that is installed,
+which `import ringtile` must not. So the formulas are registered when somebody imports that module.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -40,38 +38,28 @@ def _register(counter: ModuleType) -> None:
     counter.register_flop_formula(torch.ops.ringtile.backward, get_raw=True)(_backward_flops)
 
 
-class _Registering(Loader):
-    """Loads the flop counter as its own loader does, and registers."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _register(module)
-
-
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds the flop counter, once."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _COUNTER:
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Registering(spec.loader)
+        sys.meta_path.remove(cls)
+        spec: Any = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = exec_module
         return spec
 
 
 def tell_flop_counter() -> None:
-    """Register the formulas now where torch's flop counter is loaded, else when it will be."""
+    """Register the formulas now if torch's flop counter is loaded, else when it will be."""
     if _COUNTER in sys.modules:
         _register(sys.modules[_COUNTER])
     else:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _Finder)

@@ -79,8 +79,6 @@ class BlockIndex:
     """``[T, w]`` int32 bit sets: the rows of a tile that keep any key."""
     cols_any: Tensor
     """``[T, w]`` int32 bit sets: the keys of a tile that any row keeps."""
-    sub_tiles: Tensor
-    """``[T]`` int32: two bits (0 empty, 1 full, 2 mixed) per quarter, at ``2 * (2 * row_half + col_half)``."""
     row_work: Tensor
     """``[W, 4]`` int32 (row slot, first, last, split): a piece of a row's list (full tiles, then partial ones), longest
     first. ``split`` is -1 for a whole row, else the number of this piece's scratch slot; a row's slots are
@@ -101,15 +99,6 @@ class BlockIndex:
 
     envelopes: tuple[Pattern, ...] = (Dense(),)
     """Those rules for each row of ``group``."""
-
-    slots: Tensor | None = None
-    """Reserved: the place of each column tile in the key and value buffer."""
-    order_q: Tensor | None = None
-    """Reserved: a token permutation of the queries."""
-    order_k: Tensor | None = None
-    """Reserved: a token permutation of the keys."""
-    log_m: Tensor | None = None
-    """Reserved: the log multiplicity of each entry."""
 
     @classmethod
     def from_entries(
@@ -187,7 +176,7 @@ class BlockIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, transpose and tile table included."""
-        return sum(tensor.nbytes for tensor in self._present().values())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     @property
     def kept_tiles(self) -> int:
@@ -232,11 +221,8 @@ class BlockIndex:
             f"({self.bits.shape[0]} distinct), {self.nbytes} bytes on {self.device})"
         )
 
-    def _present(self) -> dict[str, Tensor]:
-        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-
     def tensors(self) -> list[Tensor]:
-        """The tensors in the order of the fields, without the reserved ones: what an operator takes."""
+        """The tensors in the order of the fields: the arguments of an operator."""
         return [getattr(self, name) for name in TENSOR_FIELDS]
 
     @classmethod
@@ -271,7 +257,7 @@ class BlockIndex:
         """The same index on another device; itself where it is there already."""
         if self.device == torch.device(device):
             return self
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._present().items()}
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSOR_FIELDS}
         return replace(self, **moved)
 
     def row_of_entries(self) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,6 @@ class TileTable(NamedTuple):
     bits_t: Tensor
     rows_any: Tensor
     cols_any: Tensor
-    sub_tiles: Tensor
 
 
 def pack_words(mask: Tensor) -> Tensor:
@@ -80,23 +79,12 @@ def evaluate_tiles(pattern: Pattern, head: Tensor, row: Tensor, col: Tensor, gri
 
 
 def derive_tables(bits: Tensor) -> TileTable:
-    """The transposed words, the row and column sets and the quarter flags of tiles ``[T, b, w]``."""
-    count, block, words = bits.shape
-    if count == 0:
-        sets = bits.new_empty(0, words)
-        return TileTable(bits, bits.clone(), sets, sets.clone(), bits.new_empty(0))
-    half = block // 2
-    bits_t, flags = [], []
-    for part in chunks(bits, block):
-        mask = unpack_words(part, block)
-        bits_t.append(pack_words(mask.transpose(1, 2)))
-        quarters = mask.view(len(mask), 2, half, 2, half).sum((2, 4), dtype=torch.int32).view(len(mask), 4)
-        state = (quarters > 0).int() * 2 - (quarters == half * half).int()
-        flags.append((state << torch.arange(0, 8, 2, device=bits.device, dtype=torch.int32)).sum(1, dtype=torch.int32))
-    transposed = torch.cat(bits_t)
-    return TileTable(
-        bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)), torch.cat(flags)
-    )
+    """Return the transposed words and the row and column sets of tiles ``[T, b, w]``."""
+    block = bits.shape[1]
+    # A first empty part lets an empty table through.
+    parts = [bits[:0], *(pack_words(unpack_words(part, block).mT) for part in chunks(bits, block))]
+    transposed = torch.cat(parts)
+    return TileTable(bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)))
 
 
 @lru_cache(maxsize=32)

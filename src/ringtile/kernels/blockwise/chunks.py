@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.kernels.blockwise.plan import FULL, Launch, Plan, plan_of
-from ringtile.kernels.contracts import Call, key_keep
+from ringtile.kernels.blockwise.plan import Launch, Plan, plan_of
+from ringtile.kernels.contracts import Call, accumulator, key_keep
 from ringtile.kernels.philox import dropout_scale, dropout_tile
 from ringtile.layout.index import BlockIndex
+from ringtile.layout.tiles import FULL
 
 CHUNK_BYTES = 8 * 2**20
 _MASK_BYTES = 4 * 2**20
@@ -381,10 +382,9 @@ class Work:
 def works(index: BlockIndex, tensors: tuple[Tensor, ...], options: Options) -> Iterator[Work]:
     q, k = tensors[0], tensors[1]
     plan = plan_of(index)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     for unit in _units(index, tensors, k.shape[1], options):
         batch, heads = range(q.shape[0])[unit.batch], range(q.shape[1])[unit.heads]
-        yield Work(unit, index, plan, options, dtype, batch, heads, q.device)
+        yield Work(unit, index, plan, options, accumulator(q), batch, heads, q.device)
 
 
 def dead_keys(work: Work) -> Tensor | None:

@@ -22,7 +22,7 @@ from ringtile.kernels.blockwise.chunks import (
 )
 from ringtile.kernels.blockwise.plan import plan_of
 from ringtile.kernels.blockwise.scores import masked_scores, matmul
-from ringtile.kernels.contracts import Call, as_new_out, index_of, new_out
+from ringtile.kernels.contracts import Call, accumulator, as_new_out, index_of, merge_into, new_out
 from ringtile.kernels.cpu_flash import flash_forward
 from ringtile.layout.index import BlockIndex
 
@@ -49,13 +49,6 @@ def whole_mask(index: BlockIndex, q: Tensor, v: Tensor, options: Options) -> Ten
     return plan.additive[key]
 
 
-def _combine(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two parts of a softmax."""
-    total = torch.logaddexp(lse, more_lse)
-    safe = total.masked_fill(total == -math.inf, 0)
-    return out * (lse - safe).exp().unsqueeze(-1) + more * (more_lse - safe).exp().unsqueeze(-1), total
-
-
 def _part_forward(work: Work, chunk: Chunk, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output ``[n, H, m, Dv]`` and lse ``[n, H, m]`` of one part of the softmax."""
     if not on_flash(work.device, work.options):
@@ -80,7 +73,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if mask is not None:
         whole, whole_lse = flash_forward(q, k, v, scale=call.scale, mask=mask)
         return as_new_out(whole), whole_lse.contiguous()
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulator(q)
     out, lse = new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
     for work in works(index, (q, k, v, out), options):
         unit, dead = work.unit, dead_keys(work)
@@ -97,7 +90,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             total: tuple[Tensor, Tensor] | None = None
             for part in chunk.parts:
                 found = _part_forward(work, chunk, part, q_chunk, keys.take(*at, part), values.take(*at, part))
-                total = found if total is None else _combine(*total, *found)
+                if total is None:
+                    total = found
+                else:
+                    merge_into(*total, *found)
             assert total is not None
             out_rows.put(*at, total[0])
             lse_rows.put(*at, total[1])

@@ -17,8 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.kernels.spans import INDEX, span
 from ringtile.layout.index import BlockIndex
-
-FULL = -1
+from ringtile.layout.tiles import FULL, pack_words, unpack_words
 
 _MIN_SHARED_ROWS = 4
 _MIN_RUN_ROWS = 4
@@ -85,24 +84,11 @@ class Plan:
         if known is None:
             words = self.bits[tiles.clamp(min=0)]
             words = words.masked_fill((tiles == FULL)[..., None, None], -1)
-            known = unpack_tiles(words).movedim(-3, -2).flatten(-2)
+            known = unpack_words(words, words.shape[-2]).movedim(-3, -2).flatten(-2)
             used = sum(mask.nbytes for mask in list(self.masks.values()))
             if key and used + known.nbytes <= _MASK_CACHE_BYTES:
                 self.masks[key] = known
         return known
-
-
-def unpack_tiles(bits: Tensor) -> Tensor:
-    """``[..., block, words]`` int32 tile words to ``[..., block, block]`` bool."""
-    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., : bits.shape[-2]].bool()
-
-
-def _pack_positions(inside: Tensor) -> Tensor:
-    """``[block]`` bool to ``[words]`` int32."""
-    padded = torch.nn.functional.pad(inside, (0, -len(inside) % 32)).view(-1, 32).long()
-    words = (padded << torch.arange(32)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
 def _entries(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +118,7 @@ def _cut_last_column(index: BlockIndex, col: Tensor, tile: Tensor) -> tuple[Tens
     used, number = torch.unique(tile[last], return_inverse=True)
     inside = torch.arange(index.block) < tail
     everything = torch.full((1, *bits.shape[1:]), -1, dtype=torch.int32)
-    cut = torch.cat([everything, bits])[used + 1] & _pack_positions(inside)
+    cut = torch.cat([everything, bits])[used + 1] & pack_words(inside)
     tile = tile.clone()
     tile[last] = len(bits) + number
     kept = torch.cat([torch.ones(1, index.block, dtype=torch.bool), keys_any])[used + 1] & inside
@@ -159,7 +145,7 @@ def _kept_by_ragged_rows(
         mine = ((row == ragged) & (tile != FULL)).nonzero().squeeze(1)
         for part in mine.split(_RAGGED_CHUNK):
             number[part] = len(keys_any) + torch.arange(len(part))
-            keys_any = torch.cat([keys_any, unpack_tiles(bits[tile[part]])[:, lo:hi].any(1)])
+            keys_any = torch.cat([keys_any, unpack_words(bits[tile[part]], index.block)[:, lo:hi].any(1)])
     return keys_any, number
 
 

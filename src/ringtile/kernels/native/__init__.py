@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, lacking, new_out, with_rows_whole
+from ringtile.kernels.contracts import (
+    Call,
+    accumulator,
+    dense_tiles_reason,
+    index_of,
+    lacking,
+    new_out,
+    with_rows_whole,
+)
 from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_index, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against
 from ringtile.kernels.philox import dropout_threshold
@@ -187,6 +195,7 @@ class _Job:
         with span(INDEX):
             self.lists = _lists_of(self.index)
         self.library = library()
+        self.accumulator = accumulator(q)
         self.held: list[Tensor] = []
         c = self.c = CallStructure.from_buffer_copy(self.lists.structure)
         c.dtype, c.isa = DTYPES[q.dtype], self.library.isa
@@ -242,8 +251,8 @@ class _Job:
         c.shared_splits, c.n_shared_splits = self.hold(parts).data_ptr(), len(parts)
         if len(parts):
             width = c.head_dim + (c.value_dim if columns else 0)
-            wide = torch.float64 if c.dtype == DTYPES[torch.float64] else torch.float32
-            c.scratch = self.hold(parts.new_empty(len(parts) * width * _ROW_BLOCK, dtype=wide)).data_ptr()
+            scratch = parts.new_empty(len(parts) * width * _ROW_BLOCK, dtype=self.accumulator)
+            c.scratch = self.hold(scratch).data_ptr()
         self.run(False, phase, len(parts) + items * places, operations)
         if len(parts):
             self.run(False, phase + 2, len(parts), 0)
@@ -264,7 +273,7 @@ class _Job:
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, Nq, Dv]`` in q's dtype and lse ``[B, H, Nq]`` (float32, float64 for float64)."""
     out = new_out(q, v.shape[-1])
-    lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=accumulator(q))
     if not lse.numel():
         index_of(call, q, k)  # raises what a call that has queries would
         return out, lse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call
+from ringtile.kernels.contracts import Call, accumulator
 from ringtile.layout import BlockIndex
 from ringtile.layout.lists import work_list
 
@@ -31,7 +31,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 def check_rows(q: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, lse: Tensor, lse_grad: Tensor | None) -> None:
     """Raise ValueError where what the backward pass reads of the forward pass does not fit q and v."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = accumulator(q)
     for name, x, dtype, shape in (
         ("out", out, q.dtype, (*q.shape[:3], v.shape[-1])),
         ("out_grad", out_grad, q.dtype, (*q.shape[:3], v.shape[-1])),

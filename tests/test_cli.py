@@ -15,6 +15,7 @@ import torch
 
 import ringtile
 from ringtile import cli
+from ringtile.measure import doctor
 
 
 def ringtile_command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -129,6 +130,15 @@ def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
         ("backend reference", "available"),
     ):
         assert re.search(rf"^{name} +{re.escape(fact)}$", text, re.M), text
+
+
+def test_doctor_says_which_dense_calls_torch_computes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtypes, told in (((), "available"), ((torch.bfloat16,), "available, before native for bfloat16 (AMX)")):
+        monkeypatch.setattr(doctor, "MATRIX_DTYPES", dtypes)
+        assert cli.main(["doctor"]) == 0
+        assert re.search(rf"^backend dense +{re.escape(told)}$", capsys.readouterr().out, re.M)
 
 
 def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import runpy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringtile import sparse_attention
-from ringtile.kernels import native
+from ringtile import dilated_attention, sparse_attention
+from ringtile.kernels import dense, native
 from ringtile.kernels.select import NAMES, backend_report
 from ringtile.patterns import Causal, Dense, Pattern, Window
 
@@ -59,6 +61,57 @@ def test_the_first_backend_that_fits_serves(
     plain = "softcap" not in options and "alibi_slopes" not in options
     wanted = "native" if built and plain else "dense" if reason is None else "blockwise"
     assert taken == f"backend {wanted}: taken"
+
+
+def taken_by(caplog: pytest.LogCaptureFixture, call: Callable[[], object]) -> list[str]:
+    """The backends that served a call, in order."""
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "ringtile"):
+        call()
+    messages = [record.getMessage() for record in caplog.records if record.name == "ringtile"]
+    return [message.split()[1].rstrip(":") for message in messages if message.endswith(": taken")]
+
+
+@pytest.mark.skipif(bool(native.reason_against()), reason="the native kernel is not built")
+def test_dense_calls_go_to_torch_if_it_has_a_matrix_unit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = torch.randn(3, 1, 2, 50, 8).bfloat16().unbind()
+    window = Causal() & Window(9)
+    calls: dict[str, tuple[Callable[[], object], str]] = {
+        "all pairs": (lambda: sparse_attention(q, k, v), "dense"),
+        "causal": (lambda: sparse_attention(q, k, v, is_causal=True), "dense"),
+        "fewer keys": (lambda: sparse_attention(q, k[:, :, :30], v[:, :, :30]), "dense"),
+        "segments": (lambda: dilated_attention(q, k, v, [25], [1], is_causal=True), "dense"),
+        "causal from elsewhere": (lambda: sparse_attention(q[:, :, 9:], k, v, is_causal=True), "native"),
+        "a window": (lambda: sparse_attention(q, k, v, window), "native"),
+        "a key mask": (lambda: sparse_attention(q, k, v, key_mask=torch.ones(1, 50).bool()), "native"),
+        "dropout": (lambda: sparse_attention(q, k, v, dropout_p=0.5), "native"),
+        "few queries": (lambda: sparse_attention(q[:, :, :15], k, v), "native"),
+        "another dtype": (lambda: sparse_attention(q.half(), k.half(), v.half()), "native"),
+        "float32": (lambda: sparse_attention(q.float(), k.float(), v.float()), "native"),
+        "named": (lambda: sparse_attention(q, k, v, backend="native"), ""),
+    }
+    monkeypatch.setattr(dense, "MATRIX_DTYPES", (torch.bfloat16,))
+    assert {name: taken_by(caplog, call) for name, (call, _) in calls.items()} == {
+        name: [backend] if backend else [] for name, (_, backend) in calls.items()
+    }
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    grads = torch.autograd.grad(sparse_attention(*leaves, is_causal=True).sum(), leaves)
+    named = torch.autograd.grad(sparse_attention(*leaves, is_causal=True, backend="dense").sum(), leaves)
+    assert all(map(torch.equal, grads, named))
+    monkeypatch.setattr(dense, "MATRIX_DTYPES", ())
+    assert {name: taken_by(caplog, call) for name, (call, _) in calls.items()} == {
+        name: ["native"] if backend else [] for name, (_, backend) in calls.items()
+    }
+
+
+def test_the_matrix_unit_is_asked_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_tiles, has_fp16 in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has_tiles: has)
+        monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda has=has_fp16: has)
+        probed = runpy.run_path(str(dense.__file__))["MATRIX_DTYPES"]
+        assert probed == (torch.bfloat16,) * has_tiles + (torch.float16,) * has_fp16
 
 
 @pytest.mark.parametrize(("pattern", "options", "reason"), CALLS.values(), ids=CALLS)

@@ -5,10 +5,22 @@ On a CPU only: elsewhere `blockwise` computes them.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import Call, as_new_out, lacking
 from ringtile.kernels.cpu_flash import flash_backward, flash_forward
+
+_AMX = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
+_AMX_ROWS = 16
+
+MATRIX_DTYPES = tuple(dtype for dtype, is_supported in _AMX.items() if is_supported())
+"""Dtypes that PyTorch multiplies with this processor's AMX tiles, several times faster than vector instructions do."""
+
+
+def is_fastest(q: Tensor) -> bool:
+    """Return True if PyTorch's kernel is faster than ours: fewer queries than a tile has rows leave it idle."""
+    return q.dtype in MATRIX_DTYPES and q.shape[2] >= _AMX_ROWS
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:

@@ -25,6 +25,8 @@ _BACKENDS: dict[str, Backend] = {
 backends.update(_BACKENDS)
 tell_flop_counter()
 
+_DENSE_FIRST = ("dense", *(name for name in _BACKENDS if name != "dense"))
+
 NAMES = (*_BACKENDS, "reference")
 """What ``backend=`` may name; the first that fits serves where none is named."""
 
@@ -44,8 +46,8 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
         if reasons:
             raise ValueError(f"backend {call.backend!r} cannot serve this call: {'; '.join(reasons)}")
         return call.backend
-    for name, backend in _BACKENDS.items():
-        reasons = backend.unsupported(q, k, v, call)
+    for name in _DENSE_FIRST if dense.is_fastest(q) else _BACKENDS:
+        reasons = _BACKENDS[name].unsupported(q, k, v, call)
         if not torch.compiler.is_compiling():
             _logger.debug("backend %s: %s", name, reasons or "taken")
         if not reasons:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ringtile.kernels.dense import MATRIX_DTYPES
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.select import backend_report
 from ringtile.kernels.triton import MEASURED_ON
@@ -43,6 +44,7 @@ def diagnosis() -> dict[str, Any]:
         "machine": machine_facts(),
         "backends": dict(backend_report()),
         "triton_measured_on": MEASURED_ON or None,
+        "dense_before_native": [str(dtype).removeprefix("torch.") for dtype in MATRIX_DTYPES],
         "native_isa": None if reason_against() else library().name,
         "index_cache": cache_info()._asdict(),
         OLD_IMPORT_PATH: old_import_path(),
@@ -59,6 +61,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " ") if number == 0 else "", str(text)
     for name, reasons in found["backends"].items():
         detail = f", instruction set {found['native_isa']}" if name == "native" else ""
+        if name == "dense" and found["dense_before_native"]:
+            detail = f", before native for {' and '.join(found['dense_before_native'])} (AMX)"
         if name == "triton":
             measured = found["triton_measured_on"]
             detail = f", measured on {measured}" if measured else ", unmeasured: there is no record of a GPU yet"

@@ -69,6 +69,12 @@ def test_readme_names_both_make_commands_and_each_make_target_exists() -> None:
     assert {"demo", "test"} <= used <= targets
 
 
+def test_readme_links_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README)
+    assert "docs/from-dilated-attention-pytorch.md" in links
+    assert [link for link in links if not link.startswith("https:") and not (ROOT / link).is_file()] == []
+
+
 def parsing_status(arguments: list[str]) -> object:
     try:
         cli.parse(arguments)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from strategies import BLOCKS, checkerboard, compositions, grids, patterns, primitives, problems
 from torch import Tensor
 
+from ringtile.layout import build_index
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -33,6 +34,7 @@ from ringtile.patterns import (
     bigbird,
     longformer,
     longnet_union,
+    offsets,
     parse,
     per_head,
     streaming,
@@ -299,6 +301,52 @@ def test_tiles_of_per_head_and_batched_patterns(data: st.DataObject) -> None:
 def test_tiles_of_sparse_rules_over_many_blocks(text: str, block: int) -> None:
     for start, n_queries, n_keys in ((0, 2048, 2048), (1501, 300, 2048), (-600, 900, 1100), (5000, 200, 2048)):
         check_tiles(parse(text), TileGrid(block, start, n_queries, n_keys), 3)
+
+
+MANY = [
+    Dilated(range(1, 60), 3),
+    Dilated(range(40, 3000, 7), 30),
+    Causal() & ~Dilated(range(2, 200), 1),
+    BlockDilated(range(1, 40), 2, block=24),
+    BlockDilated(range(3, 90), 5, block=5),
+]
+
+
+@pytest.mark.parametrize("pattern", MANY, ids=lambda pattern: repr(pattern)[:40])
+@pytest.mark.parametrize("block", [16, 128])
+def test_tiles_of_many_rates(pattern: Pattern, block: int) -> None:
+    for start, n_queries, n_keys in ((0, 1000, 1000), (1501, 300, 700), (-600, 900, 300), (2**38, 200, 300)):
+        check_tiles(pattern, TileGrid(block, start, n_queries, n_keys), 0)
+
+
+@pytest.mark.parametrize("make", [Dilated, BlockDilated])
+def test_many_rates_keep_what_each_of_them_keeps(make: Callable[..., Pattern]) -> None:
+    each = [make([rate], 3) for rate in range(2, 60)]
+    keep = [kept_of(pattern, 400, 500, start=-90) for pattern in [make(range(2, 60), 3), *each]]
+    assert torch.equal(keep[0], torch.stack(keep[1:]).any(0))
+
+
+def test_a_thousand_rates_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    renumbered, real = [], offsets.number_pairs
+    monkeypatch.setattr(offsets, "number_pairs", lambda *pair: renumbered.append(len(pair[0])) or real(*pair))
+    offsets._kept_before.cache_clear()
+    index = build_index(Dilated(range(1, 1001), 8), 16384)
+    # A class per distance of two tiles, each numbered once a strip of tiles.
+    assert len(renumbered) <= 4
+    assert offsets._kept_before.cache_info().misses <= 4
+    offset = torch.arange(16384)
+    near = offset == 0
+    for rate in range(1, 1001):
+        near |= (offset % rate == 0) & (offset <= 8 * rate)
+    assert index.kept_pairs == 2 * int(((16384 - offset) * near).sum()) - 16384
+
+
+def test_more_random_blocks_than_there_are_are_all_of_them() -> None:
+    grid = TileGrid(128, 0, 1000, 1000)
+    assert RandomBlocks(2**31 - 1).cover_size(0, torch.arange(8), grid) == RandomBlocks(8).cover_size(
+        0, torch.arange(8), grid
+    )
+    assert build_index(Causal() & RandomBlocks(2**31 - 1), 1000).kept_pairs == 1000 * 1001 // 2
 
 
 def test_tiles_of_documents_with_one_and_with_several_in_common_differ() -> None:

@@ -48,6 +48,7 @@ def real_tensors() -> Iterator[None]:
 
 def _strips(pattern: Pattern, head: int, grid: TileGrid, device: torch.device, max_bytes: int) -> Iterator[Tensor]:
     """Numbers ``r * n_cols + c`` (r from 0) of the candidate tiles, ascending and distinct, some rows at a time."""
+    _check_budget(pattern, grid, grid.n_rows + grid.n_cols, _CANDIDATE_BYTES, max_bytes)
     rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
     if grid.n_rows * grid.n_cols * _CANDIDATE_BYTES > max_bytes:
         _check_budget(pattern, grid, pattern.cover_size(head, rows, grid), _COVER_BYTES, max_bytes)

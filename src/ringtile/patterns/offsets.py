@@ -8,6 +8,7 @@ and `Strided` are all of this form, so cover and classes are written once, here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interva
 ANY = 2**40
 """A reach beyond every position."""
 
+_MANY = 32
+"""A rule of at least this many terms looks its pairs and tiles up in a table of all offsets."""
+
 
 class Term(NamedTuple):
     """Multiples of ``rate`` from ``-right`` to ``left``, both at least 0."""
@@ -26,6 +30,26 @@ class Term(NamedTuple):
     rate: int
     left: int
     right: int
+
+
+@lru_cache(maxsize=4)
+def _kept_before(terms: tuple[Term, ...], base: int, count: int, device: torch.device) -> Tensor:
+    """The number of kept offsets among the first i from ``base`` on, int64 ``[count + 1]``."""
+    kept = torch.zeros(count, dtype=torch.int64, device=device)
+    for rate, left, right in terms:
+        first = -(-max(base, -right) // rate) * rate
+        kept[max(0, first - base) : max(0, min(left - base + 1, count)) : rate] = 1
+    return torch.cat([kept.new_zeros(1), kept.cumsum(0)])
+
+
+def _count_kept(low: Tensor, high: Tensor, terms: tuple[Term, ...]) -> Tensor:
+    """Count the kept offsets from ``low`` to ``high``, both included."""
+    least, most = int(low.min()), int(high.max())
+    # Round, so that the chunks of one index share a table.
+    size = 1 << (most - least + 1).bit_length()
+    base = least // size * size
+    before = _kept_before(terms, base, 2 * size, low.device)
+    return before[high + 1 - base] - before[low - base]
 
 
 def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -59,9 +83,11 @@ class OffsetPattern(Pattern):
         raise NotImplementedError
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        offset = query // self.unit - key // self.unit
+        offset, terms = query // self.unit - key // self.unit, self.terms
+        if len(terms) >= _MANY and offset.numel() > len(terms):
+            return full_shape(_count_kept(offset, offset, terms) > 0, head, query, key)
         kept = torch.zeros_like(offset, dtype=torch.bool)
-        for rate, left, right in self.terms:
+        for rate, left, right in terms:
             within = (offset >= -right) & (offset <= left)
             kept |= within if rate == 1 else within & (offset % rate == 0)
         return full_shape(kept, head, query, key)
@@ -79,8 +105,12 @@ class OffsetPattern(Pattern):
 
     def _split(self, grid: TileGrid) -> tuple[int, int, list[Term]]:
         """The reach of the terms that leave out no tile, and the terms whose multiples are listed one by one."""
-        sparse = [t for t in self.terms if t.rate * self.unit > 2 * (grid.block + self.unit)]
-        dense = [t for t in self.terms if t not in sparse]
+        terms = self.terms
+        sparse = [t for t in terms if t.rate * self.unit > 2 * (grid.block + self.unit)]
+        # More multiples than columns: name the whole reach instead.
+        if len(terms) >= _MANY and sum(self._multiples(t, grid) for t in sparse) > grid.n_cols:
+            sparse = []
+        dense = [t for t in terms if t.rate * self.unit <= 2 * (grid.block + self.unit)] if sparse else terms
         return max((t.left for t in dense), default=0), max((t.right for t in dense), default=0), sparse
 
     def _multiples(self, term: Term, grid: TileGrid) -> int:
@@ -125,9 +155,14 @@ class OffsetPattern(Pattern):
         row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
         col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
         code = row_phase * self.unit + col_phase
+        terms = self.terms
+        if len(terms) >= _MANY and row.numel():
+            kept = _count_kept(least, most, terms)
+            code = number_pairs(code, torch.where(offset < 0, -2 * offset - 1, 2 * offset))
+            return torch.where(kept > most - least, 1, torch.where(kept == 0, 0, code + 2))
         full = torch.zeros_like(row, dtype=torch.bool)
         empty = torch.ones_like(full)
-        for rate, left, right in self.terms:
+        for rate, left, right in terms:
             inside = (least >= -right) & (most <= left)
             outside = (least > left) | (most < -right) | (most // rate * rate < least)
             signed = torch.where(offset < 0, -2 * offset - 1, 2 * offset)

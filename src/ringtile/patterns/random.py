@@ -82,14 +82,16 @@ class RandomBlocks(BlockPattern):
         return self.block
 
     def draws(self, head: Tensor, row: Tensor) -> Tensor:
-        """What each row draws, ``[..., per_row]`` for head and row that broadcast; -1 where there is nothing left."""
+        """Draw the blocks of each row, for head and row that broadcast: ``[..., draws]``, -1 once none are left."""
         shape = torch.broadcast_tensors(head, row)[0].shape
+        # A row has no more blocks than its own number and those before it.
+        per_row = min(self.per_row, max(0, int(row.max()) + 1)) if row.numel() else 0
         # A shuffle of [0, row] of which only the swaps are kept: step s swaps places s and swapped[s], so the first
         # draws are the same however many follow. The number that step s moves away from place s is moved[s].
-        drawn = torch.full((*shape, self.per_row), -1, dtype=torch.int64, device=row.device)
+        drawn = torch.full((*shape, per_row), -1, dtype=torch.int64, device=row.device)
         swapped, moved = drawn.clone(), drawn.clone()
         key = (self.seed & _WORD, self.seed >> 32)
-        for step in range(self.per_row):
+        for step in range(per_row):
             if step % 4 == 0:
                 call = torch.full_like(row, step // 4)
                 words = philox4x32((call, row & _WORD, head, (row >> 32) & _WORD), key, 10)
@@ -130,7 +132,7 @@ class RandomBlocks(BlockPattern):
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         wide, tall = most_met(self.block, grid.block), most_met(grid.block, self.block)
         columns = -(-grid.n_cols * grid.block // self.block)
-        return self.per_row * wide * (len(rows) * tall + columns * wide)
+        return min(self.per_row, columns) * wide * (len(rows) * tall + columns * wide)
 
     def head_class(self, head: int) -> Hashable:
         return head

@@ -764,6 +764,20 @@ def test_what_was_measured_otherwise_is_not_resumed(fakes, tmp_path, capsys):
     assert "has patterns of its own" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--resume", "--against"])
+@pytest.mark.parametrize("content", [b"\x80\x04\x95 no text", b"", b"[1, 2]", b'{"format": 1, "rows": [3]}', b"{"])
+def test_a_foreign_record_is_refused_by_name(fakes, monkeypatch, tmp_path, capsys, option, content):
+    monkeypatch.setattr(bench, "run_bench", raising(AssertionError("measured")))
+    path = tmp_path / "r.json"
+    path.write_bytes(content)
+    words = ("--json", str(path), "--resume") if option == "--resume" else ("--against", str(path))
+    assert run("window(5)", "--tokens", "26", *words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ringtile: error: {option}: {str(path)!r}: ")
+    assert said.count("\n") == 1
+    assert path.read_bytes() == content
+
+
 def test_the_file_is_whole_after_each_case(fakes, tmp_path):
     path, seen = tmp_path / "r.json", []
 
@@ -903,8 +917,7 @@ def test_progress_shows_on_a_terminal_only(fakes, monkeypatch, capsys):
     ("words", "message"),
     [
         (["windw(5)"], "unknown pattern 'windw'"),
-        (["--tokens", "0"], "--tokens: expected positive numbers"),
-        (["--heads", "-1"], "--heads: expected positive numbers"),
+        (["--heads", "-1"], "--heads: expected a positive number"),
         (["--seconds", "-1"], "expected --seconds >= 0"),
         (["--max-slowdown", "0.5"], "--max-slowdown >= 1"),
         (["--density", "1.5"], "1.5"),

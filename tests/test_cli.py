@@ -38,7 +38,7 @@ class StandIn:
 @pytest.fixture
 def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
     """Make every verb end as the given function does."""
-    return lambda end: monkeypatch.setattr(cli, "_room", lambda verb: StandIn(end))
+    return lambda end: monkeypatch.setattr(cli, "import_module", lambda name: StandIn(end))
 
 
 def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
@@ -87,14 +87,15 @@ def test_a_mistake_of_ours_keeps_its_traceback(ending: Callable[..., None]) -> N
 @pytest.mark.parametrize(
     "argv", [[], ["paint"], ["show", "--siz", "3"], ["show", "--size", "x"], ["show", "extra"], ["--quiet", "show"]]
 )
-def test_what_does_not_parse_is_usage_and_status_2(
+def test_what_does_not_parse_is_one_line_and_status_2(
     ending: Callable[..., None], capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
     ending(lambda args: 0)
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
     assert stopped.value.code == 2
-    assert "usage: ringtile" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"ringtile( show)?: error: .+ \(see ringtile( show)? --help\)\n", said), said
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,3 +165,43 @@ def test_a_closed_pipe_is_quiet() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["show", "causal", "--tokens", "99999999999999999999"], "ringtile show: error: argument --tokens: expected"),
+        (["show", "causal", "--tokens", "9999999999999"], "ringtile show: error: argument --tokens: expected"),
+        (["show", "causal", "--tokens", "1e12"], "ringtile: error: causal with 10+ queries .* over max_bytes"),
+        (["profile", "causal", "--tokens", "1e12"], "ringtile: error: can't allocate memory: "),
+        (["bench", "causal", "--tokens", "1e12"], "ringtile: error: can't allocate memory: "),
+        (["demo", "--context", "0"], "ringtile demo: error: argument --context: expected"),
+    ],
+)
+def test_lengths_that_cannot_be_are_one_line(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: object = cli.main(words)
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
+    assert re.fullmatch(complaint + "[^\n]*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("verb", ["show", "profile", "bench", "demo"])
+def test_lengths_are_written_with_units(verb: str) -> None:
+    option, pattern = ("--context", []) if verb == "demo" else ("--tokens", ["causal"])
+    for text, number in (("16K", 16384), ("1M", 1 << 20), ("1e6", 10**6)):
+        args = cli.parse([verb, *pattern, option, text])
+        assert number in (args.tokens if verb == "bench" else [vars(args)[option[2:]]])
+
+
+def test_a_drawing_that_the_stream_cannot_show_is_of_ascii() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "ringtile", "show", "causal", "--tokens", "1000", "--out", "ä.txt"]
+    done = subprocess.run(command[:-2], capture_output=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+    done = subprocess.run(command, capture_output=True, env=environment)
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ringtile.analysis import show
-from ringtile.analysis.plot import Curve, count_text, occupancy, picture, plot_curves, plot_pattern
+from ringtile.analysis.plot import Curve, occupancy, picture, plot_curves, plot_pattern
 from ringtile.analysis.statistics import pattern_statistics
+from ringtile.analysis.units import count, count_text
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Dilated, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
 
@@ -102,17 +105,17 @@ def test_occupancy_is_the_share_of_kept_pairs(
         assert max(shares.shape) <= pixels or pixels < 64
         top = index.start - index.first_row * block
         dense = index.to_dense()[0, head if index.group.shape[1] > 1 else 0].float()
-        # Cells that the lengths cut have no meaning of their own.
-        first, rows, columns = -(-top // side), (top + n_queries) // side, n_keys // side
-        whole = dense[first * side - top : rows * side - top, : columns * side]
-        cells = whole.unflatten(0, (-1, side)).unflatten(2, (-1, side)).mean((1, 3))
-        torch.testing.assert_close(shares[first:rows, :columns], cells)
+        assert shares.shape == (-(-(top + n_queries) // side) - top // side, -(-n_keys // side))
+        cells = [tiles_of(pairs, side, top) for pairs in (dense, torch.ones_like(dense))]
+        torch.testing.assert_close(shares, cells[0] / cells[1])
 
 
 def test_cells_that_the_lengths_cut_count_what_is_there() -> None:
     shares, side = occupancy(build_index(Dense(), 300, block=32), pixels=4)
     assert side == 96
     assert torch.equal(shares, torch.ones(4, 4))
+    shares, side = occupancy(build_index(Window(0), 193), pixels=48)
+    assert (side, shares[-1, -1], shares[0, 0]) == (8, 1.0, 1 / 8)
 
 
 def test_a_million_tokens_are_one_small_picture() -> None:
@@ -175,7 +178,7 @@ def test_show_prints_what_the_statistics_say(capsys: pytest.CaptureFixture[str])
     assert printed.startswith("causal & window(1024)\n")
     assert f"{counted.kept_pairs:,} of {counted.allowed_pairs:,} pairs" in printed
     assert "longest 9 tiles" in printed
-    assert "1.0 TiB (not made)" in printed
+    assert "1.0 TiB (not built)" in printed
     assert f"{counted.forward_flops / 1e9:.3g} GFLOP at head_dim 64" in printed
 
 
@@ -247,8 +250,6 @@ def test_show_without_matplotlib(
     [
         (["window(-1)", "--tokens", "64"], "left"),
         (["windo(1)", "--tokens", "64"], "window"),
-        (["causal", "--tokens", "0"], "--tokens.*got 0"),
-        (["causal", "--tokens", "64", "--keys", "-1"], "--keys.*-1"),
         (["causal", "--tokens", "64", "--heads", "0"], "heads"),
         (["causal", "--tokens", "64", "--head-dim", "0"], "head_dim"),
         (["per_head([causal, dense])", "--tokens", "64", "--heads", "3"], "heads"),
@@ -258,6 +259,38 @@ def test_show_without_matplotlib(
 def test_bad_arguments_are_named(argv: list[str], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         run(*argv)
+
+
+@pytest.mark.parametrize("n_tokens", [193, 200, 900, 1000, 3000, 6200])
+def test_the_drawing_ends_with_the_last_query_and_key(capsys: pytest.CaptureFixture[str], n_tokens: int) -> None:
+    run("window(0)", "--tokens", str(n_tokens))
+    lines = capsys.readouterr().out.split("\n")[1:]
+    drawn, legend = lines[: len(lines[0])], lines[len(lines[0])]
+    assert "per character" in legend
+    side = int(re.search(r"([\d,]+) tokens per character", legend)[1].replace(",", ""))
+    assert len(drawn) == -(-n_tokens // side)
+    # The diagonal reaches the last cell.
+    assert all(line[place] != "·" for place, line in enumerate(drawn))
+
+
+def test_the_drawing_is_of_ascii_if_the_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding in ("ascii", "cp1252"):
+        for n_tokens in ("4", "4000"):
+            buffer = io.BytesIO()
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding=encoding))
+            assert run("window(1, 0)", "--tokens", n_tokens) == 0
+            sys.stdout.flush()
+            lines = buffer.getvalue().decode("ascii").splitlines()
+            assert lines[1] == ("#..." if n_tokens == "4" else "+" + "." * 31)
+            assert ": . none" in "".join(lines)
+
+
+def test_counts_are_read_as_people_write_them() -> None:
+    said = {"1": 1, "16K": 16384, "16k": 16384, "1M": MILLION, "1e6": 10**6, "1.5K": 1536, "1,000": 1000, "2_0": 20}
+    assert {text: count(text) for text in said} == said
+    for text in ("0", "-1", "1.5", "K", "", "1e-3", "nan", "inf", "99999999999999999999", "1e999999999", "ten", "16G"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"16K, 1M or 1e6, got {text!r}"):
+            count(text)
 
 
 def test_counts_are_written_as_people_write_them() -> None:

@@ -1,83 +1,75 @@
-"""The `ringtile` command: parses, and calls the function in the room that a verb belongs to."""
+"""The `ringtile` command: parse a command line and run its verb."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from importlib import import_module
+from typing import NoReturn, Protocol, cast
 
 import ringtile
 
 VERBS = {
-    "demo": "see the point in two minutes: exact, fast, and training on text",
-    "show": "draw a pattern and print its density, memory and work",
-    "bench": "time sparse attention against its peers, correctness first",
-    "profile": "see where the time of a call goes, index to gradients",
-    "doctor": "print versions, devices and backends, and why a backend is not available",
+    "demo": ("ringtile.demo", "measure exactness, speed and training in two minutes"),
+    "show": ("ringtile.analysis.show", "draw a pattern and print its density, memory and work"),
+    "bench": ("ringtile.measure.bench", "time sparse attention against baselines, correctness first"),
+    "profile": ("ringtile.measure.profile", "show where the time of one call goes, from index to gradients"),
+    "doctor": ("ringtile.measure.doctor", "print versions, devices and backends, and why a backend is not available"),
 }
+"""Each verb with its module and its help."""
 
 
-class Room(Protocol):
-    """What a verb's module provides."""
+class Verb(Protocol):
+    """The functions of a verb's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-def _room(verb: str) -> Room:
-    """Import the module of one verb, so that the others cost nothing."""
-    if verb == "demo":
-        from ringtile import demo
+class _Parser(argparse.ArgumentParser):
+    """Ends with one line instead of the usage."""
 
-        return demo
-    if verb == "show":
-        from ringtile.analysis import show
-
-        return show
-    if verb == "bench":
-        from ringtile.measure import bench
-
-        return bench
-    if verb == "profile":
-        from ringtile.measure import profile
-
-        return profile
-    from ringtile.measure import doctor
-
-    return doctor
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line, without the leading ``ringtile``; ``run`` of the result is the verb's function.
+    """Parse a command line, without the leading ``ringtile``. ``run`` of the result is the verb's function.
 
     >>> parse(["doctor", "--json"]).json
     True
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ringtile", description="Exact block-sparse attention for long sequences.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"ringtile {ringtile.__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    for verb, summary in VERBS.items():
+    for verb, (name, summary) in VERBS.items():
         subparser = verbs.add_parser(
             verb, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
         )
         if verb == chosen:
-            room = _room(verb)
-            room.add_arguments(subparser)
-            subparser.set_defaults(run=room.run)
+            # Import this module only, so that the others cost nothing.
+            module = cast(Verb, import_module(name))
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit status.
 
-    0 is success, 1 what the verb calls a failure, 2 bad input, 130 an interrupt, 141 a closed pipe.
+    0 is success, 1 a failure of the verb, 2 bad input, 130 an interrupt, 141 a closed pipe.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A character that the terminal cannot show must not end the command.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         status: int = args.run(args)
@@ -91,5 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError) as error:
         print(f"ringtile: error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        # PyTorch has no exception class of its own for a CPU that is out of memory.
+        if "can't allocate memory" not in str(error):
+            raise
+        print(f"ringtile: error: {str(error).partition('DefaultCPUAllocator: ')[2] or error}", file=sys.stderr)
         return 2
     return status

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringtile.analysis.units import count_text
 from ringtile.layout import BlockIndex
 from ringtile.layout.tiles import unpack_words
 
@@ -88,23 +89,12 @@ def _axes(ax: Axes | None) -> Axes:
         return Figure(layout="constrained").add_subplot()
 
 
-def count_text(number: float) -> str:
-    """A token count as people write it.
-
-    >>> count_text(1048576), count_text(16384), count_text(1000)
-    ('1M', '16K', '1,000')
-    """
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if number >= size and number % (size // 4) == 0:
-            return f"{number / size:g}{unit}"
-    return f"{number:,.0f}"
-
-
 def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int = 512) -> tuple[Tensor, int]:
-    """The share of kept pairs in square cells of the query-key plane, as a picture of at most `pixels` a side.
+    """Return the share of kept pairs in square cells of the query-key plane, at most `pixels` cells per side.
 
-    Returns float32 ``[rows, columns]`` (row 0 begins at the first row tile, column 0 at key 0) and the number of
-    positions along a cell's side: a whole fraction or multiple of the block.
+    Returns float32 ``[rows, columns]`` and the number of positions per side of a cell, a divisor or a multiple of the
+    block. Cells begin at tile boundaries. The first row contains the first query, the last row and column contain the
+    last query and key, and a cell that the lengths cut counts only the pairs that exist.
 
     >>> from ringtile.layout import build_index
     >>> from ringtile.patterns import Causal, Window
@@ -119,33 +109,46 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     slot = number // max(columns, 1)
     here = slot // max(rows, 1) == group
     row, column, state = (slot % max(rows, 1))[here], (number % max(columns, 1))[here], state[here]
-    bits = index.bits.cpu()
 
     cuts = 1
     while cuts < block and max(rows, columns) * cuts * 2 <= pixels:
         cuts *= 2
-    if cuts > 1:
-        shares = torch.zeros(rows, columns, cuts, cuts)
-        shares[row, column] = _pooled(bits, block, cuts)[state]
-        return shares.transpose(1, 2).reshape(rows * cuts, columns * cuts), block // cuts
-
     merged = -(-max(rows, columns, 1) // pixels)
-    high, wide = -(-rows // merged), -(-columns // merged)
-    shares = torch.zeros(high * wide)
-    shares.index_add_(0, row // merged * wide + column // merged, _pooled(bits, block, 1)[state].flatten())
-    tiles_down = torch.bincount(torch.arange(rows) // merged, minlength=high)
-    tiles_across = torch.bincount(torch.arange(columns) // merged, minlength=wide)
-    return shares.view(high, wide) / (tiles_down[:, None] * tiles_across), block * merged
+    side, high, wide = block // cuts * merged, -(-rows * cuts // merged), -(-columns * cuts // merged)
+    skipped = index.start - index.first_row * block
+    query = torch.arange(rows * block).view(rows, block)
+    query_kinds, query_kind = _kinds((query >= skipped) & (query < skipped + index.n_queries))
+    key_kinds, key_kind = _kinds(torch.arange(columns * block).view(columns, block) < index.n_keys)
+
+    kept, part = torch.zeros(high * wide), torch.arange(cuts)
+    for i, queries in enumerate(query_kinds):
+        for j, keys in enumerate(key_kinds):
+            mine = (query_kind[row] == i) & (key_kind[column] == j)
+            down = (row[mine].unsqueeze(1) * cuts + part) // merged
+            across = (column[mine].unsqueeze(1) * cuts + part) // merged
+            cell = down.unsqueeze(2) * wide + across.unsqueeze(1)
+            pairs = _pooled(index.bits.cpu(), queries.unsqueeze(1) & keys, cuts)[state[mine]]
+            kept.index_add_(0, cell.flatten(), pairs.flatten())
+    tall = torch.bincount(torch.arange(skipped, skipped + index.n_queries) // side, minlength=high)
+    pairs = tall.unsqueeze(1) * torch.bincount(torch.arange(index.n_keys) // side, minlength=wide)
+    shares = (kept.view(high, wide) / pairs)[skipped // side :]
+    return shares[: int((tall > 0).sum()), : -(-index.n_keys // side)].contiguous(), side
 
 
-def _pooled(bits: Tensor, block: int, cuts: int) -> Tensor:
-    """The share of kept pairs in ``cuts x cuts`` parts of each tile of the table, and at the end of a full tile."""
-    side = block // cuts
-    pooled = []
-    for some in bits.split(_CHUNK_TILES):
-        pooled.append(unpack_words(some, block).view(-1, cuts, side, cuts, side).float().mean((2, 4)))
+def _kinds(inside: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of a bool tensor ``[tiles, block]``, and which of them each tile has."""
+    kinds, kind = torch.unique(inside, dim=0, return_inverse=True)
+    return kinds, kind
+
+
+def _pooled(bits: Tensor, inside: Tensor, cuts: int) -> Tensor:
+    """Count the kept pairs inside, in ``cuts x cuts`` parts of each tile of the table and, last, of a full tile."""
+    block = len(inside)
+    tables = [unpack_words(some, block) & inside for some in bits.split(_CHUNK_TILES)]
     # The state of a full tile is -1: it finds the last entry.
-    return torch.cat([*pooled, torch.ones(1, cuts, cuts)])
+    return torch.cat(
+        [table.view(-1, cuts, block // cuts, cuts, block // cuts).float().sum((2, 4)) for table in [*tables, inside]]
+    )
 
 
 def plot_pattern(
@@ -161,7 +164,8 @@ def plot_pattern(
 
     ax = _axes(ax)
     shares, side = occupancy(index, head=head, batch=batch, pixels=pixels)
-    top = index.first_row * index.block
+    first = index.first_row * index.block
+    top = first + (index.start - first) // side * side
     ax.imshow(
         shares.numpy(),
         cmap=LinearSegmentedColormap.from_list("ringtile", _PATTERN_COLORS),

@@ -15,11 +15,12 @@ import torch
 
 import ringtile
 from ringtile.analysis.plot import missing_matplotlib
+from ringtile.analysis.units import count, duration_text
 from ringtile.demo.fast import Fast
 from ringtile.demo.right import Right
 from ringtile.demo.trains import Trains
 from ringtile.measure.machine import machine_facts
-from ringtile.measure.progress import Progress, duration_text, threads_text
+from ringtile.measure.progress import Progress, threads_text
 from ringtile.patterns import TileGrid, parse
 
 ACTS = ("right", "fast", "trains")
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=60.0, help="of training with sparse attention, dense gets a third; default 60"
     )
     parser.add_argument(
-        "--context", type=int, default=16384, metavar="N", help="of the speed table and of training; default 16384"
+        "--context", type=count, default=16384, metavar="N", help="of the speed table and of training; default 16384"
     )
     parser.add_argument(
         "--pattern",

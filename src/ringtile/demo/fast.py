@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.analysis.plot import count_text
+from ringtile.analysis.units import count_text, duration_text
 from ringtile.demo.right import Attention, attention_over, relative_error
 from ringtile.kernels.reference import attention_rows
 from ringtile.layout import build_index
 from ringtile.measure.memory import peak_memory
-from ringtile.measure.progress import Progress, duration_text, threads_text
+from ringtile.measure.progress import Progress, threads_text
 from ringtile.patterns import Blocks, Causal, GlobalTokens, Pattern, Window
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.analysis.units import duration_text
 from ringtile.functional import sparse_attention
 from ringtile.layout import build_index
-from ringtile.measure.progress import Progress, duration_text, threads_text
+from ringtile.measure.progress import Progress, threads_text
 from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.transformer import SparseTransformer
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.analysis.units import count
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.reference import attention_rows
 from ringtile.kernels.select import NAMES
@@ -466,7 +467,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     others = [peer.name for peer in all_peers() if peer.name not in (OURS, DENSE)]
     add = parser.add_argument
     add("patterns", nargs="*", metavar="PATTERN", default=PATTERNS, help=f"default: {'; '.join(PATTERNS)}")
-    add("--tokens", type=int, nargs="+", default=TOKENS, metavar="N", help=f"default: {' '.join(map(str, TOKENS))}")
+    add("--tokens", type=count, nargs="+", default=TOKENS, metavar="N", help=f"default: {' '.join(map(str, TOKENS))}")
     add("--density", type=float, nargs="+", metavar="P", help="set each pattern's free parameter to reach these")
     add("--batch", type=int, default=1, metavar="B")
     add("--heads", type=int, default=4, metavar="H", help="default 4")
@@ -497,10 +498,9 @@ def _device(name: str) -> torch.device:
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
-    for name in ("tokens", "batch", "heads", "head_dim"):
-        value = getattr(args, name)
-        if min(value if name == "tokens" else [value]) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: expected positive numbers, got {value}")
+    for name in ("batch", "heads", "head_dim"):
+        if (value := getattr(args, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected a positive number, got {value}")
     if args.seconds < 0 or args.max_slowdown < 1:
         raise ValueError(f"expected --seconds >= 0 and --max-slowdown >= 1, got {args.seconds}, {args.max_slowdown}")
     device = _device(args.device)
@@ -533,6 +533,13 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
     ]
 
 
+def _read(option: str, path: Path) -> Record:
+    try:
+        return Record.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{option}: {str(path)!r}: {error}") from None
+
+
 def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...]:
     """What `--resume` finds; ValueError where it was measured otherwise."""
     if not args.resume:
@@ -541,7 +548,7 @@ def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...
         raise ValueError("--resume: expected --json PATH beside it")
     if not path.exists():
         return ()
-    record = Record.from_json(path.read_text(encoding="utf-8"))
+    record = _read("--resume", path)
     here = {"seed": args.seed, "seconds": args.seconds, "commit": commit(), "versions": versions()}
     here["machine"] = machine_facts()
     for name, fact in here.items():
@@ -556,7 +563,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ValueError for arguments that cannot be, before anything is measured.
     """
     tasks = _tasks(args)
-    before = None if args.against is None else Record.from_json(args.against.read_text(encoding="utf-8"))
+    before = None if args.against is None else _read("--against", args.against)
     json_path = None if args.json in (None, "-") else Path(args.json)
     for path in (args.csv, json_path):
         if path is not None and not path.parent.is_dir():

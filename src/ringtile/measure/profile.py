@@ -13,6 +13,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, record_function
 
+from ringtile.analysis.units import count
 from ringtile.functional import sparse_attention
 from ringtile.kernels.select import NAMES
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, kernel_times
@@ -155,7 +156,7 @@ def profile_attention(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `run` needs."""
     parser.add_argument("pattern", metavar="PATTERN", help='such as "window(1024) | global_tokens(64)" or longformer')
-    parser.add_argument("--tokens", type=int, required=True, metavar="N", help="length of the sequence")
+    parser.add_argument("--tokens", type=count, required=True, metavar="N", help="number of tokens, such as 16K")
     parser.add_argument("--causal", action="store_true", help="keep only keys at or before each query")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="default 1")
     parser.add_argument("--heads", type=int, metavar="H", help="default 8, or as the pattern is written")

@@ -9,23 +9,9 @@ from typing import TextIO
 
 import torch
 
+from ringtile.analysis.units import duration_text
+
 _CLEAR = "\r\x1b[K"
-
-
-def duration_text(seconds: float) -> str:
-    """A duration as people say it.
-
-    >>> [duration_text(s) for s in (0.0042, 0.5, 12.3, 95, 7300, 200000)]
-    ['4.2 ms', '500 ms', '12 s', '1 min 35 s', '2.0 h', '2.3 days']
-    """
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.2g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    if seconds < 3600:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def threads_text() -> str:

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringtile.functional import dilated, dilated_attention, sparse_attention
+from ringtile.functional.compacted import Compacted, InSegments, OfHeads
+from ringtile.functional.permute import add_compacted, compact, pieces
 from ringtile.layout import build_index
-from ringtile.layout.compacted import Compacted, InSegments, OfHeads
-from ringtile.layout.permute import add_compacted, compact, pieces
 from ringtile.measure.memory import peak_memory
 from ringtile.patterns import Causal, Pattern, Segments, Window, longnet_union, per_head
 

@@ -39,7 +39,7 @@ from ringtile.patterns import (
     per_head,
     streaming,
 )
-from ringtile.patterns.random import philox4x32
+from ringtile.patterns.philox import philox4x32
 
 Rule = Callable[[int, int], bool]
 

@@ -17,8 +17,8 @@ from ringtile.compat.generator import Problem, SparsePatternGenerator, count_til
 from ringtile.compat.monitor import PerformanceMonitor
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import dilated_attention
+from ringtile.functional.permute import pieces
 from ringtile.kernels.philox import dropout_threshold
-from ringtile.layout.permute import pieces
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Dense, Pattern
 from ringtile.patterns.base import wholes

@@ -20,12 +20,12 @@ from ringtile.functional.attention import (
     sparse_attention,
     without_autocast,
 )
+from ringtile.functional.compacted import Compacted, InSegments, for_heads
 from ringtile.functional.merge import merge_attention
+from ringtile.functional.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
 from ringtile.kernels.contracts import Call, accumulator, merge_into, new_out, pack_keys
 from ringtile.kernels.select import select
 from ringtile.layout import build_index
-from ringtile.layout.compacted import Compacted, InSegments, for_heads
-from ringtile.layout.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
 from ringtile.patterns import Causal, Dense, Pattern, Segments
 from ringtile.patterns.base import wholes
 

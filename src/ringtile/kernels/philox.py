@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringtile.patterns.random import Words, philox4x32
+from ringtile.patterns.philox import WORD, Words, philox4x32
 
-_WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
@@ -49,7 +48,7 @@ def dropout_scale(p: float) -> float:
 def _seed_words(seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
     if isinstance(seed, Tensor):
         seed = seed.reshape(())
-    return seed & _WORD, (seed >> 32) & _WORD
+    return seed & WORD, (seed >> 32) & WORD
 
 
 def dropout_keep(seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, p: float) -> Tensor:
@@ -62,7 +61,7 @@ def dropout_keep(seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor,
     >>> dropout_keep(1, zero, zero, zero, torch.arange(6), 0.5)
     tensor([ True,  True, False, False,  True,  True])
     """
-    counter = (key // 32 * 4 + key // 2 % 4, query & _WORD, head, batch)
+    counter = (key // 32 * 4 + key // 2 % 4, query & WORD, head, batch)
     words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, _seed_words(seed), _ROUNDS)))
     word = words.gather(0, (key // 8 % 4).expand(words.shape[1:]).unsqueeze(0)).squeeze(0)
     return (word >> (key % 2 * 16)) & 0xFFFF >= dropout_threshold(p)
@@ -80,7 +79,7 @@ def _remaining_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor], ro
             (product0, c3, c0, _WEYL[1], key[1]),
         ):
             torch.bitwise_right_shift(product, 32, out=fresh)
-            fresh.bitwise_xor_(low).bitwise_xor_((word + number * weyl) & _WORD).bitwise_and_(_WORD)
+            fresh.bitwise_xor_(low).bitwise_xor_((word + number * weyl) & WORD).bitwise_and_(WORD)
         spare0, spare1 = c1, c3
         c0, c1, c2, c3 = c2, product1, c0, product0
     return c0, c1, c2, c3
@@ -111,10 +110,10 @@ def dropout_tile(
     calls = torch.arange(4 * windows, device=first_key.device)
     window_calls = (first_key // 32 * 4).unsqueeze(-1) + calls
     window_calls = window_calls.expand(*lead, t, 4 * windows).reshape(count, 1, columns)
-    query = (query & _WORD).expand(*lead, m).reshape(count, m, 1)
+    query = (query & WORD).expand(*lead, m).reshape(count, m, 1)
     head, batch = head.expand(lead).reshape(count, 1, 1), batch.expand(lead).reshape(count, 1, 1)
     key = _seed_words(seed)
-    later = ((key[0] + 3 * _WEYL[0]) & _WORD, (key[1] + 3 * _WEYL[1]) & _WORD)
+    later = ((key[0] + 3 * _WEYL[0]) & WORD, (key[1] + 3 * _WEYL[1]) & WORD)
 
     keep = torch.empty(count, m, t * windows, 4, 4, 2, dtype=torch.int8, device=query.device)
     chunk = _CHUNK_CALLS if query.device.type == "cpu" else _CHUNK_CALLS << 6

@@ -10,30 +10,7 @@ from torch import Tensor
 
 from ringtile.patterns.base import Cover, Pattern, TileGrid, whole
 from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, among, most_met
-
-_WORD = 2**32 - 1
-
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def philox4x32(counter: Words, key: tuple[int | Tensor, int | Tensor], rounds: int) -> Words:
-    """Philox4x32 (Salmon et al., SC 2011): four 32-bit words per counter, as int64 tensors that broadcast.
-
-    ``counter`` holds four int64 tensors and ``key`` two ints or tensors, all in ``[0, 2**32)``; ``rounds`` is 7 or 10.
-
-    >>> zero = torch.tensor(0)
-    >>> [f"{int(word):08x}" for word in philox4x32((zero, zero, zero, zero), (0, 0), 10)]
-    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(rounds):
-        # The 64-bit product does not fit int64, the product with the multiplier less 2**32 does.
-        p0, p1 = c0 * (0xD2511F53 - 2**32), c2 * (0xCD9E8D57 - 2**32)
-        high0, high1 = (p0 >> 32) + c0, (p1 >> 32) + c2
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & _WORD, high0 ^ c3 ^ k1, p0 & _WORD
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return c0, c1, c2, c3
+from ringtile.patterns.philox import WORD, philox4x32
 
 
 def _standing(place: Tensor, swapped: Tensor, moved: Tensor) -> Tensor:
@@ -90,11 +67,11 @@ class RandomBlocks(BlockPattern):
         # draws are the same however many follow. The number that step s moves away from place s is moved[s].
         drawn = torch.full((*shape, per_row), -1, dtype=torch.int64, device=row.device)
         swapped, moved = drawn.clone(), drawn.clone()
-        key = (self.seed & _WORD, self.seed >> 32)
+        key = (self.seed & WORD, self.seed >> 32)
         for step in range(per_row):
             if step % 4 == 0:
                 call = torch.full_like(row, step // 4)
-                words = philox4x32((call, row & _WORD, head, (row >> 32) & _WORD), key, 10)
+                words = philox4x32((call, row & WORD, head, (row >> 32) & WORD), key, 10)
             bound = row - step
             place = step + ((words[step % 4] * (bound + 1).clamp(min=0)) >> 32)
             drawn[..., step] = torch.where(bound < 0, -1, _standing(place, swapped, moved))

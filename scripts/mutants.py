@@ -86,11 +86,12 @@ def pytest(python: str | Path, project: Path, *words: str, timeout: float | None
     return done.returncode, done.stdout
 
 
-def complaints() -> list[str]:
+def complaints(mutants: list[Mutant]) -> list[str]:
     """Why mutants do not apply, one line each."""
     found = []
-    for mutant in MUTANTS:
-        times = (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) if mutant.old else 0
+    for mutant in mutants:
+        source = ROOT / mutant.file
+        times = source.read_text(encoding="utf-8").count(mutant.old) if mutant.old and source.exists() else 0
         if times != 1:
             found.append(f"{mutant.name}: its snippet occurs {times} times in {mutant.file}, expected once")
         if mutant.old == mutant.new:
@@ -216,12 +217,12 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="check mutants and tests, print the mutants, run none")
     parser.add_argument("--processes", type=int, default=2, help="how many run at a time (default: 2)")
     args = parser.parse_args()
-    if broken := complaints():
-        print("\n".join(broken), file=sys.stderr)
-        return 2
     mutants = [mutant for mutant in MUTANTS if args.only in mutant.name or args.only in mutant.file]
     if not mutants:
         print(f"no mutant has {args.only!r} in its name or file", file=sys.stderr)
+        return 2
+    if broken := complaints(mutants):
+        print("\n".join(broken), file=sys.stderr)
         return 2
     if args.list:
         collect(mutants)

@@ -59,3 +59,17 @@ def test_the_tools_keep_their_caches_out_of_the_root() -> None:
     folders = [tools["pytest"]["ini_options"]["cache_dir"], tools["ruff"]["cache-dir"], tools["mypy"]["cache_dir"]]
     for folder in [*folders, hypothesis_home]:
         assert (ROOT / folder).is_relative_to(ROOT / ".venv")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+def test_a_workflow_runs_what_exists(path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    steps = [step for job in yaml.safe_load(path.read_text())["jobs"].values() for step in job["steps"]]
+    commands = "\n".join(step.get("run", "") for step in steps)
+    targets = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.M)) | {".venv/ready-dev"}
+    assert {word for line in re.findall(r"make ((?:[a-z./-]+ ?)+)", commands) for word in line.split()} <= targets
+    assert [name for name in re.findall(r"(?:scripts|tests)/\w+\.py", commands) if not (ROOT / name).exists()] == []
+    # A tag can be moved to another commit.
+    actions = [step["uses"] for step in steps if "uses" in step]
+    assert actions
+    assert [name for name in actions if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name)] == []

@@ -81,8 +81,9 @@ DOCUMENTS = """\
 
 ## The tables of the five documents
 
-Row for row what the documents claim ([Promises](promises.md) names them), and beside it what is measured here, on a
-CPU, where a row of ours corresponds: the same length and density, our own kernel. The documents measured on GPUs.
+Each table repeats a claim of the documents that the [migration page](from-dilated-attention-pytorch.md) names. The last
+columns are measured here on a CPU, with our kernel at the same length and density, if a row of ours corresponds. The
+documents measured on GPUs.
 
 """
 

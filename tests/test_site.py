@@ -182,6 +182,12 @@ def test_what_does_not_exist_is_no_proof() -> None:
         pkgutil.resolve_name("ringtile.patterns.Windows")
 
 
+def test_only_the_migration_page_links_to_the_promises() -> None:
+    linking = [page for page in PAGES if "promises.md" in read(page)]
+    assert linking == ["from-dilated-attention-pytorch.md"]
+    assert "promises" not in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_promises_are_told_once() -> None:
     told = [entry["what"] for _, entry in PROMISES]
     assert len(told) == len(set(told))

@@ -1,9 +1,15 @@
-// The library's face, compiled for any processor: which instruction sets are there, and the calls.
+// The library's interface, compiled for any processor: its ABI, its threads, its instruction sets and the calls.
+#include <stddef.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if !defined(_WIN32)
 #include <pthread.h>
+#endif
 
+#include "platform.h"
 #include "ringtile.h"
 
-#define PUBLIC extern "C" __attribute__((visibility("default")))
 typedef int kernel(const ringtile_call *);
 typedef double peak(int kind, int threads, double seconds);
 typedef int lanes();
@@ -28,12 +34,24 @@ DECLARE(avx512)
 DECLARE(avx512_bf16)
 static const Kernels all[] = {ENTRY(avx2), ENTRY(avx512), ENTRY(avx512_bf16)};
 
+// We read CPUID ourselves: __builtin_cpu_supports is a stub in some compiler runtimes. The operating system must save the
+// vector registers too, as extended control register 0 tells.
 static bool runs(int isa) {
-    __builtin_cpu_init();
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return isa == 0 ? avx2 : isa == 1 ? avx512 : avx512 && __builtin_cpu_supports("avx512bf16");
+    const unsigned avx2_c1 = bit_FMA | bit_OSXSAVE | bit_AVX | bit_F16C, avx2_b7 = bit_AVX2;
+    const unsigned avx512_c1 = bit_MOVBE | bit_POPCNT;
+    const unsigned avx512_b7 = bit_BMI | bit_BMI2 | bit_AVX512F | bit_AVX512CD | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    const unsigned lzcnt = 1u << 5, bfloat16_dots = 1u << 5, saves_256 = 0x6, saves_512 = 0xe6;
+    unsigned a, b, c, d, c1, b7, a71 = 0, extended = 0, saved, high;
+    if (!__get_cpuid(1, &a, &b, &c1, &d) || (c1 & avx2_c1) != avx2_c1) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d) || (b7 & avx2_b7) != avx2_b7) return false;
+    if (a >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
+    __get_cpuid(0x80000001, &a, &b, &extended, &d);
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if ((saved & saves_256) != saves_256) return false;
+    if (isa == 0) return true;
+    bool avx512 = (c1 & avx512_c1) == avx512_c1 && (b7 & avx512_b7) == avx512_b7 && (extended & lzcnt) &&
+                  (saved & saves_512) == saves_512;
+    return avx512 && (isa == 1 || (a71 & bfloat16_dots));
 }
 #else
 DECLARE(neon)
@@ -42,32 +60,90 @@ static const Kernels all[] = {ENTRY(neon)};
 static bool runs(int) { return true; }
 #endif
 
-// OpenMP hangs in a forked child: its threads stayed with the parent.
+// In a forked child the runtime waits for ever: its threads stayed with the parent.
 static bool forked;
+#if !defined(_WIN32)
 static void in_child() { forked = true; }
 __attribute__((constructor)) static void watch_forks() { pthread_atfork(nullptr, nullptr, in_child); }
+#endif
 
+// The entry points of an OpenMP runtime: GNU's, or LLVM's and Intel's with the source location that they want.
+struct Location {
+    int32_t reserved, flags, more[2];
+    const char *source;
+};
+typedef void gomp_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+typedef int32_t kmpc_thread_number(Location *);
+typedef void kmpc_push_threads(Location *, int32_t number, int32_t threads);
+typedef void kmpc_fork_call(Location *, int32_t count, void (*body)(int32_t *, int32_t *, ...), ...);
+
+static struct {
+    gomp_parallel *parallel;
+    kmpc_thread_number *thread_number;
+    kmpc_push_threads *push_threads;
+    kmpc_fork_call *fork_call;
+} runtime;
+
+static void kmpc_body(int32_t *, int32_t *, void (*body)(void *), void *data) { body(data); }
+
+extern "C" void ringtile_parallel(int threads, void (*body)(void *), void *data) {
+    static Location location = {0, 2, {0, 0}, ";ringtile;parallel;0;0;;"};
+    if (threads > 1 && !forked && runtime.parallel) {
+        runtime.parallel(body, data, (unsigned)threads, 0);
+    } else if (threads > 1 && !forked && runtime.fork_call) {
+        runtime.push_threads(&location, runtime.thread_number(&location), threads);
+        runtime.fork_call(&location, 2, (void (*)(int32_t *, int32_t *, ...))kmpc_body, body, data);
+    } else {
+        body(data);
+    }
+}
+
+// The addresses of GOMP_parallel, or else of __kmpc_global_thread_num, __kmpc_push_num_threads and __kmpc_fork_call.
+// Without either, calls run on one thread.
+PUBLIC void ringtile_use_runtime(void *parallel, void *thread_number, void *push_threads, void *fork_call) {
+    runtime = {(gomp_parallel *)parallel, (kmpc_thread_number *)thread_number, (kmpc_push_threads *)push_threads,
+               (kmpc_fork_call *)fork_call};
+}
+
+#define FIELD(name) {#name, offsetof(ringtile_call, name)}
+static const struct {
+    const char *name;
+    int64_t offset;
+} fields[] = {
+    FIELD(dtype), FIELD(isa), FIELD(threads), FIELD(block), FIELD(batch), FIELD(heads), FIELD(kv_heads),
+    FIELD(n_queries), FIELD(n_keys), FIELD(head_dim), FIELD(value_dim), FIELD(q), FIELD(k), FIELD(v), FIELD(q_stride),
+    FIELD(k_stride), FIELD(v_stride), FIELD(out), FIELD(out_stride), FIELD(lse), FIELD(start), FIELD(n_rows),
+    FIELD(n_cols), FIELD(n_groups), FIELD(group_stride), FIELD(group), FIELD(full_row_ptr), FIELD(full_col),
+    FIELD(part_row_ptr), FIELD(part_col), FIELD(part_tile), FIELD(full_col_ptr), FIELD(full_row), FIELD(part_col_ptr),
+    FIELD(part_row), FIELD(part_tile_t), FIELD(bits), FIELD(bits_t), FIELD(rows_any), FIELD(cols_any), FIELD(work),
+    FIELD(work_begin), FIELD(item_begin), FIELD(n_splits), FIELD(key_bits), FIELD(key_words), FIELD(key_lengths),
+    FIELD(scale), FIELD(seed), FIELD(dropout_threshold), FIELD(phase), FIELD(out_grad), FIELD(out_grad_stride),
+    FIELD(lse_grad), FIELD(delta), FIELD(q_grad), FIELD(k_grad), FIELD(v_grad), FIELD(first_item), FIELD(last_item),
+    FIELD(first_col), FIELD(last_col), FIELD(scratch), FIELD(row_splits), FIELD(col_splits), FIELD(row_buffer),
+    FIELD(n_row_buffers), FIELD(row_buffers), FIELD(shared_splits), FIELD(n_shared_splits), FIELD(times),
+};
+
+PUBLIC int ringtile_abi_version() { return RINGTILE_ABI; }
 PUBLIC int64_t ringtile_call_size() { return sizeof(ringtile_call); }
+
+// The name of a field of ringtile_call, and its offset; null past the last.
+PUBLIC const char *ringtile_call_field(int number, int64_t *offset) {
+    if (number >= (int)(sizeof(fields) / sizeof(fields[0]))) return nullptr;
+    *offset = fields[number].offset;
+    return fields[number].name;
+}
+
 PUBLIC int ringtile_isa_count() { return sizeof(all) / sizeof(all[0]); }
 PUBLIC const char *ringtile_isa_name(int isa) { return all[isa].name; }
 PUBLIC int ringtile_isa_runs(int isa) { return runs(isa); }
 
-// How many tokens of a tile, in float32, a kernel takes together: what none of them keeps it does not compute.
+// The number of float32 tokens of a tile that a kernel computes together: it skips them if none keeps a pair.
 PUBLIC int ringtile_lanes(int isa) { return all[isa].together(); }
 
-PUBLIC int ringtile_forward(const ringtile_call *call) {
-    ringtile_call c = *call;
-    if (forked) c.threads = 1;
-    return all[c.isa].forward(&c);
-}
+PUBLIC int ringtile_forward(const ringtile_call *call) { return all[call->isa].forward(call); }
+PUBLIC int ringtile_backward(const ringtile_call *call) { return all[call->isa].backward(call); }
 
-PUBLIC int ringtile_backward(const ringtile_call *call) {
-    ringtile_call c = *call;
-    if (forked) c.threads = 1;
-    return all[c.isa].backward(&c);
-}
-
-// The highest rate of a kind of work (ringtile_rate) with so many threads; each works for so many seconds.
+// The highest rate of one kind of work (ringtile_rate), summed over the threads. Each works for this many seconds.
 PUBLIC double ringtile_peak(int isa, int kind, int threads, double seconds) {
-    return all[isa].rate(kind, forked ? 1 : threads, seconds);
+    return all[isa].rate(kind, threads, seconds);
 }

@@ -8,7 +8,17 @@
 #include <string.h>
 
 #include "ringtile.h"
+#if defined(_WIN32)
+#include <windows.h>
+#define OPEN(path) ((void *)LoadLibraryA(path))
+#define FIND(library, name) ((void *)GetProcAddress((HMODULE)(library), name))
+#else
+#include <dlfcn.h>
+#define OPEN(path) dlopen(path, RTLD_NOW | RTLD_LOCAL)
+#define FIND(library, name) dlsym(library, name)
+#endif
 
+void ringtile_use_runtime(void *parallel, void *thread_number, void *push_threads, void *fork_call);
 int64_t ringtile_call_size(void);
 int ringtile_isa_count(void);
 const char *ringtile_isa_name(int isa);
@@ -461,6 +471,12 @@ static int run(int isa, int number) {
 int main(int argc, char **argv) {
     int cases = argc > 1 ? atoi(argv[1]) : 96, failures = 0;
     if (ringtile_call_size() != (int64_t)sizeof(ringtile_call)) return 2;
+    const char *path = getenv("RINGTILE_OPENMP");
+    void *runtime = path ? OPEN(path) : NULL;
+    if (path && !runtime) return printf("RINGTILE_OPENMP: cannot load %s\n", path), 3;
+    if (runtime)
+        ringtile_use_runtime(FIND(runtime, "GOMP_parallel"), FIND(runtime, "__kmpc_global_thread_num"),
+                             FIND(runtime, "__kmpc_push_num_threads"), FIND(runtime, "__kmpc_fork_call"));
     for (int isa = 0; isa < ringtile_isa_count(); isa++) {
         if (!ringtile_isa_runs(isa)) {
             printf("%s: this processor lacks it\n", ringtile_isa_name(isa));

@@ -1,6 +1,4 @@
 // Everything of one instruction set: compiled once for each, with ISA naming it.
-#include <stdlib.h>
-
 #include "backward.h"
 #include "forward.h"
 
@@ -29,42 +27,32 @@ struct Thread {
     INLINE void report(int64_t *sums) {
         if (!sums) return;
         times[1] = nanoseconds() - began;
-        for (int i = 0; i < 2; i++) {
-#pragma omp atomic
-            sums[i] += times[i];
-        }
+        for (int i = 0; i < 2; i++) __atomic_fetch_add(sums + i, times[i], __ATOMIC_RELAXED);
     }
 };
 
-// Items [first_item, last_item), each by whichever thread is free; every thread has its own memory. What an item
-// computes does not depend on the thread. Returns 0, or 1 where memory ran out.
-template <class T, class Item> int each_item(const ringtile_call &call, int64_t numbers, Item run) {
-    int failed = 0;
-    int64_t bytes = (numbers * sizeof(T) + 127) / 64 * 64;
-    if (call.threads == 1) {
-        Thread own(call);
-        T *memory = (T *)aligned_alloc(64, bytes);
-        if (!memory) return 1;
-        for (int64_t item = call.first_item; item < call.last_item; item++) run(own.c, item, memory);
-        free(memory);
-        own.report(call.times);
-        return 0;
-    }
-#pragma omp parallel num_threads(call.threads)
-    {
-        Thread own(call);
-        T *memory = (T *)aligned_alloc(64, bytes);
-        if (!memory) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = call.first_item; item < call.last_item; item++)
-            if (memory) run(own.c, item, memory);
-        free(memory);
-        own.report(call.times);
-    }
-    return failed;
+// Run items [first_item, last_item). Each goes to the next free thread; its result does not depend on which. Every
+// thread has `count` values of memory of its own. Return 0, or 1 if memory ran out.
+template <class T, class Item> int each_item(const ringtile_call &call, int64_t count, Item run) {
+    struct Work {
+        const ringtile_call &call;
+        Item run;
+        int64_t bytes, next;
+        int failed;
+    } work = {call, run, (int64_t)(count * sizeof(T) + 127) / 64 * 64, call.first_item, 0};
+    auto body = [](void *data) {
+        Work &work = *(Work *)data;
+        Thread own(work.call);
+        T *memory = (T *)allocate_aligned(work.bytes);
+        if (!memory) __atomic_store_n(&work.failed, 1, __ATOMIC_RELAXED);
+        int64_t item;
+        while (memory && (item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED)) < work.call.last_item)
+            work.run(own.c, item, memory);
+        free_aligned(memory);
+        own.report(work.call.times);
+    };
+    ringtile_parallel(call.threads, body, &work);
+    return work.failed;
 }
 
 template <class E, class T, bool PAIRS = false> int forward(const ringtile_call &call) {
@@ -97,11 +85,11 @@ template <class E, class T> int backward(const ringtile_call &call) {
 #define NAME(a, b) JOIN(a, b)
 
 extern "C" {
-__attribute__((visibility("hidden"))) int NAME(ringtile_lanes_, ISA)() {
+int NAME(ringtile_lanes_, ISA)() {
     return ISA::TILE_VECTORS * ISA::Lanes<float>::count;
 }
 
-__attribute__((visibility("hidden"))) int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
+int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_FLOAT32: return ISA::forward<float, float>(*c);
     case RINGTILE_FLOAT64: return ISA::forward<double, double>(*c);
@@ -112,7 +100,7 @@ __attribute__((visibility("hidden"))) int NAME(ringtile_forward_, ISA)(const rin
     }
 }
 
-__attribute__((visibility("hidden"))) int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
+int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_FLOAT32: return ISA::backward<float, float>(*c);
     case RINGTILE_FLOAT64: return ISA::backward<double, double>(*c);

@@ -1,7 +1,6 @@
-// What this processor does at most, measured with the kernels' own vectors: what a roofline is drawn from.
-#include <stdlib.h>
-
+// The processor's peak rates, measured with the kernels' own vectors, for rooflines.
 #include "pairs.h"
+#include "platform.h"
 #include "ringtile.h"
 
 namespace ISA {
@@ -81,32 +80,59 @@ static int64_t block_of(int kind, void *x) {
     }
 }
 
-// All threads together, each for so many seconds: operations, exponentials or bytes a second; 0 where there is none.
-static double rate_of(int kind, int threads, double seconds) {
-    double rate = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : rate)
-    {
-        int64_t bytes = kind == RINGTILE_READ ? READ_BYTES : 4 * NUMBERS * 8, done = 0;
-        void *x = aligned_alloc(64, bytes);
-        if (x) {
-            if (kind == RINGTILE_FMA_FLOAT64 || kind == RINGTILE_EXP_FLOAT64)
-                for (int64_t i = 0; i < bytes / 8; i++) ((double *)x)[i] = 0.5;
-            else
-                for (int64_t i = 0; i < bytes / 4; i++) ((float *)x)[i] = 0.5f;
-            block_of(kind, x);
-        }
-#pragma omp barrier
-        int64_t began = nanoseconds();
-        double took = 0;
-        while (x && took < seconds) {
-            int64_t block = block_of(kind, x);
-            if (!block) break;
-            done += block;
-            took = 1e-9 * (double)(nanoseconds() - began);
-        }
-        if (done) rate += (double)done / took;
-        free(x);
+constexpr int64_t WORK_BYTES = 4 * NUMBERS * 8;
+
+struct Measured {
+    int kind, ready, started;
+    double seconds;
+    struct Own {
+        void *x;
+        double rate;
+    } *own;
+};
+
+// Threads allocate and warm up first, so that all of them measure at the same time.
+static void warm_up(void *data) {
+    Measured &all = *(Measured *)data;
+    int number = __atomic_fetch_add(&all.ready, 1, __ATOMIC_RELAXED);
+    int64_t bytes = all.kind == RINGTILE_READ ? READ_BYTES : WORK_BYTES;
+    void *x = allocate_aligned(bytes);
+    all.own[number].x = x;
+    if (!x) return;
+    if (all.kind == RINGTILE_FMA_FLOAT64 || all.kind == RINGTILE_EXP_FLOAT64)
+        for (int64_t i = 0; i < bytes / 8; i++) ((double *)x)[i] = 0.5;
+    else
+        for (int64_t i = 0; i < bytes / 4; i++) ((float *)x)[i] = 0.5f;
+    block_of(all.kind, x);
+}
+
+static void measure(void *data) {
+    Measured &all = *(Measured *)data;
+    int number = __atomic_fetch_add(&all.started, 1, __ATOMIC_RELAXED);
+    if (number >= all.ready || !all.own[number].x) return;
+    int64_t began = nanoseconds(), done = 0;
+    double took = 0;
+    while (took < all.seconds) {
+        int64_t block = block_of(all.kind, all.own[number].x);
+        if (!block) return;
+        done += block;
+        took = 1e-9 * (double)(nanoseconds() - began);
     }
+    all.own[number].rate = (double)done / took;
+}
+
+// Operations, exponentials or bytes per second, summed over the threads; 0 if the instruction set lacks this kind.
+static double rate_of(int kind, int threads, double seconds) {
+    Measured all = {kind, 0, 0, seconds, (Measured::Own *)calloc(threads, sizeof(Measured::Own))};
+    if (!all.own) return 0;
+    ringtile_parallel(threads, warm_up, &all);
+    ringtile_parallel(threads, measure, &all);
+    double rate = 0;
+    for (int i = 0; i < threads; i++) {
+        rate += all.own[i].rate;
+        free_aligned(all.own[i].x);
+    }
+    free(all.own);
     return rate;
 }
 
@@ -115,7 +141,6 @@ static double rate_of(int kind, int threads, double seconds) {
 #define JOIN(a, b) a##b
 #define NAME(a, b) JOIN(a, b)
 
-extern "C" __attribute__((visibility("hidden"))) double NAME(ringtile_peak_, ISA)(int kind, int threads,
-                                                                                  double seconds) {
+extern "C" double NAME(ringtile_peak_, ISA)(int kind, int threads, double seconds) {
     return ISA::rate_of(kind, threads, seconds);
 }

@@ -6,6 +6,9 @@
 extern "C" {
 #endif
 
+// Raise it with every change of ringtile_call or of a function's meaning.
+#define RINGTILE_ABI 1
+
 enum ringtile_dtype { RINGTILE_FLOAT32 = 0, RINGTILE_FLOAT64 = 1, RINGTILE_BFLOAT16 = 2, RINGTILE_FLOAT16 = 3 };
 
 // The rates that ringtile_peak measures, per second: floating-point operations, exponentials, bytes read.

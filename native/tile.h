@@ -1,17 +1,10 @@
 // What forward and backward share: tiles of tensors, the bits of a tile, dropout, and the lists of an index.
 #pragma once
-#include <time.h>
-
 #include "matmul.h"
+#include "platform.h"
 #include "ringtile.h"
 
 namespace ISA {
-
-INLINE int64_t nanoseconds() {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 // While it lives, time counts as packing; where the call does not ask for times, nothing is read.
 struct Packing {

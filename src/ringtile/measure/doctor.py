@@ -46,6 +46,7 @@ def diagnosis() -> dict[str, Any]:
         "triton_measured_on": MEASURED_ON or None,
         "dense_before_native": [str(dtype).removeprefix("torch.") for dtype in MATRIX_DTYPES],
         "native_isa": None if reason_against() else library().name,
+        "native_runtime": None if reason_against() else library().runtime,
         "index_cache": cache_info()._asdict(),
         OLD_IMPORT_PATH: old_import_path(),
     }
@@ -60,7 +61,11 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for number, text in enumerate(facts):
             yield name.replace("_", " ") if number == 0 else "", str(text)
     for name, reasons in found["backends"].items():
-        detail = f", instruction set {found['native_isa']}" if name == "native" else ""
+        detail = ""
+        if name == "native":
+            runtime = found["native_runtime"]
+            threads = f"threads by {runtime}" if runtime else "one thread: torch has loaded no OpenMP runtime"
+            detail = f", instruction set {found['native_isa']}, {threads}"
         if name == "dense" and found["dense_before_native"]:
             detail = f", before native for {' and '.join(found['dense_before_native'])} (AMX)"
         if name == "triton":

@@ -40,8 +40,9 @@ _PARTS_A_THREAD = 16
 
 
 def threads_of(operations: float) -> int:
-    """How many threads a forward pass of so many floating-point operations is worth, of those that torch has."""
-    return max(1, min(torch.get_num_threads(), int(operations / _OPERATIONS_A_THREAD)))
+    """Return how many of torch's threads a forward pass of this many floating-point operations is worth."""
+    available = torch.get_num_threads() if library().runtime else 1
+    return max(1, min(available, int(operations / _OPERATIONS_A_THREAD)))
 
 
 def backward_products(key_heads: int, threads: int) -> int:

@@ -1,16 +1,25 @@
-"""The compiled library: where it lies, which instruction set it runs with, and the structure that it takes."""
+"""The compiled library: loading and checking it, the structure of a call, its instruction set and its threads."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``neon``) or ``none``."""
+
+ABI_VERSION = 1
+"""``RINGTILE_ABI`` of native/ringtile.h."""
+
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _STRIDES = _LONG * 3
@@ -68,7 +77,9 @@ class Library(NamedTuple):
     isa: int
     name: str
     lanes: int
-    """How many tokens of a tile, in float32, the kernels take together; of float64, half as many."""
+    """Tokens of a tile, in float32, that the kernels compute together; half as many in float64."""
+    runtime: str
+    """Entry point of the OpenMP runtime whose threads compute; empty if there is none, then one thread does."""
 
 
 class _Found(NamedTuple):
@@ -76,24 +87,126 @@ class _Found(NamedTuple):
     reason: str
 
 
+class _Unusable(Exception):
+    """The reason why a library file cannot be used."""
+
+
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "abi_version": (ctypes.c_int, ()),
+    "call_size": (_LONG, ()),
+    "call_field": (ctypes.c_char_p, (ctypes.c_int, ctypes.POINTER(_LONG))),
+    "use_runtime": (None, (_POINTER,) * 4),
+    "isa_count": (ctypes.c_int, ()),
+    "isa_name": (ctypes.c_char_p, (ctypes.c_int,)),
+    "isa_runs": (ctypes.c_int, (ctypes.c_int,)),
+    "lanes": (ctypes.c_int, (ctypes.c_int,)),
+    "forward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
+    "backward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
+    "peak": (ctypes.c_double, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double)),
+}
+"""Result and arguments of each function, named ``ringtile_...``."""
+
+
+def _check_whole(path: Path) -> None:
+    """Raise _Unusable if an ELF file is cut off: dlopen maps it all the same, and the process dies of SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+            return
+        (begin,), (size, count) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<HH", header, 54)
+        file.seek(begin)
+        segments = file.read(size * count)
+    needed = max([begin + size * count] + [offset + length for offset, length in _loaded(segments, size)])
+    if path.stat().st_size < needed:
+        raise _Unusable(f"{path.name} is truncated, install ringtile again: {path.stat().st_size} bytes of {needed}")
+
+
+def _loaded(segments: bytes, size: int) -> Iterator[tuple[int, int]]:
+    """Offset and length in the file of each segment that is loaded."""
+    for at in range(0, len(segments) - size + 1, size):
+        kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", segments, at)
+        if kind == 1:
+            yield offset, length
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Load the library, with the types of its functions; raise _Unusable if its file or its interface is not ours."""
+    if not path.exists():
+        raise _Unusable(f"{path.name} was not built: install a wheel for this platform, or build with gcc or clang")
+    try:
+        _check_whole(path)
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _Unusable(f"{path.name} does not load: {error}") from None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(handle, f"ringtile_{name}", None)
+        if function is None:
+            raise _Unusable(f"{path.name} is not this version's library, install ringtile again: no ringtile_{name}")
+        function.restype, function.argtypes = result, arguments
+    if difference := _difference(handle):
+        raise _Unusable(f"{path.name} is from another version, install ringtile again: {difference}")
+    return handle
+
+
+def _difference(handle: ctypes.CDLL) -> str:
+    """Return the first difference between the library's interface and this module's, or an empty string."""
+    if handle.ringtile_abi_version() != ABI_VERSION:
+        return f"ABI {handle.ringtile_abi_version()}, expected {ABI_VERSION}"
+    if handle.ringtile_call_size() != ctypes.sizeof(CallStructure):
+        return f"a call has {handle.ringtile_call_size()} bytes, expected {ctypes.sizeof(CallStructure)}"
+    offset = _LONG()
+    for number, (name, *_) in enumerate(CallStructure._fields_):
+        found = handle.ringtile_call_field(number, ctypes.byref(offset))
+        if found != name.encode() or offset.value != getattr(CallStructure, name).offset:
+            return f"field {number} of a call is {found!r} at byte {offset.value}, expected {name!r}"
+    return ""
+
+
+_GNU = ("GOMP_parallel",)
+_LLVM = ("__kmpc_global_thread_num", "__kmpc_push_num_threads", "__kmpc_fork_call")
+
+
+def _runtimes() -> Iterator[ctypes.CDLL]:
+    """The OpenMP runtimes that this process has loaded, torch's first."""
+    own = Path(torch.__file__).parent / "lib"
+    if sys.platform == "win32":
+        yield from _loaded_libraries(own / "libiomp5md.dll", "libiomp5md.dll")
+    elif sys.platform == "darwin":
+        yield from _loaded_libraries(*sorted(own.glob("libomp*.dylib")), None)
+    else:
+        # The process comes first: its symbols are the ones that torch uses, even if LD_PRELOAD replaces the runtime.
+        yield from _loaded_libraries(None, *sorted(own.glob("lib*omp*.so*")))
+
+
+def _loaded_libraries(*places: Path | str | None) -> Iterator[ctypes.CDLL]:
+    """Handles of the libraries that are loaded already, None for the whole process: a second runtime would compete."""
+    for place in places:
+        try:
+            yield ctypes.CDLL(None if place is None else str(place), mode=getattr(os, "RTLD_NOLOAD", 0))
+        except OSError:
+            continue
+
+
+def _use_runtime(handle: ctypes.CDLL) -> str:
+    """Give the library the entry points of torch's OpenMP runtime. Return the name of the main one; empty if none."""
+    for runtime in _runtimes():
+        # macOS compilers call LLVM's entry points, the compilers of torch's Linux wheels GNU's.
+        for names in (_LLVM, _GNU) if sys.platform == "darwin" else (_GNU, _LLVM):
+            if all(hasattr(runtime, name) for name in names):
+                found = [ctypes.cast(getattr(runtime, name), _POINTER) for name in names]
+                handle.ringtile_use_runtime(*(found + [None] * 3 if names is _GNU else [None, *found]))
+                return names[-1]
+    return ""
+
+
 def _find() -> _Found:
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "none":
         return _Found(None, f"switched off by {VARIABLE}=none")
-    path = Path(__file__).parents[2] / "lib" / "libringtile.so"
-    if not path.exists():
-        return _Found(None, "its library was not built: installing ringtile with a C++ compiler at hand builds it")
     try:
-        # Its OpenMP symbols resolve from the runtime that torch has loaded: a second one would compete with it.
-        handle = ctypes.CDLL(str(path))
-    except OSError as error:
-        return _Found(None, f"its library does not load: {error}")
-    handle.ringtile_call_size.restype = ctypes.c_int64
-    if handle.ringtile_call_size() != ctypes.sizeof(CallStructure):
-        return _Found(None, f"{path.name} was built from another version of ringtile: install it again")
-    handle.ringtile_isa_name.restype = ctypes.c_char_p
-    for function in (handle.ringtile_forward, handle.ringtile_backward):
-        function.argtypes = (ctypes.POINTER(CallStructure),)
+        handle = _open(Path(__file__).parents[2] / "lib" / f"libringtile{SUFFIX}")
+    except _Unusable as reason:
+        return _Found(None, str(reason))
     names = [handle.ringtile_isa_name(isa).decode() for isa in range(handle.ringtile_isa_count())]
     runs = [isa for isa in range(len(names)) if handle.ringtile_isa_runs(isa)]
     if wanted and wanted not in names:
@@ -102,18 +215,19 @@ def _find() -> _Found:
         runs = [isa for isa in runs if names[isa] == wanted]
     if not runs:
         return _Found(None, f"this processor runs none of {[wanted] if wanted else names}")
-    return _Found(Library(handle, runs[-1], names[runs[-1]], handle.ringtile_lanes(runs[-1])), "")
+    library = Library(handle, runs[-1], names[runs[-1]], handle.ringtile_lanes(runs[-1]), _use_runtime(handle))
+    return _Found(library, "")
 
 
 _FOUND = _find()
 
 
 def reason_against() -> str:
-    """Why the library cannot be used here; empty where it can."""
+    """Return why the library cannot be used here; empty if it can."""
     return _FOUND.reason
 
 
 def library() -> Library:
-    """The library; an invariant is that `reason_against` gave none."""
+    """Return the library. `reason_against` must be empty."""
     assert _FOUND.library is not None
     return _FOUND.library

@@ -1,8 +1,7 @@
-"""How fast this processor is at most, measured with the vectors that the native kernel computes with."""
+"""The processor's peak rates, measured with the native kernel's own vectors."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection
 
 import torch
@@ -10,17 +9,17 @@ import torch
 from ringtile.kernels.native.library import library, reason_against
 
 RATES = ("fma_float32", "fma_float64", "dot_bfloat16", "exp_float32", "exp_float64", "read")
-"""What is measured, in the order of ``ringtile_rate`` in native/ringtile.h: floating-point operations a second of
-multiply-adds (of products of bfloat16 pairs), exponentials as the softmax takes them, bytes read from memory."""
+"""Rates per second, in the order of ``ringtile_rate`` in native/ringtile.h: floating-point operations of multiply-adds,
+of dot products of bfloat16 pairs, exponentials as the softmax computes them, bytes read from memory."""
 
 
 def peak_rates(
     *, threads: int | None = None, seconds: float = 0.02, samples: int = 5, names: Collection[str] = RATES
 ) -> dict[str, float]:
-    """The best of some samples of each of ``names`` a second, all ``threads`` (default: torch's) together.
+    """Measure each rate in ``names``, per second, and return the best of ``samples``, summed over ``threads``.
 
-    A rate that the processor, or the instruction set in use, does not have is left out; so are all without the
-    library. ``seconds`` is how long a sample takes. Raises ValueError where no time or thread is given.
+    ``threads`` defaults to torch's. ``seconds`` is the length of a sample. The result omits the rates that the
+    instruction set in use lacks; it is empty without the library. Raises ValueError if a count or time is not positive.
 
     >>> all(rate > 0 for rate in peak_rates(seconds=1e-4, samples=1).values())
     True
@@ -31,9 +30,8 @@ def peak_rates(
     if reason_against():
         return {}
     function = library().handle.ringtile_peak
-    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double), ctypes.c_double
     found = dict.fromkeys(names, 0.0)
-    # In turn, so that a disturbance does not meet all samples of one.
+    # We interleave the samples, so that a disturbance does not hit all samples of one rate.
     for _ in range(samples):
         for name in found:
             found[name] = max(found[name], function(library().isa, RATES.index(name), threads, seconds))

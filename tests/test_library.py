@@ -1,0 +1,200 @@
+"""The compiled library: a file that is not ours breaks nothing, and threads come from torch's OpenMP runtime."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import importlib
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_native import SOURCE, WITHOUT, assert_same_bits, bits_of, draw, make, printed
+
+from ringtile.kernels import native
+from ringtile.kernels.native.library import CallStructure, library, reason_against
+from ringtile.measure.doctor import diagnosis
+
+module = importlib.import_module("ringtile.kernels.native.library")
+
+pytestmark = pytest.mark.skipif(
+    bool(reason_against()), reason=f"the native kernel cannot be used here: {reason_against()}"
+)
+
+
+# Files that are not ours.
+
+
+CUTS = """
+import importlib
+from pathlib import Path
+module = importlib.import_module("ringtile.kernels.native.library")
+whole = Path(WHOLE).read_bytes()
+for size in (*range(0, len(whole), len(whole) // 40), 63, 64, 100, 2000, 5000):
+    # A name of its own: dlopen returns a library that it has loaded by this name, whatever is in the file by now.
+    path = Path(FOLDER, f"{size}{module.SUFFIX}")
+    path.write_bytes(whole[:size])
+    try:
+        module._open(path)
+    except module._Unusable as error:
+        assert "truncated" in str(error) or "does not load" in str(error), error
+        print(size)
+    else:  # only the symbol table is missing
+        assert size > len(whole) // 2, size
+"""
+
+
+@pytest.mark.parametrize("share", [0.9, 0.4, 0.01])
+def test_a_truncated_library_breaks_nothing(share: float, tmp_path: Path) -> None:
+    shutil.copytree(SOURCE / "ringtile", tmp_path / "ringtile", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "ringtile" / "lib" / f"libringtile{module.SUFFIX}"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    assert f"libringtile{module.SUFFIX} is truncated, install ringtile again: " in " ".join(
+        printed(WITHOUT, path=tmp_path)
+    )
+
+
+def test_no_cut_of_the_library_ends_the_process(tmp_path: Path) -> None:
+    code = f"FOLDER, WHOLE = {str(tmp_path)!r}, {library().handle._name!r}"
+    assert len(printed(code + CUTS)) >= 20
+
+
+def test_a_foreign_library_breaks_nothing(tmp_path: Path) -> None:
+    shutil.copytree(SOURCE / "ringtile", tmp_path / "ringtile", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(_ctypes.__file__, tmp_path / "ringtile" / "lib" / f"libringtile{module.SUFFIX}")
+    said = " ".join(printed(WITHOUT, path=tmp_path))
+    assert said.endswith("is not this version's library, install ringtile again: no ringtile_abi_version")
+
+
+class Longer(ctypes.Structure):
+    _fields_ = (*CallStructure._fields_, ("more", ctypes.c_int64))
+
+
+class Renamed(ctypes.Structure):
+    _fields_ = tuple(("speed" if name == "scale" else name, kind) for name, kind, *_ in CallStructure._fields_)
+
+
+class Swapped(ctypes.Structure):
+    _fields_ = (*CallStructure._fields_[:4], *CallStructure._fields_[5:6], CallStructure._fields_[4])
+    _fields_ += CallStructure._fields_[6:]
+
+
+class Moved(ctypes.Structure):
+    """The same names and the same size; a shorter seed moves the fields behind it."""
+
+    _fields_ = tuple((name, ctypes.c_int32 if name == "seed" else kind) for name, kind, *_ in CallStructure._fields_)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ABI_VERSION", 99, r"is from another version, install ringtile again: ABI \d+, expected 99"),
+        ("CallStructure", Longer, r"a call has \d+ bytes, expected \d+"),
+        ("CallStructure", Renamed, r"field \d+ of a call is b'scale' at byte \d+, expected 'speed'"),
+        ("CallStructure", Swapped, r"field 4 of a call is b'batch' at byte 16, expected 'heads'"),
+        ("CallStructure", Moved, r"field \d+ of a call is b'dropout_threshold' at byte \d+, expected"),
+    ],
+    ids=["abi", "longer", "renamed", "swapped", "moved"],
+)
+def test_a_library_of_another_version_is_refused(
+    name: str, value: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, value)
+    with pytest.raises(module._Unusable, match=message):
+        module._open(Path(library().handle._name))
+    assert module._find().reason
+
+
+# Threads. Stand-ins count what the library asks of a runtime; a runtime can bring fewer threads than it is asked for.
+
+
+@pytest.fixture
+def _runtime_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native, "_OPERATIONS_A_THREAD", 1)
+    yield
+    assert module._use_runtime(library().handle) == library().runtime
+
+
+def test_the_runtime_is_torchs() -> None:
+    assert library().runtime in ("GOMP_parallel", "__kmpc_fork_call")
+    assert diagnosis()["native_runtime"] == library().runtime
+
+
+@pytest.mark.usefixtures("_runtime_restored")
+@pytest.mark.parametrize("number", range(101, 106))
+def test_any_number_of_threads_of_a_gnu_runtime_gives_the_same_bits(number: int) -> None:
+    problem = make(draw(number))
+    expected = bits_of(problem, 1)
+    asked: list[int] = []
+    provided = [1]
+
+    @ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def parallel(body, data, threads, flags):
+        asked.append(threads)
+        for _ in range(provided[0]):
+            body(data)
+
+    library().handle.ringtile_use_runtime(ctypes.cast(parallel, ctypes.c_void_p), None, None, None)
+    for provided[0] in (1, 2, 3):
+        asked.clear()
+        assert_same_bits(bits_of(problem, 3), expected)
+        assert set(asked) == {3}
+
+
+@pytest.mark.skipif(
+    sys.platform == "darwin" and platform.machine() == "arm64", reason="variable arguments are passed in another way"
+)
+@pytest.mark.usefixtures("_runtime_restored")
+def test_an_llvm_runtime_is_asked_as_a_compiler_would() -> None:
+    problem = make(draw(101))
+    expected = bits_of(problem, 1)
+    asked: list[tuple[int, int]] = []
+    number_pointer = ctypes.POINTER(ctypes.c_int32)
+    microtask = ctypes.CFUNCTYPE(None, number_pointer, number_pointer, ctypes.c_void_p, ctypes.c_void_p)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+    def thread_number(location):
+        return 7
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32)
+    def push_threads(location, number, threads):
+        asked.append((number, threads))
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, microtask, ctypes.c_void_p, ctypes.c_void_p)
+    def fork_call(location, count, body, own, data):
+        assert count == 2
+        for number in range(2):
+            body(ctypes.c_int32(number), ctypes.c_int32(number), own, data)
+
+    entries = [ctypes.cast(x, ctypes.c_void_p) for x in (thread_number, push_threads, fork_call)]
+    library().handle.ringtile_use_runtime(None, *entries)
+    assert_same_bits(bits_of(problem, 3), expected)
+    assert set(asked) == {(7, 3)}
+
+
+@pytest.mark.usefixtures("_runtime_restored")
+def test_without_a_runtime_one_thread_computes_the_same_and_doctor_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = make(draw(100))
+    expected = bits_of(problem, 2)
+    monkeypatch.setattr(module, "_runtimes", lambda: iter(()))
+    alone = module._find()
+    assert alone.library is not None
+    assert alone.library.runtime == ""
+    library().handle.ringtile_use_runtime(None, None, None, None)
+    assert_same_bits(bits_of(problem, 2), expected)
+    monkeypatch.setattr(module, "_FOUND", alone)
+    torch.set_num_threads(2)
+    assert native.threads_of(1e12) == 1
+    from ringtile.cli import main
+
+    main(["doctor"])
+    assert "one thread: torch has loaded no OpenMP runtime" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert native.threads_of(1e12) == 2

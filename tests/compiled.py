@@ -17,12 +17,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ringtile.kernels.triton.launches import Choice, Launch
 
 TARGETS = {
+    "sm_70": GPUTarget("cuda", 70, 32),
     "sm_75": GPUTarget("cuda", 75, 32),
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-SHARED_BYTES = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+SHARED_BYTES = {
+    "sm_70": 96 * 1024,
+    "sm_75": 64 * 1024,
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "gfx942": 64 * 1024,
+}
 """What one program may have of shared memory."""
 
 _TYPES = {

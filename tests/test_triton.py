@@ -170,8 +170,11 @@ def test_a_switch_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("target", "head_dim", "dtype"),
     [
+        ("sm_70", 64, torch.float16),
         ("sm_75", 64, torch.float16),
         ("sm_80", 64, torch.float32),
+        ("sm_86", 64, torch.float16),
+        ("sm_89", 64, torch.bfloat16),
         ("sm_90", 256, torch.bfloat16),
         ("sm_90", 80, torch.bfloat16),
         ("gfx942", 128, torch.bfloat16),

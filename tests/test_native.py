@@ -33,7 +33,7 @@ from ringtile.kernels.contracts import Call
 from ringtile.kernels.native.library import VARIABLE, library, reason_against
 from ringtile.kernels.native.peak import RATES, peak_rates
 from ringtile.kernels.spans import kernel_times
-from ringtile.layout import BlockIndex
+from ringtile.layout import BlockIndex, schedule
 from ringtile.layout.index import TENSOR_FIELDS
 from ringtile.patterns import (
     BlockDilated,
@@ -525,8 +525,8 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
     for threads in (1, 2, 4):
         for piece in (16, 4096):
             # Nearly all long lists apart, or none that is not longer than a thread's share of everything.
-            monkeypatch.setattr(native, "_PARTS_A_THREAD", piece)
-            native._lists.clear()
+            monkeypatch.setattr(native, "_SHARES_A_THREAD", piece)
+            schedule._table.clear()
             phases.clear()
             found[threads, piece] = bits_of(problem, threads)
             apart = (False, 2) in {phase[:2] for phase in phases}
@@ -548,7 +548,7 @@ def test_the_parts_of_a_long_list_are_all_of_it() -> None:
     index = build_index(per_head([LONG, Window(30), LONG, Window(30)]), 1200, heads=4, block=16)
     lists = native._lists_of(index)
     for columns, items in ((False, 8), (True, 4)):
-        parts = native._parts(index, lists, 2, 4, items, 4, columns)
+        parts = native._shared_splits(index, lists, 2, 4, items, 4, columns)
         assert parts.tolist() == sorted(parts.tolist(), key=lambda part: part[0])
         assert {item % 75 for item, *_ in parts.tolist()} == {0}
         ratio = 8 // items
@@ -558,7 +558,7 @@ def test_the_parts_of_a_long_list_are_all_of_it() -> None:
             assert first == begins.get((item, head), 0)
             begins[item, head] = last
         assert {head for (_, head), last in begins.items() if last == 75} == {0, 2, 4, 6}
-    assert len(native._parts(index, lists, 2, 4, 8, 1, False)) == 0
+    assert len(native._shared_splits(index, lists, 2, 4, 8, 1, False)) == 0
 
 
 @pytest.mark.parametrize("value_dim", [64, 19])
@@ -616,7 +616,7 @@ def test_python_threads_share_an_index() -> None:
         inputs = make_inputs(2, 2, 300, head_dim=32, dtype=torch.float32)
         problems.append(Problem(inputs, inputs, None, index, {}))
     expected = [bits_of(problem, 1) for problem in problems]
-    native._lists.clear()
+    schedule._table.clear()
     found: dict[int, list[Bits]] = {number: [] for number in range(4)}
     gate = threading.Barrier(4)
 

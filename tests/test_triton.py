@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,9 @@ from ringtile import build_index, sparse_attention
 from ringtile.cli import main
 from ringtile.kernels import triton as backend
 from ringtile.kernels.contracts import Call
-from ringtile.kernels.triton.schedule import order_of, schedule_of
 from ringtile.kernels.triton.tuning import VARIABLE, wants_descriptors
 from ringtile.layout import clear_cache, lists
+from ringtile.layout.schedule import order_of, schedule_of
 from ringtile.measure.doctor import _lines, diagnosis
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
 
@@ -195,12 +194,12 @@ def test_compiles(target: str, head_dim: int, dtype: torch.dtype, monkeypatch: p
 # The schedule.
 
 
-def pieces_of(order: object, group: int) -> list[list[int]]:
+def splits_of(order: object, group: int) -> list[list[int]]:
     first, last = order.begin[group : group + 2].tolist()
     return order.work[first:last].tolist()
 
 
-def test_each_group_has_its_own_pieces_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_has_its_own_splits_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "LONGEST", 1)
     clear_cache()
     index = build_index(per_head([Window(20) | GlobalTokens(3), Causal()]), 300, heads=2, block=64)
@@ -210,17 +209,17 @@ def test_each_group_has_its_own_pieces_longest_first(monkeypatch: pytest.MonkeyP
     ):
         lengths = (full + part).diff().tolist()
         assert order.n_scratch > 0
-        assert order.longest >= max(len(pieces_of(order, group)) for group in range(2))
+        assert order.longest >= max(len(splits_of(order, group)) for group in range(2))
         for group in range(2):
-            pieces = pieces_of(order, group)
-            assert {slot // per_group for slot, *_ in pieces} == {group}
-            sizes = [last - first for _, first, last, _ in pieces]
+            splits = splits_of(order, group)
+            assert {slot // per_group for slot, *_ in splits} == {group}
+            sizes = [last - first for _, first, last, _ in splits]
             assert sizes == sorted(sizes, reverse=True)
             for slot in range(group * per_group, (group + 1) * per_group):
-                own = sorted((first, last, scratch) for owner, first, last, scratch in pieces if owner == slot)
+                own = sorted((first, last, scratch) for owner, first, last, scratch in splits if owner == slot)
                 assert [first for first, *_ in own] == [0, *(last for _, last, _ in own[:-1])]
                 assert own[-1][1] == lengths[slot]
-                start, count = order.pieces[slot].tolist()
+                start, count = order.splits[slot].tolist()
                 scratches = [scratch for *_, scratch in own]
                 assert scratches == (list(range(start, start + count)) if count else [-1])
                 assert max(scratches) < order.n_scratch
@@ -232,22 +231,14 @@ def test_a_schedule_reads_nothing_back_from_the_device() -> None:
     with FakeTensorMode():
         order = order_of(torch.empty(50, 4, dtype=torch.int32), 3, 10)
     assert (order.longest, order.n_scratch) == (30, 40)
-    assert order.pieces.shape == (30, 2)
+    assert order.splits.shape == (30, 2)
 
 
-def test_unused_pieces_of_a_dynamic_index_belong_to_no_group() -> None:
+def test_unused_splits_of_a_dynamic_index_belong_to_no_group() -> None:
     index = build_index(per_head([Causal(), Window(20)]), 300, heads=2)
     padded = torch.cat([index.row_work, torch.full((5, 4), -1, dtype=torch.int32)])
     order, plain = (order_of(work, index.n_groups, index.n_rows) for work in (padded, index.row_work))
-    assert [pieces_of(order, group) for group in range(2)] == [pieces_of(plain, group) for group in range(2)]
-
-
-def test_a_schedule_is_made_once_for_an_index() -> None:
-    index = build_index(Causal(), 300)
-    again = replace(index)
-    assert schedule_of(index) is schedule_of(again)
-    moved = replace(index, start=1)
-    assert schedule_of(moved) is not schedule_of(again)
+    assert [splits_of(order, group) for group in range(2)] == [splits_of(plain, group) for group in range(2)]
 
 
 # Launches.

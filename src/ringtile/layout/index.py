@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringtile.layout.allowed import count_allowed
 from ringtile.layout.drawing import draw_tiles
-from ringtile.layout.lists import pointer, slot_of_entries, work_list
+from ringtile.layout.lists import check_lists, pointer, slot_of_entries, work_list
 from ringtile.layout.tiles import (
     BLOCKS,
     EMPTY,
@@ -80,9 +80,9 @@ class BlockIndex:
     cols_any: Tensor
     """``[T, w]`` int32 bit sets: the keys of a tile that any row keeps."""
     row_work: Tensor
-    """``[W, 4]`` int32 (row slot, first, last, split): a piece of a row's list (full tiles, then partial ones), longest
-    first. ``split`` is -1 for a whole row, else the number of this piece's scratch slot; a row's slots are
-    consecutive and in order."""
+    """``[W, 4]`` int32 (row slot, first, last, scratch): a split of a row's list (full tiles, then partial ones),
+    longest first. ``scratch`` is -1 for a whole row, else the scratch slot of the split; those of a row are consecutive
+    and in order."""
     col_work: Tensor
     """The same for column slots."""
 
@@ -253,6 +253,7 @@ class BlockIndex:
             allowed_tiles=allowed_tiles,
         )
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> BlockIndex:
         """The same index on another device; itself where it is there already."""
         if self.device == torch.device(device):
@@ -296,6 +297,7 @@ class BlockIndex:
         skipped = self.start - self.first_row * block
         return dense[:, skipped : skipped + self.n_queries, : self.n_keys][self.group.long()]
 
+    @torch.inference_mode(False)
     def slice(self, rows: slice | range) -> BlockIndex:
         """The index of a run of row tiles (counted from 0), with its own start and number of queries.
 
@@ -320,6 +322,7 @@ class BlockIndex:
         number = ((group * grid.n_rows + row) * self.n_cols + col)[inside]
         return self.from_entries(self.group, Entries(number, state[inside]), self.bits, grid, self.envelopes)
 
+    @torch.inference_mode(False)
     def coarsen(self, block: int = 128) -> BlockIndex:
         """The same pairs in larger tiles, a multiple of the present block.
 
@@ -387,19 +390,17 @@ class BlockIndex:
 
         Raises ValueError naming the first field that is out of range, out of order or at odds with the others.
         """
-        for name in TENSOR_FIELDS:
-            if getattr(self, name).dtype != torch.int32:
-                raise ValueError(f"{name}: expected torch.int32, got {getattr(self, name).dtype}")
-        words = -(-self.block // 32)
-        if self.block not in BLOCKS or self.bits.shape[1:] != (self.block, words):
-            raise ValueError(f"bits: expected [T, {self.block}, {words}], got {tuple(self.bits.shape)}")
-        if self.group.dim() != 2 or not self.group.numel() or int(self.group.min()) < 0:
-            raise ValueError(f"group: expected numbers of at least 0 as [B or 1, H or 1], got {self.group}")
-        n_slots = (int(self.group.max()) + 1) * self.n_rows
-        for begins, col in ((self.full_row_ptr, "full_col"), (self.part_row_ptr, "part_col")):
-            self._validate_list(begins, col, n_slots)
-        if len(self.part_tile) != len(self.part_col) or not _within(self.part_tile, len(self.bits)):
-            raise ValueError(f"part_tile: expected {len(self.part_col)} numbers below {len(self.bits)}")
+        if self.block not in BLOCKS:
+            raise ValueError(f"block: expected one of {BLOCKS}, got {self.block}")
+        check_lists(self)
+        if self.group.dim() != 2 or not self.group.numel() or int(self.group.max()) + 1 != self.n_groups:
+            raise ValueError(f"group: expected numbers up to {self.n_groups - 1} as [B or 1, H or 1], got {self.group}")
+        for kind, slot in zip(("full", "part"), self.row_of_entries(), strict=True):
+            begins, columns = getattr(self, f"{kind}_row_ptr"), getattr(self, f"{kind}_col")
+            if int(begins[0]) or int(begins[-1]) != len(columns):
+                raise ValueError(f"{kind}_row_ptr: expected offsets from 0 to {len(columns)}")
+            if ((columns.diff() <= 0) & (slot.diff() == 0)).any():
+                raise ValueError(f"{kind}_col: expected columns that ascend within a row")
         entries = self.entries()
         if len(torch.unique(entries.number)) < len(entries.number):
             raise ValueError("part_col: a tile is in both lists")
@@ -407,17 +408,6 @@ class BlockIndex:
         for name, tensor in zip(TENSOR_FIELDS, expected.tensors(), strict=True):
             if not torch.equal(tensor, getattr(self, name)):
                 raise ValueError(f"{name}: does not follow from the row lists and bits")
-
-    def _validate_list(self, begins: Tensor, name: str, n_slots: int) -> None:
-        columns: Tensor = getattr(self, name)
-        rising = len(begins) == n_slots + 1 and int(begins[0]) == 0 and bool((begins.diff() >= 0).all())
-        if not rising or int(begins[-1]) != len(columns):
-            begins_name = name.replace("col", "row_ptr")
-            raise ValueError(f"{begins_name}: expected {n_slots + 1} offsets from 0 to {len(columns)}")
-        slot = slot_of_entries(begins, len(columns))
-        descends = (columns.diff() <= 0) & (slot.diff() == 0)
-        if not _within(columns, self.n_cols) or bool(descends.any()):
-            raise ValueError(f"{name}: expected columns below {self.n_cols}, ascending within a row")
 
     def _count_pairs(self) -> int:
         """Kept pairs inside the lengths, summed over the entries of ``group``, from the lists and the bits."""
@@ -447,8 +437,4 @@ class BlockIndex:
 
 
 TENSOR_FIELDS = tuple(f.name for f in fields(BlockIndex) if f.type == "Tensor")
-"""Names of the tensors every index has, in the order of the fields."""
-
-
-def _within(numbers: Tensor, limit: int) -> bool:
-    return bool(((numbers >= 0) & (numbers < limit)).all())
+"""Names of the tensors of an index, in the order of the fields."""

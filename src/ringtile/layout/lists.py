@@ -1,13 +1,18 @@
-"""Compressed lists and their division into pieces of work."""
+"""Compressed lists, their splits and their checks."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-LONGEST, PIECES = 64, 512
-"""No list of at most ``LONGEST`` entries is cut, and none below the share of one of ``PIECES`` workers: there are no
-more than a few hundred, and a piece costs a scratch buffer."""
+if TYPE_CHECKING:
+    from ringtile.layout.index import BlockIndex
+
+LONGEST, WORKERS = 64, 512
+"""No list of at most ``LONGEST`` entries is split, and none below the share of one of ``WORKERS``: there are no more
+than a few hundred, and a split costs a scratch buffer."""
 
 
 def pointer(slots: Tensor, count: int) -> Tensor:
@@ -24,23 +29,58 @@ def slot_of_entries(begins: Tensor, n_entries: int) -> Tensor:
 
 
 def work_list(full_ptr: Tensor, part_ptr: Tensor) -> Tensor:
-    """Cut each slot's list into pieces ``[W, 4]`` (slot, first, last, scratch slot or -1), longest first.
+    """Return the splits of each slot's list ``[W, 4]`` (slot, first, last, scratch slot or -1), longest first.
 
-    A list longer than ``max(64, ceil(entries / 512))`` is cut into nearly equal pieces. A slot without
-    entries has one empty piece, so that every row of the output has an owner.
+    A list longer than ``max(64, ceil(entries / 512))`` is cut into nearly equal splits. A slot without entries has one
+    empty split, so that every row of the output has an owner.
     """
     begins = full_ptr + part_ptr
     length = begins.diff()
-    limit = max(LONGEST, -(-int(begins[-1]) // PIECES))
+    limit = max(LONGEST, -(-int(begins[-1]) // WORKERS))
     slot = torch.arange(len(length), dtype=torch.int32, device=length.device)
     first, last, scratch = torch.zeros_like(length), length, torch.full_like(length, -1)
     if len(length) and int(length.max()) > limit:
-        pieces = ((length + limit - 1) // limit).clamp_(min=1)
-        slot = torch.repeat_interleave(slot, pieces)
-        piece = torch.arange(len(slot), device=length.device) - (pieces.cumsum(0) - pieces)[slot]
-        length, pieces = length[slot].long(), pieces[slot]
-        first, last = length * piece // pieces, length * (piece + 1) // pieces
-        cut = pieces > 1
+        splits = ((length + limit - 1) // limit).clamp_(min=1)
+        slot = torch.repeat_interleave(slot, splits)
+        number = torch.arange(len(slot), device=length.device) - (splits.cumsum(0) - splits)[slot]
+        length, splits = length[slot].long(), splits[slot]
+        first, last = length * number // splits, length * (number + 1) // splits
+        cut = splits > 1
         scratch = torch.where(cut, cut.cumsum(0) - 1, -1)
     order = torch.argsort(first - last, stable=True)
     return torch.stack([column.int() for column in (slot, first, last, scratch)], 1)[order]
+
+
+def check_lists(index: BlockIndex) -> None:
+    """Raise ValueError if a kernel that follows the lists of an index would read outside its tensors."""
+    slots, words, table = index.n_groups, -(-index.block // 32), len(index.bits)
+    rows, cols = slots * index.n_rows, slots * index.n_cols
+    fulls, parts = len(index.full_col), len(index.part_col)
+    for name, shape, limit in (
+        ("full_row_ptr", (rows + 1,), fulls + 1),
+        ("part_row_ptr", (rows + 1,), parts + 1),
+        ("full_col_ptr", (cols + 1,), fulls + 1),
+        ("part_col_ptr", (cols + 1,), parts + 1),
+        ("group", index.group.shape, slots),
+        ("full_col", (fulls,), index.n_cols),
+        ("part_col", (parts,), index.n_cols),
+        ("full_row", (fulls,), index.n_rows),
+        ("part_row", (parts,), index.n_rows),
+        ("part_tile", (parts,), table),
+        ("part_tile_t", (parts,), table),
+        ("bits", (table, index.block, words), None),
+        ("bits_t", (table, index.block, words), None),
+        ("rows_any", (table, words), None),
+        ("cols_any", (table, words), None),
+    ):
+        x = getattr(index, name)
+        if x.dtype != torch.int32 or x.device != index.device or x.shape != shape:
+            raise ValueError(f"{name}: expected int32 {tuple(shape)}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+        if limit is not None and x.numel() and not 0 <= x.min() <= x.max() < limit:
+            raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {x.min()} ... {x.max()}")
+        if name.endswith("_ptr") and (x.diff() < 0).any():
+            raise ValueError(f"{name}: expected numbers that rise, got {x}")
+    for side in ("row", "col"):
+        lists = getattr(index, f"full_{side}_ptr"), getattr(index, f"part_{side}_ptr")
+        if not torch.equal(getattr(index, f"{side}_work"), work_list(*lists)):
+            raise ValueError(f"{side}_work: expected the splits of the {side} lists")

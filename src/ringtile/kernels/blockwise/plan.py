@@ -7,16 +7,16 @@ serves them all.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.kernels.spans import INDEX, span
 from ringtile.layout.index import BlockIndex
+from ringtile.layout.lists import check_lists
+from ringtile.layout.schedule import derived
 from ringtile.layout.tiles import FULL, pack_words, unpack_words
 
 _MIN_SHARED_ROWS = 4
@@ -275,6 +275,7 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
 
 
 def _make_plan(index: BlockIndex) -> Plan:
+    check_lists(index)
     slot, col, tile = _entries(index)
     bits, keys_any, tile = _cut_last_column(index, col, tile)
     n_rows, n_cols, block = index.n_rows, index.n_cols, index.block
@@ -307,19 +308,7 @@ def _make_plan(index: BlockIndex) -> Plan:
     )
 
 
-_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_lock = threading.Lock()
-
-
 def plan_of(index: BlockIndex) -> Plan:
-    """The launches of an index, made once and kept as long as the index lives."""
-    # The same lists may serve another start.
-    place = (index.block, index.start, index.n_queries, index.n_keys)
-    with _lock:
-        found: tuple[tuple[int, ...], Plan] | None = _plans.get(index.full_row_ptr)
-    if found is None or found[0] != place:
-        with span(INDEX):
-            found = place, _make_plan(index)
-        with _lock:
-            _plans[index.full_row_ptr] = found
-    return found[1]
+    """Return the launches of an index, made once for its lengths."""
+    with span(INDEX):
+        return derived(index, _make_plan, index.start, index.n_queries, index.n_keys)

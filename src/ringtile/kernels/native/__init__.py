@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.kernels.contracts import (
     Call,
@@ -21,11 +19,13 @@ from ringtile.kernels.contracts import (
     new_out,
     with_rows_whole,
 )
-from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_index, check_rows
+from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
 from ringtile.layout import BlockIndex
+from ringtile.layout.lists import check_lists
+from ringtile.layout.schedule import Order, derived, schedule_of
 
 _OPERATIONS_A_CALL = 2e10
 """For each thread, about a quarter of a second: Ctrl-C is heard between calls."""
@@ -35,8 +35,8 @@ _INDEX_FIELDS = (
     *("part_col_ptr", "part_row", "part_tile_t", "bits", "bits_t", "rows_any", "cols_any"),
 )
 _ROW_BLOCK = 128
-_PARTS_A_THREAD = 16
-"""A row or column that is longer than such a part of a thread's share of the backward pass is divided among threads."""
+_SHARES_A_THREAD = 16
+"""Threads share a row or column that is longer than such a fraction of one thread's work in the backward pass."""
 
 
 def threads_of(operations: float) -> int:
@@ -70,109 +70,88 @@ class _Side(NamedTuple):
     """The lists of rows, or those of columns: ``[groups, slots]``."""
 
     length: Tensor
-    pieces: Tensor
-    """int32; in how many pieces each is summed, as the layout cuts it."""
-    is_cut: bool
-    """Whether any has more than one."""
+    splits: Tensor
+    """int32, the number of splits of each list, 1 of a whole one."""
+    is_split: bool
+    """True if any list has more than one."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Lists:
     """What the kernel needs of an index besides its tensors."""
 
-    made_of: tuple[int, ...]
-    """What tells the index from another that shares its key: its numbers and the identities of its tensors."""
     structure: CallStructure
     """The fields of the index filled in."""
-    work: Tensor
-    work_begin: Tensor
     kept: tuple[Tensor, ...]
-    """The index's tensors, whose memory the structure points to; the one that is the key of the dictionary below lives
-    as long as its entry, and would never leave if the entry held it."""
+    """The tensors whose memory the structure points to."""
+    work_begin: Tensor
     tiles: int
     """Kept tiles of a group, on average."""
     rows: _Side
     cols: _Side
     item_begin: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    parts: dict[tuple[int, int, int, int, bool], Tensor] = field(default_factory=dict)
-
-
-_lists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_lock = threading.Lock()
+    shared_splits: dict[tuple[int, int, int, int, bool], Tensor] = field(default_factory=dict)
 
 
 def _lists_of(index: BlockIndex) -> _Lists:
-    # A vmapped call has another group beside the same lists, a slice of positions another start.
-    made_of = (index.block, index.start, index.n_queries, index.n_keys, *(id(x) for x in index.tensors()))
-    with _lock:
-        found: _Lists | None = _lists.get(index.full_row_ptr)
-    if found is None or found.made_of != made_of:
-        found = _make_lists(index, made_of)
-        with _lock:
-            _lists[index.full_row_ptr] = found
-    return found
-
-
-def _make_lists(index: BlockIndex, made_of: tuple[int, ...]) -> _Lists:
-    check_index(index)
-    work = index.row_work.long()
-    rows, groups = max(index.n_rows, 1), index.n_groups
-    order = torch.argsort(work[:, 0] // rows, stable=True)
-    pieces = torch.bincount(work[:, 0], minlength=1)[work[:, 0]]
-    work = torch.cat([work, pieces.unsqueeze(1)], 1)[order]
-    counts = torch.bincount(work[:, 0] // rows, minlength=groups)
-    begin = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    work = work.int().contiguous()
-    structure = CallStructure()
-    tensors = [getattr(index, name).contiguous() for name in _INDEX_FIELDS]
-    for name, tensor in zip(_INDEX_FIELDS, tensors, strict=True):
+    check_lists(index)
+    if index.device.type != "cpu":
+        raise ValueError(f"index: expected tensors on the CPU, got {index.device}")
+    structure, rows, groups = CallStructure(), schedule_of(index).rows, index.n_groups
+    row_side = _side(index.full_row_ptr + index.part_row_ptr, rows, groups)
+    col_side = _side(index.full_col_ptr + index.part_col_ptr, schedule_of(index).cols, groups)
+    is_split = row_side.splits > 1
+    tensors = {
+        **{name: getattr(index, name).contiguous() for name in _INDEX_FIELDS},
+        "work": torch.cat([rows.work, row_side.splits.flatten()[rows.work[:, :1].long()]], 1),
+        "work_begin": rows.begin.long(),
+        "row_splits": row_side.splits,
+        "col_splits": col_side.splits,
+        "row_buffer": torch.where(is_split, is_split.cumsum(1) - 1, 0).int(),
+    }
+    for name, tensor in tensors.items():
         setattr(structure, name, tensor.data_ptr())
-    kept = [tensor for tensor in (*tensors, *index.tensors()) if tensor is not index.full_row_ptr]
     structure.group_stride[0] = index.group.shape[1] if index.group.shape[0] > 1 else 0
     structure.group_stride[1] = 1 if index.group.shape[1] > 1 else 0
-    structure.block, structure.start = index.block, index.start
+    structure.block = index.block
     structure.n_rows, structure.n_cols, structure.n_groups = index.n_rows, index.n_cols, groups
-    structure.work, structure.work_begin = work.data_ptr(), begin.data_ptr()
-    structure.n_splits = int(work[:, 3].max()) + 1 if len(work) else 0
-    row_side = _side(index.full_row_ptr + index.part_row_ptr, index.row_work, groups)
-    col_side = _side(index.full_col_ptr + index.part_col_ptr, index.col_work, groups)
-    is_held = row_side.pieces > 1
-    held = torch.where(is_held, is_held.cumsum(1) - 1, 0).int()
-    structure.row_splits, structure.col_splits = row_side.pieces.data_ptr(), col_side.pieces.data_ptr()
-    structure.row_buffer, structure.n_row_buffers = held.data_ptr(), max(is_held.sum(1).tolist())
+    structure.n_splits = int(rows.work[:, 3].max()) + 1 if len(rows.work) else 0
+    structure.n_row_buffers = max(is_split.sum(1).tolist())
     tiles = (index.full_col.numel() + index.part_col.numel()) // groups
-    return _Lists(made_of, structure, work, begin, (*kept, held), tiles, row_side, col_side)
+    kept = tuple(tensor for tensor in tensors.values() if tensor is not index.full_row_ptr)
+    return _Lists(structure, kept, tensors["work_begin"], tiles, row_side, col_side)
 
 
-def _side(begins: Tensor, work: Tensor, groups: int) -> _Side:
-    length = begins.diff()
-    pieces = torch.bincount(work[:, 0], minlength=len(length)).int()
-    shape = groups, len(length) // groups
-    return _Side(length.long().view(shape), pieces.view(shape), bool((pieces > 1).any()))
+def _side(begins: Tensor, order: Order, groups: int) -> _Side:
+    splits = order.splits[:, 1].clamp(min=1)
+    shape = groups, len(splits) // groups
+    return _Side(begins.diff().long().view(shape), splits.view(shape), bool((splits > 1).any()))
 
 
-def _parts(index: BlockIndex, lists: _Lists, batch: int, heads: int, items: int, threads: int, columns: bool) -> Tensor:
-    """Pieces of the rows (items: of each head) or columns (of each key head) that are long for one thread, in order:
+def _shared_splits(
+    index: BlockIndex, lists: _Lists, batch: int, heads: int, items: int, threads: int, columns: bool
+) -> Tensor:
+    """Splits of the rows (items: of each head) or columns (of each key head) that are long for one thread, in order:
     item, batch row and head, first, last."""
     key = (batch, heads, items, threads, columns)
-    found = lists.parts.get(key)
+    found = lists.shared_splits.get(key)
     if found is None:
         side = lists.cols if columns else lists.rows
         entries: list[tuple[int, int, int, int]] = []
-        if side.is_cut and threads > 1:
+        if side.is_split and threads > 1:
             group = index.group.long().expand(batch, heads)
             slots, ratio = side.length.shape[1], batch * heads // items
-            length, pieces = (x[group].view(items, ratio, slots) for x in (side.length, side.pieces))
+            length, splits = (x[group].view(items, ratio, slots) for x in (side.length, side.splits))
             work = length.sum(1)
-            apart = (pieces > 1).any(1) & (work * threads * _PARTS_A_THREAD > work.sum())
-            for item, slot in apart.nonzero().tolist():
+            shared = (splits > 1).any(1) & (work * threads * _SHARES_A_THREAD > work.sum())
+            for item, slot in shared.nonzero().tolist():
                 for head in range(ratio):
-                    tiles, count = int(length[item, head, slot]), int(pieces[item, head, slot])
-                    for piece in range(count):
-                        span = tiles * piece // count, tiles * (piece + 1) // count
-                        entries.append((item * slots + slot, item * ratio + head, *span))
+                    tiles, count = int(length[item, head, slot]), int(splits[item, head, slot])
+                    for split in range(count):
+                        ends = tiles * split // count, tiles * (split + 1) // count
+                        entries.append((item * slots + slot, item * ratio + head, *ends))
         found = torch.tensor(entries, dtype=torch.int64).view(-1, 4)
-        lists.parts[key] = found
+        lists.shared_splits[key] = found
     return found
 
 
@@ -194,12 +173,12 @@ class _Job:
         self.index = index_of(call, q, k)
         check_groups(self.index, q)
         with span(INDEX):
-            self.lists = _lists_of(self.index)
+            self.lists = derived(self.index, _lists_of)
         self.library = library()
         self.accumulator = accumulator(q)
         self.held: list[Tensor] = []
         c = self.c = CallStructure.from_buffer_copy(self.lists.structure)
-        c.dtype, c.isa = DTYPES[q.dtype], self.library.isa
+        c.dtype, c.isa, c.start = DTYPES[q.dtype], self.library.isa, self.index.start
         c.batch, c.heads, c.n_queries, c.head_dim = q.shape
         c.kv_heads, c.n_keys, c.value_dim = v.shape[1:]
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -245,18 +224,18 @@ class _Job:
             self.c.first_col, self.c.last_col = n_cols * number // calls, n_cols * (number + 1) // calls
             self._call(self.library.handle.ringtile_backward)
 
-    def run_parts(self, phase: int, items: int, places: int, operations: float) -> None:
-        """Rows (phase 2) or columns (3) of so many heads; long ones by several threads, then folded in their order."""
+    def run_lists(self, phase: int, items: int, places: int, operations: float) -> None:
+        """Rows (phase 2) or columns (3) of so many heads; long ones by several threads, then summed in their order."""
         c, columns = self.c, phase == 3
-        parts = _parts(self.index, self.lists, c.batch, c.heads, items, c.threads, columns)
-        c.shared_splits, c.n_shared_splits = self.hold(parts).data_ptr(), len(parts)
-        if len(parts):
+        splits = _shared_splits(self.index, self.lists, c.batch, c.heads, items, c.threads, columns)
+        c.shared_splits, c.n_shared_splits = self.hold(splits).data_ptr(), len(splits)
+        if len(splits):
             width = c.head_dim + (c.value_dim if columns else 0)
-            scratch = parts.new_empty(len(parts) * width * _ROW_BLOCK, dtype=self.accumulator)
+            scratch = splits.new_empty(len(splits) * width * _ROW_BLOCK, dtype=self.accumulator)
             c.scratch = self.hold(scratch).data_ptr()
-        self.run(False, phase, len(parts) + items * places, operations)
-        if len(parts):
-            self.run(False, phase + 2, len(parts), 0)
+        self.run(False, phase, len(splits) + items * places, operations)
+        if len(splits):
+            self.run(False, phase + 2, len(splits), 0)
 
     def _call(self, function: Any) -> None:
         listening = list(listeners)
@@ -325,6 +304,6 @@ def backward(
             job.c.row_buffers = job.hold(held).data_ptr()
         job.run_columns(kv_heads, 2.5 * job.operations)
     else:
-        job.run_parts(2, heads, job.index.n_rows, 1.5 * job.operations)
-        job.run_parts(3, kv_heads, job.index.n_cols, 2 * job.operations)
+        job.run_lists(2, heads, job.index.n_rows, 1.5 * job.operations)
+        job.run_lists(3, kv_heads, job.index.n_cols, 2 * job.operations)
     return q_grad.to(q.dtype), k_grad, v_grad

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ringtile.kernels.contracts import Call, accumulator
 from ringtile.layout import BlockIndex
-from ringtile.layout.lists import work_list
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """Their numbers in native/ringtile.h."""
@@ -47,38 +46,3 @@ def check_groups(index: BlockIndex, q: Tensor) -> None:
     batch, heads = index.group.shape
     if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
         raise ValueError(f"index: expected groups [1 or {q.shape[0]}, 1 or {q.shape[1]}], got {index.group.shape}")
-
-
-def check_index(index: BlockIndex) -> None:
-    """Raise ValueError where the lists of an index lead beside its tensors."""
-    slots, words, table = index.n_groups, -(-index.block // 32), len(index.bits)
-    rows, cols = slots * index.n_rows, slots * index.n_cols
-    fulls, parts = len(index.full_col), len(index.part_col)
-    for name, shape, limit in (
-        ("group", index.group.shape, slots),
-        ("full_row_ptr", (rows + 1,), fulls + 1),
-        ("part_row_ptr", (rows + 1,), parts + 1),
-        ("full_col_ptr", (cols + 1,), fulls + 1),
-        ("part_col_ptr", (cols + 1,), parts + 1),
-        ("full_col", (fulls,), index.n_cols),
-        ("part_col", (parts,), index.n_cols),
-        ("full_row", (fulls,), index.n_rows),
-        ("part_row", (parts,), index.n_rows),
-        ("part_tile", (parts,), table),
-        ("part_tile_t", (parts,), table),
-        ("bits", (table, index.block, words), None),
-        ("bits_t", (table, index.block, words), None),
-        ("rows_any", (table, words), None),
-        ("cols_any", (table, words), None),
-    ):
-        x = getattr(index, name)
-        if x.dtype != torch.int32 or x.device.type != "cpu" or x.shape != shape:
-            raise ValueError(f"{name}: expected int32 {tuple(shape)}, got {x.dtype} {tuple(x.shape)} on {x.device}")
-        if limit is not None and x.numel() and not 0 <= x.min() <= x.max() < limit:
-            raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {x.min()} ... {x.max()}")
-        if name.endswith("_ptr") and (x.diff() < 0).any():
-            raise ValueError(f"{name}: expected numbers that rise, got {x}")
-    for side in ("row", "col"):
-        lists = getattr(index, f"full_{side}_ptr"), getattr(index, f"part_{side}_ptr")
-        if not torch.equal(getattr(index, f"{side}_work"), work_list(*lists)):
-            raise ValueError(f"{side}_work: expected the division of the {side} lists into pieces of work")

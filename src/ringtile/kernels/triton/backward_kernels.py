@@ -152,8 +152,8 @@ def dq_kernel(
     acc = acc * scale
     if SPLIT:
         if scratch >= 0:
-            piece = (bh.to(tl.int64) * scratch_stride + scratch) * room + sub * BM + tl.arange(0, BM)
-            tl.store(SCRATCH + piece[:, None] * DP + d[None, :], acc)
+            slot_rows = (bh.to(tl.int64) * scratch_stride + scratch) * room + sub * BM + tl.arange(0, BM)
+            tl.store(SCRATCH + slot_rows[:, None] * DP + d[None, :], acc)
             return
     tl.store(
         Q_GRAD + place[:, None] * D + d[None, :],
@@ -164,25 +164,25 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def sum_dq_kernel(
-    SCRATCH, Q_GRAD, group, pieces,
+    SCRATCH, Q_GRAD, group, splits,
     heads, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, SUBS: tl.constexpr,
 ):  # fmt: skip
-    """A row's pieces, summed in the order of its list."""
+    """A row's splits, summed in the order of its list."""
     program = tl.program_id(0)
     sub = program % SUBS
     bh = program // SUBS // n_rows
     row = program // SUBS % n_rows
     slot = tl.load(group + bh // heads * group_b + bh % heads * group_h) * n_rows + row
-    count = tl.load(pieces + slot * 2 + 1)
+    count = tl.load(splits + slot * 2 + 1)
     if count == 0:
         return
     query, _, _, exists = rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, 1)
     d = tl.arange(0, DP)
-    first = bh.to(tl.int64) * scratch_stride + tl.load(pieces + slot * 2)
+    first = bh.to(tl.int64) * scratch_stride + tl.load(splits + slot * 2)
     acc = tl.zeros([BM, DP], tl.float32)
-    for piece in range(count):
-        place = (first + piece) * room + sub * BM + tl.arange(0, BM)
+    for split in range(count):
+        place = (first + split) * room + sub * BM + tl.arange(0, BM)
         acc += tl.load(SCRATCH + place[:, None] * DP + d[None, :])
     place = bh.to(tl.int64) * n_queries + query
     tl.store(
@@ -204,7 +204,7 @@ def dkdv_kernel(
     SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr, HAS_BITS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One piece of a column tile's list for LOOPED query heads in turn; sums over heads and pieces come after."""
+    """One split of a column tile's list for LOOPED query heads in turn; sums over heads and splits come after."""
     program = tl.program_id(0)
     sub = program % SUBS
     outer = program // SUBS // longest
@@ -335,9 +335,9 @@ def dkdv_kernel(
         if (scratch >= 0) | (LOOPED < ratio):
             whole = whole_base + outer.to(tl.int64) * n_cols + col
             number = tl.where(scratch >= 0, outer.to(tl.int64) * scratch_stride + scratch, whole)
-            piece = number * (SUBS * BN) + inside
-            tl.store(SCRATCH + piece[:, None] * (DP + EP) + d[None, :], k_acc)
-            tl.store(SCRATCH + piece[:, None] * (DP + EP) + DP + e[None, :], v_acc)
+            slot_rows = number * (SUBS * BN) + inside
+            tl.store(SCRATCH + slot_rows[:, None] * (DP + EP) + d[None, :], k_acc)
+            tl.store(SCRATCH + slot_rows[:, None] * (DP + EP) + DP + e[None, :], v_acc)
             return
     place = (b.to(tl.int64) * (heads // ratio) + kv_head) * n_keys + key
     tl.store(K_GRAD + place[:, None] * D + d[None, :], k_acc.to(K_GRAD.dtype.element_ty),
@@ -348,12 +348,12 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def sum_dkdv_kernel(
-    SCRATCH, K_GRAD, V_GRAD, group, pieces,
+    SCRATCH, K_GRAD, V_GRAD, group, splits,
     heads, ratio, n_keys, n_cols, scratch_stride, whole_base, group_b, group_h,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
     LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """A column's heads and pieces, summed in their order."""
+    """A column's heads and splits, summed in their order."""
     subs: tl.constexpr = BLOCK // BN
     program = tl.program_id(0)
     inside = program % subs * BN + tl.arange(0, BN)
@@ -367,17 +367,17 @@ def sum_dkdv_kernel(
     parts = ratio // LOOPED
     for part in range(parts):
         slot = tl.load(group + b * group_b + (first_head + part * LOOPED) * group_h) * n_cols + col
-        count = tl.load(pieces + slot * 2 + 1)
+        count = tl.load(splits + slot * 2 + 1)
         source = (outer * parts + part).to(tl.int64)
-        first = source * scratch_stride + tl.load(pieces + slot * 2)
+        first = source * scratch_stride + tl.load(splits + slot * 2)
         first = tl.where(count > 0, first, whole_base + source * n_cols + col)
-        # A column in one piece, of one program, is where it belongs already.
+        # A whole column of one program is in place already.
         for number in range(tl.where(count == 0, (parts > 1).to(tl.int32), count)):
-            piece = (first + number) * BLOCK + inside
-            k_acc += tl.load(SCRATCH + piece[:, None] * (DP + EP) + d[None, :])
-            v_acc += tl.load(SCRATCH + piece[:, None] * (DP + EP) + DP + e[None, :])
+            slot_rows = (first + number) * BLOCK + inside
+            k_acc += tl.load(SCRATCH + slot_rows[:, None] * (DP + EP) + d[None, :])
+            v_acc += tl.load(SCRATCH + slot_rows[:, None] * (DP + EP) + DP + e[None, :])
     slot = tl.load(group + b * group_b + first_head * group_h) * n_cols + col
-    if (parts > 1) | (tl.load(pieces + slot * 2 + 1) > 0):
+    if (parts > 1) | (tl.load(splits + slot * 2 + 1) > 0):
         key = col * BLOCK + inside
         place = outer.to(tl.int64) * n_keys + key
         exists = key < n_keys

@@ -1,4 +1,4 @@
-"""The forward kernels: one piece of a row tile's list, and the merge of rows in several pieces.
+"""The forward kernels: one split of a row tile's list, and the merge of the splits.
 
 Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. Scores stay in raw units;
 ``c`` is the scale times log2(e), so that a weight is one multiply-add and one exp2.
@@ -152,11 +152,11 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=CHANGING)
 def merge_kernel(
-    SCRATCH, OUT, LSE, group, pieces,
+    SCRATCH, OUT, LSE, group, splits,
     heads, ratio, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h, o_b, o_h, o_n,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, SUBS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """A row's pieces, merged in the order of its list."""
+    """A row's splits, merged in the order of its list."""
     program = tl.program_id(0)
     sub = program % SUBS
     bh = program // SUBS // n_rows
@@ -168,19 +168,19 @@ def merge_kernel(
         h = bh % (heads // ratio) * ratio
     row = program // SUBS % n_rows
     slot = tl.load(group + b * group_b + h * group_h) * n_rows + row
-    count = tl.load(pieces + slot * 2 + 1)
+    count = tl.load(splits + slot * 2 + 1)
     if count == 0:
         return
     query, _, packed, exists = rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, PACK)
     exists = exists & (packed < ratio)
     head = h + packed
     e = tl.arange(0, EP)
-    first = bh.to(tl.int64) * scratch_stride + tl.load(pieces + slot * 2)
+    first = bh.to(tl.int64) * scratch_stride + tl.load(splits + slot * 2)
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, EP], tl.float32)
-    for piece in range(count):
-        place = (first + piece) * room + sub * BM + tl.arange(0, BM)
+    for split in range(count):
+        place = (first + split) * room + sub * BM + tl.arange(0, BM)
         out = tl.load(SCRATCH + place[:, None] * (EP + 1) + e[None, :])
         lse = tl.load(SCRATCH + place * (EP + 1) + EP)
         new_top = tl.maximum(top, lse)

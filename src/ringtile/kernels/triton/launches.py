@@ -15,8 +15,9 @@ from ringtile.kernels.contracts import Call, index_of, with_rows_whole
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
-from ringtile.kernels.triton.schedule import Order, schedule_of
+from ringtile.kernels.triton.schedule import in_blocks
 from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs, wants_descriptors
+from ringtile.layout.schedule import Order, schedule_of
 
 _FEW_PROGRAMS = 132
 """With fewer columns than a large GPU has processors, the query heads of a key head work apart."""
@@ -92,8 +93,8 @@ class Job:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         index = index_of(call, q, k)
         with span(INDEX):
-            self.schedule = schedule_of(index)
-        self.index = index if self.schedule.merged is None else self.schedule.merged
+            self.index = in_blocks(index)
+            self.schedule = schedule_of(self.index)
         self.q, self.k, self.v, self.call = with_rows_whole(q), with_rows_whole(k), with_rows_whole(v), call
         self.batch, self.heads, self.n_queries, self.head_dim = q.shape
         self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
@@ -236,7 +237,7 @@ def _scratch(job: Job, size: int) -> Tensor:
 
 
 def _split(job: Job, order: Order, owners: int, numbers: int, room: int) -> dict[str, Any]:
-    """The scratch of rows in several pieces: slots of ``room`` rows of so many numbers each."""
+    """The scratch of split rows: slots of ``room`` rows of so many numbers each."""
     slots, stride = _scratch_slots(job, order, owners)
     return {"SCRATCH": _scratch(job, slots * room * numbers), "scratch_stride": stride, "room": room}
 
@@ -260,7 +261,7 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     if order.n_scratch:
         names = ("heads", "ratio", "n_queries", "start", "first_row")
         shared = {name: job.shared[name] for name in names} | job.groups
-        merged = {**shared, **results, **split, "pieces": order.pieces, "n_rows": job.index.n_rows}
+        merged = {**shared, **results, **split, "splits": order.splits, "n_rows": job.index.n_rows}
         launches.append(Launch(forward_kernels.merge_kernel, merged, merges))
     return launches
 
@@ -318,7 +319,7 @@ def _dq_launches(job: Job, shared: dict[str, Any], q_grad: Tensor) -> list[Launc
     launches = [Launch(backward_kernels.dq_kernel, {**shared, **job.rows(), **split, "Q_GRAD": q_grad}, choices)]
     if order.n_scratch:
         facts = {name: shared[name] for name in ("heads", "n_queries", "start", "first_row")} | job.groups
-        summed = {**facts, **split, "Q_GRAD": q_grad, "pieces": order.pieces, "n_rows": job.index.n_rows}
+        summed = {**facts, **split, "Q_GRAD": q_grad, "splits": order.splits, "n_rows": job.index.n_rows}
         launches.append(Launch(backward_kernels.sum_dq_kernel, summed, sums))
     return launches
 
@@ -328,7 +329,7 @@ def _dkdv_launches(job: Job, shared: dict[str, Any], k_grad: Tensor, v_grad: Ten
     columns = job.batch * job.kv_heads * index.n_cols
     looped = job.ratio if job.group.shape[1] == 1 and columns >= _FEW_PROGRAMS else 1
     owners = job.batch * job.heads // looped
-    # Behind the slots of pieces, where heads work apart, each has one for every column that is in one piece.
+    # Behind the slots of splits, if heads work apart, each has one for every column that is whole.
     whole_base, stride = _scratch_slots(job, order, owners)
     slots = whole_base + (owners * index.n_cols if looped < job.ratio else 0)
     cut = order.n_scratch > 0 or looped < job.ratio
@@ -358,6 +359,6 @@ def _dkdv_launches(job: Job, shared: dict[str, Any], k_grad: Tensor, v_grad: Ten
     launches = [Launch(backward_kernels.dkdv_kernel, {**shared, **job.cols(), **split}, choices)]
     if cut:
         facts = {name: shared[name] for name in ("heads", "ratio", "n_keys")} | job.groups
-        summed = {**facts, **split, "pieces": order.pieces, "n_cols": index.n_cols}
+        summed = {**facts, **split, "splits": order.splits, "n_cols": index.n_cols}
         launches.append(Launch(backward_kernels.sum_dkdv_kernel, summed, sums))
     return launches

@@ -110,16 +110,16 @@ def survives_transposed(seed, batch, head, query, n0, threshold, BM: tl.constexp
 
 
 @triton.jit
-def stretch(full_ptr, part_ptr, slot, piece_first, piece_last):
-    """Where a piece of a list, full tiles first, begins and ends among its full and among its partial tiles."""
+def stretch(full_ptr, part_ptr, slot, split_first, split_last):
+    """Where a split of a list, full tiles first, begins and ends among its full and among its partial tiles."""
     full_first = tl.load(full_ptr + slot)
     n_full = tl.load(full_ptr + slot + 1) - full_first
     part_first = tl.load(part_ptr + slot)
     return (
-        full_first + tl.minimum(piece_first, n_full),
-        full_first + tl.minimum(piece_last, n_full),
-        part_first + tl.maximum(piece_first - n_full, 0),
-        part_first + tl.maximum(piece_last - n_full, 0),
+        full_first + tl.minimum(split_first, n_full),
+        full_first + tl.minimum(split_last, n_full),
+        part_first + tl.maximum(split_first - n_full, 0),
+        part_first + tl.maximum(split_last - n_full, 0),
     )
 
 

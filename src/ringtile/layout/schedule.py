@@ -1,0 +1,120 @@
+"""Values that kernels derive from an index once: the order of its rows and columns, and their own."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ringtile.layout.index import BlockIndex
+
+T = TypeVar("T")
+
+_VALUES = 32
+"""The number of values that are kept for an index: a plan for each of its last lengths, for one."""
+
+
+class Order(NamedTuple):
+    """The splits of the lists of rows or columns, those of a group together and longest first."""
+
+    work: Tensor
+    """``[W, 4]`` int32: slot, first and last entry, scratch slot or -1."""
+    begin: Tensor
+    """``[G + 1]`` int32: where the splits of each group begin."""
+    splits: Tensor
+    """``[slots, 2]`` int32: first scratch slot and number of splits of each slot, 0 of a slot that is whole."""
+    longest: int
+    """Upper bound of the number of splits of a group."""
+    n_scratch: int
+    """Upper bound of the number of scratch slots of all groups together."""
+
+
+class Schedule(NamedTuple):
+    """The order of both directions."""
+
+    rows: Order
+    cols: Order
+
+
+def order_of(work: Tensor, n_groups: int, per_group: int) -> Order:
+    """Sort a work list by group. Every size follows from shapes, so nothing is read back from the device."""
+    slots = n_groups * per_group
+    extra = len(work) - slots
+    slot, scratch = work[:, 0].long(), work[:, 3]
+    unused = slot < 0
+    group = torch.where(unused, n_groups, slot // max(per_group, 1))
+    members = torch.zeros(n_groups + 2, dtype=torch.int64, device=work.device)
+    members.scatter_add_(0, group + 1, torch.ones_like(group))
+    begin = members[: n_groups + 1].cumsum(0).int()
+    ordered = work[torch.argsort(group, stable=True)].contiguous()
+    # The last row takes the splits that belong to no slot.
+    splits = torch.zeros(slots + 1, 2, dtype=torch.int32, device=work.device)
+    if extra:
+        cut = torch.where(unused | (scratch < 0), slots, slot)
+        splits[:, 1].scatter_add_(0, cut, torch.ones_like(scratch))
+        splits[:, 0].scatter_(0, torch.where(work[:, 1] == 0, cut, slots), scratch)
+    return Order(ordered, begin, splits[:slots], per_group + extra, 2 * extra)
+
+
+def schedule_of(index: BlockIndex) -> Schedule:
+    """Return the order in which a kernel takes the rows and the columns of an index."""
+    return derived(index, _make_schedule)
+
+
+def _make_schedule(index: BlockIndex) -> Schedule:
+    return Schedule(
+        order_of(index.row_work, index.n_groups, index.n_rows), order_of(index.col_work, index.n_groups, index.n_cols)
+    )
+
+
+class _Values(NamedTuple):
+    """Values made of one index."""
+
+    content: tuple[Any, ...]
+    """The identities and versions of the index's tensors."""
+    tensors: tuple[Tensor, ...]
+    """Those tensors, so that no other tensor takes their place in memory; without the key of the table below."""
+    made: OrderedDict[Hashable, Any]
+
+
+_table: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+
+
+def derived(index: BlockIndex, make: Callable[[BlockIndex], T], *key: Hashable) -> T:
+    """Return ``make(index)``, made once for the tensors of an index, its grid of tiles and ``key``.
+
+    Indices that share their tensors share the value, also if their lengths differ inside the first and last tiles: a
+    value that depends on the lengths needs them in ``key``. A tensor that is changed in place makes every value anew;
+    inference tensors do not count their changes, so nothing is kept for them. The value must not hold
+    ``index.full_row_ptr``, whose life it shares.
+    """
+    tensors = index.tensors()
+    try:
+        content = (*map(id, tensors), *(x._version for x in tensors))
+    except RuntimeError:
+        return make(index)
+    grid = index.grid
+    place = (make, grid.block, grid.first_row, grid.n_rows, grid.n_cols, *key)
+    with _lock:
+        values: _Values | None = _table.get(index.full_row_ptr)
+        if values is not None and values.content == content and place in values.made:
+            values.made.move_to_end(place)
+            found: T = values.made[place]
+            return found
+    found = make(index)
+    with _lock:
+        values = _table.get(index.full_row_ptr)
+        if values is None or values.content != content:
+            others = tuple(x for x in tensors if x is not index.full_row_ptr)
+            _table[index.full_row_ptr] = values = _Values(content, others, OrderedDict())
+        # Another thread may have been first: then all use its value.
+        found = values.made.setdefault(place, found)
+        if len(values.made) > _VALUES:
+            values.made.popitem(last=False)
+    return found

@@ -1,0 +1,133 @@
+"""What kernels derive from an index is made once, and anew for other content."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import make_inputs
+
+from ringtile import build_index, sparse_attention
+from ringtile.layout import BlockIndex, clear_cache, schedule
+from ringtile.layout.index import TENSOR_FIELDS
+from ringtile.layout.schedule import derived, schedule_of
+from ringtile.layout.tiles import derive_tables
+from ringtile.patterns import Causal, Window
+
+BACKENDS = ["native", "blockwise"]
+
+
+def own_index(n_tokens: int = 500) -> BlockIndex:
+    """An index that no cache holds, so that a test may change it."""
+    index = build_index(Causal() & Window(300), n_tokens)
+    return replace(index, **{name: getattr(index, name).clone() for name in TENSOR_FIELDS})
+
+
+class Counted:
+    """A function to derive with, and the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, index: BlockIndex) -> int:
+        self.calls += 1
+        return self.calls
+
+
+def test_a_schedule_is_made_once_for_an_index() -> None:
+    index = build_index(Causal(), 300)
+    assert schedule_of(index) is schedule_of(replace(index))
+    assert schedule_of(index) is schedule_of(replace(index, start=1, n_queries=290, n_keys=290))
+    assert schedule_of(index) is not schedule_of(replace(index, start=128))
+    assert schedule_of(index) is not schedule_of(replace(index, group=index.group.clone()))
+
+
+def test_a_key_tells_values_apart() -> None:
+    index, make = own_index(), Counted()
+    assert [derived(index, make, *key) for key in ((), (7,), (8,), (7,))] == [1, 2, 3, 2]
+    assert derived(index, Counted()) == 1
+
+
+@pytest.mark.parametrize("name", TENSOR_FIELDS)
+def test_a_tensor_that_changes_makes_values_anew(name: str) -> None:
+    index, make = own_index(), Counted()
+    assert [derived(index, make), derived(index, make)] == [1, 1]
+    getattr(index, name).add_(0)
+    assert [derived(index, make), derived(index, make)] == [2, 2]
+
+
+def test_nothing_is_kept_of_tensors_that_count_no_changes() -> None:
+    index, make = own_index(), Counted()
+    with torch.inference_mode():
+        index = replace(index, part_col=index.part_col.clone())
+    assert [derived(index, make), derived(index, make)] == [1, 2]
+
+
+def test_an_index_that_is_cut_in_inference_mode_counts_its_changes() -> None:
+    index = own_index()
+    with torch.inference_mode():
+        parts = [index.slice(range(1, 3)), replace(index, block=128).coarsen(128), index.to("meta")]
+    assert not any(x.is_inference() for part in parts for x in part.tensors())
+
+
+def test_only_the_newest_values_are_kept() -> None:
+    index, make = own_index(), Counted()
+    for key in range(2 * schedule._VALUES):
+        derived(index, make, key)
+        derived(index, make, "often")
+    assert make.calls == 2 * schedule._VALUES + 1
+    assert len(schedule._table[index.full_row_ptr].made) == schedule._VALUES
+
+
+def test_values_leave_with_their_index() -> None:
+    clear_cache()
+    gc.collect()
+    before = len(schedule._table)
+    index = own_index()
+    q, k, v, _ = make_inputs(1, 1, 500)
+    for backend in BACKENDS:
+        sparse_attention(q, k, v, index, backend=backend)
+    assert len(schedule._table) == before + 1
+    del index
+    gc.collect()
+    assert len(schedule._table) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["full_col", "part_col", "part_tile", "part_row_ptr", "group"])
+def test_an_index_that_is_changed_after_its_first_use_is_checked_again(name: str, backend: str) -> None:
+    index = own_index()
+    q, k, v, _ = make_inputs(1, 1, 500)
+    q.requires_grad_()
+    sparse_attention(q, k, v, index, backend=backend).sum().backward()
+    getattr(index, name).fill_(10**8)
+    with pytest.raises(ValueError, match=name):
+        sparse_attention(q, k, v, index, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_index_that_is_changed_between_the_passes_is_checked_again(backend: str) -> None:
+    index = own_index()
+    q, k, v, _ = make_inputs(1, 1, 500)
+    q.requires_grad_()
+    out = sparse_attention(q, k, v, index, backend=backend)
+    index.part_row.fill_(10**8)
+    with pytest.raises((ValueError, RuntimeError), match=r"part_row|modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_index_that_is_changed_for_good_serves_its_new_pairs(backend: str) -> None:
+    index = own_index()
+    q, k, v, _ = make_inputs(1, 1, 500)
+
+    def error() -> float:
+        out, exact = (sparse_attention(q, k, v, index, backend=name) for name in (backend, "reference"))
+        return float((out - exact).abs().max())
+
+    assert error() < 1e-12
+    for name, table in derive_tables(index.bits & 0x0F0F0F0F)._asdict().items():
+        getattr(index, name).copy_(table)
+    assert error() < 1e-12

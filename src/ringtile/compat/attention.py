@@ -210,8 +210,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
         if self._last is None:
             return math.nan
         rule, problems, whole, is_causal = self._last
-        dense = count_tiles(Dense(), (whole,), is_causal=is_causal).dense
-        return count_tiles(rule, problems, is_causal=is_causal).kept / dense if dense else math.nan
+        kept, dense = (count_tiles(*of, is_causal=is_causal)[0] for of in ((rule, problems), (Dense(), (whole,))))
+        return kept / dense if dense else math.nan
 
     def set_sparsity_ratio(self, sparsity_ratio: float) -> None:
         """Set the density of the pattern, the fraction of tiles computed, from the next call on.
@@ -270,22 +270,13 @@ def hierarchical_sparse_attention(
 
     `ringtile.sparse_attention` does this with every pattern: full tiles, and partial tiles with a bitmask.
 
-    Args:
-        q: ``[B, N, H, D]``.
-        k: ``[B, M, H, D]``.
-        v: ``[B, M, H, Dv]``.
-        pattern: `ringtile.patterns.Pattern`, refined to pairs, or a bool matrix of whole blocks ``[rows, columns]``
-            or ``[H, rows, columns]``.
-        is_causal: True to keep only keys at or before the query's position.
-        block_size: Tokens per side of the blocks of a matrix.
+    ``q``, ``k`` and ``v`` are ``[B, N, H, D]``. ``pattern`` is a `ringtile.patterns.Pattern`, refined to pairs, or a
+    bool matrix of whole blocks ``[rows, columns]`` or ``[H, rows, columns]``, of ``block_size`` tokens per side. Raises
+    ValueError if shapes are invalid, or if ``block_size`` is given beside a Pattern.
 
-    Raises:
-        ValueError: If shapes are invalid, or if ``block_size`` is given beside a pattern that does not use it.
-
-    Example:
-        >>> x = torch.randn(1, 512, 2, 16)
-        >>> hierarchical_sparse_attention(x, x, x, torch.eye(4, dtype=torch.bool)).shape
-        torch.Size([1, 512, 2, 16])
+    >>> x = torch.randn(1, 512, 2, 16)
+    >>> hierarchical_sparse_attention(x, x, x, torch.eye(4, dtype=torch.bool)).shape
+    torch.Size([1, 512, 2, 16])
     """
     if isinstance(pattern, Tensor):
         pattern = Blocks(pattern, block=block_size)

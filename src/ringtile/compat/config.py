@@ -89,7 +89,7 @@ class SparsePatternConfig:
                     f"{' and '.join(shaping)}; got {name}={value!r}"
                 )
             if name == "dilation_rates":
-                wholes("dilated_sparse", name, value, 1)
+                self.dilation_rates = wholes("dilated_sparse", name, value, 1)
             else:
                 whole(self.pattern_type, name, value, 1)
         if self.local_window_size is not None and self.sparsity_ratio is not None:

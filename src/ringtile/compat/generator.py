@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import UserDict
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,24 +35,12 @@ class Problem(NamedTuple):
     times: float = 1
 
 
-class Tiles(NamedTuple):
-    """Tiles that a rule computes, and those of dense attention."""
-
-    kept: float
-    dense: float
-
-    @property
-    def density(self) -> float:
-        return self.kept / self.dense if self.dense else 0.0
-
-
-def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) -> Tiles:
-    """Count the 128 x 128 tiles of a rule over all problems (the mean over heads if they differ)."""
+def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) -> tuple[float, float]:
+    """Count the 128 x 128 tiles that a rule and dense attention compute over all problems, the mean of all heads."""
     kept = dense = 0.0
-    envelope = Causal() if is_causal else Dense()
     for n_queries, n_keys, start, times in problems:
         grid = TileGrid(_TILE, start, n_queries, n_keys)
-        whole = count_allowed(envelope, grid, torch.device("cpu"))[1]
+        whole = count_allowed(Causal() if is_causal else Dense(), grid, torch.device("cpu"))[1]
         dense += times * whole
         if isinstance(rule, Dense):
             kept += times * whole
@@ -60,96 +49,70 @@ def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) 
         index = build_index(in_force, n_queries, n_keys, start=start, heads=rule.n_heads or 1, block=_TILE)
         with real_tensors():
             kept += times * index.kept_tiles / index.group.numel()
-    return Tiles(kept, dense)
+    return kept, dense
 
 
-class _Geometry(NamedTuple):
-    """The fields of a configuration that shape a pattern, hashable."""
+def _solve(fields: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bool) -> Pattern:
+    """Return the pattern of a configuration whose tile density over all problems is nearest to the ratio."""
+    config = SparsePatternConfig(*fields)
+    ratio, low, high, block = config.sparsity_ratio, config.min_sparsity, config.max_sparsity, config.block_size
+    rates, tokens = tuple(config.dilation_rates or (1, 2, 4, 8, 16)), GlobalTokens(config.global_tokens or 64)
+    plain: Pattern = Window((config.local_window_size or 512) // 2)
+    if config.pattern_type == "global_local":
+        plain = plain | tokens
+    elif config.pattern_type == "dilated_sparse":
+        plain = BlockDilated(rates, 1, block)
+    if (ratio, low, high) == (None, None, None):
+        return plain
 
-    kind: str
-    ratio: float | None
-    low: float | None
-    high: float | None
-    block: int
-    window: int
-    tokens: int
-    rates: tuple[int, ...]
+    def density(rule: Pattern) -> float:
+        kept, dense = count_tiles(rule, problems, is_causal=is_causal)
+        return kept / dense if dense else 0.0
 
-    @classmethod
-    def of(cls, config: SparsePatternConfig) -> _Geometry:
-        """Check a configuration and fill in the defaults."""
-        config.check()
-        return cls(
-            config.pattern_type,
-            config.sparsity_ratio,
-            config.min_sparsity,
-            config.max_sparsity,
-            config.block_size,
-            config.local_window_size or 512,
-            config.global_tokens or 64,
-            tuple(config.dilation_rates or (1, 2, 4, 8, 16)),
+    wanted = density(plain) if ratio is None else ratio
+    target = min(max(wanted, low or 0.0), high or 1.0)
+    if target != wanted and ratio is not None:
+        _warn(
+            f"sparsity_ratio={ratio:g} is outside of min_sparsity={low} and max_sparsity={high} (all are densities): "
+            f"{target:g} is used"
         )
+    elif ratio is None and target == wanted:
+        return plain
+    if target == 1:
+        return Dense()
+    n_keys = max((problem.n_keys for problem in problems), default=0)
 
-    def rule(self, problems: tuple[Problem, ...], is_causal: bool) -> Pattern:
-        """Return the pattern whose tile density over all problems meets the ratio, or is the nearest to it."""
+    def sized(pattern: Pattern) -> Solution:
+        return solve(pattern, target, density, n_keys)
 
-        def density(rule: Pattern) -> float:
-            return count_tiles(rule, problems, is_causal=is_causal).density
-
-        plain = self._plain()
-        if (self.ratio, self.low, self.high) == (None, None, None):
-            return plain
-        wanted = density(plain) if self.ratio is None else self.ratio
-        target = min(max(wanted, self.low or 0.0), self.high or 1.0)
-        if self.ratio is None and target == wanted:
-            return plain
-        if target != wanted and self.ratio is not None:
-            warnings.warn(
-                f"sparsity_ratio={wanted:g} is outside of min_sparsity={self.low} and max_sparsity={self.high} (all "
-                f"are densities): {target:g} is used",
-                stacklevel=2,
+    near = BlockDilated([1], 1, block)
+    if config.pattern_type != "dilated_sparse":
+        found = sized(near if config.pattern_type == "local_window" else near | tokens)
+    else:
+        count = len(rates)
+        while count > 1 and density(BlockDilated(rates[:count], 1, block)) > target:
+            count -= 1
+        if count < len(rates):
+            _warn(
+                f"dilation_rates={list(rates)}: {n_keys} keys at a density of {target:g} have room for at most the "
+                f"rates {list(rates[:count])}"
             )
-        if target == 1:
-            return Dense()
-        n_keys = max((problem.n_keys for problem in problems), default=0)
+        found = sized(BlockDilated(rates[:count], 1, block))
+        if count > 1 and not found.reached:
+            # The reach as far as it fits, then the blocks next to the diagonal.
+            reach = found.pattern.reach - (found.density > target)  # type: ignore[attr-defined]
+            filled = sized(near | BlockDilated(rates[:count], max(reach, 1), block))
+            found = min(found, filled, key=lambda each: abs(each.density - target))
+    if abs(found.density - target) > _TOLERANCE * target:
+        _warn(
+            f"sparsity_ratio={target:g} cannot be reached by {config.pattern_type} over {n_keys} keys: the nearest "
+            f"density of tiles is {found.density:.4g}"
+        )
+    return found.pattern
 
-        def sized(pattern: Pattern) -> Solution:
-            return solve(pattern, target, density, n_keys)
 
-        near = BlockDilated([1], 1, self.block)
-        if self.kind == "local_window":
-            found = sized(near)
-        elif self.kind == "global_local":
-            found = sized(near | GlobalTokens(self.tokens))
-        else:
-            count = len(self.rates)
-            while count > 1 and density(BlockDilated(self.rates[:count], 1, self.block)) > target:
-                count -= 1
-            if count < len(self.rates):
-                warnings.warn(
-                    f"dilation_rates={list(self.rates)}: {n_keys} keys at a density of {target:g} have room for at "
-                    f"most the rates {list(self.rates[:count])}",
-                    stacklevel=2,
-                )
-            found = sized(BlockDilated(self.rates[:count], 1, self.block))
-            if count > 1 and not found.reached:
-                # The reach as far as it fits, then the blocks next to the diagonal.
-                reach = found.pattern.reach - (found.density > target)  # type: ignore[attr-defined]
-                filled = sized(near | BlockDilated(self.rates[:count], max(reach, 1), self.block))
-                found = min(found, filled, key=lambda each: abs(each.density - target))
-        if abs(found.density - target) > _TOLERANCE * target:
-            warnings.warn(
-                f"sparsity_ratio={target:g} cannot be reached by {self.kind} over {n_keys} keys: the nearest density "
-                f"of tiles is {found.density:.4g}",
-                stacklevel=2,
-            )
-        return found.pattern
-
-    def _plain(self) -> Pattern:
-        if self.kind == "dilated_sparse":
-            return BlockDilated(self.rates, 1, self.block)
-        window = Window(self.window // 2)
-        return window if self.kind == "local_window" else window | GlobalTokens(self.tokens)
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=3)
 
 
 class CacheStats(NamedTuple):
@@ -185,13 +148,13 @@ class PersistentPatternCache(UserDict[int, Tensor]):
             raise ValueError(f"max_size: expected a positive number of patterns, got {max_size!r}")
         super().__init__()
         self.max_size = max_size
-        self.solved = lru_cache(max_size)(_Geometry.rule)
+        self.solved = lru_cache(max_size)(_solve)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "solved"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, solved=lru_cache(state["max_size"])(_Geometry.rule))
+        vars(self).update(state, solved=lru_cache(state["max_size"])(_solve))
 
     def __getitem__(self, seq_len: int) -> Tensor:
         return self.data[seq_len].clone()
@@ -251,7 +214,7 @@ class SparsePatternGenerator:
         Raises ValueError if a field of the configuration is out of range, or if one of your own patterns fits only some
         of the lengths.
         """
-        geometry = _Geometry.of(self.config)
+        self.config.check()
         lengths = sorted({problem.n_keys for problem in problems}, reverse=True)
         given = [length for length in lengths if length in self.pattern_cache]
         if given and len(lengths) > 1:
@@ -261,8 +224,8 @@ class SparsePatternGenerator:
             )
         if given:
             return Blocks(self.pattern_cache[lengths[0]], block=self.config.block_size)
-        solved = self.pattern_cache.solved if self.config.enable_caching else _Geometry.rule
-        return solved(geometry, problems, is_causal)
+        solved = self.pattern_cache.solved if self.config.enable_caching else _solve
+        return solved(astuple(self.config), problems, is_causal)
 
     def create_pattern(self, seq_len: int, is_causal: bool = False) -> Tensor:
         """Return the blocks with a kept pair, bool ``[blocks, blocks]``, and remember the rule for later calls.

@@ -31,7 +31,7 @@ found, expected = (ringtile.sparse_attention(q, k, v, Causal(), backend=name) fo
 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 for ours, theirs in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, expected)), strict=True):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: native works, {library().name}")
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: native works, {library().sets[-1].name}")
 """
 
 

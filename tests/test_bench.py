@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from oracle import make_inputs, oracle
 from torch import Tensor
 
 from ringtile import cli
+from ringtile.kernels.native.instruction_sets import InstructionSet
 from ringtile.kernels.native.library import reason_against
 from ringtile.kernels.reference import attention_reference
 from ringtile.measure import bench, machine, memory, roofline
@@ -534,7 +534,7 @@ def work_of(case: Case, direction: str, peer: object) -> list[Work]:
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
 def test_the_work_of_ours_is_what_its_lanes_reach(monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(roofline, "library", lambda: SimpleNamespace(name="avx512", lanes=64))
+    monkeypatch.setattr(roofline, "_isa", lambda case: InstructionSet(1, "avx512", 64))
     case = small_case(Causal() & Window(9), n_tokens=256, heads=4, kv_heads=2, head_dim=16)
     # Of a tile on the diagonal, queries 0-63 keep keys 0-63 and queries 64-127 keys 55-127; of the tile before it, of
     # which queries 0-8 keep something, keys 119-127. By columns, keys 0-63 and 64-127 have 73 and 64 queries.
@@ -575,7 +575,7 @@ def test_keys_that_no_tile_keeps_are_not_read():
     ],
 )
 def test_the_rates_are_those_of_the_dtype(isa, dtype, head_dim, rates, monkeypatch):
-    monkeypatch.setattr(roofline, "library", lambda: SimpleNamespace(name=isa, lanes=64))
+    monkeypatch.setattr(roofline, "_isa", lambda case: InstructionSet(2, isa, 64))
     case = small_case(dtype=dtype, head_dim=head_dim)
     works = work_of(case, BOTH, Ringtile())
     assert [work.products for work in works] == rates

@@ -45,10 +45,23 @@ def diagnosis() -> dict[str, Any]:
         "backends": dict(backend_report()),
         "triton_measured_on": MEASURED_ON or None,
         "dense_before_native": [str(dtype).removeprefix("torch.") for dtype in MATRIX_DTYPES],
-        "native_isa": None if reason_against() else library().name,
-        "native_runtime": None if reason_against() else library().runtime,
+        **_native(),
         "index_cache": cache_info()._asdict(),
         OLD_IMPORT_PATH: old_import_path(),
+    }
+
+
+def _native() -> dict[str, Any]:
+    """The dtypes that each instruction set computes, why, and the runtime of the threads; None without the library."""
+    if reason_against():
+        return dict.fromkeys(("native_isa", "native_isa_reason", "native_runtime"))
+    dtypes: dict[str, list[str]] = {}
+    for dtype, isa in library().choice.by_dtype.items():
+        dtypes.setdefault(isa.name, []).append(str(dtype).removeprefix("torch."))
+    return {
+        "native_isa": dtypes,
+        "native_isa_reason": library().choice.reason,
+        "native_runtime": library().runtime,
     }
 
 
@@ -63,9 +76,10 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, reasons in found["backends"].items():
         detail = ""
         if name == "native":
-            runtime = found["native_runtime"]
+            runtime, why = found["native_runtime"], found["native_isa_reason"]
             threads = f"threads by {runtime}" if runtime else "one thread: torch has loaded no OpenMP runtime"
-            detail = f", instruction set {found['native_isa']}, {threads}"
+            sets = "; ".join(f"{isa} for {', '.join(dtypes)}" for isa, dtypes in (found["native_isa"] or {}).items())
+            detail = f", {sets}{f' ({why})' if why else ''}, {threads}"
         if name == "dense" and found["dense_before_native"]:
             detail = f", before native for {' and '.join(found['dense_before_native'])} (AMX)"
         if name == "triton":

@@ -103,8 +103,7 @@ class Record:
     rows: tuple[Row, ...]
     interrupted: bool = False
     peaks: dict[str, dict[str, float]] | None = None
-    """Rates of the processor (`ringtile.kernels.native.peak.RATES`) by number of threads, measured in this run; None
-    in a record of before there were any."""
+    """The processor's rates by number of threads, measured in this run (`peak_rates`); None in older records."""
 
     def to_json(self) -> str:
         """One JSON object, as `from_json` reads it."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ringtile.kernels.native import backward_products, threads_of
+from ringtile.kernels.native.instruction_sets import InstructionSet
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.measure.peers import Case, Peer, Ringtile, SdpaDense
 from ringtile.measure.record import FORWARD
@@ -29,7 +30,7 @@ class Work(NamedTuple):
     traffic: float
     """Bytes of tensors read and written."""
     products: str
-    """The rate of the products, one of `ringtile.kernels.native.peak.RATES`."""
+    """The rate of the products, one of `ringtile.kernels.native.instruction_sets.RATES`."""
     softmax: str
     """The rate of the exponentials."""
 
@@ -60,11 +61,15 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
 def _native(case: Case, direction: str) -> list[Work]:
     by_rows, by_columns = (_reached(case, bits) for bits in (case.index.bits_t, case.index.bits))
     threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
-    paired = case.dtype == torch.bfloat16 and library().name == "avx512_bf16" and case.head_dim % 2 == 0
+    paired = case.dtype == torch.bfloat16 and _isa(case).name == "avx512_bf16" and case.head_dim % 2 == 0
     products = backward_products(case.batch * case.key_heads, threads)
     graded = [(5, by_columns)] if products == 5 else [(4, by_columns), (3, by_rows)]
     rate = "dot_bfloat16" if paired else _products(case.dtype)
     return _passes(case, direction, by_rows, graded, rate, keys=_keys_read(case))
+
+
+def _isa(case: Case) -> InstructionSet:
+    return library().choice.by_dtype[case.dtype]
 
 
 def _reached(case: Case, bits: torch.Tensor) -> int:
@@ -73,7 +78,7 @@ def _reached(case: Case, bits: torch.Tensor) -> int:
     A ragged tile counts as whole in what is skipped: the limit may come out a little too low there.
     """
     index = case.index
-    lanes = min(library().lanes * 4 // max(4, case.dtype.itemsize), index.block)
+    lanes = min(_isa(case).lanes * 4 // max(4, case.dtype.itemsize), index.block)
     kept = (bits.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
     first, beyond = kept.int().argmax(1), index.block - kept.flip(1).int().argmax(1)
     skipped = index.block**2 - lanes * ((beyond - first) * kept.any(1)).sum(1)

@@ -178,7 +178,7 @@ class _Job:
         self.accumulator = accumulator(q)
         self.held: list[Tensor] = []
         c = self.c = CallStructure.from_buffer_copy(self.lists.structure)
-        c.dtype, c.isa, c.start = DTYPES[q.dtype], self.library.isa, self.index.start
+        c.dtype, c.isa, c.start = DTYPES[q.dtype], self.library.choice.by_dtype[q.dtype].number, self.index.start
         c.batch, c.heads, c.n_queries, c.head_dim = q.shape
         c.kv_heads, c.n_keys, c.value_dim = v.shape[1:]
         for name, x in (("q", q), ("k", k), ("v", v)):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringtile.kernels.native.instruction_sets import Choice, InstructionSet, Wanted, best_rates, choose
+
 VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``neon``) or ``none``."""
 
@@ -71,13 +73,12 @@ class CallStructure(ctypes.Structure):
 
 
 class Library(NamedTuple):
-    """The loaded library and the instruction set that it runs with."""
+    """The loaded library, its instruction sets and its threads."""
 
     handle: ctypes.CDLL
-    isa: int
-    name: str
-    lanes: int
-    """Tokens of a tile, in float32, that the kernels compute together; half as many in float64."""
+    sets: tuple[InstructionSet, ...]
+    """The instruction sets that this processor runs, or the one that `VARIABLE` names."""
+    choice: Choice
     runtime: str
     """Entry point of the OpenMP runtime whose threads compute; empty if there is none, then one thread does."""
 
@@ -208,15 +209,24 @@ def _find() -> _Found:
     except _Unusable as reason:
         return _Found(None, str(reason))
     names = [handle.ringtile_isa_name(isa).decode() for isa in range(handle.ringtile_isa_count())]
-    runs = [isa for isa in range(len(names)) if handle.ringtile_isa_runs(isa)]
     if wanted and wanted not in names:
         raise ValueError(f"{VARIABLE}: expected one of {[*names, 'none']}, got {wanted!r}")
-    if wanted:
-        runs = [isa for isa in runs if names[isa] == wanted]
-    if not runs:
+    sets = tuple(
+        InstructionSet(isa, name, handle.ringtile_lanes(isa))
+        for isa, name in enumerate(names)
+        if handle.ringtile_isa_runs(isa) and wanted in ("", name)
+    )
+    if not sets:
         return _Found(None, f"this processor runs none of {[wanted] if wanted else names}")
-    library = Library(handle, runs[-1], names[runs[-1]], handle.ringtile_lanes(runs[-1]), _use_runtime(handle))
-    return _Found(library, "")
+
+    def measure(wanted: Wanted) -> list[float]:
+        """Take about a millisecond."""
+        return best_rates(handle, wanted, threads=1, seconds=2e-5, samples=5)
+
+    choice = choose(sets, measure)
+    if wanted:
+        choice = choice._replace(reason=f"set by {VARIABLE}")
+    return _Found(Library(handle, sets, choice, _use_runtime(handle)), "")
 
 
 _FOUND = _find()

@@ -6,11 +6,8 @@ from collections.abc import Collection
 
 import torch
 
+from ringtile.kernels.native.instruction_sets import RATES, best_rates
 from ringtile.kernels.native.library import library, reason_against
-
-RATES = ("fma_float32", "fma_float64", "dot_bfloat16", "exp_float32", "exp_float64", "read")
-"""Rates per second, in the order of ``ringtile_rate`` in native/ringtile.h: floating-point operations of multiply-adds,
-of dot products of bfloat16 pairs, exponentials as the softmax computes them, bytes read from memory."""
 
 
 def peak_rates(
@@ -18,8 +15,8 @@ def peak_rates(
 ) -> dict[str, float]:
     """Measure each rate in ``names``, per second, and return the best of ``samples``, summed over ``threads``.
 
-    ``threads`` defaults to torch's. ``seconds`` is the length of a sample. The result omits the rates that the
-    instruction set in use lacks; it is empty without the library. Raises ValueError if a count or time is not positive.
+    ``threads`` defaults to torch's. ``seconds`` is the length of a sample. The result omits the rates that the newest
+    instruction set here lacks; it is empty without the library. Raises ValueError if a count or a time is not positive.
 
     >>> all(rate > 0 for rate in peak_rates(seconds=1e-4, samples=1).values())
     True
@@ -29,10 +26,6 @@ def peak_rates(
         raise ValueError(f"threads, seconds, samples: expected more than none, got {threads=}, {seconds=}, {samples=}")
     if reason_against():
         return {}
-    function = library().handle.ringtile_peak
-    found = dict.fromkeys(names, 0.0)
-    # We interleave the samples, so that a disturbance does not hit all samples of one rate.
-    for _ in range(samples):
-        for name in found:
-            found[name] = max(found[name], function(library().isa, RATES.index(name), threads, seconds))
-    return {name: rate for name, rate in found.items() if rate}
+    wanted = [(library().sets[-1], name) for name in names]
+    found = best_rates(library().handle, wanted, threads=threads, seconds=seconds, samples=samples)
+    return {name: rate for name, rate in zip(names, found, strict=True) if rate}

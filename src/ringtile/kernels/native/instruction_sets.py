@@ -1,0 +1,72 @@
+"""Instruction sets: their rates, and the set that computes each dtype. The newest is not always the fastest."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class InstructionSet(NamedTuple):
+    """One compiled copy of the kernels."""
+
+    number: int
+    name: str
+    lanes: int
+    """Tokens of a tile, in float32, that the kernels compute together; half as many in float64."""
+
+
+class Choice(NamedTuple):
+    """The instruction set of each dtype, and why."""
+
+    by_dtype: dict[torch.dtype, InstructionSet]
+    reason: str
+    """Empty if there was nothing to choose."""
+
+
+RATES = ("fma_float32", "fma_float64", "dot_bfloat16", "exp_float32", "exp_float64", "read")
+"""Rates per second, in the order of ``ringtile_rate`` in native/ringtile.h: floating-point operations of multiply-adds,
+of dot products of bfloat16 pairs, exponentials as the softmax computes them, bytes read from memory."""
+
+Wanted = Sequence[tuple[InstructionSet, str]]
+"""Instruction sets, each with one of `RATES`."""
+
+BFLOAT16_SETS = ("avx512_bf16",)
+"""Sets that add instructions for bfloat16 only."""
+
+WORTHWHILE = 1.2
+"""We use dot products of bfloat16 if they do this many times the operations of float32 multiply-adds. Intel's Sapphire
+Rapids does half as many, and there widening to float32 makes the kernel 1.6 times as fast. AMD's Zen 4 does twice as
+many by its documented timings."""
+
+
+def best_rates(handle: ctypes.CDLL, wanted: Wanted, *, threads: int, seconds: float, samples: int) -> list[float]:
+    """Measure rates of a loaded library: the best of some samples, summed over threads; 0 if a set lacks one."""
+    found = [0.0] * len(wanted)
+    # We interleave the samples, so that a disturbance does not hit all samples of one rate.
+    for _ in range(samples):
+        for at, (isa, name) in enumerate(wanted):
+            found[at] = max(found[at], handle.ringtile_peak(isa.number, RATES.index(name), threads, seconds))
+    return found
+
+
+def choose(sets: Sequence[InstructionSet], measure: Callable[[Wanted], Sequence[float]]) -> Choice:
+    """Choose among the instruction sets that this processor runs, slowest first; ``measure`` returns rates.
+
+    >>> sets = [InstructionSet(1, "avx512", 64), InstructionSet(2, "avx512_bf16", 64)]
+    >>> choice = choose(sets, lambda wanted: [1e11, 2e11])
+    >>> choice.by_dtype[torch.bfloat16].name, choice.reason
+    ('avx512', 'avx512_bf16 runs at 0.50 times the float32 rate')
+    """
+    general = [isa for isa in sets if isa.name not in BFLOAT16_SETS]
+    best = (general or sets)[-1]
+    by_dtype = dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), best)
+    if not general or len(general) == len(sets):
+        return Choice(by_dtype, "")
+    candidate = sets[-1]
+    dots, multiply_adds = measure([(candidate, "dot_bfloat16"), (best, "fma_float32")])
+    if dots >= WORTHWHILE * multiply_adds:
+        by_dtype[torch.bfloat16] = candidate
+    return Choice(by_dtype, f"{candidate.name} runs at {dots / multiply_adds:.2f} times the float32 rate")

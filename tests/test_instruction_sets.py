@@ -1,0 +1,141 @@
+"""The instruction set of each dtype: chosen by rates, whatever this processor is."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringtile import sparse_attention
+from ringtile.cli import main
+from ringtile.kernels import native
+from ringtile.kernels.native.instruction_sets import RATES, WORTHWHILE, InstructionSet, Wanted, best_rates, choose
+from ringtile.kernels.native.library import VARIABLE
+
+module = importlib.import_module("ringtile.kernels.native.library")
+X86 = ("avx2", "avx512", "avx512_bf16")
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def sets_named(*names: str) -> list[InstructionSet]:
+    return [InstructionSet(number, name, 16 << min(number, 2)) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "chosen"),
+    [(0.5, "avx512"), (1.0, "avx512"), (1.19, "avx512"), (1.21, "avx512_bf16"), (2.0, "avx512_bf16")],
+)
+def test_bfloat16_takes_dot_products_only_if_they_are_faster(ratio: float, chosen: str) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def measure(wanted: Wanted) -> list[float]:
+        asked.extend((isa.name, name) for isa, name in wanted)
+        return [ratio * 3e11, 3e11]
+
+    choice = choose(sets_named(*X86), measure)
+    assert {dtype: isa.name for dtype, isa in choice.by_dtype.items()} == {
+        **dict.fromkeys(DTYPES, "avx512"),
+        torch.bfloat16: chosen,
+    }
+    assert choice.reason == f"avx512_bf16 runs at {ratio:.2f} times the float32 rate"
+    assert asked == [("avx512_bf16", "dot_bfloat16"), ("avx512", "fma_float32")]
+    assert WORTHWHILE == 1.2
+
+
+@pytest.mark.parametrize("names", [X86[:1], X86[:2], X86[2:], ("neon",)], ids=str)
+def test_without_a_choice_nothing_is_measured(names: Sequence[str]) -> None:
+    def measure(wanted: Wanted) -> list[float]:
+        raise AssertionError(wanted)
+
+    choice = choose(sets_named(*names), measure)
+    assert {isa.name for isa in choice.by_dtype.values()} == {names[-1]}
+    assert choice.reason == ""
+
+
+class Processor:
+    """Stands in for the library on another processor: what it can, and how fast."""
+
+    def __init__(self, rates: dict[tuple[int, str], float]) -> None:
+        self.rates, self.asked = rates, []
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {"isa_count": lambda: 3, "isa_name": lambda isa: X86[isa].encode(), "isa_runs": lambda isa: 1}
+        answers |= {"lanes": lambda isa: (16, 64, 64)[isa], "use_runtime": lambda *entries: None}
+        return answers[name.removeprefix("ringtile_")]
+
+    def ringtile_peak(self, isa: int, kind: int, threads: int, seconds: float) -> float:
+        self.asked.append((isa, RATES[kind], threads, seconds))
+        # Every other sample is disturbed.
+        return self.rates[isa, RATES[kind]] * (1 if len(self.asked) % 4 < 2 else 0.1)
+
+
+def test_rates_are_the_best_of_samples_taken_in_turn() -> None:
+    isa = sets_named(*X86)
+    processor = Processor({(2, "dot_bfloat16"): 5.0, (1, "fma_float32"): 7.0})
+    wanted = [(isa[2], "dot_bfloat16"), (isa[1], "fma_float32")]
+    assert best_rates(processor, wanted, threads=3, seconds=0.5, samples=4) == [5.0, 7.0]
+    assert processor.asked == [(2, "dot_bfloat16", 3, 0.5), (1, "fma_float32", 3, 0.5)] * 4
+
+
+def found_on(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch, wanted: str = ""
+) -> tuple[dict[torch.dtype, str], Any]:
+    def opened(path: Path) -> Processor:
+        return processor
+
+    monkeypatch.setenv(VARIABLE, wanted)
+    monkeypatch.setattr(module, "_open", opened)
+    found = module._find()
+    assert found.library is not None
+    return {dtype: isa.name for dtype, isa in found.library.choice.by_dtype.items()}, found
+
+
+INTEL = {(2, "dot_bfloat16"): 1.18e11, (1, "fma_float32"): 2.30e11}
+AMD = {(2, "dot_bfloat16"): 2.2e11, (1, "fma_float32"): 1.1e11}
+
+
+@pytest.mark.parametrize(("rates", "chosen"), [(INTEL, "avx512"), (AMD, "avx512_bf16")], ids=["Intel", "AMD"])
+def test_the_library_and_doctor_know_the_choice(
+    rates: dict[tuple[int, str], float],
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    processor = Processor(rates)
+    by_dtype, found = found_on(processor, monkeypatch)
+    assert by_dtype == {**dict.fromkeys(DTYPES, "avx512"), torch.bfloat16: chosen}
+    assert {threads for _, _, threads, _ in processor.asked} == {1}
+    assert sum(seconds for *_, seconds in processor.asked) < 1e-3
+    monkeypatch.setattr(module, "_FOUND", found)
+    main(["doctor"])
+    said = capsys.readouterr().out
+    if rates is INTEL:
+        assert "avx512 for float32, float64, float16, bfloat16 (avx512_bf16 runs at 0.51 times the" in said
+    else:
+        assert "avx512 for float32, float64, float16; avx512_bf16 for bfloat16 (avx512_bf16 runs at 2.00 times" in said
+
+
+@pytest.mark.parametrize("wanted", X86)
+def test_the_environment_names_one_set_for_all_dtypes(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = Processor({})
+    by_dtype, found = found_on(processor, monkeypatch, wanted)
+    assert by_dtype == dict.fromkeys(DTYPES, wanted)
+    assert found.library.choice.reason == f"set by {VARIABLE}"
+    assert not processor.asked
+
+
+@pytest.mark.skipif(bool(module.reason_against()), reason="no native kernel here")
+def test_a_call_names_the_set_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = found_on(Processor(AMD), monkeypatch)
+    monkeypatch.setattr(module, "_FOUND", found._replace(library=found.library._replace(runtime="GOMP_parallel")))
+    used: list[int] = []
+    monkeypatch.setattr(native._Job, "_call", lambda job, function: used.append(job.c.isa))
+    monkeypatch.setattr(Processor, "ringtile_forward", None, raising=False)
+    for dtype in DTYPES:
+        q = torch.zeros(1, 1, 64, 8, dtype=dtype)
+        sparse_attention(q, q, q, backend="native")
+    assert used == [1, 1, 1, 2]

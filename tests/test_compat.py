@@ -116,6 +116,17 @@ def test_attention_is_that_of_the_rule(config: str, is_causal: bool, n_tokens: i
         assert relative_error(heads_first(ours), theirs) < 1e-12
 
 
+def test_compiling_leaves_the_solver_out_of_the_graph() -> None:
+    attention = BlockSparseRingDilatedAttention(sparse_config=SparsePatternConfig("local_window", 0.75))
+    expected = attention(X)
+    before = attention.pattern_generator.pattern_cache.solved.cache_info()
+    found = torch.compile(attention, backend="eager")(X)
+    after = attention.pattern_generator.pattern_cache.solved.cache_info()
+    torch.compiler.reset()
+    assert torch.equal(found, expected)
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("n_tokens", [100, 701])
 def test_inside_segments_the_rule_applies_to_dilated_places(n_tokens: int, is_causal: bool) -> None:

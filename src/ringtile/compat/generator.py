@@ -189,9 +189,11 @@ class SparsePatternGenerator:
         Raises ValueError if a field of the configuration is out of range.
         """
         n_keys = n_queries if n_keys is None else n_keys
-        rule = self.inside((Problem(n_queries, n_keys, n_keys - n_queries),), is_causal=is_causal)
+        rule: Pattern = self.inside((Problem(n_queries, n_keys, n_keys - n_queries),), is_causal=is_causal)
         return Causal() & rule if is_causal else rule
 
+    # Traced, it would build its indices in the graph and ignore the cache.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def inside(self, problems: tuple[Problem, ...], *, is_causal: bool) -> Pattern:
         """Return one rule for several problems; causality is left to the caller.
 

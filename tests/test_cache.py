@@ -16,9 +16,11 @@ from oracle import kept_pairs, make_inputs, oracle, relative_error
 from strategies import compositions, primitives
 from torch import Tensor
 
+from ringtile.functional import merge_attention, sparse_attention
 from ringtile.layout import cache_info
 from ringtile.modules.cache import KVCache, LayerCache, Reach, pattern_reach
 from ringtile.modules.language_model import SparseLanguageModel
+from ringtile.modules.longnet import longnet_attend
 from ringtile.modules.transformer import SparseTransformer
 from ringtile.patterns import (
     BlockDilated,
@@ -320,7 +322,7 @@ def test_inference_mode_may_end_between_two_calls() -> None:
 # Generation
 
 
-def model_of(pattern: Pattern | list[Pattern], **options: Any) -> SparseLanguageModel:
+def model_of(pattern: Pattern | list[Pattern] | None, **options: Any) -> SparseLanguageModel:
     """A model that does not repeat one token, as one with a head of zeros does."""
     options = {"is_causal": True, "num_kv_heads": 2, "qk_norm": True, "dtype": torch.float64} | options
     model = SparseLanguageModel(61, SparseTransformer(2, 32, 4, pattern=pattern, **options)).eval()
@@ -352,6 +354,46 @@ def test_two_hundred_tokens_equal_full_recomputation(pattern: Pattern | list[Pat
         for n in range(37, 237, 20):
             assert torch.equal(model(tokens[:, :n])[:, -1].argmax(-1), tokens[:, n])
         assert torch.equal(model(tokens)[:, 36:-1].argmax(-1), tokens[:, 37:])
+
+
+@pytest.mark.parametrize("overlap", ["mix", "union"])
+@pytest.mark.parametrize("pattern", [None, Window(3) | GlobalTokens(2)], ids=["", "inside"])
+def test_longnet_generates_what_full_recomputation_gives(pattern: Pattern | None, overlap: Any) -> None:
+    model = model_of(pattern, attend=longnet_attend([16, 64, 150], [1, 2, 5], overlap))
+    cache = model.transformer.new_cache()
+    assert [layer.capacity for layer in cache.layers] == [150, 150]
+    tokens = model.generate(torch.randint(61, (2, 31)), 30)
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[:, 30:-1].argmax(-1), tokens[:, 31:])
+        # One by one, few at once, and more than are computed by one mask: before and after keys were dropped.
+        tokens = torch.randint(61, (2, 600))
+        sizes = [20, 1, 1, 130, 30, 1, 140, *[1] * 20, 3, 254]
+        assert sum(sizes) == 600
+        steps = [model(chunk, cache=cache) for chunk in tokens.split(sizes, 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=0, atol=1e-10)
+    assert cache.bounded
+
+
+def test_a_long_prompt_of_longnet_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = longnet_attend([64, 128], [1, 2])
+    model = model_of(None, attend=attend)
+    calls = []
+    monkeypatch.setattr(type(attend), "__call__", lambda self, q, k, v, **how: calls.append(how) or torch.zeros_like(q))
+    with torch.no_grad():
+        model(torch.randint(61, (1, 300)), key_mask=torch.ones(1, 300).bool(), cache=model.transformer.new_cache())
+    assert len(calls) == 2
+    assert all(call["is_causal"] and call["enable_gqa"] and call["key_mask"].all() for call in calls)
+
+
+def test_a_key_counts_once_for_each_pattern() -> None:
+    q, k, v = torch.randn(3, 2, 3, 40, 8, dtype=torch.float64).unbind()
+    patterns = (Causal(), Window(5, 0), Causal() & GlobalTokens(2), Causal() & Segments(8, 2))
+    parts = [sparse_attention(q, k, v, pattern, return_lse=True) for pattern in patterns]
+    expected, _ = merge_attention(*zip(*parts, strict=True))
+    for sizes in ([40], [1] * 40, [7, 30, 3]):
+        cache = LayerCache(*patterns)
+        found = [cache.attend(*part) for part in zip(*(x.split(sizes, 2) for x in (q, k, v)), strict=True)]
+        torch.testing.assert_close(torch.cat(found, 2), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -479,6 +521,12 @@ def test_caches_of_other_models() -> None:
 def test_layers_without_a_cache() -> None:
     with pytest.raises(ValueError, match=r"pattern: .*no later keys"):
         SparseTransformer(1, 16, 2, pattern=Window(3)).new_cache()
+    longnet = {"is_causal": True, "attend": longnet_attend([8, 16], [1, 2])}
+    mixed, plain = (SparseTransformer(1, 16, 2, **options) for options in (longnet, {"is_causal": True}))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"cache: expected one of the pattern"):
+        mixed(torch.zeros(1, 3, 16), cache=plain.new_cache())
+    with pytest.raises(ValueError, match=r"pattern: .*no later keys"):
+        SparseTransformer(1, 16, 2, attend=longnet["attend"]).new_cache()
     with pytest.raises(ValueError, match=r"attend: .*sparse_attention"):
         SparseTransformer(1, 16, 2, is_causal=True, attend=lambda query, *_, **__: query).new_cache()
     model = model_of(Window(20), dropout=0.1).train()

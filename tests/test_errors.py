@@ -12,7 +12,7 @@ import torch
 from strategies import checkerboard
 from torch import Tensor
 
-from ringtile import build_index, merge_attention, sparse_attention
+from ringtile import build_index, longnet_attend, merge_attention, sparse_attention
 from ringtile.layout import cache_info, clear_cache, set_cache_limit, to_block_mask
 from ringtile.patterns import (
     BlockDilated,
@@ -27,6 +27,7 @@ from ringtile.patterns import (
     Segments,
     Strided,
     Window,
+    from_mask,
     parse,
     per_head,
     streaming,
@@ -83,6 +84,8 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "device of key_mask": ({"key_mask": zeros(2, 8, **META).bool()}, "key_mask", "cpu", "meta"),
     "shape of key_lengths": ({"key_lengths": torch.tensor([3])}, "key_lengths", "(2,)", "[1]"),
     "dtype of key_lengths": ({"key_lengths": zeros(2)}, "key_lengths", "int64", "float32"),
+    "negative key_lengths": ({"key_lengths": torch.tensor([8, -1])}, "key_lengths", "[0, 8]", "[8, -1]"),
+    "key_lengths past the keys": ({"key_lengths": torch.tensor([9, 0])}, "key_lengths", "[0, 8]", "[9, 0]"),
     "device of key_lengths": ({"key_lengths": zeros(2, **META).long()}, "key_lengths", "cpu", "meta"),
     # Numbers.
     "certain dropout": ({"dropout_p": 1.0}, "dropout_p", "[0, 1)", "1.0"),
@@ -120,10 +123,30 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "call.start=2",
     ),
     # Patterns.
-    "text": ({"pattern": "causal"}, "pattern", "BlockIndex", "str"),
+    "text": ({"pattern": "causal"}, "pattern", "BlockMask", "str"),
     "function": ({"pattern": checkerboard}, "pattern", "BlockMask", "function"),
     "float matrix": ({"pattern": torch.ones(1, 1)}, "blocks", "bool matrix", "torch.float32"),
     "matrix of other lengths": ({"pattern": zeros(1, 2).bool()}, "blocks of 128 tokens", "1 columns", "2"),
+    "mask of pairs": ({"pattern": zeros(6, 8).bool()}, "blocks of 128 tokens", "patterns.from_mask(mask)", "got 8"),
+    "mask of pairs of each head": (
+        {"pattern": zeros(2, 4, 6, 8).bool()},
+        "blocks expects",
+        "patterns.from_mask(mask)",
+        "[2, 4, 6, 8]",
+    ),
+    "mask of other lengths": (
+        {"pattern": from_mask(torch.eye(8).bool())},
+        "mask of 8 queries",
+        "8 keys",
+        "grid.n_queries=6",
+    ),
+    "mask from another position": (
+        {"pattern": from_mask(zeros(6, 8).bool()), "start": 0},
+        "mask of",
+        "8 keys",
+        "start=0",
+    ),
+    "mask for other heads": ({"pattern": from_mask(torch.eye(8).view(2, 4, 8).bool())}, "heads", "written for 2", "4"),
     "matrix for other heads": ({"pattern": zeros(3, 1, 1).bool()}, "heads", "written for 3", "4"),
     "other heads": ({"pattern": per_head([Dense(), Causal()])}, "heads", "written for 2", "4"),
     "other batch": ({"pattern": Documents(ids=zeros(3, 8).long())}, "batch", "written for 3", "2"),
@@ -231,6 +254,16 @@ PARTS: dict[str, tuple[Callable[[], Any], str]] = {
     "negative document": (lambda: Documents([3, -1]), "lengths=-1"),
     "negative sinks": (lambda: streaming(-1, 4), "tokens=-1"),
     "matrix of numbers": (lambda: Blocks(torch.ones(2, 2)), "float32"),
+    "mask of numbers": (lambda: from_mask(torch.ones(2, 2)), "float32"),
+    "mask of one dimension": (lambda: from_mask(torch.ones(2).bool()), "[2]"),
+    "empty mask": (lambda: from_mask(torch.ones(0, 2).bool()), "[0, 2]"),
+    "no mask_mod": (lambda: Elements.from_mask_mod(3), "mask_mod=3"),
+    "mask_mod of numbers": (
+        lambda: build_index(Elements.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx - kv_idx), 8),
+        "torch.int64",
+    ),
+    "branches of unequal number": (lambda: longnet_attend([8, 16], [1]), "dilation_rates=[1]"),
+    "branches without tokens": (lambda: longnet_attend([0], [1]), "segment_lengths=0"),
     "no rule": (lambda: Elements(3), "fn=3"),
     "no heads": (lambda: per_head([]), "()"),
     "heads that are no patterns": (lambda: per_head([3]), "3"),

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import dilated_attention
 from ringtile.kernels.reference import attention_reference
-from ringtile.layout import cache_info, clear_cache
-from ringtile.modules import SparseMultiheadAttention, masks, multihead, replace_attention
-from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Window, per_head
+from ringtile.layout import build_index, cache_info, clear_cache, to_block_mask
+from ringtile.modules import SparseMultiheadAttention, SparseTransformer, masks, multihead, replace_attention
+from ringtile.patterns import Blocks, Causal, Dense, GlobalTokens, Pattern, Window, per_head
 
 E, H = 24, 4
 EXACT = 1e-12
@@ -444,13 +444,56 @@ def test_no_mask_is_kept_alive() -> None:
     module, _ = modules("plain", pattern=Window(3), attend=Recorder())
     mask = masks_named("dropped", 2, 9, 9)["attn_mask"]
     module(*inputs(module, 2, 9, 9), attn_mask=mask)
-    kept = module.attend.calls[0]["pattern"].second.mask()
-    assert kept is not None
-    alive = [ref(mask), ref(kept)]
-    del mask, kept
+    alive = ref(mask)
+    del mask
     gc.collect()
     assert cache_info().entries == 1
-    assert [reference() for reference in alive] == [None, None]
+    assert alive() is None
+
+
+@pytest.mark.parametrize("kind", ["block mask", "tiles"])
+def test_a_module_takes_a_block_mask_or_tiles(kind: str) -> None:
+    tiles = torch.tensor([[True, False], [True, True]])
+    given: Any = tiles if kind == "tiles" else to_block_mask(build_index(Blocks(tiles), 200))
+    x = torch.randn(2, 200, E)
+    module = SparseMultiheadAttention(E, H, batch_first=True, pattern=Blocks(tiles))
+    expected = module(x, x, x, need_weights=False)[0]
+    module.pattern = None
+    replace_attention(module, pattern=given)
+    assert torch.equal(module(x, x, x, need_weights=False)[0], expected)
+    copied = SparseMultiheadAttention(E, H, batch_first=True, pattern=given)
+    copied.load_state_dict(module.state_dict())
+    assert torch.equal(copied(x, x, x, need_weights=False)[0], expected)
+    assert isinstance(copied.pattern, Pattern)
+    stacks = [SparseTransformer(1, E, H, pattern=pattern) for pattern in (Blocks(tiles), given, [given])]
+    for stack in stacks:
+        for weight in stack.parameters():
+            nn.init.constant_(weight, 0.1)
+        assert torch.equal(stack(x), stacks[0](x))
+    assert not torch.allclose(stacks[0](x), SparseTransformer(1, E, H)(x), atol=1e-3)
+
+
+def test_replacing_again_changes_the_pattern() -> None:
+    layer = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, batch_first=True), 2, enable_nested_tensor=False)
+    x, recorder = torch.randn(1, 60, E), Recorder()
+    replace_attention(layer.eval(), pattern=Window(3))
+    first = layer(x)
+    modules = [part.self_attn for part in layer.layers]
+    replace_attention(layer, pattern=Window(9), attend=recorder)
+    assert [part.self_attn for part in layer.layers] == modules
+    assert not torch.allclose(layer(x), first)
+    assert [call["pattern"] for call in recorder.calls] == [Window(9)] * 2
+    replace_attention(layer, pattern=Window(3))
+    assert torch.equal(layer(x), first)
+    with pytest.raises(ValueError, match="written for 3 heads"):
+        replace_attention(layer, pattern=per_head([Window(1)] * 3))
+    assert torch.equal(layer(x), first)
+
+    class Other(SparseMultiheadAttention):
+        """Left alone, as every subclass."""
+
+    with pytest.raises(ValueError, match=r"model: expected a torch\.nn\.MultiheadAttention"):
+        replace_attention(Other(E, H), pattern=Window(3))
 
 
 @pytest.mark.parametrize("variant", ["batch first", "all of it"])
@@ -813,7 +856,7 @@ def test_repr_tells_what_differs() -> None:
         ({"dropout": 1.0}, r"dropout: expected a probability in \[0, 1\), got dropout=1.0"),
         ({"kdim": 0}, "kdim: expected a positive width or None, got kdim=0"),
         ({"vdim": -1}, "vdim: .* got vdim=-1"),
-        ({"pattern": "causal"}, "pattern: expected a Pattern or None, got str"),
+        ({"pattern": "causal"}, "pattern: expected a Pattern, a BlockMask or a bool matrix of tiles, got str"),
         ({"pattern": per_head([Causal(), Dense()])}, "is written for 2 heads, got num_heads=4"),
         ({"attend": None}, "attend: expected a function of query, key and value, got None"),
     ],
@@ -888,5 +931,5 @@ def test_a_mask_cannot_serve_other_lengths() -> None:
 
     module = SparseMultiheadAttention(E, H, batch_first=True, attend=halves)
     mask = torch.eye(6, dtype=torch.bool)
-    with pytest.raises(ValueError, match="attn_mask: says what 6 queries keep of 6 keys, and cannot serve 3 queries"):
+    with pytest.raises(ValueError, match=r"mask of 6 queries and 6 keys, .*got grid.n_queries=3"):
         module(X, X, X, attn_mask=mask, need_weights=False)

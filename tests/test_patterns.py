@@ -7,6 +7,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import BLOCKS, checkerboard, compositions, grids, patterns, primitives, problems
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
-from ringtile.layout import build_index
+from ringtile.analysis import plot
+from ringtile.layout import build, build_index
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -32,6 +35,7 @@ from ringtile.patterns import (
     TileGrid,
     Window,
     bigbird,
+    from_mask,
     longformer,
     longnet_union,
     offsets,
@@ -55,6 +59,114 @@ def same(first: Pattern, second: Pattern, n_tokens: int = 90) -> bool:
     """Whether two patterns keep the same pairs, negative positions and several heads included."""
     keep = [(kept_of(p, n_tokens + 30, n_tokens, start=-30, head=head) for p in (first, second)) for head in (0, 1, 5)]
     return all(torch.equal(*pair) for pair in keep)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1), (300, 300), (128, 256), (5, 400), (400, 130), (3, 200, 200), (2, 3, 130, 260), (2, 1, 90, 140)],
+    ids=str,
+)
+def test_a_mask_keeps_its_pairs(shape: tuple[int, ...]) -> None:
+    mask = torch.rand(shape) < 0.3
+    mask[..., : shape[-2] // 2, : shape[-1] // 2] = True
+    mask[..., shape[-2] // 2 :, shape[-1] // 2 :] = False
+    batch, heads, n_queries, n_keys = (1,) * (4 - len(shape)) + shape
+    pattern = from_mask(mask)
+    assert (pattern.n_heads or 1, pattern.batch_size or 1) == (heads, batch)
+    copied = mask.clone()
+    mask.logical_not_()
+    for block in (16, 32, 64, 128):
+        index = build_index(pattern, n_queries, n_keys, heads=heads, batch=batch, block=block)
+        assert torch.equal(index.to_dense().expand(batch, heads, -1, -1), copied.view(batch, heads, n_queries, n_keys))
+        inverse = build_index(~pattern & Causal(), n_queries, n_keys, heads=heads, batch=batch, block=block)
+        expected = mask.view(batch, heads, n_queries, n_keys).tril(n_keys - n_queries)
+        assert torch.equal(inverse.to_dense().expand(batch, heads, -1, -1), expected)
+
+
+def test_masks_are_equal_by_what_they_keep() -> None:
+    mask = torch.rand(2, 3, 140, 150) < 0.5
+    assert from_mask(mask) == from_mask(mask.clone()) != from_mask(~mask)
+    assert hash(from_mask(mask)) == hash(from_mask(mask.clone()))
+    assert from_mask(mask[0]).batch_size is None
+    # A mask of equal heads is a mask for any heads, and equal heads share a group.
+    assert from_mask(mask[:, :1].expand(-1, 5, -1, -1)) == from_mask(mask[:, :1])
+    repeated = from_mask(mask[0, [0, 1, 0, 1]])
+    assert repeated.head_class(0) == repeated.head_class(2) != repeated.head_class(1)
+    assert build_index(repeated, 140, 150, heads=4).n_groups == 2
+    rows = from_mask(torch.stack([mask[0], mask[1], mask[0]]))
+    assert rows.batch_row(0) == rows.batch_row(2) != rows.batch_row(1)
+    assert build_index(rows, 140, 150, heads=3, batch=3).n_groups == 6
+
+
+def test_a_mask_is_held_as_its_distinct_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    position = torch.arange(1280)
+    pattern = from_mask((position[:, None] - position).abs() < 200)
+    assert pattern.bits.tensor.shape == (4, 128, 4)
+    evaluated = 0
+    evaluate = build.evaluate_tiles
+
+    def counted(rule: Pattern, head: Tensor, row: Tensor, *rest: Any) -> Tensor:
+        nonlocal evaluated
+        evaluated += len(row)
+        return evaluate(rule, head, row, *rest)
+
+    monkeypatch.setattr(build, "evaluate_tiles", counted)
+    assert build_index(pattern, 1280).kept_tiles == 10 + 2 * 9 + 2 * 8
+    assert evaluated == 4
+
+
+def flex_rules() -> dict[str, Any]:
+    documents = torch.arange(300) // 70
+    return {
+        "causal": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+        "documents": lambda b, h, q_idx, kv_idx: documents[q_idx] == documents[kv_idx],
+        "by head": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 1) == 0,
+        "all": lambda b, h, q_idx, kv_idx: q_idx.new_ones((), dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize("name", flex_rules())
+def test_a_rule_of_flex_attention(name: str) -> None:
+    rule = flex_rules()[name]
+    mask = create_mask(rule, 1, 3, 300, 300, device="cpu")
+    pattern = Elements.from_mask_mod(rule)
+    index = build_index(pattern, 300, heads=3)
+    assert torch.equal(index.to_dense().expand_as(mask), mask)
+    assert torch.equal(build_index(from_mask(mask), 300, heads=3).to_dense().expand_as(mask), mask)
+    # Another pattern of the same function finds the index in the cache.
+    assert pattern == Elements.from_mask_mod(rule) != Elements.from_mask_mod(lambda *numbers: rule(*numbers))
+    assert build_index(Elements.from_mask_mod(rule), 300, heads=3) is index
+
+
+def test_densities_are_those_of_the_index() -> None:
+    pattern = Causal() & Window(300)
+    index = build_index(pattern, 2048)
+    assert (pattern.density(2048), pattern.tile_density(2048)) == (index.density, index.tile_density)
+    assert pattern.tile_density(2048) != pattern.density(2048) < 0.3
+    assert pattern.density(100, 2048) == build_index(pattern, 100, 2048).density
+    heads = per_head([Window(10), Dense()])
+    assert heads.density(500) == build_index(heads, 500, heads=2).density
+    blocks = RandomBlocks(1)
+    assert blocks.density(2048, num_heads=3) == build_index(blocks, 2048, heads=3).density
+    documents = Documents(ids=torch.arange(80).view(2, 40) // 7)
+    assert documents.density(40) == build_index(documents, 40, batch=2).density == 1
+    with pytest.raises(ValueError, match=r"heads: .*written for 2, got heads=3"):
+        heads.density(500, num_heads=3)
+
+
+def test_a_pattern_plots_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := plot.missing_matplotlib():
+        pytest.skip(reason)
+    heads = per_head([~Dense(), Causal()])
+    shares = [torch.as_tensor(heads.plot(64, head=head).images[0].get_array().data) for head in (0, 1)]
+    assert torch.equal(shares[0], torch.zeros(64, 64))
+    assert torch.equal(shares[1], torch.ones(64, 64).tril())
+    assert RandomBlocks(1).plot(2048, head=5).get_xlabel() == "key position"
+    axes = Causal().plot(64, 80)
+    assert Window(3).plot(64, ax=axes) is axes
+    monkeypatch.setattr(plot, "missing_matplotlib", lambda: "there is none")
+    with pytest.raises(ImportError, match="there is none"):
+        Causal().plot(64)
 
 
 def tile_bits(pattern: Pattern, grid: TileGrid, head: int) -> Tensor:

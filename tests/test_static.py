@@ -26,13 +26,45 @@ def test_ruff() -> None:
     assert status == 0, output
 
 
-@pytest.mark.skipif(
+IF_PINNED = pytest.mark.skipif(
     torch.__version__.partition("+")[0] not in re.findall(r"^torch==(\S+)$", CONSTRAINTS, re.M),
     reason="types are checked against the torch that constraints.txt pins, another one annotates other things",
 )
+
+
+@IF_PINNED
 def test_mypy_strict() -> None:
     status, output = output_of("-m", "mypy", "--strict", "src")
     assert status == 0, output
+
+
+TYPED = """
+import ringtile
+from torch import Tensor
+
+def attend(x: Tensor, flag: bool) -> None:
+    y: Tensor = ringtile.sparse_attention(x, x, x, is_causal=True, scale=0.5)
+    y = ringtile.dilated_attention(x, x, x, [8], [1], overlap="union")
+    y, lse = ringtile.sparse_attention(x, x, x, return_lse=True)
+    y, lse = ringtile.dilated_attention(x, x, x, [8], [1], return_lse=True)
+    for either in (
+        ringtile.sparse_attention(x, x, x, return_lse=flag),
+        ringtile.dilated_attention(x, x, x, [8], [1], return_lse=flag),
+    ):
+        y = either if isinstance(either, Tensor) else either[0]
+    ringtile.sparse_attention(x, x, x, softcap="much")
+    ringtile.dilated_attention(x, x, x, [8], [1], sinks=x)
+"""
+
+
+@IF_PINNED
+def test_the_types_of_attention(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(TYPED)
+    _, output = output_of("-m", "mypy", "--strict", str(program))
+    wrong = [number for number, line in enumerate(TYPED.splitlines(), 1) if "much" in line or "sinks" in line]
+    found = {int(number) for number in re.findall(r"program.py:(\d+): error:", output)}
+    assert (len(wrong), found) == (2, set(wrong)), output
 
 
 def test_the_mutants_still_apply_and_their_tests_exist() -> None:

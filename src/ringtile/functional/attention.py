@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, attention, pack_keys
+from ringtile.kernels.contracts import Call, Facts, attention, pack_keys
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.reference import attention_reference
 from ringtile.kernels.select import NAMES, select
@@ -19,6 +19,27 @@ from ringtile.patterns import Blocks, Causal, Dense, Pattern
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+
+class Keywords(TypedDict, total=False):
+    """The arguments that every attention here has, for the type checker."""
+
+    is_causal: bool
+    key_mask: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+    enable_gqa: bool
+    backend: str | None
+
+
+class _Keywords(Keywords, total=False):
+    key_lengths: Tensor | None
+    start: int | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DENSE, _CAUSAL = Dense(), Causal()
@@ -96,22 +117,35 @@ def check_options(
         _check_seed(seed, query)
 
 
-def _as_pattern(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start: int | None) -> Pattern:
+def _may_read(x: Tensor) -> bool:
+    """Return True if the values of a tensor are there to be read, and reading them waits for nothing."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(x) is Tensor
+
+
+def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) -> Pattern:
+    """Return the pattern of a FlexAttention mask or of a bool matrix of tiles; ValueError if it is none of these."""
+    if isinstance(pattern, Pattern):
+        return pattern
+    if isinstance(pattern, Tensor):
+        return Blocks(pattern)
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from ringtile.layout.flex import from_block_mask
+
+    if not isinstance(pattern, BlockMask):
+        raise ValueError(
+            f"pattern: expected a Pattern, a BlockMask or a bool matrix of tiles, got {type(pattern).__name__}"
+        )
+    return from_block_mask(pattern, start=start)
+
+
+def _rule_of(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start: int | None) -> Pattern:
     if pattern is None:
         return _CAUSAL if is_causal else _DENSE
-    if isinstance(pattern, Tensor):
-        pattern = Blocks(pattern)
-    elif not isinstance(pattern, Pattern):
-        from torch.nn.attention.flex_attention import BlockMask
-
-        from ringtile.layout.flex import from_block_mask
-
-        if not isinstance(pattern, BlockMask):
-            raise ValueError(
-                f"pattern: expected a Pattern, BlockIndex, BlockMask or bool tile matrix, got {type(pattern).__name__}"
-            )
-        pattern = from_block_mask(pattern, start=start)
-    return _CAUSAL & pattern if is_causal else pattern
+    rule = as_pattern(pattern, start)
+    return _CAUSAL & rule if is_causal else rule
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -145,19 +179,8 @@ def sparse_attention(
     value: Tensor,
     pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
     *,
-    is_causal: bool = False,
-    key_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    start: int | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    enable_gqa: bool = False,
     return_lse: Literal[False] = False,
-    backend: str | None = None,
+    **keywords: Unpack[_Keywords],
 ) -> Tensor: ...
 
 
@@ -168,20 +191,21 @@ def sparse_attention(
     value: Tensor,
     pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
     *,
-    is_causal: bool = False,
-    key_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    start: int | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    enable_gqa: bool = False,
     return_lse: Literal[True],
-    backend: str | None = None,
+    **keywords: Unpack[_Keywords],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | BlockIndex | BlockMask | Tensor | None = None,
+    *,
+    return_lse: bool,
+    **keywords: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def sparse_attention(
@@ -219,7 +243,8 @@ def sparse_attention(
             bool matrix of 128 x 128 tiles ``[rows, columns]`` or ``[H, rows, columns]``, or None for all pairs.
         is_causal: Keep only keys at or before the query's position (not with a `BlockIndex`).
         key_mask: ``[B, Nk]`` bool, True where a key may be attended to.
-        key_lengths: ``[B]`` integers, the number of keys that each batch row has.
+        key_lengths: ``[B]`` integers in [0, Nk], the number of valid keys of each batch row. On a GPU and in a compiled
+            graph they are not checked, since that would wait for the device; values outside count as the nearest.
         start: Position of the first query; None means Nk - Nq.
         dropout_p: Probability with which a weight is dropped after the softmax; the mask depends on seed and positions
             alone.
@@ -251,6 +276,8 @@ def sparse_attention(
         _check_rows("key_lengths", key_lengths, (batch,), query)
         if key_lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"key_lengths: expected int32 or int64, got {key_lengths.dtype=}")
+        if _may_read(key_lengths) and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
+            raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             _check_rows(name, per_head, (heads,), query)
@@ -273,7 +300,7 @@ def sparse_attention(
             raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
         text, first, block = "", index.start, index.block
     else:
-        rule = _as_pattern(pattern, is_causal, start)
+        rule = _rule_of(pattern, is_causal, start)
         first = n_keys - n_queries if start is None else start
         block = 128
         text = rule.text or ""
@@ -305,22 +332,25 @@ def sparse_attention(
         if query.dtype != torch.float64:
             lse = lse.float()
     else:
+        tensors = [] if index is None else index.tensors()
+        bits = None if key_mask is None else pack_keys(key_mask)
         call = Call(
-            start=first,
-            block=block,
-            scale=scale,
-            tiles=() if index is None else index.tensors(),
-            pattern=text,
-            key_bits=None if key_mask is None else pack_keys(key_mask),
-            key_lengths=key_lengths,
-            seed=seed,
-            alibi_slopes=alibi_slopes,
-            dropout_p=dropout_p,
-            softcap=softcap,
-            backend=backend or "",
+            tensors,
+            text,
+            first,
+            block,
+            bits,
+            key_lengths,
+            seed,
+            alibi_slopes,
+            scale,
+            dropout_p,
+            softcap,
+            backend or "",
         )
+        facts = Facts(text, first, block, scale, dropout_p, softcap, select(query, key, value, call))
         with without_autocast(query):
-            out, lse = attention(query, key, value, call._replace(backend=select(query, key, value, call)))
+            out, lse = attention(query, key, value, facts, bits, key_lengths, seed, alibi_slopes, tensors)
     if sinks is not None:
         out = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

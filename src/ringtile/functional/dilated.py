@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringtile.functional.attention import (
+    Keywords,
     check_options,
     checked_tensors,
     drawn_seed,
@@ -94,24 +95,29 @@ def _all_parts(q: Tensor, k: Tensor, options: _Options) -> Iterator[tuple[int, _
 
 def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Call:
     """The operator call that serves a part."""
-    text, index = part.rule.text or "", None
+    text, tiles = part.rule.text or "", []
     if not text:
         lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2], "start": part.piece.start}
         index = build_index(
             part.rule, **lengths, heads=q.shape[1], batch=max(q.shape[0], 1), block=_BLOCK, device=q.device
         )
-    call = Call(
-        start=part.piece.start,
-        block=_BLOCK,
-        scale=options.scale,
-        tiles=() if index is None else index.tensors(),
-        pattern=text,
-        key_bits=None if part.key_mask is None else pack_keys(part.key_mask),
-        seed=part.seed,
-        dropout_p=options.dropout_p,
-        backend=options.backend or "",
+        tiles = index.tensors()
+    bits = None if part.key_mask is None else pack_keys(part.key_mask)
+    asked = Call(
+        tiles,
+        text,
+        part.piece.start,
+        _BLOCK,
+        bits,
+        None,
+        part.seed,
+        None,
+        options.scale,
+        options.dropout_p,
+        0.0,
+        options.backend or "",
     )
-    return call._replace(backend=select(q, k, v, call))
+    return asked._replace(backend=select(q, k, v, asked))
 
 
 class _Merged(torch.autograd.Function):
@@ -262,7 +268,8 @@ def _covers(other: tuple[int, int], length: int, dilation: int) -> bool:
     return other[0] == length and dilation % other[1] == 0 and length % other[1] == 0
 
 
-def _checked_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> list[tuple[int, int]]:
+def checked_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs of segment length and dilation rate; ValueError if they are no branches."""
     lengths = wholes("dilated_attention", "segment_lengths", segment_lengths, 1)
     rates = wholes("dilated_attention", "dilation_rates", dilation_rates, 1)
     if len(lengths) != len(rates):
@@ -307,6 +314,11 @@ def _warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, 
         )
 
 
+class _Keywords(Keywords, total=False):
+    pattern: Pattern | None
+    overlap: Literal["mix", "union"]
+
+
 @overload
 def dilated_attention(
     query: Tensor,
@@ -315,16 +327,8 @@ def dilated_attention(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     *,
-    pattern: Pattern | None = None,
-    is_causal: bool = False,
-    overlap: Literal["mix", "union"] = "mix",
-    key_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     return_lse: Literal[False] = False,
-    backend: str | None = None,
+    **keywords: Unpack[_Keywords],
 ) -> Tensor: ...
 
 
@@ -336,17 +340,22 @@ def dilated_attention(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     *,
-    pattern: Pattern | None = None,
-    is_causal: bool = False,
-    overlap: Literal["mix", "union"] = "mix",
-    key_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     return_lse: Literal[True],
-    backend: str | None = None,
+    **keywords: Unpack[_Keywords],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    return_lse: bool,
+    **keywords: Unpack[_Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def dilated_attention(
@@ -406,7 +415,7 @@ def dilated_attention(
     """
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
-    branches = _checked_branches(segment_lengths, dilation_rates)
+    branches = checked_branches(segment_lengths, dilation_rates)
     _check_pattern(pattern, query.shape[1])
     if overlap not in ("mix", "union"):
         raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")

@@ -8,7 +8,7 @@ and what comes in means what it means compiled.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -20,12 +20,10 @@ from ringtile.layout.build import real_tensors
 from ringtile.layout.index import BlockIndex
 from ringtile.layout.tiles import EMPTY, FULL
 from ringtile.patterns.base import Pattern, TileGrid
+from ringtile.patterns.blocks import MaskMod, one_by_one
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""FlexAttention's rule: batch row, head, query and key numbers to a bool."""
 
 _PARTIAL = 0
 
@@ -127,16 +125,12 @@ class FlexPattern(Pattern):
     text: str | None = field(init=False, default=None)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
         shape = (head + query + key).shape
         batch = torch.full_like(head, self.row or 0)
         batch, head, query, key = (part.expand(shape).flatten() for part in (batch, head, query - self.start, key))
         list_head = head if self.n_heads is not None else torch.zeros_like(head)
         state = self.states.to(query.device)[batch, list_head, query // self.sides[0], key // self.sides[1]]
-        # As FlexAttention evaluates it: one pair at a time as far as the function can tell.
-        with TransformGetItemToIndex():
-            marked = torch.vmap(self.mask_mod)(batch, head, query, key)
+        marked = one_by_one(self.mask_mod, batch, head, query, key)
         return ((state == FULL) | ((state == _PARTIAL) & marked)).view(shape)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
@@ -188,7 +182,8 @@ def from_block_mask(block_mask: BlockMask, *, start: int | None = None) -> Patte
     Full blocks keep every pair, partial ones what ``mask_mod`` keeps, other blocks nothing. The mask's query a sits
     at position ``start + a``, by default ``n_keys - n_queries``; batch rows and heads of size 1 stand for any number.
     The same mask gives the same pattern, so that its index is found in the cache; the slow path of `Elements`
-    otherwise, in partial blocks. Raises ValueError where the mask's lists are not four-dimensional.
+    otherwise, in partial blocks. Its lists are read once, so a change of them in place is not seen. Raises ValueError
+    if the mask's lists are not four-dimensional.
 
     >>> from ringtile.layout import build_index
     >>> from ringtile.patterns import Causal

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, TileGrid
+from ringtile.patterns.bits import pack_words as pack_words
+from ringtile.patterns.bits import unpack_words as unpack_words
 
 BLOCKS = (16, 32, 64, 128)
 """Tile sides, in tokens."""
@@ -28,25 +30,6 @@ class TileTable(NamedTuple):
     bits_t: Tensor
     rows_any: Tensor
     cols_any: Tensor
-
-
-def pack_words(mask: Tensor) -> Tensor:
-    """Pack bool ``[..., b]`` into int32 ``[..., ceil(b / 32)]``, bit ``i % 32`` of word ``i // 32``; b in `BLOCKS`."""
-    *shape, size = mask.shape
-    # Eight bools read as one little-endian int64: the product gathers their low bits, in order, in the top byte.
-    eights = mask.reshape(-1).view(torch.int64).view(*shape, size // 8)
-    octets = ((eights * 0x0102040810204080) >> 56).to(torch.uint8)
-    if size % 32:
-        octets = torch.nn.functional.pad(octets, (0, 4 - size // 8 % 4))
-    return octets.view(torch.int32).view(*shape, -(-size // 32))
-
-
-def unpack_words(words: Tensor, size: int) -> Tensor:
-    """Unpack int32 words ``[..., w]`` into bool ``[..., size]``."""
-    # Flat, because a last dimension of one word may have any stride.
-    octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
-    places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=words.device)
-    return ((octets[..., None] & places) != 0).flatten(-2)[..., :size]
 
 
 def popcount(words: Tensor) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.functional import sparse_attention
+from ringtile.functional.compacted import InSegments
 from ringtile.patterns import GlobalTokens, Pattern, Segments, TileGrid
 from ringtile.patterns.base import And, Or, PerHead
 from ringtile.patterns.offsets import ANY, OffsetPattern
@@ -65,7 +68,7 @@ def pattern_reach(pattern: Pattern) -> Reach:
             return Reach(0, math.inf if left >= ANY else (left + 1) * unit - 1, ahead)
         case GlobalTokens(tokens=tokens):
             return Reach(tokens, 0, ahead=True)
-        case Segments(length=length):
+        case Segments(length=length) | InSegments(length=length):
             return Reach(0, length - 1, ahead=length > 1)
     return _ANYWHERE
 
@@ -115,6 +118,10 @@ class LayerCache:
     Where the pattern bounds how far back a query looks (`bounded`), the first tokens that it keeps for ever and the
     last ones within its reach are held in place, and all others are dropped; else everything is held.
 
+    With ``more`` patterns a pair counts once for each of them that keeps it, as LongNet mixes its branches. ``attend``
+    computes a long chunk before any key was dropped: ``attend(query, key, value, *, key_mask, enable_gqa)``, by default
+    `sparse_attention` with the one pattern; without it such chunks are cut.
+
     Raises ValueError where the pattern keeps keys after the query, or is written for each batch row.
 
     >>> from ringtile.patterns import streaming
@@ -125,13 +132,18 @@ class LayerCache:
     (torch.Size([1, 4, 10, 16]), 50, 11, 11)
     """
 
-    def __init__(self, pattern: Pattern) -> None:
+    def __init__(self, pattern: Pattern, *more: Pattern, attend: Callable[..., Any] | None = None) -> None:
+        self.patterns = (pattern, *more)
+        self.pattern = pattern = reduce(or_, self.patterns)
+        """All pairs that are kept."""
+        if not more and attend is None:
+            attend = partial(sparse_attention, pattern=pattern)
+        self._attend = attend
         reach = pattern_reach(pattern)
         if reach.ahead:
             raise ValueError(f"pattern: a cache needs one that keeps no later keys, causal & ..., got {pattern!r}")
         if pattern.batch_size is not None:
             raise ValueError(f"pattern: a cache needs one for all batch rows, got {pattern.batch_size=}")
-        self.pattern = pattern
         self.length = 0
         """Tokens seen so far, which is the position of the next one."""
         self.capacity = None if math.isinf(reach.size) else int(reach.size)
@@ -188,8 +200,8 @@ class LayerCache:
             # What is not finite there would reach the others through a weight of 0.
             key, value = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (key, value))
         new = HeldKeys(key, value, position, key_mask)
-        if n_new > _PIECE and self.held == self.length:
-            return self._attend_index(query, new)
+        if n_new > _PIECE and self.held == self.length and self._attend is not None:
+            return self._attend_whole(self._attend, query, new)
         pieces = [
             self._attend_mask(query[:, :, first : first + _PIECE], new.narrowed(first, min(_PIECE, n_new - first)))
             for first in range(0, n_new, _PIECE)
@@ -226,19 +238,12 @@ class LayerCache:
     def _present(self) -> HeldKeys | None:
         return None if self._held is None else self._held.narrowed(0, self.held)
 
-    def _attend_index(self, query: Tensor, new: HeldKeys) -> Tensor:
+    def _attend_whole(self, attend: Callable[..., Any], query: Tensor, new: HeldKeys) -> Tensor:
         """Many queries while all keys are there, in order: what the waist is for."""
         before = self._present()
         seen = new if before is None else before.joined(new)
-        out = sparse_attention(
-            query,
-            seen.key,
-            seen.value,
-            self.pattern,
-            key_mask=seen.mask if self._masked else None,
-            enable_gqa=query.shape[1] != new.key.shape[1],
-        )
-        assert isinstance(out, Tensor)
+        mask, enable_gqa = seen.mask if self._masked else None, query.shape[1] != new.key.shape[1]
+        out: Tensor = attend(query, seen.key, seen.value, key_mask=mask, enable_gqa=enable_gqa)
         self._store(new)
         return out
 
@@ -256,11 +261,13 @@ class LayerCache:
         n_heads = query.shape[1]
         alike = len({self.pattern.head_class(head) for head in range(n_heads)}) == 1
         heads = torch.arange(1 if alike else n_heads, device=query.device)
-        kept = self.pattern.allowed(heads[:, None, None], new.position[:, None], seen.position)
+        places = (heads[:, None, None], new.position[:, None], seen.position)
+        # A key that several patterns keep is there as often.
+        kept = torch.cat([pattern.allowed(*places) for pattern in self.patterns], -1)
         used = kept.flatten(0, 1).any(0)
-        if not bool(used.all()):
+        if len(self.patterns) > 1 or not bool(used.all()):
             index = used.nonzero().squeeze(1)
-            seen, kept = seen.chosen(index), kept.index_select(2, index)
+            seen, kept = seen.chosen(index % len(seen.position)), kept.index_select(2, index)
         enable_gqa = n_heads != seen.key.shape[1]
         if len(heads) == len(new.position) == 1 and not self._masked:
             return F.scaled_dot_product_attention(query, seen.key, seen.value, enable_gqa=enable_gqa)

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Literal
 
-from ringtile.functional.dilated import dilated_attention
+from torch import Tensor
+
+from ringtile.functional.compacted import InSegments
+from ringtile.functional.dilated import checked_branches, dilated_attention
+from ringtile.patterns import Causal, Pattern, Segments
+
+
+@dataclass(frozen=True)
+class LongNet:
+    """`dilated_attention` with its branches filled in; `longnet_attend` makes it."""
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    overlap: Literal["mix", "union"]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """Compute attention."""
+        branches = (self.segment_lengths, self.dilation_rates)
+        return dilated_attention(query, key, value, *branches, overlap=self.overlap, **options)
+
+    def rules(self, pattern: Pattern | None, is_causal: bool) -> tuple[Pattern, ...]:
+        """Return patterns over positions: a pair counts once for each of them that keeps it."""
+        branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
+        kept: list[Pattern] = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
+        if self.overlap == "union":
+            kept = [reduce(or_, kept)]
+        return tuple(Causal() & rule for rule in kept) if is_causal else tuple(kept)
 
 
 def longnet_attend(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], overlap: Literal["mix", "union"] = "mix"
-) -> Callable[..., Any]:
-    """`dilated_attention` with its branches filled in, for ``attend=`` of the modules (LongNet, arXiv:2307.02486).
+) -> LongNet:
+    """Return `dilated_attention` with its branches filled in, for ``attend=`` of the modules (arXiv:2307.02486).
 
     ``SparseTransformer(..., attend=longnet_attend(...))`` is LongNet's encoder, and with ``is_causal=True`` its
-    decoder; a ``pattern`` applies inside each dilated segment. Branches are checked where they are used.
+    decoder, which also generates with a cache; a ``pattern`` applies inside each dilated segment.
+
+    Raises ValueError if the sequences differ in length or hold anything but positive integers.
 
     >>> import torch
     >>> from ringtile.modules.transformer import SparseTransformer
@@ -24,9 +54,5 @@ def longnet_attend(
     >>> decoder(torch.randn(1, 700, 64)).shape
     torch.Size([1, 700, 64])
     """
-    return partial(
-        dilated_attention,
-        segment_lengths=tuple(segment_lengths),
-        dilation_rates=tuple(dilation_rates),
-        overlap=overlap,
-    )
+    lengths, rates = zip(*checked_branches(segment_lengths, dilation_rates), strict=True)
+    return LongNet(lengths, rates, overlap)

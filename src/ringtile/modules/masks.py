@@ -3,67 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.patterns import Pattern
-from ringtile.patterns.base import TileGrid
-from ringtile.patterns.content import digest_of
+from ringtile.patterns import Pattern, from_mask
+from ringtile.patterns.mask import one_of_equals
 
 _SMALL = 1 << 24
 """Bytes of a mask that are read again at every call: a few milliseconds where attention takes tens."""
-
-
-@dataclass(frozen=True, repr=False)
-class KeptPairs(Pattern):
-    """The pairs that a dense bool mask ``[B or 1, H or 1, Nq, Nk]`` keeps; equal to that of an equal mask.
-
-    The mask is held weakly: the index cache holds patterns, and must not hold n x n elements for each.
-    """
-
-    digest: bytes
-    shape: tuple[int, int, int, int]
-    mask: ref[Tensor] = field(compare=False)
-    row: int | None = None
-    text: str | None = field(init=False, default=None)
-
-    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        mask = self.mask()
-        assert mask is not None, "the caller of attention holds the mask until it returns"
-        _, heads, n_queries, n_keys = self.shape
-        head = head if heads > 1 else torch.zeros_like(head)
-        query = (query - (n_keys - n_queries)).clamp(0, n_queries - 1)
-        return mask[self.row or 0, head, query, key.clamp(0, n_keys - 1)]
-
-    def head_class(self, head: int) -> Hashable:
-        return head if self.shape[1] > 1 else None
-
-    @property
-    def n_heads(self) -> int | None:
-        return self.shape[1] if self.shape[1] > 1 else None
-
-    @property
-    def batch_size(self) -> int | None:
-        return self.shape[0] if self.row is None and self.shape[0] > 1 else None
-
-    def batch_row(self, batch: int) -> Pattern:
-        return self if self.batch_size is None else replace(self, row=batch)
-
-    def validate(self, grid: TileGrid) -> None:
-        n_queries, n_keys = self.shape[2:]
-        if (grid.n_queries, grid.n_keys, grid.start) != (n_queries, n_keys, n_keys - n_queries):
-            raise ValueError(
-                f"attn_mask: says what {n_queries} queries keep of {n_keys} keys, and cannot serve "
-                f"{grid.n_queries} queries from position {grid.start} and {grid.n_keys} keys"
-            )
 
 
 class AttnMask(NamedTuple):
@@ -71,8 +23,6 @@ class AttnMask(NamedTuple):
 
     is_causal: bool
     pattern: Pattern | None = None
-    kept: Tensor | None = None
-    """What the pattern holds weakly."""
 
 
 class _Reading(NamedTuple):
@@ -155,15 +105,10 @@ def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
             kept = ~mask
         n_queries, n_keys = mask.shape[-2:]
         kept = kept.view(batch, heads, n_queries, n_keys) if mask.dim() == 3 else kept.view(1, 1, n_queries, n_keys)
-        for dim in (0, 1):
-            first = kept.narrow(dim, 0, 1)
-            if torch.equal(kept, first.expand_as(kept)):
-                kept = first
+        kept = one_of_equals(kept)
         if torch.equal(kept, torch.ones_like(kept).tril(n_keys - n_queries)):
             return AttnMask(is_causal=True)
-        kept = kept.contiguous()
-        pattern = KeptPairs(digest_of(kept), (kept.shape[0], kept.shape[1], n_queries, n_keys), ref(kept))
-        return AttnMask(is_causal=False, pattern=pattern, kept=kept)
+        return AttnMask(is_causal=False, pattern=from_mask(kept))
 
 
 class Padding(NamedTuple):

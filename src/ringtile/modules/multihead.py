@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
+from ringtile.functional.attention import as_pattern
 from ringtile.layout import build_index
 from ringtile.modules.masks import AttnMask, read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import mean_over_heads, tile_weights
 from ringtile.patterns import Causal, Dense, Pattern
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Attend = Callable[..., Any]
 """``attend(query, key, value, *, pattern, is_causal, key_mask, dropout_p)``, named as in `sparse_attention`."""
@@ -56,7 +60,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         batch_first: Tensors are ``[B, N, E]`` instead of ``[N, B, E]``.
         device: Of the parameters.
         dtype: Of the parameters.
-        pattern: What may attend to what; None is everything.
+        pattern: Which pairs to keep: a `ringtile.patterns.Pattern`, a FlexAttention `BlockMask` or a bool matrix of
+            tiles; the last two fix the lengths. Default: all pairs.
         attend: What computes attention, by default `sparse_attention`. It is called with query ``[B, H, Nq, D]``, key
             and value ``[B, H, Nk, D]`` (the last dimension of value differs where weights are asked for, and those of
             query and key grow by one where floating padding is added to the scores), and by name ``pattern`` (None
@@ -94,7 +99,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        pattern: Pattern | None = None,
+        pattern: Pattern | BlockMask | Tensor | None = None,
         attend: Attend = sparse_attention,
     ) -> None:
         if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
@@ -104,11 +109,11 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         for name, width in (("kdim", kdim), ("vdim", vdim)):
             if width is not None and width < 1:
                 raise ValueError(f"{name}: expected a positive width or None, got {name}={width}")
-        _check_rule(pattern, attend, num_heads)
+        rule = _checked_rule(pattern, attend, num_heads)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        self._set_rule(pattern, attend)
+        self._set_rule(rule, attend)
 
     def _set_rule(self, pattern: Pattern | None, attend: Attend) -> None:
         self.pattern, self.attend = pattern, attend
@@ -417,13 +422,13 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         return out, mean_over_heads(weights) if average_attn_weights else weights
 
 
-def _check_rule(pattern: Pattern | None, attend: Attend, num_heads: int) -> None:
-    if pattern is not None and not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern: expected a Pattern or None, got {type(pattern).__name__}")
-    if pattern is not None and pattern.n_heads not in (None, num_heads):
-        raise ValueError(f"pattern: {pattern!r} is written for {pattern.n_heads} heads, got {num_heads=}")
+def _checked_rule(pattern: Pattern | BlockMask | Tensor | None, attend: Attend, num_heads: int) -> Pattern | None:
+    rule = None if pattern is None else as_pattern(pattern)
+    if rule is not None and rule.n_heads not in (None, num_heads):
+        raise ValueError(f"pattern: {rule!r} is written for {rule.n_heads} heads, got {num_heads=}")
     if not callable(attend):
         raise ValueError(f"attend: expected a function of query, key and value, got {attend!r}")
+    return rule
 
 
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
@@ -441,12 +446,15 @@ def _each_once(fn: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value
     return turned if query is key else fn(query), turned, turned
 
 
-def replace_attention(model: nn.Module, *, pattern: Pattern | None, attend: Attend = sparse_attention) -> nn.Module:
+def replace_attention(
+    model: nn.Module, *, pattern: Pattern | BlockMask | Tensor | None, attend: Attend = sparse_attention
+) -> nn.Module:
     """Turn each `torch.nn.MultiheadAttention` in a model into `SparseMultiheadAttention`, in place.
 
     The model may be one itself. Parameters, hooks and places in the model stay what they are, so optimizers and
-    checkpoints keep working. Subclasses are left alone. A decoder's cross attention has other lengths than its
-    self-attention: give each its own pattern, as ``replace_attention(layer.self_attn, pattern=...)``.
+    checkpoints keep working. Call it again to change the pattern. Other subclasses are left alone. A decoder's cross
+    attention has other lengths than its self-attention: give each its own pattern, as
+    ``replace_attention(layer.self_attn, pattern=...)``.
 
     Args:
         model: The module to look through.
@@ -465,13 +473,13 @@ def replace_attention(model: nn.Module, *, pattern: Pattern | None, attend: Atte
         >>> replace_attention(layer, pattern=Window(128)).self_attn.pattern
         window(128)
     """
-    found = [module for module in model.modules() if type(module) is nn.MultiheadAttention]
+    kinds = (nn.MultiheadAttention, SparseMultiheadAttention)
+    found = [module for module in model.modules() if isinstance(module, kinds) and type(module) in kinds]
     if not found:
         raise ValueError(f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one")
-    for module in found:
-        _check_rule(pattern, attend, module.num_heads)
-    for module in found:
+    rules = [_checked_rule(pattern, attend, module.num_heads) for module in found]
+    for module, rule in zip(found, rules, strict=True):
         module.__class__ = SparseMultiheadAttention
         assert isinstance(module, SparseMultiheadAttention)
-        module._set_rule(pattern, attend)
+        module._set_rule(rule, attend)
     return model

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial, reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
+from ringtile.functional.attention import as_pattern
 from ringtile.modules.cache import KVCache, LayerCache
+from ringtile.modules.longnet import LongNet
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Causal, Dense, Pattern
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Angles = tuple[Tensor, Tensor]
 
@@ -33,7 +40,7 @@ class SparseTransformerLayer(nn.Module):
         rotary: Turn queries and keys by their positions (Su et al., arXiv:2104.09864); head_dim must be even.
         qk_norm: Scale queries and keys to a root mean square of 1 first (Henry et al., arXiv:2010.04245).
         is_causal: Keep only keys at or before the query: a decoder.
-        pattern: What may attend to what; None means everything.
+        pattern: What may attend to what, as `SparseMultiheadAttention` takes it; None means everything.
         attend: Computes attention: called as ``attend(query, key, value, pattern=..., is_causal=..., key_mask=...,
             dropout_p=...)`` with tensors ``[B, H, N, D]``, and with ``enable_gqa=True`` where ``num_kv_heads`` is
             fewer; `longnet_attend` makes another one.
@@ -62,7 +69,7 @@ class SparseTransformerLayer(nn.Module):
         rotary: bool = True,
         qk_norm: bool = False,
         is_causal: bool = False,
-        pattern: Pattern | None = None,
+        pattern: Pattern | BlockMask | Tensor | None = None,
         attend: Callable[..., Any] = sparse_attention,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,14 +88,13 @@ class SparseTransformerLayer(nn.Module):
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout: expected a probability below 1, got {dropout!r}")
-        if pattern is not None and not isinstance(pattern, Pattern):
-            raise ValueError(f"pattern: expected a Pattern or None, got {type(pattern).__name__}")
-        if pattern is not None and pattern.n_heads not in (None, num_heads):
-            raise ValueError(f"pattern: it is written for {pattern.n_heads} heads, got {num_heads=}")
+        rule = None if pattern is None else as_pattern(pattern)
+        if rule is not None and rule.n_heads not in (None, num_heads):
+            raise ValueError(f"pattern: it is written for {rule.n_heads} heads, got {num_heads=}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.dropout, self.rotary, self.qk_norm, self.is_causal = dropout, rotary, qk_norm, is_causal
-        self.pattern, self.attend = pattern, attend
+        self.pattern, self.attend = rule, attend
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
@@ -103,10 +109,16 @@ class SparseTransformerLayer(nn.Module):
 
     @property
     def rule(self) -> Pattern:
-        """The pattern with causality: the pairs that are kept."""
+        """The pairs that are kept: the pattern with causality, or LongNet's branches."""
+        return reduce(or_, self._rules)
+
+    @property
+    def _rules(self) -> tuple[Pattern, ...]:
+        if isinstance(self.attend, LongNet):
+            return self.attend.rules(self.pattern, self.is_causal)
         if self.pattern is None:
-            return Causal() if self.is_causal else Dense()
-        return Causal() & self.pattern if self.is_causal else self.pattern
+            return (Causal() if self.is_causal else Dense(),)
+        return (Causal() & self.pattern if self.is_causal else self.pattern,)
 
     def extra_repr(self) -> str:
         parts = [f"{self.embed_dim}", f"num_heads={self.num_heads}", f"pattern={self.pattern!r}"]
@@ -118,10 +130,14 @@ class SparseTransformerLayer(nn.Module):
     def new_cache(self) -> LayerCache:
         """An empty cache for generation.
 
-        Raises ValueError where the layer is not causal, or attends otherwise than by `sparse_attention`.
+        Raises ValueError if the layer is not causal, or ``attend`` is neither `sparse_attention` nor made by
+        `longnet_attend`.
         """
+        if isinstance(self.attend, LongNet):
+            whole = partial(self.attend, pattern=self.pattern, is_causal=self.is_causal)
+            return LayerCache(*self._rules, attend=whole)
         if self.attend is not sparse_attention:
-            raise ValueError(f"attend: a cache needs sparse_attention, got {self.attend!r}")
+            raise ValueError(f"attend: a cache needs sparse_attention or longnet_attend(...), got {self.attend!r}")
         return LayerCache(self.rule)
 
     def angles(self, x: Tensor, start: int = 0) -> Angles | None:
@@ -150,7 +166,7 @@ class SparseTransformerLayer(nn.Module):
         Raises:
             ValueError: Where shapes do not fit, or the cache is another layer's, or used in training.
         """
-        if cache is not None and cache.pattern != self.rule:
+        if cache is not None and cache.patterns != self._rules:
             raise ValueError(f"cache: expected one of the pattern {self.rule!r}, got {cache!r}")
         if cache is not None and self.training and self.dropout:
             raise ValueError(f"cache: expected a layer in eval mode, got {self.training=} with {self.dropout=}")
@@ -225,7 +241,7 @@ class SparseTransformer(nn.Module):
         rotary: bool = True,
         qk_norm: bool = False,
         is_causal: bool = False,
-        pattern: Pattern | Sequence[Pattern | None] | None = None,
+        pattern: Pattern | BlockMask | Tensor | Sequence[Pattern | BlockMask | Tensor | None] | None = None,
         attend: Callable[..., Any] = sparse_attention,
         gradient_checkpointing: bool = False,
         device: torch.device | str | None = None,

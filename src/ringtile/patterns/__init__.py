@@ -6,6 +6,7 @@ from ringtile.patterns.dilated import BlockDilated, Dilated, Segments
 from ringtile.patterns.documents import Documents
 from ringtile.patterns.grammar import parse
 from ringtile.patterns.local import Causal, GlobalTokens, Strided, Window
+from ringtile.patterns.mask import from_mask
 from ringtile.patterns.presets import bigbird, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
 
@@ -26,6 +27,7 @@ __all__ = [
     "TileGrid",
     "Window",
     "bigbird",
+    "from_mask",
     "longformer",
     "longnet_union",
     "parse",

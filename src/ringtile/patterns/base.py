@@ -11,12 +11,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile.patterns.drawing import draw_rule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from ringtile.layout.index import BlockIndex
 
 LARGEST = 2**31 - 1
 """The largest window, rate, length, ...: products of two stay inside int64."""
@@ -165,6 +170,45 @@ class Pattern:
         return draw_rule(
             lambda query, key: self.allowed(head_number, query, key), n_queries, n_keys, start=start, width=width
         )
+
+    def density(self, n_queries: int, n_keys: int | None = None, *, num_heads: int | None = None) -> float:
+        """Return the fraction of pairs that the pattern keeps, of those that its causal and document rules allow.
+
+        ``n_keys`` is as many as queries by default. It is the mean over ``num_heads`` heads: by default those that the
+        pattern is defined for, or one. Raises ValueError as `build_index` does, whose index it builds or finds cached.
+
+        >>> from ringtile.patterns import Causal, Window
+        >>> round((Causal() & Window(1024)).density(16384), 3)
+        0.121
+        """
+        return self._index(n_queries, n_keys, num_heads).density
+
+    def tile_density(self, n_queries: int, n_keys: int | None = None, *, num_heads: int | None = None) -> float:
+        """Return the fraction of 128 x 128 tiles that attention computes; run time follows this. See `density`.
+
+        >>> from ringtile.patterns import Causal, Window
+        >>> round((Causal() & Window(1024)).tile_density(16384), 3)
+        0.135
+        """
+        return self._index(n_queries, n_keys, num_heads).tile_density
+
+    def plot(self, n_queries: int, n_keys: int | None = None, ax: Axes | None = None, *, head: int = 0) -> Axes:
+        """Draw the kept pairs with matplotlib: queries down, keys across, at most 512 cells per side.
+
+        Returns the axes, by default those of a new figure: ``pattern.plot(4096).figure.savefig("pattern.png")``.
+        Raises ImportError if matplotlib is missing, and ValueError as `build_index` does.
+        """
+        from ringtile.analysis.plot import missing_matplotlib, plot_pattern
+
+        if reason := missing_matplotlib():
+            raise ImportError(reason)
+        return plot_pattern(self._index(n_queries, n_keys, self.n_heads or head + 1), ax, head=head)
+
+    def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> BlockIndex:
+        from ringtile.layout.build import build_index
+
+        heads = (self.n_heads or 1) if num_heads is None else num_heads
+        return build_index(self, n_queries, n_keys, heads=heads, batch=self.batch_size or 1)
 
     def __and__(self, other: Pattern) -> Pattern:
         return And(self, other) if isinstance(other, Pattern) else NotImplemented

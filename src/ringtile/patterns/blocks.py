@@ -12,6 +12,9 @@ from torch import Tensor
 from ringtile.patterns.base import Cover, Pattern, TileGrid, interval_cover, number_pairs, whole
 from ringtile.patterns.content import Content
 
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""FlexAttention's rule: batch row, head, query and key numbers to a bool."""
+
 LARGEST_BLOCK = 2**20
 _MOST_PAIRS = 64
 """Tiles that meet more pairs of blocks are told apart by their bits: deciding the pairs first would cost as much."""
@@ -176,8 +179,10 @@ class Blocks(BlockPattern):
         n_rows, n_cols, _ = self.shape
         cols = -(-grid.n_keys // self.block)
         if n_cols != cols if self.given_columns else n_cols > cols:
+            is_mask = (n_rows, n_cols) == (grid.n_queries, grid.n_keys)
             raise ValueError(
                 f"blocks of {self.block} tokens expects {cols} columns for n_keys={grid.n_keys}, got {n_cols}"
+                + ("; for a mask of pairs use ringtile.patterns.from_mask(mask)" if is_mask else "")
             )
         if grid.start < 0 or grid.start + grid.n_queries > n_rows * self.block:
             raise ValueError(
@@ -189,7 +194,8 @@ class Blocks(BlockPattern):
 def _from_matrix(matrix: Tensor) -> tuple[Tensor, tuple[int, int, int | None]]:
     if matrix.dtype != torch.bool or matrix.dim() not in (2, 3) or matrix.numel() == 0:
         raise ValueError(
-            f"blocks expects a non-empty bool matrix [R, C] or [H, R, C], got {matrix.dtype=}, {matrix.shape=}"
+            f"blocks expects a non-empty bool matrix [R, C] or [H, R, C], got {matrix.dtype=}, {matrix.shape=}; "
+            "for a mask of pairs use ringtile.patterns.from_mask(mask)"
         )
     n_rows, n_cols = matrix.shape[-2:]
     heads = matrix.shape[0] if matrix.dim() == 3 else None
@@ -250,5 +256,39 @@ class Elements(Pattern):
         except RuntimeError as error:
             raise ValueError(f"elements expects fn to return shape {tuple(shape)}, got {tuple(kept.shape)}") from error
 
+    @classmethod
+    def from_mask_mod(cls, mask_mod: MaskMod) -> Elements:
+        """Return the pattern of a FlexAttention rule ``mask_mod(b, h, q_idx, kv_idx)``; the indices are positions.
+
+        The rule is called with b = 0 for every batch row. If it depends on b, pass the `BlockMask` of
+        ``create_block_mask(mask_mod, B=...)`` in place of a pattern. Patterns of the same function are equal.
+
+        >>> print(Elements.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx - kv_idx == h).draw(3, head=1))
+        ···
+        █··
+        ·█·
+        """
+        if not callable(mask_mod):
+            raise ValueError(f"elements expects mask_mod to be callable, got mask_mod={mask_mod!r}")
+        return cls(_FlexRule(mask_mod))
+
     def head_class(self, head: int) -> Hashable:
         return head
+
+
+@dataclass(frozen=True)
+class _FlexRule:
+    mask_mod: MaskMod
+
+    def __call__(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return one_by_one(self.mask_mod, torch.zeros_like(head), head, query, key)
+
+
+def one_by_one(mask_mod: MaskMod, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Evaluate a FlexAttention rule as FlexAttention does: on one pair at a time, as far as the function can tell."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    numbers = torch.broadcast_tensors(batch, head, query, key)
+    with TransformGetItemToIndex():
+        kept: Tensor = torch.vmap(mask_mod)(*(number.flatten() for number in numbers))
+    return kept.view(numbers[0].shape)

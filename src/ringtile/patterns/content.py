@@ -8,13 +8,18 @@ import hashlib
 from torch import Tensor
 
 
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on a CPU, which has to outlive them."""
+    # Not by numpy, which an installation of torch can lack.
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 def digest_of(tensor: Tensor) -> bytes:
     """Digest the dtype, the shape and the values of a tensor: equal on any device and with any strides."""
     held = tensor.detach().cpu().contiguous()
     digest = hashlib.blake2b(f"{held.dtype} {tuple(held.shape)}".encode(), digest_size=16)
     if held.numel():
-        # Not by numpy, which an installation of torch can lack.
-        digest.update((ctypes.c_char * held.nbytes).from_address(held.data_ptr()))
+        digest.update(memory_of(held))
     return digest.digest()
 
 

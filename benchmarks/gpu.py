@@ -46,11 +46,12 @@ from ringtile.kernels.flash import band_of  # noqa: E402
 from ringtile.kernels.triton.tuning import VARIABLE  # noqa: E402
 from ringtile.layout import build_index, clear_cache  # noqa: E402
 from ringtile.layout.density import with_density  # noqa: E402
-from ringtile.measure.bench import Task, measure  # noqa: E402
+from ringtile.measure.bench import measure, rows_in  # noqa: E402
 from ringtile.measure.machine import commit, machine_facts, versions  # noqa: E402
 from ringtile.measure.peers import Attention, Case, FlexAttention, Ringtile, SdpaDense  # noqa: E402
 from ringtile.measure.progress import Progress  # noqa: E402
 from ringtile.measure.record import FORWARD, Row, write_whole  # noqa: E402
+from ringtile.measure.suites import Task  # noqa: E402
 from ringtile.patterns import (  # noqa: E402
     BlockDilated,
     Causal,
@@ -396,13 +397,12 @@ def main() -> None:
         for task in make(args.smoke)
     ]
     progress = Progress()
-    progress.begin("gpu", len(tasks), "cases")
     for done, task in enumerate(tasks):
-        if task.rows_in(record.rows()):
+        if rows_in(task, record.rows()):
             continue
         if left() <= 0:
             raise SystemExit(f"time is up with {len(tasks) - done} cases to go: run it again")
-        progress.update(done, f"{task.case.asked}, N {task.case.n_tokens}")
+        progress.show(f"case {done + 1} of {len(tasks)}: {task.case.asked}, N {task.case.n_tokens:,}")
         rows = [row for some in measure(task.case, task.peers, directions=task.directions, seconds=0.3) for row in some]
         progress.clear()
         for row in rows:

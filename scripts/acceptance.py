@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ringtile.measure.record import BOTH, DENSE, FORWARD, OURS, Record, Row
-from ringtile.measure.suites import DECODING, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
+from ringtile.measure.suites import CURVE, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
 
 
 class Bar(NamedTuple):
@@ -165,7 +165,7 @@ def _small(record: Record) -> Iterator[Bar]:
             costs[n_tokens, direction] = 1e3 * (ours - dense)
             what = f"dense, N {n_tokens}, {direction}: beyond torch's dense attention"
             yield Bar(what, "stated", f"{costs[n_tokens, direction]:+.0f} microseconds", None)
-    for asked, n_tokens in (("dense", 4096), ("dense", 32768), (DECODING, 32768)):
+    for asked, n_tokens in (("dense", 4096), ("dense", 32768), (CURVE, 32768)):
         facts = {"asked": asked, "n_tokens": n_tokens, "n_queries": 1}
         ours, dense = (_time(row_of(record, FORWARD, peer, **facts)) for peer in (OURS, DENSE))
         bar = max(costs[26, FORWARD], 0.0)

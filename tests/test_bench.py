@@ -24,13 +24,14 @@ from ringtile import cli
 from ringtile.kernels.native.instruction_sets import InstructionSet
 from ringtile.kernels.native.library import reason_against
 from ringtile.kernels.reference import attention_reference
-from ringtile.measure import bench, machine, memory, roofline
-from ringtile.measure.bench import Task, measure, relative_error, run_bench, wrong_rows
+from ringtile.measure import bench, exact, machine, memory, roofline
+from ringtile.measure.bench import measure, run_bench, wrong_rows
+from ringtile.measure.exact import relative_error
 from ringtile.measure.memory import Peaks, peak_memory
 from ringtile.measure.peers import Attention, Case, Ringtile, SdpaDense, all_peers
 from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, FORWARD, Record, Row, break_even, slower_rows, write_whole
 from ringtile.measure.roofline import Work, limit_ms
-from ringtile.measure.suites import PEERS, SUITES, Cell, suite
+from ringtile.measure.suites import CLAIMED, PATTERNS, PEERS, SUITES, TOKENS, Task, random_tiles, suite
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, RandomBlocks, Window, per_head
 
 CPU = torch.device("cpu")
@@ -102,8 +103,10 @@ def small_case(pattern: Pattern | None = None, **sizes: object) -> Case:
     return Case(repr(pattern), pattern, **{"n_tokens": 40, "heads": 2, "head_dim": 8, **sizes})
 
 
-def rows_of(case: Case, *entrants: Fake | SdpaDense, directions: Sequence[str] = DIRECTIONS) -> dict[str, list[Row]]:
-    found = list(measure(case, entrants, directions=directions, seconds=0.0))
+def rows_of(
+    case: Case, *entrants: Fake | SdpaDense, directions: Sequence[str] = DIRECTIONS, **options: Any
+) -> dict[str, list[Row]]:
+    found = list(measure(case, entrants, directions=directions, seconds=0.0, **options))
     assert all([row.peer for row in rows] == [entrant.name for entrant in entrants] for rows in found)
     return {rows[0].direction: rows for rows in found}
 
@@ -137,8 +140,8 @@ def hole(value: float, row: int) -> Callable[[Case], Attention]:
     ("value", "reason"), [(0.0, "wrong: zeros in rows that keep keys"), (torch.inf, "wrong: its output is not finite")]
 )
 def test_a_hole_in_our_output_is_found_wherever_it_is(value, reason):
-    exact = bench._Exact(small_case(n_tokens=200), 0)
-    row = next(row for row in range(200) if row not in exact.rows)
+    whole = exact.Exact(small_case(n_tokens=200), 0)
+    row = next(row for row in range(200) if row not in whole.rows)
     for pattern in (Causal() & Window(9), Causal() & Window(9) & ~GlobalTokens(1)):
         ours, _ = rows_of(small_case(pattern, n_tokens=200), Fake(make=hole(value, row)), SdpaDense())[FORWARD]
         assert ours.reason == reason
@@ -186,9 +189,8 @@ def test_a_peer_that_cannot_is_left_out_with_its_reason(peer, reasons):
         assert (other.median_ms is None) == bool(reason)
 
 
-def test_a_slow_peer_is_left_out_but_not_dense(monkeypatch):
-    monkeypatch.setattr(bench, "SLOW_SECONDS", 0.0)
-    ours, dense, other = rows_of(small_case(), Fake(), SdpaDense(), Fake("other"))[FORWARD]
+def test_a_slow_peer_is_left_out_but_not_dense():
+    ours, dense, other = rows_of(small_case(), Fake(), SdpaDense(), Fake("other"), slow_seconds=0.0)[FORWARD]
     assert ours.median_ms is not None
     assert dense.median_ms is not None
     assert other.reason.startswith("one call took ")
@@ -204,6 +206,13 @@ def test_calls_are_interleaved_and_take_turns_at_being_first(monkeypatch):
     assert calls == [*compared, *timed_once_and_measured, *rounds]
 
 
+def test_one_round_is_enough_if_that_is_asked_for():
+    ours, dense = rows_of(small_case(), Fake(), SdpaDense(), rounds=1)[FORWARD]
+    assert ours.rounds == dense.rounds == 1
+    assert ours.low_ms == pytest.approx(ours.median_ms)
+    assert ours.high_ms == pytest.approx(ours.median_ms)
+
+
 def test_the_memory_of_slow_others_is_not_measured(monkeypatch):
     monkeypatch.setattr(bench, "MEMORY_SECONDS", 0.0)
     ours, dense = rows_of(small_case(), Fake(), SdpaDense())[BOTH]
@@ -215,7 +224,6 @@ def test_the_memory_of_slow_others_is_not_measured(monkeypatch):
 def test_rounds_go_on_for_the_time_asked(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now.append(now[-1] + 1.0) or now[-1])
-    monkeypatch.setattr(bench, "SLOW_SECONDS", 100.0)
     (rows,) = measure(small_case(), [Fake()], directions=[FORWARD], seconds=20.0)
     # The clock moves on by one at each look: two looks a round, and from the fourth on one before it.
     assert rows[0].rounds == 8
@@ -244,9 +252,9 @@ def test_a_failure_of_torch_does_not_open_the_gate(monkeypatch):
     def broken(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, enable_gqa: bool) -> Tensor:
         return q * torch.nan + (k + v).sum()
 
-    monkeypatch.setattr(bench.F, "scaled_dot_product_attention", broken)
+    monkeypatch.setattr(exact.F, "scaled_dot_product_attention", broken)
     (right_row,), (wrong_row,) = (rows_of(small_case(), Fake(make=make))[FORWARD] for make in (right, one_percent_off))
-    assert right_row.error_bound == wrong_row.error_bound == bench.ERROR_FLOOR
+    assert right_row.error_bound == wrong_row.error_bound == exact.ERROR_FLOOR
     assert right_row.reason == ""
     assert wrong_row.reason.startswith("wrong")
 
@@ -418,10 +426,10 @@ def test_break_even_is_where_ours_stays_not_slower(ours, first):
     assert (both.direction, both.n_tokens) == (BOTH, None)
 
 
-def test_break_even_allows_for_the_spread_of_dense():
+def test_break_even_compares_medians():
     ours, dense = timed(64, 1.1, 1.0)
-    assert break_even((ours, dense))[0].n_tokens is None
-    assert break_even((ours, replace(dense, high_ms=1.2)))[0].n_tokens == 64
+    assert break_even((ours, replace(dense, high_ms=1.2)))[0].n_tokens is None
+    assert break_even(timed(64, 1.0, 1.0))[0].n_tokens == 64
 
 
 def test_slower_rows_compares_ratios():
@@ -672,14 +680,14 @@ def test_a_case_runs_with_its_own_threads():
 # The suites: what they contain, and that they run; what is in them takes minutes.
 
 
-def values(cells: Sequence[Cell], what: Callable[[Case], object]) -> set[object]:
+def values(cells: Sequence[Task], what: Callable[[Case], object]) -> set[object]:
     return {what(cell.case) for cell in cells}
 
 
 def test_the_grid_meets_every_value_with_every_peer():
     cells = suite("grid")
     assert {cell.directions for cell in cells} == {DIRECTIONS, (FORWARD,)}
-    assert all(set(cell.peers) == set(PEERS) for cell in cells)
+    assert all([peer.name for peer in cell.peers] == ["ringtile", *PEERS] for cell in cells)
     assert set(PEERS) == {peer.name for peer in all_peers()} - {"ringtile"}
     assert values(cells, lambda case: case.n_tokens) >= {26, 64, 4096, 16384, 65536, 131072}
     assert values(cells, lambda case: (case.head_dim, case.dtype)) == {
@@ -699,7 +707,7 @@ def test_the_grid_meets_every_value_with_every_peer():
 def test_the_acceptance_has_the_rows_that_are_asked_for():
     cells = suite("acceptance")
 
-    def some(**facts: object) -> list[Cell]:
+    def some(**facts: object) -> list[Task]:
         return [cell for cell in cells if all(getattr(cell.case, name) == fact for name, fact in facts.items())]
 
     for head_dim in (64, 80, 96, 128):
@@ -712,7 +720,10 @@ def test_the_acceptance_has_the_rows_that_are_asked_for():
     tiles = [cell.case.index.tile_density for cell in some(n_tokens=16384, dtype=torch.float32)]
     assert tiles[::2] == pytest.approx([0.1, 0.05, 0.02], rel=0.25)
     assert tiles[1::2] == pytest.approx([0.1, 0.05, 0.02], rel=0.2)
-    assert {cell.case.dtype for cell in cells if "flex" in cell.peers} == {torch.float32, torch.bfloat16}
+    assert {cell.case.dtype for cell in cells if "flex" in [peer.name for peer in cell.peers]} == {
+        torch.float32,
+        torch.bfloat16,
+    }
     sparse = [cell.case for cell in some(n_tokens=4096, heads=8) if cell.case.asked.startswith("window(1) at")]
     assert [case.index.density for case in sparse] == pytest.approx([0.1, 0.05, 0.02], rel=0.02)
     assert [case.block for case in sparse] == [128, 128, 64]
@@ -720,11 +731,35 @@ def test_the_acceptance_has_the_rows_that_are_asked_for():
     assert {cell.case.n_tokens for cell in some(asked="window(512) | global_tokens(64)", heads=8)} == {131072, 262144}
 
 
+@pytest.mark.parametrize(("density", "kept"), [(0.5, 68), (0.1, 16), (0.25, 34), (1.0, 136)])
+def test_random_tiles_keep_the_share_they_are_asked_for(density, kept):
+    tiles = random_tiles(16, density, seed=3)
+    assert int(tiles.sum()) == kept
+    assert tiles.diagonal().all()
+    assert not tiles.triu(1).any()
+    assert torch.equal(tiles, random_tiles(16, density, seed=3))
+
+
+def test_the_claims_are_measured_at_their_tile_densities():
+    tasks = suite("density")
+    assert [task.case.index.tile_density for task in tasks] == pytest.approx(list(CLAIMED), rel=0.005)
+    assert {(task.case.n_tokens, task.case.heads, task.directions) for task in tasks} == {(16384, 4, DIRECTIONS)}
+    assert all(task.case.dense_pattern == Causal() for task in tasks)
+
+
+def test_the_default_suite_is_what_the_command_measures_without_arguments():
+    args = cli.parse(["bench"])
+    tasks = bench._tasks(args)
+    assert [(task.case, [peer.name for peer in task.peers], task.directions) for task in tasks] == [
+        (task.case, [peer.name for peer in task.peers], task.directions) for task in suite("default")
+    ]
+    assert (args.patterns, args.tokens) == (PATTERNS, TOKENS)
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_the_cells_of_a_suite_are_told_apart(name):
-    tasks = [Task(cell.case, (Ringtile(),), cell.directions) for cell in suite(name)]
-    blanks = [bench._blank(task.case, FORWARD, "ringtile") for task in tasks]
-    assert len({(blank.asked, blank.problem) for blank in blanks}) == len(tasks)
+    blanks = [bench.blank_row(task.case, FORWARD, "ringtile") for task in suite(name)]
+    assert len({blank.problem for blank in blanks}) == len(blanks)
 
 
 def test_a_suite_runs_and_is_resumed(tmp_path, capsys):
@@ -734,7 +769,7 @@ def test_a_suite_runs_and_is_resumed(tmp_path, capsys):
     whole = Record.from_json(path.read_text())
     assert not whole.interrupted
     assert all(row.median_ms is not None for row in whole.rows if row.peer == "ringtile")
-    assert len(whole.rows) == sum(len(cell.directions) * (len(cell.peers) + 1) for cell in suite("smoke"))
+    assert len(whole.rows) == sum(len(task.directions) * len(task.peers) for task in suite("smoke"))
     assert capsys.readouterr().out.count("of tiles") == len(suite("smoke"))
     # Without the second case and half of the last it measures these two, and leaves the others as they are.
     second = [row for row in whole.rows if row.asked == "dilated([2], 4096)"]
@@ -759,9 +794,9 @@ def test_what_was_measured_otherwise_is_not_resumed(fakes, tmp_path, capsys):
         (name,) = change
         assert f"has {name} " in capsys.readouterr().err
     assert run(*words[:5], "--resume") == 2
-    assert "expected --json PATH beside it" in capsys.readouterr().err
+    assert "expected --json PATH, too" in capsys.readouterr().err
     assert cli.main(["bench", "window(5)", "--suite", "smoke"]) == 2
-    assert "has patterns of its own" in capsys.readouterr().err
+    assert "--suite: smoke has its own patterns" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--resume", "--against"])
@@ -908,8 +943,8 @@ def test_progress_shows_on_a_terminal_only(fakes, monkeypatch, capsys):
     assert run("window(5)", "--tokens", "26", "50", "--direction", "forward") == 0
     shown = terminal.getvalue()
     first, second = (line for line in shown.split("\r\x1b[K") if "N " in line)
-    assert first == "bench  0/2 cases  window(5), N 26"
-    assert re.fullmatch(r"bench  1/2 cases  \S+ cases/s  (\S+ \S+ left|almost done)  window\(5\), N 50", second)
+    assert first == "case 1 of 2: window(5), N 26"
+    assert re.fullmatch(r"case 2 of 2: window\(5\), N 50  \S+ s left", second)
     assert shown.endswith("\r\x1b[K")
 
 
@@ -917,7 +952,6 @@ def test_progress_shows_on_a_terminal_only(fakes, monkeypatch, capsys):
     ("words", "message"),
     [
         (["windw(5)"], "unknown pattern 'windw'"),
-        (["--heads", "-1"], "--heads: expected a positive number"),
         (["--seconds", "-1"], "expected --seconds >= 0"),
         (["--max-slowdown", "0.5"], "--max-slowdown >= 1"),
         (["--density", "1.5"], "1.5"),
@@ -937,3 +971,10 @@ def test_unknown_names_are_usage(fakes, capsys, words):
     with pytest.raises(SystemExit):
         run(*words)
     assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--batch", "--heads", "--head-dim"])
+def test_sizes_are_positive(fakes, capsys, option):
+    with pytest.raises(SystemExit):
+        run(option, "0")
+    assert f"argument {option}: expected a whole number from 1 to" in capsys.readouterr().err

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,7 +201,14 @@ class Curve(NamedTuple):
     marker: str = ""
 
 
-def plot_curves(curves: Sequence[Curve], ax: Axes | None = None, *, x_label: str = "", y_label: str = "") -> Axes:
+def plot_curves(
+    curves: Sequence[Curve],
+    ax: Axes | None = None,
+    *,
+    x_label: str = "",
+    y_label: str = "",
+    legend: Literal["upper left", "upper right"] = "upper left",
+) -> Axes:
     """Draw curves over one pair of axes, with a legend of those that have a label."""
     ax = _axes(ax)
     for curve in curves:
@@ -218,5 +225,27 @@ def plot_curves(curves: Sequence[Curve], ax: Axes | None = None, *, x_label: str
     ax.set_ylabel(y_label)
     ax.grid(True)
     if any(curve.label for curve in curves):
-        ax.legend()
+        ax.legend(loc=legend)
     return ax
+
+
+def grouped_bars(
+    ax: Axes,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    colors: Sequence[str],
+    texts: Mapping[str, str],
+) -> None:
+    """Draw one group of bars per label, with one bar per series in the group.
+
+    ``texts`` are the formats of the numbers above the bars of each series; an empty format writes none.
+    """
+    width = 0.82 / len(series)
+    for number, ((name, heights), color) in enumerate(zip(series.items(), colors, strict=True)):
+        places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(labels))]
+        bars = ax.bar(places, heights, width=0.93 * width, color=color, label=name)
+        if texts[name]:
+            ax.bar_label(bars, [texts[name].format(height) for height in heights], fontsize=8, padding=2)
+    ax.set_xticks(range(len(labels)), labels)
+    ax.tick_params(axis="x", length=0)
+    ax.grid(True, axis="y")

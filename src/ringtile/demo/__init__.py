@@ -11,15 +11,12 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-import ringtile
 from ringtile.analysis.plot import missing_matplotlib
 from ringtile.analysis.units import count, duration_text
 from ringtile.demo.fast import Fast
 from ringtile.demo.right import Right
 from ringtile.demo.trains import Trains
-from ringtile.measure.machine import machine_facts
+from ringtile.measure.machine import commit, machine_facts, versions
 from ringtile.measure.progress import Progress, threads_text
 from ringtile.patterns import TileGrid, parse
 
@@ -27,59 +24,52 @@ ACTS = ("right", "fast", "trains")
 
 
 class Act(Protocol):
-    """What the three acts have in common; figures stay in the act, so that an interrupted one can still tell them."""
+    """The interface of the three acts. Figures stay in the act, so that an interrupted act can still report them."""
 
     name: str
 
     @property
     def lengths(self) -> list[int]:
-        """The numbers of tokens at which the given pattern is used."""
+        """The numbers of tokens at which the act uses ``--pattern``."""
 
     def run(self, progress: Progress) -> None:
-        """Measure, printing result lines on the way."""
+        """Measure, and print result lines."""
 
     def summary(self) -> list[str]:
-        """The figures so far in a line or two; none before the first."""
+        """Return the figures so far in a line or two; none before the first."""
 
     def record(self) -> dict[str, Any]:
-        """The figures so far as plain data."""
+        """Return the figures so far as plain data."""
 
     def draw(self, path: Path) -> None:
         """Draw the figures so far."""
 
     @property
     def passed(self) -> bool:
-        """Whether every check so far held."""
+        """True if every check so far holds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `run` needs; all of it has defaults."""
-    parser.add_argument("--only", action="append", choices=ACTS, help="run this act alone; may be given again")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of training with sparse attention, dense gets a third; default 60"
+    """Declare the arguments of ``ringtile demo``; all have defaults."""
+    add = parser.add_argument
+    add("--only", action="append", choices=ACTS, help="run only this act (repeatable)")
+    add("--seconds", type=float, default=60.0, help="sparse training time; dense gets a third of it (default: 60)")
+    context = "tokens of the speed table and of training (default: 16K)"
+    add("--context", type=count, default=16384, metavar="N", help=context)
+    add("--pattern", metavar="TEXT", help='for training and the curve, made causal: "window(512)"; checked, too')
+    add("--text", type=Path, metavar="FILE", help="train on this file (default: Python's own sources)")
+    add(
+        "--out", type=Path, default=Path("ringtile-demo"), metavar="DIR", help="picture folder (default: ringtile-demo)"
     )
-    parser.add_argument(
-        "--context", type=count, default=16384, metavar="N", help="of the speed table and of training; default 16384"
-    )
-    parser.add_argument(
-        "--pattern",
-        metavar="TEXT",
-        help='for training and the curve against N, made causal: "window(512)"; checked too',
-    )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file; default: Python's own sources")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the state of training here, also on Ctrl-C")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="go on training from what --save wrote")
-    parser.add_argument(
-        "--out", type=Path, default=Path("ringtile-demo"), metavar="DIR", help="of the pictures; default ringtile-demo"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of inputs, weights and text windows; default 0")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    add("--seed", type=int, default=0, help="seed of inputs, weights and text windows (default: 0)")
+    add("--json", action="store_true", help="print one JSON object instead of lines")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the acts; 0, or 1 where a check failed, or 130 after Ctrl-C, which keeps what was measured.
+    """Run the acts. Return 0, 1 if a check failed, or 130 after Ctrl-C, which keeps the figures so far.
 
-    Raises ValueError before any work where an argument is out of range or a file cannot be used.
+    Raises:
+        ValueError: If an argument is out of range or a file cannot be used, before any work.
     """
     acts = _acts(args)
     progress = Progress(quiet=args.json)
@@ -87,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
     pictures: dict[str, Path] = {}
     interrupted = False
     began = time.monotonic()
-    progress.say(_machine())
+    facts, found = machine_facts(), versions()
+    progress.say(
+        f"ringtile {found['ringtile']}, torch {found['torch']}, Python {platform.python_version()}, "
+        f"{threads_text()} on {facts['cpu']} ({facts['instruction_set']}), {facts['system']}"
+    )
     if (warning := _busy()) is not None:
         progress.say(warning)
     started: list[Act] = []
@@ -107,10 +101,9 @@ def run(args: argparse.Namespace) -> int:
     passed = all(act.passed for act in started)
     if args.json:
         record = {
-            "ringtile": ringtile.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "machine": machine_facts(),
+            "commit": commit(),
+            "versions": found,
+            "machine": facts,
             "warning": warning,
             "seed": args.seed,
             **{act.name: act.record() for act in started},
@@ -120,9 +113,9 @@ def run(args: argparse.Namespace) -> int:
             "passed": passed,
             "interrupted": interrupted,
         }
-        print(json.dumps(_finite(record), indent=2, allow_nan=False))
+        print(json.dumps(_finite(record), indent=1, allow_nan=False))
     else:
-        heading = "Interrupted; what was measured until then" if interrupted else "Summary"
+        heading = "Interrupted; the figures so far" if interrupted else "Summary"
         print(f"\n{heading} ({duration_text(time.monotonic() - began)})")
         for act in started:
             for line in act.summary():
@@ -139,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """The same data with None for NaN and infinity, which JSON cannot say."""
+    """Return the same data with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -148,7 +141,7 @@ def _finite(value: Any) -> Any:
 
 
 def _acts(args: argparse.Namespace) -> list[Act]:
-    """The chosen acts, in order, with everything checked that can be wrong."""
+    """Return the chosen acts, in order, after all checks of the arguments."""
     if args.context < 64:
         raise ValueError(f"--context: expected at least 64 tokens, got {args.context}")
     if not args.seconds > 0:
@@ -163,11 +156,11 @@ def _acts(args: argparse.Namespace) -> list[Act]:
     if "fast" in chosen:
         acts.append(Fast(args.seed, args.context, pattern))
     if "trains" in chosen:
-        trains = Trains(args.seed, args.context, args.seconds, pattern, args.text, args.save, args.resume)
+        trains = Trains(args.seed, args.context, args.seconds, pattern, args.text)
         trains.prepare()
         acts.append(trains)
-    elif given := [name for name in ("text", "save", "resume") if getattr(args, name) is not None]:
-        raise ValueError(f"--{given[0]}: belongs to the training act, which --only leaves out")
+    elif args.text is not None:
+        raise ValueError("--text: used only by the training act, which --only leaves out")
     if pattern is not None:
         for n_tokens in sorted({n_tokens for act in acts for n_tokens in act.lengths}):
             pattern.validate(TileGrid(128, 0, n_tokens, n_tokens))
@@ -175,17 +168,9 @@ def _acts(args: argparse.Namespace) -> list[Act]:
 
 
 def _busy() -> str | None:
-    """A warning where others compute on this machine: a thread that waits for its turn makes all the others wait."""
+    """Return a warning if other processes compute on this machine: one thread that waits makes all others wait."""
     load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, machine_facts()["cores"]
     assert isinstance(cores, int)
     if load <= 0.5 * cores:
         return None
-    return f"This machine is busy (load {load:.1f} on {cores} cores): times are longer and speed-ups lower than alone."
-
-
-def _machine() -> str:
-    facts = machine_facts()
-    return (
-        f"ringtile {ringtile.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{threads_text()} on {facts['cpu']} ({facts['instruction_set']}), {facts['system']}"
-    )
+    return f"This machine is busy (load {load:.1f} on {cores} cores): times are longer and speedups lower than alone."

@@ -1,170 +1,82 @@
-"""Act two: the speed that was promised for each density, measured, and time and memory up to a million tokens."""
+"""Act two: the speed at each claimed density, and time and memory up to a million tokens."""
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from ringtile.analysis.units import count_text, duration_text
-from ringtile.demo.right import Attention, attention_over, relative_error
-from ringtile.kernels.reference import attention_rows
-from ringtile.layout import build_index
-from ringtile.measure.memory import peak_memory
+from ringtile.measure.bench import measure
+from ringtile.measure.exact import Exact
+from ringtile.measure.peers import Attention, Case, Ringtile, SdpaDense
 from ringtile.measure.progress import Progress, threads_text
-from ringtile.patterns import Blocks, Causal, GlobalTokens, Pattern, Window
+from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, FORWARD, Row
+from ringtile.measure.suites import CLAIMED, CLAIMED_HEADS, CURVE, CURVE_TOKENS, claimed_pattern
+from ringtile.patterns import Causal, Pattern, parse
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLOCK = 128
-HEADS, HEAD_DIM = 4, 64
-PROMISED = {0.50: 2.0, 0.25: 4.0, 0.10: 10.0, 0.05: 20.0, 0.02: 50.0}
-"""Speed-up that the documents behind this project promised for each share of blocks computed."""
-ERROR_LIMIT = 3e-5
-"""Relative L2 error above which a row is called wrong and gets no time; float32 gives up to 4e-6 at 16K tokens."""
-CHECKED_ROWS = 16
-TABLE_SECONDS = 16.0
-"""Rounds of the table go on until this many seconds have passed."""
-MAX_ROUNDS = 5
+TABLE_SECONDS = 5.0
+"""Time for the rounds of each direction of the table."""
 DENSE_SECONDS = 6.0
-"""Against N, dense attention is measured while a pass is expected to take less than this, and extrapolated beyond."""
-GROWTH, LENGTHS, LONGEST = 4, 4, 2**20
-"""The curve has at most so many lengths, each so many times the one before, and ends here."""
+"""Along the curve, dense attention is measured if a pass is expected to take less than this, and else extrapolated."""
 PASS_SECONDS = 60.0
-"""The curve also ends before a pass that is expected to take longer: a constant density is quadratic."""
-
-CURVE_PATTERN = Causal() & (Window(1024) | GlobalTokens(64))
-
-
-def random_tiles(n_tiles: int, density: float, seed: int) -> Tensor:
-    """A causal tile matrix, bool ``[n_tiles, n_tiles]``: the diagonal and random tiles below it.
-
-    It keeps `density` of the tiles on and below the diagonal, to the nearest tile, but never less than the diagonal.
-    """
-    kept = torch.eye(n_tiles, dtype=torch.bool)
-    below = torch.tril_indices(n_tiles, n_tiles, -1)
-    wanted = max(0, round(density * n_tiles * (n_tiles + 1) / 2) - n_tiles)
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(below.shape[1], generator=generator)[:wanted]
-    kept[below[0, chosen], below[1, chosen]] = True
-    return kept
+"""The curve ends before a pass that is expected to take longer: a constant density is quadratic."""
+CHECKED_ROWS = 16
 
 
-class _Problem:
-    """Inputs at one length, and an output gradient that is zero but in the rows that are checked."""
+@dataclass(frozen=True)
+class Sparse(Ringtile):
+    """`sparse_attention` over its own pattern instead of the case's."""
 
-    def __init__(self, heads: int, n_tokens: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (1, heads, n_tokens, HEAD_DIM)
-        *leaves, self.grad = (torch.randn(shape, generator=generator) for _ in range(4))
-        query, key, value = (leaf.requires_grad_() for leaf in leaves)
-        self.leaves = (query, key, value)
-        self.rows = torch.linspace(0, n_tokens - 1, CHECKED_ROWS).long().unique()
-        self.rows_grad = torch.zeros(shape)
-        self.rows_grad[:, :, self.rows] = self.grad[:, :, self.rows]
+    pattern: Pattern = field(default_factory=Causal)
 
-    def timed(self, attention: Attention, grad: Tensor) -> tuple[float, float, list[Tensor]]:
-        """Seconds of the forward pass and of forward and backward together; output and gradients."""
-        began = time.perf_counter()
-        out = attention(*self.leaves)
-        forward = time.perf_counter() - began
-        grads = torch.autograd.grad(out, self.leaves, grad)
-        return forward, time.perf_counter() - began, [out.detach(), *grads]
+    def computes(self, case: Case) -> Pattern:
+        return self.pattern
 
-    def traced(self, attention: Attention) -> tuple[float, int, list[Tensor]]:
-        """Seconds of forward and backward, peak bytes beyond inputs and results, and the results, in one pass."""
-        results: list[Tensor] = []
-        seconds = 0.0
-
-        def forward() -> Tensor:
-            nonlocal seconds
-            began = time.perf_counter()
-            out = attention(*self.leaves)
-            seconds += time.perf_counter() - began
-            results.append(out.detach())
-            return out
-
-        def backward(out: Tensor) -> tuple[Tensor, ...]:
-            nonlocal seconds
-            began = time.perf_counter()
-            grads = torch.autograd.grad(out, self.leaves, self.rows_grad)
-            seconds += time.perf_counter() - began
-            results.extend(grads)
-            return grads
-
-        peaks = peak_memory(forward, backward, torch.device("cpu"))
-        return seconds, max(peaks.forward, peaks.backward or 0), results
-
-    def error(self, got: list[Tensor], rule: Pattern) -> float:
-        """The worst relative L2 error of the checked rows and of the gradients of a loss on them, against float64."""
-        out, _ = attention_rows(*self.leaves, rule, self.rows)
-        grads = torch.autograd.grad(out, self.leaves, self.rows_grad[:, :, self.rows].double())
-        pairs = zip([got[0][:, :, self.rows], *got[1:]], [out.detach(), *grads], strict=True)
-        return max(relative_error(mine, exact) for mine, exact in pairs)
-
-
-@dataclass
-class DensityRow:
-    """One density of the table; seconds of every round."""
-
-    density: float
-    tile_density: float
-    promised: float
-    error: float
-    forward_seconds: list[float] = field(default_factory=list)
-    both_seconds: list[float] = field(default_factory=list)
-
-    @property
-    def exact(self) -> bool:
-        """Whether the checked rows agree with float64."""
-        return self.error <= ERROR_LIMIT
+    def prepare(self, case: Case) -> Attention:
+        return super().prepare(replace(case, pattern=self.pattern))
 
 
 @dataclass(frozen=True)
 class LengthRow:
-    """One length at the fixed window: forward and backward once, and what dense attention took or would take."""
+    """Forward and backward at one length of the curve, and the time of dense attention, measured or extrapolated."""
 
     n_tokens: int
+    exact: bool
     error: float
     both_seconds: float
     peak_bytes: int
-    """The worst moment of the two passes, beyond inputs, output and gradients."""
+    """The peak of the two passes beyond inputs, output and gradients."""
     dense_seconds: float
     dense_measured: bool
-
-    @property
-    def exact(self) -> bool:
-        """Whether the checked rows agree with float64."""
-        return self.error <= ERROR_LIMIT
 
 
 @dataclass
 class Fast:
-    """Measures the table at `context` tokens and the curve from there on, with `pattern` as the fixed window."""
+    """Measures the table at `context` tokens, and the curve from there up with `pattern` as the fixed pattern."""
 
     seed: int = 0
-    context: int = 16384
+    context: int = CURVE_TOKENS[0]
     pattern: Pattern | None = None
-    table: list[DensityRow] = field(default_factory=list)
-    dense_forward: list[float] = field(default_factory=list)
-    dense_both: list[float] = field(default_factory=list)
+    table: dict[float, dict[str, Row]] = field(default_factory=dict)
+    """The rows of each tile density by direction."""
+    dense: dict[str, Row] = field(default_factory=dict)
     curve: list[LengthRow] = field(default_factory=list)
     left_out: str | None = None
-    """Where the curve ends early, and why."""
+    """The length at which the curve ends early, and why."""
 
     name = "fast"
 
     def run(self, progress: Progress) -> None:
-        """Measure the table and then the curve, printing both."""
+        """Measure the table and then the curve, and print both."""
         progress.say(
-            f"Fast: B1 H{HEADS} D{HEAD_DIM} N {self.context:,}, causal, float32, {threads_text()}; "
+            f"Fast: B1 H{CLAIMED_HEADS} D64 N {self.context:,}, causal, float32, {threads_text()}; "
             "dense: torch SDPA, is_causal, timed in the same rounds"
         )
         self._measure_table(progress)
@@ -172,240 +84,202 @@ class Fast:
 
     @property
     def curve_rule(self) -> Pattern:
-        """The fixed pattern of the curve against N."""
-        return CURVE_PATTERN if self.pattern is None else Causal() & self.pattern
+        """The fixed pattern of the curve."""
+        return parse(CURVE) if self.pattern is None else Causal() & self.pattern
 
     def _measure_table(self, progress: Progress) -> None:
         n_tiles = -(-self.context // BLOCK)
-        # Every query keeps the tile of its own position: with few tiles that alone is more than some densities.
-        reachable = {density: promised for density, promised in PROMISED.items() if density * (n_tiles + 1) >= 2}
-        if len(reachable) < len(PROMISED):
-            missing = ", ".join(f"{density:.0%}" for density in PROMISED if density not in reachable)
+        # Every query keeps the tile of its own position. With few tiles that alone is more than some densities.
+        reachable = [density for density in CLAIMED if density * (n_tiles + 1) >= 2]
+        if len(reachable) < len(CLAIMED):
+            missing = ", ".join(f"{density:.0%}" for density in CLAIMED if density not in reachable)
             progress.say(f"  left out {missing}: out of reach with {n_tiles} x {n_tiles} tiles; use a longer --context")
         if not reachable:
             return
-        problem = _Problem(HEADS, self.context, self.seed)
-        exact: list[tuple[DensityRow, Attention]] = []
-        progress.begin("fast · exact?", len(reachable), "densities")
-        for done, (density, promised) in enumerate(reachable.items(), 1):
-            rule = Causal() & Blocks(random_tiles(n_tiles, density, self.seed), block=BLOCK)
-            index = build_index(rule, self.context, heads=HEADS, block=BLOCK)
-            attention = attention_over(index)
-            error = problem.error(problem.timed(attention, problem.rows_grad)[2], rule)
-            self.table.append(DensityRow(density, index.tile_density, promised, error))
-            if self.table[-1].exact:
-                exact.append((self.table[-1], attention))
-            progress.update(done, f"{density:.0%}: error {error:.1e}")
-        began = time.monotonic()
-        total = MAX_ROUNDS * (1 + len(exact))
-        progress.begin("fast · table", 0, "passes")
-        for number in range(MAX_ROUNDS):
-            if number and time.monotonic() - began > TABLE_SECONDS:
-                break
-            forward, both, _ = problem.timed(_dense, problem.grad)
-            self.dense_forward.append(forward)
-            self.dense_both.append(both)
-            for done, (row, attention) in enumerate(exact, number * (1 + len(exact)) + 2):
-                forward, both, _ = problem.timed(attention, problem.grad)
-                row.forward_seconds.append(forward)
-                row.both_seconds.append(both)
-                elapsed = time.monotonic() - began
-                left = min(TABLE_SECONDS - elapsed, elapsed * (total - done) / done)
-                progress.update(done, f"round {number + 1}", seconds_left=max(left, 0.0))
-        rounds = "one round" if len(self.dense_both) == 1 else f"medians of {len(self.dense_both)} rounds"
+        case = Case("causal", Causal(), self.context, heads=CLAIMED_HEADS, block=BLOCK)
+        peers = {}
+        for density in reachable:
+            pattern = claimed_pattern(density, self.context, seed=self.seed, block=BLOCK)
+            peers[density] = Sparse(name=f"{density:g}", pattern=pattern)
+        progress.show(f"fast: {len(peers)} densities and dense attention, forward")
+        options: dict[str, Any] = {"seconds": TABLE_SECONDS, "rounds": 1, "slow_seconds": math.inf, "seed": self.seed}
+        for direction, rows in zip(DIRECTIONS, measure(case, [*peers.values(), SdpaDense()], **options), strict=True):
+            found = {row.peer: row for row in rows}
+            self.dense[direction] = found[DENSE]
+            for density, peer in peers.items():
+                tiles = replace(case, pattern=peer.pattern).index.tile_density
+                self.table.setdefault(density, {})[direction] = replace(found[peer.name], tile_density=tiles)
+            progress.show(f"fast: {len(peers)} densities and dense attention, forward and backward")
+        forward, both = (self.dense[direction] for direction in DIRECTIONS)
         progress.say(
-            f"  dense forward {duration_text(statistics.median(self.dense_forward))}, forward and backward "
-            f"{duration_text(statistics.median(self.dense_both))}; {rounds}; "
+            f"  dense forward {duration_text((forward.median_ms or 0) / 1e3)}, forward and backward "
+            f"{duration_text((both.median_ms or 0) / 1e3)}; medians of {both.rounds} rounds; "
             f"density of {BLOCK} x {BLOCK} tiles"
         )
-        progress.say("  tile density  promised  forward  forward+backward  error")
-        for row in self.table:
-            speed = [f"{value:.1f}x" if value else "WRONG" for value in self.speedups(row)]
-            promise = f"{row.promised:.0f}x"
-            progress.say(f"  {row.tile_density:>12.1%}  {promise:>8}  {speed[0]:>7}  {speed[1]:>16}  {row.error:.1e}")
-
-    def speedups(self, row: DensityRow) -> tuple[float, float] | tuple[None, None]:
-        """Dense time over sparse time, forward and forward+backward; None where the row is wrong or not timed yet."""
-        if not row.both_seconds:
-            return None, None
-        return (
-            statistics.median(self.dense_forward) / statistics.median(row.forward_seconds),
-            statistics.median(self.dense_both) / statistics.median(row.both_seconds),
-        )
+        progress.say("  tile density  claimed  forward  forward+backward  error")
+        for density, pair in self.table.items():
+            forward, both = (pair[direction] for direction in DIRECTIONS)
+            speed = [f"{row.speedup:.1f}x" if row.speedup else "WRONG" for row in (forward, both)]
+            error = max(math.inf if row.error is None else row.error for row in (forward, both))
+            claim = f"{CLAIMED[density]:.0f}x"
+            progress.say(f"  {both.tile_density:>12.1%}  {claim:>7}  {speed[0]:>7}  {speed[1]:>16}  {error:.1e}")
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the curve, the first of which is that of the table."""
-        grown = [self.context * GROWTH**power for power in range(LENGTHS)]
-        return [length for length in grown if length <= max(LONGEST, self.context)]
+        """The lengths of the curve. The first is the length of the table."""
+        scale = self.context / CURVE_TOKENS[0]
+        return [n for n in (round(n * scale) for n in CURVE_TOKENS) if n <= max(CURVE_TOKENS[-1], self.context)]
 
     def _measure_curve(self, progress: Progress) -> None:
-        rule, lengths = self.curve_rule, self.lengths
-        heads = rule.n_heads or 1
-        progress.say(f"  {rule!r}, B1 H{heads}, forward and backward; memory: peak beyond inputs and results")
+        heads = self.curve_rule.n_heads or 1
+        progress.say(
+            f"  {self.curve_rule!r}, B1 H{heads}, forward and backward; memory: peak beyond inputs and results"
+        )
         progress.say("        N       time    memory  dense time                    error")
-        progress.begin("fast · length", sum(lengths) / 2**10, "K tokens")
         seconds_per_tile = 0.0
-        for number, n_tokens in enumerate(lengths, 1):
+        for n_tokens in self.lengths:
+            progress.show(f"fast: {n_tokens:,} tokens")
+            case = Case("curve", self.curve_rule, n_tokens, heads=heads, block=BLOCK)
             try:
-                index = build_index(rule, n_tokens, heads=heads, block=BLOCK)
+                tiles = case.index.kept_tiles
             except ValueError as error:
-                self.left_out = f"from {n_tokens:,} tokens on: {error}"
+                self.left_out = f"from {n_tokens:,} tokens up: {error}"
                 break
-            if (expected := seconds_per_tile * index.kept_tiles) > PASS_SECONDS:
-                self.left_out = f"from {n_tokens:,} tokens on: a pass would take about {duration_text(expected)}"
+            if (expected := seconds_per_tile * tiles) > PASS_SECONDS:
+                self.left_out = f"from {n_tokens:,} tokens up: a pass would take about {duration_text(expected)}"
                 break
-            problem = _Problem(heads, n_tokens, self.seed)
-            measured = [row for row in self.curve if row.dense_measured]
-            dense = measured[-1].dense_seconds * (n_tokens / measured[-1].n_tokens) ** 2 if measured else 0.0
-            affordable = not measured or dense < DENSE_SECONDS
-            if affordable:
-                dense = problem.timed(_dense, problem.rows_grad)[1]
-            # At a million tokens a second pass is long, so the one that is timed is also traced and checked.
-            both, peak, results = problem.traced(attention_over(index))
-            row = LengthRow(n_tokens, problem.error(results, rule), both, peak, dense, affordable)
-            del results
+            row = self._measure_length(case)
             self.curve.append(row)
-            seconds_per_tile = both / max(1, index.kept_tiles)
+            seconds_per_tile = row.both_seconds / max(1, tiles)
             progress.say(_curve_line(row))
-            progress.update(sum(lengths[:number]) / 2**10)
         if self.left_out is not None:
             progress.say(f"  left out {self.left_out}")
 
+    def _measure_length(self, case: Case) -> LengthRow:
+        exact, rule = Exact(case, self.seed, checked_rows=CHECKED_ROWS), case.pattern
+        measured = [row for row in self.curve if row.dense_measured]
+        dense = measured[-1].dense_seconds * (case.n_tokens / measured[-1].n_tokens) ** 2 if measured else 0.0
+        affordable = not measured or dense < DENSE_SECONDS
+        if affordable:
+            began = time.perf_counter()
+            exact.run(SdpaDense().prepare(case), BOTH, exact.rows_grad)
+            dense = time.perf_counter() - began
+        attention = Ringtile().prepare(case)
+        began = time.perf_counter()
+        results = exact.run(attention, BOTH, exact.rows_grad)
+        both = time.perf_counter() - began
+        error = max(exact.errors(rule, *results))
+        del results
+        peaks = exact.peaks(attention, BOTH)
+        right = error <= exact.bound(rule, BOTH)
+        peak = max(peaks.forward, peaks.backward or 0)
+        return LengthRow(case.n_tokens, right, error, both, peak, dense, affordable)
+
     def summary(self) -> list[str]:
-        """What was measured so far, in one or two lines."""
+        """Return the figures so far in one or two lines."""
         lines = []
-        timed = [(row, *self.speedups(row)) for row in self.table if row.both_seconds]
+        timed = [pair for pair in self.table.values() if all(row.speedup for row in pair.values()) and BOTH in pair]
         if timed:
-            parts = [f"{row.tile_density:.0%} {forward:.1f}x / {both:.1f}x" for row, forward, both in timed]
-            lines.append(f"N {self.context:,}, speed-up forward / forward+backward at tile density {', '.join(parts)}")
+            parts = [
+                f"{pair[BOTH].tile_density:.0%} {pair[FORWARD].speedup:.1f}x / {pair[BOTH].speedup:.1f}x"
+                for pair in timed
+            ]
+            lines.append(f"N {self.context:,}, speedup forward / forward+backward at tile density {', '.join(parts)}")
         if self.curve:
             row = self.curve[-1]
-            how = "measured" if row.dense_measured else "extrapolated"
             lines.append(
                 f"{row.n_tokens:,} tokens forward and backward in {duration_text(row.both_seconds)} with "
                 f"{row.peak_bytes / 2**20:,.0f} MiB beyond inputs and results; "
-                f"dense {duration_text(row.dense_seconds)} ({how})"
+                f"dense {duration_text(row.dense_seconds)} ({'measured' if row.dense_measured else 'extrapolated'})"
             )
         return [f"{'' if number else 'Fast':<8}{line}" for number, line in enumerate(lines)]
 
     @property
     def passed(self) -> bool:
-        """Whether every row agreed with float64."""
-        return all(row.exact for row in self.table) and all(row.exact for row in self.curve)
+        """True if every row agrees with float64."""
+        return all(row.median_ms is not None for pair in self.table.values() for row in pair.values()) and all(
+            row.exact for row in self.curve
+        )
 
     def record(self) -> dict[str, Any]:
-        """The figures as plain data."""
-        table = []
-        for row in self.table:
-            forward, both = self.speedups(row)
-            table.append({**asdict(row), "exact": row.exact, "forward_speedup": forward, "both_speedup": both})
+        """Return the figures as plain data."""
+        table = [asdict(row) for pair in self.table.values() for row in pair.values()]
         return {
-            "batch": 1,
-            "heads": HEADS,
-            "head_dim": HEAD_DIM,
-            "n_tokens": self.context,
-            "block": BLOCK,
-            "dtype": "float32",
-            "threads": torch.get_num_threads(),
-            "causal": True,
-            "dense_forward_seconds": self.dense_forward,
-            "dense_both_seconds": self.dense_both,
-            "table": table,
+            "table": [*table, *(asdict(row) for row in self.dense.values())],
             "curve_pattern": repr(self.curve_rule),
-            "curve_heads": self.curve_rule.n_heads or 1,
-            "curve": [{**asdict(row), "exact": row.exact} for row in self.curve],
+            "curve": [asdict(row) for row in self.curve],
             "curve_left_out": self.left_out,
         }
 
     def draw(self, path: Path) -> None:
-        """The promised and the measured speed-ups, and time and memory against N, of the rows that were right."""
+        """Draw the claimed and the measured speedups, and time and memory against the length, of the rows that are
+        right."""
         from ringtile.analysis.plot import picture
 
         with picture(path, 13.5, 4.6) as figure:
             table, duration, memory = figure.subplots(1, 3, width_ratios=[1.25, 1, 1])
-            if any(row.both_seconds for row in self.table):
+            if any(row.speedup for pair in self.table.values() for row in pair.values()):
                 self._draw_table(table)
             if any(row.exact for row in self.curve):
                 self._draw_curve(duration, memory)
 
     def _draw_table(self, axes: Axes) -> None:
-        from ringtile.analysis.plot import BLUE, GREY, LIGHT_BLUE
+        from ringtile.analysis.plot import BLUE, GREY, LIGHT_BLUE, grouped_bars
 
-        rows = [row for row in self.table if row.both_seconds]
-        series = [("promised", GREY, [row.promised for row in rows])]
-        for name, color, which in (("forward", LIGHT_BLUE, 0), ("forward + backward", BLUE, 1)):
-            series.append((name, color, [self.speedups(row)[which] or 0.0 for row in rows]))
-        for offset, (name, color, heights) in zip((-0.28, 0.0, 0.28), series, strict=True):
-            places = [place + offset for place in range(len(rows))]
-            bars = axes.bar(places, heights, width=0.26, color=color, label=name)
-            axes.bar_label(bars, [f"{height:.3g}" for height in heights], fontsize=8, padding=2)
+        rows = {density: pair for density, pair in self.table.items() if BOTH in pair}
+        series = {"claimed": [CLAIMED[density] for density in rows]}
+        for name, direction in (("forward", FORWARD), ("forward + backward", BOTH)):
+            series[name] = [pair[direction].speedup or 0.0 for pair in rows.values()]
+        labels = [f"{pair[BOTH].tile_density:.1%}" for pair in rows.values()]
+        grouped_bars(axes, labels, series, (GREY, LIGHT_BLUE, BLUE), dict.fromkeys(series, "{:.3g}"))
         axes.set_yscale("log", base=2)
         axes.set_ylim(0.5, 100)
         ticks = [1, 2, 4, 8, 16, 32, 64]
         axes.set_yticks(ticks, [f"{tick}x" for tick in ticks])
-        axes.set_xticks(range(len(rows)), [f"{row.tile_density:.1%}" for row in rows])
         axes.set_xlabel("tile density (share of the causal tiles that is computed)")
-        axes.set_ylabel("speed-up over dense attention (torch SDPA)")
-        axes.set_title(f"N {count_text(self.context)}, B1 H{HEADS} D{HEAD_DIM}, float32, {threads_text()}")
-        axes.grid(True, axis="y")
+        axes.set_ylabel("speedup over dense attention (torch SDPA)")
+        axes.set_title(f"N {count_text(self.context)}, B1 H{CLAIMED_HEADS} D64, float32, {threads_text()}")
         axes.legend(loc="upper left")
 
     def _draw_curve(self, duration: Axes, memory: Axes) -> None:
         from ringtile.analysis.plot import BLUE, GREY, ORANGE, Curve, plot_curves
 
-        rows = [row for row in self.curve if row.exact]
-        lengths = [row.n_tokens for row in rows]
-        measured = [row for row in rows if row.dense_measured]
-        beyond = [row for row in rows if not row.dense_measured]
-        guessed = measured[-1:] + beyond
-        plot_curves(
-            [
-                Curve("sparse", lengths, [row.both_seconds for row in rows], BLUE, marker="o"),
-                Curve("dense, measured", *_dense_curve(measured), ORANGE, marker="o"),
-                Curve("dense, extrapolated", *_dense_curve(guessed), ORANGE, "--"),
-            ],
-            duration,
-            x_label="tokens N",
-            y_label="seconds",
-        )
-        # A logarithmic axis has no place for a length that needed nothing.
+        rows, heads = [row for row in self.curve if row.exact], self.curve_rule.n_heads or 1
+        measured = sum(row.dense_measured for row in rows)
+        lengths, dense = [row.n_tokens for row in rows], [row.dense_seconds for row in rows]
+        seconds = [row.both_seconds for row in rows]
+        # A logarithmic axis has no place for a length that needed no memory.
         peaks = [max(row.peak_bytes, 1) / 2**20 for row in rows]
-        held = [8 * row.n_tokens * (self.curve_rule.n_heads or 1) * HEAD_DIM * 4 / 2**20 for row in rows]
-        plot_curves(
-            [
-                Curve("inputs, output, their gradients", lengths, held, GREY, marker="o"),
-                Curve("sparse, peak beyond these", lengths, peaks, BLUE, marker="o"),
-            ],
-            memory,
-            x_label="tokens N",
-            y_label="MiB",
-        )
-        for row, peak in zip(rows, peaks, strict=True):
-            _label_point(duration, row.n_tokens, row.both_seconds, duration_text(row.both_seconds), BLUE, below=True)
-            _label_point(duration, row.n_tokens, row.dense_seconds, duration_text(row.dense_seconds), ORANGE)
-            _label_point(memory, row.n_tokens, peak, f"{peak:,.0f}", BLUE, below=True)
+        held = [8 * n_tokens * heads * 64 * 4 / 2**20 for n_tokens in lengths]
+        beyond = slice(max(0, measured - 1), None)
+        curves = [
+            Curve("sparse", lengths, seconds, BLUE, marker="o"),
+            Curve("dense, measured", lengths[:measured], dense[:measured], ORANGE, marker="o"),
+            Curve("dense, extrapolated", lengths[beyond], dense[beyond], ORANGE, "--"),
+        ]
+        plot_curves(curves, duration, x_label="tokens N", y_label="seconds")
+        curves = [
+            Curve("inputs, output, their gradients", lengths, held, GREY, marker="o"),
+            Curve("sparse, peak beyond these", lengths, peaks, BLUE, marker="o"),
+        ]
+        plot_curves(curves, memory, x_label="tokens N", y_label="MiB")
+        # Each label stands on the side of its rising curve where the curve is not.
+        below: dict[str, Any] = {"xytext": (5, -12), "textcoords": "offset points", "fontsize": 8, "color": BLUE}
+        above = {**below, "xytext": (-5, 5), "ha": "right", "color": ORANGE}
+        for n_tokens, ours, theirs, peak in zip(lengths, seconds, dense, peaks, strict=True):
+            duration.annotate(duration_text(ours), (n_tokens, ours), **below)
+            duration.annotate(duration_text(theirs), (n_tokens, theirs), **above)
+            memory.annotate(f"{peak:,.0f}", (n_tokens, peak), **below)
         for axes in (duration, memory):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(lengths, [count_text(length) for length in lengths])
             axes.minorticks_off()
             axes.margins(x=0.22, y=0.12)
-        duration.set_title(f"Forward + backward, B1 H{self.curve_rule.n_heads or 1} D{HEAD_DIM}")
+        duration.set_title(f"Forward + backward, B1 H{heads} D64")
         memory.set_title("Memory, forward + backward")
-        memory.figure.supxlabel(
-            f"middle and right: {self.curve_rule!r}", fontsize=8, color="#4a5059", x=0.99, ha="right"
-        )
-
-
-def _label_point(axes: Axes, x: float, y: float, text: str, color: str, *, below: bool = False) -> None:
-    """Name a point of a rising curve on the side where the curve is not."""
-    offset, side = ((5, -12), "left") if below else ((-5, 5), "right")
-    axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", ha=side, fontsize=8, color=color)
-
-
-def _dense_curve(rows: list[LengthRow]) -> tuple[list[float], list[float]]:
-    return [row.n_tokens for row in rows], [row.dense_seconds for row in rows]
+        rule = f"middle and right: {self.curve_rule!r}"
+        memory.figure.supxlabel(rule, fontsize=8, color="#4a5059", x=0.99, ha="right")
 
 
 def _curve_line(row: LengthRow) -> str:
@@ -413,7 +287,3 @@ def _curve_line(row: LengthRow) -> str:
     dense = duration_text(row.dense_seconds) + ("" if row.dense_measured else " (extrapolated)")
     took = duration_text(row.both_seconds) if row.exact else "WRONG"
     return f"  {count_text(row.n_tokens):>7}  {took:>9}  {memory:>8}  {dense:<28}  {row.error:.1e}"
-
-
-def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)

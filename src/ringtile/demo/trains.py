@@ -1,19 +1,13 @@
-"""Act three: a small byte-level language model at a long context, sparse and dense, on real text."""
+"""Act three: train a small byte-level language model at a long context, sparse and dense, on real text."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
-import pickle
 import platform
-import signal
 import sysconfig
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +26,10 @@ from ringtile.patterns import Causal, GlobalTokens, Pattern, Window
 
 DEFAULT_PATTERN = Causal() & (Window(256) | GlobalTokens(64))
 DENSE_SHARE = 1 / 3
-"""Seconds of dense training for each second of sparse training."""
+"""Seconds of dense training per second of sparse training."""
 HELD_OUT_WINDOWS = 4
-SAVE_SECONDS = 60.0
 WARMUP_STEPS = 4
-HIDDEN_RATE, OUTER_RATE = 0.02, 0.01
-"""Learning rates of the matrices inside the layers (Muon) and of embedding, norms and head (AdamW)."""
+LEARNING_RATE = 0.004
 
 
 class ModelSize(NamedTuple):
@@ -48,42 +40,24 @@ class ModelSize(NamedTuple):
     heads: int = 1
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, dropout_p: float, **_: object) -> Tensor:
-    """Torch's own attention, which knows no pattern, for ``attend=``."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, dropout_p=dropout_p)
-
-
-def _byte_model(size: ModelSize, pattern: Pattern, attend: Callable[..., Any]) -> SparseLanguageModel:
-    layers = SparseTransformer(
-        size.layers, size.width, size.heads, qk_norm=True, is_causal=True, pattern=pattern, attend=attend
-    )
-    return SparseLanguageModel(256, layers)
-
-
-def _loss(model: SparseLanguageModel, text: Tensor) -> Tensor:
-    """Mean cross entropy, in nats, of the bytes ``text[1:]`` (uint8) given those before each."""
-    tokens = text.long()
-    return F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:])
-
-
 class Corpus(NamedTuple):
-    """Bytes to learn from and bytes to be tested on."""
+    """Bytes to train on and bytes to test on."""
 
     source: str
     train: Tensor
     held_out: Tensor
-    digest: str
 
     def byte_entropy(self) -> float:
-        """Bits per byte of a model that knows only how often each byte occurs in the training text, on the other."""
+        """Return the bits per held-out byte of a model that knows only the byte counts of the training text."""
         counts = torch.bincount(self.train.long(), minlength=256).double() + 1
         return float(-(counts / counts.sum()).log2()[self.held_out.long()].mean())
 
 
 def load_corpus(path: Path | None) -> Corpus:
-    """The bytes of a file, the last tenth held out; without one, Python's own library, every tenth file held out.
+    """Read the bytes of a file and hold out its last tenth. Default: Python's own library, every tenth file held out.
 
-    Raises ValueError where there is nothing to read.
+    Raises:
+        ValueError: If there is no text to read.
     """
     if path is not None:
         if not path.is_file():
@@ -99,37 +73,24 @@ def load_corpus(path: Path | None) -> Corpus:
         source = f"{len(files)} sources and manual pages of Python {platform.python_version()}"
     if not train or not held_out:
         raise ValueError(f"--text: expected at least ten bytes of text, got {len(train)} from {path or library}")
-    digest = hashlib.sha256(train + held_out).hexdigest()
-    learned, tested = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out))
-    return Corpus(source, learned, tested, digest)
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done: parameters and optimizer change together or not at all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if held:
-            signal.raise_signal(held[0])
+    return Corpus(source, *(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out)))
 
 
 class HeldOut(NamedTuple):
-    """Bits per byte on text that no step has seen."""
+    """Bits per byte on text that the model was not trained on."""
 
     steps: int
     seconds: float
     bits: float
 
 
+def _dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, dropout_p: float, **_: object) -> Tensor:
+    """Torch's own attention, which has no pattern, for ``attend=``."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, dropout_p=dropout_p)
+
+
 class Run:
-    """One model in training: parameters, optimizers, and what it measured."""
+    """One model in training, with its optimizer and its figures."""
 
     def __init__(
         self,
@@ -144,82 +105,61 @@ class Run:
         self.label, self._corpus, self._context, self._seed = label, corpus, context, seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model = _byte_model(size, pattern, attend)
-        inner = [weight for weight in self.model.transformer.layers.parameters() if weight.ndim == 2]
-        ids = {id(weight) for weight in inner}
-        outer = [weight for weight in self.model.parameters() if id(weight) not in ids]
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(inner, lr=HIDDEN_RATE, momentum=0.95, weight_decay=0.0),
-            torch.optim.AdamW(outer, lr=OUTER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+            layers = SparseTransformer(
+                size.layers, size.width, size.heads, qk_norm=True, is_causal=True, pattern=pattern, attend=attend
+            )
+            self.model = SparseLanguageModel(256, layers)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self.seconds: list[float] = []
-        """Training seconds at the end of each step."""
+        """Training time at the end of each step."""
         self.bits: list[float] = []
         """Bits per byte of each step's text, before the step."""
         self.held_out: list[HeldOut] = []
-        """What `evaluate` measured."""
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """The number of steps so far."""
         return len(self.bits)
 
     @property
     def trained_seconds(self) -> float:
-        """Seconds of all steps so far."""
+        """The time of all steps so far."""
         return self.seconds[-1] if self.seconds else 0.0
 
     @property
     def rate(self) -> float:
-        """Steps a second."""
+        """Steps per second."""
         return self.steps / self.trained_seconds if self.seconds else 0.0
 
+    def _loss(self, text: Tensor) -> Tensor:
+        """Return the mean cross entropy, in nats, of the bytes ``text[1:]`` (uint8) given the bytes before each."""
+        tokens = text.long()
+        return F.cross_entropy(self.model(tokens[None, :-1])[0], tokens[1:])
+
     def step(self) -> None:
-        """One step on one window of text, which follows from the seed and the number of the step."""
+        """Train on one window of text, which depends on the seed and the number of the step."""
         began = time.perf_counter()
         generator = torch.Generator().manual_seed((self._seed << 32) + self.steps)
         first = int(torch.randint(len(self._corpus.train) - self._context, (), generator=generator))
-        loss = _loss(self.model, self._corpus.train[first : first + self._context + 1])
-        self.model.zero_grad(set_to_none=True)
+        self._optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (self.steps + 1) / WARMUP_STEPS)
+        loss = self._loss(self._corpus.train[first : first + self._context + 1])
+        self._optimizer.zero_grad()
         loss.backward()
-        warmth = min(1.0, (self.steps + 1) / WARMUP_STEPS)
-        with _interrupt_deferred():
-            for optimizer, rate in zip(self._optimizers, (HIDDEN_RATE, OUTER_RATE), strict=True):
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * warmth
-                optimizer.step()
-            self.bits.append(loss.item() / math.log(2))
-            self.seconds.append(self.trained_seconds + time.perf_counter() - began)
+        self._optimizer.step()
+        self.bits.append(loss.item() / math.log(2))
+        self.seconds.append(self.trained_seconds + time.perf_counter() - began)
 
     def evaluate(self) -> None:
         """Measure bits per byte on the first windows of the held-out text."""
         text, length = self._corpus.held_out, min(self._context, len(self._corpus.held_out) - 1)
         firsts = range(0, len(text) - length, length)[:HELD_OUT_WINDOWS]
         with torch.no_grad():
-            losses = [float(_loss(self.model, text[first : first + length + 1])) for first in firsts]
+            losses = [float(self._loss(text[first : first + length + 1])) for first in firsts]
         self.held_out.append(HeldOut(self.steps, self.trained_seconds, sum(losses) / len(losses) / math.log(2)))
-
-    def state(self) -> dict[str, Any]:
-        """All that a later run needs to go on exactly; nothing is random but the weights at the start and the texts."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "seconds": list(self.seconds),
-            "bits": list(self.bits),
-            "held_out": [tuple(measured) for measured in self.held_out],
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.seconds, self.bits = list(state["seconds"]), list(state["bits"])
-        self.held_out = [HeldOut(*measured) for measured in state["held_out"]]
 
 
 def flex_attention_error() -> str | None:
-    """What FlexAttention says when it is asked for gradients on a CPU, or None where it gave them."""
+    """Return the error of FlexAttention's backward pass on a CPU, or None if there is none."""
     from torch.nn.attention.flex_attention import flex_attention
 
     query, key, value = (torch.randn(1, 1, 128, 16, requires_grad=True) for _ in range(3))
@@ -234,19 +174,16 @@ def flex_attention_error() -> str | None:
 
 @dataclass
 class Trains:
-    """Trains one model twice, with sparse and with dense attention; `resume` goes on from what `save` wrote."""
+    """Trains one model twice, with sparse and with dense attention."""
 
     seed: int = 0
     context: int = 16384
     seconds: float = 60.0
     pattern: Pattern | None = None
     text: Path | None = None
-    save: Path | None = None
-    resume: Path | None = None
     size: ModelSize = field(default_factory=ModelSize)
     runs: list[Run] = field(default_factory=list)
     flex_error: str | None = None
-    flex_tried: bool = False
 
     name = "trains"
 
@@ -256,7 +193,11 @@ class Trains:
         return [self.context]
 
     def prepare(self) -> None:
-        """Read the text and the checkpoint and build the models: raises ValueError before any work is done."""
+        """Read the text and build the models.
+
+        Raises:
+            ValueError: If the text is too short or the heads of the pattern do not divide the width.
+        """
         self.corpus = load_corpus(self.text)
         for part, needed in (("train", self.context + 1), ("held_out", 2)):
             if len(getattr(self.corpus, part)) < needed:
@@ -275,47 +216,9 @@ class Trains:
             Run(label, self.rule, attend, self.corpus, self.context, self.seed, self.size)
             for label, attend in (("sparse", sparse_attention), ("dense", _dense))
         ]
-        if self.resume is not None:
-            self.read_state(self.resume)
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "pattern": repr(self.rule),
-            "context": self.context,
-            "seed": self.seed,
-            "text": self.corpus.digest,
-            "size": list(self.size),
-        }
-
-    def read_state(self, path: Path) -> None:
-        """Go on from a file; ValueError where it was written for another pattern, context, seed, text or size."""
-        if not path.is_file():
-            raise ValueError(f"--resume: expected a file that --save wrote, got {str(path)!r}")
-        try:
-            saved = torch.load(path, weights_only=True)
-            settings, runs = saved["settings"], saved["runs"]
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
-            raise ValueError(f"--resume: {str(path)!r} is not a file that --save wrote") from error
-        for name, value in self._settings().items():
-            if settings[name] != value:
-                raise ValueError(f"--resume: {name} was {settings[name]!r} when saved, got {value!r}")
-        for run in self.runs:
-            run.load(runs[run.label])
-
-    def write_state(self) -> None:
-        """Write models, optimizers and curves to `save`, whole or not at all."""
-        if self.save is None:
-            return
-        self.save.parent.mkdir(parents=True, exist_ok=True)
-        part = self.save.with_name(f".{self.save.name}.part")
-        try:
-            torch.save({"settings": self._settings(), "runs": {run.label: run.state() for run in self.runs}}, part)
-            os.replace(part, self.save)
-        finally:
-            part.unlink(missing_ok=True)
 
     def run(self, progress: Progress) -> None:
-        """Train sparse, then dense, printing both; then ask FlexAttention to train."""
+        """Train sparse, then dense, and print both; then try the same with FlexAttention."""
         sparse, dense = self.runs
         parameters = sum(weight.numel() for weight in sparse.model.parameters())
         density = build_index(self.rule, self.context, heads=self.size.heads).tile_density
@@ -329,35 +232,20 @@ class Trains:
             f"(byte counts alone: {self.corpus.byte_entropy():.2f} bits/byte)"
         )
         progress.say(f"  sparse attention: {self.rule!r}, {density:.1%} of the causal tiles")
-        try:
-            for run, seconds in ((sparse, self.seconds), (dense, self.seconds * DENSE_SHARE)):
-                self._train(run, seconds, progress)
-        finally:
-            self.write_state()
-        if self.save is not None:
-            progress.say(f"  state written to {self.save}: --resume goes on from there")
-        self.flex_error, self.flex_tried = flex_attention_error(), True
-        if self.flex_error is None:
-            progress.say(
-                "  FlexAttention gave gradients on this CPU: a newer torch than the ones this was written with."
-            )
-        else:
-            progress.say(f"  FlexAttention cannot train on a CPU: {self.flex_error}")
+        # The longer run is also tested after the time of the shorter one.
+        self._train(sparse, self.seconds, progress, test_after=self.seconds * DENSE_SHARE)
+        self._train(dense, self.seconds * DENSE_SHARE, progress)
+        self.flex_error = flex_attention_error()
+        progress.say(f"  FlexAttention on a CPU: {self.flex_error or 'it can train with this torch'}")
 
-    def _train(self, run: Run, seconds: float, progress: Progress) -> None:
-        progress.begin(f"trains · {run.label}", 0, "steps")
-        first, began, saved = run.steps, run.trained_seconds, run.trained_seconds
-        # The longer run is also tested when it has had the time of the shorter one.
-        tests = [began + seconds * DENSE_SHARE, math.inf] if run is self.runs[0] else [math.inf]
-        while (trained := run.trained_seconds - began) < seconds:
+    def _train(self, run: Run, seconds: float, progress: Progress, test_after: float = math.inf) -> None:
+        while run.trained_seconds < seconds:
             run.step()
-            progress.update(run.steps - first, f"{run.bits[-1]:.2f} bits/byte", seconds_left=seconds - trained)
-            if run.trained_seconds >= tests[0]:
+            told = f"trains: {run.label}, step {run.steps}, {run.bits[-1]:.2f} bits/byte"
+            progress.show(told, seconds - run.trained_seconds)
+            if run.trained_seconds >= test_after:
                 run.evaluate()
-                tests.pop(0)
-            if run.trained_seconds - saved > SAVE_SECONDS:
-                self.write_state()
-                saved = run.trained_seconds
+                test_after = math.inf
         run.evaluate()
         tested = ", ".join(f"{bits:.2f} after {duration_text(after)}" for _, after, bits in run.held_out)
         progress.say(
@@ -366,43 +254,37 @@ class Trains:
         )
 
     def summary(self) -> list[str]:
-        """What was measured so far, in one or two lines."""
+        """Return the figures so far in one or two lines."""
         trained = [run for run in self.runs if run.steps]
         if not trained:
             return []
         parts = []
         for run in trained:
-            bits = (
-                f"{run.held_out[-1].bits:.2f} bits/byte held out"
-                if run.held_out
-                else f"{run.bits[-1]:.2f} in the last step"
-            )
+            last = f"{run.bits[-1]:.2f} in the last step"
+            bits = f"{run.held_out[-1].bits:.2f} bits/byte held out" if run.held_out else last
             parts.append(f"{run.label} {run.steps} steps in {duration_text(run.trained_seconds)}, {bits}")
         lines = [f"Trains  context {self.context:,}: {'; '.join(parts)}"]
-        if len(trained) == 2:
+        if len(trained) == 2 and trained[1].held_out:
             sparse, dense = trained
-            line = f"        {sparse.rate / dense.rate:.1f}x the steps a second"
-            if dense.held_out and (
-                early := [m for m in sparse.held_out if m.seconds < 1.5 * dense.held_out[-1].seconds]
-            ):
-                line += (
-                    f"; held out after {duration_text(early[-1].seconds)} sparse {early[-1].bits:.2f}, "
-                    f"after {duration_text(dense.held_out[-1].seconds)} dense {dense.held_out[-1].bits:.2f} bits/byte"
-                )
-            lines.append(line)
+            early, late = sparse.held_out[0], dense.held_out[-1]
+            lines.append(
+                f"        {sparse.rate / dense.rate:.1f}x the steps per second; held out after "
+                f"{duration_text(early.seconds)} sparse {early.bits:.2f}, after {duration_text(late.seconds)} dense "
+                f"{late.bits:.2f} bits/byte"
+            )
         return lines
 
     @property
     def passed(self) -> bool:
-        """Whether training ran at all: how far it gets depends on the seconds."""
+        """True if every loss is finite: how far training gets depends on the time."""
         return all(math.isfinite(bits) for run in self.runs for bits in run.bits)
 
     def record(self) -> dict[str, Any]:
-        """The figures as plain data."""
-        if not self.runs:
-            return {}
+        """Return the figures as plain data."""
         return {
-            **self._settings(),
+            "pattern": repr(self.rule),
+            "context": self.context,
+            "size": self.size._asdict(),
             "source": self.corpus.source,
             "train_bytes": len(self.corpus.train),
             "held_out_bytes": len(self.corpus.held_out),
@@ -417,54 +299,34 @@ class Trains:
                 }
                 for run in self.runs
             },
-            "flex_attention_error": self.flex_error if self.flex_tried else None,
+            "flex_attention_error": self.flex_error,
         }
 
     def draw(self, path: Path) -> None:
-        """Bits per byte against seconds and against steps."""
+        """Draw bits per byte against seconds and against steps."""
         from ringtile.analysis.plot import BLUE, GREY, ORANGE, Curve, picture, plot_curves
 
-        colors = {"sparse": BLUE, "dense": ORANGE}
-        trained = [run for run in self.runs if run.steps]
+        trained = [(run, color) for run, color in zip(self.runs, (BLUE, ORANGE), strict=True) if run.steps]
+        entropy = self.corpus.byte_entropy()
         with picture(path, 11, 4.4) as figure:
-            by_seconds, by_steps = figure.subplots(1, 2, width_ratios=[1.5, 1], sharey=True)
-            for axes, label in ((by_seconds, "seconds of training"), (by_steps, "steps")):
+            axes = figure.subplots(1, 2, width_ratios=[1.5, 1], sharey=True)
+            for by_steps, (ax, label) in enumerate(zip(axes, ("seconds of training", "steps"), strict=True)):
                 curves = []
-                for run in trained:
-                    steps = range(1, run.steps + 1)
-                    name = f"{run.label} attention, {run.rate:.2f} steps/s"
-                    curves.append(
-                        Curve(
-                            name if axes is by_seconds else "",
-                            run.seconds if axes is by_seconds else steps,
-                            run.bits,
-                            colors[run.label],
-                            marker="." if run.steps < 50 else "",
-                        )
-                    )
-                plot_curves(curves, axes, x_label=label)
-                for run in trained:
-                    for steps_done, seconds, bits in run.held_out:
-                        x = seconds if axes is by_seconds else steps_done
-                        axes.plot(
-                            x, bits, "D", color=colors[run.label], markeredgecolor="white", markersize=8, zorder=4
-                        )
-                        axes.annotate(
-                            f"{bits:.2f}", (x, bits), (0, 8), textcoords="offset points", ha="center", fontsize=8
-                        )
-                axes.axhline(self.corpus.byte_entropy(), color=GREY, linestyle=":", linewidth=1.2)
-                axes.set_xlim(left=0)
-            by_seconds.annotate(
-                "byte counts alone",
-                (0.995, self.corpus.byte_entropy()),
-                xycoords=by_seconds.get_yaxis_transform(),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="right",
-                color="#4a5059",
-                fontsize=8,
-            )
-            by_seconds.set_ylabel("bits per byte of the text of each step")
-            by_seconds.set_title(f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out")
-            by_steps.set_title("The same, by steps")
+                for run, color in trained:
+                    x = list(range(1, run.steps + 1)) if by_steps else run.seconds
+                    name = "" if by_steps else f"{run.label} attention, {run.rate:.2f} steps/s"
+                    curves.append(Curve(name, x, run.bits, color, marker="." if run.steps < 50 else ""))
+                    for measured in run.held_out:
+                        at = measured.steps if by_steps else measured.seconds
+                        ax.plot(at, measured.bits, "D", color=color, markeredgecolor="white", markersize=8, zorder=4)
+                        place: Any = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+                        ax.annotate(f"{measured.bits:.2f}", (at, measured.bits), **place)
+                plot_curves(curves, ax, x_label=label, legend="upper right")
+                ax.axhline(entropy, color=GREY, linestyle=":", linewidth=1.2)
+                ax.set_xlim(left=0)
+            where: Any = {"xycoords": axes[0].get_yaxis_transform(), "xytext": (0, 3), "textcoords": "offset points"}
+            axes[0].annotate("byte counts alone", (0.995, entropy), ha="right", color="#4a5059", fontsize=8, **where)
+            axes[0].set_ylabel("bits per byte of the text of each step")
+            axes[0].set_title(f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out")
+            axes[1].set_title("The same, by steps")
             figure.supxlabel(f"sparse: {self.rule!r};  text: {self.corpus.source}", fontsize=8, color="#4a5059")

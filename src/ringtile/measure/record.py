@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: rows and the machine they ran on, as JSON, as CSV, and compared with an older one."""
+"""The record of a benchmark: rows and the machine they ran on, as JSON, as CSV, and compared with an older record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 OURS = "ringtile"
 DENSE = "dense"
-"""Names of the two peers that ratios are made of."""
+"""The names of the two peers in a ratio."""
 
 FORWARD = "forward"
 BOTH = "forward+backward"
@@ -23,10 +23,10 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Row:
-    """One peer on one problem in one direction: figures, or the reason why it was left out."""
+    """One peer on one problem in one direction: its figures, or the reason why it was left out."""
 
     asked: str
-    """The pattern in the words of the request; `pattern` is what it came to, where a density was asked for."""
+    """The pattern as requested. `pattern` is the result of it, if a density was requested."""
     pattern: str
     n_tokens: int
     batch: int
@@ -38,10 +38,10 @@ class Row:
     direction: str
     peer: str
     density: float
-    """Kept pairs over the pairs that the causal and document rules in force allow."""
+    """Kept pairs over the pairs that the causal and document rules allow."""
     tile_density: float
     ideal: float | None
-    """1 / density: the speed-up over dense if time followed the kept pairs; None where nothing is kept."""
+    """1 / density: the speedup over dense if time followed the kept pairs; None if no pairs are kept."""
     median_ms: float | None = None
     low_ms: float | None = None
     """The 20th percentile."""
@@ -61,42 +61,58 @@ class Row:
     kv_heads: int | None = None
     """None: as many as heads."""
     n_queries: int | None = None
-    """The last so many tokens; None: all."""
+    """The number of queries, which are the last tokens. None: all tokens."""
     threads: int | None = None
     """None: as many as the run has."""
     operations: float | None = None
-    """Floating-point operations of the products over this peer's tiles; None where they are not known."""
+    """Floating-point operations of the matmuls over this peer's tiles; None if they are not known."""
     limit_ms: float | None = None
-    """What these operations, the exponentials and the memory traffic take at the rates of the run and this clock."""
+    """The time of these operations, the exponentials and the memory traffic at the rates of the run and this clock."""
     clock: float | None = None
-    """The rate of float32 multiply-adds between these rounds over that of the run: below 1, something else used the
-    processor too. None where it is not known."""
+    """The rate of float32 multiply-adds between these rounds over the rate of the run. Below 1, other processes used
+    the processor, too. None if it is not known."""
 
     @property
     def problem(self) -> tuple[Any, ...]:
-        """What two rows must share to be compared, peer and direction included."""
+        """All that two rows must share to be compared, peer and direction included."""
         sizes = (self.n_tokens, self.batch, self.heads, self.head_dim, self.block)
         parts = (self.kv_heads or self.heads, self.n_queries or self.n_tokens, self.threads)
         return (self.pattern, *sizes, *parts, self.dtype, self.device, self.direction, self.peer)
 
     @property
     def settled_ms(self) -> float | None:
-        """The median at the clock of the run, to be compared with rows of other rounds."""
+        """The median at the clock of the run, to compare it with rows of other rounds."""
         return None if self.median_ms is None else self.median_ms * (self.clock or 1.0)
 
     @property
     def of_limit(self) -> float | None:
-        """The limit over the time: 1 is as fast as this processor can be; None where either is not known."""
+        """The limit over the time: 1 is as fast as this processor can be. None if either is not known."""
         return None if self.limit_ms is None or self.median_ms is None else self.limit_ms / self.median_ms
+
+    @property
+    def sizes(self) -> str:
+        """Heads, head dim, dtype, and whatever is not the default: "H8:2 D64 float32 block 64 1 query"."""
+        parts = [f"H{self.heads}" if self.kv_heads is None else f"H{self.heads}:{self.kv_heads}"]
+        parts += [f"D{self.head_dim}", self.dtype]
+        parts += [f"block {self.block}"] if self.block != 128 else []
+        for number, one, many in ((self.n_queries, "query", "queries"), (self.threads, "thread", "threads")):
+            parts += [] if number is None else [f"{number} {one if number == 1 else many}"]
+        return " ".join(parts)
+
+    @property
+    def memory(self) -> str:
+        """Peak bytes of the passes: "0.1 + 0.2 MiB", empty if they were not measured."""
+        peaks = [peak for peak in (self.peak_forward_bytes, self.peak_backward_bytes) if peak is not None]
+        return f"{' + '.join(f'{peak / 2**20:.1f}' for peak in peaks)} MiB" if peaks else ""
 
 
 @dataclass(frozen=True)
 class Record:
-    """All rows of one run, with what is needed to repeat it."""
+    """All rows of one run, and all that is needed to repeat it."""
 
     seed: int
     seconds: float
-    """How long the rounds of a case and direction took at least."""
+    """The least time that the rounds of a case and direction took."""
     commit: str | None
     versions: dict[str, str | None]
     machine: dict[str, Any]
@@ -106,12 +122,16 @@ class Record:
     """The processor's rates by number of threads, measured in this run (`peak_rates`); None in older records."""
 
     def to_json(self) -> str:
-        """One JSON object, as `from_json` reads it."""
+        """Return one JSON object, for `from_json`."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """The inverse of `to_json`; ValueError where the text is something else."""
+        """Read the text of `to_json`.
+
+        Raises:
+            ValueError: If the text is something else.
+        """
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
@@ -124,7 +144,7 @@ class Record:
             raise ValueError(f"expected a JSON record of ringtile bench, got other fields: {error}") from None
 
     def to_csv(self) -> str:
-        """One line a row, with the machine's facts repeated in each, so that files can be appended."""
+        """Return one line per row, each with the machine's facts, so that files can be joined."""
         facts = {
             "commit": self.commit,
             **self.versions,
@@ -135,16 +155,15 @@ class Record:
                 for name, rate in rates.items()
             },
         }
-        names = [f.name for f in fields(Row)]
         text = io.StringIO()
-        writer = csv.DictWriter(text, [*names, *facts], lineterminator="\n")
+        writer = csv.DictWriter(text, [*(f.name for f in fields(Row)), *facts], lineterminator="\n")
         writer.writeheader()
         writer.writerows({**asdict(row), **facts} for row in self.rows)
         return text.getvalue()
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or an interruption, finds the old one or all of the new one."""
+    """Write a file so that a reader, or an interruption, finds all of the old or all of the new text."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -155,28 +174,25 @@ def write_whole(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """From which length on sparse attention is not slower than dense."""
+    """The length from which sparse attention is not slower than dense."""
 
     asked: str
     dtype: str
     direction: str
     n_tokens: int | None
-    """None where it was slower at the longest length."""
+    """None if it was slower at the longest length."""
     measured: tuple[int, ...]
 
 
 def break_even(rows: tuple[Row, ...]) -> list[BreakEven]:
-    """For each pattern, dtype and direction the smallest length from which ours is never slower than dense.
+    """Return, by pattern, dtype and direction, the smallest length from which ringtile is never slower than dense.
 
-    Not slower: our median is at most dense's 80th percentile. Lengths without both times do not count.
+    Not slower means that its median is at most dense's median. Lengths without both times do not count.
     """
     found: dict[tuple[str, str, str], dict[int, bool]] = {}
-    dense = {row.problem[:-1]: row for row in rows if row.peer == DENSE}
     for row in rows:
-        other = dense.get(row.problem[:-1])
-        if row.peer == OURS and other is not None and row.median_ms is not None and other.high_ms is not None:
-            lengths = found.setdefault((row.asked, row.dtype, row.direction), {})
-            lengths[row.n_tokens] = row.median_ms <= other.high_ms
+        if row.peer == OURS and row.speedup is not None:
+            found.setdefault((row.asked, row.dtype, row.direction), {})[row.n_tokens] = row.speedup >= 1
     result = []
     for (asked, dtype, direction), lengths in found.items():
         first = None
@@ -189,10 +205,12 @@ def break_even(rows: tuple[Row, ...]) -> list[BreakEven]:
 
 
 def slower_rows(now: Record, before: Record, max_slowdown: float) -> list[str]:
-    """One line for each of our rows whose time over dense grew by more than ``max_slowdown``, or that has none now.
+    """Return a line for each row of ringtile that lost its time, or more than ``max_slowdown`` of its ratio to dense.
 
-    Ratios to dense of the same run are compared, so the two machines need not be equally fast. Raises ValueError
-    where no row of ``before`` was measured now.
+    Ratios of the same run are compared, so the two machines need not be equally fast.
+
+    Raises:
+        ValueError: If no row of ``before`` was measured now.
     """
     today = {row.problem: row for row in now.rows if row.peer == OURS}
     shared = [row for row in before.rows if row.problem in today and row.speedup is not None]

@@ -254,10 +254,10 @@ def invented(name: str) -> Record:
         tiles = case.index.tile_pairs(1, case.heads)
         for direction in cell.directions:
             work = tiles * case.head_dim * (4.0 if direction == "forward" else 14.0)
-            for peer in ("ringtile", *cell.peers):
+            for peer in (peer.name for peer in cell.peers):
                 ours = tiles / 2**24 * (2 if case.threads == 1 else 1)
                 time = {"ringtile": ours, "dense": whole}.get(peer, 5 * tiles / 2**24)
-                row = bench._blank(case, direction, peer)
+                row = bench.blank_row(case, direction, peer)
                 known = {"operations": work, "limit_ms": time / 2} if peer == "ringtile" else {}
                 figures = {"density": case.index.density, "tile_density": case.index.tile_density, **known}
                 figures.update(median_ms=time, low_ms=time, high_ms=time, speedup=whole / time, error=1e-7, rounds=3)

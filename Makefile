@@ -6,12 +6,14 @@
 #
 # With cmake and a C++ compiler alone:
 # make native     the native kernel, into src/ringtile/lib/
-# make sanitize   its driver under AddressSanitizer and UndefinedBehaviorSanitizer, every instruction set (CASES=1000)
+# make sanitize   its driver under AddressSanitizer and UndefinedBehaviorSanitizer, every instruction set (CASES=1000,
+#                 OPENMP=libomp.so for threads of another OpenMP runtime)
 # make valgrind   its driver under valgrind, which runs AVX2 at most
 
 PYTHON ?= python3
 
 CASES ?= 192
+OPENMP ?= libgomp.so.1
 SANITIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
 .PHONY: demo test docs mutants wheel native sanitize valgrind clean
@@ -41,7 +43,7 @@ native:
 sanitize:
 	cmake -S . -B .venv/sanitize -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS="$(SANITIZE)" -DCMAKE_CXX_FLAGS="$(SANITIZE)"
 	cmake --build .venv/sanitize --parallel --target driver
-	.venv/sanitize/driver $(CASES)
+	RINGTILE_OPENMP=$(OPENMP) .venv/sanitize/driver $(CASES)
 
 valgrind:
 	cmake -S . -B .venv/native

@@ -1,8 +1,8 @@
-// Random small problems through the C interface, with an index made here, against a plain loop in double: what runs
-// under the sanitizers and valgrind. Every buffer has its exact size, what lies between rows is NaN, and so is what no
-// pair keeps. Usage: driver [cases] [seed]
+// Random small problems through the C interface, against a plain loop in double: the sanitizers and valgrind run it on
+// every instruction set of the processor. Every buffer has its exact size. The memory between rows is NaN, and so are
+// the tokens that no pair keeps. Usage: driver [cases] [seed]. RINGTILE_OPENMP names an OpenMP runtime to load; without
+// it one thread computes.
 #include <math.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,8 +18,9 @@
 #define FIND(library, name) dlsym(library, name)
 #endif
 
-void ringtile_use_runtime(void *parallel, void *thread_number, void *push_threads, void *fork_call);
+int ringtile_abi_version(void);
 int64_t ringtile_call_size(void);
+void ringtile_use_runtime(void *parallel, void *thread_number, void *push_threads, void *fork_call);
 int ringtile_isa_count(void);
 const char *ringtile_isa_name(int isa);
 int ringtile_isa_runs(int isa);
@@ -39,21 +40,22 @@ static double normal(void) {
     return sum - 6;
 }
 
+// All memory of a case, freed at its end.
+static void *rooms[128];
+static int n_rooms;
+
 static void *room(int64_t count, int64_t size) {
+    if (n_rooms == sizeof(rooms) / sizeof(*rooms)) abort();
     void *found = malloc(count > 0 ? count * size : 1);
     if (!found) abort();
-    return found;
+    return rooms[n_rooms++] = found;
 }
 
-static int32_t *cut(int32_t *x, int64_t count) {
-    int32_t *found = realloc(x, count > 0 ? count * 4 : 1);
-    if (!found) abort();
-    return found;
+static void *exactly(const void *x, int64_t count, int64_t size) {
+    return memcpy(room(count, size), x, count * size);
 }
 
-// Numbers of the four types.
-
-static const int sizes[] = {4, 8, 2, 2};
+static const int sizes[] = {4, 8, 2, 2};  // bytes of each dtype
 
 static void put(void *x, int64_t at, int dtype, double value) {
     if (dtype == RINGTILE_FLOAT32) ((float *)x)[at] = (float)value;
@@ -77,7 +79,7 @@ static double get(const void *x, int64_t at, int dtype) {
     return wide;
 }
 
-// A tensor [B, H, N, D] with gaps between its rows, and its numbers in double.
+// A tensor [B, H, N, D] with gaps between its rows, and its values in double.
 typedef struct {
     void *memory;
     double *exact;
@@ -115,12 +117,7 @@ static tensor new_tensor(int dtype, int64_t batch, int64_t heads, int64_t rows, 
     return x;
 }
 
-static void drop(tensor *x) {
-    free(x->memory);
-    free(x->exact);
-}
-
-// The index: what pairs are kept, and their tiles.
+// The kept pairs, by the positions of query and key.
 
 static int keeps(int kind, int64_t group, int64_t i, int64_t j) {
     switch (kind) {
@@ -133,6 +130,7 @@ static int keeps(int kind, int64_t group, int64_t i, int64_t j) {
     }
 }
 
+// The full or the partial tiles of an index, and their transpose.
 typedef struct {
     int32_t *ptr, *other, *tile, *other_t, *ptr_t, *tile_t;
     int32_t count;
@@ -160,11 +158,7 @@ static list new_list(int64_t rows, int64_t cols, int64_t groups, const int32_t *
     return x;
 }
 
-static void drop_list(list *x) {
-    free(x->ptr), free(x->other), free(x->tile), free(x->other_t), free(x->ptr_t), free(x->tile_t);
-}
-
-static uint32_t dropout_half(uint64_t seed, uint32_t batch, uint32_t head, uint32_t query, uint32_t key) {
+static int dropout_half(uint64_t seed, uint32_t batch, uint32_t head, uint32_t query, uint32_t key) {
     uint32_t c[4] = {key / 32 * 4 + key / 2 % 4, query, head, batch}, k[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
     for (int round = 0; round < 7; round++) {
         uint64_t a = (uint64_t)c[0] * 0xD2511F53u, b = (uint64_t)c[2] * 0xCD9E8D57u;
@@ -172,7 +166,7 @@ static uint32_t dropout_half(uint64_t seed, uint32_t batch, uint32_t head, uint3
         c[1] = (uint32_t)b, c[3] = (uint32_t)a;
         k[0] += 0x9E3779B9u, k[1] += 0xBB67AE85u;
     }
-    return c[key / 8 % 4] >> (key % 2 * 16) & 0xffff;
+    return (int)(c[key / 8 % 4] >> (key % 2 * 16) & 0xffff);
 }
 
 static int wrong(const char *name, const double *found, const double *wanted, int64_t count, double bound) {
@@ -182,47 +176,71 @@ static int wrong(const char *name, const double *found, const double *wanted, in
         error += (found[i] - wanted[i]) * (found[i] - wanted[i]);
         size += wanted[i] * wanted[i];
     }
-    // What cancels is measured against numbers of size 1.
+    // Sums that cancel are measured against values of size 1.
     if (sqrt(error) <= bound * sqrt(size) || sqrt(error) <= bound * sqrt((double)count)) return 0;
     printf("%s: error %g of %g\n", name, sqrt(error), sqrt(size));
     return 1;
 }
 
-static int run(int isa, int number) {
+typedef struct {
+    ringtile_call c;
+    int number, kind, wide, words, drops, by_columns;
+    int64_t ratio;  // query heads per key head
+    list full, part;
+    int32_t *group, *row_splits, *col_splits;
+    int64_t *shared_splits[2], n_shared_splits[2], grad_counts[3], times[2];
+    int grad_types[3];
+    char *kept;  // of each pair [B, H, Nq, Nk]
+    tensor q, k, v, out, out_grad;
+} problem;
+
+static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+
+static void draw_shapes(problem *p, int isa, int number) {
     static const int blocks[] = {16, 32, 64, 128};
     static const int widths[] = {1, 2, 7, 8, 16, 17, 33, 64, 65};
-    const int block = blocks[draw(4)], dtype = number % 4, kind = number / 4 % 6, words = (block + 31) / 32;
-    const int wide = dtype == RINGTILE_FLOAT64 ? RINGTILE_FLOAT64 : RINGTILE_FLOAT32;
-    const int64_t batch = 1 + draw(2), kv_heads = 1 + draw(2), heads = kv_heads * (1 + draw(2)), groups = 1 + draw(2);
-    const int64_t n_queries = 1 + draw(kind == 4 ? 90 : 200), n_keys = 1 + draw(220);
-    const int64_t start = draw(3) ? draw(150) : -(int64_t)draw(150);
-    const int64_t head_dim = widths[draw(9)], value_dim = widths[draw(9)];
-    const int64_t first_row = start >= 0 ? start / block : -((-start + block - 1) / block);
-    const int64_t last = start + n_queries - 1, last_row = last >= 0 ? last / block : -((-last + block - 1) / block);
-    const int64_t rows = last_row - first_row + 1, cols = (n_keys + block - 1) / block;
-    const double scales[] = {0.4, 1, -0.3, 0};
-    const double scale = scales[draw(4)];
-    const int dropped = draw(3) == 0, masked = draw(3) == 0, bounded = draw(4) == 0;
-    const uint64_t seed = ((uint64_t)draw(1u << 31) << 33) ^ draw(1u << 31);
-    const int threshold = dropped ? 20000 : 0;
+    static const double scales[] = {0.4, 1, -0.3, 0};
+    ringtile_call *c = &p->c;
+    memset(p, 0, sizeof(*p));
+    p->number = number, p->kind = number / 4 % 6;
+    c->isa = isa, c->dtype = number % 4, c->threads = 1 + (int)draw(2), c->block = blocks[draw(4)];
+    p->wide = c->dtype == RINGTILE_FLOAT64 ? RINGTILE_FLOAT64 : RINGTILE_FLOAT32, p->words = (c->block + 31) / 32;
+    p->ratio = 1 + draw(2);
+    c->batch = 1 + draw(2), c->kv_heads = 1 + draw(2), c->heads = c->kv_heads * p->ratio, c->n_groups = 1 + draw(2);
+    c->n_queries = 1 + draw(p->kind == 4 ? 90 : 200), c->n_keys = 1 + draw(220);
+    c->start = draw(3) ? draw(150) : -(int64_t)draw(150);
+    c->head_dim = widths[draw(9)], c->value_dim = widths[draw(9)];
+    c->n_rows = floor_div(c->start + c->n_queries - 1, c->block) - floor_div(c->start, c->block) + 1;
+    c->n_cols = (c->n_keys + c->block - 1) / c->block;
+    c->scale = scales[draw(4)];
+    p->drops = draw(3) == 0, c->dropout_threshold = p->drops ? 20000 : 0;
+    c->seed = (int64_t)(((uint64_t)draw(1u << 31) << 33) ^ draw(1u << 31));
+    c->group_stride[0] = c->heads, c->group_stride[1] = 1;
+    c->group = p->group = room(c->batch * c->heads, 4);
+    for (int64_t head = 0; head < c->batch * c->heads; head++)
+        p->group[head] = (int32_t)((head % c->heads + head / c->heads) % c->n_groups);
+}
 
-    // Tiles: bits beyond the lengths mean nothing, so they are drawn.
-    int32_t *states = room(groups * rows * cols, 4), n_tiles = 0;
-    const int64_t slots = groups * rows * cols;
-    int32_t *bits = room(slots * block * words, 4), *bits_t = room(slots * block * words, 4);
-    int32_t *rows_any = room(slots * words, 4), *cols_any = room(slots * words, 4);
+// The tables of partial tiles. Their bits beyond the lengths have no meaning, so they are random.
+static void draw_tiles(problem *p) {
+    ringtile_call *c = &p->c;
+    const int64_t slots = c->n_groups * c->n_rows * c->n_cols, block = c->block, words = p->words;
+    const int64_t first_row = floor_div(c->start, block), square = block * words;
+    int32_t *states = room(slots, 4), n_tiles = 0;  // -2 empty, -1 full, else the number of a partial tile
+    uint32_t *bits = room(slots * square, 4), *bits_t = room(slots * square, 4);
+    uint32_t *rows_any = room(slots * words, 4), *cols_any = room(slots * words, 4);
     for (int64_t slot = 0; slot < slots; slot++) {
-        int64_t group = slot / (rows * cols), row = slot / cols % rows, col = slot % cols, kept = 0, all = 0;
-        uint32_t *own = (uint32_t *)bits + (int64_t)n_tiles * block * words;
-        uint32_t *own_t = (uint32_t *)bits_t + (int64_t)n_tiles * block * words;
-        uint32_t *row_any = (uint32_t *)rows_any + n_tiles * words, *col_any = (uint32_t *)cols_any + n_tiles * words;
-        memset(own, 0, block * words * 4), memset(own_t, 0, block * words * 4);
+        int64_t group = slot / (c->n_rows * c->n_cols), row = slot / c->n_cols % c->n_rows, col = slot % c->n_cols;
+        int64_t kept = 0, all = 0;
+        uint32_t *own = bits + n_tiles * square, *own_t = bits_t + n_tiles * square;
+        uint32_t *row_any = rows_any + n_tiles * words, *col_any = cols_any + n_tiles * words;
+        memset(own, 0, square * 4), memset(own_t, 0, square * 4);
         memset(row_any, 0, words * 4), memset(col_any, 0, words * 4);
         for (int64_t a = 0; a < block; a++)
             for (int64_t b = 0; b < block; b++) {
                 int64_t i = (first_row + row) * block + a, j = col * block + b;
-                int inside = i >= start && i < start + n_queries && j < n_keys;
-                int keep = inside ? keeps(kind, group, i, j) : (int)draw(2);
+                int inside = i >= c->start && i < c->start + c->n_queries && j < c->n_keys;
+                int keep = inside ? keeps(p->kind, group, i, j) : (int)draw(2);
                 all += inside, kept += inside && keep;
                 if (!keep) continue;
                 own[a * words + b / 32] |= 1u << (b % 32), own_t[b * words + a / 32] |= 1u << (a % 32);
@@ -230,265 +248,329 @@ static int run(int isa, int number) {
             }
         states[slot] = kept == 0 ? -2 : kept == all && draw(4) ? -1 : n_tiles++;
     }
-    bits = cut(bits, (int64_t)n_tiles * block * words), bits_t = cut(bits_t, (int64_t)n_tiles * block * words);
-    rows_any = cut(rows_any, n_tiles * words), cols_any = cut(cols_any, n_tiles * words);
-    list full = new_list(rows, cols, groups, states, 1), part = new_list(rows, cols, groups, states, 0);
+    c->bits = exactly(bits, n_tiles * square, 4), c->bits_t = exactly(bits_t, n_tiles * square, 4);
+    c->rows_any = exactly(rows_any, n_tiles * words, 4), c->cols_any = exactly(cols_any, n_tiles * words, 4);
+    list full = new_list(c->n_rows, c->n_cols, c->n_groups, states, 1);
+    list part = new_list(c->n_rows, c->n_cols, c->n_groups, states, 0);
+    c->full_row_ptr = full.ptr, c->full_col = full.other, c->full_col_ptr = full.ptr_t, c->full_row = full.other_t;
+    c->part_row_ptr = part.ptr, c->part_col = part.other, c->part_tile = part.tile;
+    c->part_col_ptr = part.ptr_t, c->part_row = part.other_t, c->part_tile_t = part.tile_t;
+    p->full = full, p->part = part;
+}
 
-    // Work: rows of more than two tiles in pieces.
-    int32_t *work = room(groups * rows * (cols + 1) * 5, 4), pieces_in_all = 0;
-    int64_t *work_begin = room(groups + 1, 8), entries = 0;
-    for (int64_t slot = 0; slot < groups * rows; slot++) {
-        if (slot % rows == 0) work_begin[slot / rows] = entries;
-        int32_t length = full.ptr[slot + 1] - full.ptr[slot] + part.ptr[slot + 1] - part.ptr[slot];
-        int32_t pieces = length > 2 ? (length + 1) / 2 : 1;
-        for (int32_t piece = 0; piece < pieces; piece++, entries++) {
-            int32_t entry[5] = {(int32_t)slot, length * piece / pieces, length * (piece + 1) / pieces, -1, pieces};
-            if (pieces > 1) entry[3] = pieces_in_all++;
+static int64_t length_of(const problem *p, int columns, int64_t slot) {
+    const int32_t *full = columns ? p->full.ptr_t : p->full.ptr, *part = columns ? p->part.ptr_t : p->part.ptr;
+    return full[slot + 1] - full[slot] + part[slot + 1] - part[slot];
+}
+
+// Lists of more than two tiles are split.
+static int32_t splits_of(const problem *p, int columns, int64_t slot) {
+    int64_t length = length_of(p, columns, slot);
+    return (int32_t)(length > 2 ? (length + 1) / 2 : 1);
+}
+
+static void make_forward_work(problem *p) {
+    ringtile_call *c = &p->c;
+    const int64_t slots = c->n_groups * c->n_rows;
+    int32_t *work = room(slots * (c->n_cols + 1) * 5, 4);
+    int64_t *work_begin = room(c->n_groups + 1, 8), *item_begin = room(c->batch * c->heads + 1, 8), entries = 0;
+    for (int64_t slot = 0; slot < slots; slot++) {
+        if (slot % c->n_rows == 0) work_begin[slot / c->n_rows] = entries;
+        int64_t length = length_of(p, 0, slot);
+        int32_t splits = splits_of(p, 0, slot);
+        for (int32_t split = 0; split < splits; split++, entries++) {
+            int32_t first = (int32_t)(length * split / splits), last = (int32_t)(length * (split + 1) / splits);
+            int32_t entry[5] = {(int32_t)slot, first, last, splits > 1 ? (int32_t)c->n_splits++ : -1, splits};
             memcpy(work + entries * 5, entry, sizeof(entry));
         }
     }
-    work_begin[groups] = entries;
-    work = cut(work, entries * 5);
-    int32_t *group = room(batch * heads, 4);
-    int64_t *item_begin = room(batch * heads + 1, 8);
+    work_begin[c->n_groups] = entries;
     item_begin[0] = 0;
-    for (int64_t head = 0; head < batch * heads; head++) {
-        group[head] = (int32_t)((head % heads + head / heads) % groups);
-        item_begin[head + 1] = item_begin[head] + work_begin[group[head] + 1] - work_begin[group[head]];
-    }
+    for (int64_t head = 0; head < c->batch * c->heads; head++)
+        item_begin[head + 1] = item_begin[head] + work_begin[p->group[head] + 1] - work_begin[p->group[head]];
+    c->work = exactly(work, entries * 5, 4), c->work_begin = work_begin, c->item_begin = item_begin;
+}
 
-    // The same for the backward pass; some of the lists that are cut, and only those, are computed apart.
-    int32_t *row_splits = room(groups * rows, 4), *col_splits = room(groups * cols, 4);
-    int32_t *row_buffer = room(groups * rows, 4);
-    int64_t n_row_buffers = 0;
-    for (int64_t slot = 0; slot < groups * rows; slot++) {
-        int32_t length = full.ptr[slot + 1] - full.ptr[slot] + part.ptr[slot + 1] - part.ptr[slot];
-        row_splits[slot] = length > 2 ? (length + 1) / 2 : 1;
-        row_buffer[slot] = (int32_t)(slot % rows);
-        if (row_splits[slot] > 1 && slot % rows >= n_row_buffers) n_row_buffers = slot % rows + 1;
-    }
-    for (int64_t slot = 0; slot < groups * cols; slot++) {
-        int32_t length = full.ptr_t[slot + 1] - full.ptr_t[slot] + part.ptr_t[slot + 1] - part.ptr_t[slot];
-        col_splits[slot] = length > 2 ? (length + 1) / 2 : 1;
-    }
-    int64_t n_shared_splits[2] = {0, 0}, *parts[2];
-    for (int columns = 0; columns < 2; columns++) {
-        int64_t places = columns ? cols : rows, own_heads = columns ? kv_heads : heads, ratio = heads / own_heads;
-        parts[columns] = room(batch * heads * places * (rows + cols) * 4, 8);
-        for (int64_t item = 0; item < batch * own_heads * places; item++) {
-            int cut = 0;
-            for (int64_t head = item / places * ratio; head < (item / places + 1) * ratio; head++)
-                cut |= (columns ? col_splits : row_splits)[group[head] * places + item % places] > 1;
-            if (!cut || draw(2)) continue;
-            for (int64_t head = item / places * ratio; head < (item / places + 1) * ratio; head++) {
-                int64_t slot = group[head] * places + item % places;
-                const int32_t *f = columns ? full.ptr_t : full.ptr, *p = columns ? part.ptr_t : part.ptr;
-                int64_t length = f[slot + 1] - f[slot] + p[slot + 1] - p[slot];
-                int64_t pieces = (columns ? col_splits : row_splits)[slot];
-                for (int64_t piece = 0; piece < pieces; piece++) {
-                    int64_t entry[4] = {item, head, length * piece / pieces, length * (piece + 1) / pieces};
-                    memcpy(parts[columns] + 4 * n_shared_splits[columns]++, entry, sizeof(entry));
-                }
+// About half of the rows or columns that are split, those that several threads share.
+static void draw_shared_splits(problem *p, int columns) {
+    const ringtile_call *c = &p->c;
+    const int64_t places = columns ? c->n_cols : c->n_rows, own_heads = columns ? c->kv_heads : c->heads;
+    const int64_t ratio = c->heads / own_heads;
+    int64_t *entries = room(c->batch * c->heads * places * (c->n_rows + c->n_cols) * 4, 8), count = 0;
+    for (int64_t item = 0; item < c->batch * own_heads * places; item++) {
+        int64_t first_head = item / places * ratio;
+        int is_split = 0;
+        for (int64_t head = first_head; head < first_head + ratio; head++)
+            is_split |= splits_of(p, columns, p->group[head] * places + item % places) > 1;
+        if (!is_split || draw(2)) continue;
+        for (int64_t head = first_head; head < first_head + ratio; head++) {
+            int64_t slot = p->group[head] * places + item % places, length = length_of(p, columns, slot);
+            int64_t splits = splits_of(p, columns, slot);
+            for (int64_t split = 0; split < splits; split++) {
+                int64_t entry[4] = {item, head, length * split / splits, length * (split + 1) / splits};
+                memcpy(entries + 4 * count++, entry, sizeof(entry));
             }
         }
     }
+    p->shared_splits[columns] = exactly(entries, count * 4, 8), p->n_shared_splits[columns] = count;
+}
 
-    int64_t key_words = (n_keys + 31) / 32, *key_lengths = room(batch, 8);
-    int32_t *key_bits = room(batch * key_words, 4);
-    for (int64_t i = 0; i < batch * key_words; i++) key_bits[i] = (int32_t)(draw(1u << 31) * 2 + draw(2));
-    for (int64_t b = 0; b < batch; b++) key_lengths[b] = draw((uint32_t)n_keys + 3);
+static void draw_backward_work(problem *p) {
+    ringtile_call *c = &p->c;
+    const int64_t rows = c->n_groups * c->n_rows, cols = c->n_groups * c->n_cols;
+    int32_t *row_splits = room(rows, 4), *col_splits = room(cols, 4), *row_buffer = room(rows, 4);
+    for (int64_t slot = 0; slot < cols; slot++) col_splits[slot] = splits_of(p, 1, slot);
+    for (int64_t slot = 0; slot < rows; slot++) {
+        row_splits[slot] = splits_of(p, 0, slot), row_buffer[slot] = (int32_t)(slot % c->n_rows);
+        if (row_splits[slot] > 1 && slot % c->n_rows >= c->n_row_buffers) c->n_row_buffers = slot % c->n_rows + 1;
+    }
+    c->row_splits = row_splits, c->col_splits = col_splits, c->row_buffer = row_buffer;
+    c->row_buffers = room(c->batch * c->heads * c->n_row_buffers * c->head_dim * 128, sizes[p->wide]);
+    for (int columns = 0; columns < 2; columns++) draw_shared_splits(p, columns);
+}
 
-    // What is kept, and NaN where nothing is.
-    char *kept = room(batch * heads * n_queries * n_keys, 1);
-    tensor q = new_tensor(dtype, batch, heads, n_queries, head_dim, 1);
-    tensor k = new_tensor(dtype, batch, kv_heads, n_keys, head_dim, 1);
-    tensor v = new_tensor(dtype, batch, kv_heads, n_keys, value_dim, 1);
-    tensor out = new_tensor(dtype, batch, heads, n_queries, value_dim, 0);
-    tensor grad = new_tensor(dtype, batch, heads, n_queries, value_dim, 1);
-    for (int64_t head = 0; head < batch * heads; head++)
-        for (int64_t a = 0; a < n_queries; a++) {
-            int any = 0;
-            for (int64_t j = 0; j < n_keys; j++) {
-                int64_t b = head / heads;
-                int keep = keeps(kind, group[head], start + a, j) && (!bounded || j < key_lengths[b]) &&
-                           (!masked || (uint32_t)key_bits[b * key_words + j / 32] >> (j % 32) & 1);
-                kept[(head * n_queries + a) * n_keys + j] = (char)keep;
-                any |= keep;
+// A key mask and key lengths, each in some of the cases, and the pairs that are kept.
+static void draw_kept(problem *p) {
+    ringtile_call *c = &p->c;
+    const int masked = draw(3) == 0, bounded = draw(4) == 0;
+    c->key_words = (c->n_keys + 31) / 32;
+    uint32_t *key_bits = room(c->batch * c->key_words, 4);
+    int64_t *key_lengths = room(c->batch, 8);
+    for (int64_t i = 0; i < c->batch * c->key_words; i++) key_bits[i] = draw(1u << 31) * 2 + draw(2);
+    for (int64_t b = 0; b < c->batch; b++) key_lengths[b] = draw((uint32_t)c->n_keys + 3);
+    c->key_bits = masked ? (int32_t *)key_bits : NULL, c->key_lengths = bounded ? key_lengths : NULL;
+    p->kept = room(c->batch * c->heads * c->n_queries * c->n_keys, 1);
+    for (int64_t pair = 0; pair < c->batch * c->heads * c->n_queries * c->n_keys; pair++) {
+        int64_t key = pair % c->n_keys, query = pair / c->n_keys % c->n_queries, head = pair / c->n_keys / c->n_queries;
+        int64_t b = head / c->heads;
+        p->kept[pair] = (char)(keeps(p->kind, p->group[head], c->start + query, key) &&
+                               (!bounded || key < key_lengths[b]) &&
+                               (!masked || key_bits[b * c->key_words + key / 32] >> (key % 32) & 1));
+    }
+}
+
+static const char *kept_by(const problem *p, int64_t b, int64_t h, int64_t query) {
+    return p->kept + ((b * p->c.heads + h) * p->c.n_queries + query) * p->c.n_keys;
+}
+
+static void fill(tensor *x, int64_t b, int64_t h, int64_t n, double value) {
+    for (int64_t d = 0; d < x->width; d++) set(x, b, h, n, d, value);
+}
+
+// Inputs, with values that are not finite in the queries and keys that no pair keeps.
+static void draw_inputs(problem *p) {
+    ringtile_call *c = &p->c;
+    p->q = new_tensor(c->dtype, c->batch, c->heads, c->n_queries, c->head_dim, 1);
+    p->k = new_tensor(c->dtype, c->batch, c->kv_heads, c->n_keys, c->head_dim, 1);
+    p->v = new_tensor(c->dtype, c->batch, c->kv_heads, c->n_keys, c->value_dim, 1);
+    p->out = new_tensor(c->dtype, c->batch, c->heads, c->n_queries, c->value_dim, 0);
+    p->out_grad = new_tensor(c->dtype, c->batch, c->heads, c->n_queries, c->value_dim, 1);
+    char *key_used = memset(room(c->batch * c->kv_heads * c->n_keys, 1), 0, c->batch * c->kv_heads * c->n_keys);
+    for (int64_t b = 0; b < c->batch; b++)
+        for (int64_t h = 0; h < c->heads; h++)
+            for (int64_t a = 0; a < c->n_queries; a++) {
+                const char *kept = kept_by(p, b, h, a);
+                char *used = key_used + (b * c->kv_heads + h / p->ratio) * c->n_keys;
+                for (int64_t j = 0; j < c->n_keys; j++) used[j] |= kept[j];
+                if (memchr(kept, 1, c->n_keys)) continue;
+                fill(&p->q, b, h, a, NAN);
+                fill(&p->out_grad, b, h, a, INFINITY);
             }
-            if (any) continue;
-            for (int64_t d = 0; d < head_dim; d++) set(&q, head / heads, head % heads, a, d, NAN);
-            for (int64_t d = 0; d < value_dim; d++) set(&grad, head / heads, head % heads, a, d, INFINITY);
-        }
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t g = 0; g < kv_heads; g++)
-            for (int64_t j = 0; j < n_keys; j++) {
-                int any = 0;
-                for (int64_t h = g * heads / kv_heads; h < (g + 1) * heads / kv_heads; h++)
-                    for (int64_t a = 0; a < n_queries; a++) any |= kept[((b * heads + h) * n_queries + a) * n_keys + j];
-                if (any) continue;
-                for (int64_t d = 0; d < head_dim; d++) set(&k, b, g, j, d, NAN);
-                for (int64_t d = 0; d < value_dim; d++) set(&v, b, g, j, d, -INFINITY);
+    for (int64_t b = 0; b < c->batch; b++)
+        for (int64_t g = 0; g < c->kv_heads; g++)
+            for (int64_t j = 0; j < c->n_keys; j++) {
+                if (key_used[(b * c->kv_heads + g) * c->n_keys + j]) continue;
+                fill(&p->k, b, g, j, NAN);
+                fill(&p->v, b, g, j, -INFINITY);
             }
+}
 
-    int64_t n_lse = batch * heads * n_queries, count = n_lse * value_dim;
-    void *lse = room(n_lse, sizes[wide]), *lse_grad = room(n_lse, sizes[wide]), *delta = room(2 * n_lse, sizes[wide]);
-    for (int64_t i = 0; i < n_lse; i++) put(lse_grad, i, wide, normal());
-    void *grads[3];
-    int64_t n_keys_in_all = batch * kv_heads * n_keys;
-    int64_t grad_counts[3] = {n_lse * head_dim, n_keys_in_all * head_dim, n_keys_in_all * value_dim};
-    bool by_columns = draw(2);
-    int grad_types[3] = {by_columns ? wide : dtype, dtype, dtype};
+static void place(const void **field, int64_t *stride, const tensor *x) {
+    *field = x->memory;
+    memcpy(stride, x->stride, sizeof(x->stride));
+}
+
+static void make_call(problem *p) {
+    ringtile_call *c = &p->c;
+    const int64_t n_lse = c->batch * c->heads * c->n_queries, n_keys = c->batch * c->kv_heads * c->n_keys;
+    place(&c->q, c->q_stride, &p->q), place(&c->k, c->k_stride, &p->k), place(&c->v, c->v_stride, &p->v);
+    place((const void **)&c->out, c->out_stride, &p->out), place(&c->out_grad, c->out_grad_stride, &p->out_grad);
+    c->lse = room(n_lse, sizes[p->wide]), c->delta = room(2 * n_lse, sizes[p->wide]);
+    if (p->number % 3 == 0) {
+        void *lse_grad = room(n_lse, sizes[p->wide]);
+        for (int64_t i = 0; i < n_lse; i++) put(lse_grad, i, p->wide, normal());
+        c->lse_grad = lse_grad;
+    }
+    p->by_columns = (int)draw(2);
+    void **grads[] = {&c->q_grad, &c->k_grad, &c->v_grad};
+    const int64_t counts[] = {n_lse * c->head_dim, n_keys * c->head_dim, n_keys * c->value_dim};
     for (int i = 0; i < 3; i++) {
-        grads[i] = room(grad_counts[i], sizes[grad_types[i]]);
-        for (int64_t j = 0; j < grad_counts[i]; j++) put(grads[i], j, grad_types[i], i == 0 && by_columns ? 0 : NAN);
+        int grows = i == 0 && p->by_columns;
+        p->grad_counts[i] = counts[i], p->grad_types[i] = grows ? p->wide : c->dtype;
+        *grads[i] = room(counts[i], sizes[p->grad_types[i]]);
+        for (int64_t j = 0; j < counts[i]; j++) put(*grads[i], j, p->grad_types[i], grows ? 0 : NAN);
     }
-    void *scratch = room(batch * heads * pieces_in_all * (value_dim + 2) * 128, sizes[wide]);
-    void *held = room(batch * heads * n_row_buffers * head_dim * 128, sizes[wide]);
-    void *sums[2] = {room(n_shared_splits[0] * head_dim * 128, sizes[wide]),
-                     room(n_shared_splits[1] * (head_dim + value_dim) * 128, sizes[wide])};
-    int64_t times[2] = {0, 0};
+    c->times = draw(2) ? p->times : NULL;
+}
 
-    ringtile_call c;
-    memset(&c, 0, sizeof(c));
-    c.dtype = dtype, c.isa = isa, c.threads = 1 + (int)draw(2), c.block = block;
-    c.batch = batch, c.heads = heads, c.kv_heads = kv_heads, c.n_queries = n_queries, c.n_keys = n_keys;
-    c.head_dim = head_dim, c.value_dim = value_dim;
-    c.q = q.memory, c.k = k.memory, c.v = v.memory, c.out = out.memory, c.out_grad = grad.memory;
-    memcpy(c.q_stride, q.stride, 24), memcpy(c.k_stride, k.stride, 24), memcpy(c.v_stride, v.stride, 24);
-    memcpy(c.out_stride, out.stride, 24), memcpy(c.out_grad_stride, grad.stride, 24);
-    c.lse = lse, c.lse_grad = number % 3 ? NULL : lse_grad, c.delta = delta, c.scratch = scratch;
-    c.start = start, c.n_rows = rows, c.n_cols = cols, c.n_groups = groups;
-    c.group_stride[0] = heads, c.group_stride[1] = 1, c.group = group;
-    c.full_row_ptr = full.ptr, c.full_col = full.other, c.full_col_ptr = full.ptr_t, c.full_row = full.other_t;
-    c.part_row_ptr = part.ptr, c.part_col = part.other, c.part_tile = part.tile;
-    c.part_col_ptr = part.ptr_t, c.part_row = part.other_t, c.part_tile_t = part.tile_t;
-    c.bits = bits, c.bits_t = bits_t, c.rows_any = rows_any, c.cols_any = cols_any;
-    c.work = work, c.work_begin = work_begin, c.item_begin = item_begin, c.n_splits = pieces_in_all;
-    c.key_bits = masked ? key_bits : NULL, c.key_words = key_words, c.key_lengths = bounded ? key_lengths : NULL;
-    c.scale = scale, c.seed = (int64_t)seed, c.dropout_threshold = threshold;
-    c.q_grad = grads[0], c.k_grad = grads[1], c.v_grad = grads[2];
-    c.row_splits = row_splits, c.col_splits = col_splits;
-    c.row_buffer = row_buffer, c.n_row_buffers = n_row_buffers, c.row_buffers = held;
-    c.times = draw(2) ? times : NULL;
+static int compute(problem *p) {
+    ringtile_call *c = &p->c;
+    const int64_t heads = c->batch * c->heads;
+    c->scratch = room(heads * c->n_splits * (c->value_dim + 2) * 128, sizes[p->wide]);
+    c->last_item = c->item_begin[heads];
+    int failed = ringtile_forward(c);
+    c->phase = 1;
+    failed |= ringtile_forward(c);
+    c->phase = 0, c->last_item = heads;
+    failed |= ringtile_backward(c);
+    if (p->by_columns) {
+        c->phase = 1, c->last_item = c->batch * c->kv_heads, c->last_col = c->n_cols / 2;
+        failed |= ringtile_backward(c);
+        c->first_col = c->n_cols / 2, c->last_col = c->n_cols;
+        return failed | ringtile_backward(c);
+    }
+    for (int columns = 0; columns < 2; columns++) {
+        const int64_t count = p->n_shared_splits[columns], width = c->head_dim + (columns ? c->value_dim : 0);
+        c->shared_splits = p->shared_splits[columns], c->n_shared_splits = count;
+        c->scratch = room(count * width * 128, sizes[p->wide]);
+        c->phase = 2 + columns;
+        c->last_item = count + c->batch * (columns ? c->kv_heads * c->n_cols : c->heads * c->n_rows);
+        failed |= ringtile_backward(c);
+        c->phase = 4 + columns, c->last_item = count;
+        failed |= ringtile_backward(c);
+    }
+    return failed;
+}
 
-    int failed = 0;
-    c.last_item = item_begin[batch * heads];
-    failed |= ringtile_forward(&c);
-    c.phase = 1;
-    failed |= ringtile_forward(&c);
-    c.phase = 0, c.last_item = batch * heads;
-    failed |= ringtile_backward(&c);
-    if (by_columns) {
-        c.phase = 1, c.last_item = batch * kv_heads, c.last_col = cols / 2;
-        failed |= ringtile_backward(&c);
-        c.first_col = cols / 2, c.last_col = cols;
-        failed |= ringtile_backward(&c);
-    } else {
-        for (int columns = 0; columns < 2; columns++) {
-            c.shared_splits = parts[columns], c.n_shared_splits = n_shared_splits[columns], c.scratch = sums[columns];
-            c.phase = 2 + columns;
-            c.last_item = n_shared_splits[columns] + batch * (columns ? kv_heads * cols : heads * rows);
-            failed |= ringtile_backward(&c);
-            c.phase = 4 + columns, c.last_item = n_shared_splits[columns];
-            failed |= ringtile_backward(&c);
+enum { OUT, LSE, Q_GRAD, K_GRAD, V_GRAD, RESULTS };
+
+// One query and head in double, pair by pair. `weight` and `share` have room for a value per key.
+static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double **wanted, double *weight,
+                       double *share) {
+    const ringtile_call *c = &p->c;
+    const int64_t g = h / p->ratio, at = (b * c->heads + h) * c->n_queries + a, D = c->head_dim, Dv = c->value_dim;
+    const char *kept = kept_by(p, b, h, a);
+    const double *query = row_of(&p->q, b, h, a), *gradient = row_of(&p->out_grad, b, h, a);
+    double top = -INFINITY, total = 0, mean = 0;
+    for (int64_t j = 0; j < c->n_keys; j++) {
+        if (!kept[j]) continue;
+        weight[j] = 0;
+        for (int64_t d = 0; d < D; d++) weight[j] += c->scale * query[d] * row_of(&p->k, b, g, j)[d];
+        top = fmax(top, weight[j]);
+    }
+    for (int64_t j = 0; j < c->n_keys; j++)
+        if (kept[j]) total += weight[j] = exp(weight[j] - top);
+    wanted[LSE][at] = total > 0 ? top + log(total) : -INFINITY;
+    for (int64_t j = 0; j < c->n_keys; j++) {
+        if (!kept[j]) continue;
+        weight[j] /= total;
+        share[j] = 1;
+        if (p->drops) {
+            int half = dropout_half((uint64_t)c->seed, (uint32_t)b, (uint32_t)h, (uint32_t)(c->start + a), (uint32_t)j);
+            share[j] = half >= c->dropout_threshold ? 65536.0 / (65536 - c->dropout_threshold) : 0;
+        }
+        const double *value = row_of(&p->v, b, g, j);
+        double product = 0, *value_grad = wanted[V_GRAD] + ((b * c->kv_heads + g) * c->n_keys + j) * Dv;
+        for (int64_t d = 0; d < Dv; d++) {
+            wanted[OUT][at * Dv + d] += weight[j] * share[j] * value[d];
+            value_grad[d] += weight[j] * share[j] * gradient[d];
+            product += gradient[d] * value[d];
+        }
+        share[j] *= product;
+        mean += weight[j] * share[j];
+    }
+    if (c->lse_grad) mean -= get(c->lse_grad, at, p->wide);
+    for (int64_t j = 0; j < c->n_keys; j++) {
+        if (!kept[j]) continue;
+        double slope = weight[j] * (share[j] - mean) * c->scale;
+        double *key_grad = wanted[K_GRAD] + ((b * c->kv_heads + g) * c->n_keys + j) * D;
+        for (int64_t d = 0; d < D; d++) {
+            wanted[Q_GRAD][at * D + d] += slope * row_of(&p->k, b, g, j)[d];
+            key_grad[d] += slope * query[d];
         }
     }
-    if (c.times ? times[0] < 0 || times[1] < times[0] : times[1] != 0) failed = 1, printf("times\n");
+}
 
-    // The same in double, pair by pair.
-    double *wanted[5], *found[5];
-    int64_t counts[5] = {count, n_lse, grad_counts[0], grad_counts[1], grad_counts[2]};
-    for (int i = 0; i < 5; i++) wanted[i] = calloc(counts[i], 8), found[i] = room(counts[i], 8);
-    double *weight = room(n_keys, 8), *share = room(n_keys, 8), rescale = 65536.0 / (65536 - threshold);
-    for (int64_t head = 0; head < batch * heads; head++)
-        for (int64_t a = 0; a < n_queries; a++) {
-            int64_t b = head / heads, h = head % heads, g = h / (heads / kv_heads), at = head * n_queries + a;
-            const char *own = kept + at * n_keys;
-            const double *query = row_of(&q, b, h, a), *gradient = row_of(&grad, b, h, a);
-            double top = -INFINITY, total = 0, mean = 0;
-            for (int64_t j = 0; j < n_keys; j++) {
-                if (!own[j]) continue;
-                weight[j] = 0;
-                for (int64_t d = 0; d < head_dim; d++) weight[j] += scale * query[d] * row_of(&k, b, g, j)[d];
-                top = fmax(top, weight[j]);
-            }
-            for (int64_t j = 0; j < n_keys; j++)
-                if (own[j]) total += weight[j] = exp(weight[j] - top);
-            wanted[1][at] = total > 0 ? top + log(total) : -INFINITY;
-            for (int64_t j = 0; j < n_keys; j++) {
-                if (!own[j]) continue;
-                weight[j] /= total;
-                share[j] = 1;
-                if (dropped) {
-                    uint32_t half = dropout_half(seed, (uint32_t)b, (uint32_t)h, (uint32_t)(start + a), (uint32_t)j);
-                    share[j] = half >= (uint32_t)threshold ? rescale : 0;
-                }
-                double product = 0;
-                for (int64_t d = 0; d < value_dim; d++) {
-                    wanted[0][at * value_dim + d] += weight[j] * share[j] * row_of(&v, b, g, j)[d];
-                    wanted[4][((b * kv_heads + g) * n_keys + j) * value_dim + d] += weight[j] * share[j] * gradient[d];
-                    product += gradient[d] * row_of(&v, b, g, j)[d];
-                }
-                share[j] *= product;
-                mean += weight[j] * share[j];
-            }
-            if (c.lse_grad) mean -= get(lse_grad, at, wide);
-            for (int64_t j = 0; j < n_keys; j++) {
-                if (!own[j]) continue;
-                double slope = weight[j] * (share[j] - mean) * scale;
-                for (int64_t d = 0; d < head_dim; d++) {
-                    wanted[2][at * head_dim + d] += slope * row_of(&k, b, g, j)[d];
-                    wanted[3][((b * kv_heads + g) * n_keys + j) * head_dim + d] += slope * query[d];
-                }
-            }
-            for (int64_t d = 0; d < value_dim; d++)
-                found[0][at * value_dim + d] = get(out.memory, place_of(&out, b, h, a) + d, dtype);
-            found[1][at] = get(lse, at, wide);
-        }
-    for (int i = 0; i < 3; i++)
-        for (int64_t j = 0; j < grad_counts[i]; j++) found[i + 2][j] = get(grads[i], j, grad_types[i]);
-
-    static const char *names[] = {"out", "lse", "q_grad", "k_grad", "v_grad"};
+static int check(const problem *p) {
+    static const char *names[RESULTS] = {"out", "lse", "q_grad", "k_grad", "v_grad"};
     static const double bounds[] = {2e-5, 1e-12, 3e-2, 4e-3};
-    for (int i = 0; i < 5; i++)
-        failed |= wrong(names[i], found[i], wanted[i], counts[i], bounds[i == 1 ? wide : dtype] * (dropped ? 2 : 1));
+    const ringtile_call *c = &p->c;
+    const int64_t n_lse = c->batch * c->heads * c->n_queries;
+    const int64_t *n = p->grad_counts, counts[RESULTS] = {n_lse * c->value_dim, n_lse, n[0], n[1], n[2]};
+    const void *grads[] = {c->q_grad, c->k_grad, c->v_grad};
+    double *wanted[RESULTS], *found[RESULTS], *weight = room(c->n_keys, 8), *share = room(c->n_keys, 8);
+    for (int i = 0; i < RESULTS; i++) {
+        wanted[i] = memset(room(counts[i], 8), 0, counts[i] * 8), found[i] = room(counts[i], 8);
+        for (int64_t j = 0; i >= Q_GRAD && j < counts[i]; j++)
+            found[i][j] = get(grads[i - Q_GRAD], j, p->grad_types[i - Q_GRAD]);
+    }
+    for (int64_t at = 0; at < n_lse; at++) {
+        int64_t a = at % c->n_queries, h = at / c->n_queries % c->heads, b = at / c->n_queries / c->heads;
+        expect_row(p, b, h, a, wanted, weight, share);
+        for (int64_t d = 0; d < c->value_dim; d++)
+            found[OUT][at * c->value_dim + d] = get(c->out, place_of(&p->out, b, h, a) + d, c->dtype);
+        found[LSE][at] = get(c->lse, at, p->wide);
+    }
+    int failed = 0;
+    for (int i = 0; i < RESULTS; i++) {
+        double bound = bounds[i == LSE ? p->wide : c->dtype] * (p->drops ? 2 : 1);
+        failed |= wrong(names[i], found[i], wanted[i], counts[i], bound);
+    }
+    int64_t packing = p->times[0], working = p->times[1];
+    if (c->times ? packing < 0 || working < packing : working != 0) failed = 1, printf("times\n");
+    return failed;
+}
+
+static int run(int isa, int number) {
+    problem p;
+    draw_shapes(&p, isa, number);
+    draw_tiles(&p);
+    make_forward_work(&p);
+    draw_backward_work(&p);
+    draw_kept(&p);
+    draw_inputs(&p);
+    make_call(&p);
+    int failed = compute(&p);
+    failed |= check(&p);
+    const ringtile_call *c = &p.c;
     if (failed)
         printf("%s case %d: dtype %d, block %d, kind %d, B %d, H %d / %d, %d queries from %d, %d keys, D %d, Dv %d\n",
-               ringtile_isa_name(isa), number, dtype, block, kind, (int)batch, (int)heads, (int)kv_heads,
-               (int)n_queries, (int)start, (int)n_keys, (int)head_dim, (int)value_dim);
-
-    for (int i = 0; i < 5; i++) free(wanted[i]), free(found[i]);
-    for (int i = 0; i < 3; i++) free(grads[i]);
-    void *others[] = {weight, share, states, bits, bits_t, rows_any, cols_any, work, work_begin, group, item_begin,
-                      key_lengths, key_bits, kept, lse, lse_grad, delta, scratch, held, sums[0], sums[1], row_splits,
-                      col_splits, row_buffer, parts[0], parts[1]};
-    for (unsigned i = 0; i < sizeof(others) / sizeof(*others); i++) free(others[i]);
-    drop(&q), drop(&k), drop(&v), drop(&out), drop(&grad);
-    drop_list(&full), drop_list(&part);
+               ringtile_isa_name(isa), number, c->dtype, c->block, p.kind, (int)c->batch, (int)c->heads,
+               (int)c->kv_heads, (int)c->n_queries, (int)c->start, (int)c->n_keys, (int)c->head_dim, (int)c->value_dim);
+    while (n_rooms) free(rooms[--n_rooms]);
     return failed;
+}
+
+// Return 0 if the runtime that RINGTILE_OPENMP names is in use, or if it names none.
+static int use_runtime(void) {
+    const char *path = getenv("RINGTILE_OPENMP");
+    if (!path) return 0;
+    void *runtime = OPEN(path);
+    if (!runtime) return printf("RINGTILE_OPENMP: cannot load %s\n", path), 1;
+    void *parallel = FIND(runtime, "GOMP_parallel"), *fork_call = FIND(runtime, "__kmpc_fork_call");
+    if (!parallel && !fork_call) return printf("RINGTILE_OPENMP: %s is no OpenMP runtime\n", path), 1;
+    ringtile_use_runtime(parallel, FIND(runtime, "__kmpc_global_thread_num"),
+                         FIND(runtime, "__kmpc_push_num_threads"), fork_call);
+    printf("threads by %s of %s\n", parallel ? "GOMP_parallel" : "__kmpc_fork_call", path);
+    return 0;
 }
 
 int main(int argc, char **argv) {
     int cases = argc > 1 ? atoi(argv[1]) : 96, failures = 0;
-    if (ringtile_call_size() != (int64_t)sizeof(ringtile_call)) return 2;
-    const char *path = getenv("RINGTILE_OPENMP");
-    void *runtime = path ? OPEN(path) : NULL;
-    if (path && !runtime) return printf("RINGTILE_OPENMP: cannot load %s\n", path), 3;
-    if (runtime)
-        ringtile_use_runtime(FIND(runtime, "GOMP_parallel"), FIND(runtime, "__kmpc_global_thread_num"),
-                             FIND(runtime, "__kmpc_push_num_threads"), FIND(runtime, "__kmpc_fork_call"));
+    if (ringtile_abi_version() != RINGTILE_ABI || ringtile_call_size() != (int64_t)sizeof(ringtile_call)) return 2;
+    if (use_runtime()) return 3;
     for (int isa = 0; isa < ringtile_isa_count(); isa++) {
         if (!ringtile_isa_runs(isa)) {
             printf("%s: this processor lacks it\n", ringtile_isa_name(isa));
             continue;
         }
-        int wrong_before = failures;
+        int before = failures;
         for (int number = 0; number < cases; number++) {
             state = 0x9E3779B97F4A7C15u * (number + 1) + (argc > 2 ? strtoull(argv[2], NULL, 10) : 0);
             for (int i = 0; i < 4; i++) draw(2);
             failures += run(isa, number);
         }
-        printf("%s: %d cases, %d wrong\n", ringtile_isa_name(isa), cases, failures - wrong_before);
+        printf("%s: %d cases, %d wrong\n", ringtile_isa_name(isa), cases, failures - before);
     }
     return failures != 0;
 }

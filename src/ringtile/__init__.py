@@ -1,6 +1,7 @@
 """Exact sparse attention for long sequences in PyTorch: block-sparse, sliding-window, dilated and packed."""
 
 from ringtile.functional import dilated_attention as dilated_attention
+from ringtile.functional import in_slices as in_slices
 from ringtile.functional import merge_attention as merge_attention
 from ringtile.functional import sparse_attention as sparse_attention
 from ringtile.layout import BlockIndex as BlockIndex

@@ -1,0 +1,145 @@
+"""Attention in slices of batch rows and heads, for calls that do not fit into memory whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringtile.functional.attention import as_pattern, checked_tensors, sparse_attention
+from ringtile.functional.compacted import for_heads
+from ringtile.layout import BlockIndex
+from ringtile.patterns import Pattern
+
+
+def in_slices(slices: int | None = None) -> Callable[..., Any]:
+    """Return `sparse_attention` that computes batch rows and heads one slice after another.
+
+    Use it in place of `sparse_attention`, or as ``attend=`` of a module. Each slice needs only its share of a call's
+    temporary memory. The backward pass runs in the same slices, but does not retry. Outputs and gradients have the same
+    bits as one call; with ``backend="blockwise"``, whose chunks depend on the size of a call, the last bits can differ.
+
+    Args:
+        slices: Number of slices, cut along the batch first, then along the key heads. Default: one, and twice as many
+            each time memory runs out.
+
+    Returns:
+        A function with the arguments of `sparse_attention`. It refuses dropout, whose mask counts the batch rows and
+        heads of a call.
+
+    Raises:
+        ValueError: If ``slices`` is not positive.
+
+    Example:
+        >>> from ringtile.patterns import Causal, Window
+        >>> q, k, v = torch.randn(3, 2, 4, 300, 64).unbind()
+        >>> out = in_slices(8)(q, k, v, Causal() & Window(64))
+        >>> torch.equal(out, sparse_attention(q, k, v, Causal() & Window(64)))
+        True
+    """
+    if slices is not None and (type(slices) is not int or slices < 1):
+        raise ValueError(f"slices: expected a positive integer or None, got {slices!r}")
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, pattern: Any = None, **options: Any) -> Any:
+        if options.get("dropout_p"):
+            raise ValueError(f"dropout_p: expected 0, slices would drop other weights, got {options['dropout_p']}")
+        _check(query, key, value, pattern, options)
+        most = max(query.shape[0], 1) * max(key.shape[1], 1)
+        count = 1 if slices is None else slices
+        while True:
+            try:
+                return _computed(min(count, most), query, key, value, pattern, options)
+            except (MemoryError, RuntimeError) as error:
+                if slices is not None or count >= most or not _is_out_of_memory(error):
+                    raise
+            # Out of the block: the exception no longer holds what was allocated.
+            count *= 2
+
+    return attend
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> None:
+    """Raise ValueError for sizes that a slice would hide."""
+    checked_tensors(query, key, value, options.get("enable_gqa", False))
+    batch, heads = query.shape[:2]
+    for name, size in (("key_mask", batch), ("key_lengths", batch), ("alibi_slopes", heads), ("sinks", heads)):
+        given = options.get(name)
+        if given is not None and given.shape[:1] != (size,):
+            raise ValueError(f"{name}: expected {size} entries in the first dimension, got {given.shape=}")
+    if isinstance(pattern, BlockIndex):
+        rows, columns = pattern.group.shape
+        defined = (None if rows == 1 else rows, None if columns == 1 else columns)
+    else:
+        rule = None if pattern is None else as_pattern(pattern, options.get("start"))
+        defined = (None, None) if rule is None else (rule.batch_size, rule.n_heads)
+    if defined[0] not in (None, batch) or defined[1] not in (None, heads):
+        raise ValueError(f"pattern: it is defined for (batch, heads) = {defined}, got {query.shape=}")
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _computed(count: int, query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> Any:
+    """Attention in ``count`` slices or a few more."""
+    if count == 1 or not query.numel():
+        return sparse_attention(query, key, value, pattern, **options)
+    if pattern is not None and not isinstance(pattern, BlockIndex):
+        pattern = as_pattern(pattern, options.get("start"))
+        if pattern.batch_size is not None:
+            count = max(count, len(query))
+    batch, heads, key_heads = len(query), query.shape[1], key.shape[1]
+    rows = -(-batch // count)
+    groups = -(-key_heads // -(-count // batch))
+    ratio = heads // key_heads
+    found = []
+    for row, (q_rows, k_rows, v_rows) in _cut(rows, 0, query, key, value):
+        of_rows = []
+        parts = zip(q_rows.split(groups * ratio, 1), k_rows.split(groups, 1), v_rows.split(groups, 1), strict=True)
+        for number, (q, k, v) in enumerate(parts):
+            first = number * groups * ratio
+            chosen = range(first, first + q.shape[1])
+            given = {name: _share(name, x, row, len(q), chosen) for name, x in options.items()}
+            of_rows.append(sparse_attention(q, k, v, _rule(pattern, row, len(q), chosen, heads), **given))
+        found.append(_joined(of_rows, 1))
+    return _joined(found, 0)
+
+
+def _cut(size: int, dim: int, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Slices of tensors with their first index; the gradients of a split are joined, those of views are added."""
+    for number, parts in enumerate(zip(*(x.split(size, dim) for x in tensors), strict=True)):
+        yield number * size, parts
+
+
+def _share(name: str, value: Any, row: int, n_rows: int, heads: range) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if name in ("key_mask", "key_lengths"):
+        return value[row : row + n_rows]
+    return value[heads.start : heads.stop] if name in ("alibi_slopes", "sinks") else value
+
+
+def _rule(pattern: Any, row: int, n_rows: int, heads: range, n_heads: int) -> Any:
+    """The pattern, or index, of some batch rows and heads."""
+    if isinstance(pattern, Pattern):
+        return for_heads(pattern if pattern.batch_size is None else pattern.batch_row(row), tuple(heads), n_heads)
+    if not isinstance(pattern, BlockIndex):
+        return pattern
+    group, *rest = pattern.tensors()
+    group = group[row : row + n_rows] if len(group) > 1 else group
+    group = group[:, heads.start : heads.stop] if group.shape[1] > 1 else group
+    return BlockIndex.from_tensors(
+        [group, *rest],
+        block=pattern.block,
+        start=pattern.start,
+        n_queries=pattern.n_queries,
+        n_keys=pattern.n_keys,
+    )
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, dim)
+    return tuple(torch.cat(each, dim) for each in zip(*parts, strict=True))

@@ -1,4 +1,4 @@
-// Which pairs of a tile dropout keeps: Philox4x32-7 of (call, query, head, batch), a query a lane, 16 bits for each key.
+// The pairs of a tile that dropout keeps: Philox4x32-7 of (call, query, head, batch), one query per lane, 16 bits per key.
 #pragma once
 #include "tile.h"
 #if defined(__AVX2__)
@@ -10,7 +10,7 @@ namespace ISA {
 typedef int64_t Words __attribute__((vector_size(VECTOR_BYTES)));
 constexpr int WORD_LANES = VECTOR_BYTES / 8;
 
-// The products of the low halves of the lanes; what is in their high halves does not matter.
+// The products of the low halves of the lanes; the high halves are ignored.
 INLINE Words wide_product(Words x, uint32_t y) {
 #if defined(__AVX512F__)
     // Unmasked, GCC 12 warns of an operand that its own header leaves unset.
@@ -27,8 +27,8 @@ INLINE Words high_half(Words x) {
     return (Words)((Unsigned)x >> 32);
 }
 
-// A bit for each lane, set where the lane is all ones.
-INLINE uint32_t bit_a_lane(Words x) {
+// One bit per lane, set if the lane is all ones.
+INLINE uint32_t lane_bits(Words x) {
 #if defined(__AVX512F__)
     return _mm512_movepi64_mask((__m512i)x);
 #elif defined(__AVX2__)
@@ -45,15 +45,15 @@ struct Dropout {
     uint32_t head, batch, threshold;
 };
 
-INLINE Dropout dropout_of(const ringtile_call &c, int64_t b, int64_t h) {
+INLINE Dropout dropout_of(const ringtile_call &c, const Head &head) {
     Dropout p;
     uint32_t low = (uint32_t)c.seed, high = (uint32_t)((uint64_t)c.seed >> 32);
     for (int round = 0; round < 7; round++) {
         p.key[round][0] = low + round * 0x9E3779B9u;
         p.key[round][1] = high + round * 0xBB67AE85u;
     }
-    p.head = (uint32_t)h;
-    p.batch = (uint32_t)b;
+    p.head = (uint32_t)head.h;
+    p.batch = (uint32_t)head.b;
     p.threshold = (uint32_t)c.dropout_threshold;
     return p;
 }
@@ -70,22 +70,22 @@ INLINE void philox(const Dropout &p, uint32_t call, Words query, Words *words) {
     words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
-// A tile's dropout as bits: bit `key lane` of keep[query lane] (BY_QUERY) or bit `query lane` of keep[key lane].
+// The kept pairs of a tile as bits: bit `key lane` of keep[query lane] (BY_QUERY) or bit `query lane` of keep[key lane].
 template <bool BY_QUERY>
-void dropout_bits(const Dropout &p, const ringtile_call &c, Span queries, Span keys, uint32_t (*keep)[MAX_WORDS]) {
+void dropout_bits(const Dropout &p, const ringtile_call &c, Tokens queries, Tokens keys, uint32_t (*keep)[MAX_WORDS]) {
     for (int i = 0; i < MAX_BLOCK; i++)
         for (int w = 0; w < MAX_WORDS; w++) keep[i][w] = 0;
     Words lane;
     for (int i = 0; i < WORD_LANES; i++) lane[i] = i;
     for (int64_t window = keys.first & ~(int64_t)31; window < keys.first + keys.high; window += 32) {
-        int at = (int)(window - keys.first), first = at < 0 ? -at : 0, end = (int)least(32, keys.high - at);
+        int at = (int)(window - keys.first), first = at < 0 ? -at : 0, end = (int)min(32, keys.high - at);
         for (int q = queries.low / WORD_LANES * WORD_LANES; q < queries.high; q += WORD_LANES) {
             Words query = lane + (c.start + queries.first + q), words[4][4], bits = {};
             for (int call = 0; call < 4; call++) philox(p, (uint32_t)(window / 32 * 4 + call), query, words[call]);
             for (int key = first; key < end; key++) {
                 Words kept = ((words[key / 2 % 4][key / 8] >> (key % 2 * 16)) & 0xffff) >= (int64_t)p.threshold;
                 if (BY_QUERY) bits |= kept & ((int64_t)1 << key);
-                else keep[at + key][q >> 5] |= bit_a_lane(kept) << (q & 31);
+                else keep[at + key][q >> 5] |= lane_bits(kept) << (q & 31);
             }
             if (!BY_QUERY) continue;
             for (int i = 0; i < WORD_LANES && q + i < MAX_BLOCK; i++) {

@@ -1,309 +1,289 @@
-// The forward pass. A row tile's queries lie in the lanes of vectors, so scores are [key][query]: the softmax runs
-// along rows of vectors, and neither keys nor values have to be packed.
+// The forward pass. A row tile's queries lie in the lanes of vectors, so scores are [key][query]: the softmax runs along
+// rows of vectors, and keys and values need no packing.
 #pragma once
+#include "bf16.h"
+#include "decode.h"
 #include "dropout.h"
-#include "few.h"
-#include "pairs.h"
 
 namespace ISA {
 
-template <class T> struct ForwardScratch {
-    T *queries, *sums, *scores, *keys, *values, *highest, *total, *few;
+// A work item: the tiles [first, last) in the list of one row tile and head.
+struct RowItem {
+    Head head;
+    Tokens queries;
+    int64_t slot, first, last, split, splits;
 
-    static int64_t size(const ringtile_call &c) {
-        return (c.head_dim + most(c.head_dim, GROUP) + 2 * c.value_dim + GROUP + 2) * MAX_BLOCK +
-               FEW_QUERIES * (c.head_dim + c.value_dim + MAX_BLOCK);
-    }
-    static constexpr int GROUP = TILE_VECTORS * Lanes<T>::count;
-
-    ForwardScratch(const ringtile_call &c, T *x) {
-        queries = x;
-        sums = queries + c.head_dim * MAX_BLOCK;
-        scores = sums + c.value_dim * MAX_BLOCK;
-        keys = scores + GROUP * MAX_BLOCK;
-        values = keys + most(c.head_dim, GROUP) * MAX_BLOCK;
-        highest = values + c.value_dim * MAX_BLOCK;
-        total = highest + MAX_BLOCK;
-        few = total + MAX_BLOCK;
+    INLINE RowItem(const ringtile_call &c, int64_t item, int64_t number) : head(c, number) {
+        const int32_t *work = c.work + 5 * (c.work_begin[head.group] + item - c.item_begin[number]);
+        slot = work[0], first = work[1], last = work[2], split = work[3], splits = work[4];
+        queries = row_tokens(c, slot % c.n_rows);
     }
 };
 
-// Which pairs of a tile are kept, for lanes of queries: a row of bits for each key (or none), keys dropped for all.
+// The running softmax of a row tile, by lane: the maximum score in base 2, the sum of weights, and the weighted values
+// [value_dim][MAX_BLOCK]. One after another they are also the form in which the splits of a row wait in scratch.
+template <class T> struct Softmax {
+    T *sums, *highest, *total;
+
+    static int64_t size(const ringtile_call &c) { return (c.value_dim + 2) * MAX_BLOCK; }
+
+    INLINE Softmax(const ringtile_call &c, T *x)
+        : sums(x), highest(x + c.value_dim * MAX_BLOCK), total(highest + MAX_BLOCK) {}
+
+    INLINE void clear(const ringtile_call &c, int from, int end) {
+        for (int64_t d = 0; d < c.value_dim; d++)
+            for (int lane = from; lane < end; lane++) sums[d * MAX_BLOCK + lane] = 0;
+        for (int lane = from; lane < end; lane++) highest[lane] = -infinity<T>(), total[lane] = 0;
+    }
+};
+
+template <class P> struct ForwardScratch {
+    typedef typename P::Number T;
+    T *softmax, *scores, *products;
+
+    static int64_t size(const ringtile_call &c) {
+        int64_t decode = Plain<typename P::Element, T>::size(c) + DECODE_QUERIES * (c.head_dim + c.value_dim + MAX_BLOCK);
+        return Softmax<T>::size(c) + GROUP<T> * MAX_BLOCK + max(P::size(c), decode);
+    }
+
+    ForwardScratch(const ringtile_call &c, T *x) {
+        softmax = x;
+        scores = softmax + Softmax<T>::size(c);
+        products = scores + GROUP<T> * MAX_BLOCK;
+    }
+};
+
+// A positive scale of scores in base 2. Its sign, or a zero, goes into the queries.
+template <class T> INLINE T base_of(const ringtile_call &c) {
+    return c.scale == 0 ? T(1) : (T)(__builtin_fabs(c.scale) * 1.44269504088896340736);
+}
+template <class T> INLINE T sign_of(const ringtile_call &c) { return c.scale < 0 ? T(-1) : T(c.scale != 0); }
+
+// The kept pairs of a tile: a row of bits per key, and the keys that keep no query; null if there are none.
 struct Mask {
     const int32_t *bits;
     int words;
-    const uint32_t *dead;
-    int first;  // the key that the first row of scores is of
+    const uint32_t *unused;
 
-    INLINE bool drops(int row) const { return dead && (dead[(first + row) >> 5] >> ((first + row) & 31) & 1); }
-    INLINE const int32_t *kept(int row) const { return bits + (first + row) * words; }
+    INLINE bool partial() const { return bits || unused; }
+    INLINE bool drops(int key) const { return unused && bit(unused, key); }
 };
 
-// One step of the online softmax over `count` keys: scores [count][GROUP] become weights; highest, total and the sums
-// [value_dim][MAX_BLOCK] are brought up to date.
-template <class T, int N>
-void soften(T *scores, int count, int lane, T scale, const Mask *mask, T *highest, T *total, T *sums,
-            int64_t value_dim) {
-    constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
-    const T low = -infinity<T>();
-    Vec<T> top[N];
-    for (int n = 0; n < N; n++) top[n] = splat<T>(low);
-    if (mask) {
-        for (int k = 0; k < count; k++) {
-            T *row = scores + k * GROUP;
-            bool dropped = mask->drops(k);
-            for (int n = 0; n < N; n++) {
-                Vec<T> s = dropped ? splat<T>(low) : load(row + n * L);
-                if (mask->bits && !dropped)
-                    s = lanes_of<T>(mask->kept(k), lane + n * L) ? s : splat<T>(low);
-                store(row + n * L, s);
-                top[n] = larger<T>(top[n], s);
-            }
-        }
-    } else {
-        for (int k = 0; k < count; k++)
-            for (int n = 0; n < N; n++) top[n] = larger<T>(top[n], load(scores + k * GROUP + n * L));
+INLINE Mask mask_of(const ringtile_call &c, int64_t b, Tokens queries, Tokens keys, int64_t tile, uint32_t *unused) {
+    int words = words_of(c);
+    bool any = masked_keys(c, b, keys, unused);
+    if (tile >= 0) {
+        add_unused(c, c.cols_any, c.bits_t, tile, keys, queries, unused);
+        any |= any_of(unused, keys);
     }
-    Vec<T> sum[N] = {}, safe[N];
+    return {tile >= 0 ? c.bits_t + tile * c.block * words : nullptr, words, any ? unused : nullptr};
+}
+
+// The highest of the scores [count][GROUP] of keys that start at `first`. Scores that the mask drops become -inf.
+template <class T, int N>
+INLINE void highest_scores(T *scores, int first, int count, int lane, const Mask &mask, Vec<T> *top) {
+    constexpr int L = Lanes<T>::count;
+    const T low = -infinity<T>();
+    for (int n = 0; n < N; n++) top[n] = splat<T>(low);
+    for (int k = 0; k < count && !mask.partial(); k++)
+        for (int n = 0; n < N; n++) top[n] = max<T>(top[n], load(scores + k * GROUP<T> + n * L));
+    for (int k = 0; k < count && mask.partial(); k++) {
+        bool dropped = mask.drops(first + k);
+        for (int n = 0; n < N; n++) {
+            T *at = scores + k * GROUP<T> + n * L;
+            Vec<T> s = dropped ? splat<T>(low) : load(at);
+            if (mask.bits && !dropped)
+                s = lanes_of<T>(mask.bits + (first + k) * mask.words, lane + n * L) ? s : splat<T>(low);
+            store(at, s);
+            top[n] = max<T>(top[n], s);
+        }
+    }
+}
+
+// One step of the online softmax over `count` keys that start at `first`: scores [count][GROUP] become weights.
+template <class T, int N>
+void online_softmax_step(T *scores, int first, int count, int lane, T scale, const Mask &mask, Softmax<T> softmax,
+                         int64_t value_dim) {
+    constexpr int L = Lanes<T>::count;
+    const T low = -infinity<T>();
+    const bool partial = mask.partial();
+    Vec<T> share[N], sum[N] = {}, safe[N];
+    highest_scores<T, N>(scores, first, count, lane, mask, share);
     bool moved = false;
     for (int n = 0; n < N; n++) {
-        Vec<T> before = load(highest + lane + n * L), now = larger<T>(before, top[n] * scale);
-        store(highest + lane + n * L, now);
+        T *at = softmax.highest + lane + n * L;
+        Vec<T> before = load(at), now = max<T>(before, share[n] * scale);
+        store(at, now);
         safe[n] = now == low ? Vec<T>{} : now;
-        Whole<T> rose = now > before;
+        Ints<T> rose = now > before;
         typename Lanes<T>::integer any = 0;
         for (int i = 0; i < L; i++) any |= rose[i];
-        top[n] = exp2<T>(before - safe[n]);
+        share[n] = exp2<T>(before - safe[n]);
         moved |= any != 0;
     }
-    if (moved) {
-        for (int64_t d = 0; d < value_dim; d++)
-            for (int n = 0; n < N; n++) {
-                T *at = sums + d * MAX_BLOCK + lane + n * L;
-                store(at, load(at) * top[n]);
-            }
-    }
-    for (int k = 0; k < count; k++) {
+    for (int64_t d = 0; d < value_dim && moved; d++)
         for (int n = 0; n < N; n++) {
-            T *at = scores + k * GROUP + n * L;
+            T *at = softmax.sums + d * MAX_BLOCK + lane + n * L;
+            store(at, load(at) * share[n]);
+        }
+    for (int k = 0; k < count; k++)
+        for (int n = 0; n < N; n++) {
+            T *at = scores + k * GROUP<T> + n * L;
             Vec<T> s = load(at), p = exp2<T>(s * scale - safe[n]);
-            if (mask) p = s == low ? Vec<T>{} : p;
+            if (partial) p = s == low ? Vec<T>{} : p;
             store(at, p);
             sum[n] += p;
         }
-    }
     for (int n = 0; n < N; n++) {
-        T *at = total + lane + n * L;
-        store(at, load(at) * top[n] + sum[n]);
+        T *at = softmax.total + lane + n * L;
+        store(at, load(at) * share[n] + sum[n]);
     }
 }
 
+// Zero the weights [count][GROUP] of the pairs that dropout drops; `keep` starts at the first key.
 template <class T>
-INLINE void soften_group(int vectors, T *scores, int count, int lane, T scale, const Mask *mask, T *highest, T *total,
-                         T *sums, int64_t value_dim) {
-    switch (vectors) {
-    case 1: soften<T, 1>(scores, count, lane, scale, mask, highest, total, sums, value_dim); break;
-    case 2: soften<T, 2>(scores, count, lane, scale, mask, highest, total, sums, value_dim); break;
-#if !defined(__AVX2__) || defined(__AVX512F__)
-    case 3: soften<T, 3>(scores, count, lane, scale, mask, highest, total, sums, value_dim); break;
-    case 4: soften<T, 4>(scores, count, lane, scale, mask, highest, total, sums, value_dim); break;
-#endif
-    default: break;
+INLINE void drop_weights(T *weights, int count, int vectors, int lane, const uint32_t (*keep)[MAX_WORDS]) {
+    constexpr int L = Lanes<T>::count;
+    for (int k = 0; k < count; k++)
+        for (int n = 0; n < vectors; n++) {
+            T *at = weights + k * GROUP<T> + n * L;
+            store(at, lanes_of<T>((const int32_t *)keep[k], lane + n * L) ? load(at) : Vec<T>{});
+        }
+}
+
+// The tiles of a row item, by the products of a policy.
+template <class P> void attend_row(const ringtile_call &c, const RowItem &row, ForwardScratch<P> &to) {
+    typedef typename P::Number T;
+    constexpr int L = Lanes<T>::count;
+    const Tokens queries = row.queries;
+    const int from = queries.low / L * L, end = (queries.high + L - 1) / L * L;
+    const T base = base_of<T>(c);
+    P products(c, to.products);
+    products.pack_queries(row.head, queries, from, end, sign_of<T>(c));
+    Softmax<T> softmax(c, to.softmax);
+    softmax.clear(c, from, end);
+    Dropout random = dropout_of(c, row.head);
+    Tiles tiles = row_tiles(c, row.slot);
+    tiles.skip(row.first);
+    int64_t col, tile;
+    for (int64_t number = row.first; number < row.last && tiles.next(col, tile); number++) {
+        Tokens keys = col_tokens(c, col);
+        uint32_t unused[MAX_WORDS], keep[MAX_BLOCK][MAX_WORDS];
+        Mask mask = mask_of(c, row.head.b, queries, keys, tile, unused);
+        products.load_tile(row.head, keys, mask.unused);
+        if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);
+        for (int lane = from; lane < end; lane += GROUP<T>) {
+            int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
+            Reach reach = reach_of(mask.bits, mask.words, mask.unused, (int)max(lane, queries.low),
+                                   (int)min(lane + GROUP<T>, queries.high), 0, keys.high);
+            if (reach.first >= reach.last) continue;
+            int first = reach.first / P::KEY_STEP * P::KEY_STEP, count = reach.last - first;
+            products.scores(vectors, lane - from, first, count, to.scores);
+            with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
+                online_softmax_step<T, decltype(n)::value>(to.scores, first, count, lane, base, mask, softmax, c.value_dim);
+            });
+            if (c.dropout_threshold) drop_weights(to.scores, count, vectors, lane, keep + first);
+            products.add_values(vectors, first, count, to.scores, softmax.sums + lane);
+        }
     }
 }
 
-template <class E, class T>
-void write_row(const ringtile_call &c, int64_t b, int64_t h, Span queries, const T *sums, const T *highest,
-               const T *total) {
-    E *out = (E *)c.out + b * c.out_stride[0] + h * c.out_stride[1] + queries.first * c.out_stride[2];
-    T *lse = (T *)c.lse + (b * c.heads + h) * c.n_queries + queries.first;
+// The same for a few queries.
+template <class P> void decode_row(const ringtile_call &c, const RowItem &row, ForwardScratch<P> &to) {
+    typedef typename P::Element E;
+    typedef typename P::Number T;
+    constexpr int L = Lanes<T>::count;
+    const int low = row.queries.low, few = row.queries.high - low;
+    Plain<E, T> products(c, to.products);
+    T *queries = to.products + Plain<E, T>::size(c), *sums = queries + DECODE_QUERIES * c.head_dim;
+    T *weights = sums + DECODE_QUERIES * c.value_dim, sign = sign_of<T>(c);
+    {
+        Packing packing(c);
+        copy_in(query_rows<E>(c, row.head, row.queries), few, c.head_dim, c.head_dim, nullptr, queries);
+        for (int64_t i = 0; i < few * c.head_dim; i++) queries[i] = sign == 0 ? T(0) : sign * queries[i];
+    }
+    Softmax<T> softmax(c, to.softmax);
+    softmax.clear(c, low, low + few);
+    for (int64_t i = 0; i < few * c.value_dim; i++) sums[i] = 0;
+    Tiles tiles = row_tiles(c, row.slot);
+    tiles.skip(row.first);
+    int64_t col, tile;
+    for (int64_t number = row.first; number < row.last && tiles.next(col, tile); number++) {
+        Tokens keys = col_tokens(c, col);
+        uint32_t unused[MAX_WORDS];
+        Mask mask = mask_of(c, row.head.b, row.queries, keys, tile, unused);
+        products.load_tile(row.head, keys, mask.unused);
+        decode_scores(queries, few, products.keys, keys.high, c.head_dim, weights);
+        for (int r = 0; mask.partial() && r < few; r++) {
+            int lane = low + r;
+            for (int k = 0; k < keys.high; k++) {
+                bool kept = !mask.bits || (mask.bits[k * mask.words + (lane >> 5)] >> (lane & 31) & 1);
+                if (!kept || mask.drops(k)) weights[r * MAX_BLOCK + k] = -infinity<T>();
+            }
+        }
+        decode_softmax_step(weights, few, keys.high, base_of<T>(c), mask.partial(), softmax.highest + low,
+                            softmax.total + low, sums, c.value_dim);
+        for (int64_t d = 0; d < c.value_dim; d += GROUP<T>)
+            matmul<T, true>((int)min(TILE_VECTORS, (c.value_dim - d) / L), weights, MAX_BLOCK, products.values.x + d,
+                            products.values.step, sums + d, c.value_dim, few, keys.high, true);
+    }
+    for (int r = 0; r < few; r++)
+        for (int64_t d = 0; d < c.value_dim; d++) softmax.sums[d * MAX_BLOCK + low + r] = sums[r * c.value_dim + d];
+}
+
+// Write the output and lse of a row tile.
+template <class E, class T> void write_row(const ringtile_call &c, const RowItem &row, const Softmax<T> &softmax) {
+    const Tokens queries = row.queries;
+    const Head &head = row.head;
+    E *out = (E *)c.out + head.b * c.out_stride[0] + head.h * c.out_stride[1] + queries.first * c.out_stride[2];
+    T *lse = (T *)c.lse + head.number * c.n_queries + queries.first;
     T kept = c.dropout_threshold ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), share[MAX_BLOCK] = {};
     for (int lane = queries.low; lane < queries.high; lane++) {
-        bool empty = highest[lane] == -infinity<T>() && total[lane] == 0;
-        share[lane] = empty ? T(0) : kept / total[lane];
-        lse[lane] = empty ? -infinity<T>() : highest[lane] * T(0.69314718055994530942) + exact_log(total[lane]);
+        T highest = softmax.highest[lane], total = softmax.total[lane];
+        bool empty = highest == -infinity<T>() && total == 0;
+        share[lane] = empty ? T(0) : kept / total;
+        lse[lane] = empty ? -infinity<T>() : highest * T(0.69314718055994530942) + exact_log(total);
     }
-    transpose_out<E, T>(sums, c.value_dim, queries.low, queries.high, share, out, c.out_stride[2]);
+    transpose_out<E, T>(softmax.sums, c.value_dim, queries.low, queries.high, share, out, c.out_stride[2]);
 }
 
-// PAIRS: products of bfloat16 pairs; the arrays of the scratch that are widened otherwise then hold pairs.
-template <class E, class T, bool PAIRS>
-void forward_item(const ringtile_call &c, int64_t item, int64_t head, T *memory) {
-    constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
-    constexpr bool same = sizeof(E) == sizeof(T);
-    ForwardScratch<T> to(c, memory);
-    int64_t b = head / c.heads, h = head % c.heads, kv = h / (c.heads / c.kv_heads);
-    const int32_t *work = c.work + 5 * (c.work_begin[group_of(c, b, h)] + item - c.item_begin[head]);
-    int64_t slot = work[0], row = slot % c.n_rows;
-    Span queries = row_span(c, row);
-    int from = queries.low / L * L, end = (int)least(c.block, (queries.high + L - 1) / L * L);
-    int count = queries.high - queries.low;
-    bool few = count <= FEW_QUERIES && !c.dropout_threshold && c.head_dim % L == 0 && c.value_dim % L == 0;
-    // Scores are scaled by a positive number: the sign, or a zero, goes into the queries.
-    T base = c.scale == 0 ? T(1) : (T)(__builtin_fabs(c.scale) * 1.44269504088896340736);
-    T sign = c.scale < 0 ? T(-1) : T(c.scale != 0);
-    Rows<E> query_rows = rows_of<E>(c.q, c.q_stride, b, h, queries.first + queries.low);
-#if HAS_PAIRS
-    uint32_t *query_pairs = (uint32_t *)to.queries, *weight_pairs = (uint32_t *)to.keys;
-    bfloat16 *value_pairs = (bfloat16 *)to.values;
-    if constexpr (PAIRS) {
-        Packing packing(c);
-        pair_queries(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, query_pairs);
-    }
-#endif
-    if (!PAIRS) {
-        Packing packing(c);
-        transpose_in(query_rows, queries.low, queries.high, from, end, c.head_dim, sign, to.queries);
-    }
-    for (int64_t d = 0; d < c.value_dim; d++)
-        for (int lane = from; lane < end; lane++) to.sums[d * MAX_BLOCK + lane] = 0;
-    for (int lane = from; lane < end; lane++) to.highest[lane] = -infinity<T>(), to.total[lane] = 0;
-    T *few_rows = to.few, *few_sums = few_rows + FEW_QUERIES * c.head_dim;
-    T *weights = few_sums + FEW_QUERIES * c.value_dim;
-    if (few) {
-        Packing packing(c);
-        copy_in(query_rows, count, c.head_dim, c.head_dim, nullptr, few_rows);
-        for (int64_t i = 0; i < count * c.head_dim; i++) few_rows[i] = sign == 0 ? T(0) : sign * few_rows[i];
-        for (int64_t i = 0; i < count * c.value_dim; i++) few_sums[i] = 0;
-    }
-
-    Tiles tiles = tiles_of(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
-    Dropout random = dropout_of(c, b, h);
-    int words = (c.block + 31) / 32;
-    int64_t col, tile;
-    for (int number = 0; number < work[2] && tiles.next(col, tile); number++) {
-        if (number < work[1]) continue;
-        Span keys = col_span(c, col);
-        uint32_t dead[MAX_WORDS];
-        bool masked = dropped_keys(c, b, keys, dead), hollow = masked;
-        if (tile >= 0) {
-            unused_tokens(c, c.cols_any, c.bits_t, tile, keys, queries, dead);
-            for (int k = 0; k < keys.high; k++) hollow |= dead[k >> 5] >> (k & 31) & 1;
-        }
-        Mask mask = {tile >= 0 ? c.bits_t + tile * c.block * words : nullptr, words, hollow ? dead : nullptr, 0};
-        Rows<E> key_rows = rows_of<E>(c.k, c.k_stride, b, kv, keys.first);
-        Rows<E> value_rows = rows_of<E>(c.v, c.v_stride, b, kv, keys.first);
-        const T *key = (const T *)key_rows.x, *value = (const T *)value_rows.x;
-        int64_t key_step = key_rows.step, value_step = value_rows.step;
-        if (!same && (!PAIRS || few)) {
-            Packing packing(c);
-            copy_in(key_rows, keys.high, c.head_dim, c.head_dim, nullptr, to.keys);
-            key = to.keys, key_step = c.head_dim;
-        }
-        if ((!PAIRS || few) && (!same || hollow)) {
-            Packing packing(c);
-            copy_in(value_rows, keys.high, c.value_dim, c.value_dim, hollow ? dead : nullptr, to.values);
-            value = to.values, value_step = c.value_dim;
-        }
-        if (few) {
-            bool bits = masked || tile >= 0;
-            few_scores(few_rows, count, key, key_step, keys.high, c.head_dim, weights);
-            for (int r = 0; bits && r < count; r++) {
-                int lane = queries.low + r;
-                for (int k = 0; k < keys.high; k++) {
-                    bool kept = !mask.bits || (mask.bits[k * words + (lane >> 5)] >> (lane & 31) & 1);
-                    if (!kept || mask.drops(k)) weights[r * MAX_BLOCK + k] = -infinity<T>();
-                }
-            }
-            few_soften(weights, count, keys.high, base, bits, to.highest + queries.low, to.total + queries.low,
-                       few_sums, c.value_dim);
-            for (int64_t d = 0; d < c.value_dim; d += GROUP)
-                matmul<T, true>((int)least(TILE_VECTORS, (c.value_dim - d) / L), weights, MAX_BLOCK, value + d,
-                                value_step, few_sums + d, c.value_dim, count, keys.high, true);
-            continue;
-        }
-#if HAS_PAIRS
-        if constexpr (PAIRS) {
-            Packing packing(c);
-            pair_rows(value_rows, keys.high, c.value_dim, hollow ? dead : nullptr, value_pairs);
-        }
-#endif
-        uint32_t keep[MAX_BLOCK][MAX_WORDS];
-        if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);
-        for (int lane = from; lane < end; lane += GROUP) {
-            int vectors = (int)least(TILE_VECTORS, (end - lane) / L);
-            Reach reach = reach_of(mask.bits, words, mask.dead, (int)most(lane, queries.low),
-                                   (int)least(lane + GROUP, queries.high), 0, keys.high);
-            if (reach.first >= reach.last) continue;
-            if (PAIRS) reach.first &= ~1;
-            int near = reach.last - reach.first;
-            mask.first = reach.first;
-#if HAS_PAIRS
-            if constexpr (PAIRS) {
-                pair_matmul<true>(vectors, key_rows.x + reach.first * key_step, key_step,
-                                  query_pairs + (lane - from) * (c.head_dim / 2), GROUP, to.scores, GROUP, near,
-                                  c.head_dim / 2, false);
-            }
-#endif
-            if (!PAIRS)
-                matmul<T, true>(vectors, key + reach.first * key_step, key_step,
-                                to.queries + (lane - from) * c.head_dim, GROUP, to.scores, GROUP, near, c.head_dim,
-                                false);
-            soften_group<T>(vectors, to.scores, near, lane, base, mask.bits || mask.dead ? &mask : nullptr, to.highest,
-                            to.total, to.sums, c.value_dim);
-            if (c.dropout_threshold) {
-                for (int k = 0; k < near; k++)
-                    for (int n = 0; n < vectors; n++) {
-                        T *at = to.scores + k * GROUP + n * L;
-                        const int32_t *kept = (int32_t *)keep[reach.first + k];
-                        store(at, lanes_of<T>(kept, lane + n * L) ? load(at) : Vec<T>{});
-                    }
-            }
-#if HAS_PAIRS
-            if constexpr (PAIRS) {
-                pair_weights(to.scores, GROUP, near, vectors, weight_pairs);
-                pair_matmul<false>(vectors, value_pairs + reach.first * c.value_dim, 2 * c.value_dim, weight_pairs,
-                                   GROUP, to.sums + lane, MAX_BLOCK, c.value_dim, (near + 1) / 2, true);
-            }
-#endif
-            if (!PAIRS)
-                matmul<T, false>(vectors, value + reach.first * value_step, value_step, to.scores, GROUP,
-                                 to.sums + lane, MAX_BLOCK, c.value_dim, near, true);
-        }
-    }
-    for (int r = 0; few && r < count; r++)
-        for (int64_t d = 0; d < c.value_dim; d++)
-            to.sums[d * MAX_BLOCK + queries.low + r] = few_sums[r * c.value_dim + d];
-    if (work[3] < 0) {
-        write_row<E, T>(c, b, h, queries, to.sums, to.highest, to.total);
-        return;
-    }
-    T *piece = (T *)c.scratch + (head * c.n_splits + work[3]) * (c.value_dim + 2) * MAX_BLOCK;
-    __builtin_memcpy(piece, to.sums, c.value_dim * MAX_BLOCK * sizeof(T));
-    __builtin_memcpy(piece + c.value_dim * MAX_BLOCK, to.highest, MAX_BLOCK * sizeof(T));
-    __builtin_memcpy(piece + (c.value_dim + 1) * MAX_BLOCK, to.total, MAX_BLOCK * sizeof(T));
+template <class P> void forward_item(const ringtile_call &c, int64_t item, int64_t head, typename P::Number *memory) {
+    typedef typename P::Number T;
+    ForwardScratch<P> to(c, memory);
+    RowItem row(c, item, head);
+    if (decodes<T>(c, row.queries)) decode_row<P>(c, row, to);
+    else attend_row<P>(c, row, to);
+    int64_t size = Softmax<T>::size(c);
+    if (row.split < 0) write_row<typename P::Element, T>(c, row, Softmax<T>(c, to.softmax));
+    else __builtin_memcpy((T *)c.scratch + (head * c.n_splits + row.split) * size, to.softmax, size * sizeof(T));
 }
 
-// Merge the pieces of one row, in their order. `item` is the work item of the row's first piece.
-template <class E, class T> void combine_item(const ringtile_call &c, int64_t item, int64_t head, T *memory) {
-    ForwardScratch<T> to(c, memory);
-    int64_t b = head / c.heads, h = head % c.heads;
-    const int32_t *work = c.work + 5 * (c.work_begin[group_of(c, b, h)] + item - c.item_begin[head]);
-    if (work[3] < 0 || work[1] != 0) return;
-    int32_t slot = work[0], pieces = work[4];
-    Span queries = row_span(c, slot % c.n_rows);
-    int64_t size = (c.value_dim + 2) * MAX_BLOCK;
-    const T *first = (const T *)c.scratch + (head * c.n_splits + work[3]) * size;
-    for (int lane = queries.low; lane < queries.high; lane++) {
+// Merge the splits of a row, in their order. `item` does so if it is the row's first.
+template <class P> void combine_item(const ringtile_call &c, int64_t item, int64_t head, typename P::Number *memory) {
+    typedef typename P::Number T;
+    RowItem row(c, item, head);
+    if (row.split < 0 || row.first != 0) return;
+    int64_t size = Softmax<T>::size(c);
+    Softmax<T> merged(c, memory), begin(c, (T *)c.scratch + (head * c.n_splits + row.split) * size);
+    for (int lane = row.queries.low; lane < row.queries.high; lane++) {
         T top = -infinity<T>();
-        for (int p = 0; p < pieces; p++) {
-            T m = first[p * size + c.value_dim * MAX_BLOCK + lane];
+        for (int64_t split = 0; split < row.splits; split++) {
+            T m = begin.highest[split * size + lane];
             top = m > top ? m : top;
         }
         T safe = top == -infinity<T>() ? T(0) : top, total = 0;
-        for (int64_t d = 0; d < c.value_dim; d++) to.sums[d * MAX_BLOCK + lane] = 0;
-        for (int p = 0; p < pieces; p++) {
-            const T *piece = first + p * size;
-            T m = piece[c.value_dim * MAX_BLOCK + lane];
+        for (int64_t d = 0; d < c.value_dim; d++) merged.sums[d * MAX_BLOCK + lane] = 0;
+        for (int64_t split = 0; split < row.splits; split++) {
+            T m = begin.highest[split * size + lane];
             T share = m == -infinity<T>() ? T(0) : exp2<T>(splat<T>(m - safe))[0];
-            total += piece[(c.value_dim + 1) * MAX_BLOCK + lane] * share;
+            total += begin.total[split * size + lane] * share;
             for (int64_t d = 0; d < c.value_dim; d++)
-                to.sums[d * MAX_BLOCK + lane] += piece[d * MAX_BLOCK + lane] * share;
+                merged.sums[d * MAX_BLOCK + lane] += begin.sums[split * size + d * MAX_BLOCK + lane] * share;
         }
-        to.highest[lane] = top;
-        to.total[lane] = total;
+        merged.highest[lane] = top;
+        merged.total[lane] = total;
     }
-    write_row<E, T>(c, b, h, queries, to.sums, to.highest, to.total);
+    write_row<typename P::Element, T>(c, row, merged);
 }
 
 }  // namespace ISA

@@ -55,24 +55,27 @@ template <class T, class Item> int each_item(const ringtile_call &call, int64_t 
     return work.failed;
 }
 
-template <class E, class T, bool PAIRS = false> int forward(const ringtile_call &call) {
+template <class P> int forward(const ringtile_call &call) {
+    typedef typename P::Number T;
     bool combine = call.phase == 1;
-    return each_item<T>(call, ForwardScratch<T>::size(call), [=](const ringtile_call &c, int64_t item, T *memory) {
+    return each_item<T>(call, ForwardScratch<P>::size(call), [=](const ringtile_call &c, int64_t item, T *memory) {
         int64_t head = head_of(c, item);
-        if (combine) combine_item<E, T>(c, item, head, memory);
-        else forward_item<E, T, PAIRS>(c, item, head, memory);
+        if (combine) combine_item<P>(c, item, head, memory);
+        else forward_item<P>(c, item, head, memory);
     });
 }
 
-template <class E, class T> int backward(const ringtile_call &call) {
+template <class P> int backward(const ringtile_call &call) {
+    typedef typename P::Element E;
+    typedef typename P::Number T;
     bool tiles = call.phase >= 1 && call.phase <= 3;
-    int64_t numbers = tiles ? BackwardScratch<T>::size(call) : 1;
+    int64_t numbers = tiles ? BackwardScratch<P>::size(call) : 1;
     return each_item<T>(call, numbers, [](const ringtile_call &c, int64_t item, T *memory) {
         switch (c.phase) {
         case 0: delta_item<E, T>(c, item); break;
-        case 1: head_item<E, T>(c, item, memory); break;
-        case 2: row_item<E, T>(c, item, memory); break;
-        case 3: column_item<E, T>(c, item, memory); break;
+        case 1: head_item<P>(c, item, memory); break;
+        case 2: row_item<P>(c, item, memory); break;
+        case 3: column_item<P>(c, item, memory); break;
         case 4: fold_row<E, T>(c, item); break;
         default: fold_column<E, T>(c, item); break;
         }
@@ -91,21 +94,23 @@ int NAME(ringtile_lanes_, ISA)() {
 
 int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
-    case RINGTILE_FLOAT32: return ISA::forward<float, float>(*c);
-    case RINGTILE_FLOAT64: return ISA::forward<double, double>(*c);
+    case RINGTILE_FLOAT32: return ISA::forward<ISA::Plain<float, float>>(*c);
+    case RINGTILE_FLOAT64: return ISA::forward<ISA::Plain<double, double>>(*c);
     case RINGTILE_BFLOAT16:
-        if (HAS_PAIRS && c->head_dim % 2 == 0) return ISA::forward<ISA::bfloat16, float, HAS_PAIRS>(*c);
-        return ISA::forward<ISA::bfloat16, float>(*c);
-    default: return ISA::forward<ISA::float16, float>(*c);
+#if HAS_BF16_PAIRS
+        if (c->head_dim % 2 == 0) return ISA::forward<ISA::Bf16Pairs>(*c);
+#endif
+        return ISA::forward<ISA::Plain<ISA::bfloat16, float>>(*c);
+    default: return ISA::forward<ISA::Plain<ISA::float16, float>>(*c);
     }
 }
 
 int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
-    case RINGTILE_FLOAT32: return ISA::backward<float, float>(*c);
-    case RINGTILE_FLOAT64: return ISA::backward<double, double>(*c);
-    case RINGTILE_BFLOAT16: return ISA::backward<ISA::bfloat16, float>(*c);
-    default: return ISA::backward<ISA::float16, float>(*c);
+    case RINGTILE_FLOAT32: return ISA::backward<ISA::PlainGradients<float, float>>(*c);
+    case RINGTILE_FLOAT64: return ISA::backward<ISA::PlainGradients<double, double>>(*c);
+    case RINGTILE_BFLOAT16: return ISA::backward<ISA::PlainGradients<ISA::bfloat16, float>>(*c);
+    default: return ISA::backward<ISA::PlainGradients<ISA::float16, float>>(*c);
     }
 }
 }

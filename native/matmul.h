@@ -1,11 +1,11 @@
-// C[m][n] (+)= A(m, k) * B[k][n]: A is read one number at a time wherever it lies, B and C in rows of vectors. The sum
-// starts from zero and C is added when it is whole: a chain of thousands of products rounds like one of its links.
+// C[m][n] (+)= A(m, k) * B[k][n]: A is read one number at a time in place, B and C in rows of vectors. Each sum starts
+// at zero and C is added at the end, so a chain of thousands of tiles rounds like a chain of a few.
 #pragma once
 #include "simd.h"
 
 namespace ISA {
 
-// Rows and vectors of a register tile: two fewer registers than there are hold it, its row of B and a number of A.
+// Rows and vectors of a register tile, which leaves two registers for its row of B and a number of A.
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
 #elif defined(__AVX2__)
@@ -13,6 +13,25 @@ constexpr int TILE_ROWS = 6, TILE_VECTORS = 2;
 #else
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
 #endif
+
+// The lanes of a register tile.
+template <class T> constexpr int GROUP = TILE_VECTORS * Lanes<T>::count;
+
+template <int N> struct Constant {
+    static constexpr int value = N;
+};
+
+// Calls f with `count`, from 1 to LIMIT, as a compile-time constant; any other count does nothing.
+template <int LIMIT, class F> INLINE void with_constant(int64_t count, F f) {
+    switch (count) {
+    case 1: f(Constant<1>{}); break;
+    case 2: f(Constant<2>{}); break;
+    case 3: if constexpr (LIMIT >= 3) f(Constant<3>{}); break;
+    case 4: if constexpr (LIMIT >= 4) f(Constant<4>{}); break;
+    case 5: if constexpr (LIMIT >= 5) f(Constant<5>{}); break;
+    default: break;
+    }
+}
 
 template <class T, int M, int N, bool A_ROWS>
 INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t depth,
@@ -36,39 +55,25 @@ INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T
         }
 }
 
-// A_ROWS: A's rows are contiguous, a_step apart; else its columns are.
 template <class T, int N, bool A_ROWS>
 void columns_matmul(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t rows, int64_t depth,
                     bool add) {
     const int64_t a_m = A_ROWS ? a_step : 1;
-    int64_t m = 0;
-    for (; m + TILE_ROWS <= rows; m += TILE_ROWS)
-        register_tile<T, TILE_ROWS, N, A_ROWS>(a + m * a_m, a_step, b, b_k, c + m * c_m, c_m, depth, add);
-    a += m * a_m;
-    c += m * c_m;
-    switch (rows - m) {
-    case 5: register_tile<T, 5, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add); break;
-    case 4: register_tile<T, 4, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add); break;
-    case 3: register_tile<T, 3, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add); break;
-    case 2: register_tile<T, 2, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add); break;
-    case 1: register_tile<T, 1, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add); break;
-    default: break;
-    }
+    for (; rows >= TILE_ROWS; rows -= TILE_ROWS, a += TILE_ROWS * a_m, c += TILE_ROWS * c_m)
+        register_tile<T, TILE_ROWS, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
+    with_constant<TILE_ROWS - 1>(rows, [=](auto m) INLINE_LAMBDA {
+        register_tile<T, decltype(m)::value, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
+    });
 }
 
-// `vectors` is the width of B and C, at most TILE_VECTORS.
+// A_ROWS: A's rows are contiguous and a_step apart; otherwise its columns are. `vectors` is the width of B and C, at
+// most TILE_VECTORS.
 template <class T, bool A_ROWS>
 INLINE void matmul(int vectors, const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t rows,
                    int64_t depth, bool add) {
-    switch (vectors) {
-    case 1: columns_matmul<T, 1, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add); break;
-    case 2: columns_matmul<T, 2, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add); break;
-#if !defined(__AVX2__) || defined(__AVX512F__)
-    case 3: columns_matmul<T, 3, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add); break;
-    case 4: columns_matmul<T, 4, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add); break;
-#endif
-    default: break;
-    }
+    with_constant<TILE_VECTORS>(vectors, [=](auto n) INLINE_LAMBDA {
+        columns_matmul<T, decltype(n)::value, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add);
+    });
 }
 
 }  // namespace ISA

@@ -1,5 +1,5 @@
 // The processor's peak rates, measured with the kernels' own vectors, for rooflines.
-#include "pairs.h"
+#include "bf16.h"
 #include "platform.h"
 #include "ringtile.h"
 
@@ -23,7 +23,7 @@ template <class T> int64_t multiply_add(T *x) {
     return 2 * ROUNDS * M * N * L;
 }
 
-#if HAS_PAIRS
+#if HAS_BF16_PAIRS
 static int64_t multiply_pairs(float *x) {
     constexpr int M = TILE_ROWS, N = TILE_VECTORS;
     __m512 sum[M][N];
@@ -73,7 +73,7 @@ static int64_t block_of(int kind, void *x) {
     case RINGTILE_EXP_FLOAT32: return exponentiate<float>((float *)x);
     case RINGTILE_EXP_FLOAT64: return exponentiate<double>((double *)x);
     case RINGTILE_READ: return read_all((float *)x);
-#if HAS_PAIRS
+#if HAS_BF16_PAIRS
     case RINGTILE_DOT_BFLOAT16: return multiply_pairs((float *)x);
 #endif
     default: return 0;

@@ -13,6 +13,7 @@
 #define VECTOR_BYTES 16
 #endif
 #define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 namespace ISA {
 
@@ -20,26 +21,26 @@ template <class T> struct Lanes;
 template <> struct Lanes<float> {
     typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
     typedef float loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
-    typedef int32_t whole __attribute__((vector_size(VECTOR_BYTES)));
+    typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES)));
     typedef int32_t integer;
     static constexpr int count = VECTOR_BYTES / 4;
 };
 template <> struct Lanes<double> {
     typedef double vec __attribute__((vector_size(VECTOR_BYTES)));
     typedef double loose __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
-    typedef int64_t whole __attribute__((vector_size(VECTOR_BYTES)));
+    typedef int64_t ints __attribute__((vector_size(VECTOR_BYTES)));
     typedef int64_t integer;
     static constexpr int count = VECTOR_BYTES / 8;
 };
 
 template <class T> using Vec = typename Lanes<T>::vec;
-template <class T> using Whole = typename Lanes<T>::whole;
+template <class T> using Ints = typename Lanes<T>::ints;
 
 template <class T> INLINE Vec<T> load(const T *x) { return *(const typename Lanes<T>::loose *)x; }
 template <class T> INLINE void store(T *x, Vec<T> v) { *(typename Lanes<T>::loose *)x = v; }
 template <class T> INLINE Vec<T> splat(T x) { return x - Vec<T>{}; }
 
-template <class T> INLINE Vec<T> larger(Vec<T> a, Vec<T> b) { return a > b ? a : b; }
+template <class T> INLINE Vec<T> max(Vec<T> a, Vec<T> b) { return a > b ? a : b; }
 
 INLINE Vec<float> polynomial(Vec<float> f) {
     Vec<float> p = 0.0001535336164324439f * f + 0.0013398874573709574f;
@@ -58,21 +59,20 @@ INLINE Vec<double> polynomial(Vec<double> f) {
     return p;
 }
 
-// 2^x for x up to 127. Below the smallest normal number it returns that number: what must be zero is selected, not
-// computed. A NaN stays one, whatever its bits: the power of two is multiplied, not added to the exponent.
+// 2^x for x up to 127. Below the smallest normal number it returns that number, so callers select zeros instead of
+// computing them. A NaN stays NaN because the power of two is multiplied, not added to the exponent.
 template <class T> INLINE Vec<T> exp2(Vec<T> x) {
     constexpr bool narrow = sizeof(T) == 4;
-    // Added to the magic number, a whole n leaves n and the bias of an exponent in its low bits.
+    // Adding the magic number rounds x to an integer n and leaves n plus the exponent's bias in the low bits.
     const T lowest = narrow ? -126 : -1022, magic = narrow ? T(12582912.0 + 127) : T(6755399441055744.0 + 1023);
     x = x < lowest ? splat<T>(lowest) : x;
     Vec<T> rounded = x + magic;
     Vec<T> p = polynomial(x - (rounded - magic));
-    return p * (Vec<T>)((Whole<T>)rounded << (narrow ? 23 : 52));
+    return p * (Vec<T>)((Ints<T>)rounded << (narrow ? 23 : 52));
 }
 
 #if defined(__AVX512F__)
-// The same by what these processors have for it: the fraction above the whole number below x, and a multiplication by
-// two to that number.
+// The same with AVX-512 instructions: reduce x to its fraction, evaluate the polynomial, scale by 2^floor(x).
 template <> INLINE Vec<float> exp2<float>(Vec<float> x) {
     // Unmasked, GCC 12 warns of an operand that its own header leaves unset.
     __m512 above = _mm512_maskz_max_ps(0xffff, _mm512_set1_ps(-126), (__m512)x);
@@ -86,17 +86,20 @@ template <> INLINE Vec<float> exp2<float>(Vec<float> x) {
 }
 #endif
 
-// All ones in the lanes whose bit is set, from bit `first` of a bit set on.
-template <class T> INLINE Whole<T> lanes_of(const int32_t *bits, int first) {
+// Bit i of a bitmask.
+INLINE uint32_t bit(const uint32_t *bits, int i) { return bits[i >> 5] >> (i & 31) & 1; }
+
+// All ones in the lanes whose bit is set, starting at bit `first` of a bitmask.
+template <class T> INLINE Ints<T> lanes_of(const int32_t *bits, int first) {
     typedef typename Lanes<T>::integer integer;
     integer word = (integer)((uint32_t)bits[first >> 5] >> (first & 31));
-    Whole<T> lane;
+    Ints<T> lane;
     for (int i = 0; i < Lanes<T>::count; i++) lane[i] = (integer)1 << i;
     return ((lane & word) != 0);
 }
 
 INLINE float exact_log(float x) { return __builtin_logf(x); }
-// As exact where x is near 1 or above, and older C libraries have it: log is another function since glibc 2.29.
+// log1p is as exact near 1 and above, and links with C libraries older than glibc 2.29, which changed log.
 INLINE double exact_log(double x) { return __builtin_log1p(x - 1); }
 
 template <class T> INLINE T infinity();
@@ -119,7 +122,7 @@ INLINE float widen(bfloat16 x) {
 }
 INLINE float widen(float16 x) { return (float)x; }
 
-// As many numbers as a vector has lanes, widened. Compilers see it in a loop over bfloat16, not over float16.
+// As many elements as a vector has lanes, widened. Compilers vectorize the loop for bfloat16 but not for float16.
 template <class E, class T> INLINE Vec<T> load_wide(const E *x) {
     if constexpr (sizeof(E) == sizeof(T)) return load((const T *)x);
     T y[Lanes<T>::count];
@@ -136,12 +139,12 @@ template <> INLINE Vec<float> load_wide<float16, float>(const float16 *x) {
 }
 #endif
 
-// The other way, to the nearest, ties to even.
+// The reverse, rounded to nearest, ties to even.
 template <class E, class T> INLINE void store_narrow(E *x, Vec<T> v) {
     for (int i = 0; i < Lanes<T>::count; i++) x[i] = (E)v[i];
 }
 template <> INLINE void store_narrow<bfloat16, float>(bfloat16 *x, Vec<float> v) {
-    // A NaN whose payload would round away stays one.
+    // A set quiet bit keeps a NaN whose payload would round away.
     typedef uint32_t bits32 __attribute__((vector_size(VECTOR_BYTES)));
     typedef uint16_t bits16 __attribute__((vector_size(VECTOR_BYTES / 2)));
     bits32 bits = (bits32)v, rounded = bits + 0x7fff + (bits >> 16 & 1);

@@ -1,4 +1,6 @@
-// What forward and backward share: tiles of tensors, the bits of a tile, dropout, and the lists of an index.
+// What both passes share: tiles of tensors, their transposition, the bits of a tile, and the lists of an index.
+// Shapes: B batch elements, H heads (c.heads) over Hkv key heads (c.kv_heads), Nq queries, Nk keys, D head_dim, Dv
+// value_dim. A head in one number is b * H + h.
 #pragma once
 #include "matmul.h"
 #include "platform.h"
@@ -6,7 +8,7 @@
 
 namespace ISA {
 
-// While it lives, time counts as packing; where the call does not ask for times, nothing is read.
+// Time counts as packing during its lifetime. It reads no clock if the call does not request times.
 struct Packing {
     int64_t *times, began;
 
@@ -16,38 +18,75 @@ struct Packing {
     }
 };
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The first of `count` numbers for which `below` is false; it is true for all before it.
+template <class F> INLINE int64_t bisect(int64_t count, F below) {
+    int64_t low = 0;
+    while (count > 0) {
+        int64_t half = count / 2;
+        if (below(low + half)) low += half + 1, count -= half + 1;
+        else count = half;
+    }
+    return low;
+}
 
 constexpr int MAX_BLOCK = 128, MAX_WORDS = MAX_BLOCK / 32;
 
-// Tokens [first, last) of a tensor's head, rows of `width` numbers.
+// The 32-bit words of a row of a tile's bits.
+INLINE int words_of(const ringtile_call &c) { return (c.block + 31) / 32; }
+
+// Rows of a tensor's head, `step` elements apart.
 template <class E> struct Rows {
     const E *x;
     int64_t step;
+
+    INLINE const E *row(int64_t i) const { return x + i * step; }
 };
 
-template <class E> INLINE Rows<E> rows_of(const void *x, const int64_t *stride, int64_t b, int64_t h, int64_t first) {
-    return {(const E *)x + b * stride[0] + h * stride[1] + first * stride[2], stride[2]};
-}
-
-// The tile [first, first + count) that the lists name, in lanes of a block; lanes [low, high) hold tokens.
-struct Span {
+// One side of a tile: lane i stands for token first + i, which exists for the lanes [low, high).
+struct Tokens {
     int64_t first;
     int low, high;
 };
 
-INLINE Span row_span(const ringtile_call &c, int64_t row) {
+INLINE Tokens row_tokens(const ringtile_call &c, int64_t row) {
     int64_t begin = (c.start / c.block - (c.start % c.block < 0) + row) * c.block - c.start;
-    return {begin, (int)most(0, -begin), (int)least(c.block, c.n_queries - begin)};
+    return {begin, (int)max(0, -begin), (int)min(c.block, c.n_queries - begin)};
 }
 
-INLINE Span col_span(const ringtile_call &c, int64_t col) {
-    return {col * c.block, 0, (int)least(c.block, c.n_keys - col * c.block)};
+INLINE Tokens col_tokens(const ringtile_call &c, int64_t col) {
+    return {col * c.block, 0, (int)min(c.block, c.n_keys - col * c.block)};
+}
+
+// A query head of a batch element, its key head, and its group of tile lists.
+struct Head {
+    int64_t number, b, h, kv, group;
+
+    INLINE Head(const ringtile_call &c, int64_t number)
+        : number(number), b(number / c.heads), h(number % c.heads), kv(h / (c.heads / c.kv_heads)),
+          group(c.group[b * c.group_stride[0] + h * c.group_stride[1]]) {}
+};
+
+template <class E> INLINE Rows<E> rows_of(const void *x, const int64_t *stride, int64_t b, int64_t h, Tokens tokens) {
+    return {(const E *)x + b * stride[0] + h * stride[1] + (tokens.first + tokens.low) * stride[2], stride[2]};
+}
+template <class E> INLINE Rows<E> query_rows(const ringtile_call &c, const Head &head, Tokens queries) {
+    return rows_of<E>(c.q, c.q_stride, head.b, head.h, queries);
+}
+template <class E> INLINE Rows<E> key_rows(const ringtile_call &c, const Head &head, Tokens keys) {
+    return rows_of<E>(c.k, c.k_stride, head.b, head.kv, keys);
+}
+template <class E> INLINE Rows<E> value_rows(const ringtile_call &c, const Head &head, Tokens keys) {
+    return rows_of<E>(c.v, c.v_stride, head.b, head.kv, keys);
+}
+template <class E> INLINE Rows<E> out_grad_rows(const ringtile_call &c, const Head &head, Tokens queries) {
+    return rows_of<E>(c.out_grad, c.out_grad_stride, head.b, head.h, queries);
 }
 
 #if defined(__AVX512F__)
-// Quarters of squares change places: rows i and i + SIDE, lanes l and l + SIDE.
+// Swap the off-diagonal quarters of squares: rows i and i + SIDE, lanes l and l + SIDE.
 template <int SIDE> INLINE void exchange(Vec<float> *x) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __mmask16 second = _mm512_test_epi32_mask(lane, _mm512_set1_epi32(SIDE));
@@ -80,7 +119,7 @@ template <> INLINE void transpose_square<float>(Vec<float> *x) {
 }
 #endif
 
-// Numbers [0, count) of a row, widened, zero in the other lanes.
+// The first `count` elements of a row, widened, and zeros in the other lanes.
 template <class E, class T> INLINE Vec<T> load_row(const E *x, int count) {
     constexpr int L = Lanes<T>::count;
     if (count >= L) return load_wide<E, T>(x);
@@ -89,24 +128,24 @@ template <class E, class T> INLINE Vec<T> load_row(const E *x, int count) {
     return load(y);
 }
 
-// Transposed and widened, the lanes that a register tile takes together apart: y[lane / GROUP][d][lane % GROUP], counted
-// from `from` on, for the tokens of lanes [low, high), zero in the other lanes of [from, to). Lanes `from` and `to` are
-// multiples of those of a vector. Rows of all lanes would fall on half of the first cache's sets.
+// Transpose and widen the tokens of lanes [low, high) to y[group][d][lane of the group], with zeros in the other lanes of
+// [from, to). Groups are counted from lane `from`; `from` and `to` are multiples of a vector's lanes. Each group is
+// contiguous because rows of all lanes would use only half of the first cache's sets.
 template <class E, class T>
 void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y) {
-    constexpr int L = Lanes<T>::count, GROUP = TILE_VECTORS * L;
+    constexpr int L = Lanes<T>::count;
     for (int lane = from; lane < to; lane += L) {
         const E *token = rows.x + (lane - low) * rows.step;
-        T *column = y + (lane - from) / GROUP * GROUP * width + (lane - from) % GROUP;
+        T *column = y + (lane - from) / GROUP<T> * GROUP<T> * width + (lane - from) % GROUP<T>;
         for (int64_t d = 0; d < width; d += L) {
             Vec<T> x[L];
-            int count = (int)least(L, width - d);
+            int count = (int)min(L, width - d);
             if (lane >= low && lane + L <= high && count == L) {
 #pragma GCC unroll 16
                 for (int i = 0; i < L; i++) x[i] = load_row<E, T>(token + i * rows.step + d, L) * sign;
                 transpose_square<T>(x);
 #pragma GCC unroll 16
-                for (int i = 0; i < L; i++) store(column + (d + i) * GROUP, x[i]);
+                for (int i = 0; i < L; i++) store(column + (d + i) * GROUP<T>, x[i]);
                 continue;
             }
             for (int i = 0; i < L; i++) {
@@ -114,13 +153,13 @@ void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t wid
                 x[i] = inside ? load_row<E, T>(token + i * rows.step + d, count) * sign : Vec<T>{};
             }
             transpose_square<T>(x);
-            for (int i = 0; i < count; i++) store(column + (d + i) * GROUP, x[i]);
+            for (int i = 0; i < count; i++) store(column + (d + i) * GROUP<T>, x[i]);
         }
     }
 }
 
-// Sums [d][lane] to rows of tokens, lanes [low, high), times a share of each lane (zero where that is zero, whatever the
-// sum). `rows` is where lane 0 would be.
+// Write sums [d][lane] of the lanes [low, high) to rows of tokens, times a share per lane. A share of zero gives zeros,
+// even for a sum of NaN. `rows` points to where lane 0 would be.
 template <class E, class T>
 void transpose_out(const T *sums, int64_t width, int low, int high, const T *share, E *rows, int64_t step) {
     constexpr int L = Lanes<T>::count;
@@ -129,7 +168,7 @@ void transpose_out(const T *sums, int64_t width, int low, int high, const T *sha
         Vec<T> part = load(share + lane);
         for (int64_t d = 0; d < width; d += L) {
             Vec<T> x[L];
-            int count = (int)least(L, width - d);
+            int count = (int)min(L, width - d);
             for (int i = 0; i < L; i++) {
                 x[i] = load(sums + (d + (i < count ? i : 0)) * MAX_BLOCK + lane) * part;
                 x[i] = part == 0 ? Vec<T>{} : x[i];
@@ -140,7 +179,7 @@ void transpose_out(const T *sums, int64_t width, int low, int high, const T *sha
                 for (int i = 0; i < L; i++) store_narrow<E, T>(token + i * step + d, x[i]);
                 continue;
             }
-            for (int i = (int)most(0, low - lane); i < L && lane + i < high; i++) {
+            for (int i = (int)max(0, low - lane); i < L && lane + i < high; i++) {
                 E row[L];
                 store_narrow<E, T>(row, x[i]);
                 for (int l = 0; l < count; l++) token[i * step + d + l] = row[l];
@@ -149,14 +188,15 @@ void transpose_out(const T *sums, int64_t width, int low, int high, const T *sha
     }
 }
 
-// Widened rows of `count` tokens, padded with zeros to `width` numbers; rows whose bit in `dead` is set come as zero.
+// Copy and widen `count` rows of `depth` elements, padded with zeros to `width`. Rows whose bit in `unused` is set become
+// zeros, so a NaN there reaches no sum.
 template <class E, class T>
-void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32_t *dead, T *y) {
+void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32_t *unused, T *y) {
     constexpr int L = Lanes<T>::count;
     for (int i = 0; i < count; i++) {
-        const E *x = rows.x + i * rows.step;
+        const E *x = rows.row(i);
         T *to = y + i * width;
-        if (dead && (dead[i >> 5] >> (i & 31) & 1)) {
+        if (unused && bit(unused, i)) {
             for (int64_t d = 0; d < width; d++) to[d] = 0;
             continue;
         }
@@ -167,30 +207,28 @@ void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32
     }
 }
 
-// The keys of a column tile that the call's own mask and lengths drop, as a bit set; whether there are any.
-INLINE bool dropped_keys(const ringtile_call &c, int64_t b, Span keys, uint32_t *dead) {
-    for (int w = 0; w < MAX_WORDS; w++) dead[w] = 0;
+// Set the bits of the keys that the call's own mask and lengths remove; returns true if there are any.
+INLINE bool masked_keys(const ringtile_call &c, int64_t b, Tokens keys, uint32_t *unused) {
+    for (int w = 0; w < MAX_WORDS; w++) unused[w] = 0;
     if (!c.key_bits && !c.key_lengths) return false;
     int64_t length = c.key_lengths ? c.key_lengths[b] : c.n_keys;
     bool any = false;
     for (int i = 0; i < keys.high; i++) {
         int64_t key = keys.first + i;
-        if (key < length) {
-            if (!c.key_bits) continue;
-            if ((uint32_t)c.key_bits[b * c.key_words + (key >> 5)] >> (key & 31) & 1) continue;
-        }
-        dead[i >> 5] |= 1u << (i & 31);
+        if (key < length && !c.key_bits) continue;
+        if (key < length && (uint32_t)c.key_bits[b * c.key_words + (key >> 5)] >> (key & 31) & 1) continue;
+        unused[i >> 5] |= 1u << (i & 31);
         any = true;
     }
     return any;
 }
 
-// Add the tokens of one side of a partial tile that no token of the other side keeps. `any` and `bits` speak of the
-// whole tile, so where the other side is ragged its own lanes are looked up.
-INLINE void unused_tokens(const ringtile_call &c, const int32_t *any, const int32_t *bits, int64_t tile, Span side,
-                          Span others, uint32_t *dead) {
-    int words = (c.block + 31) / 32;
-    for (int w = 0; w < words; w++) dead[w] |= ~(uint32_t)any[tile * words + w];
+// Add the tokens of one side of a partial tile that keep no token of the other side. `any` and `bits` describe the whole
+// tile, so a ragged other side needs a look at its own lanes.
+INLINE void add_unused(const ringtile_call &c, const int32_t *any, const int32_t *bits, int64_t tile, Tokens side,
+                       Tokens others, uint32_t *unused) {
+    int words = words_of(c);
+    for (int w = 0; w < words; w++) unused[w] |= ~(uint32_t)any[tile * words + w];
     if (others.low == 0 && others.high == c.block) return;
     uint32_t inside[MAX_WORDS] = {};
     for (int i = others.low; i < others.high; i++) inside[i >> 5] |= 1u << (i & 31);
@@ -198,22 +236,28 @@ INLINE void unused_tokens(const ringtile_call &c, const int32_t *any, const int3
     for (int i = side.low; i < side.high; i++, row += words) {
         uint32_t seen = 0;
         for (int w = 0; w < words; w++) seen |= (uint32_t)row[w] & inside[w];
-        dead[i >> 5] |= (uint32_t)(seen == 0) << (i & 31);
+        unused[i >> 5] |= (uint32_t)(seen == 0) << (i & 31);
     }
 }
 
-// Tokens [first, last) of a tile's other side: what lanes [low, high) of a partial tile keep lies in them. `bits` has a
-// row for each token, which `dead` may drop; both may be absent. An empty range where the lanes keep nothing.
+INLINE bool any_of(const uint32_t *unused, Tokens side) {
+    uint32_t found = 0;
+    for (int i = side.low; i < side.high; i++) found |= bit(unused, i);
+    return found;
+}
+
+// The tokens [first, last) of a tile's other side that hold everything the lanes [low, high) keep; empty if they keep
+// nothing. `bits` has a row per token, and `unused` removes tokens; both can be null.
 struct Reach {
     int first, last;
 };
 
-INLINE Reach reach_of(const int32_t *bits, int words, const uint32_t *dead, int low, int high, int first, int last) {
-    if (!bits && !dead) return {first, last};
+INLINE Reach reach_of(const int32_t *bits, int words, const uint32_t *unused, int low, int high, int first, int last) {
+    if (!bits && !unused) return {first, last};
     uint32_t lanes[MAX_WORDS] = {};
     for (int i = low; i < high; i++) lanes[i >> 5] |= 1u << (i & 31);
     auto reached = [&](int token) {
-        if (dead && (dead[token >> 5] >> (token & 31) & 1)) return false;
+        if (unused && bit(unused, token)) return false;
         uint32_t seen = 0;
         for (int w = 0; bits && w < words; w++) seen |= (uint32_t)bits[token * words + w] & lanes[w];
         return !bits || seen != 0;
@@ -223,11 +267,20 @@ INLINE Reach reach_of(const int32_t *bits, int words, const uint32_t *dead, int 
     return {first, last};
 }
 
-// The tiles of a row or column: full and partial ones merged, ascending.
+// The tile list of a row or column slot: full and partial tiles merged, ascending.
 struct Tiles {
     const int32_t *full, *part, *table;
     int32_t n_full, n_part, at_full, at_part;
 
+    INLINE Tiles(const int32_t *full_ptr, const int32_t *full_list, const int32_t *part_ptr, const int32_t *part_list,
+                 const int32_t *tiles, int64_t slot)
+        : full(full_list + full_ptr[slot]), part(part_list + part_ptr[slot]), table(tiles + part_ptr[slot]),
+          n_full(full_ptr[slot + 1] - full_ptr[slot]), n_part(part_ptr[slot + 1] - part_ptr[slot]), at_full(0),
+          at_part(0) {}
+
+    INLINE int64_t length() const { return n_full + n_part; }
+
+    // The next tile's row or column, and its number in the table of bits, -1 for a full tile.
     INLINE bool next(int64_t &other, int64_t &tile) {
         if (at_full == n_full && at_part == n_part) return false;
         if (at_part == n_part || (at_full < n_full && full[at_full] < part[at_part])) {
@@ -239,16 +292,26 @@ struct Tiles {
         }
         return true;
     }
+
+    INLINE void skip(int64_t count) {
+        int64_t other, tile;
+        while (count-- > 0) next(other, tile);
+    }
+
+    // How many tiles come before a row or column.
+    INLINE int64_t before(int64_t other) const {
+        return bisect(n_full, [&](int64_t i) { return full[i] < other; }) +
+               bisect(n_part, [&](int64_t i) { return part[i] < other; });
+    }
 };
 
-INLINE Tiles tiles_of(const int32_t *full_ptr, const int32_t *full, const int32_t *part_ptr, const int32_t *part,
-                      const int32_t *table, int64_t slot) {
-    int32_t f = full_ptr[slot], p = part_ptr[slot];
-    return {full + f, part + p, table + p, full_ptr[slot + 1] - f, part_ptr[slot + 1] - p, 0, 0};
+INLINE Tiles row_tiles(const ringtile_call &c, int64_t slot) {
+    return Tiles(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
 }
 
-INLINE int32_t group_of(const ringtile_call &c, int64_t b, int64_t h) {
-    return c.group[b * c.group_stride[0] + h * c.group_stride[1]];
+INLINE Tiles col_tiles(const ringtile_call &c, int64_t slot) {
+    return Tiles(c.full_col_ptr, c.full_row, c.part_col_ptr, c.part_row, c.part_tile_t, slot);
 }
+
 
 }  // namespace ISA

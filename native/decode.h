@@ -1,23 +1,29 @@
-// A few queries against a tile, as in decoding: their head dimension lies in the lanes, so that no lane is idle and each
-// key and value is read once.
+// A few queries against a tile, as in decoding: the head dim lies in the lanes, so no lane is idle and each key and value
+// is read once.
 #pragma once
-#include "matmul.h"
-#include "tile.h"
+#include "products.h"
 
 namespace ISA {
 
-constexpr int FEW_QUERIES = 4;
+constexpr int DECODE_QUERIES = 4;
+
+// True if a row tile of these queries takes this path.
+template <class T> INLINE bool decodes(const ringtile_call &c, Tokens queries) {
+    constexpr int L = Lanes<T>::count;
+    return queries.high - queries.low <= DECODE_QUERIES && !c.dropout_threshold && c.head_dim % L == 0 &&
+           c.value_dim % L == 0;
+}
 
 // Scores [few][MAX_BLOCK] of queries [few][width] and `count` keys; width is a multiple of the lanes.
 template <class T>
-void few_scores(const T *queries, int few, const T *keys, int64_t step, int count, int64_t width, T *scores) {
+void decode_scores(const T *queries, int few, Rows<T> keys, int count, int64_t width, T *scores) {
     constexpr int L = Lanes<T>::count;
     for (int k = 0; k < count; k += L)
         for (int r = 0; r < few; r++) {
             Vec<T> sum[L];
             for (int i = 0; i < L; i++) {
-                // Past the last key the last one is read again; what comes of it is not used.
-                const T *key = keys + least(k + i, count - 1) * step;
+                // Past the end, read the last key again and ignore the result.
+                const T *key = keys.row(min(k + i, count - 1));
                 sum[i] = Vec<T>{};
                 for (int64_t d = 0; d < width; d += L) sum[i] += load(queries + r * width + d) * load(key + d);
             }
@@ -30,7 +36,8 @@ void few_scores(const T *queries, int few, const T *keys, int64_t step, int coun
 
 // One step of the online softmax: scores [few][MAX_BLOCK] become weights; sums are [few][value_dim].
 template <class T>
-void few_soften(T *scores, int few, int count, T scale, bool masked, T *highest, T *total, T *sums, int64_t value_dim) {
+void decode_softmax_step(T *scores, int few, int count, T scale, bool masked, T *highest, T *total, T *sums,
+                         int64_t value_dim) {
     constexpr int L = Lanes<T>::count;
     const T low = -infinity<T>();
     for (int r = 0; r < few; r++) {
@@ -38,7 +45,7 @@ void few_soften(T *scores, int few, int count, T scale, bool masked, T *highest,
         int end = (count + L - 1) / L * L;
         for (int k = count; k < end; k++) row[k] = low;
         Vec<T> tops = load(row);
-        for (int k = L; k < end; k += L) tops = larger<T>(tops, load(row + k));
+        for (int k = L; k < end; k += L) tops = max<T>(tops, load(row + k));
         T top = tops[0];
         for (int l = 1; l < L; l++) top = tops[l] > top ? tops[l] : top;
         T now = top * scale > highest[r] ? top * scale : highest[r], safe = now == low ? T(0) : now;

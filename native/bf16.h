@@ -1,0 +1,154 @@
+// Dot products of bfloat16 pairs (AVX512-BF16): operands in pairs along the sum, results in float.
+#pragma once
+#include "tile.h"
+
+#if defined(__AVX512BF16__)
+#define HAS_BF16_PAIRS 1
+
+namespace ISA {
+
+// A_ROWS: a pair is contiguous in a row of A, and rows are a_step apart; otherwise row k of A holds the pairs of all m.
+// B holds a pair in each lane.
+template <int M, int N, bool A_ROWS>
+INLINE void dot_tile(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m,
+                     int64_t depth, bool add) {
+    __m512 sum[M][N];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) sum[m][n] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < depth; k++) {
+        __m512bh row[N];
+        for (int n = 0; n < N; n++) row[n] = (__m512bh)_mm512_loadu_si512(b + k * b_k + n * 16);
+        for (int m = 0; m < M; m++) {
+            int32_t pair;
+            __builtin_memcpy(&pair, a + (A_ROWS ? m * a_step + 2 * k : k * a_step + 2 * m), 4);
+            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            for (int n = 0; n < N; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], both, row[n]);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) {
+            float *at = c + m * c_m + n * 16;
+            _mm512_storeu_ps(at, add ? _mm512_add_ps(_mm512_loadu_ps(at), sum[m][n]) : sum[m][n]);
+        }
+}
+
+template <int N, bool A_ROWS>
+void dot_columns(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m, int64_t rows,
+                 int64_t depth, bool add) {
+    const int64_t a_m = A_ROWS ? a_step : 2;
+    for (; rows >= TILE_ROWS; rows -= TILE_ROWS, a += TILE_ROWS * a_m, c += TILE_ROWS * c_m)
+        dot_tile<TILE_ROWS, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
+    with_constant<TILE_ROWS - 1>(rows, [=](auto m) INLINE_LAMBDA {
+        dot_tile<decltype(m)::value, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
+    });
+}
+
+template <bool A_ROWS>
+INLINE void dot_matmul(int vectors, const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c,
+                       int64_t c_m, int64_t rows, int64_t depth, bool add) {
+    with_constant<TILE_VECTORS>(vectors, [=](auto n) INLINE_LAMBDA {
+        dot_columns<decltype(n)::value, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add);
+    });
+}
+
+// Queries in the lanes, dims 2 d and 2 d + 1 of each as a pair, laid out as by transpose_in.
+INLINE void interleave_queries(Rows<bfloat16> rows, int low, int high, int from, int to, int64_t width, float sign,
+                               uint32_t *y) {
+    const __m512i flip = _mm512_set1_epi32(sign < 0 ? (int)0x80008000u : 0);
+    for (int lane = from; lane < to; lane += 16) {
+        uint32_t *column =
+            y + (lane - from) / GROUP<float> * GROUP<float> * (width / 2) + (lane - from) % GROUP<float>;
+        for (int64_t d = 0; d < width / 2; d += 16) {
+            Vec<float> x[16];
+            int count = (int)min(16, width / 2 - d);
+            for (int i = 0; i < 16; i++) {
+                int token = lane + i;
+                __mmask16 inside = sign != 0 && token >= low && token < high ? (1u << count) - 1 : 0;
+                const bfloat16 *pairs = rows.x + (token - low) * rows.step + 2 * d;
+                x[i] = (Vec<float>)_mm512_maskz_xor_epi32(inside, _mm512_maskz_loadu_epi32(inside, pairs), flip);
+            }
+            transpose_square<float>(x);
+            for (int i = 0; i < count; i++) store((float *)(column + (d + i) * GROUP<float>), x[i]);
+        }
+    }
+}
+
+// Rows 2 k and 2 k + 1 interleaved. Rows whose bit in `unused` is set become zeros, and so does one past the last.
+INLINE void interleave_rows(Rows<bfloat16> rows, int count, int64_t width, const uint32_t *unused, bfloat16 *y) {
+    static const bfloat16 nothing[1] = {};
+    for (int k = 0; k < count; k += 2) {
+        bool first = !(unused && bit(unused, k)), second = k + 1 < count && !(unused && bit(unused, k + 1));
+        const bfloat16 *x0 = first ? rows.x + k * rows.step : nothing,
+            *x1 = second ? rows.x + (k + 1) * rows.step : nothing;
+        bfloat16 *to = y + k * width;
+        if (first && second) {
+            for (int64_t d = 0; d < width; d++) to[2 * d] = x0[d], to[2 * d + 1] = x1[d];
+        } else {
+            for (int64_t d = 0; d < width; d++)
+                to[2 * d] = first ? x0[d] : bfloat16{}, to[2 * d + 1] = second ? x1[d] : bfloat16{};
+        }
+    }
+}
+
+// Weights [count][step] rounded to bfloat16, rows 2 k and 2 k + 1 as pairs.
+INLINE void interleave_weights(const float *weights, int64_t step, int count, int vectors, uint32_t *y) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (int k = 0; k < count; k += 2)
+        for (int n = 0; n < vectors; n++) {
+            __m512 first = _mm512_loadu_ps(weights + k * step + n * 16);
+            __m512 second = k + 1 < count ? _mm512_loadu_ps(weights + (k + 1) * step + n * 16) : _mm512_setzero_ps();
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+            _mm512_storeu_si512(y + k / 2 * step + n * 16, _mm512_permutexvar_epi16(order, both));
+        }
+}
+
+// The policy (see products.h): keys are read in place, queries, weights and values are interleaved. D must be even.
+struct Bf16Pairs {
+    typedef bfloat16 Element;
+    typedef float Number;
+    static constexpr int KEY_STEP = 2;
+
+    const ringtile_call &c;
+    uint32_t *queries, *weights;
+    bfloat16 *values;
+    Rows<bfloat16> keys;
+
+    static int64_t size(const ringtile_call &c) {
+        return (c.head_dim + GROUP<float> + c.value_dim) / 2 * MAX_BLOCK + MAX_BLOCK;
+    }
+
+    Bf16Pairs(const ringtile_call &call, float *memory) : c(call), keys() {
+        queries = (uint32_t *)memory;
+        weights = queries + c.head_dim / 2 * MAX_BLOCK;
+        values = (bfloat16 *)(weights + GROUP<float> / 2 * MAX_BLOCK);
+    }
+
+    INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, float sign) {
+        Packing packing(c);
+        interleave_queries(query_rows<bfloat16>(c, head, tokens), tokens.low, tokens.high, from, to, c.head_dim, sign,
+                           queries);
+    }
+
+    INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
+        Packing packing(c);
+        keys = key_rows<bfloat16>(c, head, tokens);
+        interleave_rows(value_rows<bfloat16>(c, head, tokens), tokens.high, c.value_dim, unused, values);
+    }
+
+    INLINE void scores(int vectors, int offset, int first, int count, float *scores) {
+        dot_matmul<true>(vectors, keys.row(first), keys.step, queries + offset * (c.head_dim / 2),
+                         GROUP<float>, scores, GROUP<float>, count, c.head_dim / 2, false);
+    }
+
+    INLINE void add_values(int vectors, int first, int count, const float *from, float *sums) {
+        interleave_weights(from, GROUP<float>, count, vectors, weights);
+        dot_matmul<false>(vectors, values + first * c.value_dim, 2 * c.value_dim, weights, GROUP<float>, sums, MAX_BLOCK,
+                          c.value_dim, (count + 1) / 2, true);
+    }
+};
+
+}  // namespace ISA
+#else
+#define HAS_BF16_PAIRS 0
+#endif

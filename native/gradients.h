@@ -1,0 +1,213 @@
+// The gradients of one tile. The matrix products of the backward pass are a policy too, a template parameter of
+// backward.h: a policy packs a column tile (keys in the lanes) or a row tile (queries in the lanes) once, then adds each
+// tile's gradients to sums [d][lane].
+#pragma once
+#include "dropout.h"
+
+namespace ISA {
+
+// A tile of the backward pass. KEYS: keys are in the lanes and queries in the rows; otherwise the other way around.
+template <class T, bool KEYS> struct GradientTile {
+    const Head &head;
+    Tokens queries, keys;
+    const T *lse2, *delta;  // of the queries, by lane
+    const int32_t *bits;    // a row of `words` per token that is not in the lanes; null for a full tile
+    int words;
+    bool masked_keys, any_keys, any_queries;
+    uint32_t unused_keys[MAX_WORDS], unused_queries[MAX_WORDS], keep[MAX_BLOCK][MAX_WORDS];
+
+    INLINE GradientTile(const ringtile_call &c, const Head &at, const Dropout &random, Tokens query_side, Tokens key_side,
+                        int64_t tile, const T *lse2_of, const T *delta_of)
+        : head(at), queries(query_side), keys(key_side), lse2(lse2_of), delta(delta_of), words(words_of(c)) {
+        bits = tile >= 0 ? (KEYS ? c.bits : c.bits_t) + tile * c.block * words : nullptr;
+        masked_keys = ISA::masked_keys(c, head.b, keys, unused_keys);
+        for (int w = 0; w < MAX_WORDS; w++) unused_queries[w] = 0;
+        if (tile >= 0) {
+            add_unused(c, c.cols_any, c.bits_t, tile, keys, queries, unused_keys);
+            add_unused(c, c.rows_any, c.bits, tile, queries, keys, unused_queries);
+        }
+        for (int q = queries.low; q < queries.high; q++)
+            unused_queries[q >> 5] |= (uint32_t)(lse2[q] == infinity<T>()) << (q & 31);
+        any_keys = any_of(unused_keys, keys), any_queries = any_of(unused_queries, queries);
+        if (c.dropout_threshold) dropout_bits<KEYS>(random, c, queries, keys, keep);
+    }
+
+    INLINE const Tokens &others() const { return KEYS ? queries : keys; }
+
+    // The tokens of the other side that the lanes [low, high) keep.
+    INLINE Reach reach(int low, int high) const {
+        const Tokens &side = KEYS ? keys : queries;
+        const uint32_t *unused = KEYS ? any_queries ? unused_queries : nullptr : any_keys ? unused_keys : nullptr;
+        return reach_of(bits, words, unused, (int)max(low, side.low), (int)min(high, side.high), others().low,
+                        others().high);
+    }
+};
+
+// Scores and products of out_grad and values, both [count][GROUP], become dropped weights and gradients of scores. Rows
+// start at lane `first` of their side.
+template <class T, int N, bool KEYS>
+void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int count, int lane,
+                     const GradientTile<T, KEYS> &tile) {
+    constexpr int L = Lanes<T>::count;
+    const T base = (T)(c.scale * 1.44269504088896340736), scale = (T)c.scale;
+    const bool dropout = c.dropout_threshold;
+    const T share = dropout ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), *lse2 = tile.lse2, *delta = tile.delta;
+    const int32_t *bits = tile.bits;
+    const uint32_t *masked = tile.masked_keys ? tile.unused_keys : nullptr;
+    for (int i = 0; i < count; i++) {
+        int other = first + i;
+        bool dropped = !KEYS && masked && bit(masked, other);
+        for (int n = 0; n < N; n++) {
+            int at = lane + n * L;
+            Vec<T> s = load(scores + i * GROUP<T> + n * L), g = load(grads + i * GROUP<T> + n * L);
+            Vec<T> high = KEYS ? splat<T>(lse2[other]) : load(lse2 + at),
+                mean = KEYS ? splat<T>(delta[other]) : load(delta + at);
+            Vec<T> p = exp2<T>(s * base - high), q = p;
+            if (dropout) {
+                Ints<T> keep = lanes_of<T>((const int32_t *)tile.keep[other], at);
+                q = keep ? p * share : Vec<T>{};
+                g = keep ? g * share : Vec<T>{};
+            }
+            g = p * (g - mean) * scale;
+            if (bits || masked) {
+                Ints<T> kept = bits ? lanes_of<T>(bits + other * tile.words, at) : ~Ints<T>{};
+                if (KEYS && masked) kept &= ~lanes_of<T>((const int32_t *)masked, at);
+                if (dropped) kept = Ints<T>{};
+                q = kept ? q : Vec<T>{};
+                g = kept ? g : Vec<T>{};
+            }
+            store(scores + i * GROUP<T> + n * L, q);
+            store(grads + i * GROUP<T> + n * L, g);
+        }
+    }
+}
+
+// Multiply in the accumulation type. The tokens in the lanes are packed once. Those of the other side are read in place,
+// or copied for each tile if they are narrower or some of them are unused.
+template <class E, class T> struct PlainGradients {
+    typedef E Element;
+    typedef T Number;
+    static constexpr int L = Lanes<T>::count;
+
+    const ringtile_call &c;
+    const int64_t width;  // D in whole vectors: of a row of keys whose product is a row of vectors
+    // Operands of D and of Dv numbers: keys and values in the lanes, queries and output gradients beside them, or the
+    // other way around.
+    T *lanes_d, *lanes_dv, *copy_d, *copy_dv, *keys, *used_keys, *query_sums, *scores, *grads;
+    Rows<T> others_d, others_dv;
+
+    static int64_t padded(const ringtile_call &c) { return (c.head_dim + L - 1) / L * L; }
+    static int64_t size(const ringtile_call &c) {
+        return (2 * c.head_dim + 2 * c.value_dim + 3 * padded(c) + 2 * GROUP<T>) * MAX_BLOCK;
+    }
+
+    PlainGradients(const ringtile_call &call, T *x) : c(call), width(padded(call)), others_d(), others_dv() {
+        T **places[] = {&keys, &used_keys, &query_sums, &scores, &grads, &lanes_d, &copy_d, &lanes_dv, &copy_dv};
+        int64_t widths[] = {width, width, width, GROUP<T>, GROUP<T>, c.head_dim, c.head_dim, c.value_dim, c.value_dim};
+        for (int i = 0; i < 9; i++) {
+            *places[i] = x;
+            x += widths[i] * MAX_BLOCK;
+        }
+    }
+
+    INLINE void pack_lanes(Rows<E> rows_d, Rows<E> rows_dv, Tokens side) {
+        int from = side.low / L * L, end = (side.high + L - 1) / L * L;
+        transpose_in(rows_d, side.low, side.high, from, end, c.head_dim, T(1), lanes_d);
+        transpose_in(rows_dv, side.low, side.high, from, end, c.value_dim, T(1), lanes_dv);
+    }
+
+    INLINE void load_others(Rows<E> rows_d, Rows<E> rows_dv, Tokens side, const uint32_t *unused) {
+        constexpr bool same = sizeof(E) == sizeof(T);
+        others_d = {(const T *)rows_d.x, rows_d.step};
+        others_dv = {(const T *)rows_dv.x, rows_dv.step};
+        if (same && !unused) return;
+        Packing packing(c);
+        uint32_t from_low[MAX_WORDS] = {};
+        for (int i = side.low; unused && i < side.high; i++)
+            from_low[(i - side.low) >> 5] |= bit(unused, i) << ((i - side.low) & 31);
+        copy_in(rows_d, side.high - side.low, c.head_dim, c.head_dim, from_low, copy_d);
+        copy_in(rows_dv, side.high - side.low, c.value_dim, c.value_dim, from_low, copy_dv);
+        others_d = {copy_d, c.head_dim};
+        others_dv = {copy_dv, c.value_dim};
+    }
+
+    // Weights and gradients of scores for the group of lanes at `lane`, `offset` lanes after the first packed one, and the
+    // `count` tokens of the other side that start `skipped` rows after its first.
+    template <bool KEYS>
+    INLINE void grade(const GradientTile<T, KEYS> &tile, int vectors, int lane, int offset, int skipped, int count) {
+        matmul<T, true>(vectors, others_d.row(skipped), others_d.step, lanes_d + offset * c.head_dim, GROUP<T>, scores,
+                        GROUP<T>, count, c.head_dim, false);
+        matmul<T, true>(vectors, others_dv.row(skipped), others_dv.step, lanes_dv + offset * c.value_dim, GROUP<T>,
+                        grads, GROUP<T>, count, c.value_dim, false);
+        with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
+            score_gradients<T, decltype(n)::value>(c, scores, grads, tile.others().low + skipped, count, lane, tile);
+        });
+    }
+
+    // Keys of a key head, and `with_rows` if gradients of queries are summed too.
+    INLINE void pack_column(const Head &head, Tokens side, bool with_rows) {
+        Packing packing(c);
+        pack_lanes(key_rows<E>(c, head, side), value_rows<E>(c, head, side), side);
+        uint32_t unused[MAX_WORDS];
+        bool masked = masked_keys(c, head.b, side, unused);
+        if (with_rows)
+            copy_in(key_rows<E>(c, head, side), side.high, c.head_dim, width, masked ? unused : nullptr, keys);
+    }
+
+    // Add to sums of keys and values, and to rows of the queries' gradients unless they are null.
+    INLINE void column_tile(const GradientTile<T, true> &tile, T *key_sums, T *value_sums, T *query_grad) {
+        const Tokens queries = tile.queries;
+        const int low = queries.low, count = queries.high - low, high = tile.keys.high;
+        const bool direct = width == c.head_dim;
+        load_others(query_rows<E>(c, tile.head, queries), out_grad_rows<E>(c, tile.head, queries), queries,
+                    tile.any_queries ? tile.unused_queries : nullptr);
+        if (query_grad && tile.any_keys) {
+            Packing packing(c);
+            copy_in(key_rows<E>(c, tile.head, tile.keys), high, c.head_dim, width, tile.unused_keys, used_keys);
+        }
+        const T *own_keys = tile.any_keys ? used_keys : keys;
+        T *rows = direct ? query_grad : query_sums;
+        if (query_grad && !direct) copy_in(Rows<T>{query_grad, c.head_dim}, count, c.head_dim, width, nullptr, rows);
+        for (int lane = 0; lane < high; lane += GROUP<T>) {
+            int vectors = (int)min(TILE_VECTORS, (high - lane + L - 1) / L);
+            Reach reach = tile.reach(lane, lane + GROUP<T>);
+            if (reach.first >= reach.last) continue;
+            int skipped = reach.first - low, near = reach.last - reach.first;
+            grade(tile, vectors, lane, lane, skipped, near);
+            matmul<T, false>(vectors, others_dv.row(skipped), others_dv.step, scores, GROUP<T>, value_sums + lane,
+                             MAX_BLOCK, c.value_dim, near, true);
+            matmul<T, false>(vectors, others_d.row(skipped), others_d.step, grads, GROUP<T>, key_sums + lane, MAX_BLOCK,
+                             c.head_dim, near, true);
+            for (int64_t d = 0; query_grad && d < width; d += GROUP<T>)
+                matmul<T, true>((int)min(TILE_VECTORS, (width - d) / L), grads, GROUP<T>, own_keys + lane * width + d,
+                                width, rows + skipped * width + d, width, near, min(GROUP<T>, high - lane), true);
+        }
+        for (int i = 0; query_grad && !direct && i < count; i++)
+            __builtin_memcpy(query_grad + i * c.head_dim, rows + i * width, c.head_dim * sizeof(T));
+    }
+
+    INLINE void pack_row(const Head &head, Tokens side) {
+        Packing packing(c);
+        pack_lanes(query_rows<E>(c, head, side), out_grad_rows<E>(c, head, side), side);
+    }
+
+    INLINE void row_tile(const GradientTile<T, false> &tile, T *sums) {
+        const Tokens keys = tile.keys;
+        const int from = tile.queries.low / L * L, end = (tile.queries.high + L - 1) / L * L;
+        load_others(key_rows<E>(c, tile.head, keys), value_rows<E>(c, tile.head, keys), keys,
+                    tile.any_keys ? tile.unused_keys : nullptr);
+        for (int lane = from; lane < end; lane += GROUP<T>) {
+            int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
+            Reach reach = tile.reach(lane, lane + GROUP<T>);
+            // Start at a group of keys and add one group at a time, as columns do, to get the same bits.
+            int skipped = reach.first / GROUP<T> * GROUP<T>, near = reach.last - skipped;
+            if (near <= 0) continue;
+            grade(tile, vectors, lane, lane - from, skipped, near);
+            for (int64_t k = 0; k < near; k += GROUP<T>)
+                matmul<T, false>(vectors, others_d.row(skipped + k), others_d.step, grads + k * GROUP<T>, GROUP<T>,
+                                 sums + lane, MAX_BLOCK, c.head_dim, min(GROUP<T>, near - k), true);
+        }
+    }
+};
+
+}  // namespace ISA

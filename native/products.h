@@ -1,0 +1,61 @@
+// The matrix products of the forward pass are a policy, a template parameter of forward.h. A policy packs the queries of
+// a row tile once, reads each tile's keys and values, and for groups of lanes computes scores [key][lane] and adds
+// weights times values to sums [d][lane]. Its KEY_STEP is the number of keys that it takes together.
+#pragma once
+#include "tile.h"
+
+namespace ISA {
+
+// Multiply in the accumulation type: keys and values are read in place if they have it, and widened otherwise.
+template <class E, class T> struct Plain {
+    typedef E Element;
+    typedef T Number;
+    static constexpr int KEY_STEP = 1;
+
+    const ringtile_call &c;
+    T *queries, *key_copy, *value_copy;
+    Rows<T> keys, values;
+
+    // The scratch of a policy, in numbers of the accumulation type.
+    static int64_t size(const ringtile_call &c) { return (2 * c.head_dim + c.value_dim) * MAX_BLOCK; }
+
+    Plain(const ringtile_call &call, T *memory) : c(call), keys(), values() {
+        queries = memory;
+        key_copy = queries + c.head_dim * MAX_BLOCK;
+        value_copy = key_copy + c.head_dim * MAX_BLOCK;
+    }
+
+    // Lanes from `from` to `to`; those without a query are zero. The sign is 1, -1 or 0.
+    INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, T sign) {
+        Packing packing(c);
+        transpose_in(query_rows<E>(c, head, tokens), tokens.low, tokens.high, from, to, c.head_dim, sign, queries);
+    }
+
+    INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
+        constexpr bool same = sizeof(E) == sizeof(T);
+        Rows<E> key = key_rows<E>(c, head, tokens), value = value_rows<E>(c, head, tokens);
+        keys = {(const T *)key.x, key.step};
+        values = {(const T *)value.x, value.step};
+        if (same && !unused) return;
+        Packing packing(c);
+        if (!same) {
+            copy_in(key, tokens.high, c.head_dim, c.head_dim, nullptr, key_copy);
+            keys = {key_copy, c.head_dim};
+        }
+        copy_in(value, tokens.high, c.value_dim, c.value_dim, unused, value_copy);
+        values = {value_copy, c.value_dim};
+    }
+
+    // Scores of `count` keys that start at `first`, for the group of lanes `offset` lanes after the first packed one.
+    INLINE void scores(int vectors, int offset, int first, int count, T *scores) {
+        matmul<T, true>(vectors, keys.row(first), keys.step, queries + offset * c.head_dim, GROUP<T>, scores,
+                        GROUP<T>, count, c.head_dim, false);
+    }
+
+    INLINE void add_values(int vectors, int first, int count, const T *weights, T *sums) {
+        matmul<T, false>(vectors, values.row(first), values.step, weights, GROUP<T>, sums, MAX_BLOCK,
+                         c.value_dim, count, true);
+    }
+};
+
+}  // namespace ISA

@@ -1,7 +1,7 @@
 // A few queries against a tile, as in decoding: the head dim lies in the lanes, so no lane is idle and each key and value
 // is read once.
 #pragma once
-#include "products.h"
+#include "tile.h"
 
 namespace ISA {
 
@@ -14,9 +14,10 @@ template <class T> INLINE bool decodes(const ringtile_call &c, Tokens queries) {
            c.value_dim % L == 0;
 }
 
-// Scores [few][MAX_BLOCK] of queries [few][width] and `count` keys; width is a multiple of the lanes.
+// Scores [few][MAX_BLOCK] of queries and `count` keys; width is a multiple of the lanes. The backward pass calls this too:
+// with another order of additions, weights exp(score - lse) would be off by |score| roundings.
 template <class T>
-void decode_scores(const T *queries, int few, Rows<T> keys, int count, int64_t width, T *scores) {
+void decode_scores(Rows<T> queries, int few, Rows<T> keys, int count, int64_t width, T *scores) {
     constexpr int L = Lanes<T>::count;
     for (int k = 0; k < count; k += L)
         for (int r = 0; r < few; r++) {
@@ -25,7 +26,7 @@ void decode_scores(const T *queries, int few, Rows<T> keys, int count, int64_t w
                 // Past the end, read the last key again and ignore the result.
                 const T *key = keys.row(min(k + i, count - 1));
                 sum[i] = Vec<T>{};
-                for (int64_t d = 0; d < width; d += L) sum[i] += load(queries + r * width + d) * load(key + d);
+                for (int64_t d = 0; d < width; d += L) sum[i] += load(queries.row(r) + d) * load(key + d);
             }
             transpose_square<T>(sum);
             for (int half = L / 2; half; half /= 2)

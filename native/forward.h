@@ -4,6 +4,7 @@
 #include "bf16.h"
 #include "decode.h"
 #include "dropout.h"
+#include "products.h"
 
 namespace ISA {
 
@@ -213,7 +214,7 @@ template <class P> void decode_row(const ringtile_call &c, const RowItem &row, F
         uint32_t unused[MAX_WORDS];
         Mask mask = mask_of(c, row.head.b, row.queries, keys, tile, unused);
         products.load_tile(row.head, keys, mask.unused);
-        decode_scores(queries, few, products.keys, keys.high, c.head_dim, weights);
+        decode_scores({queries, c.head_dim}, few, products.keys, keys.high, c.head_dim, weights);
         for (int r = 0; mask.partial() && r < few; r++) {
             int lane = low + r;
             for (int k = 0; k < keys.high; k++) {

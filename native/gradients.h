@@ -2,6 +2,7 @@
 // backward.h: a policy packs a column tile (keys in the lanes) or a row tile (queries in the lanes) once, then adds each
 // tile's gradients to sums [d][lane].
 #pragma once
+#include "decode.h"
 #include "dropout.h"
 
 namespace ISA {
@@ -93,8 +94,9 @@ template <class E, class T> struct PlainGradients {
     const int64_t width;  // D in whole vectors: of a row of keys whose product is a row of vectors
     // Operands of D and of Dv numbers: keys and values in the lanes, queries and output gradients beside them, or the
     // other way around.
-    T *lanes_d, *lanes_dv, *copy_d, *copy_dv, *keys, *used_keys, *query_sums, *scores, *grads;
+    T *lanes_d, *lanes_dv, *copy_d, *copy_dv, *keys, *used_keys, *query_copy, *scores, *grads;
     Rows<T> others_d, others_dv;
+    T decoded[DECODE_QUERIES * MAX_BLOCK];  // scores of the current tile if it decodes
 
     static int64_t padded(const ringtile_call &c) { return (c.head_dim + L - 1) / L * L; }
     static int64_t size(const ringtile_call &c) {
@@ -102,7 +104,7 @@ template <class E, class T> struct PlainGradients {
     }
 
     PlainGradients(const ringtile_call &call, T *x) : c(call), width(padded(call)), others_d(), others_dv() {
-        T **places[] = {&keys, &used_keys, &query_sums, &scores, &grads, &lanes_d, &copy_d, &lanes_dv, &copy_dv};
+        T **places[] = {&keys, &used_keys, &query_copy, &scores, &grads, &lanes_d, &copy_d, &lanes_dv, &copy_dv};
         int64_t widths[] = {width, width, width, GROUP<T>, GROUP<T>, c.head_dim, c.head_dim, c.value_dim, c.value_dim};
         for (int i = 0; i < 9; i++) {
             *places[i] = x;
@@ -131,12 +133,25 @@ template <class E, class T> struct PlainGradients {
         others_dv = {copy_dv, c.value_dim};
     }
 
+    // The scores of a few queries, from [query][key] to where `grade` wants them.
+    template <bool KEYS>
+    INLINE void place_decoded(const GradientTile<T, KEYS> &tile, int vectors, int lane, int skipped, int count) {
+        const int few = tile.queries.high - tile.queries.low;
+        for (int i = 0; i < count; i++)
+            for (int l = 0; l < vectors * L; l++) {
+                int query = KEYS ? skipped + i : lane + l - tile.queries.low, key = KEYS ? lane + l : skipped + i;
+                scores[i * GROUP<T> + l] = query >= 0 && query < few ? decoded[query * MAX_BLOCK + key] : T(0);
+            }
+    }
+
     // Weights and gradients of scores for the group of lanes at `lane`, `offset` lanes after the first packed one, and the
     // `count` tokens of the other side that start `skipped` rows after its first.
     template <bool KEYS>
     INLINE void grade(const GradientTile<T, KEYS> &tile, int vectors, int lane, int offset, int skipped, int count) {
-        matmul<T, true>(vectors, others_d.row(skipped), others_d.step, lanes_d + offset * c.head_dim, GROUP<T>, scores,
-                        GROUP<T>, count, c.head_dim, false);
+        if (decodes<T>(c, tile.queries)) place_decoded(tile, vectors, lane, skipped, count);
+        else
+            matmul<T, true>(vectors, others_d.row(skipped), others_d.step, lanes_d + offset * c.head_dim, GROUP<T>,
+                            scores, GROUP<T>, count, c.head_dim, false);
         matmul<T, true>(vectors, others_dv.row(skipped), others_dv.step, lanes_dv + offset * c.value_dim, GROUP<T>,
                         grads, GROUP<T>, count, c.value_dim, false);
         with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
@@ -150,7 +165,7 @@ template <class E, class T> struct PlainGradients {
         pack_lanes(key_rows<E>(c, head, side), value_rows<E>(c, head, side), side);
         uint32_t unused[MAX_WORDS];
         bool masked = masked_keys(c, head.b, side, unused);
-        if (with_rows)
+        if (with_rows || sizeof(E) != sizeof(T))
             copy_in(key_rows<E>(c, head, side), side.high, c.head_dim, width, masked ? unused : nullptr, keys);
     }
 
@@ -165,8 +180,14 @@ template <class E, class T> struct PlainGradients {
             Packing packing(c);
             copy_in(key_rows<E>(c, tile.head, tile.keys), high, c.head_dim, width, tile.unused_keys, used_keys);
         }
+        if (decodes<T>(c, queries)) {
+            Rows<E> in_place = key_rows<E>(c, tile.head, tile.keys);
+            bool same = sizeof(E) == sizeof(T);
+            decode_scores(others_d, count, same ? Rows<T>{(const T *)in_place.x, in_place.step} : Rows<T>{keys, width},
+                          high, c.head_dim, decoded);
+        }
         const T *own_keys = tile.any_keys ? used_keys : keys;
-        T *rows = direct ? query_grad : query_sums;
+        T *rows = direct ? query_grad : query_copy;
         if (query_grad && !direct) copy_in(Rows<T>{query_grad, c.head_dim}, count, c.head_dim, width, nullptr, rows);
         for (int lane = 0; lane < high; lane += GROUP<T>) {
             int vectors = (int)min(TILE_VECTORS, (high - lane + L - 1) / L);
@@ -189,6 +210,8 @@ template <class E, class T> struct PlainGradients {
     INLINE void pack_row(const Head &head, Tokens side) {
         Packing packing(c);
         pack_lanes(query_rows<E>(c, head, side), out_grad_rows<E>(c, head, side), side);
+        if (decodes<T>(c, side))
+            copy_in(query_rows<E>(c, head, side), side.high - side.low, c.head_dim, width, nullptr, query_copy);
     }
 
     INLINE void row_tile(const GradientTile<T, false> &tile, T *sums) {
@@ -196,6 +219,9 @@ template <class E, class T> struct PlainGradients {
         const int from = tile.queries.low / L * L, end = (tile.queries.high + L - 1) / L * L;
         load_others(key_rows<E>(c, tile.head, keys), value_rows<E>(c, tile.head, keys), keys,
                     tile.any_keys ? tile.unused_keys : nullptr);
+        if (decodes<T>(c, tile.queries))
+            decode_scores({query_copy, width}, tile.queries.high - tile.queries.low, others_d, keys.high, c.head_dim,
+                          decoded);
         for (int lane = from; lane < end; lane += GROUP<T>) {
             int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
             Reach reach = tile.reach(lane, lane + GROUP<T>);

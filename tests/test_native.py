@@ -324,7 +324,7 @@ def make(case: Case) -> Problem:
     if case.key_mask:
         options["key_mask"] = torch.rand(case.batch, case.n_keys) < 0.7
     if case.key_lengths:
-        options["key_lengths"] = torch.randint(0, case.n_keys + 5, (case.batch,))
+        options["key_lengths"] = torch.randint(0, case.n_keys + 1, (case.batch,))
     masks = {name: options[name] for name in ("key_mask", "key_lengths") if name in options}
     kept = kept_pairs(index, tensors[0], tensors[1], **masks)
     if case.dropout_p:
@@ -603,7 +603,8 @@ def test_gradients_of_a_few_queries_are_as_exact_as_torchs(
         out = torch.nn.functional.scaled_dot_product_attention(*leaves)
         theirs = dict(zip("qkv", torch.autograd.grad(out, leaves, out_grad), strict=True))
         for name, wanted in exact.grads.items():
-            assert relative_error(mine.grads[name], wanted) < 3 * relative_error(theirs[name], wanted), (name, n_queries)
+            bound = 3 * relative_error(theirs[name], wanted)
+            assert relative_error(mine.grads[name], wanted) < bound, (name, n_queries)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

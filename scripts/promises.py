@@ -46,11 +46,11 @@ INTRODUCTION = """\
 
 ringtile was built after five documents: the optimization *plan*, the optimization *report*, the *session* summary and
 the *guide* of dilated-attention-pytorch, and the *readme* of Sparse-attention. They name many things and promise many
-numbers. This page lists each one and what became of it.
+numbers. This page lists each one with its status today.
 
 * **true**: it was right there, and it holds here.
 * **true now**: it did not hold there, and it holds here.
-* **pending**: it does not hold here yet. The row says what it waits for.
+* **pending**: it does not hold here yet. The row names the reason.
 * **declined**: it could be built, and ringtile does not build it. The row says why.
 * **impossible**: it cannot be. The row says why.
 
@@ -71,7 +71,7 @@ def entries() -> list[tuple[str, dict[str, Any]]]:
 
 
 def measured(cell: dict[str, Any]) -> tuple[float, str]:
-    """Return the figure that a cell names in a record, and a text that says of what it is.
+    """Return the figure that a cell names in a record, and a description.
 
     Raises ValueError if the record lacks it.
     """
@@ -99,18 +99,18 @@ def is_met(cell: dict[str, Any]) -> bool:
 
 def told(cell: dict[str, Any]) -> str:
     """Return the figure of a cell as text, with its target."""
-    value, what = measured(cell)
+    value, text = measured(cell)
     shape = FIGURES[cell.get("figure", "speedup")]
     asked = [
         f"{word} {shape.format(cell[bound])}"
         for bound, word in (("least", "at least"), ("most", "at most"))
         if bound in cell
     ]
-    return f"*{shape.format(value)}*{f' (target: {asked[0]})' if asked else ''}: {what}"
+    return f"*{shape.format(value)}*{f' (target: {asked[0]})' if asked else ''}: {text}"
 
 
 def status_of(entry: dict[str, Any]) -> tuple[str, str]:
-    """Return the status of an entry and what it waits for; a target that the record misses makes it pending."""
+    """Return the status of an entry and the reason for waiting. A target that the record misses makes it pending."""
     if entry["status"] == "true now" and not all(map(is_met, entry.get("cells", ()))):
         return "pending", "speed"
     return entry["status"], entry.get("waits", "")
@@ -149,12 +149,12 @@ def _lines() -> Iterator[str]:
     yield ", ".join(f"{counts[status]} {status}" for status in STATUSES) + "."
     for title in dict.fromkeys(title for title, _ in found):
         yield f"\n## {title}\n"
-        yield "| promise | from | status | what holds | evidence |"
+        yield "| promise | from | status | today | evidence |"
         yield "|---|---|---|---|---|"
         for entry in (entry for other, entry in found if other == title):
             status, waits = status_of(entry)
             status = f"**{status}**" + (f" ({waits})" if waits else "")
-            cells = [entry["what"], ", ".join(entry["in"]), status, _now(entry), _evidence(entry)]
+            cells = [entry["promise"], ", ".join(entry["in"]), status, _now(entry), _evidence(entry)]
             yield f"| {' | '.join(map(_cell, cells))} |"
 
 

@@ -116,6 +116,17 @@ def test_attention_is_that_of_the_rule(config: str, is_causal: bool, n_tokens: i
         assert relative_error(heads_first(ours), theirs) < 1e-12
 
 
+def test_compiling_leaves_the_solver_out_of_the_graph() -> None:
+    attention = BlockSparseRingDilatedAttention(sparse_config=SparsePatternConfig("local_window", 0.75))
+    expected = attention(X)
+    before = attention.pattern_generator.pattern_cache.solved.cache_info()
+    found = torch.compile(attention, backend="eager")(X)
+    after = attention.pattern_generator.pattern_cache.solved.cache_info()
+    torch.compiler.reset()
+    assert torch.equal(found, expected)
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("n_tokens", [100, 701])
 def test_inside_segments_the_rule_applies_to_dilated_places(n_tokens: int, is_causal: bool) -> None:
@@ -594,7 +605,11 @@ def test_every_argument_does_something(kind: type[Any], name: str) -> None:
 def _config_output(**arguments: Any) -> tuple[Any, ...]:
     config = SparsePatternConfig(**arguments)
     generator = SparsePatternGenerator(config)
-    return generator.rule(1000), generator.create_pattern(1000).shape, generator.pattern_cache.get_stats().solved
+    return (
+        generator.rule(1000),
+        generator.create_pattern(1000).shape,
+        generator.pattern_cache.solved.cache_info().currsize,
+    )
 
 
 @pytest.mark.parametrize(
@@ -758,13 +773,13 @@ def test_the_cache_drops_what_was_used_least_recently() -> None:
     generator.pattern_cache = cache
     made: list[int] = []
     for n_tokens in (100, 200, 100, 300, 100, 200):
-        before = cache.get_stats().misses
+        before = cache.solved.cache_info().misses
         assert generator.rule(n_tokens) == Window(256)
-        made += [n_tokens] * (cache.get_stats().misses - before)
+        made += [n_tokens] * (cache.solved.cache_info().misses - before)
     assert made == [100, 200, 300, 200]
-    assert cache.get_stats() == (2, 4, 2, 1)
+    assert (len(cache), cache.solved.cache_info()) == (1, (2, 4, 2, 2))
     cache.clear()
-    assert cache.get_stats() == (0, 0, 0, 0)
+    assert (len(cache), cache.solved.cache_info()) == (0, (0, 0, 2, 0))
     assert 7 not in cache
     for wrong in (0, True, 2.5):
         with pytest.raises(ValueError, match="max_size"):

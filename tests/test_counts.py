@@ -62,9 +62,7 @@ class Recorder(TorchDispatchMode):
 def forward_and_backward(index: BlockIndex, heads: int = 2, head_dim: int = 8, **options: Any) -> list[Recorder]:
     """What `blockwise` runs for one call, once it has seen the index."""
     q, k, v, out_grad = make_inputs(1, heads, index.n_queries, index.n_keys, head_dim, dtype=torch.float32)
-    nothing: dict[str, Any] = dict.fromkeys(Call._fields)
-    facts = {"pattern": "", "start": index.start, "block": index.block, "scale": 0.3, "dropout_p": 0.0, "softcap": 0.0}
-    call = Call(**nothing | {"tiles": index.tensors(), "backend": "blockwise"} | facts | options)
+    call = Call(index.start, index.block, 0.3, tiles=index.tensors(), backend="blockwise", **options)
     backend = load("blockwise")
     recorders = []
     for _ in range(2):

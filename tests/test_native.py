@@ -705,7 +705,7 @@ def test_a_call_is_bounded() -> None:
     assert native._OPERATIONS_A_CALL <= 4e10
     index = build_index(Causal(), 1024)
     q = torch.empty(4, 8, 1024, 64)
-    job = native._Job(q, q, q, Call(index.tensors(), "", 0, 128, None, None, None, None, 1.0, 0.0, 0.0, "native"))
+    job = native._Job(q, q, q, Call(0, 128, 1.0, tiles=index.tensors(), backend="native"))
     spans: list[int] = []
     job._call = lambda function: spans.append(job.c.last_item - job.c.first_item)  # type: ignore[method-assign]
     job.run(True, 0, 256, 64.5 * native._OPERATIONS_A_CALL * job.c.threads)
@@ -781,9 +781,8 @@ def test_strides_beyond_32_bits(dim: int, tmp_path: Path) -> None:
 # What the library would read beside its tensors is refused.
 
 
-def call_of(index: BlockIndex, **changes: Any) -> Call:
-    call = Call(index.tensors(), "", index.start, index.block, None, None, None, None, 0.25, 0.0, 0.0, "native")
-    return call._replace(**changes)
+def call_of(made: BlockIndex, **changes: Any) -> Call:
+    return Call(made.start, made.block, 0.25, **{"tiles": made.tensors(), "backend": "native", **changes})
 
 
 Q, K = torch.zeros(2, 4, 100, 16), torch.zeros(2, 2, 150, 16)

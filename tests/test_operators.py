@@ -67,21 +67,11 @@ def worst(actual: Any, expected: Any) -> float:
 
 def call_of(served: Pattern | BlockIndex, n_queries: int, n_keys: int, backend: str, **options: Any) -> Call:
     key_mask = options.pop("key_mask", None)
-    fields: dict[str, Any] = {
-        "tiles": served.tensors() if isinstance(served, BlockIndex) else [],
-        "pattern": "" if isinstance(served, BlockIndex) else served.text,
-        "start": n_keys - n_queries,
-        "block": served.block if isinstance(served, BlockIndex) else 128,
-        "key_bits": None if key_mask is None else pack_keys(key_mask),
-        "key_lengths": None,
-        "seed": None,
-        "alibi_slopes": None,
-        "scale": 0.3,
-        "dropout_p": 0.0,
-        "softcap": 0.0,
-        "backend": backend,
-    }
-    return Call(**fields | options)
+    kept = {"tiles": served.tensors()} if isinstance(served, BlockIndex) else {"pattern": served.text}
+    if key_mask is not None:
+        options["key_bits"] = pack_keys(key_mask)
+    block = served.block if isinstance(served, BlockIndex) else 128
+    return Call(start=n_keys - n_queries, block=block, scale=0.3, **kept, **options, backend=backend)
 
 
 @pytest.mark.parametrize(

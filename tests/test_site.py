@@ -142,11 +142,11 @@ def test_the_promises_are_those_of_the_table() -> None:
 PROMISES = script("promises").entries()
 
 
-@pytest.mark.parametrize("entry", [entry for _, entry in PROMISES], ids=lambda entry: entry["what"][:40])
+@pytest.mark.parametrize("entry", [entry for _, entry in PROMISES], ids=lambda entry: entry["promise"][:40])
 def test_what_is_behind_a_promise_exists(entry: dict[str, object]) -> None:
     promises = script("promises")
-    known = {"what", "in", "status", "waits", "now", "before", "here", "proof", "sums", "cells"}
-    assert {"what", "in", "status", "now"} <= set(entry) <= known
+    known = {"promise", "in", "status", "waits", "now", "before", "here", "proof", "sums", "cells"}
+    assert {"promise", "in", "status", "now"} <= set(entry) <= known
     assert entry["status"] in promises.STATUSES
     assert set(entry["in"]) <= set(promises.DOCUMENTS)
     assert ("waits" in entry) == (entry["status"] == "pending")
@@ -213,7 +213,7 @@ def test_only_the_migration_page_links_to_the_promises() -> None:
 
 
 def test_promises_are_told_once() -> None:
-    told = [entry["what"] for _, entry in PROMISES]
+    told = [entry["promise"] for _, entry in PROMISES]
     assert len(told) == len(set(told))
 
 

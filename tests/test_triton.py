@@ -31,8 +31,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 def call_of(pattern: Pattern, n_queries: int, n_keys: int, heads: int, **options: object) -> Call:
     index = build_index(pattern, n_queries, n_keys, heads=heads)
-    call = Call(index.tensors(), "", index.start, index.block, None, None, None, None, 0.1, 0.0, 0.0, "triton")
-    return call._replace(**options)
+    return Call(index.start, index.block, 0.1, tiles=index.tensors(), **{"backend": "triton", **options})
 
 
 # In the interpreter.

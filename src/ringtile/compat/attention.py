@@ -229,9 +229,9 @@ class BlockSparseRingDilatedAttention(nn.Module):
         ``pattern_cache_size`` counts patterns, your own and solved. ``memory_reduction`` is the fraction of the score
         matrix, in tiles, that is never computed. ``theoretical_speedup`` is dense over computed tiles.
         """
-        stats, tiles = self.pattern_generator.pattern_cache.get_stats(), self._tile_density()
+        cache, tiles = self.pattern_generator.pattern_cache, self._tile_density()
         return {
-            "pattern_cache_size": stats.given + stats.solved,
+            "pattern_cache_size": len(cache) + cache.solved.cache_info().currsize,
             "memory_reduction": 1 - tiles,
             "theoretical_speedup": 1 / tiles if tiles else math.inf,
         }

@@ -115,17 +115,6 @@ def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=3)
 
 
-class CacheStats(NamedTuple):
-    """The result of `PersistentPatternCache.get_stats`."""
-
-    hits: int
-    misses: int
-    solved: int
-    """Rules remembered, at most ``max_size``."""
-    given: int
-    """Matrices that you stored."""
-
-
 class PersistentPatternCache(UserDict[int, Tensor]):
     """Patterns of your own by sequence length, and the rules that were solved for a density.
 
@@ -139,8 +128,8 @@ class PersistentPatternCache(UserDict[int, Tensor]):
 
     >>> cache = PersistentPatternCache()
     >>> cache[256] = torch.eye(2, dtype=torch.bool)
-    >>> len(cache), cache.get_stats().given
-    (1, 1)
+    >>> len(cache), cache.solved.cache_info().currsize
+    (1, 0)
     """
 
     def __init__(self, max_size: int = 100) -> None:
@@ -176,11 +165,6 @@ class PersistentPatternCache(UserDict[int, Tensor]):
         self.data.clear()
         self.solved.cache_clear()
 
-    def get_stats(self) -> CacheStats:
-        """Return hits, misses and sizes since the last `clear`."""
-        info = self.solved.cache_info()
-        return CacheStats(info.hits, info.misses, info.currsize, len(self))
-
 
 class SparsePatternGenerator:
     """Makes the pattern of a configuration for a length: always the same pattern, of the density asked for.
@@ -205,9 +189,11 @@ class SparsePatternGenerator:
         Raises ValueError if a field of the configuration is out of range.
         """
         n_keys = n_queries if n_keys is None else n_keys
-        rule = self.inside((Problem(n_queries, n_keys, n_keys - n_queries),), is_causal=is_causal)
+        rule: Pattern = self.inside((Problem(n_queries, n_keys, n_keys - n_queries),), is_causal=is_causal)
         return Causal() & rule if is_causal else rule
 
+    # Traced, it would build its indices in the graph and ignore the cache.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def inside(self, problems: tuple[Problem, ...], *, is_causal: bool) -> Pattern:
         """Return one rule for several problems; causality is left to the caller.
 
@@ -232,26 +218,21 @@ class SparsePatternGenerator:
 
         A pattern of your own that differs between heads has a leading ``[num_heads]``.
         """
-        return kept_blocks(self.rule(seq_len, is_causal=is_causal), seq_len, self.config.block_size)
+        rule, block_size = self.rule(seq_len, is_causal=is_causal), self.config.block_size
+        index = build_index(rule, seq_len, heads=rule.n_heads or 1, block=min(block_size, 128))
+        blocks = torch.zeros(index.n_groups, index.n_rows, index.n_cols, dtype=torch.bool)
+        blocks.view(-1)[index.entries().number] = True
+        blocks = blocks[index.group[0].long()]
+        if block_size > index.block:
+            blocks = F.max_pool2d(blocks.float(), block_size // index.block, ceil_mode=True).bool()
+        return blocks if rule.n_heads else blocks[0]
 
     def generate_pattern(self, seq_len: int, num_heads: int = 1, is_causal: bool = False) -> Tensor:
         """Return the blocks with a kept pair in each head, bool ``[num_heads, blocks, blocks]``.
 
         Raises ValueError if a pattern of your own is defined for another number of heads.
         """
-        rule = self.rule(seq_len, is_causal=is_causal)
-        if rule.n_heads not in (None, num_heads):
-            raise ValueError(f"num_heads: the pattern of {seq_len} tokens is for {rule.n_heads}, got {num_heads=}")
-        blocks = kept_blocks(rule, seq_len, self.config.block_size)
+        blocks = self.create_pattern(seq_len, is_causal)
+        if blocks.dim() == 3 and len(blocks) != num_heads:
+            raise ValueError(f"num_heads: the pattern of {seq_len} tokens is for {len(blocks)}, got {num_heads=}")
         return blocks.expand(num_heads, *blocks.shape[-2:])
-
-
-def kept_blocks(rule: Pattern, seq_len: int, block_size: int) -> Tensor:
-    """Return the blocks of a rule with a kept pair: bool ``[R, C]``, or ``[H, R, C]`` if it is defined per head."""
-    index = build_index(rule, seq_len, heads=rule.n_heads or 1, block=min(block_size, 128))
-    blocks = torch.zeros(index.n_groups, index.n_rows, index.n_cols, dtype=torch.bool)
-    blocks.view(-1)[index.entries().number] = True
-    blocks = blocks[index.group[0].long()]
-    if block_size > index.block:
-        blocks = F.max_pool2d(blocks.float(), block_size // index.block, ceil_mode=True).bool()
-    return blocks if rule.n_heads else blocks[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, Facts, attention, pack_keys
+from ringtile.kernels.contracts import Call, attention, pack_keys
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.reference import attention_reference
 from ringtile.kernels.select import NAMES, select
@@ -332,25 +332,22 @@ def sparse_attention(
         if query.dtype != torch.float64:
             lse = lse.float()
     else:
-        tensors = [] if index is None else index.tensors()
-        bits = None if key_mask is None else pack_keys(key_mask)
         call = Call(
-            tensors,
-            text,
-            first,
-            block,
-            bits,
-            key_lengths,
-            seed,
-            alibi_slopes,
-            scale,
-            dropout_p,
-            softcap,
-            backend or "",
+            start=first,
+            block=block,
+            scale=scale,
+            tiles=() if index is None else index.tensors(),
+            pattern=text,
+            key_bits=None if key_mask is None else pack_keys(key_mask),
+            key_lengths=key_lengths,
+            seed=seed,
+            alibi_slopes=alibi_slopes,
+            dropout_p=dropout_p,
+            softcap=softcap,
+            backend=backend or "",
         )
-        facts = Facts(text, first, block, scale, dropout_p, softcap, select(query, key, value, call))
         with without_autocast(query):
-            out, lse = attention(query, key, value, facts, bits, key_lengths, seed, alibi_slopes, tensors)
+            out, lse = attention(query, key, value, call._replace(backend=select(query, key, value, call)))
     if sinks is not None:
         out = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

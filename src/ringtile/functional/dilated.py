@@ -95,29 +95,24 @@ def _all_parts(q: Tensor, k: Tensor, options: _Options) -> Iterator[tuple[int, _
 
 def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Call:
     """The operator call that serves a part."""
-    text, tiles = part.rule.text or "", []
+    text, index = part.rule.text or "", None
     if not text:
         lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2], "start": part.piece.start}
         index = build_index(
             part.rule, **lengths, heads=q.shape[1], batch=max(q.shape[0], 1), block=_BLOCK, device=q.device
         )
-        tiles = index.tensors()
-    bits = None if part.key_mask is None else pack_keys(part.key_mask)
-    asked = Call(
-        tiles,
-        text,
-        part.piece.start,
-        _BLOCK,
-        bits,
-        None,
-        part.seed,
-        None,
-        options.scale,
-        options.dropout_p,
-        0.0,
-        options.backend or "",
+    call = Call(
+        start=part.piece.start,
+        block=_BLOCK,
+        scale=options.scale,
+        tiles=() if index is None else index.tensors(),
+        pattern=text,
+        key_bits=None if part.key_mask is None else pack_keys(part.key_mask),
+        seed=part.seed,
+        dropout_p=options.dropout_p,
+        backend=options.backend or "",
     )
-    return asked._replace(backend=select(q, k, v, asked))
+    return call._replace(backend=select(q, k, v, call))
 
 
 class _Merged(torch.autograd.Function):

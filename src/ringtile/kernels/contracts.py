@@ -20,8 +20,8 @@ from ringtile.layout.tiles import pack_words, unpack_words
 from ringtile.patterns import parse
 
 _CALL = (
-    "Tensor[] index, str pattern, SymInt start, SymInt block, Tensor? key_bits, Tensor? key_lengths, Tensor? seed, "
-    "Tensor? alibi_slopes, float scale, float dropout_p, float softcap, str backend"
+    "SymInt start, SymInt block, float scale, Tensor[] index, str pattern, Tensor? key_bits, Tensor? key_lengths, "
+    "Tensor? seed, Tensor? alibi_slopes, float dropout_p, float softcap, str backend"
 )
 _ROWS = "Tensor out_grad, Tensor? lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
@@ -38,25 +38,25 @@ library.define(
 
 
 class Call(NamedTuple):
-    """The arguments that the three operators share, after their tensors; in schema order."""
+    """The arguments that the three operators share, after their own tensors; in schema order."""
 
-    tiles: Sequence[Tensor]
-    """The tensors of a `BlockIndex`, or none where ``pattern`` says what is kept."""
-    pattern: str
     start: int
     block: int
-    key_bits: Tensor | None
-    """``[B, ceil(M / 32)]`` int32: the keys that may be attended to."""
-    key_lengths: Tensor | None
-    """``[B]`` integers: keys from this position on do not exist."""
-    seed: Tensor | None
-    """One int64 element."""
-    alibi_slopes: Tensor | None
-    """``[H]``."""
     scale: float
-    dropout_p: float
-    softcap: float
-    backend: str
+    tiles: Sequence[Tensor] = ()
+    """The tensors of a `BlockIndex`, or none if ``pattern`` says which pairs are kept."""
+    pattern: str = ""
+    key_bits: Tensor | None = None
+    """``[B, ceil(M / 32)]`` int32: the keys that may be attended to."""
+    key_lengths: Tensor | None = None
+    """``[B]`` integers: keys from this position on do not exist."""
+    seed: Tensor | None = None
+    """One int64 element."""
+    alibi_slopes: Tensor | None = None
+    """``[H]``."""
+    dropout_p: float = 0.0
+    softcap: float = 0.0
+    backend: str = ""
 
 
 class Backend(Protocol):
@@ -238,6 +238,19 @@ for _name, _implementation, _fake, _n_tensors in (
     torch.library.register_vmap(f"ringtile::{_name}", _vmap_rule(_n_tensors, _op), lib=library)
 
 
+def _apart(call: Call) -> tuple[Any, ...]:
+    """The call without its tensors, then these: autograd and torch.func must see every tensor as an argument."""
+    rest = call._replace(tiles=(), key_bits=None, key_lengths=None, seed=None, alibi_slopes=None)
+    return rest, call.key_bits, call.key_lengths, call.seed, call.alibi_slopes, *call.tiles
+
+
+def _whole(call: Call, *tensors: Tensor | None) -> Call:
+    """The call that `_apart` took apart."""
+    key_bits, key_lengths, seed, alibi_slopes, *rest = tensors
+    tiles = [x for x in rest if x is not None]
+    return call._replace(tiles=tiles, key_bits=key_bits, key_lengths=key_lengths, seed=seed, alibi_slopes=alibi_slopes)
+
+
 class _DoubleBackward(torch.autograd.Function):
     """The double backward operator, where differentiation ends."""
 
@@ -245,7 +258,7 @@ class _DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        call = _call(arguments[10], arguments[11:])
+        call = _whole(*arguments[10:])
         found: tuple[Tensor, ...] = torch.ops.ringtile.double_backward(*arguments[:10], *call)
         return found
 
@@ -265,20 +278,20 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tensors, call = arguments[:7], _call(arguments[7], arguments[8:])
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.ringtile.backward(*tensors, *call)
+        call = _whole(*arguments[7:])
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.ringtile.backward(*arguments[:7], *call)
         return grads
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.facts = inputs[7]
+        ctx.call = inputs[7]
         ctx.save_for_backward(*inputs[:7], *inputs[8:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         rows, rest = saved[:7], saved[7:]
-        found = _DoubleBackward.apply(*cotangents, *rows, ctx.facts, *rest)  # type: ignore[no-untyped-call]
+        found = _DoubleBackward.apply(*cotangents, *rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
         out_grad, lse_grad, q, k, v = found
         lse_grad = None if rows[1] is None else lse_grad
         return out_grad, lse_grad, q, k, v, None, None, None, *(None for _ in rest)
@@ -291,12 +304,12 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.ringtile.forward(*arguments[:3], *_call(arguments[3], arguments[4:]))
+        out, lse = torch.ops.ringtile.forward(*arguments[:3], *_whole(*arguments[3:]))
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.facts = inputs[3]
+        ctx.call = inputs[3]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:3], *output, *inputs[4:])
 
@@ -310,9 +323,9 @@ class Attention(torch.autograd.Function):
         rows = (out_grad, lse_grad, q, k, v, out, lse)
         if torch.compiler.is_compiling() or not _differentiated(*rows):
             # Not differentiated again: a Function would only cost time, and Dynamo traces none inside another.
-            grads = torch.ops.ringtile.backward(*rows, *_call(ctx.facts, rest))
+            grads = torch.ops.ringtile.backward(*rows, *_whole(ctx.call, *rest))
         else:
-            grads = _Backward.apply(*rows, ctx.facts, *rest)  # type: ignore[no-untyped-call]
+            grads = _Backward.apply(*rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
         return *grads, None, *(None for _ in rest)
 
 
@@ -328,36 +341,6 @@ class _Direct(torch.autograd.Function):
     backward = Attention.backward
 
 
-class Facts(NamedTuple):
-    """The arguments of a call that are no tensors."""
-
-    pattern: str
-    start: int
-    block: int
-    scale: float
-    dropout_p: float
-    softcap: float
-    backend: str
-
-
-def _call(facts: Facts, rest: Sequence[Tensor | None]) -> Call:
-    key_bits, key_lengths, seed, alibi_slopes, *index = rest
-    return Call(
-        [x for x in index if x is not None],
-        facts.pattern,
-        facts.start,
-        facts.block,
-        key_bits,
-        key_lengths,
-        seed,
-        alibi_slopes,
-        facts.scale,
-        facts.dropout_p,
-        facts.softcap,
-        facts.backend,
-    )
-
-
 def _differentiated(*tensors: Tensor | None) -> bool:
     """Whether a derivative may be asked for; what an outer transform of torch.func follows, a tensor does not tell."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -365,23 +348,11 @@ def _differentiated(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    facts: Facts,
-    key_bits: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    alibi_slopes: Tensor | None,
-    index: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Output and lse of one call, differentiable in q, k and v."""
     if not _differentiated(q, k, v):
-        rest = (key_bits, key_lengths, seed, alibi_slopes, *index)
-        out, lse = torch.ops.ringtile.forward(q, k, v, *_call(facts, rest))
+        out, lse = torch.ops.ringtile.forward(q, k, v, *call)
         return out, lse
-    call = (facts, key_bits, key_lengths, seed, alibi_slopes, *index)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    out, lse = (Attention if transformed else _Direct).apply(q, k, v, *call)  # type: ignore[no-untyped-call]
+    out, lse = (Attention if transformed else _Direct).apply(q, k, v, *_apart(call))  # type: ignore[no-untyped-call]
     return out, lse

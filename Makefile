@@ -1,7 +1,7 @@
 # make demo   the two-minute tour (arguments: make demo ARGS="--only right")
 # make test   the tests, the linter and the type checker
 # make docs   the documentation, into site/
-# make wheel  the wheel with the native kernel, into dist/, tried where there is no compiler
+# make wheels the wheels of every platform, into dist/, checked, and tried as far as they run here
 # Each sets up .venv by itself the first time. PYTHON=python3.12 chooses another interpreter.
 #
 # With cmake and a C++ compiler alone:
@@ -16,7 +16,7 @@ CASES ?= 192
 OPENMP ?= libgomp.so.1
 SANITIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: demo test docs mutants wheel native sanitize valgrind clean
+.PHONY: demo test docs mutants wheels native sanitize valgrind clean
 .NOTPARALLEL:
 
 demo: .venv/ready-plot .venv/ready-native
@@ -33,8 +33,8 @@ docs: .venv/ready-dev
 mutants: .venv/ready-dev .venv/ready-native
 	.venv/bin/python scripts/mutants.py $(ARGS)
 
-wheel: .venv/ready-dev
-	.venv/bin/python scripts/wheel.py
+wheels: .venv/ready-dev
+	.venv/bin/python scripts/wheels.py
 
 native:
 	cmake -S . -B .venv/native

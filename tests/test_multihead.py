@@ -178,6 +178,15 @@ def test_the_bias_of_a_key_is_learned(times: float) -> None:
     assert grads[0].abs().max() > 0.1
 
 
+def test_a_padding_bias_beyond_the_range_of_a_half_type_stays_finite() -> None:
+    module = SparseMultiheadAttention(16, 2, batch_first=True, dtype=torch.float16, pattern=Window(30))
+    x = torch.randn(1, 20, 16).half()
+    # The same for every key, so it changes no weight.
+    bias = torch.full((1, 20), -1e30, dtype=torch.float64)
+    plain, biased = (module(x, x, x, need_weights=False, **how)[0] for how in ({}, {"key_padding_mask": bias}))
+    assert (plain - biased).abs().max() < 0.01 * plain.abs().max()
+
+
 @pytest.mark.parametrize("name", ["dropped", "dropped per head"])
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(5, 3), (130, 260), (1, 1), (260, 129)])
 def test_masks_of_any_lengths(name: str, n_queries: int, n_keys: int) -> None:

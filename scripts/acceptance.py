@@ -24,10 +24,15 @@ class Bar(NamedTuple):
 
 
 def row_of(record: Record, direction: str = FORWARD, peer: str = OURS, **facts: Any) -> Row:
-    """The row of a record with these facts, D64 and float32 unless they say so; ValueError where it has no time."""
+    """Return the row of a record with these facts. Default: D64 and float32; ``at`` is the density that was asked for.
+
+    Raises ValueError if it has no time.
+    """
     wanted = {"head_dim": 64, "dtype": "float32", "kv_heads": None, "n_queries": None, "threads": None, **facts}
+    density = wanted.pop("at", None)
     for row in record.rows:
         same = all(getattr(row, name) == fact for name, fact in wanted.items())
+        same &= density is None or row.asked.endswith(f" at {density:g}")
         if same and (row.peer, row.direction) == (peer, direction) and row.median_ms is not None:
             return row
     raise ValueError(f"the record has no time of {peer} for {facts}, {direction}")
@@ -156,15 +161,22 @@ def _long(record: Record) -> Iterator[Bar]:
         yield _most(what, bar, (row.peak_forward_bytes or 0) / 2**20, " MiB")
 
 
-def _small(record: Record) -> Iterator[Bar]:
+def call_costs(record: Record) -> dict[tuple[int, str], float]:
+    """Return the microseconds of a short call beyond PyTorch's dense attention, by length and direction."""
     costs = {}
     for n_tokens in (26, 128):
         for direction in (FORWARD, BOTH):
             facts = {"asked": "dense", "n_tokens": n_tokens}
             ours, dense = (_time(row_of(record, direction, peer, **facts)) for peer in (OURS, DENSE))
             costs[n_tokens, direction] = 1e3 * (ours - dense)
-            what = f"dense, N {n_tokens}, {direction}: beyond torch's dense attention"
-            yield Bar(what, "stated", f"{costs[n_tokens, direction]:+.0f} microseconds", None)
+    return costs
+
+
+def _small(record: Record) -> Iterator[Bar]:
+    costs = call_costs(record)
+    for (n_tokens, direction), cost in costs.items():
+        what = f"dense, N {n_tokens}, {direction}: beyond torch's dense attention"
+        yield Bar(what, "stated", f"{cost:+.0f} microseconds", None)
     for asked, n_tokens in (("dense", 4096), ("dense", 32768), (CURVE, 32768)):
         facts = {"asked": asked, "n_tokens": n_tokens, "n_queries": 1}
         ours, dense = (_time(row_of(record, FORWARD, peer, **facts)) for peer in (OURS, DENSE))

@@ -223,25 +223,58 @@ def test_the_benchmark_page_is_that_of_the_records() -> None:
 
 
 def test_every_record_is_on_the_page_with_its_command() -> None:
-    commands = script("benchmark_page").COMMANDS
-    found = {path.stem for path in RECORDS.glob("bench-*.json")}
-    assert found <= set(commands)
-    for name, command in commands.items():
-        arguments = cli.parse(shlex.split(command)[1:])
-        assert arguments.json == f"benchmarks/records/{name}.json"
-        if name not in found:
-            continue
-        record = Record.from_json((RECORDS / f"{name}.json").read_text())
+    found = script("benchmark_page").records()
+    assert {f"bench-{name}" for name in found} == {path.stem for path in RECORDS.glob("bench-*.json")}
+    for name, record in found.items():
+        arguments = cli.parse(shlex.split(record.command)[1:])
+        assert arguments.json == f"benchmarks/records/bench-{name}.json"
         assert not record.interrupted
-        assert f"```sh\n{command}\n```" in read("benchmarks.md")
+        assert f"```sh\n{record.command}\n```" in read("benchmarks.md")
         assert all(row.median_ms is not None for row in record.rows if row.peer == "ringtile")
         if arguments.suite is not None:
-            cells = {(cell.case.asked, cell.case.n_tokens) for cell in suite(arguments.suite)}
+            assert arguments.suite == name
+            cells = {(task.case.asked, task.case.n_tokens) for task in suite(name)}
             assert {(row.asked, row.n_tokens) for row in record.rows} == cells
             continue
         assert {row.asked.partition(" at ")[0] for row in record.rows} == set(arguments.patterns)
         assert {row.n_tokens for row in record.rows} == set(arguments.tokens)
         assert {row.heads for row in record.rows} == {arguments.heads}
+
+
+def test_the_figures_of_readme_are_those_of_the_records() -> None:
+    made = script("benchmark_page")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text == made.readme(text, made.records(), made._trains()), "run python scripts/benchmark_page.py"
+
+
+def test_a_wrong_figure_in_readme_is_put_right() -> None:
+    made = script("benchmark_page")
+    found = {name: invented(name) for name in ("density", "long", "acceptance")}
+    short = [row for row in found["long"].rows if row.peer == "ringtile" or row.n_tokens <= 65536]
+    found["long"] = replace(found["long"], rows=tuple(short))
+    held = [{"seconds": 20.4, "bits": 3.5}, {"seconds": 60.0, "bits": 3.25}]
+    runs = {"sparse": {"steps": 99, "held_out": held}, "dense": {"steps": 7, "held_out": [{"seconds": 21, "bits": 5}]}}
+    text = made.readme((ROOT / "README.md").read_text(encoding="utf-8"), found, {"trains": {"runs": runs}})
+    flat = " ".join(text.split())
+    # In the invented records a row takes as long as its tiles, dense attention as long as all pairs: twice the causal.
+    rows = [row for row in found["density"].rows if row.peer == "ringtile" and row.direction == "forward"]
+    for row, share in zip(rows, ("50%", "25%", "10%", "5%", "2%"), strict=True):
+        assert f"| {share} | {row.speedup:.1f}x | {row.speedup:.1f}x |" in text
+    assert "Measured on 2 cores (a processor, AVX512) with torch 2: float32" in flat
+    assert "| 1M | " in text
+    assert text.count("(extrapolated)") == 2
+    assert "still 1.0 to 1.0 times as fast" in flat
+    assert "makes 99 steps in a minute and reaches 3.25 bits" in flat
+    assert "makes 7 steps in 21 s and reaches 5.00. After 20 s, sparse attention is at 3.50." in flat
+    assert max(map(len, text.splitlines())) <= 120
+    again = text.replace(f"| 50% | {rows[0].speedup:.1f}x", "| 50% | 99.0x").replace(
+        "reaches 3.25 bits", "reaches 1.0 bits"
+    )
+    assert again != text
+    assert made.readme(again, found, {"trains": {"runs": runs}}) == text
+    for missing in ("still ", "| tile density |"):
+        with pytest.raises(ValueError, match="README: expected"):
+            made.readme(text.replace(missing, "no"), found)
 
 
 def invented(name: str) -> Record:
@@ -263,13 +296,13 @@ def invented(name: str) -> Record:
                 figures.update(median_ms=time, low_ms=time, high_ms=time, speedup=whole / time, error=1e-7, rounds=3)
                 rows.append(replace(row, peak_forward_bytes=100 << 20, **figures))
     rates = {"2": {"fma_float32": 1e13, "exp_float32": 1e10, "read": 1e10, "dot_bfloat16": 2e13}}
-    facts = ("abc+changes", {"torch": "2", "python": "3", "ringtile": "0"})
+    facts: tuple[Any, ...] = ("abc+changes", {"torch": "2", "python": "3", "ringtile": "0"})
     machine = {"cpu": "a processor", "cores": 2, "threads": 2, "instruction_set": "AVX512"}
-    return Record(0, 0.3, *facts, machine, tuple(rows), peaks=rates)
+    return Record(0, 0.3, *facts, machine, tuple(rows), peaks=rates, command=f"ringtile bench --suite {name}")
 
 
 def test_the_page_of_the_suites_states_what_was_asked_for_and_what_is() -> None:
-    found = {f"bench-{name}": invented(name) for name in ("acceptance", "grid")}
+    found = {name: invented(name) for name in ("default", "density", "long", "acceptance", "grid")}
     made = script("benchmark_page")
     text = made.page(found)
     lines = text.splitlines()
@@ -284,9 +317,10 @@ def test_the_page_of_the_suites_states_what_was_asked_for_and_what_is() -> None:
     assert "Rates at 2 threads: float32 1e+04 GFLOP/s, bfloat16 pairs 2e+04 GFLOP/s, exponentials 10 G/s" in text
     assert text.count("not recorded yet") == 0
     for name in found:
-        for cell in suite(name.removeprefix("bench-")):
-            assert f"| {cell.case.n_tokens:,} |" in text
-    bars = {bar.what: bar for bar in script("acceptance").bars(found["bench-acceptance"])}
+        assert f"ringtile bench --suite {name}" in text
+        for task in suite(name):
+            assert f"| {task.case.n_tokens:,} |" in text or name == "density"
+    bars = {bar.what: bar for bar in script("acceptance").bars(found["acceptance"])}
     dense = bars["dense, N 4,096, D64, forward: over torch's dense attention"]
     assert (dense.wanted, dense.measured, dense.met) == (">= 2.00x", "1.00x", False)
     over = "| dense, N 4,096, D64, forward: over torch's dense attention | >= 2.00x | 1.00x |"
@@ -304,9 +338,9 @@ def test_the_page_of_the_suites_states_what_was_asked_for_and_what_is() -> None:
     assert sum(bar.met is None for bar in bars.values()) == 4
     assert len(bars) == 40
     # Where the limit is slower than the bar too, nobody could have met it.
-    rows = found["bench-acceptance"].rows
+    rows = found["acceptance"].rows
     slow = tuple(replace(row, limit_ms=None if row.limit_ms is None else row.median_ms) for row in rows)
-    text = made.page({"bench-acceptance": replace(found["bench-acceptance"], rows=slow)})
+    text = made.page({"acceptance": replace(found["acceptance"], rows=slow)})
     assert f"{over} 1.00x | out of reach |" in text
 
 
@@ -323,11 +357,14 @@ def test_what_is_beside_a_claim_is_a_row_of_a_suite(table: dict[str, Any]) -> No
         assert len(row["cells"]) == len(table["columns"])
         if "here" in row:
             name, direction, figure, facts = row["here"]
-            assert figure in ("ms", "dense ms", "speedup", "ms and MiB")
+            assert figure in ("ms", "dense ms", "speedup", "ms and MiB", "break-even")
+            at = f" at {facts.pop('at'):g}" if "at" in facts else ""
             cells = [
                 cell
                 for cell in suite(name)
-                if direction in cell.directions and all(getattr(cell.case, fact) == facts[fact] for fact in facts)
+                if direction in cell.directions
+                and cell.case.asked.endswith(at)
+                and all(getattr(cell.case, fact) == facts[fact] for fact in facts)
             ]
             assert cells, row
 

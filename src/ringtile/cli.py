@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -57,7 +58,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             # Import this module only, so that the others cost nothing.
             module = cast(Verb, import_module(name))
             module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, command=shlex.join(["ringtile", *argv]))
     return parser.parse_args(argv)
 
 

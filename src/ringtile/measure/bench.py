@@ -243,6 +243,7 @@ def run_bench(
     *,
     seconds: float = 1.0,
     seed: int = 0,
+    command: str | None = None,
     before: Sequence[Row] = (),
     report: Callable[[list[Row]], None] = lambda rows: None,
     save: Callable[[Record], None] = lambda record: None,
@@ -280,10 +281,10 @@ def run_bench(
                 rows += found
                 if found:
                     report(found)
-            save(Record(*facts, tuple(rows), True, peaks))
+            save(Record(*facts, tuple(rows), True, peaks, command))
     except KeyboardInterrupt:
         interrupted = True
-    return Record(*facts, tuple(rows), interrupted, peaks)
+    return Record(*facts, tuple(rows), interrupted, peaks, command)
 
 
 def wrong_rows(record: Record) -> list[Row]:
@@ -433,7 +434,8 @@ def run(args: argparse.Namespace) -> int:
         if json_path is not None:
             write_whole(json_path, record.to_json())
 
-    record = run_bench(tasks, seconds=args.seconds, seed=args.seed, before=kept, report=report, save=save)
+    options = {"seconds": args.seconds, "seed": args.seed, "command": args.command}
+    record = run_bench(tasks, **options, before=kept, report=report, save=save)
     if args.json == "-":
         print(record.to_json())
     else:

@@ -16,6 +16,10 @@ COMPANIONS = ("numpy", "matplotlib", "triton")
 """Packages that some part of ringtile uses where they are installed."""
 
 
+_SOURCES = ("--", ":/", ":(exclude,top)benchmarks/records", ":(exclude,top)docs", ":(exclude,top)README.md")
+"""Measuring one record after another must not count as a change."""
+
+
 def versions() -> dict[str, str | None]:
     """Versions by package name, None where one is not installed; imports none of them.
 
@@ -82,5 +86,5 @@ def commit() -> str | None:
     # Installed below some other project's checkout, the files are not tracked there.
     if git("ls-files", "--error-unmatch", here.name) is None:
         return None
-    head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
+    head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", *_SOURCES)
     return head if head is None or not changes else f"{head}+changes"

@@ -120,6 +120,8 @@ class Record:
     interrupted: bool = False
     peaks: dict[str, dict[str, float]] | None = None
     """The processor's rates by number of threads, measured in this run (`peak_rates`); None in older records."""
+    command: str | None = None
+    """The command line that made the record."""
 
     def to_json(self) -> str:
         """Return one JSON object, for `from_json`."""

@@ -1,5 +1,6 @@
 # make demo   the two-minute tour (arguments: make demo ARGS="--only right")
 # make test   the tests, the linter and the type checker
+# make quick  a few tests, between two changes
 # make docs   the documentation, into site/
 # make wheels the wheels of every platform, into dist/, checked, and tried as far as they run here
 # Each sets up .venv by itself the first time. PYTHON=python3.12 chooses another interpreter.
@@ -14,9 +15,10 @@ PYTHON ?= python3
 
 CASES ?= 192
 OPENMP ?= libgomp.so.1
+QUICK = $(patsubst %,tests/test_%.py,architecture errors grammar density select philox)
 SANITIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: demo test docs mutants wheels native sanitize valgrind clean
+.PHONY: demo test quick docs mutants wheels native sanitize valgrind clean
 .NOTPARALLEL:
 
 demo: .venv/ready-plot .venv/ready-native
@@ -24,6 +26,9 @@ demo: .venv/ready-plot .venv/ready-native
 
 test: .venv/ready-dev .venv/ready-native
 	.venv/bin/python -m pytest -q --numprocesses=auto $(ARGS)
+
+quick: .venv/ready-dev .venv/ready-native
+	.venv/bin/python -m pytest -q --numprocesses=auto $(QUICK) $(ARGS)
 
 docs: .venv/ready-dev
 	.venv/bin/python scripts/benchmark_page.py

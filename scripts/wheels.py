@@ -36,9 +36,13 @@ class Platform(NamedTuple):
 
 
 PLATFORMS = (
-    Platform("manylinux_2_28_x86_64", "x86_64-linux-gnu.2.28", "libringtile.so", r"lib(c|m)\.so\.6", ("env",)),
+    Platform("manylinux_2_28_x86_64", "x86_64-linux-gnu.2.28", "libringtile.so", r"lib(c|m|pthread)\.so\.\d", ("env",)),
     Platform(
-        "manylinux_2_28_aarch64", "aarch64-linux-gnu.2.28", "libringtile.so", r"lib(c|m)\.so\.6", ("qemu-aarch64",)
+        "manylinux_2_28_aarch64",
+        "aarch64-linux-gnu.2.28",
+        "libringtile.so",
+        r"lib(c|m|pthread)\.so\.\d",
+        ("qemu-aarch64",),
     ),
     Platform("macosx_11_0_arm64", "aarch64-macos.11.0", "libringtile.dylib", r"/usr/lib/libSystem\.B\.dylib", ()),
     Platform(

@@ -518,7 +518,7 @@ def test_named_backends() -> None:
     expected = attend(q, k, v, [16, 32], [1, 2], is_causal=True)
     for name in ("dense", "blockwise", "reference"):
         assert worst(attend(q, k, v, [16, 32], [1, 2], is_causal=True, backend=name), expected) < 1e-14
-    with pytest.raises(ValueError, match=r"backend 'dense' cannot serve this call: .*causal needs as many queries"):
+    with pytest.raises(ValueError, match=r"backend 'dense' does not support this call: .*causal needs as many queries"):
         attend(q[:, :, 3:], k, v, [16, 32], [1, 2], is_causal=True, backend="dense")
 
 
@@ -679,7 +679,7 @@ GOOD = make_inputs(2, 4, 20, head_dim=8, dtype=torch.float32)[:3]
         ({"overlap": "sum"}, "overlap: expected 'mix' or 'union', got 'sum'"),
         ({"pattern": "window(3)"}, "pattern: expected a Pattern .* got str"),
         ({"pattern": build_index(Causal(), 20)}, "pattern: expected a Pattern .* got BlockIndex"),
-        ({"pattern": per_head([Window(1)] * 3)}, "pattern: it is written for 3 heads, got heads=4"),
+        ({"pattern": per_head([Window(1)] * 3)}, "pattern: it is defined for 3 heads, got heads=4"),
         ({"key_mask": torch.ones(2, 19, dtype=torch.bool)}, r"key_mask: expected shape \(2, 20\)"),
         ({"key_mask": torch.ones(2, 20)}, "key_mask: expected bool"),
         ({"dropout_p": 1.0}, "dropout_p: expected a probability"),

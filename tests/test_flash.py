@@ -212,7 +212,7 @@ def test_a_package_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("pattern", "options", "reason"),
     [
-        (Window(3) | GlobalTokens(2), {}, "serves all pairs, causal and windows"),
+        (Window(3) | GlobalTokens(2), {}, "supports all pairs, causal and windows"),
         (Causal(), {"start": 0}, "aligns the last query with the last key"),
         (Causal(), {"dropout_p": 0.1}, "dropout_p"),
         (Causal(), {"softcap": 2.0}, "softcap"),
@@ -224,7 +224,7 @@ def test_a_package_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -
     ids=str,
 )
 def test_what_it_does_not_know_is_a_reason(pattern: Pattern, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match="backend 'flash' cannot serve this call") as refused:
+    with pytest.raises(ValueError, match="backend 'flash' does not support this call") as refused:
         sparse_attention(*tensors(30, 40), pattern, enable_gqa=True, backend="flash", **options)
     assert reason in str(refused.value)
 
@@ -278,7 +278,7 @@ def test_it_serves_in_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> No
     strided = torch.compile(
         lambda q, k, v: sparse_attention(q, k, v, Strided(9), enable_gqa=True, backend="flash"), backend="eager"
     )
-    with pytest.raises(ValueError, match="serves all pairs, causal and windows"):
+    with pytest.raises(ValueError, match="supports all pairs, causal and windows"):
         strided(*inputs)
 
 

@@ -494,7 +494,7 @@ def test_replacing_again_changes_the_pattern() -> None:
     assert [call["pattern"] for call in recorder.calls] == [Window(9)] * 2
     replace_attention(layer, pattern=Window(3))
     assert torch.equal(layer(x), first)
-    with pytest.raises(ValueError, match="written for 3 heads"):
+    with pytest.raises(ValueError, match="defined for 3 heads"):
         replace_attention(layer, pattern=per_head([Window(1)] * 3))
     assert torch.equal(layer(x), first)
 
@@ -846,7 +846,7 @@ def test_replace_attention_leaves_subclasses_alone_and_says_when_there_is_nothin
     with pytest.raises(ValueError, match=r"model: expected a torch\.nn.MultiheadAttention in it, got Linear"):
         replace_attention(nn.Linear(2, 2), pattern=LOCAL)
     model = nn.ModuleList([nn.MultiheadAttention(E, 2), nn.MultiheadAttention(E, H)])
-    with pytest.raises(ValueError, match=r"pattern: .* is written for 2 heads, got num_heads=4"):
+    with pytest.raises(ValueError, match=r"pattern: .* is defined for 2 heads, got num_heads=4"):
         replace_attention(model, pattern=per_head([Causal(), Dense()]))
     assert [type(module) for module in model] == [nn.MultiheadAttention] * 2
 
@@ -866,7 +866,7 @@ def test_repr_tells_what_differs() -> None:
         ({"kdim": 0}, "kdim: expected a positive width or None, got kdim=0"),
         ({"vdim": -1}, "vdim: .* got vdim=-1"),
         ({"pattern": "causal"}, "pattern: expected a Pattern, a BlockMask or a bool matrix of tiles, got str"),
-        ({"pattern": per_head([Causal(), Dense()])}, "is written for 2 heads, got num_heads=4"),
+        ({"pattern": per_head([Causal(), Dense()])}, "is defined for 2 heads, got num_heads=4"),
         ({"attend": None}, "attend: expected a function of query, key and value, got None"),
     ],
 )
@@ -906,10 +906,10 @@ def test_the_call_refuses(given: tuple[Tensor, ...], arguments: dict[str, Any], 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dropout": 0.1}, "block-sparse weights have no dropout, got self.dropout=0.1 in training"),
-        ({"add_bias_kv": True}, "add_bias_kv and add_zero_attn lie in no tile"),
-        ({"add_zero_attn": True}, "add_bias_kv and add_zero_attn lie in no tile"),
-        ({"attend": elsewhere}, "expected True, only sparse_attention works in tiles"),
+        ({"dropout": 0.1}, "'block_sparse' does not support dropout, got self.dropout=0.1"),
+        ({"add_bias_kv": True}, "'block_sparse' does not support add_bias_kv or add_zero_attn"),
+        ({"add_zero_attn": True}, "'block_sparse' does not support add_bias_kv or add_zero_attn"),
+        ({"attend": elsewhere}, "'block_sparse' needs attend=sparse_attention"),
     ],
 )
 def test_block_sparse_weights_are_refused(options: dict[str, Any], message: str) -> None:

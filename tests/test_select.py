@@ -19,7 +19,7 @@ from ringtile.patterns import Causal, Dense, Pattern, Window
 CALLS: dict[str, tuple[Pattern, dict[str, Any], str | None]] = {
     "everything": (Dense(), {}, None),
     "causal": (Causal(), {}, None),
-    "a window": (Window(9), {}, "serves the patterns dense and causal, got window(9)"),
+    "a window": (Window(9), {}, "supports the patterns dense and causal, got window(9)"),
     "causal from a later position": (Causal(), {"start": 3}, "from position 0"),
     "causal from an earlier position": (Causal(), {"start": -3}, "from position 0"),
     "everything from a later position": (Dense(), {"start": 3}, None),
@@ -123,7 +123,7 @@ def test_a_named_backend_serves_or_says_why_not(
         expected = sparse_attention(*tensors, pattern, backend="reference", **options)
         torch.testing.assert_close(named, expected, rtol=1e-12, atol=1e-12)
     else:
-        with pytest.raises(ValueError, match="backend 'dense' cannot serve this call") as refused:
+        with pytest.raises(ValueError, match="backend 'dense' does not support this call") as refused:
             sparse_attention(*tensors, pattern, backend="dense", **options)
         assert reason in str(refused.value)
 

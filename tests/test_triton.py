@@ -314,7 +314,7 @@ def test_named_without_a_gpu_it_says_what_it_needs() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     q = torch.randn(1, 1, 10, 16)
-    with pytest.raises(ValueError, match=r"backend 'triton' cannot serve this call: needs .*GPU"):
+    with pytest.raises(ValueError, match=r"backend 'triton' does not support this call: needs .*GPU"):
         sparse_attention(q, q, q, Causal(), backend="triton")
 
 

@@ -1,4 +1,4 @@
-"""Attention over the pairs that a pattern keeps: the waist that every caller speaks to."""
+"""Attention over the kept pairs of a pattern: the layer that every caller uses."""
 
 from ringtile.functional.attention import sparse_attention as sparse_attention
 from ringtile.functional.dilated import dilated_attention as dilated_attention

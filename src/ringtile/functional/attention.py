@@ -1,4 +1,4 @@
-"""Attention over the pairs that a pattern keeps."""
+"""Attention over the kept pairs of a pattern."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Keywords(TypedDict, total=False):
-    """The arguments that every attention here has, for the type checker."""
+    """Keyword arguments that all attention functions share, for type checkers."""
 
     is_causal: bool
     key_mask: Tensor | None
@@ -46,7 +46,7 @@ _DENSE, _CAUSAL = Dense(), Causal()
 
 
 def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors in the dtype of autocast, if it is on; raise ValueError if they do not fit together."""
+    """Cast the tensors if autocast is on. Raise ValueError if they do not match."""
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
         if x.dim() != 4:
@@ -56,7 +56,7 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
         if x.device.type == "meta":
             raise ValueError(f"{name}: expected a device that holds data, got {x.device=}")
     if torch.is_autocast_enabled(query.device.type):
-        # As torch does: all but float64, each on its own, so that dtypes that differ become one.
+        # Like PyTorch, cast each tensor except float64. Different dtypes become one.
         to = torch.get_autocast_dtype(query.device.type)
         cast = (x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in named.values())
         named = dict(zip(named, cast, strict=True))
@@ -102,7 +102,7 @@ def check_options(
     scale: float | None,
     backend: str | None,
 ) -> None:
-    """Raise ValueError where an option that every function here takes does not fit."""
+    """Raise ValueError if an option that all attention functions share is invalid."""
     if backend is not None and backend not in NAMES:
         raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
     if dropout_p:
@@ -112,20 +112,20 @@ def check_options(
     if key_mask is not None:
         _check_rows("key_mask", key_mask, (query.shape[0], key.shape[2]), query)
         if key_mask.dtype != torch.bool:
-            raise ValueError(f"key_mask: expected bool, True where a key may be attended to, got {key_mask.dtype=}")
+            raise ValueError(f"key_mask: expected bool, True for keys to attend to, got {key_mask.dtype=}")
     if seed is not None:
         _check_seed(seed, query)
 
 
 def _may_read(x: Tensor) -> bool:
-    """Return True if the values of a tensor are there to be read, and reading them waits for nothing."""
+    """Return True if the values of a tensor are available and reading them does not synchronize."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(x) is Tensor
 
 
 def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) -> Pattern:
-    """Return the pattern of a FlexAttention mask or of a bool matrix of tiles; ValueError if it is none of these."""
+    """Convert a FlexAttention mask or a bool matrix of tiles to a pattern. Raise ValueError for anything else."""
     if isinstance(pattern, Pattern):
         return pattern
     if isinstance(pattern, Tensor):
@@ -149,24 +149,24 @@ def _rule_of(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, star
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast off where it is on."""
+    """Return a context that turns autocast off."""
     autocast = torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext()
 
 
 def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
-    """The seed of dropout as one int64 element, drawn from torch's generator where None."""
+    """Return the dropout seed as one int64 element; None draws one from PyTorch's generator."""
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
     return seed if isinstance(seed, Tensor) else torch.tensor([seed], dtype=torch.int64, device=query.device)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Scale attention by the share of the denominator that the keys have beside one more logit per head."""
+    """Scale the output by the keys' share of the softmax denominator, which the sinks add to."""
     empty = lse == -math.inf
     ahead = sinks.unsqueeze(-1) - lse.masked_fill(empty, 0)
     sink_wins = ahead > 0
-    # The derivative of a sigmoid multiplies it by its distance from 1, which close to 1 has no digits left.
+    # The derivative of a sigmoid is s * (1 - s). Close to 1, the second factor has no digits left.
     less = torch.sigmoid(torch.where(sink_wins, -ahead, ahead))
     share = torch.where(sink_wins, less, 1 - less).masked_fill(empty, 0)
     return (out * share.unsqueeze(-1)).to(out.dtype)
@@ -228,38 +228,47 @@ def sparse_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot product attention, exact over the pairs that a pattern keeps, forward and backward.
+    """Compute scaled dot product attention over the pairs that a pattern keeps, exactly, forward and backward.
 
-    Follows `torch.nn.functional.scaled_dot_product_attention`, except that ``is_causal`` is aligned to the lower right.
-    Time and memory follow the kept tiles. Equal to ``softmax(query @ key.mT * scale + mask) @ value`` with a mask
-    of 0 on kept pairs and -inf elsewhere; a query that keeps nothing gives 0, lse -inf and zero gradients.
+    Use it like `torch.nn.functional.scaled_dot_product_attention`. The result equals
+    ``softmax(query @ key.mT * scale + mask) @ value``, with a mask of 0 for kept pairs and -inf for all others, but
+    the mask is never built: time and memory follow the number of kept tiles.
+
+    Two things differ from a plain masked softmax:
+
+    * ``is_causal`` aligns the last query with the last key (lower right). PyTorch aligns the first with the first.
+    * A query that keeps no keys returns 0, an lse of -inf and zero gradients.
 
     Args:
-        query: ``[B, H, Nq, D]``, float64, float32, bfloat16 or float16, any strides. Key and value have the same dtype;
-            under autocast all three are cast first, except float64.
-        key: ``[B, Hkv, Nk, D]``; Hkv equals H, or divides it with ``enable_gqa``.
-        value: ``[B, Hkv, Nk, Dv]``.
-        pattern: What may attend to what: a `ringtile.patterns.Pattern`, a `BlockIndex`, a FlexAttention `BlockMask`, a
-            bool matrix of 128 x 128 tiles ``[rows, columns]`` or ``[H, rows, columns]``, or None for all pairs.
-        is_causal: Keep only keys at or before the query's position (not with a `BlockIndex`).
-        key_mask: ``[B, Nk]`` bool, True where a key may be attended to.
-        key_lengths: ``[B]`` integers in [0, Nk], the number of valid keys of each batch row. On a GPU and in a compiled
-            graph they are not checked, since that would wait for the device; values outside count as the nearest.
-        start: Position of the first query; None means Nk - Nq.
-        dropout_p: Probability with which a weight is dropped after the softmax; the mask depends on seed and positions
-            alone.
-        seed: Of dropout, an int or one int64 element; drawn from torch's generator where None.
-        scale: Of the scores; None means ``D ** -0.5``.
-        softcap: Scores become ``softcap * tanh(scores / softcap)``; 0 leaves them.
-        alibi_slopes: ``[H]``, scores lose ``slope * |i - j|`` (no gradient).
-        sinks: ``[H]``, one more logit in each row's denominator; the lse returned is that of the keys alone.
-        enable_gqa: Let each key head serve H / Hkv query heads.
-        return_lse: Also return the natural-log lse ``[B, H, Nq]``, float32 (float64 for float64), differentiable.
-        backend: "native" (CPU), "triton" or "flash" (GPU), "dense", "blockwise", "reference", or None for the first
-            that fits; a named one never falls back. "flash" serves only where it is named.
+        query: ``[B, H, Nq, D]`` in float64, float32, bfloat16 or float16, with any strides. Under autocast, all three
+            tensors are cast first, except float64.
+        key: ``[B, Hkv, Nk, D]`` in the same dtype. Hkv must equal H, or divide it if ``enable_gqa`` is set.
+        value: ``[B, Hkv, Nk, Dv]`` in the same dtype.
+        pattern: Which pairs to keep: a `ringtile.patterns.Pattern`, a `BlockIndex`, a FlexAttention `BlockMask`, or a
+            bool matrix of 128 x 128 tiles, ``[rows, columns]`` or ``[H, rows, columns]``. Default: all pairs.
+        is_causal: Keep only keys at or before the query's position. Not available with a `BlockIndex`.
+        key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
+        key_lengths: ``[B]`` integers in [0, Nk], the number of valid keys of each batch element. They are checked only
+            on a CPU outside compiled graphs, since a check synchronizes. Other values count as the nearest valid one.
+        start: Position of the first query. Default: ``Nk - Nq``.
+        dropout_p: Probability of dropping a weight after the softmax. The dropout mask depends only on the seed and the
+            positions.
+        seed: Dropout seed, as an int or a tensor with one int64 element. Default: drawn from PyTorch's generator.
+        scale: Factor for the scores. Default: ``D ** -0.5``.
+        softcap: If positive, scores become ``softcap * tanh(scores / softcap)``. Default: 0, no cap.
+        alibi_slopes: ``[H]``. Subtracts ``slope * |i - j|`` from the score of positions i and j. Gets no gradient.
+        sinks: ``[H]``, one extra logit in the softmax denominator of each row. The returned lse does not include it.
+        enable_gqa: Let H / Hkv query heads share each key head.
+        return_lse: Also return the log-sum-exp (natural log).
+        backend: "native" (CPU), "triton" or "flash" (GPU), "dense", "blockwise" or "reference". Default: the first one
+            that supports the call, never "flash". A backend that you name never falls back to another.
+
+    Returns:
+        The output ``[B, H, Nq, Dv]``. With ``return_lse``, also the lse ``[B, H, Nq]`` in float32 (float64 for float64
+        inputs). Both are differentiable.
 
     Raises:
-        ValueError: Where shapes, dtypes, devices or numbers do not fit, or the named backend cannot serve the call.
+        ValueError: If shapes, dtypes, devices or values are invalid, or if the named backend does not support the call.
 
     Example:
         >>> from ringtile.patterns import Causal, GlobalTokens, Window
@@ -291,11 +300,11 @@ def sparse_attention(
     if isinstance(pattern, BlockIndex):
         index = pattern
         if is_causal:
-            raise ValueError("is_causal: a BlockIndex says already what is kept, build it from Causal() & pattern")
+            raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
         if (index.n_queries, index.n_keys) != (n_queries, n_keys) or start not in (None, index.start):
-            raise ValueError(f"pattern: {index!r} does not serve {query.shape=}, {key.shape=}, {start=}")
+            raise ValueError(f"pattern: {index!r} does not match {query.shape=}, {key.shape=}, {start=}")
         if index.group.shape[0] not in (1, batch) or index.group.shape[1] not in (1, heads):
-            raise ValueError(f"pattern: its groups {index.group.shape=} do not serve {query.shape=}")
+            raise ValueError(f"pattern: its groups {index.group.shape=} do not match {query.shape=}")
         if index.device != query.device:
             raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
         text, first, block = "", index.start, index.block

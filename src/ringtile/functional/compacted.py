@@ -1,4 +1,4 @@
-"""Patterns between positions and places: a rule inside LongNet's segments, and a rule seen from inside one."""
+"""Patterns that convert between positions in the sequence and places in a segment of LongNet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringtile.patterns import Cover, Pattern, Segments, TileGrid
 
 @dataclass(frozen=True, repr=False)
 class InSegments(Pattern):
-    """One branch of LongNet with a pattern inside: it relates the places of a segment's kept tokens, counted from 0.
+    """One branch of LongNet with a pattern inside. The pattern relates the kept tokens of a segment, counted from 0.
 
     >>> from ringtile.patterns import Causal
     >>> print(InSegments(4, 2, Causal()).draw(6))
@@ -35,7 +35,7 @@ class InSegments(Pattern):
 
     @property
     def segments(self) -> Segments:
-        """The branch itself."""
+        """The branch without the pattern."""
         return Segments(self.length, self.dilation)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class InSegments(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class Compacted(Pattern):
-    """A rule on positions in a segment, asked by place: place p is position ``p * dilation + head % dilation``."""
+    """A rule on positions, evaluated by place: place p is position ``p * dilation + head % dilation``."""
 
     rule: Pattern
     dilation: int
@@ -88,7 +88,7 @@ class Compacted(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class OfHeads(Pattern):
-    """A pattern for a call that has only some of the heads: head h of the call is ``heads[h]`` of the pattern."""
+    """A pattern for a call with some of the heads: head h of the call is ``heads[h]`` of the pattern."""
 
     pattern: Pattern
     heads: tuple[int, ...]
@@ -127,7 +127,7 @@ class OfHeads(Pattern):
 
 
 def for_heads(pattern: Pattern, heads: tuple[int, ...], n_heads: int) -> Pattern:
-    """The pattern for a call with some of ``n_heads`` heads; itself where that makes no difference."""
+    """Return the pattern for a call with some of ``n_heads`` heads; unchanged if it treats all heads alike."""
     everyone = heads == tuple(range(n_heads))
     alike = pattern.n_heads is None and len({pattern.head_class(head) for head in range(n_heads)}) == 1
     return pattern if everyone or alike else OfHeads(pattern, heads)

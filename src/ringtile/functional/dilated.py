@@ -33,7 +33,7 @@ from ringtile.patterns.base import wholes
 _DENSE, _CAUSAL = Dense(), Causal()
 _BLOCK = 128
 _NEXT_SEED = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Odd and far from small numbers: no two calls of neighbouring seeds share a seed."""
+"""Odd and far from small numbers, so calls with neighboring seeds never share one."""
 
 _warned: set[tuple[tuple[tuple[int, int], ...], int]] = set()
 
@@ -47,7 +47,7 @@ class _Branch(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """What a call asks for besides its tensors."""
+    """The arguments of a call that are not its tensors."""
 
     branches: tuple[_Branch, ...]
     key_mask: Tensor | None
@@ -58,7 +58,7 @@ class _Options(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One dense problem: a piece of a branch, with its rule and what the call needs besides q, k and v."""
+    """One dense problem: a piece of a branch with its rule and its options."""
 
     piece: Piece
     rule: Pattern
@@ -68,7 +68,7 @@ class _Part(NamedTuple):
 
 
 def _parts(branch: _Branch, q: Tensor, k: Tensor, options: _Options, first: int) -> Iterator[_Part]:
-    """The dense problems of a branch; the call number of the first is given, each draws dropout with its own seed."""
+    """Yield the dense problems of a branch, numbered from ``first``. Each has its own dropout seed."""
     heads, mask = q.shape[1], options.key_mask
     cut = pieces(q.shape[2], k.shape[2], heads, branch.length, branch.dilation, by_offset=mask is not None)
     for number, piece in enumerate(cut, first):
@@ -80,12 +80,12 @@ def _parts(branch: _Branch, q: Tensor, k: Tensor, options: _Options, first: int)
 
 
 def _signed(number: int) -> int:
-    """A number modulo 2^64, as int64 has it."""
+    """Wrap a number into int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 def _all_parts(q: Tensor, k: Tensor, options: _Options) -> Iterator[tuple[int, _Part]]:
-    """Every dense problem of a call, with the number of its branch."""
+    """Yield every dense problem of a call with the number of its branch."""
     number = 0
     for branch_number, branch in enumerate(options.branches):
         for part in _parts(branch, q, k, options, number):
@@ -94,7 +94,7 @@ def _all_parts(q: Tensor, k: Tensor, options: _Options) -> Iterator[tuple[int, _
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Call:
-    """The operator call that serves a part."""
+    """Build the operator call of a part."""
     text, index = part.rule.text or "", None
     if not text:
         lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2], "start": part.piece.start}
@@ -116,10 +116,10 @@ def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Ca
 
 
 class _Merged(torch.autograd.Function):
-    """All branches, merged as they come: saves the merged output and lse alone.
+    """Merge all branches one after another and save only the merged output and lse.
 
-    The backward pass of each branch takes these in place of its own (its softmax is a part of the merged one), so
-    nothing is differentiated through the merge. Where it is itself differentiated, `_composed` stands in.
+    The backward pass of a branch uses the merged output and lse, because its softmax is a part of the merged one. So
+    the merge itself needs no derivative. `_composed` computes second derivatives.
     """
 
     @staticmethod
@@ -173,7 +173,7 @@ def _compacted(q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Te
 
 
 def _composed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """The same from operations that each differentiate, vmap and compile: leaner nowhere, but to any order."""
+    """Compute the same with operations that differentiate to any order, vmap and compile, but use more memory."""
     batch, heads, n_queries = q.shape[:3]
     dtype, rows = accumulator(q), heads * n_queries
     outs = [torch.zeros(batch, rows, v.shape[-1], dtype=q.dtype, device=q.device) for _ in options.branches]
@@ -210,7 +210,7 @@ def _differentiable_backward(
     inputs: tuple[Tensor, Tensor, Tensor],
     options: _Options,
 ) -> Iterator[Tensor | None]:
-    """The gradients of q, k and v as functions that differentiate once more."""
+    """Return the gradients of q, k and v with a graph, so that they differentiate again."""
     results = _composed(*inputs, options)
     given = [(y, grad) for y, grad in zip(results, (out_grad, lse_grad), strict=True) if grad is not None]
     wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
@@ -220,16 +220,15 @@ def _differentiable_backward(
 
 
 def _needs_composing(backend: str | None) -> bool:
-    """Where an autograd Function does not compose: under torch.func, forward derivatives, compile, and the oracle."""
+    """Return True if an autograd Function does not compose: torch.func, forward mode, compile, the reference."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return transformed or torch.compiler.is_compiling() or backend == "reference"
 
 
 def _disjoint(branches: Sequence[_Branch], pattern: Pattern | None) -> tuple[_Branch, ...] | None:
-    """Branches that together keep each pair of the union once; None where segments do not nest.
+    """Return branches that together keep each pair of the union once; None if segments do not nest.
 
-    A branch leaves out what shorter ones keep. That is a rule between its own places wherever their segments divide
-    its own.
+    A branch leaves out the pairs of shorter ones. If their segments divide its own, that is a rule between its places.
     """
     found: list[_Branch] = []
     ascending = sorted({(branch.length, branch.dilation): branch for branch in branches}.items())
@@ -244,8 +243,8 @@ def _disjoint(branches: Sequence[_Branch], pattern: Pattern | None) -> tuple[_Br
             elif dilation % rate or shorter % rate:
                 taken.append(Compacted(Segments(shorter, rate), dilation))
             else:
-                # Every token of this branch is also one of that, which so keeps all pairs in a segment of its own,
-                # and with them those in the still shorter segments of others.
+                # The shorter branch contains every token of this one, so it keeps all pairs inside its segments.
+                # That includes the pairs inside still shorter segments.
                 whole = shorter % dilation == 0
                 taken.append(Segments(shorter // dilation) if whole else Compacted(Segments(shorter), dilation))
                 break
@@ -259,12 +258,12 @@ def _disjoint(branches: Sequence[_Branch], pattern: Pattern | None) -> tuple[_Br
 
 
 def _covers(other: tuple[int, int], length: int, dilation: int) -> bool:
-    """Whether a branch of equal segments keeps all that a branch keeps."""
+    """Return True if the other branch has equal segments and keeps all pairs of this one."""
     return other[0] == length and dilation % other[1] == 0 and length % other[1] == 0
 
 
 def checked_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the pairs of segment length and dilation rate; ValueError if they are no branches."""
+    """Return pairs of segment length and dilation rate. Raise ValueError if they are invalid."""
     lengths = wholes("dilated_attention", "segment_lengths", segment_lengths, 1)
     rates = wholes("dilated_attention", "dilation_rates", dilation_rates, 1)
     if len(lengths) != len(rates):
@@ -278,15 +277,15 @@ def _check_pattern(pattern: Pattern | None, heads: int) -> None:
     if pattern is None:
         return
     if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern: expected a Pattern on the places inside a segment, got {type(pattern).__name__}")
+        raise ValueError(f"pattern: expected a Pattern between places in a segment, got {type(pattern).__name__}")
     if pattern.n_heads not in (None, heads):
-        raise ValueError(f"pattern: it is written for {pattern.n_heads} heads, got {heads=}")
+        raise ValueError(f"pattern: it is defined for {pattern.n_heads} heads, got {heads=}")
     if pattern.batch_size is not None:
         raise ValueError(f"pattern: expected one rule for all batch rows, got {pattern.batch_size=}")
 
 
 def _warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n_queries: int) -> None:
-    """Warn, once per configuration, of head offsets some of whose tokens no branch keeps."""
+    """Warn once per configuration about head offsets with tokens that no branch keeps."""
     if any(rate == 1 for _, rate in branches) or torch.compiler.is_compiling():
         return
     configuration = (tuple(branches), heads)
@@ -371,37 +370,41 @@ def dilated_attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """LongNet's dilated attention, exact (Ding et al. 2023, arXiv:2307.02486).
+    """Compute LongNet's dilated attention, exactly (Ding et al. 2023, arXiv:2307.02486).
 
-    Branch (w, r) cuts the tokens into segments of w; in each, head h attends among the tokens whose place modulo r is
-    ``h % r``, by dense attention on w / r tokens. Time is that of ``sum(w / r**2)`` keys a query, memory O(N). Queries
-    are aligned to the lower right, as in `sparse_attention`: query a sits at position ``Nk - Nq + a``.
+    Branch (w, r) cuts the tokens into segments of w. In each segment, head h attends among the tokens whose position
+    modulo r is ``h % r``, by dense attention on w / r tokens. Each query costs as much as ``sum(w / r**2)`` keys, and
+    memory is O(N). As in `sparse_attention`, the last query is aligned with the last key.
 
     Args:
-        query: ``[B, H, Nq, D]``, float64, float32, bfloat16 or float16, any strides. Key and value have the same dtype;
-            under autocast all three are cast first, except float64.
-        key: ``[B, Hkv, Nk, D]``; Hkv equals H, or divides it with ``enable_gqa``.
-        value: ``[B, Hkv, Nk, Dv]``.
-        segment_lengths: Tokens of a segment, w of each branch; the last segment may be ragged, and w may exceed Nk.
-        dilation_rates: r of each branch. Where no branch has r = 1 some queries may have no key: they give 0, lse -inf
-            and zero gradients, and a UserWarning, once per configuration, names the heads.
-        pattern: Of the pairs inside a segment, in the segment's own places: the kept tokens counted 0, 1, ...
+        query: ``[B, H, Nq, D]`` in float64, float32, bfloat16 or float16, with any strides. Under autocast, all three
+            tensors are cast first, except float64.
+        key: ``[B, Hkv, Nk, D]`` in the same dtype. Hkv must equal H, or divide it if ``enable_gqa`` is set.
+        value: ``[B, Hkv, Nk, Dv]`` in the same dtype.
+        segment_lengths: Segment length w of each branch, in tokens. The last segment can be ragged; w can exceed Nk.
+        dilation_rates: Dilation rate r of each branch. If no branch has r = 1, some queries may keep no keys. They
+            return 0, an lse of -inf and zero gradients. A UserWarning, once per configuration, names the heads.
+        pattern: Which pairs to keep inside a segment. It relates the kept tokens, counted 0, 1, ... Default: all pairs.
         is_causal: Keep only keys at or before the query's position.
-        overlap: What a pair counts that several branches keep: "mix" once for each (the paper: branches are weighted by
-            their softmax denominators), "union" once, one softmax over the union of pairs. Where the segment lengths
-            divide one another the union is computed by permuting too, else over tiles in token order.
-        key_mask: ``[B, Nk]`` bool, True where a key may be attended to.
-        dropout_p: Probability with which a weight is dropped after the softmax, for each branch by itself.
-        seed: Of dropout, an int or one int64 element; drawn from torch's generator where None. Branches draw from
-            seeds derived from it, by place in their segments: a mask depends on all shapes and arguments.
-        scale: Of the scores; None means ``D ** -0.5``.
-        enable_gqa: Let each key head serve H / Hkv query heads.
-        return_lse: Also return the natural-log lse ``[B, H, Nq]`` over all counted pairs, float32 (float64 for
-            float64), differentiable.
-        backend: As in `sparse_attention`, for every dense problem.
+        overlap: How to count a pair that several branches keep: "mix" counts it once per branch (the paper: branches
+            are weighted by their softmax denominators), "union" counts it once, in one softmax over all kept pairs. If
+            the segment lengths divide one another, the union is as fast as the mix. Otherwise it runs over tiles in
+            token order.
+        key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
+        dropout_p: Probability of dropping a weight after the softmax, separately per branch.
+        seed: Dropout seed, as an int or a tensor with one int64 element. Each dense problem derives its own seed, so a
+            mask depends on all shapes and arguments. Default: drawn from PyTorch's generator.
+        scale: Factor for the scores. Default: ``D ** -0.5``.
+        enable_gqa: Let H / Hkv query heads share each key head.
+        return_lse: Also return the log-sum-exp (natural log) over all counted pairs.
+        backend: Backend of every dense problem, as in `sparse_attention`.
+
+    Returns:
+        The output ``[B, H, Nq, Dv]``. With ``return_lse``, also the lse ``[B, H, Nq]`` in float32 (float64 for float64
+        inputs). Both are differentiable.
 
     Raises:
-        ValueError: Where shapes, dtypes, devices or numbers do not fit, or the named backend cannot serve the call.
+        ValueError: If shapes, dtypes, devices or values are invalid, or if the named backend does not support the call.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 1000, 64).unbind()
@@ -458,7 +461,7 @@ def _in_token_order(
     enable_gqa: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """The union of branches as one sparse pattern over positions."""
+    """Compute the union of branches as one sparse pattern over positions."""
     kept = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
     return sparse_attention(
         query,

@@ -1,4 +1,4 @@
-"""Attention over a set of keys from attention over its parts."""
+"""Merge attention over parts of the keys."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attention over disjoint sets of keys into attention over all of them.
 
-    Associative, differentiable in outs and lses, exact up to rounding, and safe where a part or all of them are empty
-    (lse -inf). Computed in float32 or better.
+    The merge is exact up to rounding, associative and differentiable. Parts can be empty (lse -inf). It computes in
+    float32 or better.
 
     Args:
-        outs: Tensors ``[B, H, N, Dv]`` of one dtype. Under autocast dtypes can differ; the widest is used.
+        outs: Tensors ``[B, H, N, Dv]`` of one dtype. Under autocast, dtypes can differ, and the widest is used.
         lses: Their natural-log lse ``[B, H, N]``.
 
     Returns:
         The merged output, in the dtype of ``outs``, and the merged lse.
 
     Raises:
-        ValueError: Where the lists are empty, of unequal length, or shapes do not fit.
+        ValueError: If the lists are empty or of unequal length, or if shapes, dtypes or devices do not match.
 
     Example:
         >>> from ringtile.functional import sparse_attention

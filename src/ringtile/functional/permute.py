@@ -1,8 +1,8 @@
-"""LongNet's segments as dense problems: which tokens a branch attends among, as strided views of the tokens.
+"""LongNet's segments as dense problems on strided views of the tokens.
 
-A branch (length, dilation) keeps, in each segment of ``length`` tokens, those whose place modulo ``dilation`` is the
-*offset* ``head % dilation``. Heads of neighbouring offsets that keep equally many tokens form one `Piece`, with all the
-whole segments in it. Suffixes: ``B`` batch, ``H`` heads, ``N`` tokens, ``S`` segments, ``L`` kept tokens of a segment.
+In each segment of ``length`` tokens, a branch (length, dilation) keeps the tokens whose place modulo ``dilation`` is
+the *offset* ``head % dilation``. Heads of neighboring offsets that keep equally many tokens form one `Piece`, with all
+whole segments. Shape letters: ``B`` batch, ``H`` heads, ``N`` tokens, ``S`` segments, ``L`` kept tokens of a segment.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from torch import Tensor
 
 
 class Piece(NamedTuple):
-    """Segments and heads of one branch that are one dense problem of ``n_queries`` by ``n_keys`` tokens each."""
+    """Segments and heads of one branch that form dense problems of ``n_queries`` by ``n_keys`` tokens."""
 
     dilation: int
     offsets: range
-    """The offsets ``head % dilation`` of its heads."""
+    """Offsets ``head % dilation`` of the heads."""
     heads: tuple[int, ...]
     segments: int
     length: int
-    """Tokens from one of its segments to the next."""
+    """Tokens from one segment to the next."""
     query: int
-    """Index of the first segment's first kept query, less the offset."""
+    """Index of the first kept query of the first segment, minus the offset."""
     key: int
-    """The same of its first kept key."""
+    """Index of the first kept key of the first segment, minus the offset."""
     n_queries: int
     n_keys: int
     start: int
-    """Place of the first query among the keys, 0 but where queries begin inside a segment."""
+    """Place of the first query among the keys; 0 unless queries begin inside a segment."""
 
 
 def pieces(
     n_queries: int, n_keys: int, heads: int, length: int, dilation: int, *, by_offset: bool = False
 ) -> Iterator[Piece]:
-    """Cut one branch into dense problems; with ``by_offset`` none has heads of two offsets.
+    """Cut one branch into dense problems; with ``by_offset``, each has heads of one offset.
 
-    The last query sits at the last key's position. Queries before the first key belong to no segment that has keys.
+    The last query is at the position of the last key. Queries before the first key have no keys in their segment.
 
     >>> [(p.segments, p.n_keys, p.heads) for p in pieces(11, 11, 3, length=4, dilation=2)]
     [(2, 2, (0, 1, 2)), (1, 2, (0, 2)), (1, 1, (1,))]
@@ -80,7 +80,7 @@ def pieces(
 def _equal_offsets(
     low: int, high: int, n_offsets: int, dilation: int, by_offset: bool
 ) -> Iterator[tuple[range, int, int]]:
-    """Runs of offsets with as many kept places below ``low`` and below ``high``, and these numbers."""
+    """Yield runs of offsets with equal counts of kept places below ``low`` and ``high``, and these counts."""
     counts = [
         (-(-(low - min(offset, low)) // dilation), -(-(high - min(offset, high)) // dilation))
         for offset in range(n_offsets)
@@ -95,7 +95,7 @@ def _equal_offsets(
 
 
 def kept_rows(x: Tensor, piece: Piece, offset: int, *, keys: bool = False) -> Tensor:
-    """The tokens of one offset, of all heads: ``[B, H, N, ...]`` to a view ``[B, H, S, L, ...]``."""
+    """Return the tokens of one offset, for all heads: ``[B, H, N, ...]`` to a view ``[B, H, S, L, ...]``."""
     begin, count = (piece.key, piece.n_keys) if keys else (piece.query, piece.n_queries)
     if piece.segments == 1:
         first = begin + offset
@@ -106,21 +106,21 @@ def kept_rows(x: Tensor, piece: Piece, offset: int, *, keys: bool = False) -> Te
 
 
 def key_heads(piece: Piece, offset: int, ratio: int) -> list[int] | None:
-    """The key head of each head of an offset where ``ratio`` heads share one, None where all key heads serve as is."""
+    """Return the key head of each head of an offset if ``ratio`` heads share one, or None to use all key heads."""
     if ratio == 1 or piece.dilation == 1:
         return None
     return [head // ratio for head in piece.heads if head % piece.dilation == offset]
 
 
 def query_view(x: Tensor, piece: Piece, offset: int) -> Tensor:
-    """The queries of the heads of one offset, a view ``[B, H', S, L, ...]``."""
+    """Return the queries of the heads of one offset as a view ``[B, H', S, L, ...]``."""
     return kept_rows(x[:, offset :: piece.dilation], piece, offset)
 
 
 def compact(x: Tensor, piece: Piece, *, keys: bool = False, ratio: int = 1) -> Tensor:
-    """Queries (or keys) of a piece as one batch of segments: ``[B, H, N, ...]`` to ``[B * S, H', L, ...]``.
+    """Gather the queries (or keys) of a piece as a batch of segments: ``[B, H, N, ...]`` to ``[B * S, H', L, ...]``.
 
-    Heads keep their order; a key head that serves several query heads at several offsets is repeated.
+    Heads keep their order. A key head that query heads at several offsets share is repeated.
     """
     parts = []
     for offset in piece.offsets:
@@ -140,13 +140,13 @@ def compact(x: Tensor, piece: Piece, *, keys: bool = False, ratio: int = 1) -> T
 
 
 def of_offset(x: Tensor, piece: Piece, batch: int, offset: int) -> Tensor:
-    """The part of a compacted tensor with the heads of one offset: a view ``[B, H', S, L, ...]``."""
+    """Return the heads of one offset of a compacted tensor, as a view ``[B, H', S, L, ...]``."""
     mine: Tensor = x.unflatten(0, (batch, piece.segments))[:, :, offset - piece.offsets.start :: len(piece.offsets)]
     return mine.transpose(1, 2)
 
 
 def add_compacted(total: Tensor, part: Tensor, piece: Piece, *, keys: bool = False, ratio: int = 1) -> None:
-    """Add what `compact` would read of a gradient to the gradient itself ``[B, H, N, ...]``, in place."""
+    """Add the gradient of a compacted tensor to the gradient ``[B, H, N, ...]`` of the tokens, in place."""
     for offset in piece.offsets:
         theirs = of_offset(part, piece, total.shape[0], offset)
         chosen = key_heads(piece, offset, ratio) if keys else None

@@ -54,14 +54,14 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
             except (MemoryError, RuntimeError) as error:
                 if slices is not None or count >= most or not _is_out_of_memory(error):
                     raise
-            # Out of the block: the exception no longer holds what was allocated.
+            # Retry outside the except block: the exception holds the memory of the failed attempt.
             count *= 2
 
     return attend
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> None:
-    """Raise ValueError for sizes that a slice would hide."""
+    """Raise ValueError for sizes that slicing would hide."""
     checked_tensors(query, key, value, options.get("enable_gqa", False))
     batch, heads = query.shape[:2]
     for name, size in (("key_mask", batch), ("key_lengths", batch), ("alibi_slopes", heads), ("sinks", heads)):
@@ -83,7 +83,7 @@ def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
 
 
 def _computed(count: int, query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> Any:
-    """Attention in ``count`` slices or a few more."""
+    """Compute attention in ``count`` slices or a few more."""
     if count == 1 or not query.numel():
         return sparse_attention(query, key, value, pattern, **options)
     if pattern is not None and not isinstance(pattern, BlockIndex):
@@ -108,7 +108,7 @@ def _computed(count: int, query: Tensor, key: Tensor, value: Tensor, pattern: An
 
 
 def _cut(size: int, dim: int, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Slices of tensors with their first index; the gradients of a split are joined, those of views are added."""
+    """Yield slices of tensors with their first index. The gradient of a split is one concatenation, not a sum."""
     for number, parts in enumerate(zip(*(x.split(size, dim) for x in tensors), strict=True)):
         yield number * size, parts
 
@@ -122,7 +122,7 @@ def _share(name: str, value: Any, row: int, n_rows: int, heads: range) -> Any:
 
 
 def _rule(pattern: Any, row: int, n_rows: int, heads: range, n_heads: int) -> Any:
-    """The pattern, or index, of some batch rows and heads."""
+    """Return the pattern or index of some batch rows and heads."""
     if isinstance(pattern, Pattern):
         return for_heads(pattern if pattern.batch_size is None else pattern.batch_row(row), tuple(heads), n_heads)
     if not isinstance(pattern, BlockIndex):

@@ -1,7 +1,7 @@
-"""Torch's flash kernel for CPUs, with what it and those for GPUs lack: Dv != D, and a gradient through lse.
+"""PyTorch's flash kernel for CPUs, extended to Dv != D and to a gradient through lse.
 
-Suffixes as elsewhere in the kernels: ``[.., H, m, D]`` queries, ``[.., G, l, D]`` keys. An empty row comes out
-as 0 with lse 0: the caller knows which rows are empty.
+Queries are ``[.., H, m, D]``, keys ``[.., G, l, D]``. An empty row returns 0 with an lse of 0. The caller knows which
+rows are empty.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from torch import Tensor
 
 
 def padded(x: Tensor, width: int) -> Tensor:
-    """The last dimension padded to a width, and contiguous: a flash kernel reads it so whatever its stride is."""
+    """Pad the last dimension to a width and make it contiguous: flash kernels ignore its stride."""
     if x.shape[-1] != width:
         return F.pad(x, (0, width - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def with_lse_column(out_grad: Tensor, lse_grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """out_grad and out with one more column: a flash kernel's own rowsum(out_grad * out) then comes out less lse_grad,
-    as it should."""
+    """Append a column to out_grad and out, so that a flash kernel's rowsum(out_grad * out) subtracts lse_grad."""
     grads = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
     return grads, torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
 
@@ -28,7 +27,7 @@ def with_lse_column(out_grad: Tensor, lse_grad: Tensor, out: Tensor) -> tuple[Te
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output and natural-log lse; ``mask`` is added to the scores and broadcasts; causal is upper-left."""
+    """Return the output and natural-log lse. ``mask`` is added to the scores and broadcasts. Causal is upper left."""
     width = max(q.shape[-1], v.shape[-1])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         padded(q, width),
@@ -54,7 +53,7 @@ def flash_backward(
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; ``out`` and ``lse`` may be those of a softmax of which these keys are a part."""
+    """Return the gradients of q, k and v. ``out`` and ``lse`` can be those of a softmax over more keys."""
     width = max(q.shape[-1], v.shape[-1])
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)

@@ -1,6 +1,6 @@
-"""Torch's own dense attention, for the two patterns that are dense: everything, and causal.
+"""PyTorch's own dense attention, for all pairs and causal. It runs only on a CPU.
 
-On a CPU only: elsewhere `blockwise` computes them.
+Elsewhere, `blockwise` computes such calls.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MATRIX_DTYPES = tuple(dtype for dtype, is_supported in _AMX.items() if is_suppor
 
 
 def is_fastest(q: Tensor) -> bool:
-    """Return True if PyTorch's kernel is faster than ours: fewer queries than a tile has rows leave it idle."""
+    """Return True if PyTorch's kernel is faster than ours. Fewer queries than rows of an AMX tile waste it."""
     return q.dtype in MATRIX_DTYPES and q.shape[2] >= _AMX_ROWS
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
-    """Reasons why torch's dense kernel cannot serve this call."""
+    """Return the reasons why PyTorch's dense kernel does not support this call."""
     reasons = []
     if call.pattern not in ("dense", "causal"):
-        reasons.append(f"serves the patterns dense and causal, got {call.pattern or 'a block index'}")
+        reasons.append(f"supports the patterns dense and causal, got {call.pattern or 'a block index'}")
     if call.pattern == "causal" and (call.start != 0 or q.shape[2] != k.shape[2]):
         reasons.append(
             f"causal needs as many queries as keys, from position 0: got {q.shape=}, {k.shape=}, {call.start=}"
@@ -43,7 +43,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, N, Dv]`` and lse ``[B, H, N]``."""
+    """Return the output ``[B, H, N, Dv]`` and the lse ``[B, H, N]``."""
     out, lse = flash_forward(q, k, v, scale=call.scale, is_causal=call.pattern == "causal")
     return as_new_out(out), lse.contiguous()
 
@@ -58,7 +58,7 @@ def backward(
     lse: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     is_causal = call.pattern == "causal"
     grads = flash_backward(out_grad, lse_grad, q, k, v, out, lse, scale=call.scale, is_causal=is_causal)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()

@@ -1,7 +1,7 @@
-"""FlashAttention's kernels where they are installed, and torch's own copy of them: served where they are named.
+"""FlashAttention, if it is installed, or PyTorch's copy of it. It runs only if you name it.
 
-They know all pairs, causal and sliding windows. What a version of theirs computes is compared with float64 before it
-serves: outputs, lse and gradients of a small problem of the same kind, once a process.
+It supports all pairs, causal and sliding windows. Before a version runs, its outputs, lse and gradients of a small
+problem of the same kind must match float64, once per process.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ DEVICE = "cuda"
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST, _MULTIPLE = 256, 8
 _ALLOWED = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
-"""Of the largest number in a result: a wrong mask, scale or head is off by as much as the numbers themselves."""
+"""Allowed error, relative to the largest value: a wrong mask, scale or head is off by as much as the values."""
 
 
 class Band(NamedTuple):
-    """The keys ``i - left <= j <= i + right`` of query i, aligned to the lower right; None where a side has no end."""
+    """The keys ``i - left <= j <= i + right`` of query i, aligned to the lower right; None for no limit."""
 
     left: int | None
     right: int | None
 
     @property
     def is_causal(self) -> bool:
-        """All the past and no more, which the kernels name apart."""
+        """True for plain causal attention, which has its own flag in the kernels."""
         return self.left is None and self.right == 0
 
     def cut(self, n_keys: int) -> Band:
-        """The same for so many keys, a side that reaches past them all being none."""
+        """Return the band for ``n_keys`` keys: a side that reaches past all of them has no limit."""
         left, right = (None if side is not None and side >= n_keys else side for side in self)
         return Band(left, right)
 
 
 class Source(Protocol):
-    """Kernels of one origin; tensors are ``[B, N, H, D]``, lse ``[B, H, N]``."""
+    """Kernels from one package. Tensors are ``[B, N, H, D]``, the lse is ``[B, H, N]``."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and lse."""
+        """Return the output and the lse."""
 
     def backward(
         self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
 
 
 def _sides(band: Band) -> dict[str, int]:
@@ -68,13 +68,13 @@ def _deterministic() -> bool:
 
 @dataclass(frozen=True)
 class _Package:
-    """An installed version: the module that its functions are in."""
+    """An installed version, with the module of its functions."""
 
     module: Any
 
 
 class _Cute(_Package):
-    """FlashAttention 4, written in CuTe's language: ``flash_attn.cute``."""
+    """FlashAttention 4, written in CuTe: ``flash_attn.cute``."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.module._flash_attn_fwd(q, k, v, return_lse=True, **self._options(band, scale))
@@ -141,10 +141,10 @@ class _Ampere(_Package):
 
 
 class Torch:
-    """The copy of FlashAttention 2 in torch."""
+    """PyTorch's copy of FlashAttention 2."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and lse."""
+        """Return the output and the lse."""
         lengths = q.shape[1], k.shape[1]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, *lengths, 0.0, band.is_causal, False, scale=scale, **_sides(band)
@@ -154,9 +154,9 @@ class Torch:
     def backward(
         self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         lengths = q.shape[1], k.shape[1]
-        # The state of dropout's generator, which without dropout nobody reads.
+        # The state of the dropout generator, unused without dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             out_grad, q, k, v, out, lse, None, None, *lengths, 0.0, band.is_causal, *state, scale=scale,
@@ -171,12 +171,12 @@ MODULES: tuple[tuple[str, Any], ...] = (
     ("flash_attn_interface", _Hopper),
     ("flash_attn.flash_attn_interface", _Ampere),
 )
-"""Where each version's functions are; newer ones first, torch's own after them all."""
+"""The module of each version, newest first. PyTorch's own copy comes last."""
 
 
 @functools.cache
 def _sources() -> tuple[tuple[str, Source | str], ...]:
-    """By name, the kernels or why they do not load."""
+    """Return by name the kernels, or the reason why they do not load."""
     found: list[tuple[str, Source | str]] = []
     for name, adapter in MODULES:
         try:
@@ -190,12 +190,12 @@ def _sources() -> tuple[tuple[str, Source | str], ...]:
 
 
 def reason_against() -> str:
-    """Why no such kernel can be used here; empty where one may."""
+    """Return why no such kernel can run here, or an empty string."""
     return "" if torch.cuda.is_available() else "needs a GPU"
 
 
 def band_of(pattern: Pattern) -> Band | None:
-    """The band that a pattern is, or None.
+    """Return the band of a pattern, or None if it is not a band.
 
     >>> from ringtile.patterns import Causal, Window
     >>> band_of(Causal() & Window(9))
@@ -223,25 +223,25 @@ def _band(text: str) -> Band | None:
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
-    """Reasons why FlashAttention cannot serve this call."""
+    """Return the reasons why FlashAttention does not support this call."""
     if not call.backend:
-        return ["serves where it is named"]
+        return ["runs only if you name it"]
     reasons = []
-    # A pattern's text is not read while a call is traced: the operator asks again.
+    # A traced call does not parse the pattern. The operator checks again.
     band = Band(None, None) if torch.compiler.is_compiling() else _band(call.pattern)
     if band is None:
-        reasons.append(f"serves all pairs, causal and windows, got {call.pattern or 'a block index'}")
+        reasons.append(f"supports all pairs, causal and windows, got {call.pattern or 'a block index'}")
     elif band != (None, None) and (call.start != k.shape[2] - q.shape[2] or call.start < 0):
         reasons.append(f"aligns the last query with the last key, got {q.shape=}, {k.shape=}, {call.start=}")
     if q.device.type != DEVICE:
         reasons.append(f"needs a GPU, got {q.device}")
     if q.dtype not in _DTYPES:
-        reasons.append(f"knows {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
-    # Where lse has a gradient, one more column carries it.
+        reasons.append(f"supports {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
+    # A gradient of the lse needs one more column.
     if max(q.shape[-1], v.shape[-1]) >= _WIDEST:
-        reasons.append(f"knows head dims below {_WIDEST}, got {q.shape=}, {v.shape=}")
+        reasons.append(f"supports head dims below {_WIDEST}, got {q.shape=}, {v.shape=}")
     if not call.scale > 0:
-        reasons.append(f"knows a scale > 0, got {call.scale=}")
+        reasons.append(f"supports a scale > 0, got {call.scale=}")
     reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
     if 0 in (*q.shape, *k.shape, v.shape[-1]):
         reasons.append(f"needs queries and keys, got {q.shape=}, {k.shape=}, {v.shape=}")
@@ -260,14 +260,14 @@ def _width(*dims: int) -> int:
 def _served(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Source, Band]:
     reasons, band = unsupported(q, k, v, call), _band(call.pattern)
     if reasons or band is None:
-        raise ValueError(f"backend 'flash' cannot serve this call: {'; '.join(reasons)}")
+        raise ValueError(f"backend 'flash' does not support this call: {'; '.join(reasons)}")
     band = band.cut(k.shape[2])
     kind = band.left is None, band.right is None, band.right == 0
     return proven(str(q.device), q.dtype, _width(q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1], kind), band
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, N, Dv]`` and lse ``[B, H, N]``."""
+    """Return the output ``[B, H, N, Dv]`` and the lse ``[B, H, N]``."""
     source, band = _served(call, q, k, v)
     width = _width(q.shape[-1], v.shape[-1])
     with span(KERNEL):
@@ -285,7 +285,7 @@ def backward(
     lse: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     source, band = _served(call, q, k, v)
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)
@@ -301,9 +301,9 @@ def backward(
 
 @functools.cache
 def proven(device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tuple[bool, bool, bool]) -> Source:
-    """The first kernels that compute a small problem of this kind as float64 does.
+    """Return the first kernels that match float64 on a small problem of this kind.
 
-    Raises RuntimeError, with what each of them gave, where there are none.
+    Raises RuntimeError with the reasons against each of them if there are none.
     """
     against = []
     for name, source in _sources():
@@ -311,13 +311,13 @@ def proven(device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tup
         if not wrong and not isinstance(source, str):
             return source
         against.append(f"{name} {wrong}")
-    raise RuntimeError(f"FlashAttention does not serve {dtype}, head_dim {width} on {device}: {'; '.join(against)}")
+    raise RuntimeError(f"FlashAttention does not support {dtype}, head_dim {width} on {device}: {'; '.join(against)}")
 
 
 def _wrong(
     source: Source, device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tuple[bool, bool, bool]
 ) -> str:
-    """What is wrong with the results of a small problem; empty where nothing is."""
+    """Return what is wrong with the results of a small problem, or an empty string."""
     no_left, no_right, causal = kind
     band = Band(None if no_left else 37, None if no_right else 0 if causal else 21)
     generator = torch.Generator().manual_seed(0)
@@ -335,7 +335,7 @@ def _wrong(
             for x, y in zip(found, _expected(q, k, v, out_grad, band, 0.2), strict=True)
         ]
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
-        # Compiled for other GPUs, or a version with other arguments.
+        # The package is compiled for other GPUs, or has other arguments.
         return f"fails: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     names = ("out", "lse", "q_grad", "k_grad", "v_grad")
     off = [f"{name} by {error:.2g}" for name, error in zip(names, errors, strict=True) if not error <= _ALLOWED[dtype]]
@@ -343,8 +343,8 @@ def _wrong(
 
 
 def _expected(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor, band: Band, scale: float) -> tuple[Tensor, ...]:
-    """Output, lse and gradients in float64, ``[B, N, H, D]`` as they came."""
-    # By hand: inside an operator nothing is recorded for autograd.
+    """Return the output, lse and gradients in float64, ``[B, N, H, D]`` like the inputs."""
+    # Written out, because autograd does not record inside an operator.
     groups = q.shape[2] // k.shape[2]
     wide, keys, values, grad = (x.double().transpose(1, 2) for x in (q, k, v, out_grad))
     keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))

@@ -1,4 +1,4 @@
-"""Which backend serves a call, and why the others do not."""
+"""Choose the backend of a call, and report why the others do not support it."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ tell_flop_counter()
 _DENSE_FIRST = ("dense", *(name for name in _BACKENDS if name != "dense"))
 
 NAMES = (*_BACKENDS, "reference")
-"""What ``backend=`` may name; the first that fits serves where none is named."""
+"""Names for ``backend=``. By default, the first that supports the call runs."""
 
 
 def load(name: str) -> Backend:
-    """The module of a backend."""
+    """Return the module of a backend."""
     return _BACKENDS[name]
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
-    """The backend of a call: the one it names, or the first that has no reason against it.
+    """Return the backend of a call: the one it names, or the first without a reason against it.
 
-    Raises ValueError with all reasons where the named backend cannot serve the call.
+    Raises ValueError with all reasons if the named backend does not support the call.
     """
     if call.backend:
         reasons = load(call.backend).unsupported(q, k, v, call)
         if reasons:
-            raise ValueError(f"backend {call.backend!r} cannot serve this call: {'; '.join(reasons)}")
+            raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
         return call.backend
     for name in _DENSE_FIRST if dense.is_fastest(q) else _BACKENDS:
         reasons = _BACKENDS[name].unsupported(q, k, v, call)
@@ -56,6 +56,6 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 
 def backend_report() -> list[tuple[str, list[str]]]:
-    """The backends known here, each with the reasons why it is not available (none where it is)."""
+    """Return all backends with the reasons why they are not available; no reasons if they are."""
     against = {"native": reason_against(), "triton": triton.reason_against(), "flash": flash.reason_against()}
     return [(name, [reason] if (reason := against.get(name, "")) else []) for name in NAMES]

@@ -1,4 +1,4 @@
-"""Modules with parameters; each takes one function ``attend=`` that computes the attention."""
+"""Modules with parameters. Each has an argument ``attend=``, the function that computes attention."""
 
 from ringtile.modules.cache import KVCache as KVCache
 from ringtile.modules.cache import LayerCache as LayerCache

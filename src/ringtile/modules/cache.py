@@ -1,4 +1,4 @@
-"""The keys and values that later tokens can still attend to, for generation: all of them, or a rolling few."""
+"""Key and value caches for generation, which drop the keys that a pattern cannot keep any more."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ringtile.patterns.base import And, Or, PerHead
 from ringtile.patterns.offsets import ANY, OffsetPattern
 
 _PIECE = 128
-"""Queries that share one mask over the held keys; longer chunks are taken in pieces, or by a block index."""
+"""Queries that share one mask over the held keys. Longer chunks are cut, or computed with a block index."""
 
 
 class Reach(NamedTuple):
-    """How far back a pattern can keep: only keys j < ``first``, and those at most ``left`` before the query."""
+    """The keys that a pattern can keep: keys j < ``first``, and keys at most ``left`` tokens before the query."""
 
     first: int
     left: float
-    """Tokens; infinite where no distance is too far."""
+    """Tokens; infinite if the pattern sets no bound."""
     ahead: bool
-    """Whether a query may keep keys after its own position."""
+    """True if a query can keep keys after its own position."""
 
     @property
     def size(self) -> float:
-        """Keys that have to be held for the next query, itself included."""
+        """Number of keys to hold for the next query, including its own."""
         return self.first + self.left + 1
 
 
@@ -41,10 +41,10 @@ _ANYWHERE = Reach(0, math.inf, ahead=True)
 
 
 def pattern_reach(pattern: Pattern) -> Reach:
-    """Bounds on what queries of a pattern keep, at every length: what a cache of its keys has to hold.
+    """Return which keys a cache has to hold for a pattern, at any length.
 
-    A bound follows from the words of the pattern alone, never from a length: random blocks, strides, complements,
-    documents and free rules reach anywhere.
+    The bound follows only from the words of the pattern, not from a length. Random blocks, strides, complements,
+    documents and your own rules can reach any key.
 
     >>> from ringtile.patterns import Causal, Strided, streaming
     >>> pattern_reach(streaming(sinks=4, window=256))
@@ -56,7 +56,7 @@ def pattern_reach(pattern: Pattern) -> Reach:
         case And(first=a, second=b):
             one, other = pattern_reach(a), pattern_reach(b)
             both = Reach(max(one.first, other.first), min(one.left, other.left), one.ahead and other.ahead)
-            # Each side alone bounds what both keep.
+            # Each side bounds the intersection.
             return min(one, other, both, key=lambda reach: reach.size)._replace(ahead=both.ahead)
         case Or(first=a, second=b):
             return _union([pattern_reach(a), pattern_reach(b)])
@@ -79,7 +79,7 @@ def _union(reaches: Sequence[Reach]) -> Reach:
 
 
 class HeldKeys(NamedTuple):
-    """Keys and values with what is known of them; K of them, or room for so many."""
+    """K keys and values with their positions and mask, or uninitialized room for K."""
 
     key: Tensor
     """``[B, Hkv, K, D]``."""
@@ -88,22 +88,22 @@ class HeldKeys(NamedTuple):
     position: Tensor
     """``[K]`` int64."""
     mask: Tensor
-    """``[B, K]`` bool, True where a key may be attended to."""
+    """``[B, K]`` bool, True for keys to attend to."""
 
     def narrowed(self, first: int, count: int) -> HeldKeys:
-        """Some consecutive ones, as views."""
+        """Return consecutive keys, as views."""
         return HeldKeys(*(x.narrow(axis, first, count) for x, axis in zip(self, _TOKEN_AXES, strict=True)))
 
     def chosen(self, index: Tensor) -> HeldKeys:
-        """Some of them, copied."""
+        """Return a copy of some keys."""
         return HeldKeys(*(x.index_select(axis, index) for x, axis in zip(self, _TOKEN_AXES, strict=True)))
 
     def joined(self, other: HeldKeys) -> HeldKeys:
-        """These, then the others."""
+        """Return these keys, then the others."""
         return HeldKeys(*(torch.cat(pair, axis) for *pair, axis in zip(self, other, _TOKEN_AXES, strict=True)))
 
     def room(self, count: int) -> HeldKeys:
-        """Uninitialised room for ``count`` of them that outlives inference mode."""
+        """Return uninitialized room for ``count`` keys, also usable after inference mode."""
         with torch.inference_mode(False):
             sizes = ((*x.shape[:axis], count, *x.shape[axis + 1 :]) for x, axis in zip(self, _TOKEN_AXES, strict=True))
             return HeldKeys(*(x.new_empty(size) for x, size in zip(self, sizes, strict=True)))
@@ -113,16 +113,20 @@ _TOKEN_AXES = (2, 2, 0, 1)
 
 
 class LayerCache:
-    """Keys and values of one attention layer under a causal pattern, each at its true position.
+    """Keys and values of one attention layer under a causal pattern.
 
-    Where the pattern bounds how far back a query looks (`bounded`), the first tokens that it keeps for ever and the
-    last ones within its reach are held in place, and all others are dropped; else everything is held.
+    If the pattern bounds how far back a query looks (`bounded`), the cache holds only the first tokens that every query
+    keeps and the last tokens within reach. Otherwise it holds all tokens.
 
-    With ``more`` patterns a pair counts once for each of them that keeps it, as LongNet mixes its branches. ``attend``
-    computes a long chunk before any key was dropped: ``attend(query, key, value, *, key_mask, enable_gqa)``, by default
-    `sparse_attention` with the one pattern; without it such chunks are cut.
+    Args:
+        pattern: Which pairs to keep. It must not keep later keys.
+        more: Further patterns. A pair counts once per pattern that keeps it, as LongNet mixes its branches.
+        attend: Function that computes a long chunk before the cache has dropped a key:
+            ``attend(query, key, value, *, key_mask, enable_gqa)``. Default: `sparse_attention` with the pattern. With
+            ``more`` patterns and no function, long chunks are cut.
 
-    Raises ValueError where the pattern keeps keys after the query, or is written for each batch row.
+    Raises:
+        ValueError: If a pattern keeps keys after the query, or differs between batch rows.
 
     >>> from ringtile.patterns import streaming
     >>> cache = LayerCache(streaming(sinks=2, window=8))
@@ -135,7 +139,7 @@ class LayerCache:
     def __init__(self, pattern: Pattern, *more: Pattern, attend: Callable[..., Any] | None = None) -> None:
         self.patterns = (pattern, *more)
         self.pattern = pattern = reduce(or_, self.patterns)
-        """All pairs that are kept."""
+        """Union of all patterns."""
         if not more and attend is None:
             attend = partial(sparse_attention, pattern=pattern)
         self._attend = attend
@@ -145,26 +149,26 @@ class LayerCache:
         if pattern.batch_size is not None:
             raise ValueError(f"pattern: a cache needs one for all batch rows, got {pattern.batch_size=}")
         self.length = 0
-        """Tokens seen so far, which is the position of the next one."""
+        """Number of tokens seen so far, the position of the next one."""
         self.capacity = None if math.isinf(reach.size) else int(reach.size)
-        """The most keys that are held from one call to the next; None where the pattern sets no bound."""
+        """Largest number of keys held between calls; None if the pattern sets no bound."""
         self._first = reach.first
         self._held: HeldKeys | None = None
         self._masked = False
 
     @property
     def bounded(self) -> bool:
-        """Whether the pattern bounds the memory."""
+        """True if the pattern bounds the memory."""
         return self.capacity is not None
 
     @property
     def held(self) -> int:
-        """Keys that are held now."""
+        """Number of keys held now."""
         return self.length if self.capacity is None else min(self.length, self.capacity)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors: room for up to twice what is held, never for more than `capacity`."""
+        """Size in bytes: room for up to twice the held keys, but at most `capacity`."""
         return 0 if self._held is None else sum(x.nbytes for x in self._held)
 
     def __repr__(self) -> str:
@@ -172,23 +176,23 @@ class LayerCache:
         return f"LayerCache({self.pattern!r}, {self.length} tokens seen, {self.held} held, {bound})"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """Attention of the next N tokens to themselves and to what is held, equal to that over all tokens so far.
+        """Compute attention of the next N tokens, with the same result as attention over all tokens so far.
 
-        A token costs O(`held`); a chunk of many, before anything was dropped, what the pattern keeps. Scores are
-        scaled by ``D ** -0.5``.
+        One token costs O(`held`). A long chunk, before the cache has dropped a key, costs as much as the pattern keeps.
+        The scale is ``D ** -0.5``.
 
         Args:
-            query: ``[B, H, N, D]``, at the positions from `length` on.
-            key: ``[B, Hkv, N, D]``, turned already where positions are rotary; Hkv divides H.
+            query: ``[B, H, N, D]``, at positions starting at `length`.
+            key: ``[B, Hkv, N, D]``, after rotary positions if you use them. Hkv must divide H.
             value: ``[B, Hkv, N, Dv]``.
-            key_mask: ``[B, N]`` bool, True where one of these keys may be attended to, now and later.
+            key_mask: ``[B, N]`` bool, True for keys to attend to, now and later.
 
         Returns:
             ``[B, H, N, Dv]``.
 
         Raises:
-            ValueError: Where shapes, dtypes or devices do not fit, the pattern does not serve them, or gradients are
-                recorded: keys are overwritten in place.
+            ValueError: If shapes, dtypes or devices do not match, if the pattern does not support them, or if autograd
+                records gradients: the cache overwrites keys in place.
         """
         self._check(query, key, value, key_mask)
         n_new = key.shape[2]
@@ -197,7 +201,7 @@ class LayerCache:
             key_mask = torch.ones(1, 1, dtype=torch.bool, device=key.device).expand(key.shape[0], n_new)
         else:
             self._masked = True
-            # What is not finite there would reach the others through a weight of 0.
+            # Otherwise an infinite value times a weight of 0 would be NaN.
             key, value = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (key, value))
         new = HeldKeys(key, value, position, key_mask)
         if n_new > _PIECE and self.held == self.length and self._attend is not None:
@@ -239,7 +243,7 @@ class LayerCache:
         return None if self._held is None else self._held.narrowed(0, self.held)
 
     def _attend_whole(self, attend: Callable[..., Any], query: Tensor, new: HeldKeys) -> Tensor:
-        """Many queries while all keys are there, in order: what the waist is for."""
+        """Compute many queries at once, while the cache still holds all keys in order."""
         before = self._present()
         seen = new if before is None else before.joined(new)
         mask, enable_gqa = seen.mask if self._masked else None, query.shape[1] != new.key.shape[1]
@@ -248,9 +252,9 @@ class LayerCache:
         return out
 
     def _attend_mask(self, query: Tensor, new: HeldKeys) -> Tensor:
-        """Few queries: the rule itself, asked at the true positions, then one dense call over the keys it keeps."""
+        """Compute few queries: evaluate the rule at the true positions, then run dense attention over the kept keys."""
         if len(new.position) == 1:
-            # What is overwritten is out of the reach of the one query there is.
+            # The overwritten key is out of reach of the only query.
             self._store(new)
             seen = self._present()
             assert seen is not None
@@ -262,7 +266,7 @@ class LayerCache:
         alike = len({self.pattern.head_class(head) for head in range(n_heads)}) == 1
         heads = torch.arange(1 if alike else n_heads, device=query.device)
         places = (heads[:, None, None], new.position[:, None], seen.position)
-        # A key that several patterns keep is there as often.
+        # Repeat a key for each pattern that keeps it.
         kept = torch.cat([pattern.allowed(*places) for pattern in self.patterns], -1)
         used = kept.flatten(0, 1).any(0)
         if len(self.patterns) > 1 or not bool(used.all()):
@@ -274,11 +278,11 @@ class LayerCache:
         if self._masked:
             kept = kept & seen.mask[:, None, None]
         out = F.scaled_dot_product_attention(query, seen.key, seen.value, attn_mask=kept, enable_gqa=enable_gqa)
-        # Not every kernel of torch gives 0 to a query without keys.
+        # Not every kernel of PyTorch returns 0 for a query without keys.
         return out.masked_fill(~kept.any(-1, keepdim=True), 0)
 
     def _store(self, new: HeldKeys) -> None:
-        """Put the new keys in their places: the first ones stay, the others take turns in what is left."""
+        """Store the new keys: the first ones for good, the others in a ring."""
         before, n_new = self.length, len(new.position)
         self.length += n_new
         self._make_room(new)
@@ -300,7 +304,7 @@ class LayerCache:
             held.copy_(x)
 
     def _make_room(self, new: HeldKeys) -> None:
-        """Room for all that is held now; it doubles, so that a token is moved at most twice on average."""
+        """Grow the buffers. They double, so each token moves at most twice on average."""
         size = 0 if self._held is None else len(self._held.position)
         if size >= self.held:
             return
@@ -313,7 +317,7 @@ class LayerCache:
 
 
 class KVCache:
-    """The caches of a stack of layers, in order; `SparseTransformer.new_cache` makes one that fits.
+    """The caches of a stack of layers, in order. `SparseTransformer.new_cache` creates one.
 
     >>> from ringtile.patterns import Causal, streaming
     >>> cache = KVCache([LayerCache(streaming(4, 60)), LayerCache(Causal())])
@@ -328,7 +332,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens seen so far; ValueError where the layers differ, since a call was interrupted between them."""
+        """Number of tokens seen so far. Raises ValueError if the layers differ, after an interrupted call."""
         lengths = [layer.length for layer in self.layers]
         if min(lengths) < max(lengths):
             raise ValueError(f"cache: expected layers that have seen the same tokens, got {lengths}")
@@ -336,10 +340,10 @@ class KVCache:
 
     @property
     def bounded(self) -> bool:
-        """Whether the patterns of all layers bound the memory."""
+        """True if the patterns of all layers bound the memory."""
         return all(layer.bounded for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
+        """Size of all layers in bytes."""
         return sum(layer.nbytes for layer in self.layers)

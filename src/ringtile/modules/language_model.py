@@ -1,4 +1,4 @@
-"""A language model: tokens in, logits of the next token out, and generation with a cache."""
+"""A language model that generates with a cache."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ringtile.modules.transformer import SparseTransformer
 
 
 class SparseLanguageModel(nn.Module):
-    """An embedding, a causal `SparseTransformer`, and a head without bias that begins as zero.
+    """An embedding, a causal `SparseTransformer` and a head without bias, initialized to zero.
 
     Args:
         vocab_size: Number of tokens; 256 for bytes.
-        transformer: The layers, built with ``is_causal``; device and dtype are its own.
+        transformer: The layers, built with ``is_causal=True``. The model uses their device and dtype.
 
     Raises:
-        ValueError: Where the size is not positive or a layer is not causal.
+        ValueError: If the size is not positive or a layer is not causal.
 
     Example:
         >>> from ringtile.patterns import streaming
@@ -43,7 +43,7 @@ class SparseLanguageModel(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """Logits ``[B, N, vocab_size]`` of the token after each of ``tokens`` ``[B, N]``, as `SparseTransformer`."""
+        """Return logits ``[B, N, vocab_size]`` of the next token for ``tokens`` ``[B, N]``; see `SparseTransformer`."""
         logits: Tensor = self.head(self.transformer(self.embedding(tokens), key_mask, cache))
         return logits
 
@@ -57,20 +57,20 @@ class SparseLanguageModel(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue each row by ``n_new`` tokens, one by one, holding the keys that the patterns can still keep.
+        """Continue each row by ``n_new`` tokens, one by one, with a cache of the keys that the patterns can still keep.
 
         Args:
-            tokens: ``[B, N]`` integers, at least one a row.
-            n_new: Tokens to add.
-            key_mask: ``[B, N]`` bool, False at what pads shorter prompts (on the left).
-            temperature: Divides the logits before a token is drawn; 0 takes the likeliest.
-            generator: Of the draws.
+            tokens: ``[B, N]`` integers, at least one per row.
+            n_new: Number of tokens to add.
+            key_mask: ``[B, N]`` bool, False for the padding of shorter prompts (on the left).
+            temperature: Divides the logits before a token is drawn. Default: 0, the most likely token.
+            generator: Random generator of the draws. Default: PyTorch's.
 
         Returns:
             ``[B, N + n_new]``, the prompt included.
 
         Raises:
-            ValueError: Where there is no prompt, a number is out of range, or the model is in training mode.
+            ValueError: If there is no prompt, a value is out of range, or the model is in training mode.
         """
         if tokens.dim() != 2 or not tokens.shape[1]:
             raise ValueError(f"tokens: expected [B, N] of at least one token, got {tokens.shape=}")

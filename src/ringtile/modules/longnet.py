@@ -17,7 +17,7 @@ from ringtile.patterns import Causal, Pattern, Segments
 
 @dataclass(frozen=True)
 class LongNet:
-    """`dilated_attention` with its branches filled in; `longnet_attend` makes it."""
+    """`dilated_attention` with fixed branches; `longnet_attend` creates it."""
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
@@ -29,7 +29,7 @@ class LongNet:
         return dilated_attention(query, key, value, *branches, overlap=self.overlap, **options)
 
     def rules(self, pattern: Pattern | None, is_causal: bool) -> tuple[Pattern, ...]:
-        """Return patterns over positions: a pair counts once for each of them that keeps it."""
+        """Return patterns over positions. A pair counts once per pattern that keeps it."""
         branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
         kept: list[Pattern] = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
         if self.overlap == "union":
@@ -40,12 +40,12 @@ class LongNet:
 def longnet_attend(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], overlap: Literal["mix", "union"] = "mix"
 ) -> LongNet:
-    """Return `dilated_attention` with its branches filled in, for ``attend=`` of the modules (arXiv:2307.02486).
+    """Return `dilated_attention` with fixed branches, for ``attend=`` of the modules (arXiv:2307.02486).
 
-    ``SparseTransformer(..., attend=longnet_attend(...))`` is LongNet's encoder, and with ``is_causal=True`` its
-    decoder, which also generates with a cache; a ``pattern`` applies inside each dilated segment.
+    ``SparseTransformer(..., attend=longnet_attend(...))`` is LongNet's encoder. With ``is_causal=True`` it is the
+    decoder, which can generate with a cache. A ``pattern`` applies inside each dilated segment.
 
-    Raises ValueError if the sequences differ in length or hold anything but positive integers.
+    Raises ValueError if the sequences differ in length or contain anything but positive integers.
 
     >>> import torch
     >>> from ringtile.modules.transformer import SparseTransformer

@@ -1,4 +1,4 @@
-"""Torch's attention masks in the words of patterns: True or -inf there means what is not kept here."""
+"""Read PyTorch's attention masks, in which True or -inf means that a pair is dropped."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ringtile.patterns import Pattern, from_mask
 from ringtile.patterns.mask import one_of_equals
 
 _SMALL = 1 << 24
-"""Bytes of a mask that are read again at every call: a few milliseconds where attention takes tens."""
+"""Bytes of a mask that is read on every call: a few milliseconds, if attention takes tens."""
 
 
 class AttnMask(NamedTuple):
-    """What an ``attn_mask`` keeps: what is causal, lower right, or else the pairs of a pattern."""
+    """The pairs that an ``attn_mask`` keeps: the causal ones (lower right), or those of a pattern."""
 
     is_causal: bool
     pattern: Pattern | None = None
@@ -31,20 +31,20 @@ class _Reading(NamedTuple):
 
 
 _readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What was read in a mask: all layers of a model are given the same one."""
+"""Cached readings: all layers of a model get the same mask."""
 
 
 def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> AttnMask:
-    """What a mask of `torch.nn.MultiheadAttention` keeps.
+    """Read which pairs a mask of `torch.nn.MultiheadAttention` keeps.
 
     Args:
-        mask: ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``, bool with True where a pair is dropped, or floating with 0 and -inf.
+        mask: ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``, bool, True for pairs to drop, or floating point with 0 and -inf.
         batch: B.
         heads: H.
-        is_causal: The hint that the mask is the causal one, believed where a traced graph cannot look at its values.
+        is_causal: Hint that the mask is the causal one. Only used in a traced graph, which cannot read its values.
 
     Raises:
-        ValueError: Where a floating mask holds other values, or a traced graph has no hint.
+        ValueError: If a floating-point mask has other values, or a traced graph has no hint.
     """
     if torch.compiler.is_compiling():
         if is_causal and mask.shape[-1] == mask.shape[-2]:
@@ -64,16 +64,16 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Att
 
 @cache
 def _multipliers() -> Tensor:
-    """Odd random numbers for three rounds of `_fingerprint`: 4096**3 words, more than any mask has."""
+    """Return odd random numbers for three rounds of `_fingerprint`: enough for 4096**3 words."""
     generator = torch.Generator("cpu").manual_seed(0)
     return torch.randint(-(2**62), 2**62, (3, 4096), generator=generator, device="cpu").mul_(2).add_(1)
 
 
 def _fingerprint(mask: Tensor) -> int | None:
-    """Return a number that changes with the values, or None if only `_version` tells of a change.
+    """Return a hash of the values, or None if `_version` has to tell.
 
-    Writes through numpy, another process or ``.data`` leave the version as it was. Memory that torch did not allocate,
-    or has shown to numpy, is not resizable.
+    Writes through numpy, another process or ``.data`` do not change the version. Memory that PyTorch did not allocate,
+    or has shared with numpy, is not resizable.
     """
     with torch.no_grad():
         for dim, stride in enumerate(mask.stride()):
@@ -112,18 +112,18 @@ def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
 
 
 class Padding(NamedTuple):
-    """What a ``key_padding_mask`` says of each key ``[B, Nk]``."""
+    """The content of a ``key_padding_mask``, per key ``[B, Nk]``."""
 
     key_mask: Tensor
-    """bool, True where the key may be attended to."""
+    """bool, True for keys to attend to."""
     bias: Tensor | None
-    """What is added to the scores of the key, where anything is."""
+    """Values to add to the scores of the keys, or None."""
 
 
 def read_key_padding_mask(mask: Tensor) -> Padding:
-    """What a ``key_padding_mask`` ``[B, Nk]`` of `torch.nn.MultiheadAttention` says, bool or floating.
+    """Read a ``key_padding_mask`` ``[B, Nk]`` of `torch.nn.MultiheadAttention`, bool or floating point.
 
-    A traced graph cannot look whether a floating mask holds anything but 0 and -inf, and takes it that it does.
+    A traced graph cannot check for values other than 0 and -inf, so it assumes that there are some.
     """
     if not mask.is_floating_point():
         return Padding(~mask, None)

@@ -1,4 +1,4 @@
-"""Multi-head attention with the face of `torch.nn.MultiheadAttention` and a pattern."""
+"""Multi-head attention with a sparse pattern, in place of `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -22,56 +22,65 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Attend = Callable[..., Any]
-"""``attend(query, key, value, *, pattern, is_causal, key_mask, dropout_p)``, named as in `sparse_attention`."""
+"""A function that computes attention: ``attend(query, key, value, *, pattern, is_causal, key_mask, dropout_p)``.
+
+It returns ``[B, H, Nq, Dv]`` and must be linear in ``value``. Arguments are named as in `sparse_attention`:
+
+* ``query`` is ``[B, H, Nq, D]``, ``key`` ``[B, H, Nk, D]`` and ``value`` ``[B, H, Nk, Dv]``. Dv differs from D if the
+  caller wants weights.
+* ``pattern`` can be None. ``key_mask`` is ``[B, Nk]`` bool, True for keys to attend to, or None.
+* With ``add_bias_kv`` or ``add_zero_attn``, `SparseMultiheadAttention` also passes ``return_lse=True`` and expects the
+  lse ``[B, H, Nq]`` as a second result. It scores the added keys with ``D ** -0.5``.
+* With a floating-point padding mask, ``query`` and ``key`` can have one extra feature that carries the mask. The module
+  then passes ``scale=D ** -0.5``, with D counted without that feature.
+"""
 
 MAX_WEIGHTS = 1 << 24
-"""The most elements of a dense matrix of weights, B * H * Nq * Nk, that is returned beside a sparse pattern."""
+"""Largest number of elements, B * H * Nq * Nk, of a dense weight matrix with a sparse pattern."""
 
 
 class SparseMultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` over the pairs that a pattern keeps: same arguments, weights, masks and results.
+    """Multi-head attention with a sparse pattern: a drop-in for `torch.nn.MultiheadAttention`.
 
-    With ``pattern=None`` it is `torch.nn.MultiheadAttention`, computed by torch's own function. Checkpoints load either
-    way. It works inside torch's transformer layers, in training and in evaluation: their fused kernel, which computes
-    dense attention whatever the module, is not taken. (`torch.nn.TransformerEncoder` says so in a warning unless it
-    is built with ``enable_nested_tensor=False``.)
+    It takes the same arguments and masks and has the same parameters, so checkpoints load in both directions. With
+    ``pattern=None`` it calls PyTorch's own function and returns the same results.
 
-    Masks mean what they mean in torch, and keep no pair that the pattern does not:
+    You can use it inside PyTorch's transformer layers, in training and in eval mode. It disables their fused fast path,
+    which would ignore the pattern. `torch.nn.TransformerEncoder` warns about that unless you build it with
+    ``enable_nested_tensor=False``.
 
-    * ``key_padding_mask`` becomes the key mask; floating values other than 0 and -inf are added to the scores.
-    * ``attn_mask`` is causal where it is the causal mask (lower right); any other bool mask, or floating one of 0 and
-      -inf, is intersected with the pattern. The module reads a mask again once it has changed. It does not notice a
-      change through ``.data`` of a mask of more than 16 MiB, or of one on a GPU.
-    * ``is_causal`` alone is causal attention, for which torch demands the mask too. Beside a mask and a pattern it is a
-      hint, and the mask counts, except in a graph traced by `torch.compile`, which cannot look and believes it.
-    * ``add_bias_kv`` and ``add_zero_attn`` are keys that each query keeps.
+    Masks mean the same as in PyTorch. They only remove pairs; they never add one that the pattern leaves out:
 
-    A query that keeps nothing of a pattern attends to nothing: its output is the bias of ``out_proj``.
+    * ``key_padding_mask`` drops keys. Floating-point values other than 0 and -inf are added to the scores.
+    * ``attn_mask`` intersects with the pattern. With a sparse pattern it must be bool, or floating point with only 0
+      and -inf. If it is the causal mask (lower right), the module runs causal attention. The module reads a mask again
+      after it has changed. It does not notice a change through ``.data`` if the mask has more than 16 MiB or is on a
+      GPU.
+    * ``is_causal`` without a mask means causal attention. (PyTorch requires the mask as well.) With a mask and a
+      pattern it is only a hint, and the mask decides. Inside `torch.compile` the mask's values are not available, so
+      the hint decides.
+    * ``add_bias_kv`` and ``add_zero_attn`` add keys that every query keeps.
+
+    If the pattern leaves a query with no keys, its output is the bias of ``out_proj``.
 
     Args:
-        embed_dim: Width of the model, a multiple of ``num_heads``.
-        num_heads: H.
-        dropout: Probability with which a weight is dropped in training.
-        bias: Add a bias in the projections.
-        add_bias_kv: Add a learned key and value.
-        add_zero_attn: Add a key and value of zeros.
-        kdim: Width of the keys; None means ``embed_dim``.
-        vdim: Width of the values; None means ``embed_dim``.
-        batch_first: Tensors are ``[B, N, E]`` instead of ``[N, B, E]``.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        embed_dim: Model width, a multiple of ``num_heads``.
+        num_heads: Number of heads.
+        dropout: Probability of dropping an attention weight during training.
+        bias: Add a bias to the projections.
+        add_bias_kv: Add one learned key and value.
+        add_zero_attn: Add one key and value of zeros.
+        kdim: Width of the keys. Default: ``embed_dim``.
+        vdim: Width of the values. Default: ``embed_dim``.
+        batch_first: Use ``[B, N, E]`` tensors instead of ``[N, B, E]``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
         pattern: Which pairs to keep: a `ringtile.patterns.Pattern`, a FlexAttention `BlockMask` or a bool matrix of
-            tiles; the last two fix the lengths. Default: all pairs.
-        attend: What computes attention, by default `sparse_attention`. It is called with query ``[B, H, Nq, D]``, key
-            and value ``[B, H, Nk, D]`` (the last dimension of value differs where weights are asked for, and those of
-            query and key grow by one where floating padding is added to the scores), and by name ``pattern`` (None
-            too), ``is_causal``, ``key_mask`` (``[B, Nk]`` bool, True = attend, or None) and ``dropout_p``, and returns
-            ``[B, H, Nq, Dv]``, linear in value. ``return_lse=True`` is passed for ``add_bias_kv`` and ``add_zero_attn``
-            only, whose keys are scored with ``D ** -0.5``, and asks for the lse ``[B, H, Nq]`` too; ``scale``, the
-            same, beside floating padding only.
+            tiles. The last two fix the lengths. Default: all pairs.
+        attend: Function that computes the attention, see `Attend`. Default: `sparse_attention`.
 
     Raises:
-        ValueError: Where an argument is out of range or the pattern is written for another number of heads.
+        ValueError: If an argument is out of range, or if the pattern is defined for a different number of heads.
 
     Example:
         >>> from ringtile.patterns import Causal, Window
@@ -117,8 +126,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
     def _set_rule(self, pattern: Pattern | None, attend: Attend) -> None:
         self.pattern, self.attend = pattern, attend
-        # Torch's layers read this before they hand the weights of the projections to a fused kernel that attends
-        # densely. Where the weights are packed is told by in_proj_weight here.
+        # PyTorch's layers read this before they call a fused kernel with dense attention. Here, in_proj_weight tells if
+        # the weights are packed.
         self._qkv_same_embed_dim = False
 
     def _reset_parameters(self) -> None:
@@ -128,11 +137,11 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
     @property
     def _is_dense(self) -> bool:
-        """Whether everything attends to everything, which torch's own function computes."""
+        """True if the module keeps all pairs, so that PyTorch's own function computes it."""
         return self.attend is sparse_attention and (self.pattern is None or isinstance(self.pattern, Dense))
 
     def extra_repr(self) -> str:
-        """The arguments that differ from one module to another."""
+        """Return the arguments, for `repr`."""
         named = self.attend.func if isinstance(self.attend, partial) else self.attend
         attend = getattr(named, "__name__", type(named).__name__)
         return (
@@ -151,30 +160,35 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend, with the arguments and results of `torch.nn.MultiheadAttention`.
+        """Compute attention. Arguments and results are those of `torch.nn.MultiheadAttention`.
 
         Args:
-            query: ``[Nq, B, E]``, ``[B, Nq, E]`` with ``batch_first``, or ``[Nq, E]``.
-            key: ``[Nk, B, kdim]``, laid out alike.
-            value: ``[Nk, B, vdim]``, laid out alike.
-            key_padding_mask: ``[B, Nk]`` or ``[Nk]``: bool, True for a key to leave out, or floating, added to scores.
-            need_weights: Return the weights: True for a dense matrix, up to 2^24 elements ``B * H * Nq * Nk`` beside a
-                sparse pattern; "block_sparse" for the kept tiles alone, without dropout.
-            attn_mask: ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``: bool, True for a pair to leave out, or floating 0 and -inf
-                (any values where the pattern is None).
-            average_attn_weights: Return the mean over the heads.
-            is_causal: Keys at or before the query's position alone; with ``attn_mask`` a hint that it says just this.
+            query: ``[Nq, B, E]``, ``[B, Nq, E]`` with ``batch_first``, or ``[Nq, E]`` without a batch.
+            key: ``[Nk, B, kdim]``, in the same layout as the query.
+            value: ``[Nk, B, vdim]``, in the same layout as the query.
+            key_padding_mask: ``[B, Nk]`` or ``[Nk]``. Bool, True for keys to ignore, or floating point, added to the
+                scores.
+            need_weights: True returns a dense weight matrix. With a sparse pattern it can have at most 2^24 elements
+                (``B * H * Nq * Nk``). "block_sparse" returns only the kept tiles and does not support dropout.
+            attn_mask: ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``. Bool, True for pairs to ignore, or floating point with only
+                0 and -inf. Any floating-point values are allowed if the pattern is None.
+            average_attn_weights: Average the weights over the heads.
+            is_causal: Keep only keys at or before the query's position. With ``attn_mask``, a hint that the mask is
+                causal.
 
         Returns:
-            The output, laid out as the query, and the weights or None: ``[B, Nq, Nk]``, ``[B, H, Nq, Nk]`` without
-            ``average_attn_weights``, less B for unbatched inputs. A dense matrix has had the dropout, as torch's, and
-            one more column each for ``add_bias_kv`` and ``add_zero_attn``. Block-sparse weights are a sparse COO tensor
-            ``[B, (H,) rows, columns, 128, 128]`` whose values are tiles ``[T, 128, 128]``, cut at multiples of 128
-            in positions.
+            The output, in the layout of the query, and the weights, or None without ``need_weights``.
+
+            Dense weights are ``[B, Nq, Nk]``, or ``[B, H, Nq, Nk]`` without ``average_attn_weights``; unbatched inputs
+            have no B. They include dropout, as in PyTorch, and one extra column each for ``add_bias_kv`` and
+            ``add_zero_attn``.
+
+            Block-sparse weights are a sparse COO tensor ``[B, (H,) rows, columns, 128, 128]``. Its values are the tiles
+            ``[T, 128, 128]``, cut at multiples of 128 in positions.
 
         Raises:
-            ValueError: Where shapes or dtypes do not fit, weights are too large, is_causal stands alone and
-                Nq != Nk, or a floating mask beside a sparse pattern holds other values than 0 and -inf.
+            ValueError: If shapes or dtypes are invalid, the weights are too large, ``is_causal`` comes without a mask
+                and Nq != Nk, or a floating-point mask holds values other than 0 and -inf with a sparse pattern.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
@@ -199,7 +213,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             padding = read_key_padding_mask(key_padding_mask if is_batched else key_padding_mask.unsqueeze(0))
             how["key_mask"] = padding.key_mask
             if padding.bias is not None:
-                # The bias of a key is one more coordinate: the scale takes back what the query brings.
+                # The bias of a key is one more coordinate. The query's coordinate cancels the scale.
                 how["scale"] = self.head_dim**-0.5
                 bias = padding.bias.clamp(min=torch.finfo(k.dtype).min).to(k.dtype)
                 bias = bias.view(batch, 1, n_keys, 1).expand(-1, heads, -1, -1)
@@ -211,7 +225,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             out, weights = self._attend_with_tiles(q, k, v, how, average_attn_weights)
         elif need_weights:
             n_extra = 0 if extra_v is None else extra_v.shape[2]
-            # Attention is linear in the value: the rows of the unit matrix come out as the weights.
+            # Attention is linear in the value, so the identity matrix as value returns the weights.
             unit = torch.eye(n_keys + n_extra, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
             v = torch.cat([v, unit[:, :, :n_keys]], -1)
             if extra_v is not None:
@@ -238,7 +252,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> int:
-        """The batch size."""
+        """Check the arguments and return the batch size."""
         dims = query.dim()
         if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
             raise ValueError(
@@ -272,16 +286,16 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         size = batch * self.num_heads * n_queries * n_keys
         if need_weights is True and size > MAX_WEIGHTS and not self._is_dense:
             raise ValueError(
-                f"need_weights: a dense matrix of weights has {size:,} elements here, over {MAX_WEIGHTS:,}; expected "
-                f"need_weights=False, or 'block_sparse' for those of the kept tiles, with {query.shape=}, {key.shape=}"
+                f"need_weights: a dense weight matrix would have {size:,} elements, over {MAX_WEIGHTS:,}; use "
+                f"need_weights=False, or 'block_sparse' for the kept tiles, with {query.shape=}, {key.shape=}"
             )
         if need_weights == "block_sparse":
             if self.training and self.dropout:
-                raise ValueError(f"need_weights: block-sparse weights have no dropout, got {self.dropout=} in training")
+                raise ValueError(f"need_weights: 'block_sparse' does not support dropout, got {self.dropout=}")
             if self.bias_k is not None or self.add_zero_attn:
-                raise ValueError("need_weights: add_bias_kv and add_zero_attn lie in no tile, got 'block_sparse'")
+                raise ValueError("need_weights: 'block_sparse' does not support add_bias_kv or add_zero_attn")
             if self.attend is not sparse_attention:
-                raise ValueError(f"need_weights: expected True, only sparse_attention works in tiles, got {self!r}")
+                raise ValueError(f"need_weights: 'block_sparse' needs attend=sparse_attention, got {self!r}")
         return batch
 
     def _forward_dense(
@@ -335,7 +349,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The rows of different lengths that `torch.nn.TransformerEncoder` makes of padded ones in evaluation."""
+        """Compute nested tensors, which `torch.nn.TransformerEncoder` makes of padded rows in eval mode."""
         if query is not key or key is not value or not self.batch_first:
             raise ValueError(f"query: a nested tensor needs query is key is value and batch_first, got {self!r}")
         if need_weights or key_padding_mask is not None or attn_mask is not None:
@@ -349,7 +363,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         return torch.nested.as_nested_tensor(rows, layout=query.layout), None
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value in the width of the model, in as few products as they are tensors."""
+        """Project query, key and value, with one matmul per distinct tensor."""
         weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is not None and query is key and key is value:
             q, k, v = F.linear(query, weight, bias).chunk(3, -1)
@@ -365,14 +379,14 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         return q, k, v
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """A projection, laid out as its input, to ``[B, H, N, D]``."""
+        """Reshape a projection to ``[B, H, N, D]``."""
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         if x.dim() == 3:
             return x.transpose(0, 1).unsqueeze(0)
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _extra_keys(self, q: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Scores ``[B, H, Nq, X]`` and values ``[1, H, X, D]`` of the X keys that every query keeps."""
+        """Return scores ``[B, H, Nq, X]`` and values ``[1, H, X, D]`` of the X keys that every query keeps."""
         keys: list[Tensor] = []
         values: list[Tensor] = []
         if self.bias_k is not None and self.bias_v is not None:
@@ -394,13 +408,13 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         extra_v: Tensor | None,
         how: dict[str, Any],
     ) -> Tensor:
-        """Attention over the kept keys and the extra ones, which no part of the pattern or of the padding removes."""
+        """Compute attention over the kept keys and the extra ones, which neither pattern nor padding removes."""
         if extra_scores is None or extra_v is None:
             kept: Tensor = self.attend(q, k, v, **how)
             return kept
         out, lse = self.attend(q, k, v, **how, return_lse=True)
         extra_scores = extra_scores.to(lse.dtype)
-        # Dropout comes after the joint softmax, and the merge is linear in the outputs.
+        # Dropout applies after the joint softmax. The merge is linear in the outputs, so it can come first.
         extra_weights = F.dropout(extra_scores.softmax(-1), how["dropout_p"])
         extra_out = (extra_weights.to(v.dtype) @ extra_v).to(out.dtype)
         return merge_attention([out, extra_out], [lse, extra_scores.logsumexp(-1)])[0]
@@ -425,7 +439,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 def _checked_rule(pattern: Pattern | BlockMask | Tensor | None, attend: Attend, num_heads: int) -> Pattern | None:
     rule = None if pattern is None else as_pattern(pattern)
     if rule is not None and rule.n_heads not in (None, num_heads):
-        raise ValueError(f"pattern: {rule!r} is written for {rule.n_heads} heads, got {num_heads=}")
+        raise ValueError(f"pattern: {rule!r} is defined for {rule.n_heads} heads, got {num_heads=}")
     if not callable(attend):
         raise ValueError(f"attend: expected a function of query, key and value, got {attend!r}")
     return rule
@@ -439,7 +453,7 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
 
 
 def _each_once(fn: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """``fn`` of each; what were one tensor stay one, which is how torch sees that one projection serves them."""
+    """Apply ``fn`` to each. Equal tensors stay one object, so that PyTorch projects them together."""
     if key is not value:
         return fn(query), fn(key), fn(value)
     turned = fn(key)
@@ -451,21 +465,21 @@ def replace_attention(
 ) -> nn.Module:
     """Turn each `torch.nn.MultiheadAttention` in a model into `SparseMultiheadAttention`, in place.
 
-    The model may be one itself. Parameters, hooks and places in the model stay what they are, so optimizers and
-    checkpoints keep working. Call it again to change the pattern. Other subclasses are left alone. A decoder's cross
-    attention has other lengths than its self-attention: give each its own pattern, as
+    The model can be one itself. The modules keep their parameters, hooks and places in the model, so optimizers and
+    checkpoints keep working. Call it again to change the pattern. It leaves other subclasses unchanged. A decoder's
+    cross-attention has other lengths than its self-attention: give each its own pattern, for example
     ``replace_attention(layer.self_attn, pattern=...)``.
 
     Args:
-        model: The module to look through.
-        pattern: As `SparseMultiheadAttention` takes it.
-        attend: As `SparseMultiheadAttention` takes it.
+        model: The module to search.
+        pattern: Which pairs to keep, as in `SparseMultiheadAttention`.
+        attend: Function that computes the attention, see `Attend`. Default: `sparse_attention`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: Where there is nothing to replace, or the pattern is written for another number of heads.
+        ValueError: If the model has no attention to replace, or the pattern is defined for another number of heads.
 
     Example:
         >>> from ringtile.patterns import Window

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _Delayed:
-    """What is raised inside comes later: once, from `arrive`."""
+    """Holds an exception raised inside, until `arrive` raises it."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
@@ -30,10 +30,10 @@ class _Delayed:
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """What a function returns, saving only its arguments: the backward pass computes it once more.
+    """Call a function and save only its arguments. The backward pass calls it again.
 
-    An exception may leave the function. One that left torch 2.11's own checkpoint would leave that recording, and every
-    later backward pass wrong, so here it waits until the checkpoint has ended.
+    In torch 2.11, an exception inside `checkpoint` leaves it in recording mode and corrupts every later backward pass.
+    So we hold the exception until the checkpoint ends.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> torch.autograd.grad(recomputed(torch.square, x).sum(), x)[0].tolist()

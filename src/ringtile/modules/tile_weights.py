@@ -1,4 +1,4 @@
-"""The attention weights of the kept tiles: what a dense matrix of weights is where most of it is zero."""
+"""Attention weights as a sparse tensor of the kept tiles."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ringtile.layout.tiles import FULL, unpack_words
 def tile_weights(
     query: Tensor, key: Tensor, lse: Tensor, index: BlockIndex, *, key_mask: Tensor | None, scale: float
 ) -> Tensor:
-    """The softmax weights of the tiles that an index keeps, differentiable in query, key and lse.
+    """Return the softmax weights of the kept tiles, differentiable in query, key and lse.
 
     Args:
         query: ``[B, H, Nq, D]``.
         key: ``[B, H, Nk, D]``.
-        lse: ``[B, H, Nq]``, natural log, of attention over the same pairs.
+        lse: ``[B, H, Nq]``, the natural log-sum-exp over the same pairs.
         index: The kept pairs.
-        key_mask: ``[B, Nk]`` bool, True where a key may be attended to.
-        scale: Of the scores.
+        key_mask: ``[B, Nk]`` bool, True for keys to attend to.
+        scale: Factor for the scores.
 
     Returns:
-        A sparse COO tensor ``[B, H, rows, columns, b, b]`` with four sparse and two dense dimensions, coalesced: the
-        values are ``[T, b, b]``, one for each kept tile. Rows are cut at multiples of b in positions, so the first
-        query lies in row ``index.start % b`` of the first tile.
+        A coalesced sparse COO tensor ``[B, H, rows, columns, b, b]`` with four sparse and two dense dimensions. Its
+        values are ``[T, b, b]``, one per kept tile. Rows are cut at multiples of b in positions, so the first query is
+        row ``index.start % b`` of the first tile.
     """
     (batch, heads, n_queries, _), n_keys = query.shape, key.shape[2]
     block, rows, cols = index.block, index.n_rows, index.n_cols
@@ -58,7 +58,7 @@ def tile_weights(
         usable = F.pad(key_mask, (0, cols * block - n_keys)).unflatten(1, (cols, block))
         kept &= usable[b, col].unsqueeze(1)
     exponent = scores.to(lse.dtype) - in_rows(lse.masked_fill(lse == -math.inf, 0)).unsqueeze(-1)
-    # Selected before it is raised: an overflow in a pair that is not kept would have a NaN for its gradient.
+    # Mask before exp: an overflow in a dropped pair would get a NaN gradient.
     weights = exponent.masked_fill(~kept, -math.inf).exp().to(query.dtype)
     return torch.sparse_coo_tensor(
         torch.stack([b, h, row, col]),
@@ -70,7 +70,7 @@ def tile_weights(
 
 
 def mean_over_heads(weights: Tensor) -> Tensor:
-    """The mean over the heads of `tile_weights`: sparse COO ``[B, rows, columns, b, b]``, coalesced."""
+    """Return the mean of `tile_weights` over the heads: coalesced sparse COO ``[B, rows, columns, b, b]``."""
     indices, values = weights.indices(), weights.values()
     batch, heads, *rest = weights.shape
     return torch.sparse_coo_tensor(

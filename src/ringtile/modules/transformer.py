@@ -1,4 +1,4 @@
-"""Pre-norm transformer layers over sparse attention, and a stack of them: encoder or decoder, with a cache."""
+"""Transformer layers with sparse attention, and a stack of them: encoder or decoder, with a cache."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ Angles = tuple[Tensor, Tensor]
 
 
 class SparseTransformerLayer(nn.Module):
-    """Attention, then an MLP with GELU, each after an RMSNorm and added to the stream; linear maps have no bias.
+    """A pre-norm transformer layer: attention, then an MLP with GELU, each after an RMSNorm. Linear maps have no bias.
 
-    The two output matrices begin as zero, so that a fresh layer is the identity and depth does not slow the first
-    steps of training.
+    The two output matrices start at zero, so a new layer is the identity and depth does not slow the first steps of
+    training.
 
     Args:
-        embed_dim: Width of the stream, a multiple of ``num_heads``.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads, a divisor of ``num_heads`` (GQA); None means as many.
-        hidden_dim: Width inside the MLP; None means ``4 * embed_dim``.
-        dropout: Probability with which attention weights and elements of both outputs are dropped in training.
-        rotary: Turn queries and keys by their positions (Su et al., arXiv:2104.09864); head_dim must be even.
+        embed_dim: Model width, a multiple of ``num_heads``.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads, a divisor of ``num_heads`` (GQA). Default: ``num_heads``.
+        hidden_dim: Width inside the MLP. Default: ``4 * embed_dim``.
+        dropout: Probability of dropping attention weights, and elements of both outputs, during training.
+        rotary: Use rotary position embeddings (Su et al., arXiv:2104.09864). The head dim must be even.
         qk_norm: Scale queries and keys to a root mean square of 1 first (Henry et al., arXiv:2010.04245).
         is_causal: Keep only keys at or before the query: a decoder.
-        pattern: What may attend to what, as `SparseMultiheadAttention` takes it; None means everything.
-        attend: Computes attention: called as ``attend(query, key, value, pattern=..., is_causal=..., key_mask=...,
-            dropout_p=...)`` with tensors ``[B, H, N, D]``, and with ``enable_gqa=True`` where ``num_kv_heads`` is
-            fewer; `longnet_attend` makes another one.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        pattern: Which pairs to keep, as in `SparseMultiheadAttention`. Default: all pairs.
+        attend: Function that computes the attention: ``attend(query, key, value, *, pattern, is_causal, key_mask,
+            dropout_p)`` with tensors ``[B, H, N, D]``, and ``enable_gqa=True`` if ``num_kv_heads`` is smaller than
+            ``num_heads``. `longnet_attend` and `in_slices` make others. Default: `sparse_attention`.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: Where a number is out of range, the dims are no multiples, or the pattern is written for another
-            number of heads.
+        ValueError: If an argument is out of range, or if the pattern is defined for a different number of heads.
 
     Example:
         >>> from ringtile.patterns import GlobalTokens, Window
@@ -90,7 +89,7 @@ class SparseTransformerLayer(nn.Module):
             raise ValueError(f"dropout: expected a probability below 1, got {dropout!r}")
         rule = None if pattern is None else as_pattern(pattern)
         if rule is not None and rule.n_heads not in (None, num_heads):
-            raise ValueError(f"pattern: it is written for {rule.n_heads} heads, got {num_heads=}")
+            raise ValueError(f"pattern: it is defined for {rule.n_heads} heads, got {num_heads=}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.dropout, self.rotary, self.qk_norm, self.is_causal = dropout, rotary, qk_norm, is_causal
@@ -109,7 +108,7 @@ class SparseTransformerLayer(nn.Module):
 
     @property
     def rule(self) -> Pattern:
-        """The pairs that are kept: the pattern with causality, or LongNet's branches."""
+        """The kept pairs: the pattern with causality, or the union of LongNet's branches."""
         return reduce(or_, self._rules)
 
     @property
@@ -128,7 +127,7 @@ class SparseTransformerLayer(nn.Module):
         return ", ".join(parts + ([f"dropout={self.dropout}"] if self.dropout else []))
 
     def new_cache(self) -> LayerCache:
-        """An empty cache for generation.
+        """Return an empty cache for generation.
 
         Raises ValueError if the layer is not causal, or ``attend`` is neither `sparse_attention` nor made by
         `longnet_attend`.
@@ -141,9 +140,9 @@ class SparseTransformerLayer(nn.Module):
         return LayerCache(self.rule)
 
     def angles(self, x: Tensor, start: int = 0) -> Angles | None:
-        """Cosines and sines for the tokens of ``x`` ``[B, N, embed_dim]`` from a position on; None if not rotary.
+        """Return cosines and sines for ``x`` ``[B, N, embed_dim]``, starting at a position; None if not rotary.
 
-        Raises ValueError where ``x`` has another shape.
+        Raises ValueError if ``x`` has another shape.
         """
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x: expected [B, N, {self.embed_dim}], got {x.shape=}")
@@ -152,19 +151,19 @@ class SparseTransformerLayer(nn.Module):
     def forward(
         self, x: Tensor, key_mask: Tensor | None = None, cache: LayerCache | None = None, angles: Angles | None = None
     ) -> Tensor:
-        """The next state of the stream.
+        """Apply the layer.
 
         Args:
             x: ``[B, N, embed_dim]``.
-            key_mask: ``[B, N]`` bool, True where a token may be attended to.
-            cache: Of `new_cache`: ``x`` then holds the tokens after those seen, and they are added to it.
-            angles: What `angles` gives, where several layers share it.
+            key_mask: ``[B, N]`` bool, True for tokens to attend to.
+            cache: Cache from `new_cache`. ``x`` then holds the tokens after the cached ones, and the call adds them.
+            angles: Result of `angles`, if several layers share it.
 
         Returns:
             ``[B, N, embed_dim]``.
 
         Raises:
-            ValueError: Where shapes do not fit, or the cache is another layer's, or used in training.
+            ValueError: If shapes do not match, or if the cache is from another layer or used in training.
         """
         if cache is not None and cache.patterns != self._rules:
             raise ValueError(f"cache: expected one of the pattern {self.rule!r}, got {cache!r}")
@@ -200,7 +199,7 @@ class SparseTransformerLayer(nn.Module):
         placed = F.rms_norm(x, (self.head_dim,)) if self.qk_norm else x
         if angles is not None:
             placed = rotate(placed, *angles)
-        # Under autocast a norm comes out wider than the values are.
+        # Under autocast, a norm returns a wider dtype than the values have.
         return placed.to(x.dtype)
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -208,19 +207,20 @@ class SparseTransformerLayer(nn.Module):
 
 
 class SparseTransformer(nn.Module):
-    """A stack of `SparseTransformerLayer` and a final RMSNorm: an encoder, or with ``is_causal`` a decoder.
+    """A stack of `SparseTransformerLayer` with a final RMSNorm: an encoder, or a decoder with ``is_causal``.
 
     Args:
-        num_layers: How many.
-        embed_dim: Width of the stream.
-        num_heads: Query heads.
-        pattern: What may attend to what in every layer, or one for each of them.
-        gradient_checkpointing: Keep only each layer's input for the backward pass and compute the rest again, with the
-            same dropout: memory for one layer instead of all, for one more forward pass.
-        num_kv_heads, hidden_dim, dropout, rotary, qk_norm, is_causal, attend, device, dtype: Of each layer.
+        num_layers: Number of layers.
+        embed_dim: Model width.
+        num_heads: Number of query heads.
+        pattern: Which pairs to keep, in every layer, or a list with one pattern per layer. Default: all pairs.
+        gradient_checkpointing: Save only the input of each layer and recompute the rest in the backward pass, with the
+            same dropout. This needs memory for one layer instead of all, and one more forward pass.
+        num_kv_heads, hidden_dim, dropout, rotary, qk_norm, is_causal, attend, device, dtype: See
+            `SparseTransformerLayer`.
 
     Raises:
-        ValueError: As `SparseTransformerLayer`, and where there are not as many patterns as layers.
+        ValueError: As `SparseTransformerLayer`, or if the list has another number of patterns than layers.
 
     Example:
         >>> from ringtile.patterns import Strided, Window
@@ -277,23 +277,24 @@ class SparseTransformer(nn.Module):
         return "gradient_checkpointing=True" if self.gradient_checkpointing else ""
 
     def new_cache(self) -> KVCache:
-        """An empty cache of all layers, for generation; ValueError where a layer is not causal or has no cache."""
+        """Return an empty cache of all layers. Raises ValueError as `SparseTransformerLayer.new_cache` does."""
         layers: list[Any] = list(self.layers)
         return KVCache(layer.new_cache() for layer in layers)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """The stream after all layers.
+        """Apply all layers.
 
         Args:
             x: ``[B, N, embed_dim]``.
-            key_mask: ``[B, N]`` bool, True where a token may be attended to.
-            cache: Of `new_cache`: ``x`` then holds the tokens after those seen, in chunks of any length.
+            key_mask: ``[B, N]`` bool, True for tokens to attend to.
+            cache: Cache from `new_cache`. ``x`` then holds the tokens after the cached ones, in chunks of any length.
 
         Returns:
             ``[B, N, embed_dim]``.
 
         Raises:
-            ValueError: Where shapes do not fit, or the cache is another model's, used in training or with gradients.
+            ValueError: If shapes do not match, or if the cache is from another model, used in training or with
+                gradients.
         """
         layers: list[Any] = list(self.layers)
         if cache is not None and len(cache.layers) != len(layers):

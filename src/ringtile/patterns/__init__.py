@@ -1,4 +1,4 @@
-"""What may attend to what: immutable patterns that combine with ``&``, ``|`` and ``~``."""
+"""Immutable patterns of the pairs to keep, combined with ``&``, ``|`` and ``~``."""
 
 from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid, per_head
 from ringtile.patterns.blocks import Blocks, Elements

@@ -1,9 +1,8 @@
-"""What may attend to what: the element rule, the algebra, and the two questions the layout asks.
+"""Patterns: the element rule, the algebra, and the two questions that the layout asks.
 
-Everything is said in positions. Key ``b`` sits at position ``b``, query ``a`` at ``start + a``. A tile
-``t`` holds the positions ``[t * block, (t + 1) * block)``; tiles are cut in position space, so row tiles
-are numbered by position (they may be negative when there are more queries than keys) and rules use
-floor division.
+All numbers are positions. Key ``b`` is at position ``b``, query ``a`` at ``start + a``. Tile ``t`` covers the positions
+``[t * block, (t + 1) * block)``. Row tiles are numbered by position too, so their numbers can be negative if there are
+more queries than keys, and rules use floor division.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
     from ringtile.layout.index import BlockIndex
 
 LARGEST = 2**31 - 1
-"""The largest window, rate, length, ...: products of two stay inside int64."""
+"""Largest window, rate or length: a product of two fits into int64."""
 
 
 @dataclass(frozen=True)
 class TileGrid:
-    """The tiles that ``n_queries`` queries from position ``start`` and ``n_keys`` keys touch."""
+    """The tiles that ``n_queries`` queries, from position ``start``, and ``n_keys`` keys touch."""
 
     block: int
     start: int
@@ -38,27 +37,27 @@ class TileGrid:
 
     @property
     def first_row(self) -> int:
-        """Number of the first row tile (in position space)."""
+        """Number of the first row tile, in position space."""
         return self.start // self.block
 
     @property
     def n_rows(self) -> int:
-        """How many row tiles there are."""
+        """Number of row tiles."""
         if self.n_queries == 0:
             return 0
         return (self.start + self.n_queries - 1) // self.block - self.first_row + 1
 
     @property
     def n_cols(self) -> int:
-        """How many column tiles there are; the first is number 0."""
+        """Number of column tiles; the first is number 0."""
         return -(-self.n_keys // self.block)
 
 
 class Cover(NamedTuple):
     """Candidate tiles as intervals: row tile ``row[m]`` may touch column tiles ``lo[m] <= c < hi[m]``.
 
-    Three int64 vectors of equal length. Intervals may overlap or be empty and a row may occur many
-    times; together they contain every non-empty tile. They are already clipped to ``[0, n_cols)``.
+    Three int64 vectors of equal length. Together the intervals contain every non-empty tile. They can overlap or be
+    empty, and a row can occur many times. They are clipped to ``[0, n_cols)``.
     """
 
     row: Tensor
@@ -66,16 +65,16 @@ class Cover(NamedTuple):
     hi: Tensor
 
     def size(self) -> int:
-        """Upper bound of the number of candidate tiles."""
+        """Return an upper bound of the number of candidate tiles."""
         return int((self.hi - self.lo).clamp(min=0).sum())
 
 
 class Pattern:
     """An immutable, hashable description of the (query, key) pairs that attention keeps.
 
-    Subclasses are frozen dataclasses. They give the element rule `allowed`, the one source of truth, and
-    may give a `cover` and a `tile_class` so that an index is built without looking at every pair.
-    Patterns combine with ``&``, ``|`` and ``~``.
+    Patterns combine with ``&``, ``|`` and ``~``. Subclasses are frozen dataclasses. They define the element rule
+    `allowed`, the one source of truth. They can also define a `cover` and a `tile_class`, so that building an index
+    does not evaluate every pair.
 
     >>> from ringtile.patterns import Causal, Window
     >>> Causal() & ~Window(3)
@@ -83,77 +82,77 @@ class Pattern:
     """
 
     text: str | None
-    """The pattern in the words of the command line, or None where it has no text form."""
+    """The pattern in the words of the command line, or None if it has no text form."""
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether query position and key position form a kept pair: int64 in, bool of the broadcast shape out."""
+        """Return which pairs of query and key positions are kept: int64 in, bool of the broadcast shape out."""
         raise NotImplementedError
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        """Candidate column tiles of each row tile in ``rows`` (int64), or None for all of them."""
+        """Return candidate column tiles of each row tile in ``rows`` (int64), or None for all column tiles."""
         return None
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        """Upper bound of ``cover(...).size()``, found in O(rows) and without enumerating anything."""
+        """Return an upper bound of ``cover(...).size()`` in O(rows), without enumerating tiles."""
         return len(rows) * grid.n_cols
 
     def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """One interval ``[lo, hi)`` of column tiles per row tile (int64, clipped) that holds all it keeps."""
+        """Return one interval ``[lo, hi)`` of column tiles per row tile (int64, clipped) with all its kept pairs."""
         return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        """A number per tile (int64 vectors in and out): 0 empty, 1 full, else equal numbers mean equal bits.
+        """Return a class per tile (int64 vectors in and out): 0 empty, 1 full, otherwise equal classes mean equal bits.
 
-        Numbers are comparable within one call only.
+        Classes are comparable only within one call.
         """
         return 2 + (row - grid.first_row) * grid.n_cols + col
 
     def head_class(self, head: int) -> Hashable:
-        """Heads of equal class have the same rule."""
+        """Return the class of a head. Heads of equal class have the same rule."""
         return None
 
     @property
     def n_heads(self) -> int | None:
-        """The number of heads the pattern is written for, or None for any."""
+        """Number of heads that the pattern is defined for, or None for any."""
         return None
 
     @property
     def batch_size(self) -> int | None:
-        """The number of batch rows the pattern is written for, or None for any."""
+        """Number of batch rows that the pattern is defined for, or None for any."""
         return None
 
     def batch_row(self, batch: int) -> Pattern:
-        """The pattern of one batch row."""
+        """Return the pattern of one batch row."""
         return self
 
     def envelope(self) -> Pattern:
-        """The causal and document rules in force: what density is measured against."""
+        """Return the causal and document rules of the pattern. Density is measured against their pairs."""
         return Dense()
 
     def validate(self, grid: TileGrid) -> None:
-        """Raise ValueError where the pattern cannot serve these lengths."""
+        """Raise ValueError if the pattern does not support these lengths."""
 
     @property
     def free_rank(self) -> int | None:
-        """What `resized` sets: 0 a window or the like, 1 random blocks, 2 global tokens, None nothing."""
+        """Kind of the parameter that `resized` sets: 0 window or similar, 1 random blocks, 2 global tokens, or None."""
         return None
 
     def resized(self, size: int) -> Pattern | None:
-        """The same pattern with its free parameter set to ``size``, or None where it has none.
+        """Return the pattern with its free parameter set to ``size``, or None if it has no free parameter.
 
-        A larger size keeps the same pairs and more; only larger segments begin elsewhere and may part some. A
-        composition resizes the first of its sides of least `free_rank`. Raises ValueError where the pattern does not
-        allow the size.
+        A larger size keeps the same pairs and more, except that larger segments begin at other tokens. A composition
+        resizes the first of its sides with the smallest `free_rank`. Raises ValueError if the pattern does not allow
+        the size.
         """
         return None
 
     def draw(
         self, n_queries: int, n_keys: int | None = None, *, head: int = 0, start: int | None = None, width: int = 64
     ) -> str:
-        """Draw the kept pairs as text, at most ``width`` columns: ``█`` full, ``▒`` mixed, ``·`` empty.
+        """Draw the kept pairs as text, at most ``width`` columns wide: ``█`` full, ``▒`` mixed, ``·`` empty.
 
-        A cell is a square of ``ceil(max(n_queries, n_keys) / width)`` tokens; ``start=None`` means
-        ``n_keys - n_queries``. Raises ValueError above 4096 tokens.
+        A cell is a square of ``ceil(max(n_queries, n_keys) / width)`` tokens. ``start`` is ``n_keys - n_queries`` by
+        default. Raises ValueError above 4096 tokens.
 
         >>> print((~Dense() | Dense()).draw(2, 4))
         ████
@@ -174,8 +173,9 @@ class Pattern:
     def density(self, n_queries: int, n_keys: int | None = None, *, num_heads: int | None = None) -> float:
         """Return the fraction of pairs that the pattern keeps, of those that its causal and document rules allow.
 
-        ``n_keys`` is as many as queries by default. It is the mean over ``num_heads`` heads: by default those that the
-        pattern is defined for, or one. Raises ValueError as `build_index` does, whose index it builds or finds cached.
+        ``n_keys`` defaults to ``n_queries``. The result is the mean over ``num_heads`` heads, by default the number
+        that the pattern is defined for, or one. It builds the index, or finds it in the cache. Raises ValueError as
+        `build_index` does.
 
         >>> from ringtile.patterns import Causal, Window
         >>> round((Causal() & Window(1024)).density(16384), 3)
@@ -184,7 +184,7 @@ class Pattern:
         return self._index(n_queries, n_keys, num_heads).density
 
     def tile_density(self, n_queries: int, n_keys: int | None = None, *, num_heads: int | None = None) -> float:
-        """Return the fraction of 128 x 128 tiles that attention computes; run time follows this. See `density`.
+        """Return the fraction of 128 x 128 tiles that attention computes. Run time follows this. See `density`.
 
         >>> from ringtile.patterns import Causal, Window
         >>> round((Causal() & Window(1024)).tile_density(16384), 3)
@@ -195,7 +195,7 @@ class Pattern:
     def plot(self, n_queries: int, n_keys: int | None = None, ax: Axes | None = None, *, head: int = 0) -> Axes:
         """Draw the kept pairs with matplotlib: queries down, keys across, at most 512 cells per side.
 
-        Returns the axes, by default those of a new figure: ``pattern.plot(4096).figure.savefig("pattern.png")``.
+        Returns the axes, by default of a new figure: ``pattern.plot(4096).figure.savefig("pattern.png")``.
         Raises ImportError if matplotlib is missing, and ValueError as `build_index` does.
         """
         from ringtile.analysis.plot import missing_matplotlib, plot_pattern
@@ -227,13 +227,13 @@ class Pattern:
 
 
 def interval_cover(rows: Tensor, lo: Tensor | int, hi: Tensor | int, grid: TileGrid) -> Cover:
-    """One interval of column tiles ``[lo, hi)`` per row, clipped to the grid."""
+    """Return one interval of column tiles ``[lo, hi)`` per row, clipped to the grid."""
     zero = torch.zeros_like(rows)
     return Cover(rows, (zero + lo).clamp(0, grid.n_cols), (zero + hi).clamp(0, grid.n_cols))
 
 
 def whole(owner: str, name: str, value: int, least: int = 0, most: int = LARGEST) -> int:
-    """``value`` as an int within ``[least, most]``, else a ValueError that names the argument."""
+    """Return ``value`` as an int within ``[least, most]``, or raise a ValueError that names the argument."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -244,14 +244,14 @@ def whole(owner: str, name: str, value: int, least: int = 0, most: int = LARGEST
 
 
 def wholes(owner: str, name: str, values: Sequence[int], least: int = 0) -> tuple[int, ...]:
-    """``values`` as a non-empty tuple of ints of at least ``least``, else a ValueError that names the argument."""
+    """Return ``values`` as a non-empty tuple of ints >= ``least``, or raise a ValueError that names the argument."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
         raise ValueError(f"{owner} expects {name} to be a non-empty sequence of whole numbers, got {name}={values!r}")
     return tuple(whole(owner, name, value, least) for value in values)
 
 
 def full_shape(kept: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Expand what a rule that does not look at the head returns to the broadcast shape."""
+    """Expand the result of a rule that ignores the head to the broadcast shape."""
     return kept.expand(torch.broadcast_tensors(head, query, key)[0].shape)
 
 
@@ -276,28 +276,28 @@ class Dense(Pattern):
 
 
 def _renumber(numbers: Tensor) -> tuple[Tensor, int]:
-    """Number the distinct values 0, 1, ... in ascending order, and say how many there are."""
+    """Number the distinct values 0, 1, ... in ascending order, and count them."""
     if numbers.numel() == 0:
         return numbers, 0
     low, high = int(numbers.min()), int(numbers.max())
     if high - low > 4 * numbers.numel() + 1024:
         distinct, inverse = torch.unique(numbers, return_inverse=True)
         return inverse, len(distinct)
-    # Small numbers, the usual case: a table of those present is many times faster than a sort.
+    # Numbers are usually small: a table is many times faster than a sort.
     present = torch.zeros(high - low + 1, dtype=torch.int64, device=numbers.device)
     present[numbers - low] = 1
     return (present.cumsum(0) - 1)[numbers - low], int(present.sum())
 
 
 def number_pairs(first: Tensor, second: Tensor) -> Tensor:
-    """Number the distinct pairs of two int64 vectors, from 2 on."""
+    """Number the distinct pairs of two int64 vectors, starting at 2."""
     numbers, count = _renumber(second)
     return _renumber(_renumber(first)[0] * count + numbers)[0] + 2
 
 
 @dataclass(frozen=True, repr=False)
 class _Pair(Pattern):
-    """What `And` and `Or` share: both sides must serve the same heads and batch rows."""
+    """Base of `And` and `Or`: both sides must be defined for the same heads and batch rows."""
 
     first: Pattern
     second: Pattern
@@ -340,7 +340,7 @@ class _Pair(Pattern):
 
 
 def _joined(sign: str, first: Pattern, second: Pattern) -> str | None:
-    """The text of a composition; the right operand is bracketed so that the tree survives a round trip."""
+    """Return the text of a composition. Brackets around the right operand preserve the tree in a round trip."""
     if first.text is None or second.text is None:
         return None
     left = f"({first.text})" if sign == "&" and isinstance(first, Or) else first.text
@@ -351,7 +351,7 @@ def _joined(sign: str, first: Pattern, second: Pattern) -> str | None:
 
 @dataclass(frozen=True, repr=False)
 class And(_Pair):
-    """The pairs that both patterns keep; written ``a & b``."""
+    """Keep the pairs that both patterns keep; written ``a & b``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -428,7 +428,7 @@ class Or(_Pair):
 
 @dataclass(frozen=True, repr=False)
 class Not(Pattern):
-    """The pairs that a pattern does not keep; written ``~a``."""
+    """Keep the pairs that a pattern does not keep; written ``~a``."""
 
     inner: Pattern
     text: str | None = field(init=False, compare=False)
@@ -465,7 +465,7 @@ class Not(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class PerHead(Pattern):
-    """A pattern for each head; written ``per_head([a, b, ...])``."""
+    """Keep a separate pattern per head; written ``per_head([a, b, ...])``."""
 
     patterns: tuple[Pattern, ...]
     text: str | None = field(init=False, compare=False)
@@ -523,7 +523,7 @@ class PerHead(Pattern):
         return min((p.free_rank for p in self.patterns if p.free_rank is not None), default=None)
 
     def resized(self, size: int) -> Pattern | None:
-        """Every head that has a free parameter gets the size."""
+        """Resize every head that has a free parameter."""
         return None if self.free_rank is None else PerHead(tuple(p.resized(size) or p for p in self.patterns))
 
     def validate(self, grid: TileGrid) -> None:

@@ -1,4 +1,4 @@
-"""Patterns that keep whole blocks, and any rule at all."""
+"""Patterns of whole blocks, and patterns of any rule."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ringtile.patterns.base import Cover, Pattern, TileGrid, interval_cover, num
 from ringtile.patterns.content import Content
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""FlexAttention's rule: batch row, head, query and key numbers to a bool."""
+"""A FlexAttention rule: batch row, head, query and key numbers to a bool."""
 
 LARGEST_BLOCK = 2**20
 _MOST_PAIRS = 64
-"""Tiles that meet more pairs of blocks are told apart by their bits: deciding the pairs first would cost as much."""
+"""A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
 
 
 class BlockPattern(Pattern):
-    """A pattern that keeps or drops whole blocks of ``unit`` by ``unit`` tokens."""
+    """A pattern of whole blocks of ``unit`` by ``unit`` tokens."""
 
     @property
     def unit(self) -> int:
@@ -29,7 +29,7 @@ class BlockPattern(Pattern):
         raise NotImplementedError
 
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
-        """Whether the pair of block numbers is kept: int64 tensors in, bool out, broadcast."""
+        """Return which pairs of block numbers are kept: int64 tensors in, bool of the broadcast shape out."""
         raise NotImplementedError
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class BlockPattern(Pattern):
         heads, rows, cols = distinct
         if len(heads) * len(rows) * len(cols) > shape.numel():
             return self.kept(*parts).expand(shape)
-        # Positions share blocks: decide each pair of blocks once.
+        # Positions share blocks, so evaluate each pair of blocks once.
         table = self.kept(heads[:, None, None], rows[:, None], cols).expand(len(heads), len(rows), len(cols))
         which_head, which_row, which_col = inverse
         return table.flatten()[(which_head * len(rows) + which_row) * len(cols) + which_col]
@@ -50,7 +50,7 @@ class BlockPattern(Pattern):
             return super().tile_class(head, row, col, grid)
         number = torch.tensor(head, device=row.device)
         (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
-        # Where in the tile the block changes, of no account where it does not; then what is kept of each pair.
+        # The place in the tile at which the block changes (0 if it does not), then the kept pairs of blocks.
         row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
         col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
         code = number_pairs(row_phase, col_phase)
@@ -66,11 +66,11 @@ class BlockPattern(Pattern):
         return torch.where(every, 1, torch.where(some, code, 0))
 
     def _ends(self, tile: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """Numbers of the first and the last block of the pattern in a tile."""
+        """Return the numbers of the first and last block of the pattern in a tile."""
         return tile * grid.block // self.unit, (tile * grid.block + grid.block - 1) // self.unit
 
     def _tiles(self, row: Tensor, col: Tensor, rows: Tensor, grid: TileGrid) -> Cover:
-        """The tiles among the row tiles ``rows`` that the given blocks touch."""
+        """Return the tiles in the row tiles ``rows`` that the given blocks touch."""
         lo = col * self.unit // grid.block
         hi = ((col + 1) * self.unit - 1) // grid.block + 1
         first, last = row * self.unit // grid.block, ((row + 1) * self.unit - 1) // grid.block
@@ -81,14 +81,14 @@ class BlockPattern(Pattern):
 
 
 def among(ascending: Tensor, numbers: Tensor) -> Tensor:
-    """Whether each number occurs in an ascending vector."""
+    """Return which numbers occur in an ascending vector."""
     if len(ascending) == 0:
         return torch.zeros_like(numbers, dtype=torch.bool)
     return ascending[torch.searchsorted(ascending, numbers.contiguous()).clamp(max=len(ascending) - 1)] == numbers
 
 
 def most_met(length: int, unit: int) -> int:
-    """The most multiples-of-``unit`` intervals that an interval of ``length`` starting at a multiple of it meets."""
+    """Return the largest number of units that an interval ``[n * length, (n + 1) * length)`` touches."""
     if length % unit == 0 or unit % length == 0:
         return max(length // unit, 1)
     return (length + unit - 2) // unit + 1
@@ -98,10 +98,10 @@ def most_met(length: int, unit: int) -> int:
 class Blocks(BlockPattern):
     """Keep the blocks marked in a bool matrix ``[R, C]`` or ``[H, R, C]``, or listed as CSR.
 
-    Row r holds the query *positions* ``[r * block, (r + 1) * block)`` and column c the keys likewise, so a
-    matrix for ``n_keys`` keys has ``ceil(n_keys / block)`` columns. ``row_ptr`` is ``[R + 1]`` and ``col``
-    ``[row_ptr[-1]]``, both of an integer dtype. The tensors are copied; equal contents make equal patterns. It has
-    no text form. Raises ValueError on wrong shapes, dtypes or CSR contents.
+    Row r covers the query *positions* ``[r * block, (r + 1) * block)`` and column c the same key positions, so a matrix
+    for ``n_keys`` keys has ``ceil(n_keys / block)`` columns. ``row_ptr`` is ``[R + 1]`` and ``col`` ``[row_ptr[-1]]``,
+    both of an integer dtype. The tensors are copied, and equal contents make equal patterns. Blocks have no text form.
+    Raises ValueError if shapes, dtypes or CSR contents are invalid.
 
     >>> print(Blocks(torch.eye(2, dtype=torch.bool), block=2).draw(4))
     ██··
@@ -159,7 +159,7 @@ class Blocks(BlockPattern):
         return len(self._of_head(head)) * most_met(self.block, grid.block) ** 2
 
     def _of_head(self, head: int) -> Tensor:
-        """The numbers ``row * C + col`` of the blocks that a head keeps."""
+        """Return the numbers ``row * C + col`` of the blocks that a head keeps."""
         n_rows, n_cols, heads = self.shape
         codes = self.codes.tensor
         if heads is None:
@@ -225,13 +225,12 @@ def _from_csr(row_ptr: Tensor, col: Tensor) -> tuple[Tensor, tuple[int, int, int
 
 @dataclass(frozen=True, repr=False)
 class Elements(Pattern):
-    """Keep what any function ``fn(head, query, key) -> bool`` of three int64 tensors that broadcast keeps.
+    """Keep the pairs for which a function ``fn(head, query, key)`` of three int64 tensors returns True.
 
-    The slow path: nothing is known of the function, so an index is built by looking at every pair of every head,
-    which is quadratic in the length; combine it with a small pattern (``Window(512) & Elements(fn)``) and only the
-    pairs of that pattern are looked at. Positions up to one block outside the lengths are asked about too, so a
-    function that looks positions up clamps them. Two are equal where their functions are the same object. It has no
-    text form. Raises ValueError where ``fn`` is not callable or does not return bool of the broadcast shape.
+    The tensors broadcast against each other. Building an index evaluates every pair of every head, which is quadratic
+    in the length. If you intersect it with a small pattern (``Window(512) & Elements(fn)``), only the pairs of that
+    pattern are evaluated. Two patterns are equal if their functions are equal. Elements have no text form. Raises
+    ValueError if ``fn`` is not callable or does not return bool of the broadcast shape.
 
     >>> print(Elements(lambda head, query, key: (query + key) % 2 == 0).draw(2))
     █·

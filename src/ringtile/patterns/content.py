@@ -1,4 +1,4 @@
-"""A tensor that compares and hashes by what it holds, so that patterns made of tensors can be cache keys."""
+"""Tensors that compare and hash by value, so that patterns made of tensors can be cache keys."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on a CPU, which has to outlive them."""
-    # Not by numpy, which an installation of torch can lack.
+    """Return the bytes of a contiguous CPU tensor. The tensor must outlive them."""
+    # numpy would do this too, but PyTorch works without it.
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def digest_of(tensor: Tensor) -> bytes:
-    """Digest the dtype, the shape and the values of a tensor: equal on any device and with any strides."""
+    """Hash the dtype, shape and values of a tensor, equal on any device and for any strides."""
     held = tensor.detach().cpu().contiguous()
     digest = hashlib.blake2b(f"{held.dtype} {tuple(held.shape)}".encode(), digest_size=16)
     if held.numel():
@@ -24,7 +24,7 @@ def digest_of(tensor: Tensor) -> bytes:
 
 
 class Content:
-    """A contiguous tensor that nobody writes to; equal to any other of its dtype, shape and values, on any device."""
+    """A contiguous tensor that must not change, equal to any with its dtype, shape and values, on any device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -19,7 +19,7 @@ LARGEST_BLOCK = 2**20
 class Dilated(OffsetPattern):
     """Keep (i, j) iff for some rate r, ``i - j`` is a multiple of r and ``|i - j| <= window * r`` (tokens).
 
-    Raises ValueError where a rate is not positive or the window is negative.
+    Raises ValueError if a rate is not positive or the window is negative.
 
     >>> print(Dilated([2], 1).draw(5))
     █·█··
@@ -52,9 +52,9 @@ class Dilated(OffsetPattern):
 
 @dataclass(frozen=True, repr=False)
 class BlockDilated(OffsetPattern):
-    """The rule of `Dilated` on block numbers ``i // block`` and ``j // block``: whole blocks are kept.
+    """Keep whole blocks, by the rule of `Dilated` on block numbers ``i // block`` and ``j // block``.
 
-    Raises ValueError where a rate or the block is not positive or the reach is negative.
+    Raises ValueError if a rate or the block is not positive, or the reach is negative.
 
     >>> print(BlockDilated([2], 1, block=2).draw(8))
     ██··██··
@@ -101,11 +101,12 @@ def _reaches(rates: Sequence[int], window: int) -> tuple[Term, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Segments(Pattern):
-    """One branch of LongNet: inside segments of ``length`` tokens, every ``dilation``-th token attends to its like.
+    """Keep one branch of LongNet: within each segment, every ``dilation``-th token attends to the others on its grid.
 
-    With positions counted inside the segment, (i, j) is kept iff both lie in one segment and both are
-    ``(shift + head) mod dilation`` modulo ``dilation``, so heads look at different tokens (Ding et al. 2023,
-    LongNet, arXiv:2307.02486). Raises ValueError where length or dilation is not positive or shift is negative.
+    A segment has ``length`` tokens. With positions counted inside the segment, (i, j) is kept iff both are in one
+    segment and both equal ``(shift + head) mod dilation`` modulo ``dilation``, so heads attend to different tokens
+    (Ding et al. 2023, LongNet, arXiv:2307.02486). Raises ValueError if length or dilation is not positive or shift is
+    negative.
 
     >>> print(Segments(4, 2).draw(8))
     █·█·····
@@ -159,7 +160,7 @@ class Segments(Pattern):
         firsts = [tile * block // self.length for tile in (row, col)]
         lasts = [(tile * block + block - 1) // self.length for tile in (row, col)]
         common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
-        # With one segment in common the first and the last chosen token on either side are the class.
+        # With one segment in common, the first and last chosen token on each side are the class.
         code = torch.zeros_like(row)
         empty, full = last_common < common, torch.full_like(row, self.dilation == 1, dtype=torch.bool)
         for tile in (row, col):
@@ -171,7 +172,7 @@ class Segments(Pattern):
             empty |= (last < first) & (last_common == common)
             full &= (first == 0) & (last == block - 1)
             code = (code * (block + 1) + first) * (block + 1) + last
-        # Only a tile on the diagonal has several, and they are cut where it begins in the first.
+        # Only tiles on the diagonal have several. Their class is the offset at which the tile cuts the first.
         cut = (block + 1) ** 4 + row * block - firsts[0] * self.length
         code = 2 + torch.where(last_common > common, cut, code)
         return torch.where(empty, 0, torch.where(full & (last_common == common), 1, code))

@@ -1,4 +1,4 @@
-"""Packed documents: attention stays inside each of them."""
+"""Packed documents: attention stays inside each document."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FAR = 2**40
 class Documents(Pattern):
     """A query attends to the keys of its own document.
 
-    Given as ``lengths`` (tokens per document, the form that has a text), as ``cu_seqlens`` ``[D + 1]`` (integer,
-    rising from 0 to the number of tokens, as flash-attention) or as ``ids`` ``[N]`` or ``[B, N]`` (integer), where
-    each document is one contiguous run; ``[B, N]`` is a pattern for B batch rows. Tensors are copied and stay on
-    their device; equal documents make equal patterns. Raises ValueError on negative lengths, other shapes or
-    dtypes, and on an id that appears again after its run has ended.
+    Pass one of three forms. ``lengths`` is a list of tokens per document, and the only form with a text. ``cu_seqlens``
+    ``[D + 1]`` rises from 0 to the number of tokens, as in flash-attention. ``ids`` ``[N]`` or ``[B, N]`` numbers the
+    document of each token, and each document is one contiguous run; ``[B, N]`` makes a pattern for B batch rows. Both
+    are integer tensors. They are copied and stay on their device, and equal documents make equal patterns. Raises
+    ValueError if a length is negative, a shape or dtype is invalid, or an id appears again after its run.
 
     >>> print(Documents([1, 2]).draw(3))
     █··
@@ -31,7 +31,7 @@ class Documents(Pattern):
     """
 
     bounds: Content
-    """``[B or 1, D + 1]`` int64: where documents begin, and the number of tokens (repeated at the end as padding)."""
+    """``[B or 1, D + 1]`` int64: the begin of each document, then the number of tokens, repeated as padding."""
     batched: bool
     text: str | None = field(init=False, compare=False)
 
@@ -54,7 +54,7 @@ class Documents(Pattern):
 
     def _fill(self, bounds: Tensor, *, batched: bool, text: str | None = None) -> None:
         if not batched:
-            # Empty documents keep nothing: without them equal rules are equal patterns.
+            # Empty documents keep no pairs. Without them, equal rules are equal patterns.
             bounds = torch.unique_consecutive(bounds[0]).unsqueeze(0)
         if bounds.shape[1] < 2:
             raise ValueError("documents expects at least one token, got none")
@@ -63,13 +63,13 @@ class Documents(Pattern):
         self._set_text(text)
 
     def _starts(self, like: Tensor) -> Tensor:
-        """Where documents begin, then the number of tokens, on the device of ``like``."""
+        """Return the begin of each document, then the number of tokens, on the device of ``like``."""
         if self.batched:
             raise ValueError(f"documents of {self.batch_size} batch rows: ask batch_row(b), the pattern of one row")
         return self.bounds.tensor[0].to(like.device)
 
     def _document(self, position: Tensor) -> Tensor:
-        """The document of each position; the first and the last go on outside the tokens, so ragged tiles are full."""
+        """Return the document of each position. The first and last have no end, so ragged tiles are full."""
         inner = self._starts(position)[1:-1]
         return torch.searchsorted(inner, position.contiguous(), right=True)
 
@@ -77,7 +77,7 @@ class Documents(Pattern):
         return full_shape(self._document(query) == self._document(key), head, query, key)
 
     def _extent(self, document: Tensor) -> tuple[Tensor, Tensor]:
-        """First position of a document, and the first one after it."""
+        """Return the first position of a document, and the first position after it."""
         starts = self._starts(document).clone()
         starts[0], starts[-1] = -_FAR, _FAR
         return starts[document], starts[document + 1]
@@ -97,7 +97,7 @@ class Documents(Pattern):
         firsts = [self._document(tile * grid.block) for tile in (row, col)]
         lasts = [self._document(tile * grid.block + grid.block - 1) for tile in (row, col)]
         common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
-        # With one document in common a rectangle is kept, and its four sides are the class.
+        # With one document in common, the kept pairs form a rectangle. Its four sides are the class.
         start, end = self._extent(common)
         base = grid.block + 1
         code = torch.zeros_like(row)

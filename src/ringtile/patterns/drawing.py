@@ -1,4 +1,4 @@
-"""Draw a rule as text."""
+"""Drawings of a rule as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EMPTY, _MIXED, _FULL = "·▒█"
 
 
 def draw_rule(kept: Callable[[Tensor, Tensor], Tensor], n_queries: int, n_keys: int, *, start: int, width: int) -> str:
-    """Draw ``kept(query, key)``, evaluated in strips of one line of cells. Raises ValueError above 4096 tokens."""
+    """Draw ``kept(query, key)``, evaluated one line of cells at a time. Raises ValueError above 4096 tokens."""
     if max(n_queries, n_keys) > DRAW_LIMIT:
         raise ValueError(
             f"draw expects at most {DRAW_LIMIT} tokens, got {n_queries=}, {n_keys=}: "

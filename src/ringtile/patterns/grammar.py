@@ -1,4 +1,4 @@
-"""The words of the command line: text to pattern. The way back is ``repr``."""
+"""Parser of the pattern texts of the command line. The inverse is ``repr``."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _WORDS = {
     "streaming": _Word(streaming, ("sinks", "window"), is_preset=True),
 }
 _SHOWN = 80
-"""How much of a long text is shown on either side of a mistake."""
+"""Characters of a long text to show on each side of a mistake."""
 _LISTS = {"rates", "lengths", "segment_lengths", "dilation_rates"}
 
 
 class _Mistake(Exception):
-    """What is wrong and at which character."""
+    """A mistake and its position in the text."""
 
     def __init__(self, message: str, at: int) -> None:
         super().__init__(message)
@@ -55,10 +55,10 @@ class _Mistake(Exception):
 
 
 def parse(text: str) -> Pattern:
-    """The pattern that a text describes, the inverse of ``repr``.
+    """Parse a pattern from text. This is the inverse of ``repr``.
 
-    Words are those of ``repr``, with ``&``, ``|``, ``~`` and brackets; a preset may stand alone (``longformer``), be
-    called (``bigbird(random=2)``) or take its first argument after a colon (``bigbird:2``). Raises ValueError that
+    The words are those of ``repr``, with ``&``, ``|``, ``~`` and brackets. A preset can stand alone (``longformer``),
+    be called (``bigbird(random=2)``) or have its first argument after a colon (``bigbird:2``). Raises ValueError that
     shows the text and points at the mistake.
 
     >>> parse("causal & (window(1024) | global_tokens(64))")
@@ -92,7 +92,7 @@ def _parse(text: str) -> Pattern:
 
 
 def _tree(line: str) -> ast.expr:
-    """The syntax tree; its columns are those of ``line``."""
+    """Return the syntax tree, with the columns of ``line``."""
     if not line.strip():
         raise _Mistake("expected a pattern, got an empty text", 0)
     foreign = re.search(r"[^\w ,=()\[\]&|~:.-]|[^\x00-\x7f]|-(?! *\d)", line)
@@ -103,7 +103,7 @@ def _tree(line: str) -> ast.expr:
     try:
         tree = ast.parse(called.strip(), mode="eval").body
     except SyntaxError as error:
-        # Where the text ends too early the parser names no column.
+        # If the text ends too early, the parser reports no column.
         column = lead + error.offset - 1 if error.offset else len(called.rstrip())
         at = min(column - sum(c < column for c in closed), len(line))
         raise _Mistake(f"cannot read this: {error.msg}", at) from None
@@ -115,7 +115,7 @@ def _tree(line: str) -> ast.expr:
 
 
 def _call_short_forms(line: str) -> tuple[str, list[int]]:
-    """Write each ``preset:3`` as ``preset(3)``, and say at which columns brackets were put in."""
+    """Rewrite each ``preset:3`` as ``preset(3)``, and return the columns of the inserted brackets."""
     closed: list[int] = []
     parts: list[str] = []
     done = 0

@@ -1,4 +1,4 @@
-"""Patterns that keep what is near, at a fixed stride, or at the beginning."""
+"""Patterns of nearby keys, of keys at a fixed stride and of the first keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 @dataclass(frozen=True, repr=False)
 class Causal(OffsetPattern):
-    """A query attends to keys at its own position and before.
+    """Keep keys at or before the query's position.
 
     >>> print(Causal().draw(3, 5))
     ███··
@@ -38,7 +38,7 @@ class Causal(OffsetPattern):
 class Window(OffsetPattern):
     """Keep ``i - left <= j <= i + right`` (inclusive, in tokens, as flash-attention); ``right=None`` means ``left``.
 
-    Raises ValueError where a side is negative.
+    Raises ValueError if a side is negative.
 
     >>> print(Window(1, 0).draw(4))
     █···
@@ -73,9 +73,9 @@ class Window(OffsetPattern):
 
 @dataclass(frozen=True, repr=False)
 class Strided(OffsetPattern):
-    """Keep the pairs less than ``stride`` tokens apart and those a multiple of it apart.
+    """Keep pairs less than ``stride`` tokens apart, and pairs a multiple of ``stride`` apart.
 
-    The strided pattern of Sparse Transformers (Child et al. 2019, arXiv:1904.10509). Raises ValueError where
+    The strided pattern of Sparse Transformers (Child et al. 2019, arXiv:1904.10509). Raises ValueError if
     the stride is not positive.
 
     >>> print((Causal() & Strided(3)).draw(6))
@@ -101,9 +101,9 @@ class Strided(OffsetPattern):
 
 @dataclass(frozen=True, repr=False)
 class GlobalTokens(Pattern):
-    """The first ``tokens`` positions attend to everything and everything attends to them.
+    """Let the first ``tokens`` positions attend to all keys, and all queries attend to them.
 
-    Global attention as in Longformer (Beltagy et al. 2020, arXiv:2004.05150). Raises ValueError where
+    Global attention as in Longformer (Beltagy et al. 2020, arXiv:2004.05150). Raises ValueError if
     ``tokens`` is negative.
 
     >>> print(GlobalTokens(1).draw(3))
@@ -131,7 +131,7 @@ class GlobalTokens(Pattern):
         return 0 if cover is None else cover.size()
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        # Per side: 0 no position of the tile is global, 1 all are, 2 some are.
+        # Per side: 0 if no position of the tile is global, 1 if all are, 2 if some are.
         sides = [
             torch.where(tile * grid.block >= self.tokens, 0, 1 + ((tile + 1) * grid.block > self.tokens).long())
             for tile in (row, col)

@@ -1,8 +1,7 @@
-"""Rules on the difference of two block numbers, which most patterns are.
+"""Rules on the difference of two block numbers: `Causal`, `Window`, `Dilated`, `BlockDilated` and `Strided`.
 
 With ``D = query // unit - key // unit``, a term keeps the pairs for which D is a multiple of ``rate`` and
-``-right <= D <= left``; a rule keeps what any of its terms keeps. `Causal`, `Window`, `Dilated`, `BlockDilated`
-and `Strided` are all of this form, so cover and classes are written once, here.
+``-right <= D <= left``. A rule keeps the pairs of all its terms.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from torch import Tensor
 from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, number_pairs
 
 ANY = 2**40
-"""A reach beyond every position."""
+"""A reach larger than every position."""
 
 _MANY = 32
-"""A rule of at least this many terms looks its pairs and tiles up in a table of all offsets."""
+"""A rule with this many terms or more looks up its pairs and tiles in a table of all offsets."""
 
 
 class Term(NamedTuple):
@@ -34,7 +33,7 @@ class Term(NamedTuple):
 
 @lru_cache(maxsize=4)
 def _kept_before(terms: tuple[Term, ...], base: int, count: int, device: torch.device) -> Tensor:
-    """The number of kept offsets among the first i from ``base`` on, int64 ``[count + 1]``."""
+    """Count the kept offsets among the first i, starting at ``base``: int64 ``[count + 1]``."""
     kept = torch.zeros(count, dtype=torch.int64, device=device)
     for rate, left, right in terms:
         first = -(-max(base, -right) // rate) * rate
@@ -53,9 +52,9 @@ def _count_kept(low: Tensor, high: Tensor, terms: tuple[Term, ...]) -> Tensor:
 
 
 def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The classes of tiles whose bits stay when row and column both move by ``period``.
+    """Return classes of tiles whose bits do not change if row and column both move by ``period``.
 
-    Each distinct (row mod period, row - col) is looked at once where there are fewer of them than tiles.
+    If there are fewer distinct (row mod period, row - col) than tiles, it classifies each of them once.
     """
     if row.numel() == 0:
         return row
@@ -70,7 +69,7 @@ def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[T
 
 
 class OffsetPattern(Pattern):
-    """A pattern given by its terms; ``unit`` is the length of its own blocks."""
+    """A pattern defined by its terms, on blocks of ``unit`` tokens."""
 
     @property
     def unit(self) -> int:
@@ -79,7 +78,7 @@ class OffsetPattern(Pattern):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """What the rule keeps."""
+        """Terms of the rule."""
         raise NotImplementedError
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -93,7 +92,7 @@ class OffsetPattern(Pattern):
         return full_shape(kept, head, query, key)
 
     def _ends(self, tile: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """Numbers of the first and the last block of the rule in a tile."""
+        """Return the numbers of the first and last block of the rule in a tile."""
         first = tile * grid.block
         return first // self.unit, (first + grid.block - 1) // self.unit
 
@@ -104,17 +103,17 @@ class OffsetPattern(Pattern):
         return interval_cover(rows, lo, hi, grid)
 
     def _split(self, grid: TileGrid) -> tuple[int, int, list[Term]]:
-        """The reach of the terms that leave out no tile, and the terms whose multiples are listed one by one."""
+        """Return the reach of the terms that skip no tile, and the terms whose multiples are listed one by one."""
         terms = self.terms
         sparse = [t for t in terms if t.rate * self.unit > 2 * (grid.block + self.unit)]
-        # More multiples than columns: name the whole reach instead.
+        # With more multiples than columns, use the whole reach instead.
         if len(terms) >= _MANY and sum(self._multiples(t, grid) for t in sparse) > grid.n_cols:
             sparse = []
         dense = [t for t in terms if t.rate * self.unit <= 2 * (grid.block + self.unit)] if sparse else terms
         return max((t.left for t in dense), default=0), max((t.right for t in dense), default=0), sparse
 
     def _multiples(self, term: Term, grid: TileGrid) -> int:
-        """Upper bound of the multiples of a term's rate that any one row tile meets."""
+        """Return an upper bound of the multiples of a term's rate that one row tile meets."""
         met = (grid.n_cols * grid.block + grid.block) // (term.rate * self.unit) + 3
         return min(met, term.left // term.rate + term.right // term.rate + 1)
 
@@ -123,7 +122,7 @@ class OffsetPattern(Pattern):
         covers = [self._interval(rows, grid, left, right)]
         first, last = self._ends(rows, grid)
         for term in sparse:
-            # From the multiple that reaches the last key on, towards the first key.
+            # Start at the multiple that reaches the last key and go toward the first key.
             lowest = (first - grid.n_cols * grid.block // self.unit - 1) // term.rate
             lowest = lowest.clamp(min=-(term.right // term.rate))
             multiple = lowest.unsqueeze(1) + torch.arange(self._multiples(term, grid), device=rows.device)
@@ -151,7 +150,7 @@ class OffsetPattern(Pattern):
     def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
         offset, least, most = row_first - col_first, row_first - col_last, row_last - col_first
-        # Where in the tile the block number changes; of no account where it does not.
+        # The place in the tile at which the block number changes, 0 if it does not.
         row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
         col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
         code = row_phase * self.unit + col_phase

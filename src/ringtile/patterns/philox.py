@@ -1,4 +1,4 @@
-"""Philox, a counter-based random generator: the same numbers on every machine, whatever was drawn before."""
+"""Philox, a counter-based random generator with the same numbers on every machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[int | Tensor, int | Tensor], rounds: int) -> Words:
-    """Philox4x32 (Salmon et al., SC 2011): four 32-bit words per counter, as int64 tensors that broadcast.
+    """Compute Philox4x32 (Salmon et al., SC 2011): four 32-bit words per counter, as int64 tensors that broadcast.
 
     ``counter`` holds four int64 tensors and ``key`` two ints or tensors, all in ``[0, 2**32)``; ``rounds`` is 7 or 10.
 

@@ -1,4 +1,4 @@
-"""The compositions that papers made known."""
+"""Compositions from papers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ringtile.patterns.random import RandomBlocks
 
 
 def longformer(window: int = 512, global_tokens: int = 64) -> Pattern:
-    """A window of ``window`` tokens on each side and some global tokens (Beltagy et al. 2020, arXiv:2004.05150).
+    """Return a window of ``window`` tokens per side with global tokens (Beltagy et al. 2020, arXiv:2004.05150).
 
-    The paper counts both sides together: its window of 512 is ``window=256`` here.
+    The paper counts both sides together. Its window of 512 is ``window=256`` here.
 
     >>> longformer()
     window(512) | global_tokens(64)
@@ -24,10 +24,10 @@ def longformer(window: int = 512, global_tokens: int = 64) -> Pattern:
 
 
 def bigbird(random: int = 3, window: int = 96, global_tokens: int = 128, block: int = 64) -> Pattern:
-    """A window, global tokens and ``random`` blocks of ``block`` tokens (Zaheer et al. 2020, arXiv:2007.14062).
+    """Return a window, global tokens and ``random`` blocks of ``block`` tokens (Zaheer et al. 2020, arXiv:2007.14062).
 
-    The defaults are the paper's: blocks of 64 tokens, of which three random, three in the window (96 tokens on each
-    side) and two global.
+    The defaults are from the paper: blocks of 64 tokens, with three random blocks, three in the window (96 tokens per
+    side) and two global ones.
 
     >>> bigbird()
     window(96) | global_tokens(128) | random_blocks(3, block=64)
@@ -38,9 +38,9 @@ def bigbird(random: int = 3, window: int = 96, global_tokens: int = 128, block: 
 def longnet_union(
     segment_lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768), dilation_rates: Sequence[int] = (1, 2, 4, 6, 12)
 ) -> Pattern:
-    """The union of LongNet's branches, one per (segment length, rate) (Ding et al. 2023, arXiv:2307.02486).
+    """Return the union of LongNet's branches, one per (segment length, rate) (Ding et al. 2023, arXiv:2307.02486).
 
-    Raises ValueError where the two sequences differ in length.
+    Raises ValueError if the two sequences differ in length.
 
     >>> longnet_union([2048, 4096], [1, 2])
     segments(2048) | segments(4096, 2)
@@ -57,7 +57,7 @@ def longnet_union(
 
 
 def streaming(sinks: int = 4, window: int = 1024) -> Pattern:
-    """Causal attention to the first tokens and the last ones (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453).
+    """Return causal attention to the first and the last tokens (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453).
 
     >>> streaming()
     causal & (window(1024) | global_tokens(4))

@@ -1,4 +1,4 @@
-"""Random blocks, drawn by a counter-based generator so that they depend on nothing but their own numbers."""
+"""Random blocks, drawn by a counter-based generator, so that they depend only on their own numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringtile.patterns.philox import WORD, philox4x32
 
 
 def _standing(place: Tensor, swapped: Tensor, moved: Tensor) -> Tensor:
-    """The number at a place of the shuffle: what the last swap of that place put there, at first its own."""
+    """Return the number at a place of the shuffle: the one that the last swap put there, initially its own."""
     times = torch.arange(1, swapped.shape[-1] + 1, device=place.device)
     last = ((swapped == place.unsqueeze(-1)) * times).amax(-1, keepdim=True)
     return torch.where(last > 0, moved.gather(-1, (last - 1).clamp(min=0)), place.unsqueeze(-1)).squeeze(-1)
@@ -24,12 +24,12 @@ def _standing(place: Tensor, swapped: Tensor, moved: Tensor) -> Tensor:
 class RandomBlocks(BlockPattern):
     """Keep random pairs of blocks of ``block`` tokens, different in each head.
 
-    Block number m draws ``per_row`` distinct numbers (all there are, if fewer) among ``[0, m]`` from a Philox hash
-    of (seed, head, m); the pair (a, b) is kept iff ``min(a, b)`` is among the draws of ``max(a, b)``. So under
-    `Causal` each row of blocks keeps exactly its ``per_row`` draws; without it the pattern is symmetric and a row
-    keeps about twice as many. A larger ``per_row`` keeps more of the same, and neither the lengths nor the version of
-    torch change anything (after BigBird, Zaheer et al. 2020, arXiv:2007.14062). Raises ValueError where ``per_row`` is
-    negative, ``seed`` is not in ``[0, 2**64)`` or ``block`` is not positive.
+    Block m draws ``per_row`` distinct numbers (all, if there are fewer) in ``[0, m]`` from a Philox hash of (seed,
+    head, m). The pair (a, b) is kept iff ``min(a, b)`` is among the draws of ``max(a, b)``. So under `Causal` each row
+    of blocks keeps exactly its ``per_row`` draws. Without it, the pattern is symmetric and a row keeps about twice as
+    many. A larger ``per_row`` keeps the same blocks and more. The draws do not depend on the lengths or the version of
+    torch (after BigBird, Zaheer et al. 2020, arXiv:2007.14062). Raises ValueError if ``per_row`` is negative,
+    ``seed`` is not in ``[0, 2**64)`` or ``block`` is not positive.
 
     >>> from ringtile.patterns import Causal
     >>> print((Causal() & RandomBlocks(1, block=1)).draw(6))
@@ -61,10 +61,10 @@ class RandomBlocks(BlockPattern):
     def draws(self, head: Tensor, row: Tensor) -> Tensor:
         """Draw the blocks of each row, for head and row that broadcast: ``[..., draws]``, -1 once none are left."""
         shape = torch.broadcast_tensors(head, row)[0].shape
-        # A row has no more blocks than its own number and those before it.
+        # Row m can draw at most the m + 1 blocks from 0 to m.
         per_row = min(self.per_row, max(0, int(row.max()) + 1)) if row.numel() else 0
-        # A shuffle of [0, row] of which only the swaps are kept: step s swaps places s and swapped[s], so the first
-        # draws are the same however many follow. The number that step s moves away from place s is moved[s].
+        # Shuffle [0, row] and store only the swaps: step s swaps places s and swapped[s], so the first draws do not
+        # depend on how many follow. The number that step s moves away from place s is moved[s].
         drawn = torch.full((*shape, per_row), -1, dtype=torch.int64, device=row.device)
         swapped, moved = drawn.clone(), drawn.clone()
         key = (self.seed & WORD, self.seed >> 32)
@@ -85,7 +85,7 @@ class RandomBlocks(BlockPattern):
         heads, which_head = torch.unique(head, return_inverse=True)
         for larger, smaller in ((row, col), (col, row)):
             numbers, which = torch.unique(larger, return_inverse=True)
-            # One number for each (head, larger, draw), the draw counted from 1.
+            # One number per (head, larger, draw), with the draw counted from 1.
             size = int(numbers.max()) + 2 if len(numbers) else 0
             slots = torch.arange(len(heads) * len(numbers), device=row.device).view(len(heads), len(numbers), 1)
             codes = slots * size + self.draws(heads.unsqueeze(1), numbers) + 1

@@ -593,7 +593,7 @@ def test_weights_have_a_stated_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multihead, "MAX_WEIGHTS", 2 * H * 100)
     assert module(x, x, x)[1].shape == (2, 10, 10)
     monkeypatch.setattr(multihead, "MAX_WEIGHTS", 2 * H * 100 - 1)
-    with pytest.raises(ValueError, match="800 elements here, over 799; expected need_weights=False"):
+    with pytest.raises(ValueError, match="800 elements, over 799; use need_weights=False"):
         module(x, x, x)
     assert module(x, x, x, need_weights=False)[1] is None
     dense = replace_attention(theirs, pattern=None)

@@ -166,7 +166,7 @@ class BlockIndex:
         for begins, per_group in ((self.full_row_ptr, self.n_rows), (self.full_col_ptr, self.n_cols)):
             if per_group:
                 return (begins.numel() - 1) // per_group
-        return 1
+        return int(self.group.max()) + 1
 
     @property
     def device(self) -> torch.device:

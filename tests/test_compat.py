@@ -842,9 +842,11 @@ def test_nothing_is_known_before_it_is_measured() -> None:
     module.performance_monitor.enable()
     module(TOKENS)
     assert not any(math.isnan(value) for value in module.get_performance_stats().values())
-    module.performance_monitor.reset()
-    module.performance_monitor.disable()
+    before = module.get_performance_stats()
+    module.performance_monitor.enabled = False
     module(TOKENS)
+    assert module.get_performance_stats() == before
+    module.performance_monitor.enable()
     assert all(math.isnan(value) for value in module.get_performance_stats().values())
 
 
@@ -918,19 +920,11 @@ def test_tiles_are_counted_over_all_problems() -> None:
     assert count_tiles(Dense(), problems, is_causal=False) == (2 * 12 + 1, 2 * 12 + 1)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_of_memory"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."), True),
-        (RuntimeError("something else"), False),
-    ],
-)
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_out_of_memory_is_one_error(
-    error: RuntimeError, is_of_memory: bool, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+def test_an_error_inside_arrives_unchanged_and_leaves_later_gradients_right(
+    checkpointed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = 0
+    error, calls = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 0
 
     def exhausted(*_: Any, **__: Any) -> Tensor:
         nonlocal calls
@@ -938,20 +932,13 @@ def test_out_of_memory_is_one_error(
         raise error
 
     monkeypatch.setattr(ringtile.compat.attention, "sparse_attention", exhausted)
-    config = SparsePatternConfig("local_window", 0.75)
-    attention = BlockSparseRingDilatedAttention(sparse_config=config, use_gradient_checkpointing=checkpointed)
-    with pytest.raises(RuntimeError) as raised:
+    attention = BlockSparseRingDilatedAttention(**WHOLE, use_gradient_checkpointing=checkpointed)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         attention(X.clone().requires_grad_())
+    assert raised.value is error
     assert calls == 1
     weight = X.clone().requires_grad_()
     assert torch.equal(torch.autograd.grad((weight * weight).sum(), weight)[0], 2 * weight)
-    if not is_of_memory:
-        assert raised.value is error
-        return
-    assert isinstance(raised.value, torch.OutOfMemoryError)
-    assert raised.value.__cause__ is error
-    for named in (f"{4 * X.nbytes:,} bytes", "sparsity_ratio (now 0.75)", "use_gradient_checkpointing", str(error)):
-        assert named in str(raised.value)
 
 
 # Pattern tools.

@@ -3,15 +3,15 @@
 from ringtile.compat.attention import BlockSparseOptimized as BlockSparseOptimized
 from ringtile.compat.attention import BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention
 from ringtile.compat.attention import BlockSparseTorchSparse as BlockSparseTorchSparse
+from ringtile.compat.attention import ImprovedDilatedAttention as ImprovedDilatedAttention
+from ringtile.compat.attention import RingAttentionConfig as RingAttentionConfig
+from ringtile.compat.attention import RingDilatedAttentionProduction as RingDilatedAttentionProduction
+from ringtile.compat.attention import RingDilatedAttentionV2 as RingDilatedAttentionV2
 from ringtile.compat.attention import hierarchical_sparse_attention as hierarchical_sparse_attention
 from ringtile.compat.config import PatternConfig as PatternConfig
 from ringtile.compat.config import SparsePatternConfig as SparsePatternConfig
 from ringtile.compat.generator import PersistentPatternCache as PersistentPatternCache
 from ringtile.compat.generator import SparsePatternGenerator as SparsePatternGenerator
-from ringtile.compat.longnet import ImprovedDilatedAttention as ImprovedDilatedAttention
-from ringtile.compat.longnet import RingAttentionConfig as RingAttentionConfig
-from ringtile.compat.longnet import RingDilatedAttentionProduction as RingDilatedAttentionProduction
-from ringtile.compat.longnet import RingDilatedAttentionV2 as RingDilatedAttentionV2
 from ringtile.compat.multihead import (
     BlockSparseRingMultiheadDilatedAttention as BlockSparseRingMultiheadDilatedAttention,
 )

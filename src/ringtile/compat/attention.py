@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,11 @@ from ringtile.compat.config import SparsePatternConfig
 from ringtile.compat.generator import Problem, SparsePatternGenerator, count_tiles
 from ringtile.compat.monitor import PerformanceMonitor
 from ringtile.functional import sparse_attention
-from ringtile.functional.dilated import dilated_attention
+from ringtile.functional.dilated import checked_branches, dilated_attention
 from ringtile.functional.permute import pieces
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Dense, Pattern
-from ringtile.patterns.base import wholes
 
 
 class BlockSparseRingDilatedAttention(nn.Module):
@@ -54,8 +53,6 @@ class BlockSparseRingDilatedAttention(nn.Module):
         torch.Size([1, 4096, 4, 32])
     """
 
-    _default_ratio: float | None = None
-
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -69,23 +66,23 @@ class BlockSparseRingDilatedAttention(nn.Module):
         use_gradient_checkpointing: bool = False,
         cache_size: int = 100,
     ) -> None:
-        segments = _checked_segments(segment_lengths, dilation_rates)
+        without = segment_lengths is None and dilation_rates is None
+        self.branches = [] if without else checked_branches(segment_lengths or (), dilation_rates or ())
         _check_ring_size(ring_size)
         if use_adaptive_sparsity:
             raise ValueError(
                 "use_adaptive_sparsity: expected False, because patterns follow positions here, not contents; "
                 f"got {use_adaptive_sparsity=}"
             )
-        if dropout:
-            dropout_threshold(dropout)
+        dropout_threshold(dropout)
         super().__init__()
-        self.segment_lengths, self.dilation_rates = segments
+        self.segment_lengths = tuple(length for length, _ in self.branches)
+        self.dilation_rates = tuple(rate for _, rate in self.branches)
         self.ring_size = ring_size
         self.dropout = dropout
         self.attention_scale = attention_scale
         self.use_gradient_checkpointing = use_gradient_checkpointing
-        config = sparse_config or SparsePatternConfig(sparsity_ratio=self._default_ratio)
-        self.pattern_generator = SparsePatternGenerator(config, cache_size=cache_size)
+        self.pattern_generator = SparsePatternGenerator(sparse_config or SparsePatternConfig(), cache_size=cache_size)
         self.performance_monitor = PerformanceMonitor()
         self._last: tuple[Pattern, tuple[Problem, ...], Problem, bool] | None = None
 
@@ -98,10 +95,6 @@ class BlockSparseRingDilatedAttention(nn.Module):
     def sparse_config(self, config: SparsePatternConfig) -> None:
         config.check()
         self.pattern_generator.config = config
-
-    def extra_repr(self) -> str:
-        """Return the arguments that differ from one module to another."""
-        return f"segment_lengths={self.segment_lengths}, dilation_rates={self.dilation_rates}, {self.sparse_config}"
 
     def forward(
         self,
@@ -123,16 +116,14 @@ class BlockSparseRingDilatedAttention(nn.Module):
 
         Raises:
             ValueError: If shapes are invalid, as in `ringtile.sparse_attention`.
-            torch.OutOfMemoryError: Names the bytes and the arguments that lower them.
         """
         key, value = self_attention_if_alone(query, key, value)
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dim() != 4:
                 raise ValueError(f"{name}: expected four dimensions [B, N, H, D], got {x.shape=}")
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        heads_first = (x.transpose(1, 2) for x in (query, key, value))
         dropout_p = self.dropout if self.training else 0.0
-        out = self.attend(query, key, value, is_causal=is_causal, key_mask=key_mask, dropout_p=dropout_p)
-        return out.transpose(1, 2)
+        return self.attend(*heads_first, is_causal=is_causal, key_mask=key_mask, dropout_p=dropout_p).transpose(1, 2)
 
     def attend(
         self,
@@ -151,7 +142,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         A ``pattern`` restricts the kept pairs further. Raises ValueError if there are segments beside a ``pattern``:
         it relates positions, and tokens of a dilated segment have others.
         """
-        if pattern is not None and self.segment_lengths:
+        if pattern is not None and self.branches:
             raise ValueError(
                 f"pattern: a mask of positions cannot be applied inside dilated segments, got {pattern!r} with "
                 f"segment_lengths={self.segment_lengths}; is_causal and key masks can"
@@ -159,51 +150,29 @@ class BlockSparseRingDilatedAttention(nn.Module):
         heads, n_queries, n_keys = query.shape[1], query.shape[2], key.shape[2]
         whole = Problem(n_queries, n_keys, n_keys - n_queries)
         problems: tuple[Problem, ...] = (whole,)
-        if self.segment_lengths:
-            problems = tuple(
-                Problem(piece.n_queries, piece.n_keys, piece.start, piece.segments * len(piece.heads) / heads)
-                for at in zip(self.segment_lengths, self.dilation_rates, strict=True)
-                for piece in pieces(n_queries, n_keys, heads, *at)
-            )
+        if self.branches:
+            cut = (piece for at in self.branches for piece in pieces(n_queries, n_keys, heads, *at))
+            problems = tuple(Problem(p.n_queries, p.n_keys, p.start, p.segments * len(p.heads) / heads) for p in cut)
         rule = self.pattern_generator.inside(problems, is_causal=is_causal)
         self._last = rule, problems, whole, is_causal
         options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask}
         options["scale"] = self.attention_scale if scale is None else scale
-        attention: Callable[..., Tensor]
-        if self.segment_lengths:
+        sparse: Callable[..., Tensor]
+        if self.branches:
             segments = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
-            attention = partial(dilated_attention, **segments, pattern=rule, **options)
+            sparse = partial(dilated_attention, **segments, pattern=rule, **options)
         else:
-            attention = partial(sparse_attention, pattern=rule if pattern is None else rule & pattern, **options)
-
-        def sparse(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0) -> Tensor:
-            return attention(query, key, value, dropout_p=dropout_p)
-
-        def call() -> Tensor:
-            try:
-                if self.use_gradient_checkpointing and torch.is_grad_enabled():
-                    return recomputed(sparse, query, key, value, dropout_p)
-                return sparse(query, key, value, dropout_p)
-            except RuntimeError as error:
-                # Torch's allocator for the CPU has no error class of its own.
-                if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                    raise torch.OutOfMemoryError(self._too_large(query, key, value, error)) from error
-                raise
-
+            sparse = partial(sparse_attention, pattern=rule if pattern is None else rule & pattern, **options)
+        dropping = partial(sparse, dropout_p=dropout_p)
+        saves_inputs = self.use_gradient_checkpointing and torch.is_grad_enabled()
+        call = partial(recomputed, dropping) if saves_inputs else dropping
+        call = partial(call, query, key, value)
         if not self.performance_monitor.enabled:
             return call()
         dense = partial(sparse_attention, query, key, value, pattern, **options)
         shape = (query.shape, key.shape, value.shape, query.dtype, query.device, is_causal, pattern)
         alone = partial(sparse, query, key, value)
         return self.performance_monitor.measure(shape, call, alone, dense, density=self._tile_density())
-
-    def _too_large(self, query: Tensor, key: Tensor, value: Tensor, error: RuntimeError) -> str:
-        needed = 2 * query.nbytes + key.nbytes + value.nbytes
-        return (
-            f"attention of {query.shape=} over {key.shape=} ran out of memory: query, key, value and output alone need "
-            f"{needed:,} bytes. use_gradient_checkpointing=True, a shorter sequence, a smaller batch or a smaller "
-            f"sparsity_ratio (now {self.sparse_config.sparsity_ratio}) lower it. The allocator said: {error}"
-        )
 
     def _tile_density(self) -> float:
         """Return the tiles of the last call over those of dense attention on the whole sequence."""
@@ -220,7 +189,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         """
         if sparsity_ratio is None:
             raise ValueError("sparsity_ratio: expected a density in (0, 1], got None")
-        replace(self.sparse_config, sparsity_ratio=sparsity_ratio).check()
+        replace(self.sparse_config, sparsity_ratio=sparsity_ratio)
         self.sparse_config.sparsity_ratio = sparsity_ratio
 
     def get_memory_info(self) -> dict[str, float]:
@@ -247,28 +216,72 @@ class BlockSparseRingDilatedAttention(nn.Module):
         return self.performance_monitor.report()
 
 
-class BlockSparseOptimized(BlockSparseRingDilatedAttention):
-    """Alias of `BlockSparseRingDilatedAttention`, which always computes blocks in batches and remembers patterns.
+BlockSparseOptimized = BlockSparseRingDilatedAttention
+"""Alias of `BlockSparseRingDilatedAttention`, which always computes blocks in batches and remembers patterns."""
 
-    >>> BlockSparseOptimized([128, 256], [1, 2])(torch.randn(1, 300, 2, 16)).shape
-    torch.Size([1, 300, 2, 16])
+BlockSparseTorchSparse = BlockSparseRingDilatedAttention
+"""Alias of `BlockSparseRingDilatedAttention`: `torch.sparse` gives the same result, more slowly."""
+
+
+class RingDilatedAttentionV2(BlockSparseRingDilatedAttention):
+    """LongNet's dilated attention: `BlockSparseRingDilatedAttention` that keeps all pairs inside a segment by default.
+
+    The other arguments are those of `BlockSparseRingDilatedAttention`, and so are the errors.
+
+    >>> attention = RingDilatedAttentionV2([128, 256], [1, 2])
+    >>> attention(torch.randn(1, 500, 2, 16), is_causal=True).shape
+    torch.Size([1, 500, 2, 16])
     """
 
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        ring_size: int = 1,
+        **further: Any,
+    ) -> None:
+        further["sparse_config"] = further.get("sparse_config") or SparsePatternConfig(sparsity_ratio=1.0)
+        super().__init__(segment_lengths, dilation_rates, dropout=dropout, ring_size=ring_size, **further)
 
-class BlockSparseTorchSparse(BlockSparseRingDilatedAttention):
-    """Alias of `BlockSparseRingDilatedAttention`: `torch.sparse` gives the same result, more slowly.
 
-    >>> BlockSparseTorchSparse([128, 256], [1, 2])(torch.randn(1, 300, 2, 16)).shape
-    torch.Size([1, 300, 2, 16])
+ImprovedDilatedAttention = RingDilatedAttentionV2
+"""Alias of `RingDilatedAttentionV2`, which attends over tokens and not over heads."""
+
+
+@dataclass
+class RingAttentionConfig:
+    """Arguments of `RingDilatedAttentionProduction`, described in `BlockSparseRingDilatedAttention`.
+
+    >>> RingAttentionConfig([128, 256], [1, 2]).use_gradient_checkpointing
+    True
     """
+
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    dropout: float = 0.0
+    ring_size: int = 1
+    use_gradient_checkpointing: bool = True
+    attention_scale: float | None = None
+
+
+class RingDilatedAttentionProduction(RingDilatedAttentionV2):
+    """`RingDilatedAttentionV2` built from a configuration, with gradient checkpointing by default.
+
+    >>> attention = RingDilatedAttentionProduction(RingAttentionConfig([128, 256], [1, 2]))
+    >>> attention(torch.randn(1, 500, 2, 16)).shape
+    torch.Size([1, 500, 2, 16])
+    """
+
+    def __init__(self, config: RingAttentionConfig) -> None:
+        super().__init__(**vars(config))
+        self.config = config
 
 
 def hierarchical_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor, *, is_causal: bool = False, block_size: int = 128
 ) -> Tensor:
     """Compute attention on the blocks that a pattern touches, refined inside them to the kept pairs: one softmax.
-
-    `ringtile.sparse_attention` does this with every pattern: full tiles, and partial tiles with a bitmask.
 
     ``q``, ``k`` and ``v`` are ``[B, N, H, D]``. ``pattern`` is a `ringtile.patterns.Pattern`, refined to pairs, or a
     bool matrix of whole blocks ``[rows, columns]`` or ``[H, rows, columns]``, of ``block_size`` tokens per side. Raises
@@ -288,26 +301,12 @@ def hierarchical_sparse_attention(
 
 def self_attention_if_alone(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return key and value, or the query for both if neither is given. Raises ValueError if only one is."""
-    if key is None and value is None:
-        return query, query
-    if key is None or value is None:
+    if key is not None and value is not None:
+        return key, value
+    if key is not value:
         missing = "key" if key is None else "value"
         raise ValueError(f"{missing}: expected key and value, or neither for self-attention, got None for {missing}")
-    return key, value
-
-
-def _checked_segments(
-    segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if segment_lengths is None and dilation_rates is None:
-        return (), ()
-    if segment_lengths is None or dilation_rates is None or len(segment_lengths) != len(dilation_rates):
-        raise ValueError(
-            "segment_lengths, dilation_rates: expected one rate for each length, or neither for no segments, "
-            f"got {segment_lengths=}, {dilation_rates=}"
-        )
-    lengths = wholes("dilated_attention", "segment_lengths", segment_lengths, 1)
-    return lengths, wholes("dilated_attention", "dilation_rates", dilation_rates, 1)
+    return query, query
 
 
 def _check_ring_size(ring_size: int) -> None:

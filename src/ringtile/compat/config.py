@@ -9,14 +9,12 @@ from ringtile.patterns.base import whole, wholes
 
 BLOCK_SIZES = (64, 128, 256)
 
-_GEOMETRY = {
+_SHAPING = {
     "local_window": ("local_window_size",),
     "dilated_sparse": ("dilation_rates",),
     "global_local": ("local_window_size", "global_tokens"),
 }
 """Each pattern type and the fields that shape it."""
-
-_DENSITIES = ("sparsity_ratio", "min_sparsity", "max_sparsity")
 
 
 @dataclass
@@ -66,48 +64,41 @@ class SparsePatternConfig:
 
     def check(self) -> None:
         """Raise ValueError if a field is out of range or changes nothing; fields may have changed since."""
-        if self.pattern_type not in _GEOMETRY:
-            raise ValueError(f"pattern_type: expected one of {tuple(_GEOMETRY)}, got {self.pattern_type!r}")
+        if self.pattern_type not in _SHAPING:
+            raise ValueError(f"pattern_type: expected one of {tuple(_SHAPING)}, got {self.pattern_type!r}")
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size!r}")
-        low, high = self.min_sparsity, self.max_sparsity
-        for name in _DENSITIES:
-            value = getattr(self, name)
+        densities = {name: getattr(self, name) for name in ("sparsity_ratio", "min_sparsity", "max_sparsity")}
+        for name, value in densities.items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value <= 1):
                 raise ValueError(f"{name}: expected a density in (0, 1], the fraction of tiles computed, got {value!r}")
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"min_sparsity: expected at most max_sparsity={high}, got {low} (both are densities)")
-        shaping = _GEOMETRY[self.pattern_type]
+        if (self.min_sparsity or 0) > (self.max_sparsity or 1):
+            raise ValueError(
+                f"min_sparsity: expected at most max_sparsity={self.max_sparsity}, got {self.min_sparsity} (both are "
+                "densities)"
+            )
+        shaping = _SHAPING[self.pattern_type]
         for name in ("local_window_size", "global_tokens", "dilation_rates"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if name not in shaping:
+            if value is not None and name not in shaping:
                 raise ValueError(
                     f"{name}: changes nothing for pattern_type={self.pattern_type!r}, which is shaped by "
                     f"{' and '.join(shaping)}; got {name}={value!r}"
                 )
-            if name == "dilation_rates":
-                self.dilation_rates = wholes("dilated_sparse", name, value, 1)
-            else:
-                whole(self.pattern_type, name, value, 1)
+            if value is not None:
+                setattr(self, name, (wholes if name == "dilation_rates" else whole)(self.pattern_type, name, value, 1))
         if self.local_window_size is not None and self.sparsity_ratio is not None:
             raise ValueError(
                 f"local_window_size: changes nothing beside sparsity_ratio={self.sparsity_ratio}, which sets the width "
                 f"of the window; set one of them to None, got local_window_size={self.local_window_size}"
             )
-        in_blocks = "dilation_rates" in shaping or any(getattr(self, name) is not None for name in _DENSITIES)
-        if self.block_size != 128 and not in_blocks:
+        if self.block_size != 128 and "dilation_rates" not in shaping and not any(densities.values()):
             raise ValueError(
                 f"block_size: changes nothing for pattern_type={self.pattern_type!r} without sparsity_ratio, because "
                 f"its window is exact in tokens; got block_size={self.block_size}"
             )
 
 
-class PatternConfig(SparsePatternConfig):
-    """`SparsePatternConfig` under the name that the pattern tools used: the same fields and defaults.
-
-    >>> PatternConfig(pattern_type="global_local", sparsity_ratio=0.2).block_size
-    128
-    """
+PatternConfig = SparsePatternConfig
+"""`SparsePatternConfig` under the name that the pattern tools used."""

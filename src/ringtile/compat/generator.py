@@ -6,7 +6,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Sequence
 from dataclasses import astuple
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,9 @@ from ringtile.compat.config import SparsePatternConfig
 from ringtile.layout import build_index
 from ringtile.layout.allowed import count_allowed
 from ringtile.layout.build import real_tensors
-from ringtile.layout.density import Solution, solve
+from ringtile.layout.density import solve
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
-from ringtile.patterns.base import TileGrid
+from ringtile.patterns.base import TileGrid, whole
 
 _TILE = 128
 _TOLERANCE = 0.1
@@ -40,15 +40,14 @@ def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) 
     kept = dense = 0.0
     for n_queries, n_keys, start, times in problems:
         grid = TileGrid(_TILE, start, n_queries, n_keys)
-        whole = count_allowed(Causal() if is_causal else Dense(), grid, torch.device("cpu"))[1]
-        dense += times * whole
-        if isinstance(rule, Dense):
-            kept += times * whole
-            continue
-        in_force = Causal() & rule if is_causal else rule
-        index = build_index(in_force, n_queries, n_keys, start=start, heads=rule.n_heads or 1, block=_TILE)
-        with real_tensors():
-            kept += times * index.kept_tiles / index.group.numel()
+        allowed = count_allowed(Causal() if is_causal else Dense(), grid, torch.device("cpu"))[1]
+        tiles: float = allowed
+        if not isinstance(rule, Dense):
+            in_force = Causal() & rule if is_causal else rule
+            index = build_index(in_force, n_queries, n_keys, start=start, heads=rule.n_heads or 1, block=_TILE)
+            with real_tensors():
+                tiles = index.kept_tiles / index.group.numel()
+        kept, dense = kept + times * tiles, dense + times * allowed
     return kept, dense
 
 
@@ -56,63 +55,58 @@ def _solve(fields: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bo
     """Return the pattern of a configuration whose tile density over all problems is nearest to the ratio."""
     config = SparsePatternConfig(*fields)
     ratio, low, high, block = config.sparsity_ratio, config.min_sparsity, config.max_sparsity, config.block_size
-    rates, tokens = tuple(config.dilation_rates or (1, 2, 4, 8, 16)), GlobalTokens(config.global_tokens or 64)
-    plain: Pattern = Window((config.local_window_size or 512) // 2)
-    if config.pattern_type == "global_local":
-        plain = plain | tokens
-    elif config.pattern_type == "dilated_sparse":
-        plain = BlockDilated(rates, 1, block)
-    if (ratio, low, high) == (None, None, None):
-        return plain
+    rates, near = tuple(config.dilation_rates or (1, 2, 4, 8, 16)), BlockDilated([1], 1, block)
+    window, tokens = Window((config.local_window_size or 512) // 2), GlobalTokens(config.global_tokens or 64)
+    # Each type by its fields, and with the free parameter that a density sets.
+    plain, free = {
+        "local_window": (window, near),
+        "global_local": (window | tokens, near | tokens),
+        "dilated_sparse": (BlockDilated(rates, 1, block), near),
+    }[config.pattern_type]
 
     def density(rule: Pattern) -> float:
         kept, dense = count_tiles(rule, problems, is_causal=is_causal)
         return kept / dense if dense else 0.0
 
+    if ratio is None and low is None and high is None:
+        return plain
     wanted = density(plain) if ratio is None else ratio
     target = min(max(wanted, low or 0.0), high or 1.0)
-    if target != wanted and ratio is not None:
-        _warn(
-            f"sparsity_ratio={ratio:g} is outside of min_sparsity={low} and max_sparsity={high} (all are densities): "
-            f"{target:g} is used"
-        )
-    elif ratio is None and target == wanted:
+    if ratio is None and target == wanted:
         return plain
+    if target != wanted and ratio is not None:
+        warnings.warn(
+            f"sparsity_ratio={ratio:g} is outside of min_sparsity={low} and max_sparsity={high} (all are densities): "
+            f"{target:g} is used",
+            stacklevel=2,
+        )
     if target == 1:
         return Dense()
     n_keys = max((problem.n_keys for problem in problems), default=0)
-
-    def sized(pattern: Pattern) -> Solution:
-        return solve(pattern, target, density, n_keys)
-
-    near = BlockDilated([1], 1, block)
-    if config.pattern_type != "dilated_sparse":
-        found = sized(near if config.pattern_type == "local_window" else near | tokens)
-    else:
-        count = len(rates)
-        while count > 1 and density(BlockDilated(rates[:count], 1, block)) > target:
-            count -= 1
-        if count < len(rates):
-            _warn(
-                f"dilation_rates={list(rates)}: {n_keys} keys at a density of {target:g} have room for at most the "
-                f"rates {list(rates[:count])}"
-            )
-        found = sized(BlockDilated(rates[:count], 1, block))
-        if count > 1 and not found.reached:
-            # The reach as far as it fits, then the blocks next to the diagonal.
-            reach = found.pattern.reach - (found.density > target)  # type: ignore[attr-defined]
-            filled = sized(near | BlockDilated(rates[:count], max(reach, 1), block))
-            found = min(found, filled, key=lambda each: abs(each.density - target))
+    count = len(rates) if config.pattern_type == "dilated_sparse" else 0
+    while count > 1 and density(BlockDilated(rates[:count], 1, block)) > target:
+        count -= 1
+    if count:
+        free = BlockDilated(rates[:count], 1, block)
+    if 0 < count < len(rates):
+        warnings.warn(
+            f"dilation_rates={list(rates)}: {n_keys} keys at a density of {target:g} have room for at most the rates "
+            f"{list(rates[:count])}",
+            stacklevel=2,
+        )
+    found = solve(free, target, density, n_keys)
+    if count > 1 and not found.reached:
+        # The reach as far as it fits, then the blocks next to the diagonal.
+        reach = found.pattern.reach - (found.density > target)  # type: ignore[attr-defined]
+        filled = solve(near | BlockDilated(rates[:count], max(reach, 1), block), target, density, n_keys)
+        found = min(found, filled, key=lambda each: abs(each.density - target))
     if abs(found.density - target) > _TOLERANCE * target:
-        _warn(
+        warnings.warn(
             f"sparsity_ratio={target:g} cannot be reached by {config.pattern_type} over {n_keys} keys: the nearest "
-            f"density of tiles is {found.density:.4g}"
+            f"density of tiles is {found.density:.4g}",
+            stacklevel=2,
         )
     return found.pattern
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=3)
 
 
 class PersistentPatternCache(UserDict[int, Tensor]):
@@ -120,8 +114,7 @@ class PersistentPatternCache(UserDict[int, Tensor]):
 
     ``cache[seq_len] = matrix`` (bool ``[blocks, blocks]`` or ``[num_heads, blocks, blocks]``, blocks of the
     configuration's ``block_size``) makes attention of that length, or of dilated segments of that length, keep these
-    blocks until you delete it or call `clear`. Solved rules are kept too, at most ``max_size``; the least recently used
-    rule goes first. Rules hold no device memory: `ringtile.layout` caches what they need on a device, limited in bytes.
+    blocks until you delete it or call `clear`. At most ``max_size`` solved rules are kept, the most recently used.
 
     Raises ValueError if a key is not a positive length, if a value is not such a matrix, or if ``max_size`` is not
     positive.
@@ -133,32 +126,29 @@ class PersistentPatternCache(UserDict[int, Tensor]):
     """
 
     def __init__(self, max_size: int = 100) -> None:
-        if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1:
-            raise ValueError(f"max_size: expected a positive number of patterns, got {max_size!r}")
         super().__init__()
-        self.max_size = max_size
-        self.solved = lru_cache(max_size)(_solve)
+        self.max_size = whole("pattern_cache", "max_size", max_size, 1)
+
+    @cached_property
+    def solved(self) -> Any:
+        """The solver, which remembers its results."""
+        return lru_cache(self.max_size)(_solve)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "solved"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, solved=lru_cache(state["max_size"])(_solve))
+        return {"data": self.data, "max_size": self.max_size}
 
     def __getitem__(self, seq_len: int) -> Tensor:
         return self.data[seq_len].clone()
 
     def __setitem__(self, seq_len: int, matrix: Tensor) -> None:
-        if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
-            raise ValueError(f"pattern_cache: expected a sequence length for a key, got {seq_len!r}")
-        if not isinstance(matrix, Tensor):
-            raise ValueError(f"pattern_cache: expected a bool tensor, got {type(matrix).__name__}")
-        if matrix.dtype != torch.bool or matrix.dim() not in (2, 3) or matrix.shape[-1] != matrix.shape[-2]:
+        length = whole("pattern_cache", "seq_len", seq_len, 1)
+        is_bool = isinstance(matrix, Tensor) and matrix.dtype == torch.bool
+        if not is_bool or matrix.dim() not in (2, 3) or matrix.shape[-1] != matrix.shape[-2]:
+            got = (matrix.dtype, matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
             raise ValueError(
-                "pattern_cache: expected a bool matrix [blocks, blocks] or [num_heads, blocks, blocks], "
-                f"got {matrix.dtype=}, {matrix.shape=}"
+                f"pattern_cache: expected a bool matrix [blocks, blocks] or [num_heads, blocks, blocks], got {got}"
             )
-        self.data[seq_len] = matrix.clone()
+        self.data[length] = matrix.clone()
 
     def clear(self) -> None:
         """Forget your own matrices, the solved rules and the counts."""
@@ -167,7 +157,7 @@ class PersistentPatternCache(UserDict[int, Tensor]):
 
 
 class SparsePatternGenerator:
-    """Makes the pattern of a configuration for a length: always the same pattern, of the density asked for.
+    """Makes the pattern of a configuration for a length: always the same pattern, of the requested density.
 
     Args:
         config: Its fields are read at every call.
@@ -184,7 +174,7 @@ class SparsePatternGenerator:
         self.pattern_cache = PersistentPatternCache(cache_size)
 
     def rule(self, n_queries: int, n_keys: int | None = None, *, is_causal: bool = False) -> Pattern:
-        """Return the rule for these lengths, causal if asked: one of your own, or the configuration's.
+        """Return the rule for these lengths, causal if requested: one of your own, or the configuration's.
 
         Raises ValueError if a field of the configuration is out of range.
         """
@@ -205,13 +195,14 @@ class SparsePatternGenerator:
         given = [length for length in lengths if length in self.pattern_cache]
         if given and len(lengths) > 1:
             raise ValueError(
-                f"pattern_cache: has a pattern for {given} tokens, and a pattern of your own serves one length, but "
+                f"pattern_cache: has a pattern for {given} tokens, and a pattern of your own fits one length, but "
                 f"the dilated segments here have {lengths} tokens"
             )
         if given:
             return Blocks(self.pattern_cache[lengths[0]], block=self.config.block_size)
         solved = self.pattern_cache.solved if self.config.enable_caching else _solve
-        return solved(astuple(self.config), problems, is_causal)
+        rule: Pattern = solved(astuple(self.config), problems, is_causal)
+        return rule
 
     def create_pattern(self, seq_len: int, is_causal: bool = False) -> Tensor:
         """Return the blocks with a kept pair, bool ``[blocks, blocks]``, and remember the rule for later calls.
@@ -219,12 +210,12 @@ class SparsePatternGenerator:
         A pattern of your own that differs between heads has a leading ``[num_heads]``.
         """
         rule, block_size = self.rule(seq_len, is_causal=is_causal), self.config.block_size
-        index = build_index(rule, seq_len, heads=rule.n_heads or 1, block=min(block_size, 128))
+        index = build_index(rule, seq_len, heads=rule.n_heads or 1, block=min(block_size, _TILE))
         blocks = torch.zeros(index.n_groups, index.n_rows, index.n_cols, dtype=torch.bool)
         blocks.view(-1)[index.entries().number] = True
         blocks = blocks[index.group[0].long()]
-        if block_size > index.block:
-            blocks = F.max_pool2d(blocks.float(), block_size // index.block, ceil_mode=True).bool()
+        if block_size > _TILE:
+            blocks = F.max_pool2d(blocks.float(), block_size // _TILE, ceil_mode=True).bool()
         return blocks if rule.n_heads else blocks[0]
 
     def generate_pattern(self, seq_len: int, num_heads: int = 1, is_causal: bool = False) -> Tensor:

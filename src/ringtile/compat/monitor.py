@@ -34,50 +34,42 @@ class PerformanceMonitor:
 
     def __init__(self) -> None:
         self.enabled = False
-        self.reset()
+        """Set it to False to stop measuring and keep the results."""
+        self._probes: dict[Hashable, tuple[float, float, float]] = {}
+        self._calls: list[tuple[float, ...]] = []
 
     def enable(self) -> None:
-        """Measure the calls from now on."""
-        self.enabled = True
-
-    def disable(self) -> None:
-        """Stop measuring and keep the results."""
-        self.enabled = False
-
-    def reset(self) -> None:
-        """Forget the results."""
-        self._probes: dict[Hashable, tuple[float, float, float]] = {}
-        self._calls: list[tuple[float, float, float, float, float]] = []
+        """Measure the calls from now on, and forget those before."""
+        self._probes, self._calls, self.enabled = {}, [], True
 
     def measure(
         self, shape: Hashable, call: Attention, sparse: Attention, dense: Attention, *, density: float
     ) -> Tensor:
         """Return the result of ``call``, timed; ``sparse`` and ``dense`` run once per shape, without dropout."""
-        began = time.perf_counter()
-        out = call()
-        _wait_for(out.device)
-        seconds = time.perf_counter() - began
+        out, seconds = _timed(call)
         if shape not in self._probes:
             self._probes[shape] = _probe(sparse, dense, out.device)
-        self._calls.append((seconds, density, *self._probes[shape]))
+        self._calls.append((1e3 * seconds, density, *self._probes[shape]))
         return out
 
     def report(self) -> dict[str, float]:
-        """Return the means over the calls since `enable` or `reset`, NaN if there are none."""
+        """Return the means over the calls since `enable`, NaN if there are none."""
         if not self._calls:
             return dict.fromkeys(KEYS, math.nan)
-        seconds, density, dense_seconds, memory, quality = (sum(x) / len(x) for x in zip(*self._calls, strict=True))
-        means = (1e3 * seconds, density, dense_seconds / seconds, memory / 2**20, quality)
-        return dict(zip(KEYS, means, strict=True))
+        means = dict(zip(KEYS, (sum(x) / len(x) for x in zip(*self._calls, strict=True)), strict=True))
+        return means | {"avg_speedup": means["avg_speedup"] / means["avg_forward_time_ms"]}
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _timed(call: Attention) -> tuple[Tensor, float]:
+    began = time.perf_counter()
+    out = call()
+    if out.is_cuda:
+        torch.cuda.synchronize(out.device)
+    return out, time.perf_counter() - began
 
 
 def _probe(sparse: Attention, dense: Attention, device: torch.device) -> tuple[float, float, float]:
-    """Return seconds of dense attention, peak bytes of sparse attention, and the similarity of their outputs."""
+    """Return milliseconds of dense attention, peak MiB of sparse attention, and the similarity of their outputs."""
     outs: list[Tensor] = []
 
     def kept() -> Tensor:
@@ -86,10 +78,6 @@ def _probe(sparse: Attention, dense: Attention, device: torch.device) -> tuple[f
 
     with torch.no_grad():
         memory = peak_memory(kept, None, device).forward
-        _wait_for(device)
-        began = time.perf_counter()
-        exact = dense()
-        _wait_for(device)
-        seconds = time.perf_counter() - began
+        exact, seconds = _timed(dense)
         quality = F.cosine_similarity(outs[0].double(), exact.double(), dim=-1).mean().item()
-    return seconds, memory, quality
+    return 1e3 * seconds, memory / 2**20, quality

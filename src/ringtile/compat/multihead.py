@@ -136,9 +136,8 @@ class ImprovedMultiheadDilatedAttention(BlockSparseRingMultiheadDilatedAttention
         **further: Any,
     ) -> None:
         config = SparsePatternConfig(sparsity_ratio=1.0)
-        super().__init__(
-            embed_dim, num_heads, segment_lengths, dilation_rates, config, dropout, bias, layer_norm, **further
-        )
+        shared = (embed_dim, num_heads, segment_lengths, dilation_rates, config, dropout, bias, layer_norm)
+        super().__init__(*shared, **further)
 
 
 def create_block_sparse_multihead_attention(
@@ -152,22 +151,12 @@ def create_block_sparse_multihead_attention(
 ) -> BlockSparseRingMultiheadDilatedAttention:
     """Build a `BlockSparseRingMultiheadDilatedAttention` and its configuration.
 
-    Args:
-        embed_dim: Width of the model, a multiple of ``num_heads``.
-        num_heads: H.
-        sparsity_ratio: Density, the fraction of tiles computed. None for what the geometry gives.
-        pattern_type: As in `SparsePatternConfig`.
-        segment_lengths: Tokens per segment, for each branch. Default: None, the pattern covers the whole sequence.
-        dilation_rates: Rates of the segments, or without segments of the pattern.
-        **arguments: Further fields of `SparsePatternConfig`, or arguments of the module.
+    Without ``segment_lengths``, ``dilation_rates`` are the rates of the pattern. ``arguments`` are further fields of
+    `SparsePatternConfig`, or arguments of the module. Raises ValueError if an argument is out of range.
 
-    Raises:
-        ValueError: If an argument is out of range.
-
-    Example:
-        >>> attention = create_block_sparse_multihead_attention(64, 4, 0.25, "local_window", dropout=0.1)
-        >>> attention.sparse_config.sparsity_ratio
-        0.25
+    >>> attention = create_block_sparse_multihead_attention(64, 4, 0.25, "local_window", dropout=0.1)
+    >>> attention.sparse_config.sparsity_ratio
+    0.25
     """
     shape = {field.name: arguments.pop(field.name) for field in fields(SparsePatternConfig) if field.name in arguments}
     if segment_lengths is None:

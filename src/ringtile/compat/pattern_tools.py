@@ -107,19 +107,18 @@ class PatternQualityAnalyzer:
                 f"{sparse_pattern.shape=}, got {None if weights is None else tuple(weights.shape)}; without weights "
                 "use pattern_statistics"
             )
-        n_queries, n_keys = weights.shape[-2:]
-        sides = [-(-tokens // count) for tokens, count in zip((n_queries, n_keys), blocks.shape[1:], strict=True)]
-        kept = blocks.repeat_interleave(sides[0], 1).repeat_interleave(sides[1], 2)[:, :n_queries, :n_keys]
+        kept = blocks
+        for dim, tokens in ((1, weights.shape[-2]), (2, weights.shape[-1])):
+            side = -(-tokens // blocks.shape[dim])
+            kept = kept.repeat_interleave(side, dim).narrow(dim, 0, tokens)
         weights = weights.double()
         of_kept = torch.where(kept, weights, 0.0)
         mass = of_kept.sum(-1, keepdim=True)
         renewed = of_kept / torch.where(mass == 0, 1.0, mass)
-        rows, columns = torch.arange(blocks.shape[1])[:, None], torch.arange(blocks.shape[2])
-        near = (rows - columns).abs() <= 1
-        active = int(blocks.sum())
+        near, active = blocks.tril(1).triu(-1), int(blocks.sum())
         return PatternMetrics(
             coverage_ratio=(mass.sum() / weights.sum()).item(),
-            locality_score=int((blocks.cpu() & near).sum()) / max(active, 1),
+            locality_score=int(near.sum()) / max(active, 1),
             efficiency_score=blocks.numel() / active if active else float("inf"),
             approximation_error=((renewed - weights).norm() / weights.norm()).item(),
         )

@@ -1,15 +1,14 @@
-"""LongNet's dilated attention against dense attention and torchscale's LongNet, forward and backward.
+"""Time LongNet's dilated attention against dense attention and torchscale's LongNet, forward and backward.
 
-    python benchmarks/longnet.py                                        ours and dense
-    python benchmarks/longnet.py --torchscale DIR [--torchscale DIR]    with folders that torchscale and einops are in
-    python benchmarks/longnet.py --tokens 16384 --memory --json out.json
+    python benchmarks/longnet.py                                        ringtile and dense
+    python benchmarks/longnet.py --torchscale DIR [--torchscale DIR]    with the folders of torchscale and einops
+    python benchmarks/longnet.py --tokens 16K --memory --json out.json
 
-Results come first: output and gradients of sampled rows against float64, and nobody is timed where ours is wrong.
-Then calls in turn, round after round, in one process; medians. Dense attention is timed at ``--dense-tokens`` and its
-time multiplied by the square of the ratio of lengths. torchscale's LongNet needs flash-attention, hence a GPU; here an
-exact stand-in with its lse takes its place: torch's flash kernel for CPUs, so that what is compared is all the rest, or
-with ``--stand-in eager`` matrix products. The gradient that torchscale computes is not that of its output (the weights
-that mix branches count as constant), so its output alone is checked.
+Sampled rows of outputs and gradients are compared with float64 first, and a wrong result ends the run. Then calls take
+turns in one process; times are medians. Dense attention is timed at ``--dense-tokens`` and scaled by the square of the
+ratio of lengths. torchscale's LongNet needs flash-attention, hence a GPU; PyTorch's flash kernel for CPUs, which is
+exact, takes its place. torchscale treats the weights that mix branches as constants, so its gradients are not those of
+its output, and only its output is checked.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import statistics
 import sys
 import time
@@ -31,57 +29,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.analysis.units import count
 from ringtile.functional import dilated_attention
+from ringtile.measure.exact import relative_error
 from ringtile.measure.machine import commit, machine_facts, versions
 from ringtile.measure.memory import peak_memory
 
 SEGMENTS, RATES = (2048, 4096, 8192, 16384), (1, 2, 4, 8)
-CHECKED_ROWS = 48
-BOUND = 1e-5
+CHECKED_TOKENS, CHECKED_ROWS, BOUND = 16384, 48, 1e-5
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def offset_of(head: int, rate: int, heads: int) -> int:
-    """The tokens of a segment that a head keeps, modulo the rate."""
-    return head % rate
-
-
-def torchscale_offset_of(head: int, rate: int, heads: int) -> int:
-    """The same in torchscale, which gives neighbouring heads one offset."""
-    return head // -(-heads // rate)
-
-
-def counts(
-    rows: Tensor, n_tokens: int, heads: int, is_causal: bool, offset: Callable[[int, int, int], int] = offset_of
-) -> Tensor:
-    """How many branches keep each pair, ``[H, rows, N]``, from the definition."""
-    keys = torch.arange(n_tokens)
-    total = torch.zeros(heads, len(rows), n_tokens, dtype=torch.float64)
+def counts(rows: Tensor, heads: int, is_causal: bool, per_offset: bool) -> Tensor:
+    """Count the branches that keep each pair, ``[H, rows, N]``. Per offset, neighboring heads share their tokens."""
+    keys = torch.arange(CHECKED_TOKENS)
+    total = torch.zeros(heads, len(rows), CHECKED_TOKENS, dtype=torch.float64)
     for head in range(heads):
         for length, rate in zip(SEGMENTS, RATES, strict=True):
-            mine = offset(head, rate, heads)
+            offset = head // -(-heads // rate) if per_offset else head % rate
             kept = (rows // length).unsqueeze(1) == keys // length
-            kept &= (rows % length % rate == mine).unsqueeze(1) & (keys % length % rate == mine)
+            kept &= (rows % length % rate == offset).unsqueeze(1) & (keys % length % rate == offset)
             total[head] += kept & (keys <= rows.unsqueeze(1)) if is_causal else kept
     return total
 
 
-def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, counted: Tensor) -> Tensor:
-    """Sampled rows of attention in which a pair counts ``counted`` times."""
-    scores = q[:, :, rows] @ k.mT * q.shape[-1] ** -0.5
-    return torch.softmax(scores + counted.log(), -1) @ v
-
-
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    error = ((actual.double() - exact).norm() / exact.norm()).item()
-    return math.inf if math.isnan(error) else error
-
-
 def errors(attention: Attention, inputs: list[Tensor], grad: Tensor, counted: Tensor, rows: Tensor) -> list[float]:
-    """Relative L2 errors of the output and the gradients of q, k and v, over sampled rows."""
-    leaves = [x.detach().double().requires_grad_() for x in inputs]
-    expected = exact_rows(*leaves, rows, counted)
+    """Return the errors of the output and of the gradients, for rows in which a pair counts ``counted`` times."""
+    q, k, v = leaves = [x.detach().double().requires_grad_() for x in inputs]
+    expected = torch.softmax(q[:, :, rows] @ k.mT * q.shape[-1] ** -0.5 + counted.log(), -1) @ v
     exact = [expected.detach(), *torch.autograd.grad(expected, leaves, grad[:, :, rows].double())]
     rows_grad = torch.zeros_like(grad)
     rows_grad[:, :, rows] = grad[:, :, rows]
@@ -91,7 +67,7 @@ def errors(attention: Attention, inputs: list[Tensor], grad: Tensor, counted: Te
 
 
 class _Flash(torch.autograd.Function):
-    """Torch's flash kernel for CPUs in flash-attention's shapes, ``[B, N, H, D]`` with lse ``[B, H, N]``."""
+    """PyTorch's flash kernel for CPUs in flash-attention's shapes, ``[B, N, H, D]`` with lse ``[B, H, N]``."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -108,54 +84,39 @@ class _Flash(torch.autograd.Function):
         return *(x.transpose(1, 2) for x in found), None
 
 
-def eager_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The same in matrix products that torch differentiates."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-    lse = scores.logsumexp(-1)
-    return ((scores - lse.unsqueeze(-1)).exp() @ v).transpose(1, 2), lse
-
-
-STAND_INS = {"flash": _Flash.apply, "eager": eager_flash}
-
-
 def torchscale_attention(args: argparse.Namespace) -> Attention:
-    """torchscale's LongNet from q, k and v ``[B, H, N, D]`` to the output, without its projections."""
-    heads, is_causal, stand_in = args.heads, args.causal, STAND_INS[args.stand_in]
+    """Return torchscale's LongNet from q, k and v ``[B, H, N, D]`` to the output, without its projections."""
     sys.path[:0] = [str(folder) for folder in args.torchscale]
     theirs = importlib.import_module("torchscale.component.dilated_attention")
     base = importlib.import_module("torchscale.component.multihead_attention")
-    base.flash_attn_func = lambda q, k, v, dropout, bias, scale, causal: stand_in(q, k, v, causal)
+    base.flash_attn_func = lambda q, k, v, dropout, bias, scale, causal: _Flash.apply(q, k, v, causal)
     module = theirs.DilatedAttention.__new__(theirs.DilatedAttention)
     torch.nn.Module.__init__(module)
-    module.num_heads, module.head_dim, module.dropout = heads, args.head_dim, 0.0
+    module.num_heads, module.head_dim, module.dropout = args.heads, args.head_dim, 0.0
     module.args = SimpleNamespace(dilated_ratio=list(RATES), segment_length=list(SEGMENTS), flash_attention=True)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        outs, lses = [], []
+        branches = []
         for length, rate in zip(SEGMENTS, RATES, strict=True):
-            pieces = [module.gathering(x, rate, length, is_causal=is_causal, seq_parall=False) for x in (q, k, v)]
-            out, lse = module.attention_ops(*pieces, is_causal=is_causal)
-            outs.append(out)
-            lses.append(lse)
+            pieces = [module.gathering(x, rate, length, is_causal=args.causal, seq_parall=False) for x in (q, k, v)]
+            branches.append(module.attention_ops(*pieces, is_causal=args.causal))
+        outs, lses = (list(parts) for parts in zip(*branches, strict=True))
         joined: Tensor = module.scattering(outs, lses, q.shape[1], q.shape[0])
-        return joined.unflatten(-1, (heads, args.head_dim)).transpose(1, 2)
+        return joined.unflatten(-1, (args.heads, args.head_dim)).transpose(1, 2)
 
     return attention
 
 
 def make_inputs(args: argparse.Namespace, n_tokens: int) -> tuple[list[Tensor], Tensor]:
-    """q, k and v, and a gradient of the output, laid out ``[B, N, H, D]`` as projections give them."""
+    """Draw q, k and v and a gradient of the output, laid out ``[B, N, H, D]`` as projections leave them."""
     generator = torch.Generator().manual_seed(args.seed)
     made = [torch.randn(1, n_tokens, args.heads, args.head_dim, generator=generator).transpose(1, 2) for _ in range(4)]
     return [x.requires_grad_() for x in made[:3]], made[3]
 
 
 def step(attention: Attention, inputs: list[Tensor], grad: Tensor) -> tuple[float, float]:
-    """Seconds of one forward and one backward pass."""
+    """Return the seconds of one forward and of one backward pass."""
     began = time.perf_counter()
     out = attention(*inputs)
     middle = time.perf_counter()
@@ -163,109 +124,74 @@ def step(attention: Attention, inputs: list[Tensor], grad: Tensor) -> tuple[floa
     return middle - began, time.perf_counter() - middle
 
 
-def entrants(args: argparse.Namespace) -> dict[str, Attention]:
-    """Who takes part; torchscale where it can be imported."""
-    found: dict[str, Attention] = {}
-    for overlap in ("mix", "union"):
-        found[f"ringtile {overlap}"] = partial(
-            dilated_attention,
-            segment_lengths=SEGMENTS,
-            dilation_rates=RATES,
-            is_causal=args.causal,
-            overlap=overlap,
-        )
-    if args.torchscale:
-        try:
-            found["torchscale"] = torchscale_attention(args)
-        except ImportError as error:
-            print(f"torchscale is left out: {error}")
-    return found
-
-
 def check(args: argparse.Namespace, attentions: dict[str, Attention]) -> dict[str, list[float]]:
-    """Errors of each against float64; ends the run where ours exceed `BOUND`."""
-    inputs, grad = make_inputs(args, args.checked_tokens)
-    rows = torch.randperm(args.checked_tokens, generator=torch.Generator().manual_seed(1))[:CHECKED_ROWS]
+    """Return the errors of each against float64, and end the run if one exceeds `BOUND`."""
+    inputs, grad = make_inputs(args, CHECKED_TOKENS)
+    rows = torch.randperm(CHECKED_TOKENS, generator=torch.Generator().manual_seed(1))[:CHECKED_ROWS]
     found = {}
     for name, attention in attentions.items():
-        offset = torchscale_offset_of if name == "torchscale" else offset_of
-        counted = counts(rows, args.checked_tokens, args.heads, args.causal, offset)
-        counted = counted.clamp(max=1) if name.endswith("union") else counted
-        found[name] = errors(attention, inputs, grad, counted, rows)
+        counted = counts(rows, args.heads, args.causal, name == "torchscale")
+        found[name] = errors(attention, inputs, grad, counted.clamp(max=1) if name.endswith("union") else counted, rows)
         print(f"{name:16} errors of out, dq, dk, dv: " + " ".join(f"{error:.1e}" for error in found[name]), flush=True)
-        checked = found[name][:1] if name == "torchscale" else found[name]
-        if max(checked) > BOUND:
+        if max(found[name][:1] if name == "torchscale" else found[name]) > BOUND:
             raise SystemExit(f"{name} is wrong: over {BOUND}; nothing is timed")
     return found
 
 
-def dense(args: argparse.Namespace) -> Attention:
-    return partial(F.scaled_dot_product_attention, is_causal=args.causal)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--dense-tokens", type=int, default=16384)
-    parser.add_argument("--checked-tokens", type=int, default=16384, help="length of the check against float64")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--torchscale", type=Path, action="append", help="a folder to import torchscale or einops from")
-    parser.add_argument("--stand-in", choices=STAND_INS, default="flash", help="for torchscale's flash-attention")
-    parser.add_argument(
-        "--memory", action="store_true", help="measure peak memory at a quarter of the length and at it"
-    )
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tokens", type=count, default=65536)
+    add("--dense-tokens", type=count, default=16384)
+    add("--heads", type=int, default=8)
+    add("--head-dim", type=int, default=64)
+    add("--causal", action="store_true")
+    add("--rounds", type=int, default=3)
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--seed", type=int, default=0)
+    add("--torchscale", type=Path, action="append", help="a folder to import torchscale or einops from (repeatable)")
+    add("--memory", action="store_true", help="also measure peak memory, at a quarter of the length and at it")
+    add("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    attentions = entrants(args)
-    record: dict[str, Any] = {
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine_facts(),
-        "problem": {name: value for name, value in vars(args).items() if name not in ("torchscale", "json")},
-        "segment_lengths": SEGMENTS,
-        "dilation_rates": RATES,
-        "errors": check(args, attentions),
+    options = {"segment_lengths": SEGMENTS, "dilation_rates": RATES, "is_causal": args.causal}
+    attentions: dict[str, Attention] = {
+        f"ringtile {overlap}": partial(dilated_attention, overlap=overlap, **options) for overlap in ("mix", "union")
     }
+    if args.torchscale:
+        attentions["torchscale"] = torchscale_attention(args)
+    facts = {"commit": commit(), "versions": versions(), "machine": machine_facts()}
+    problem = {name: value for name, value in vars(args).items() if name not in ("torchscale", "json")}
+    record: dict[str, Any] = {**facts, "problem": problem, **options, "errors": check(args, attentions)}
 
-    inputs, grad = make_inputs(args, args.tokens)
-    dense_inputs, dense_grad = make_inputs(args, args.dense_tokens)
-    scale = (args.tokens / args.dense_tokens) ** 2
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*attentions, "dense")}
+    calls = {name: (attention, *make_inputs(args, args.tokens)) for name, attention in attentions.items()}
+    dense = partial(F.scaled_dot_product_attention, is_causal=args.causal)
+    calls["dense"] = (dense, *make_inputs(args, args.dense_tokens))
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for number in range(args.rounds):
-        order = list(seconds)
+        order = list(calls)
         for name in order[number % len(order) :] + order[: number % len(order)]:
-            if name == "dense":
-                forward, backward = step(dense(args), dense_inputs, dense_grad)
-                seconds[name].append((forward * scale, backward * scale))
-            else:
-                seconds[name].append(step(attentions[name], inputs, grad))
-    totals = {name: statistics.median(sum(one) for one in each) for name, each in seconds.items()}
+            scale = (args.tokens / args.dense_tokens) ** 2 if name == "dense" else 1.0
+            forward, backward = step(*calls[name])
+            seconds[name].append((scale * forward, scale * backward))
     record["seconds"] = seconds
+    totals = {name: statistics.median(map(sum, each)) for name, each in seconds.items()}
     for name, each in seconds.items():
         forward, backward = (statistics.median(part) for part in zip(*each, strict=True))
-        note = f"  (from {args.dense_tokens:,} tokens, times {scale:g})" if name == "dense" else ""
+        note = f"  (extrapolated from {args.dense_tokens:,} tokens)" if name == "dense" else ""
         ratio = totals[name] / totals["ringtile mix"]
         print(f"{name:16} forward {forward:8.2f} s  backward {backward:8.2f} s  {ratio:6.2f} x ours{note}", flush=True)
 
-    if args.memory:
-        record["peak_bytes"] = {}
-        for n_tokens in (args.tokens // 4, args.tokens):
-            inputs, grad = make_inputs(args, n_tokens)
-            for name, attention in attentions.items():
-                backward = partial(torch.autograd.grad, inputs=inputs, grad_outputs=grad)
-                peaks = peak_memory(partial(attention, *inputs), backward, torch.device("cpu"))
-                record["peak_bytes"][f"{name} {n_tokens}"] = peaks
-                print(
-                    f"{name:16} {n_tokens:7,} tokens: peak beyond inputs, output and gradients, in tensors like q: "
-                    + ", ".join(f"{(peak or 0) / grad.nbytes:.2f} {way}" for way, peak in peaks._asdict().items()),
-                    flush=True,
-                )
+    for n_tokens in (args.tokens // 4, args.tokens) if args.memory else ():
+        inputs, grad = make_inputs(args, n_tokens)
+        for name, attention in attentions.items():
+            backward = partial(torch.autograd.grad, inputs=inputs, grad_outputs=grad)
+            peaks = peak_memory(partial(attention, *inputs), backward, torch.device("cpu"))
+            record.setdefault("peak_bytes", {})[f"{name} {n_tokens}"] = peaks
+            told = ", ".join(f"{(peak or 0) / grad.nbytes:.2f} {way}" for way, peak in peaks._asdict().items())
+            print(
+                f"{name:16} {n_tokens:7,} tokens: peak beyond inputs and results, in tensors like q: {told}", flush=True
+            )
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -79,9 +79,9 @@ Slices through lengths, densities, head dims and dtypes. Each value meets every 
 PEERS = """
 ## The baselines
 
-The same pairs by other means: PyTorch with a bool mask, FlexAttention, `torch.sparse`, and a correct Python loop over
-row tiles. Memory is the peak beyond inputs, outputs and gradients, forward + backward, as PyTorch's allocator counts
-it. Memory that a kernel allocates itself is not included.
+The same pairs by other means: PyTorch with a bool mask, FlexAttention, `torch.sparse` and, in older records, a loop
+over row tiles in Python. Memory is the peak beyond inputs, outputs and gradients, forward + backward, as PyTorch's
+allocator counts it. Memory that a kernel allocates itself is not included.
 """
 
 DOCUMENTS = """

@@ -603,6 +603,7 @@ def test_built_on_the_device() -> None:
         ({"n_keys": -5}, "n_keys"),
         ({"start": 1.5}, "start: expected an integer, got 1.5"),
         ({"heads": 0}, "heads"),
+        ({"heads": 10**20}, "heads: expected an integer from 1 to 65,536, got 10+$"),
         ({"batch": 0}, "batch"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"block": 100}, r"block: expected one of \(16, 32, 64, 128\) or 'auto', got 100"),

@@ -250,8 +250,7 @@ def test_show_without_matplotlib(
     [
         (["window(-1)", "--tokens", "64"], "left"),
         (["windo(1)", "--tokens", "64"], "window"),
-        (["causal", "--tokens", "64", "--heads", "0"], "heads"),
-        (["causal", "--tokens", "64", "--head-dim", "0"], "head_dim"),
+        (["causal", "--tokens", "64", "--heads", "100000"], "heads"),
         (["per_head([causal, dense])", "--tokens", "64", "--heads", "3"], "heads"),
         (["causal", "--tokens", "64", "--out", "a.txt"], r"--out: .*a\.txt"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -86,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ringtile: error: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        # PyTorch has no exception class of its own for a CPU that is out of memory.
-        if "can't allocate memory" not in str(error):
+        # PyTorch has no exception class of its own for a CPU that is out of memory, or for a size beyond 64 bits.
+        if not re.search("can't allocate memory|Storage size calculation overflowed", str(error)):
             raise
         print(f"ringtile: error: {str(error).partition('DefaultCPUAllocator: ')[2] or error}", file=sys.stderr)
         return 2

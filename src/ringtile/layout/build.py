@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -21,6 +22,9 @@ from ringtile.patterns.base import Cover, Pattern, TileGrid
 
 MAX_BYTES = 2 << 30
 """Default budget of one build."""
+
+MAX_HEADS = 1 << 16
+"""The most heads of an index, which are grouped one by one."""
 
 _CANDIDATE_BYTES = 128
 """Peak bytes a candidate tile while building: some sixteen int64 vectors live at once."""
@@ -267,9 +271,10 @@ def clear_cache() -> None:
     _cache.clear()
 
 
-def _checked_count(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+def _checked_count(name: str, value: object, least: int, most: float = math.inf) -> None:
+    if type(value) is not int or not least <= value <= most:
+        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:,}"
+        raise ValueError(f"{name}: expected an integer {limits}, got {value!r}")
 
 
 def set_cache_limit(limit: int) -> None:
@@ -322,7 +327,7 @@ def build_index(
         start = n_keys - n_queries
     elif type(start) is not int:
         raise ValueError(f"start: expected an integer, got {start!r}")
-    _checked_count("heads", heads, 1)
+    _checked_count("heads", heads, 1, MAX_HEADS)
     _checked_count("batch", batch, 1)
     _checked_count("max_bytes", max_bytes, 1)
     for name, count, expected in (("heads", heads, pattern.n_heads), ("batch", batch, pattern.batch_size)):

@@ -22,13 +22,13 @@ from ringtile.kernels.select import NAMES
 from ringtile.layout.density import with_density
 from ringtile.measure.exact import Exact
 from ringtile.measure.machine import commit, machine_facts, versions
-from ringtile.measure.memory import Peaks
 from ringtile.measure.peers import Attention, Case, Peer, all_peers
 from ringtile.measure.progress import Progress
 from ringtile.measure.record import (
     BOTH,
     DENSE,
     DIRECTIONS,
+    DTYPES,
     FORWARD,
     OURS,
     Record,
@@ -40,8 +40,6 @@ from ringtile.measure.record import (
 from ringtile.measure.roofline import limit_ms, passes_of
 from ringtile.measure.suites import PATTERNS, SUITES, TOKENS, Task, suite
 from ringtile.patterns import parse
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CLOCK, CLOCK_SECONDS = "fma_float32", 0.004
 """The rate measured between rounds, and for how long: it tells how much of the processor was free."""
@@ -56,49 +54,59 @@ MEMORY_SECONDS = 1.0
 
 @dataclass
 class _Entrant:
-    """A peer in one case and direction, and its results."""
+    """A peer in one case and direction, and its row so far."""
 
     peer: Peer
+    row: Row
     attention: Attention | None = None
-    error: float | None = None
-    bound: float | None = None
-    peaks: Peaks | None = None
-    reason: str = ""
+    """None if the row has a reason."""
     seconds: list[float] = field(default_factory=list)
+
+    def leave_out(self, reason: str) -> None:
+        self.row, self.attention = replace(self.row, reason=reason), None
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _admit(entrant: _Entrant, exact: Exact, direction: str, prepared: dict[str, Attention | str]) -> None:
-    """Prepare a peer and check its result. If it cannot be timed, set the reason."""
-    case, peer = exact.case, entrant.peer
-    if reasons := peer.unsupported(case):
-        entrant.reason = "; ".join(reasons)
-        return
+def blank_row(case: Case, direction: str, peer: str) -> Row:
+    """Return a row without results."""
+    shared = {f.name for f in fields(Row)} & {f.name for f in fields(Case)}
+    sizes = {name: getattr(case, name) for name in shared}
+    sizes |= {"pattern": case.pattern.text or case.asked, "device": str(case.device)}
+    sizes["dtype"] = str(case.dtype).removeprefix("torch.")
+    return Row(**sizes, direction=direction, peer=peer, density=0.0, tile_density=0.0, ideal=None)
+
+
+def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attention | str]) -> _Entrant:
+    """Prepare a peer and check its result. If it must not be timed, its row gets the reason."""
+    case, index = exact.case, exact.case.index
+    row = replace(blank_row(case, direction, peer.name), density=index.density, tile_density=index.tile_density)
+    entrant = _Entrant(peer, replace(row, ideal=1 / index.density if index.density else None))
     if peer.name not in prepared:
         try:
-            prepared[peer.name] = peer.prepare(case)
-        except RuntimeError as error:
-            prepared[peer.name] = f"cannot be prepared: {_first_line(error)}"
+            prepared[peer.name] = "; ".join(peer.unsupported(case)) or peer.prepare(case)
+        except RuntimeError as failure:
+            prepared[peer.name] = f"cannot be prepared: {_first_line(failure)}"
     attention = prepared[peer.name]
     if isinstance(attention, str):
-        entrant.reason = attention
-        return
+        entrant.leave_out(attention)
+        return entrant
     try:
         out, grads = exact.run(attention, direction, exact.rows_grad)
-    except RuntimeError as error:
+    except RuntimeError as failure:
         device = "a CPU" if case.device.type == "cpu" else f"{case.device}"
-        entrant.reason = f"cannot {'run' if direction == FORWARD else 'train'} on {device}: {_first_line(error)}"
-        return
-    entrant.error = max(exact.errors(peer.computes(case), out, grads))
-    entrant.bound = exact.bound(peer.computes(case), direction)
-    if entrant.error > entrant.bound:
-        entrant.reason = f"wrong: error {entrant.error:.1e}, over {entrant.bound:.1e}"
-    elif peer.name == OURS:
-        entrant.reason = exact.holes(out)
-    entrant.attention = None if entrant.reason else attention
+        entrant.leave_out(f"cannot {'run' if direction == FORWARD else 'train'} on {device}: {_first_line(failure)}")
+        return entrant
+    error, bound = max(exact.errors(peer.computes(case), out, grads)), exact.bound(peer.computes(case), direction)
+    entrant.row = replace(entrant.row, error=error if math.isfinite(error) else None, error_bound=bound)
+    entrant.attention = attention
+    if error > bound:
+        entrant.leave_out(f"wrong: error {error:.1e}, over {bound:.1e}")
+    elif peer.name == OURS and (reason := exact.holes(out)):
+        entrant.leave_out(reason)
+    return entrant
 
 
 def _seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -132,10 +140,11 @@ def _time(
         call = partial(exact.run, entrant.attention, direction, exact.grad)
         took = _seconds(call, 1, device)
         if took > slow_seconds and entrant.peer.name not in (OURS, DENSE):
-            entrant.reason = f"one call took {took:.1f} s, timed up to {slow_seconds:.0f} s"
+            entrant.leave_out(f"one call took {took:.1f} s, timed up to {slow_seconds:.0f} s")
             continue
         if took <= MEMORY_SECONDS or entrant.peer.name == OURS:
-            entrant.peaks = exact.peaks(entrant.attention, direction)
+            peaks = exact.peaks(entrant.attention, direction)
+            entrant.row = replace(entrant.row, peak_forward_bytes=peaks.forward, peak_backward_bytes=peaks.backward)
         calls.append((entrant, call, max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9))))))
     began, done = time.perf_counter(), 0
     while calls and (done < rounds or (done < MAX_ROUNDS and time.perf_counter() - began < seconds)):
@@ -148,33 +157,13 @@ def _time(
     return statistics.median(ticks) / rates[CLOCK] if ticks else None
 
 
-def blank_row(case: Case, direction: str, peer: str) -> Row:
-    """Return a row without results."""
-    shared = {f.name for f in fields(Row)} & {f.name for f in fields(Case)}
-    sizes = {name: getattr(case, name) for name in shared}
-    sizes |= {"pattern": case.pattern.text or case.asked, "device": str(case.device)}
-    sizes["dtype"] = str(case.dtype).removeprefix("torch.")
-    return Row(**sizes, direction=direction, peer=peer, density=0.0, tile_density=0.0, ideal=None)
-
-
-def _row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, float], clock: float | None) -> Row:
-    index, passes = case.index, passes_of(case, direction, entrant.peer)
-    # Other processes take their share of the vector units, not of the memory's rate.
+def _timed_row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, float], clock: float | None) -> Row:
+    """Return the row with the work of the call, its limit and, if it was timed, its times."""
+    passes = passes_of(case, direction, entrant.peer)
+    # Other processes take a share of the vector units, but not of the memory bandwidth.
     paced = {name: rate if name == "read" or clock is None else rate * clock for name, rate in rates.items()}
-    row = replace(
-        blank_row(case, direction, entrant.peer.name),
-        density=index.density,
-        tile_density=index.tile_density,
-        ideal=1 / index.density if index.density else None,
-        error=entrant.error if entrant.error is not None and math.isfinite(entrant.error) else None,
-        error_bound=entrant.bound,
-        peak_forward_bytes=None if entrant.peaks is None else entrant.peaks.forward,
-        peak_backward_bytes=None if entrant.peaks is None else entrant.peaks.backward,
-        reason=entrant.reason,
-        operations=sum(work.operations for work in passes) if passes else None,
-        limit_ms=limit_ms(passes, paced),
-        clock=clock,
-    )
+    operations = sum(work.operations for work in passes) if passes else None
+    row = replace(entrant.row, operations=operations, limit_ms=limit_ms(passes, paced), clock=clock)
     if not (times := [1e3 * seconds for seconds in entrant.seconds]):
         return row
     low, *_, high = statistics.quantiles(times * 2 if len(times) == 1 else times, n=5, method="inclusive")
@@ -212,17 +201,16 @@ def measure(
     exact = Exact(case, seed, trains=BOTH in directions)
     prepared: dict[str, Attention | str] = {}
     for direction in directions:
-        entrants, clock = [_Entrant(peer) for peer in peers], None
+        clock = None
         with _threads(case.threads):
-            for entrant in entrants:
-                _admit(entrant, exact, direction, prepared)
-            red = [entrant.reason for entrant in entrants if entrant.peer.name == OURS and entrant.attention is None]
-            if red:
+            entrants = [_admit(peer, exact, direction, prepared) for peer in peers]
+            wrong = [entrant.row.reason for entrant in entrants if entrant.peer.name == OURS and entrant.row.reason]
+            if wrong:
                 for entrant in entrants:
-                    entrant.reason = entrant.reason or f"not timed, since {OURS} is not right here: {red[0]}"
+                    entrant.leave_out(entrant.row.reason or f"not timed, because {OURS} is not right here: {wrong[0]}")
             else:
                 clock = _time(entrants, exact, direction, seconds, rounds, slow_seconds, rates)
-            rows = [_row(case, direction, entrant, rates, clock) for entrant in entrants]
+            rows = [_timed_row(case, direction, entrant, rates, clock) for entrant in entrants]
         dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
         yield [
             replace(row, speedup=dense / row.median_ms) if dense is not None and row.median_ms is not None else row
@@ -236,6 +224,11 @@ def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:
     blanks = [blank_row(task.case, direction, peer.name) for direction in task.directions for peer in task.peers]
     mine = [found.get((blank.asked, blank.problem)) for blank in blanks]
     return [row for row in mine if row is not None] if None not in mine else []
+
+
+def blank_record(seed: int, seconds: float) -> Record:
+    """Return a record without rows, with the facts about this machine."""
+    return Record(seed, seconds, commit(), versions(), machine_facts(), ())
 
 
 def run_bench(
@@ -253,38 +246,36 @@ def run_bench(
     ``report`` receives the rows of each task, and ``save`` the record so far, marked as interrupted. ``seconds`` is how
     long the rounds of one case and direction take. Tasks that are whole in ``before`` are not measured again.
     """
-    rows: list[Row] = []
-    facts = (seed, seconds, commit(), versions(), machine_facts())
     counts = {task.case.threads or torch.get_num_threads() for task in tasks}
     peaks = {str(number): peak_rates(threads=number) for number in sorted(counts)}
+    record = replace(blank_record(seed, seconds), interrupted=True, peaks=peaks, command=command)
     known = [rows_in(task, before) for task in tasks]
-    # The work of a call grows with the square of the length, and every case has work of its own.
+    # The work of a call grows with the square of the length, and every case has a constant cost.
     works = [0.0 if old else 1.0 + (task.case.queries / 2048) ** 2 for task, old in zip(tasks, known, strict=True)]
-    progress, began, interrupted = Progress(), time.monotonic(), False
+    progress, began = Progress(), time.monotonic()
     try:
         for done, (task, old) in enumerate(zip(tasks, known, strict=True)):
             if old:
-                rows += old
+                record = replace(record, rows=(*record.rows, *old))
                 continue
             so_far = sum(works[:done])
             left = sum(works[done:]) / so_far * (time.monotonic() - began) if so_far else None
             progress.show(f"case {done + 1} of {len(tasks)}: {task.case.asked}, N {task.case.n_tokens:,}", left)
             rates = peaks[str(task.case.threads or torch.get_num_threads())]
+            case, peers, directions = task.case, task.peers, task.directions
             found: list[Row] = []
             try:
-                for some in measure(
-                    task.case, task.peers, directions=task.directions, seconds=seconds, seed=seed, rates=rates
-                ):
-                    found += some
+                for rows in measure(case, peers, directions=directions, seconds=seconds, seed=seed, rates=rates):
+                    found += rows
             finally:
                 progress.clear()
-                rows += found
+                record = replace(record, rows=(*record.rows, *found))
                 if found:
                     report(found)
-            save(Record(*facts, tuple(rows), True, peaks, command))
+            save(record)
     except KeyboardInterrupt:
-        interrupted = True
-    return Record(*facts, tuple(rows), interrupted, peaks, command)
+        return record
+    return replace(record, interrupted=False)
 
 
 def wrong_rows(record: Record) -> list[Row]:
@@ -347,7 +338,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suite", choices=SUITES, help="the cases of a record of docs/benchmarks.md, instead of the arguments above")
     add("--json", metavar="PATH", help="write the record; - prints it to standard output instead of the table")
     add("--resume", action="store_true", help="with --json PATH: keep the cases that the file has, measure the others")
-    add("--csv", type=Path, metavar="PATH", help="write the rows")
     add("--against", type=Path, metavar="RECORD", help="fail if ringtile became slower, as a ratio to dense")
     add("--max-slowdown", type=float, default=1.15, metavar="X", help="with --against (default: 1.15)")
 
@@ -374,7 +364,7 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
                     if density is not None:
                         name = f"{text} at {density:g}"
                         pattern = with_density(asked, density, n_tokens, heads=heads).pattern
-                    yield Case(name, pattern, n_tokens, args.batch, heads, args.head_dim, DTYPES[dtype], device)
+                    yield Case(name, pattern, n_tokens, args.batch, heads, args.head_dim, getattr(torch, dtype), device)
 
 
 def _tasks(args: argparse.Namespace) -> list[Task]:
@@ -404,11 +394,11 @@ def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...
     if not path.exists():
         return ()
     record = _read("--resume", path)
-    here = {"seed": args.seed, "seconds": args.seconds, "commit": commit(), "versions": versions()}
-    here["machine"] = machine_facts()
-    for name, fact in here.items():
-        if getattr(record, name) != fact:
-            raise ValueError(f"--resume: {str(path)!r} has {name} {getattr(record, name)}, here it is {fact}")
+    here = blank_record(args.seed, args.seconds)
+    for name in ("seed", "seconds", "commit", "versions", "machine"):
+        if getattr(record, name) != getattr(here, name):
+            was, now = getattr(record, name), getattr(here, name)
+            raise ValueError(f"--resume: {str(path)!r} has {name} {was}, here it is {now}")
     return record.rows
 
 
@@ -421,9 +411,8 @@ def run(args: argparse.Namespace) -> int:
     tasks = _tasks(args)
     before = None if args.against is None else _read("--against", args.against)
     json_path = None if args.json in (None, "-") else Path(args.json)
-    for path in (args.csv, json_path):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"expected a file in an existing folder, got {str(path)!r}")
+    if json_path is not None and not json_path.parent.is_dir():
+        raise ValueError(f"--json: expected a file in an existing folder, got {args.json!r}")
     kept = _rows_to_keep(json_path, args)
 
     def report(rows: list[Row]) -> None:
@@ -441,8 +430,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(*_break_even_lines(record), sep="\n")
         save(record)
-    if args.csv is not None:
-        write_whole(args.csv, record.to_csv())
     complaints = [f"{row.pattern}, N {row.n_tokens}, {row.direction}: {row.reason}" for row in wrong_rows(record)]
     if before is not None:
         complaints += slower_rows(record, before, args.max_slowdown)

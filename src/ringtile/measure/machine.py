@@ -1,4 +1,4 @@
-"""What a measurement ran on: versions, processor, threads, devices."""
+"""The machine of a measurement: versions, processor, threads, devices."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ import torch
 import ringtile
 
 COMPANIONS = ("numpy", "matplotlib", "triton")
-"""Packages that some part of ringtile uses where they are installed."""
+"""Packages that ringtile uses if they are installed."""
 
 
 _SOURCES = ("--", ":/", ":(exclude,top)benchmarks/records", ":(exclude,top)docs", ":(exclude,top)README.md")
-"""Measuring one record after another must not count as a change."""
+"""The files whose changes count. Records, and the pages made of them, do not."""
 
 
 def versions() -> dict[str, str | None]:
-    """Versions by package name, None where one is not installed; imports none of them.
+    """Return versions by package name, None if a package is not installed. It imports no package.
 
     >>> versions()["torch"] == torch.__version__
     True
     """
-    found: dict[str, str | None] = {
-        "ringtile": ringtile.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    found: dict[str, str | None] = {"ringtile": ringtile.__version__, "python": platform.python_version()}
+    found["torch"] = torch.__version__
     for name in COMPANIONS:
         try:
             found[name] = version(name)
@@ -48,32 +45,26 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _devices() -> list[str]:
-    cuda = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return [
-        "cpu",
-        *(
-            f"cuda:{number} {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
-            for number, gpu in enumerate(cuda)
-        ),
-    ]
-
-
 def machine_facts() -> dict[str, str | int | list[str]]:
-    """Operating system, processor, cores that this process may use, torch's threads and instruction set, devices."""
+    """Return the system, the processor, its cores, torch's threads and instruction set, and the devices."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
         "cores": cores,
         "threads": torch.get_num_threads(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "devices": _devices(),
+        "devices": ["cpu"]
+        + [
+            f"cuda:{number} {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
+            for number, gpu in enumerate(devices)
+        ],
     }
 
 
 def commit() -> str | None:
-    """The git commit of ringtile's own files, with ``+changes`` where they differ from it; None outside a checkout."""
+    """Return the git commit of ringtile's files, with ``+changes`` if they differ from it; None outside a checkout."""
     here = Path(__file__)
 
     def git(*words: str) -> str | None:
@@ -83,7 +74,7 @@ def commit() -> str | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    # Installed below some other project's checkout, the files are not tracked there.
+    # Another project's checkout around an installed ringtile does not track its files.
     if git("ls-files", "--error-unmatch", here.name) is None:
         return None
     head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", *_SOURCES)

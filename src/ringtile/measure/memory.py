@@ -19,11 +19,11 @@ _BACKWARD = "ringtile::backward"
 
 
 class Peaks(NamedTuple):
-    """Bytes at the worst moment beyond inputs, outputs and gradients; what is saved for the backward pass counts."""
+    """Peak bytes beyond inputs, outputs and gradients. Tensors saved for the backward pass count."""
 
     forward: int
     backward: int | None
-    """None where there was no backward pass."""
+    """None if there was no backward pass."""
 
 
 def peak_memory(
@@ -31,8 +31,8 @@ def peak_memory(
 ) -> Peaks:
     """Measure one call of ``forward`` and, on its output, of ``backward``, which returns the gradients.
 
-    Everything that torch's allocator gives out counts, inside operators too: on a CPU from a trace of the profiler, on
-    a CUDA device from the allocator's own peaks. What a library allocates by itself does not. Inputs must exist before.
+    All memory from torch's allocator counts, inside operators, too: on a CPU from a trace of the profiler, on a CUDA
+    device from the allocator's own peaks. Memory that a library allocates itself does not. Create the inputs before.
 
     >>> x = torch.randn(1000, requires_grad=True)
     >>> peak_memory(lambda: x.exp().sin(), lambda out: torch.autograd.grad(out.sum(), x), torch.device("cpu")).forward
@@ -54,7 +54,7 @@ def peak_memory(
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's library from announcing itself on standard error, and torch 2.11 from its warning."""
+    """Silence the start message of the profiler's library, and a warning of torch 2.11."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "99"
     try:
@@ -74,13 +74,13 @@ def _peaks_of_trace(events: list[dict[str, Any]], results: Sequence[Tensor]) -> 
     for result in results:
         address = result.untyped_storage().data_ptr()
         result_bytes[address] = result_bytes.get(address, 0) + result.nbytes
-    # An address is used again after a free; the last that happened at a result's address is its allocation.
+    # An address is used again after a free. The last event at a result's address is its allocation.
     last_event = {event["args"]["Addr"]: number for number, event in enumerate(memory)}
     live: dict[int, int] = {}
     level, peaks = 0, []
     split = sum(event["ts"] < boundary for event in memory)
     for phase in (range(split), range(split, len(memory))):
-        # What the forward pass left is there when the backward pass begins.
+        # Memory that the forward pass keeps is there when the backward pass begins.
         peak = level
         for number in phase:
             address, size = memory[number]["args"]["Addr"], memory[number]["args"]["Bytes"]

@@ -1,12 +1,12 @@
-"""What sparse attention is measured against: the other ways to compute, or to avoid, the same attention in torch."""
+"""The peers of a benchmark: ringtile, and the other ways to compute the same attention in PyTorch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,26 +20,23 @@ from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.base import And
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q, k, v ``[B, H, N, D]`` to an output of the same shape."""
+"""A function of q, k and v ``[B, H, N, D]`` that returns an output of the same shape."""
 
 MASK_PAIRS = 1 << 28
-"""The largest dense mask: with torch's own float copy of it, 1.25 GiB in float32."""
-
+"""The largest dense mask. With PyTorch's float copy it takes 1.25 GiB in float32."""
 SPARSE_PAIRS = 1 << 20
-"""torch.sparse takes about 3 microseconds a kept pair forward and backward, so a second and more of each call."""
-
+"""The most pairs for `torch.sparse`, which takes about 3 microseconds per kept pair, forward and backward."""
 FLEX_TOKENS = 2048
-
 DENSE_PAIRS = 1 << 32
-"""Dense attention over more pairs, all heads counted, takes half a minute a call."""
+"""The most pairs for dense attention over all heads, about half a minute per call."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: a pattern at one length, and the tensors' sizes."""
+    """One problem: a pattern at one length, and the sizes of the tensors."""
 
     asked: str
-    """The pattern as asked for."""
+    """The pattern as requested."""
     pattern: Pattern
     n_tokens: int
     batch: int = 1
@@ -49,11 +46,11 @@ class Case:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     block: int = 128
     kv_heads: int | None = None
-    """None: as many as heads."""
+    """Default: as many as heads."""
     n_queries: int | None = None
-    """The last so many tokens; None: all."""
+    """The number of queries, which are the last tokens. Default: all tokens."""
     threads: int | None = None
-    """None: as many as torch has."""
+    """Default: as many as torch has."""
 
     @cached_property
     def index(self) -> BlockIndex:
@@ -63,17 +60,17 @@ class Case:
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def queries(self) -> int:
-        """Queries, the last of the tokens."""
+        """The number of queries."""
         return self.n_tokens if self.n_queries is None else self.n_queries
 
     @property
     def dense_pattern(self) -> Pattern:
-        """The attention that one would run instead: causal where the pattern is."""
+        """The dense attention to compare with: causal if the pattern is."""
         return Causal() if _is_causal(self.pattern.envelope()) else Dense()
 
 
@@ -83,54 +80,40 @@ def _is_causal(envelope: Pattern) -> bool:
     return isinstance(envelope, Causal)
 
 
-class Peer(Protocol):
-    """One way to compute attention."""
+class Peer:
+    """One way to compute attention. By default it supports every case and keeps the pairs of the pattern."""
 
-    @property
-    def name(self) -> str:
-        """What its rows are called."""
-        ...
+    name: str
+    """The name in its rows."""
 
     def unsupported(self, case: Case) -> list[str]:
-        """Reasons why it cannot serve a case; none where it can."""
-        ...
+        """Return the reasons why it does not support a case; none if it does."""
+        return []
 
     def computes(self, case: Case) -> Pattern:
-        """The pairs that it keeps."""
-        ...
+        """Return the pairs that it keeps."""
+        return case.pattern
 
     def prepare(self, case: Case) -> Attention:
-        """What is made once for a pattern and a length, apart from the time of a call."""
-        ...
-
-
-class _SamePairs:
-    def computes(self, case: Case) -> Pattern:
-        return case.pattern
+        """Build what depends only on the pattern and the lengths, and return the attention."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Ringtile(_SamePairs):
+class Ringtile(Peer):
     """`sparse_attention`."""
 
     backend: str | None = None
     name: str = OURS
 
-    def unsupported(self, case: Case) -> list[str]:
-        return []
-
     def prepare(self, case: Case) -> Attention:
         pattern = case.pattern if case.block == 128 else case.index
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return sparse_attention(q, k, v, pattern, backend=self.backend, enable_gqa=True)
-
-        return run
+        return lambda q, k, v: sparse_attention(q, k, v, pattern, backend=self.backend, enable_gqa=True)
 
 
 @dataclass(frozen=True)
-class SdpaDense:
-    """Torch's dense attention, causal where the pattern is: it computes more pairs, not the same ones."""
+class SdpaDense(Peer):
+    """PyTorch's dense attention, causal if the pattern is. It computes more pairs than the pattern keeps."""
 
     name: str = DENSE
 
@@ -140,22 +123,22 @@ class SdpaDense:
         if pairs > DENSE_PAIRS:
             reasons.append(f"computes {pairs:,} pairs, timed up to {DENSE_PAIRS:,}")
         if isinstance(case.dense_pattern, Causal) and case.queries not in (1, case.n_tokens):
-            reasons.append("its causal mask is that of as many queries as keys")
+            reasons.append("its causal mask needs as many queries as keys")
         return reasons
 
     def computes(self, case: Case) -> Pattern:
         return case.dense_pattern
 
     def prepare(self, case: Case) -> Attention:
-        # One query is the last token: it sees all keys.
+        # A single query is the last token: it attends to all keys.
         causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
         gqa = case.key_heads != case.heads
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
 
 
 @dataclass(frozen=True)
-class SdpaMask(_SamePairs):
-    """Torch's dense attention with the pattern as a bool mask."""
+class SdpaMask(Peer):
+    """PyTorch's dense attention with the pattern as a bool mask."""
 
     name: str = "sdpa-mask"
 
@@ -169,51 +152,51 @@ class SdpaMask(_SamePairs):
 
 
 @dataclass(frozen=True)
-class FlexAttention(_SamePairs):
-    """FlexAttention, compiled for each pattern and length by itself: with dynamic shapes it is slower, or fails."""
+class FlexAttention(Peer):
+    """FlexAttention, compiled separately for each pattern and length: with dynamic shapes it is slower, or fails."""
 
     name: str = "flex"
 
     def unsupported(self, case: Case) -> list[str]:
         reasons = []
         if case.n_tokens < FLEX_TOKENS:
-            reasons.append(f"takes seconds to compile for each length, timed from N {FLEX_TOKENS} on")
+            reasons.append(f"takes seconds to compile for each length, timed from N {FLEX_TOKENS} up")
         if case.dtype == torch.float64 and case.device.type == "cpu":
-            reasons.append("knows no float64 on a CPU")
+            reasons.append("does not support float64 on a CPU")
         return reasons
 
     def prepare(self, case: Case) -> Attention:
-        from torch._dynamo import config, reset
-        from torch.nn.attention.flex_attention import flex_attention
+        return compiled_flex(case, to_block_mask(case.index))
 
-        # Past its limit of compilations torch would go on uncompiled, with a dense product.
-        reset()
-        config.fail_on_recompile_limit_hit = True
-        mask = to_block_mask(case.index)
-        compiled = torch.compile(flex_attention, dynamic=False)
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=case.key_heads != case.heads)
-            return out
+def compiled_flex(case: Case, mask: Any, options: Any = None) -> Attention:
+    """Return FlexAttention compiled for one block mask, with options for its kernel."""
+    from torch._dynamo import config, reset
+    from torch.nn.attention.flex_attention import flex_attention
 
-        return run
+    # Beyond its limit of compilations, torch would run it uncompiled, as a dense matmul.
+    reset()
+    config.fail_on_recompile_limit_hit = True
+    compiled = torch.compile(flex_attention, dynamic=False)
+    gqa = case.key_heads != case.heads
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=options)
 
 
 @dataclass(frozen=True)
-class TorchSparse(_SamePairs):
-    """`torch.sparse` in CSR form, one head at a time: sampled product, softmax over each row's entries, product."""
+class TorchSparse(Peer):
+    """`torch.sparse` in CSR form, one head at a time: sampled matmul, softmax over the entries of a row, matmul."""
 
     name: str = "torch.sparse"
 
     def unsupported(self, case: Case) -> list[str]:
         reasons = []
-        if case.index.kept_pairs * _batch_factor(case) > SPARSE_PAIRS:
-            pairs = case.index.kept_pairs * _batch_factor(case)
-            reasons.append(f"keeps {pairs:,} pairs over all heads, timed up to {SPARSE_PAIRS:,}")
+        kept = case.index.kept_pairs * (case.batch * case.heads // case.index.group.numel())
+        if kept > SPARSE_PAIRS:
+            reasons.append(f"keeps {kept:,} pairs over all heads, timed up to {SPARSE_PAIRS:,}")
         if case.index.n_groups * case.queries * case.n_tokens > MASK_PAIRS:
-            reasons.append(f"its entries are read from a dense mask of up to {MASK_PAIRS:,} pairs")
+            reasons.append(f"reads its entries from a dense mask of up to {MASK_PAIRS:,} pairs")
         if case.dtype not in (torch.float32, torch.float64):
-            reasons.append(f"its sampled product knows float32 and float64, got {case.dtype}")
+            reasons.append(f"its sampled matmul supports float32 and float64, got {case.dtype}")
         return reasons
 
     def prepare(self, case: Case) -> Attention:
@@ -221,29 +204,16 @@ class TorchSparse(_SamePairs):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             entries = [mask.to(case.dtype).to_sparse_csr() for mask in kept]
-        rows = [_row_of_entry(csr) for csr in entries]
+        rows = [mask.nonzero()[:, 0] for mask in kept]
+        groups = case.heads // case.key_heads
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads = zip(entries, rows, *(_for_each_head(x, case).flatten(0, 1) for x in (q, k, v)), strict=True)
+            k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+            heads = zip(entries, rows, *(x.flatten(0, 1) for x in (q, k, v)), strict=True)
             with torch.sparse.check_sparse_tensor_invariants(False):
                 return torch.stack([_csr_attention(*head) for head in heads]).view_as(q)
 
         return run
-
-
-def _for_each_head(x: Tensor, case: Case) -> Tensor:
-    """Keys or values with a head for each of the queries'."""
-    return x if x.shape[1] == case.heads else x.repeat_interleave(case.heads // case.key_heads, 1)
-
-
-def _batch_factor(case: Case) -> int:
-    """How many (batch row, head) pairs one entry of the index's groups stands for."""
-    return case.batch * case.heads // case.index.group.numel()
-
-
-def _row_of_entry(csr: Tensor) -> Tensor:
-    counts = csr.crow_indices().diff()
-    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
 
 def _csr_attention(csr: Tensor, row: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -256,77 +226,10 @@ def _csr_attention(csr: Tensor, row: Tensor, q: Tensor, k: Tensor, v: Tensor) ->
     return share @ v
 
 
-@dataclass(frozen=True)
-class BlockLoop(_SamePairs):
-    """A Python loop over row tiles, with one softmax over all the keys that a row keeps."""
-
-    name: str = "block loop"
-
-    def unsupported(self, case: Case) -> list[str]:
-        return []
-
-    def prepare(self, case: Case) -> Attention:
-        index, groups = case.index, case.index.group.expand(case.batch, case.heads)
-        tiles = [_row_tiles(case, group) for group in range(index.n_groups)]
-        members = [(groups == group).nonzero(as_tuple=True) for group in range(index.n_groups)]
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = _for_each_head(k, case), _for_each_head(v, case)
-            if index.n_groups == 1:
-                return _loop(tiles[0], q, k, v)
-            out = torch.empty_like(q)
-            for rows, member in zip(tiles, members, strict=True):
-                out = out.index_put(member, _loop(rows, q[member], k[member], v[member]))
-            return out
-
-        return run
-
-
-class _RowTile(NamedTuple):
-    queries: slice
-    keys: Tensor
-    dropped: Tensor | None
-    """Pairs outside the pattern, in rows that keep something; None where there are none."""
-    empty: Tensor | None
-    """Queries that keep nothing, ``[m, 1]``; None where there are none."""
-
-
-def _row_tiles(case: Case, group: int) -> list[_RowTile]:
-    index, n_tokens, block = case.index, case.n_tokens, case.block
-    skipped = index.start - index.first_row * block
-    batch, head = (index.group == group).nonzero()[0].tolist()
-    pattern = case.pattern if case.pattern.batch_size is None else case.pattern.batch_row(batch)
-    inside, token = torch.arange(block, device=case.device), torch.arange(n_tokens, device=case.device)
-    lists = ((index.full_col, index.full_row_ptr), (index.part_col, index.part_row_ptr))
-    rows = []
-    for row in range(index.n_rows):
-        slot = group * index.n_rows + row
-        columns = torch.cat([col[ptr[slot] : ptr[slot + 1]] for col, ptr in lists]).long().sort().values
-        queries = slice(max(row * block - skipped, 0), min((row + 1) * block - skipped, case.queries))
-        keys = (columns[:, None] * block + inside).flatten()
-        keys = keys[keys < n_tokens]
-        query = token[queries, None] + index.start
-        kept = pattern.allowed(torch.tensor(head, device=case.device), query, keys).expand(len(query), len(keys))
-        some = kept.any(-1, keepdim=True)
-        rows.append(_RowTile(queries, keys, None if kept.all() else ~kept & some, None if some.all() else ~some))
-    return rows
-
-
-def _loop(rows: Sequence[_RowTile], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    outs = []
-    for row in rows:
-        scores = q[..., row.queries, :] @ k[..., row.keys, :].mT * q.shape[-1] ** -0.5
-        if row.dropped is not None:
-            scores = scores.masked_fill(row.dropped, -torch.inf)
-        out = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v[..., row.keys, :]
-        outs.append(out if row.empty is None else out.masked_fill(row.empty, 0.0))
-    return torch.cat(outs, -2)
-
-
 def all_peers(backend: str | None = None) -> list[Peer]:
-    """Ours, with the given backend, and all the others.
+    """Return ringtile, with this backend, and all baselines.
 
     >>> [peer.name for peer in all_peers()]
-    ['ringtile', 'dense', 'sdpa-mask', 'flex', 'torch.sparse', 'block loop']
+    ['ringtile', 'dense', 'sdpa-mask', 'flex', 'torch.sparse']
     """
-    return [Ringtile(backend), SdpaDense(), SdpaMask(), FlexAttention(), TorchSparse(), BlockLoop()]
+    return [Ringtile(backend), SdpaDense(), SdpaMask(), FlexAttention(), TorchSparse()]

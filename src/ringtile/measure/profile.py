@@ -1,4 +1,4 @@
-"""`ringtile profile`: where the time of a call goes, for a first call and for those that follow."""
+"""`ringtile profile`: the time of each phase of a call, for a first and for a second call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
@@ -19,82 +18,70 @@ from ringtile.kernels.select import NAMES
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, kernel_times
 from ringtile.layout.build import clear_cache
 from ringtile.measure.memory import quiet_profiler
-from ringtile.measure.record import write_whole
+from ringtile.measure.record import DTYPES
 from ringtile.patterns import Causal, Pattern, parse
 
 PHASES = {
-    "index": "looking the block index up, or building it",
-    "packing": "laying tiles out for the native kernel, by its own clocks",
+    "index": "look up or build the block index",
+    "packing": "lay out tiles for the native kernel, by its own clocks",
     "kernel forward": "scores, softmax and values",
     "kernel backward": "gradients of queries, keys and values",
-    "copies": "gathering tiles, changing layouts and dtypes",
-    "allocation": "new tensors, and zeros in them",
-    "other": "checks, views, autograd and what else runs in Python or torch",
-    "gaps": "time in no operator",
+    "copies": "gather tiles, change layouts and dtypes",
+    "allocation": "create tensors and fill them with zeros",
+    "other": "checks, views, autograd, and the rest of Python and torch",
+    "gaps": "time outside all operators",
 }
-"""The phases of a call, and what each holds."""
+"""The phases of a call, and what happens in each."""
 
 _ALLOCATION = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros", "aten::fill_", "aten::zero_")
 _COPIES = ("aten::copy_", "aten::index", "aten::cat", "aten::clone", "aten::contiguous", "aten::_to_copy")
-_PRODUCTS = ("aten::bmm", "aten::mm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::_flash", KERNEL)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_VIEWS = ("aten::view", "aten::slice", "aten::transpose", "aten::as_strided", "aten::unflatten", "aten::select")
+_MATMULS = ("aten::bmm", "aten::mm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::_flash", KERNEL)
 
 
 @dataclass(frozen=True)
 class CallProfile:
-    """Milliseconds of one forward and backward pass, in all and by phase; the phases add up to the whole."""
+    """Milliseconds of one forward and backward pass, in total and per phase. The phases add up to the total."""
 
     total: float
     phases: dict[str, float]
 
-    def share(self, phase: str) -> float:
-        """The fraction of the call that a phase takes."""
-        return self.phases[phase] / self.total
+
+def _ancestors(event: FunctionEvent) -> list[FunctionEvent]:
+    """Return an event and the events around it, from the inside out."""
+    found = [event]
+    while found[-1].cpu_parent is not None:
+        found.append(found[-1].cpu_parent)
+    return found
 
 
 def _phase(event: FunctionEvent) -> str:
-    """The phase that an event's own time belongs to."""
-    inside = [event.name]
-    parent = event.cpu_parent
-    while parent is not None:
-        inside.append(parent.name)
-        parent = parent.cpu_parent
+    """Return the phase that an event's own time belongs to."""
+    inside = [around.name for around in _ancestors(event)]
     if INDEX in inside:
         return "index"
     direction = "backward" if "ringtile::backward" in inside else "forward"
-    if event.name.startswith(_PRODUCTS):
+    if event.name.startswith(_MATMULS):
         return f"kernel {direction}"
     if event.name.startswith(_ALLOCATION):
         return "allocation"
     if event.name.startswith(_COPIES):
         return "copies"
     arithmetic = event.name.startswith("aten::") and f"ringtile::{direction}" in inside[1:]
-    views = ("aten::view", "aten::slice", "aten::transpose", "aten::as_strided", "aten::unflatten", "aten::select")
-    return f"kernel {direction}" if arithmetic and not event.name.startswith(views) else "other"
+    return f"kernel {direction}" if arithmetic and not event.name.startswith(_VIEWS) else "other"
 
 
 def _packing_share(times: list[KernelTime]) -> float:
-    """How much of what the threads did was packing: they work side by side, so it is that share of the time too."""
+    """Return the share of packing in the time of all threads. They work side by side, so it is also its share of the
+    call."""
     working = sum(entry.working for entry in times)
     return sum(entry.packing for entry in times) / working if working else 0.0
-
-
-def _say_packing(trace: Path, times: list[KernelTime]) -> None:
-    """Write the clocks of each call of the library into its event of a Chrome trace."""
-    found = json.loads(trace.read_text(encoding="utf-8"))
-    spans = [event for event in found["traceEvents"] if event.get("name") == KERNEL and event.get("ph") == "X"]
-    spans.sort(key=lambda event: event["ts"])
-    for event, entry in zip(spans, times, strict=True):
-        facts = {"packing ms of all threads": entry.packing / 1e6, "working ms of all threads": entry.working / 1e6}
-        event.setdefault("args", {}).update(facts)
-    write_whole(trace, json.dumps(found))
 
 
 def profile_attention(
     pattern: Pattern,
     tokens: int,
     *,
-    batch: int = 1,
     heads: int = 8,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
@@ -102,9 +89,12 @@ def profile_attention(
     calls: int = 2,
     trace: Path | None = None,
 ) -> list[CallProfile]:
-    """Profile some forward and backward passes, the first with an empty index cache, on the CPU.
+    """Profile forward and backward passes on the CPU, the first with an empty index cache.
 
-    ``trace`` names a file for a Chrome trace (chrome://tracing or Perfetto). Raises ValueError for fewer than one call.
+    ``trace`` is a file for a Chrome trace (chrome://tracing or Perfetto).
+
+    Raises:
+        ValueError: If there are no calls or no tokens.
 
     >>> from ringtile.patterns import Causal
     >>> first, second = profile_attention(Causal(), 256, heads=1)
@@ -114,14 +104,14 @@ def profile_attention(
     if calls < 1 or tokens < 1:
         raise ValueError(f"calls, tokens: expected at least one, got {calls=}, {tokens=}")
     query, key, value, out_grad = (
-        torch.randn(batch, heads, tokens, head_dim, dtype=dtype, requires_grad=True) for _ in range(4)
+        torch.randn(1, heads, tokens, head_dim, dtype=dtype, requires_grad=True) for _ in range(4)
     )
 
     def step() -> None:
         out = sparse_attention(query, key, value, pattern, backend=backend)
         torch.autograd.grad(out, (query, key, value), out_grad.detach())
 
-    # Memory, threads and torch's own first use: a call that is not counted.
+    # The first call of a process allocates memory and starts threads, so it is not counted.
     step()
     clear_cache()
     totals, clocks = [], []
@@ -134,12 +124,9 @@ def profile_attention(
             clocks.append(times)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-        _say_packing(trace, [entry for times in clocks for entry in times])
     found = [dict.fromkeys(PHASES, 0.0) for _ in totals]
     for event in profiler.events() or ():
-        outermost = event
-        while outermost.cpu_parent is not None:
-            outermost = outermost.cpu_parent
+        outermost = _ancestors(event)[-1]
         if outermost.name.startswith("call ") and event is not outermost:
             found[int(outermost.name.removeprefix("call ")) - 1][_phase(event)] += event.self_cpu_time_total / 1e3
     profiles = []
@@ -154,45 +141,41 @@ def profile_attention(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `run` needs."""
-    parser.add_argument("pattern", metavar="PATTERN", help='such as "window(1024) | global_tokens(64)" or longformer')
-    parser.add_argument("--tokens", type=count, required=True, metavar="N", help="number of tokens, such as 16K")
-    parser.add_argument("--causal", action="store_true", help="keep only keys at or before each query")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="default 1")
-    parser.add_argument("--heads", type=int, metavar="H", help="default 8, or as the pattern is written")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default 64")
-    parser.add_argument("--dtype", choices=list(_DTYPES), default="float32", help="default float32")
-    parser.add_argument("--backend", choices=NAMES, help="default: the one that a call would take")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (JSON) into this file")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    """Declare the arguments of ``ringtile profile``."""
+    add = parser.add_argument
+    add("pattern", metavar="PATTERN", help='such as "window(1024) | global_tokens(64)" or longformer')
+    add("--tokens", type=count, required=True, metavar="N", help="number of tokens, such as 16K")
+    add("--causal", action="store_true", help="keep only keys at or before each query")
+    add("--heads", type=count, metavar="H", help="number of heads (default: 8, or the heads of the pattern)")
+    add("--head-dim", type=count, default=64, metavar="D", help="head dim (default: 64)")
+    add("--dtype", choices=DTYPES, default="float32", help="dtype (default: float32)")
+    add("--backend", choices=NAMES, help="backend (default: automatic)")
+    add("--trace", type=Path, metavar="FILE", help="also write a Chrome trace (JSON) into this file")
+    add("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the phases of a first and a second call; 0. Raises ValueError for what cannot be."""
+    """Print the phases of a first and a second call; return 0.
+
+    Raises:
+        ValueError: If the pattern is invalid, or the backend does not support the call.
+    """
     pattern = parse(args.pattern)
     if args.causal:
         pattern = Causal() & pattern
-    profiles = profile_attention(
-        pattern,
-        args.tokens,
-        batch=args.batch,
-        heads=args.heads or pattern.n_heads or 8,
-        head_dim=args.head_dim,
-        dtype=_DTYPES[args.dtype],
-        backend=args.backend,
-        trace=args.trace,
-    )
+    sizes = {"heads": args.heads or pattern.n_heads or 8, "head_dim": args.head_dim}
+    options = {"dtype": getattr(torch, args.dtype), "backend": args.backend, "trace": args.trace}
+    first, second = profiles = profile_attention(pattern, args.tokens, **sizes, **options)
     if args.json:
-        facts: dict[str, Any] = {"pattern": repr(pattern), "tokens": args.tokens}
-        print(json.dumps(facts | {"calls": [asdict(found) for found in profiles]}, indent=2))
+        calls = [asdict(found) for found in profiles]
+        print(json.dumps({"pattern": repr(pattern), "tokens": args.tokens, "calls": calls}, indent=2))
         return 0
-    first, second = profiles
     print(f"{pattern!r}, {args.tokens:,} tokens, forward and backward, milliseconds\n")
-    print(f"{'':16} {'first call':>12} {'second call':>12} {'share':>8}")
+    print(f"{'':16} {'first call':>12} {'second call':>12} {'share':>7}")
     for phase, meaning in PHASES.items():
-        times = f"{first.phases[phase]:12.2f} {second.phases[phase]:12.2f} {100 * second.share(phase):6.1f} %"
+        times = f"{first.phases[phase]:12.2f} {second.phases[phase]:12.2f} {second.phases[phase] / second.total:7.1%}"
         print(f"{phase:16} {times}   {meaning}")
-    print(f"{'in all':16} {first.total:12.2f} {second.total:12.2f}")
+    print(f"{'total':16} {first.total:12.2f} {second.total:12.2f}")
     if args.trace is not None:
         print(f"\ntrace: {args.trace} (open it in Perfetto or chrome://tracing)")
     return 0

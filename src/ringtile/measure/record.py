@@ -1,12 +1,10 @@
-"""The record of a benchmark: rows and the machine they ran on, as JSON, as CSV, and compared with an older record."""
+"""The record of a benchmark: rows and the machine they ran on, as JSON, and compared with an older record."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ DENSE = "dense"
 FORWARD = "forward"
 BOTH = "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 _FORMAT = 1
 
@@ -144,24 +143,6 @@ class Record:
             return cls(**{**found, "rows": tuple(Row(**row) for row in found["rows"])})
         except (KeyError, TypeError) as error:
             raise ValueError(f"expected a JSON record of ringtile bench, got other fields: {error}") from None
-
-    def to_csv(self) -> str:
-        """Return one line per row, each with the machine's facts, so that files can be joined."""
-        facts = {
-            "commit": self.commit,
-            **self.versions,
-            **{name: "; ".join(fact) if isinstance(fact, list) else fact for name, fact in self.machine.items()},
-            **{
-                f"{name} at {threads}": rate
-                for threads, rates in (self.peaks or {}).items()
-                for name, rate in rates.items()
-            },
-        }
-        text = io.StringIO()
-        writer = csv.DictWriter(text, [*(f.name for f in fields(Row)), *facts], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**asdict(row), **facts} for row in self.rows)
-        return text.getvalue()
 
 
 def write_whole(path: Path, text: str) -> None:

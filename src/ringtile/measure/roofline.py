@@ -1,9 +1,9 @@
-"""How fast a call could be at most: the work that its tiles need, over the processor's rates measured in the same run.
+"""The least time of a call: the work of its tiles over the rates of the processor, measured in the same run.
 
-The products of a tile and its exponentials are computed by the same vector ports, so their times add up; memory is
-read meanwhile, so the longer of the two is the limit of a pass. Every tensor counts as read or written once, keys and
-values where a tile keeps any. Of a partial tile counts what the kernel cannot skip: the tokens that it takes together
-times those of the other side from the first to the last that any of them keeps.
+Matmuls and exponentials share the vector ports, so their times add up. Memory traffic overlaps with them, so the limit
+of a pass is the longer of the two. Every tensor counts as read or written once, keys and values only in tiles that are
+kept. A partial tile counts the parts that the kernel computes: the tokens that share its lanes, times the tokens of the
+other side from the first to the last that any of them keeps.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from ringtile.patterns import Causal
 
 
 class Work(NamedTuple):
-    """What one pass needs, whoever computes it this way."""
+    """The work of one pass."""
 
     operations: float
-    """Floating-point operations of the products."""
+    """Floating-point operations of the matmuls."""
     exponentials: float
     traffic: float
     """Bytes of tensors read and written."""
     products: str
-    """The rate of the products, one of `ringtile.kernels.native.instruction_sets.RATES`."""
+    """The rate of the matmuls, one of `ringtile.kernels.native.instruction_sets.RATES`."""
     softmax: str
     """The rate of the exponentials."""
 
     def seconds(self, rates: Mapping[str, float]) -> float:
-        """The least time at these rates."""
+        """Return the least time at these rates."""
         computing = self.operations / rates[self.products] + self.exponentials / rates[self.softmax]
         return max(computing, self.traffic / rates["read"])
 
 
 def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
-    """The work of each pass of a call; empty where it is not known how a peer computes.
+    """Return the work of each pass of a call, or an empty list if it is not known.
 
-    Known are ringtile's native kernel, and dense attention in float32 and float64: in bfloat16 torch may use units of
-    the processor that are not measured here.
+    It is known for ringtile's native kernel, and for dense attention in float32 and float64. In bfloat16, PyTorch may
+    use units of the processor that are not measured here.
     """
     if case.device.type != "cpu" or reason_against():
         return []
@@ -73,9 +73,9 @@ def _isa(case: Case) -> InstructionSet:
 
 
 def _reached(case: Case, bits: torch.Tensor) -> int:
-    """Pairs that the kernel computes where the last dimension of ``bits`` [tiles, block, words] lies in its lanes.
+    """Count the pairs that the kernel computes with the last dimension of ``bits`` [tiles, block, words] in its lanes.
 
-    A ragged tile counts as whole in what is skipped: the limit may come out a little too low there.
+    Pairs that a ragged tile skips count as if it were whole, so its limit can be a little too low.
     """
     index = case.index
     lanes = min(_isa(case).lanes * 4 // max(4, case.dtype.itemsize), index.block)
@@ -90,7 +90,7 @@ def _reached(case: Case, bits: torch.Tensor) -> int:
 
 
 def _keys_read(case: Case) -> int:
-    """Keys in column tiles that some row keeps, over all key heads."""
+    """Count the keys in column tiles that some row keeps, over all key heads."""
     index = case.index
     widths = (index.n_keys - torch.arange(index.n_cols) * index.block).clamp(max=index.block)
     kept = (index.full_col_ptr + index.part_col_ptr).diff().view(index.n_groups, index.n_cols) > 0
@@ -111,7 +111,7 @@ def _passes(
     *,
     keys: int | None = None,
 ) -> list[Work]:
-    """A forward pass of two products, and a backward pass of so many (products, pairs), each time graded once."""
+    """Return a forward pass of two matmuls and, to train, a backward pass of these (matmuls, pairs)."""
     softmax = "exp_float64" if case.dtype == torch.float64 else "exp_float32"
     each = 2.0 * case.head_dim
     size = case.head_dim * case.dtype.itemsize
@@ -120,13 +120,13 @@ def _passes(
     forward = Work(2 * each * pairs, pairs, 2 * queries + 2 * keys, forward_rate, softmax)
     if direction == FORWARD:
         return [forward]
-    # Read q, out, its gradient, k and v; write three gradients.
+    # It reads q, out, its gradient, k and v, and writes three gradients.
     operations, exponentials = sum(each * count * of for count, of in graded), sum(of for _, of in graded)
     return [forward, Work(operations, exponentials, 4 * queries + 4 * keys, _products(case.dtype), softmax)]
 
 
 def limit_ms(passes: Sequence[Work], rates: Mapping[str, float]) -> float | None:
-    """Milliseconds that the passes take at least, or None where there are none or a rate is missing.
+    """Return the least milliseconds of the passes, or None if there are none or a rate is missing.
 
     >>> rates = {"fma_float32": 1e9, "exp_float32": 1e9, "read": 1e9}
     >>> limit_ms([Work(3e6, 1e6, 1e6, "fma_float32", "exp_float32")], rates)

@@ -18,7 +18,7 @@ from ringtile.measure.peers import Case, Peer, all_peers
 from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS
 from ringtile.patterns import Blocks, Causal, Pattern, parse
 
-PEERS = (DENSE, "sdpa-mask", "flex", "torch.sparse", "block loop")
+PEERS = (DENSE, "sdpa-mask", "flex", "torch.sparse")
 """All baselines."""
 
 PATTERNS = ("causal & window(256, 0)", "longformer(128, 16)", "bigbird")

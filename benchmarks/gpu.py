@@ -1,21 +1,21 @@
-"""The Triton kernels on a GPU: right first, then timed beside FlexAttention, torch's own kernels and flash-attention.
+"""Check the Triton kernels on a GPU, then time them against FlexAttention, PyTorch's own kernels and flash-attention.
 
-    python benchmarks/gpu.py                         everything, at most --seconds of it
-    python benchmarks/gpu.py                         again: what the record has already is not done again
-    python benchmarks/gpu.py --sections gate masks   some of it
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke --out FILE    a few small problems on a CPU: that it runs
+    python benchmarks/gpu.py                         all sections, for at most --seconds
+    python benchmarks/gpu.py                         again: it continues with the cases that the record lacks
+    python benchmarks/gpu.py --sections gate masks   some sections
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke --out FILE    a few small problems on a CPU, to see that it runs
 
-Works from a source tree, uninstalled. Sections, in this order:
+It runs from a source tree without an install. The sections, in this order:
 
-* ``gate``: every case of tests/triton_cases.py against float64; after a wrong one nothing is timed.
-* ``sanitizer``: a small case under compute-sanitizer, where that is installed.
+* ``gate``: every case of tests/triton_cases.py against float64. After a wrong one, nothing is timed.
+* ``sanitizer``: a small case under compute-sanitizer, if that is installed.
 * ``masks``: 131,072 tokens, H4 D128 bfloat16: the eight masks of cudnn-frontend's benchmark, dilated, LongNet, BigBird.
-* ``lengths``: 128 to 1,048,576 tokens; where sparse attention begins to pay.
+* ``lengths``: 128 to 1,048,576 tokens, to find the break-even length.
 * ``claims``: the figures of the documents, row by row.
 * ``model``: the forward pass of a model of 125 million parameters.
 
-FlexAttention is compiled for each mask from a rule written for it, its block mask built apart from the time of a call.
-Times are medians of interleaved rounds; every result is compared with float64 in sampled rows before it is timed.
+FlexAttention is compiled for each mask from a rule written for it, and its block mask is built before the timed call.
+Times are medians of interleaved rounds. Sampled rows of each result are compared with float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,17 @@ from ringtile.kernels.flash import band_of  # noqa: E402
 from ringtile.kernels.triton.tuning import VARIABLE  # noqa: E402
 from ringtile.layout import build_index, clear_cache  # noqa: E402
 from ringtile.layout.density import with_density  # noqa: E402
-from ringtile.measure.bench import measure, rows_in  # noqa: E402
+from ringtile.measure.bench import run_bench, seconds_of  # noqa: E402
 from ringtile.measure.machine import commit, machine_facts, versions  # noqa: E402
-from ringtile.measure.peers import Attention, Case, FlexAttention, Ringtile, SdpaDense  # noqa: E402
-from ringtile.measure.progress import Progress  # noqa: E402
-from ringtile.measure.record import FORWARD, Row, write_whole  # noqa: E402
+from ringtile.measure.peers import (  # noqa: E402
+    Attention,
+    Case,
+    FlexAttention,
+    Ringtile,
+    SdpaDense,
+    compiled_flex,
+)
+from ringtile.measure.record import FORWARD, OURS, Record, Row, write_whole  # noqa: E402
 from ringtile.measure.suites import Task  # noqa: E402
 from ringtile.patterns import (  # noqa: E402
     BlockDilated,
@@ -64,6 +70,7 @@ from ringtile.patterns import (  # noqa: E402
     Window,
     bigbird,
     longnet_union,
+    parse,
     streaming,
 )
 
@@ -79,7 +86,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Mask:
-    """A pattern and the same rule in FlexAttention's words."""
+    """A pattern, and the same rule for FlexAttention."""
 
     name: str
     pattern: Pattern
@@ -87,7 +94,7 @@ class Mask:
 
 
 def masks(n: int) -> list[Mask]:
-    """The masks of the comparison, for n tokens."""
+    """Return the masks of the comparison, for n tokens."""
     scale = n / LONG
     lengths = [max(1, round(length * scale)) for length in DOCUMENTS[:-1]]
     lengths.append(n - sum(lengths))
@@ -122,7 +129,7 @@ def masks(n: int) -> list[Mask]:
         Mask("block dilated", BlockDilated([1, 4, 16], 4), None),
         Mask("LongNet", longnet_union((2048, 8192), (1, 4)), None),
         Mask("BigBird", bigbird(3, 384, 128), None),
-        Mask("random blocks, 5 %", _at(RandomBlocks(1), 0.05, n, heads=1), None),
+        Mask("random blocks, 5%", _at(RandomBlocks(1), 0.05, n, heads=1), None),
     ]
 
 
@@ -136,7 +143,7 @@ def device() -> torch.device:
 
 @dataclass(frozen=True)
 class LongDense(SdpaDense):
-    """Torch's own choice among its kernels, at any length that a GPU computes in seconds; or one by name."""
+    """PyTorch's own choice among its kernels, or one kernel by name, at any length that a GPU computes in seconds."""
 
     kernel: str = ""
 
@@ -159,7 +166,7 @@ class LongDense(SdpaDense):
 
 @dataclass(frozen=True)
 class FlexRule(FlexAttention):
-    """FlexAttention from a rule of its own where there is one, else from our tiles."""
+    """FlexAttention from its own rule if there is one, otherwise from our tiles."""
 
     rule: Rule | None = None
     options: tuple[tuple[str, int], ...] = ()
@@ -168,26 +175,20 @@ class FlexRule(FlexAttention):
         if case.device.type == "cpu":
             return ["is measured on a GPU here"]
         too_long = case.n_tokens > 1 << 18
-        return super().unsupported(case) + (["its block mask takes a GiB a head at 1M tokens"] if too_long else [])
+        return super().unsupported(case) + (["its block mask takes a GiB per head at 1M tokens"] if too_long else [])
 
     def prepare(self, case: Case) -> Attention:
         if self.rule is None:
             return super().prepare(case)
-        from torch._dynamo import config, reset
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import create_block_mask
 
-        reset()
-        config.fail_on_recompile_limit_hit = True
         mask = create_block_mask(self.rule, None, None, case.n_tokens, case.n_tokens, device=case.device, _compile=True)
-        compiled = torch.compile(flex_attention, dynamic=False)
-        options = dict(self.options) or None
-        gqa = case.key_heads != case.heads
-        return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=options)
+        return compiled_flex(case, mask, dict(self.options) or None)
 
 
 @dataclass(frozen=True)
 class Flash(Ringtile):
-    """FlashAttention through our own backend of that name: the newest version here that is right."""
+    """FlashAttention through our backend of that name: the newest installed version that is right."""
 
     backend: str | None = "flash"
     name: str = "flash-attention"
@@ -195,12 +196,12 @@ class Flash(Ringtile):
     def unsupported(self, case: Case) -> list[str]:
         if case.device.type != "cuda":
             return ["needs a GPU"]
-        return [] if band_of(case.pattern) else ["serves all pairs, causal and windows"]
+        return [] if band_of(case.pattern) else ["supports all pairs, causal and windows"]
 
 
 @dataclass(frozen=True)
 class ByDescriptor(Ringtile):
-    """Our kernels, the forward pass by tensor descriptors, to see whether they win."""
+    """Our kernels with tensor descriptors in the forward pass."""
 
     backend: str | None = "triton"
     name: str = "ringtile, tma"
@@ -227,78 +228,54 @@ def peers(rule: Rule | None = None, *, everyone: bool = True) -> tuple[Any, ...]
     return ours, ByDescriptor(), LongDense(), named, FlexRule("flex", rule), wide, Flash()
 
 
+def case_of(
+    asked: str, pattern: Pattern, n: int, smoke: bool, dtype: torch.dtype = torch.bfloat16, **sizes: Any
+) -> Case:
+    sizes = {"heads": 8, "head_dim": 64, **sizes}
+    return Case(asked, pattern, n, dtype=torch.float32 if smoke else dtype, device=device(), **sizes)
+
+
 def mask_tasks(smoke: bool) -> Iterator[Task]:
-    n, heads, dims = (256, 1, (16,)) if smoke else (LONG, 4, (128, 64))
-    dtype = torch.float32 if smoke else torch.bfloat16
-    for head_dim in dims:
-        for mask in masks(n):
-            if smoke and mask.name not in ("causal", "global and local"):
-                continue
-            # The narrower head once again for the masks that long contexts use.
-            if head_dim == 64 and mask.name not in ("causal", "causal window", "global and local", "documents"):
-                continue
-            case = Case(mask.name, mask.pattern, n, heads=heads, head_dim=head_dim, dtype=dtype, device=device())
-            yield Task(case, peers(mask.rule))
+    # The narrower head only for the masks that long contexts use.
+    narrow = ("causal", "causal window", "global and local", "documents")
+    for head_dim in (16,) if smoke else (128, 64):
+        for mask in masks(256 if smoke else LONG):
+            if mask.name in {16: ("causal", "global and local"), 64: narrow}.get(head_dim, (mask.name,)):
+                sizes = {"heads": 1 if smoke else 4, "head_dim": head_dim}
+                yield Task(case_of(mask.name, mask.pattern, 256 if smoke else LONG, smoke, **sizes), peers(mask.rule))
 
 
 def length_tasks(smoke: bool) -> Iterator[Task]:
-    dtype = torch.float32 if smoke else torch.bfloat16
-    lengths = (64,) if smoke else (128, 256, 512, 1024, 2048, 4096, 16384, 65536, 1 << 20)
-    for n in lengths:
-        for text, pattern in (
-            ("causal window 4096", Causal() & Window(4095, 0)),
-            ("a tenth in random blocks", None),
-        ):
-            if pattern is None:
-                if n < 2048 or n > 65536:
-                    continue
-                pattern = _at(RandomBlocks(1), 0.1, n, heads=1)
-            case = Case(text, pattern, n, heads=1 if smoke else 8, head_dim=64, dtype=dtype, device=device())
-            yield Task(case, peers(everyone=False))
-    case = Case("decoding, GQA 32:8", Causal(), 64 if smoke else 32768, heads=32, kv_heads=8, n_queries=1, head_dim=128,
-                dtype=dtype, device=device())  # fmt: skip
-    yield Task(case, peers(everyone=False), (FORWARD,))
+    pair, heads = peers(everyone=False), 1 if smoke else 8
+    for n in (64,) if smoke else (128, 256, 512, 1024, 2048, 4096, 16384, 65536, 1 << 20):
+        yield Task(case_of("causal window 4096", Causal() & Window(4095, 0), n, smoke, heads=heads), pair)
+        if 2048 <= n <= 65536:
+            yield Task(case_of("a tenth in random blocks", _at(RandomBlocks(1), 0.1, n, heads=1), n, smoke), pair)
+    sizes = {"heads": 32, "kv_heads": 8, "n_queries": 1, "head_dim": 128}
+    yield Task(case_of("decoding, GQA 32:8", Causal(), 64 if smoke else 32768, smoke, **sizes), pair, (FORWARD,))
 
 
 def claim_tasks(smoke: bool) -> Iterator[Task]:
-    """131,072 tokens in 6.95 ms; 4,096 tokens at 90, 95 and 98 % sparse; dense attention beside them."""
-    dtype = torch.float32 if smoke else torch.float16
-    n = 256 if smoke else LONG
-    case = Case("131,072 tokens at 5 %", _at(RandomBlocks(1), 0.7 if smoke else 0.05, n, heads=1), n,
-                heads=1 if smoke else 8,
-                head_dim=64, dtype=dtype, device=device())  # fmt: skip
-    yield Task(case, peers(everyone=False))
+    """131,072 tokens in 6.95 ms; 4,096 tokens at 90, 95 and 98% sparse; each with dense attention."""
+    n, density, pair = (256, 0.7, peers(everyone=False)) if smoke else (LONG, 0.05, peers(everyone=False))
+    random = _at(RandomBlocks(1), density, n, heads=1)
+    yield Task(case_of("131,072 tokens at 5%", random, n, smoke, torch.float16, heads=1 if smoke else 8), pair)
     if smoke:
         return
-    narrow = Causal() & (Window(511, 0) | GlobalTokens(64))
+    window = Causal() & (Window(511, 0) | GlobalTokens(64))
     for n in (LONG, 2 * LONG):
-        case = Case("window and global tokens", narrow, n, heads=8, head_dim=64, dtype=dtype, device=device())
-        yield Task(case, peers(everyone=False))
+        yield Task(case_of("window and global tokens", window, n, smoke, torch.float16), pair)
     for density, block in ((0.1, 128), (0.05, 128), (0.02, 64)):
         pattern = _at(Window(1), density, 4096, heads=8, block=block)
-        case = Case(f"4,096 tokens at {density:g}", pattern, 4096, heads=8, head_dim=64, dtype=dtype, device=device(),
-                    block=block)  # fmt: skip
-        yield Task(case, peers(everyone=False))
-
-
-def timed(call: Callable[[], object], rounds: int) -> float:
-    """Median seconds of a call, after one that is not counted."""
-    call()
-    found = []
-    for _ in range(rounds):
-        if device().type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        call()
-        if device().type == "cuda":
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+        yield Task(case_of(f"4,096 tokens at {density:g}", pattern, 4096, smoke, torch.float16, block=block), pair)
 
 
 def model_rows(smoke: bool) -> Iterator[dict[str, Any]]:
-    """The forward pass of a decoder of the size of GPT-2 small, and the time that its index takes to build."""
-    from ringtile.patterns import parse
+    """Time the forward pass of a decoder of the size of GPT-2 small, and the build of its index."""
+
+    def timed(call: Callable[[], object]) -> float:
+        call()
+        return statistics.median(seconds_of(call, 1, device()) for _ in range(3))
 
     sizes = {"layers": 1, "width": 32, "heads": 2} if smoke else MODEL
     dtype = torch.float32 if smoke else torch.bfloat16
@@ -308,18 +285,17 @@ def model_rows(smoke: bool) -> Iterator[dict[str, Any]]:
     ).eval()  # fmt: skip
     for n in (96,) if smoke else (32_768, 131_072, 524_288, 1_048_576):
         x = torch.randn(1, n, sizes["width"], device=device(), dtype=dtype)
-        clear_cache()
-        building = timed(lambda n=n: (clear_cache(), build_index(parse(MODEL_RULE), n, device=device())), 3)
+        building = timed(lambda n=n: (clear_cache(), build_index(parse(MODEL_RULE), n, device=device())))
         with torch.inference_mode():
             out = model(x)
             if not out.isfinite().all() or (out == 0).all(-1).any():
-                raise SystemExit(f"the model's output at {n:,} tokens is not finite, or zero")
-            seconds = timed(lambda x=x: model(x), 3)
+                raise SystemExit(f"the output of the model at {n:,} tokens is not finite, or zero")
+            seconds = timed(lambda x=x: model(x))
         yield {"tokens": n, "seconds": seconds, "index_seconds": building, **sizes, "pattern": MODEL_RULE}
 
 
 def sanitized() -> str:
-    """What compute-sanitizer says of a small case."""
+    """Return the verdict of compute-sanitizer on a small case."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return "not run: compute-sanitizer is not installed"
@@ -329,90 +305,83 @@ def sanitized() -> str:
     return "clean" if done.returncode == 0 else f"status {done.returncode}: {done.stdout[-2000:]}"
 
 
-class Record:
-    """The file that results are kept in: written whole after each, read at the start."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        here = {"commit": commit(), "versions": versions(), "machine": machine_facts()}
-        self.found: dict[str, Any] = {**here, "gate": {}, "sanitizer": "", "rows": [], "model": []}
-        if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            changed = [name for name in ("versions", "machine") if before[name] != here[name]]
-            if changed:
-                raise SystemExit(f"{path} was measured with other {', '.join(changed)}: move it away to begin anew")
-            self.found = before
-
-    def keep(self, name: str, value: Any) -> None:
-        self.found[name] = value
-        write_whole(self.path, json.dumps(self.found, indent=1))
-
-    def rows(self) -> list[Row]:
-        names = {field.name for field in fields(Row)}
-        return [Row(**{key: value for key, value in row.items() if key in names}) for row in self.found["rows"]]
-
-
-def passes_gate(record: Record, smoke: bool, left: Callable[[], float]) -> bool:
-    """Run the cases that have not passed yet; True where all have."""
-    import triton_cases
-
-    names = ["causal over sub tiles", "key lengths"] if smoke else list(triton_cases.CASES)
-    for name in names:
-        if name in record.found["gate"]:
-            continue
-        if left() <= 0:
-            return False
-        torch.manual_seed(0)
-        share = triton_cases.CASES[name]()
-        print(f"gate: {name}: {share:.3f} of the error that is allowed", flush=True)
-        if not share <= 1:
-            raise SystemExit(f"{name} is wrong; nothing is timed")
-        record.keep("gate", {**record.found["gate"], name: share})
-    return True
+def opened(path: Path) -> dict[str, Any]:
+    """Return the results of a file, or an empty record if there is none."""
+    here = {"commit": commit(), "versions": versions(), "machine": machine_facts()}
+    if not path.exists():
+        return {**here, "gate": {}, "sanitizer": "", "rows": [], "model": []}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    changed = [name for name in ("versions", "machine") if found[name] != here[name]]
+    if changed:
+        raise SystemExit(f"{path} was measured with other {', '.join(changed)}: move it away to start again")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin nothing new after so many; default 540")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/records/gpu.json")
-    parser.add_argument("--smoke", action="store_true", help="a few small problems, to see that everything runs")
+    add = parser.add_argument
+    add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    add("--seconds", type=float, default=540.0, help="start no new case after this time (default: 540)")
+    add("--out", type=Path, default=ROOT / "benchmarks/records/gpu.json")
+    add("--smoke", action="store_true", help="a few small problems, to see that everything runs")
     args = parser.parse_args()
     began = time.monotonic()
 
-    def left() -> float:
-        return args.seconds - (time.monotonic() - began)
+    def is_late() -> bool:
+        return time.monotonic() - began >= args.seconds
 
     if device().type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here")
-    record = Record(args.out)
-    if "gate" in args.sections and not passes_gate(record, args.smoke, left):
-        raise SystemExit("time is up within the gate: run it again")
-    if "sanitizer" in args.sections and not record.found["sanitizer"] and not args.smoke:
-        record.keep("sanitizer", sanitized())
-    tasks = [
-        task
-        for name, make in (("masks", mask_tasks), ("lengths", length_tasks), ("claims", claim_tasks))
-        if name in args.sections
-        for task in make(args.smoke)
-    ]
-    progress = Progress()
-    for done, task in enumerate(tasks):
-        if rows_in(task, record.rows()):
-            continue
-        if left() <= 0:
-            raise SystemExit(f"time is up with {len(tasks) - done} cases to go: run it again")
-        progress.show(f"case {done + 1} of {len(tasks)}: {task.case.asked}, N {task.case.n_tokens:,}")
-        rows = [row for some in measure(task.case, task.peers, directions=task.directions, seconds=0.3) for row in some]
-        progress.clear()
+        raise SystemExit("expected a GPU, found none")
+    found = opened(args.out)
+
+    def keep(name: str, value: Any) -> None:
+        found[name] = value
+        write_whole(args.out, json.dumps(found, indent=1))
+
+    if "gate" in args.sections:
+        import triton_cases
+
+        for name in ["causal over sub tiles", "key lengths"] if args.smoke else triton_cases.CASES:
+            if name in found["gate"]:
+                continue
+            if is_late():
+                raise SystemExit("the time is over before the end of the gate: run it again")
+            torch.manual_seed(0)
+            share = triton_cases.CASES[name]()
+            print(f"gate: {name}: {share:.3f} of the error that is allowed", flush=True)
+            if not share <= 1:
+                raise SystemExit(f"{name} is wrong; nothing is timed")
+            keep("gate", {**found["gate"], name: share})
+    if "sanitizer" in args.sections and not found["sanitizer"] and not args.smoke:
+        keep("sanitizer", sanitized())
+
+    makers = {"masks": mask_tasks, "lengths": length_tasks, "claims": claim_tasks}
+    tasks = [task for name, make in makers.items() if name in args.sections for task in make(args.smoke)]
+    before = [Row(**row) for row in found["rows"]]
+
+    def save(record: Record) -> None:
+        rows = {(row.asked, row.problem): row for row in (*before, *record.rows)}
+        keep("rows", [asdict(row) for row in rows.values()])
+
+    def report(rows: list[Row]) -> None:
         for row in rows:
             figure = f"{row.median_ms:10.3f} ms" if row.median_ms is not None else row.reason
             print(f"{row.asked}, N {row.n_tokens}, D {row.head_dim}, {row.direction}, {row.peer}: {figure}", flush=True)
-        record.keep("rows", record.found["rows"] + [asdict(row) for row in rows])
         torch.cuda.empty_cache()
-    if "model" in args.sections and not record.found["model"] and left() > 0:
-        record.keep("model", list(model_rows(args.smoke)))
-    wrong = [row for row in record.rows() if row.peer == "ringtile" and row.median_ms is None]
+        if is_late():
+            # It ends the run as Ctrl-C does, with the rows so far.
+            raise KeyboardInterrupt
+
+    late = "the time is over: run it again for the other cases"
+    if tasks and is_late():
+        raise SystemExit(late)
+    record = run_bench(tasks, seconds=0.3, before=before, report=report, save=save)
+    if record.interrupted:
+        save(record)
+        raise SystemExit(late)
+    if "model" in args.sections and not found["model"] and not is_late():
+        keep("model", list(model_rows(args.smoke)))
+    wrong = [row for row in record.rows if row.peer == OURS and row.median_ms is None]
     for row in wrong:
         print(f"{row.asked}, N {row.n_tokens}: {row.reason}", file=sys.stderr)
     sys.exit(1 if wrong else 0)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from acceptance import bars, call_costs, row_of
-from gpu_section import gpu_section
 
 from ringtile import cli
 from ringtile.analysis.units import bytes_text, count_text, duration_text
@@ -289,6 +288,51 @@ def _section(name: str, record: Record) -> Iterator[str]:
         yield from _cells(record.rows)
 
 
+FLEX_MASKS = ("window", "causal window", "documents", "sink and window", "prefix", "global and local", "dilated")
+"""The sparse masks of benchmarks/gpu.py that have a rule for FlexAttention."""
+
+
+def _best(rows: Iterable[Row], *peers: str) -> Row | None:
+    timed = [row for row in rows if row.peer in peers and row.median_ms is not None]
+    return min(timed, key=lambda row: row.median_ms or 0.0, default=None)
+
+
+def gpu_section(record: Mapping[str, Any]) -> Iterator[str]:
+    """Write the section of a record of benchmarks/gpu.py."""
+    device = next((name for name in record["machine"]["devices"] if name.startswith("cuda")), "no GPU")
+    version, gate = record["versions"], record["gate"]
+    yield "\n## On a GPU\n\n```sh\npython benchmarks/gpu.py\n```\n"
+    yield f"{device}; torch {version['torch']}, triton {version['triton']}, commit `{str(record['commit'])[:12]}`."
+    yield f"{len(gate)} cases of outputs and gradients are right against float64. The worst has"
+    yield f"{max(gate.values()):.0%} of the error that is allowed. compute-sanitizer: {record['sanitizer']}."
+    problems: dict[tuple[Any, ...], list[Row]] = {}
+    for row in (Row(**row) for row in record["rows"]):
+        problems.setdefault((row.asked, row.problem[:-1]), []).append(row)
+    cells, ratios = [], {direction: [] for direction in DIRECTIONS}
+    for rows in problems.values():
+        row, ours = rows[0], _best(rows, OURS)
+        flex, dense = _best(rows, "flex", "flex, tuned"), _best(rows, DENSE, "SDPA cuDNN")
+        if ours and flex and row.asked in FLEX_MASKS and row.n_tokens >= 32_768 and row.head_dim == 128:
+            ratios[row.direction].append((flex.median_ms or 0.0) / (ours.median_ms or 1.0))
+        error = "-" if ours is None or ours.error is None else f"{ours.error:.1e}"
+        sizes = [row.asked, f"{row.n_tokens:,}", row.heads, row.head_dim, row.dtype, row.direction]
+        cells.append([*sizes, _ms(ours), _ms(flex), _ms(dense), error])
+    for direction, found in ratios.items():
+        if found:
+            mean = f"{statistics.geometric_mean(found):.2f}x in the geometric mean, {min(found):.2f}x at least"
+            yield f"Over the best time of FlexAttention, sparse masks, {direction}: {mean}."
+    yield ""
+    heads = ["mask", "N", "H", "D", "dtype", "direction", "ringtile", "FlexAttention", "dense", "error"]
+    yield from table(heads, cells, 1)
+    if model := record["model"]:
+        yield ""
+        rows = [
+            [f"{r['tokens']:,}", r["layers"], r["width"], f"{r['seconds']:.3g} s", f"{1e3 * r['index_seconds']:.3g} ms"]
+            for r in model
+        ]
+        yield from table(["tokens", "layers", "width", "forward", "index"], rows)
+
+
 def page(found: Mapping[str, Record]) -> str:
     """Return the whole page."""
     lines = [INTRODUCTION.rstrip("\n")]
@@ -391,7 +435,7 @@ def measure(names: Iterable[str]) -> None:
         if name == "trains":
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                status = cli.main(["demo", "--only", "trains", "--json"])
+                status = cli.main(["demo", "--only", "trains", "--json", "--out", ".venv/demo"])
             if status == 0:
                 write_whole(TRAINS, printed.getvalue())
         else:

@@ -328,11 +328,11 @@ def test_the_page_of_the_suites_states_what_was_asked_for_and_what_is() -> None:
     # 2^24 pairs a millisecond and head are 4 * 64 * 2^24 operations a millisecond.
     share = bars["dense, N 4,096, D64, forward: of the FMA peak of the same run"]
     assert (share.wanted, share.measured, share.met) == (">= 75%", "43%", False)
-    assert bars["tiles half full, forward: operations a second over those of D64, N 4,096"].measured == "100%"
+    assert bars["tiles half full, forward: operations per second over D64, N 4,096"].measured == "100%"
     assert bars["over compiled FlexAttention, float32, forward; the worst: `dense`, N 4,096"].measured == "5.00x"
     long = "`window(512) | global_tokens(64)`, N 131,072"
     assert bars[f"{long}, forward: efficiency on 2 threads"].measured == "100%"
-    assert bars[f"{long}, forward+backward: time a tile over random blocks'"].measured == "1x"
+    assert bars[f"{long}, forward+backward: time per tile over random blocks"].measured == "1x"
     memory = bars[f"{long}, H8: memory beyond inputs and output; finite and non-zero everywhere"]
     assert (memory.wanted, memory.measured, memory.met) == ("<= 144 MiB", "100 MiB", True)
     assert sum(bar.met is None for bar in bars.values()) == 4

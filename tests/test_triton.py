@@ -81,7 +81,7 @@ def test_the_benchmark_for_gpus_runs_and_resumes(tmp_path: Path) -> None:
     assert path.read_text() == record
     sys.path.insert(0, str(HERE.parent / "scripts"))
     try:
-        from gpu_section import gpu_section
+        from benchmark_page import gpu_section
     finally:
         sys.path.pop(0)
     lines = list(gpu_section(found))

@@ -109,7 +109,8 @@ def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attenti
     return entrant
 
 
-def _seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Return the mean seconds of a call."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -138,7 +139,7 @@ def _time(
         if entrant.attention is None:
             continue
         call = partial(exact.run, entrant.attention, direction, exact.grad)
-        took = _seconds(call, 1, device)
+        took = seconds_of(call, 1, device)
         if took > slow_seconds and entrant.peer.name not in (OURS, DENSE):
             entrant.leave_out(f"one call took {took:.1f} s, timed up to {slow_seconds:.0f} s")
             continue
@@ -150,7 +151,7 @@ def _time(
     while calls and (done < rounds or (done < MAX_ROUNDS and time.perf_counter() - began < seconds)):
         for place in range(len(calls)):
             entrant, call, repeats = calls[(place + done) % len(calls)]
-            entrant.seconds.append(_seconds(call, repeats, device))
+            entrant.seconds.append(seconds_of(call, repeats, device))
         if CLOCK in rates:
             ticks.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
         done += 1

@@ -24,15 +24,18 @@ from ringtile.layout.index import TENSOR_FIELDS, Entries
 from ringtile.layout.lists import work_list
 from ringtile.layout.tiles import FULL, TileCollector, pack_words, popcount, unpack_words
 from ringtile.patterns import (
+    BlockDilated,
     Blocks,
     Causal,
     Dense,
+    Dilated,
     Documents,
     Elements,
     GlobalTokens,
     Pattern,
     RandomBlocks,
     Segments,
+    Strided,
     TileGrid,
     Window,
     per_head,
@@ -129,8 +132,13 @@ def check_work(work: Tensor, full: list[list[tuple[int, ...]]], part: list[list[
             assert max(widths) <= min(widths) + 1
 
 
-def check_tiles(index: BlockIndex, dense: Tensor) -> None:
-    """The tile table against a matrix ``[G, n_queries, n_keys]``: nothing empty, nothing full, nothing twice."""
+def covered(pattern: Pattern, grid: TileGrid) -> TileGrid:
+    """The lengths that an index is built for: whole tiles, if the rule is defined beyond the lengths."""
+    return grid.whole if pattern.unbounded else grid
+
+
+def check_tiles(index: BlockIndex, dense: Tensor, grid: TileGrid) -> None:
+    """The tile table against a matrix ``[G, n_queries, n_keys]`` of a grid: no tile is empty, full or there twice."""
     block = index.block
     mask = unpack_words(index.bits, block)
     assert torch.equal(unpack_words(index.bits_t, block), mask.mT)
@@ -140,7 +148,7 @@ def check_tiles(index: BlockIndex, dense: Tensor) -> None:
     assert set(index.part_tile.tolist()) == set(range(len(index.bits)))
     number, state = index.entries()
     for group, matrix in enumerate(dense):
-        kept, existing = in_tiles(matrix, index.grid)
+        kept, existing = in_tiles(matrix, grid)
         of_group = (number // (index.n_rows * index.n_cols) == group) & (index.n_rows > 0)
         place = number[of_group] % (index.n_rows * index.n_cols)
         stored = torch.zeros(index.n_rows * index.n_cols, dtype=torch.int64)
@@ -164,12 +172,14 @@ def test_index_is_the_element_rule(data: st.DataObject) -> None:
     envelope = rule_everywhere(pattern.envelope(), grid)
     assert index.allowed_pairs == int(envelope.sum()) * width
     assert index.allowed_tiles == int((in_tiles(envelope, grid)[0] > 0).sum()) * width
-    touched = sum(int((in_tiles(of_head, grid)[0] > 0).sum()) for of_head in expected)
+    tiles = covered(pattern, grid)
+    everywhere = torch.stack([rule_everywhere(pattern, tiles, head) for head in range(heads)])
+    touched = sum(int((in_tiles(of_head, tiles)[0] > 0).sum()) for of_head in everywhere)
     assert index.kept_tiles * heads == touched * width
     assert index.density == (index.kept_pairs / index.allowed_pairs if index.allowed_pairs else 0)
     assert index.tile_density == (index.kept_tiles / index.allowed_tiles if index.allowed_tiles else 0)
     first_head = [int((index.group[0] == group).int().argmax()) for group in range(index.n_groups)]
-    check_tiles(index, expected[first_head])
+    check_tiles(index, everywhere[first_head], tiles)
     check_lists(index)
     index.validate()
 
@@ -198,9 +208,12 @@ def test_coarsening_is_building_with_the_larger_block(problem: tuple[Pattern, Ti
     pattern, grid = problem
     if grid.block > block:
         grid = replace(grid, block=16)
-    coarse = built(pattern, grid).coarsen(block)
-    direct = built(pattern, replace(grid, block=block))
+    coarse, direct = built(pattern, grid).coarsen(block), built(pattern, replace(grid, block=block))
     assert torch.equal(coarse.to_dense(), direct.to_dense())
+    assert coarse.kept_pairs == direct.kept_pairs
+    # Beyond the smaller tiles nothing is known, so the lists are the same only if the larger ones end with them.
+    grid = replace(covered(pattern, replace(grid, block=block)), block=grid.block)
+    coarse, direct = built(pattern, grid).coarsen(block), built(pattern, replace(grid, block=block))
     for name in ("full_row_ptr", "full_col", "full_col_ptr", "full_row", "part_row_ptr", "part_col", "row_work"):
         assert torch.equal(getattr(coarse, name), getattr(direct, name)), name
     for name in ("kept_pairs", "allowed_pairs", "allowed_tiles", "grid"):
@@ -427,10 +440,67 @@ def test_equal_requests_share_one_index() -> None:
         build_index(Causal() & Window(5), 300, block=64),
     ):
         assert other is not first
-    assert cache_info()[:3] == (1, 6, 6)
+    # 301 tokens, or a start of 1, touch the same tiles.
+    assert cache_info()[:3] == (4, 3, 3)
     assert build_index(Elements(checkerboard), 50) is build_index(Elements(checkerboard), 50)
     clear_cache()
     assert cache_info()[:4] == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Causal(),
+        ~Window(40),
+        Causal() & (Window(100) | RandomBlocks(2) | GlobalTokens(3)),
+        Segments(90, 3) | Strided(50),
+        per_head([Causal() & Dilated([1, 7], 9), BlockDilated([1, 3], 1, 40)]),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("block", [16, 128])
+def test_lengths_that_touch_the_same_tiles_share_one_index(pattern: Pattern, block: int) -> None:
+    heads = pattern.n_heads or 1
+    whole = TileGrid(block, 2 * block, 2 * block, 4 * block)
+    first = built(pattern, whole, heads=heads)
+    for start, end, n_keys in ((0, 0, 0), (5, 0, 3), (0, 7, 0), (block - 1, block - 1, block - 1), (3, 9, 1)):
+        grid = TileGrid(block, whole.start + start, whole.n_queries - start - end, whole.n_keys - n_keys)
+        index = built(pattern, grid, heads=heads)
+        assert all(x is y for x, y in zip(index.tensors(), first.tensors(), strict=True))
+        expected = torch.stack([rule_everywhere(pattern, grid, head) for head in range(heads)])
+        assert torch.equal(index.to_dense().expand(1, heads, -1, -1)[0], expected)
+        assert index.kept_pairs * heads == int(expected.sum()) * index.group.shape[1]
+        assert index.allowed_pairs == int(rule_everywhere(pattern.envelope(), grid).sum()) * index.group.shape[1]
+        assert built(pattern, grid, heads=heads) is index
+        index.validate()
+    assert cache_info().misses == 1
+    assert cache_info().nbytes == first.nbytes
+
+
+def test_a_rule_that_is_bound_to_lengths_is_never_asked_beyond_them() -> None:
+    """Its index is built anew for other lengths, also inside a composition."""
+    kept = torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.5
+
+    def rule(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return kept[query] & kept[key]
+
+    for pattern in (Elements(rule), Causal() & Elements(rule), per_head([~Elements(rule)]), Documents([100, 200])):
+        assert not pattern.unbounded
+        index = build_index(pattern, 300)
+        assert torch.equal(index.to_dense()[0, 0], rule_everywhere(pattern, index.grid))
+    clear_cache()
+    assert [build_index(Causal() & Elements(rule), length).n_keys for length in (299, 300, 299)] == [299, 300, 299]
+    assert cache_info()[:2] == (1, 2)
+
+
+def test_only_the_last_lengths_of_an_index_are_remembered() -> None:
+    first = build_index(Causal(), 500)
+    for n_tokens in range(400, 512):
+        build_index(Causal(), n_tokens)
+    (entry,) = build_module._cache._entries.values()
+    assert len(entry.with_lengths) == build_module._LENGTHS
+    assert build_index(Causal(), 500).n_queries == first.n_queries
+    assert cache_info().misses == 1
 
 
 @pytest.fixture
@@ -460,10 +530,10 @@ def test_an_index_that_a_cuda_graph_reads_is_not_freed() -> None:
     index = build_index(Window(1), 100)
     key = ("anything",)
     cache = build_module._IndexCache(index.nbytes)
-    cache.put(key, index)
-    assert cache.get(key, True) is index
+    cache.put(key, index.grid, index)
+    assert cache.get(key, index.grid, True) is index
     cache.resize(0)
-    assert cache.get(key, False) is None
+    assert cache.get(key, index.grid, False) is None
     assert list(cache._captured.values()) == [index]
     cache.clear()
     assert not cache._captured
@@ -500,7 +570,7 @@ def test_threads_get_the_bits_of_a_single_thread() -> None:
 def test_five_hundred_builds_over_twenty_lengths_leave_the_cache_flat() -> None:
     sizes = []
     for step in range(500):
-        build_index(Causal() & Window(64), 100 + step % 20, heads=2)
+        build_index(Causal() & Window(64), 128 * (1 + step % 20) - 28, heads=2)
         sizes.append((cache_info().entries, cache_info().nbytes))
     assert sizes[19:] == [sizes[19]] * 481
     assert cache_info().misses == 20
@@ -549,7 +619,7 @@ def test_built_outside_the_modes_of_the_caller() -> None:
 def test_repr_reads_no_tensor() -> None:
     index = build_index(Causal(), 300)
     assert repr(index) == (
-        "BlockIndex(300 queries from 0 x 300 keys, block 128, groups 1, 3 full and 3 partial tiles (2 distinct), "
+        "BlockIndex(300 queries from 0 x 300 keys, block 128, groups 1, 3 full and 3 partial tiles (1 distinct), "
         f"{index.nbytes} bytes on cpu)"
     )
     with FakeTensorMode() as mode:
@@ -570,8 +640,9 @@ def test_tensors_and_back() -> None:
     index = build_index(Causal() & Window(30), 200, 260)
     assert TENSOR_FIELDS == tuple(f.name for f in fields(BlockIndex))[: len(TENSOR_FIELDS)]
     assert TENSOR_FIELDS[-1] == "col_work"
-    counts = {name: getattr(index, name) for name in ("kept_pairs", "allowed_pairs", "allowed_tiles")}
-    again = BlockIndex.from_tensors(index.tensors(), block=128, start=60, n_queries=200, n_keys=260, **counts)
+    again = BlockIndex.from_tensors(
+        index.tensors(), block=128, start=60, n_queries=200, n_keys=260, envelopes=index.envelopes
+    )
     assert torch.equal(again.to_dense(), index.to_dense())
     assert again.density == index.density
     with pytest.raises(ValueError, match="expected 17 of them, got 16"):
@@ -663,7 +734,7 @@ def test_wrong_uses_of_an_index_are_named() -> None:
     ],
 )
 def test_validate_names_the_wrong_field(name: str, change: object, words: str) -> None:
-    index = build_index(Causal(), 300, block=64)
+    index = build_index(Causal() & Window(250), 500, block=64)
     index.validate()
     with pytest.raises(ValueError, match=words):
         replace(index, **{name: change(getattr(index, name))}).validate()

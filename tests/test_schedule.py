@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from oracle import make_inputs
+from oracle import make_inputs, relative_error
 
 from ringtile import build_index, sparse_attention
-from ringtile.layout import BlockIndex, clear_cache, schedule
+from ringtile.layout import BlockIndex, cache_info, clear_cache, schedule
 from ringtile.layout.index import TENSOR_FIELDS
 from ringtile.layout.schedule import derived, schedule_of
 from ringtile.layout.tiles import derive_tables
-from ringtile.patterns import Causal, Window
+from ringtile.modules.cache import LayerCache
+from ringtile.patterns import Causal, Dilated, GlobalTokens, Pattern, Window
 
 BACKENDS = ["native", "blockwise"]
 
@@ -131,3 +133,69 @@ def test_an_index_that_is_changed_for_good_serves_its_new_pairs(backend: str) ->
     for name, table in derive_tables(index.bits & 0x0F0F0F0F)._asdict().items():
         getattr(index, name).copy_(table)
     assert error() < 1e-12
+
+
+# One index of whole tiles serves all lengths that touch the same tiles.
+
+
+@pytest.mark.parametrize("pattern", [Causal() & Window(300), Causal() & (Window(64) | GlobalTokens(4))], ids=repr)
+def test_a_thousand_decoded_tokens_build_few_indices(pattern: Pattern) -> None:
+    q, k, v, _ = make_inputs(1, 1, 1, 2000, 16, dtype=torch.float32)
+    clear_cache()
+    for n_keys in range(1000, 2000):
+        sparse_attention(q, k[:, :, :n_keys], v[:, :, :n_keys], pattern, backend="native")
+    info = cache_info()
+    assert info.misses <= 10
+    assert info.hits + info.misses == 1000
+    for n_keys in (1000, 1023, 1024, 1025, 1999):
+        out, exact = (
+            sparse_attention(q, k[:, :, :n_keys], v[:, :, :n_keys], pattern, backend=name)
+            for name in ("native", "reference")
+        )
+        assert relative_error(out, exact) < 2e-6
+
+
+def test_a_thousand_tokens_through_a_cache_build_few_indices() -> None:
+    cache = LayerCache(Causal() & Window(300))
+    clear_cache()
+    with torch.no_grad():
+        cache.attend(*torch.randn(3, 1, 1, 200, 16).unbind())
+        for _ in range(1000):
+            cache.attend(*torch.randn(3, 1, 1, 1, 16).unbind())
+    assert cache_info().misses <= 10
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("n_queries", "start"), [(1, 100), (3, 37), (8, 40), (30, 90), (150, 20)])
+def test_keys_that_only_rows_outside_the_lengths_keep_are_not_read(
+    n_queries: int, start: int, dtype: torch.dtype, backend: str
+) -> None:
+    """The bits of a tile are those of all its rows, also of rows that a call does not have."""
+    q, k, v, grad = make_inputs(1, 2, n_queries, 200, dtype=dtype)
+    used = torch.zeros(200, dtype=torch.bool)
+    used[max(0, start - 20) : start + n_queries + 20] = True
+    found = []
+    for garbage in (0.0, math.nan):
+        inputs = [x.clone() for x in (q, k, v)]
+        for x in inputs[1:]:
+            x[:, :, ~used] = garbage
+        leaves = [x.requires_grad_() for x in inputs]
+        out, lse = sparse_attention(*leaves, Window(20), start=start, return_lse=True, backend=backend)
+        found.append((out, lse, *torch.autograd.grad(out, leaves, grad)))
+    for clean, poisoned in zip(*found, strict=True):
+        assert torch.equal(clean, poisoned)
+    assert not found[0][3][:, :, ~used].any()
+
+
+def test_queries_whose_keys_do_not_exist_change_no_gradient_of_other_keys() -> None:
+    q, k, v, grad = make_inputs(1, 1, 64, 100)
+    found = []
+    for garbage in (0.0, math.nan):
+        leaves = [x.clone() for x in (q, k, v)]
+        leaves[0][:, :, 40:] = garbage
+        leaves = [x.requires_grad_() for x in leaves]
+        out = sparse_attention(*leaves, Dilated([60], 1), start=0, backend="native")
+        found.append(torch.autograd.grad(out, leaves, grad))
+    for clean, poisoned in zip(*(grads[1:] for grads in found), strict=True):
+        assert torch.equal(clean[:, :, 64:], poisoned[:, :, 64:])

@@ -62,12 +62,16 @@ def test_statistics_agree_with_counting_pairs(rule: Pattern, n_queries: int, n_k
     index = build_index(rule, n_queries, n_keys, heads=heads, block=block)
     dense = index.to_dense()[0].expand(heads, n_queries, n_keys)
     counted = pattern_statistics(index, heads=heads, head_dim=16)
-    tiles = torch.stack([tiles_of(head, block, index.start) for head in dense])
+    # The rule over whole tiles, some of whose rows and keys these lengths do not have.
+    whole = index.grid.whole
+    query = torch.arange(whole.start, whole.start + whole.n_queries)[:, None]
+    rules = [rule.allowed(torch.tensor(head), query, torch.arange(whole.n_keys)) for head in range(heads)]
+    tiles = torch.stack([tiles_of(kept, block, whole.start) for kept in rules])
     sizes = tiles_of(torch.ones(n_queries, n_keys), block, index.start)
     assert counted.kept_pairs == int(dense.sum())
     assert counted.density == pytest.approx(int(dense.sum()) / counted.allowed_pairs)
     assert counted.full_tiles + counted.partial_tiles == int((tiles > 0).sum())
-    assert counted.full_tiles == int((tiles == sizes).sum())
+    assert counted.full_tiles == int((tiles == block * block).sum())
     assert counted.forward_flops == 4 * 16 * int(((tiles > 0) * sizes).sum())
     assert counted.backward_flops * 2 == counted.forward_flops * 5
     assert counted.dense_forward_flops == 4 * 16 * counted.allowed_pairs

@@ -296,6 +296,29 @@ def what_nobody_keeps_is_not_read() -> float:
 
 
 @case
+def rows_beyond_the_lengths_keep_nothing() -> float:
+    """The bits of a tile are those of all its rows: keys that only rows outside the lengths keep are not read."""
+    x = on(make(2, 8, 100), DEVICE)
+    poisoned = Inputs(*(tensor.clone() for tensor in x))
+    for tensor in (poisoned.k, poisoned.v):
+        tensor[:, :, :20] = math.nan
+        tensor[:, :, 68:] = math.nan
+    index = build_index(Window(20), 8, 100, start=40, heads=2, block=64, device=DEVICE)
+    return differ(run(x, index), run(poisoned, index))
+
+
+@case
+def keys_beyond_the_lengths_are_kept_by_nobody() -> float:
+    """Queries whose keys in the last tile do not exist change no gradient of those that do."""
+    x = on(make(1, 64, 100), DEVICE)
+    poisoned = Inputs(*(tensor.clone() for tensor in x))
+    poisoned.q[:, :, 40:] = math.nan
+    index = build_index(Dilated([60], 1), 64, 100, start=0, heads=1, block=64, device=DEVICE)
+    (_, _, grads), (_, _, others) = run(x, index), run(poisoned, index)
+    return 0.0 if all(torch.equal(grads[name][:, :, 64:], others[name][:, :, 64:]) for name in "kv") else math.inf
+
+
+@case
 def masked_keys_are_not_read() -> float:
     x = on(make(2, 130), DEVICE)
     mask = torch.arange(130, device=DEVICE)[None] < 100

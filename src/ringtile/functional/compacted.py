@@ -34,6 +34,10 @@ class InSegments(Pattern):
         self._set_text(None)
 
     @property
+    def unbounded(self) -> bool:
+        return self.inner.unbounded
+
+    @property
     def segments(self) -> Segments:
         """The branch without the pattern."""
         return Segments(self.length, self.dilation)
@@ -74,6 +78,10 @@ class Compacted(Pattern):
     def __post_init__(self) -> None:
         self._set_text(None)
 
+    @property
+    def unbounded(self) -> bool:
+        return self.rule.unbounded
+
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         offset = head % self.dilation
         return self.rule.allowed(head, query * self.dilation + offset, key * self.dilation + offset)
@@ -96,6 +104,10 @@ class OfHeads(Pattern):
 
     def __post_init__(self) -> None:
         self._set_text(None)
+
+    @property
+    def unbounded(self) -> bool:
+        return self.pattern.unbounded
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.pattern.allowed(torch.tensor(self.heads, device=head.device)[head], query, key)

@@ -107,12 +107,14 @@ def key_keep(call: Call, n_keys: int) -> Tensor | None:
 
 def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
     """The block index of a call: its own tensors, or the cached one of its pattern text."""
-    lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2]}
+    n_queries, n_keys = q.shape[2], k.shape[2]
     if call.pattern:
         with span(INDEX):
             rule = parse(call.pattern)
-            return build_index(rule, **lengths, start=call.start, heads=q.shape[1], block=call.block, device=q.device)
-    return BlockIndex.from_tensors(call.tiles, block=call.block, start=call.start, **lengths)
+            return build_index(
+                rule, n_queries, n_keys, start=call.start, heads=q.shape[1], block=call.block, device=q.device
+            )
+    return BlockIndex.from_tensors(call.tiles, block=call.block, start=call.start, n_queries=n_queries, n_keys=n_keys)
 
 
 def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ _COVER_BYTES = 16
 _STRIP = 1 << 18
 """Candidate tiles classified at once, unless one row has more."""
 
+_LENGTHS = 32
+"""The number of lengths whose index is remembered as one object, for each index of whole tiles."""
+
 _log = logging.getLogger("ringtile.layout")
 
 
@@ -50,15 +54,15 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def _strips(pattern: Pattern, head: int, grid: TileGrid, device: torch.device, max_bytes: int) -> Iterator[Tensor]:
+def _strips(pattern: Pattern, head: int, grid: TileGrid, device: torch.device, budget: _Budget) -> Iterator[Tensor]:
     """Numbers ``r * n_cols + c`` (r from 0) of the candidate tiles, ascending and distinct, some rows at a time."""
-    _check_budget(pattern, grid, grid.n_rows + grid.n_cols, _CANDIDATE_BYTES, max_bytes)
+    budget.check(pattern, grid.n_rows + grid.n_cols, _CANDIDATE_BYTES)
     rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
-    if grid.n_rows * grid.n_cols * _CANDIDATE_BYTES > max_bytes:
-        _check_budget(pattern, grid, pattern.cover_size(head, rows, grid), _COVER_BYTES, max_bytes)
+    if grid.n_rows * grid.n_cols * _CANDIDATE_BYTES > budget.max_bytes:
+        budget.check(pattern, pattern.cover_size(head, rows, grid), _COVER_BYTES)
     cover = pattern.cover(head, rows, grid)
     size = grid.n_rows * grid.n_cols if cover is None else cover.size()
-    _check_budget(pattern, grid, size, _CANDIDATE_BYTES, max_bytes)
+    budget.check(pattern, size, _CANDIDATE_BYTES)
     if cover is None:
         step = max(1, _STRIP // grid.n_cols) * grid.n_cols
         for first in range(0, size, step):
@@ -83,12 +87,19 @@ def _short(pattern: Pattern) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _check_budget(pattern: Pattern, grid: TileGrid, tiles: int, bytes_each: int, max_bytes: int) -> None:
-    if tiles * bytes_each > max_bytes:
-        raise ValueError(
-            f"{_short(pattern)} with {grid.n_queries} queries and {grid.n_keys} keys has up to {tiles:,} tiles of "
-            f"{grid.block}: building needs {tiles * bytes_each:,} bytes, over {max_bytes=:,}"
-        )
+class _Budget(NamedTuple):
+    """The bytes that a build may take, and what it is a build of."""
+
+    max_bytes: int
+    lengths: TileGrid
+
+    def check(self, pattern: Pattern, tiles: int, bytes_each: int) -> None:
+        if tiles * bytes_each > self.max_bytes:
+            raise ValueError(
+                f"{_short(pattern)} with {self.lengths.n_queries} queries and {self.lengths.n_keys} keys has up to "
+                f"{tiles:,} tiles of {self.lengths.block}: building needs {tiles * bytes_each:,} bytes, over "
+                f"max_bytes={self.max_bytes:,}"
+            )
 
 
 def _expand(cover: Cover, size: int, grid: TileGrid) -> Tensor:
@@ -162,15 +173,15 @@ def _groups(pattern: Pattern, heads: int, batch: int) -> tuple[list[list[int]], 
 
 
 def _build(
-    pattern: Pattern, grid: TileGrid, heads: int, batch: int, device: torch.device, max_bytes: int
+    pattern: Pattern, grid: TileGrid, heads: int, batch: int, device: torch.device, budget: _Budget
 ) -> BlockIndex:
-    pattern.validate(grid)
+    pattern.validate(budget.lengths)
     table, members = _groups(pattern, heads, batch)
-    collector = TileCollector(grid.block, device, max_bytes)
+    collector = TileCollector(grid.block, device, budget.max_bytes)
     numbers = [torch.empty(0, dtype=torch.int64, device=device)]
     states = [numbers[0]]
     for group, (member, head) in enumerate(members if grid.n_rows and grid.n_cols else ()):
-        for number in _strips(member, head, grid, device, max_bytes):
+        for number in _strips(member, head, grid, device, budget):
             state = _tile_states(member, head, number, grid, collector)
             kept = state != EMPTY
             numbers.append(number[kept].add_(group * grid.n_rows * grid.n_cols))
@@ -198,43 +209,57 @@ class CacheInfo(NamedTuple):
     limit: int
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """An index, and the same tensors with the lengths that were asked for last."""
+
+    index: BlockIndex
+    with_lengths: dict[TileGrid, BlockIndex] = field(default_factory=dict)
+
+    def at(self, lengths: TileGrid) -> BlockIndex:
+        if lengths not in self.with_lengths:
+            if len(self.with_lengths) == _LENGTHS:
+                del self.with_lengths[next(iter(self.with_lengths))]
+            self.with_lengths[lengths] = self.index.at(lengths)
+        return self.with_lengths[lengths]
+
+
 class _IndexCache:
     """Least recently used indices, limited in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, BlockIndex] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._captured: dict[int, BlockIndex] = {}
         self._hits = self._misses = self._nbytes = 0
         self._limit = limit
 
-    def get(self, key: Hashable, capturing: bool) -> BlockIndex | None:
+    def get(self, key: Hashable, lengths: TileGrid, capturing: bool) -> BlockIndex | None:
         """The index of a key; ``capturing`` keeps it until `clear`, since a CUDA graph will read its memory."""
         with self._lock:
-            index = self._entries.get(key)
-            if index is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 self._misses += 1
-            else:
-                self._hits += 1
-                self._entries.move_to_end(key)
-                if capturing:
-                    self._captured[id(index)] = index
-            return index
+                return None
+            self._hits += 1
+            self._entries.move_to_end(key)
+            if capturing:
+                self._captured[id(entry.index)] = entry.index
+            return entry.at(lengths)
 
-    def put(self, key: Hashable, index: BlockIndex) -> BlockIndex:
-        """Store an index; where another thread was first, its index is the one to use."""
+    def put(self, key: Hashable, lengths: TileGrid, index: BlockIndex) -> BlockIndex:
+        """Store an index; if another thread was first, its index is the one to use."""
         with self._lock:
-            present = self._entries.get(key)
-            if present is not None:
-                return present
-            self._entries[key] = index
-            self._nbytes += index.nbytes
-            self._evict()
-            return index
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry(index)
+                self._nbytes += index.nbytes
+                self._evict()
+            return entry.at(lengths)
 
     def _evict(self) -> None:
         while self._nbytes > self._limit:
-            self._nbytes -= self._entries.popitem(last=False)[1].nbytes
+            self._nbytes -= self._entries.popitem(last=False)[1].index.nbytes
 
     def info(self) -> CacheInfo:
         with self._lock:
@@ -340,12 +365,15 @@ def build_index(
     device = torch.device("cpu") if device is None else torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = (pattern, n_queries, n_keys, start, heads, batch, block, device)
-    index = _cache.get(key, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    lengths = TileGrid(block, start, n_queries, n_keys)
+    # A rule that is defined everywhere fills whole tiles, which serve all lengths that touch the same tiles.
+    grid = lengths.whole if pattern.unbounded else lengths
+    key = (pattern, grid, heads, batch, device)
+    index = _cache.get(key, lengths, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     if index is None:
         with real_tensors():
-            index = _build(pattern, TileGrid(block, start, n_queries, n_keys), heads, batch, device, max_bytes)
-        index = _cache.put(key, index)
+            index = _build(pattern, grid, heads, batch, device, _Budget(max_bytes, lengths))
+        index = _cache.put(key, lengths, index)
     return index
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -90,15 +91,9 @@ class BlockIndex:
     start: int
     n_queries: int
     n_keys: int
-    kept_pairs: int
-    """Kept (query, key) pairs inside the lengths, summed over the entries of ``group``."""
-    allowed_pairs: int
-    """The pairs that the causal and document rules in force allow, summed likewise."""
-    allowed_tiles: int
-    """The tiles those rules touch, summed likewise."""
 
     envelopes: tuple[Pattern, ...] = (Dense(),)
-    """Those rules for each row of ``group``."""
+    """The causal and document rules in force, for each row of ``group``."""
 
     @classmethod
     def from_entries(
@@ -122,8 +117,7 @@ class BlockIndex:
             lists[f"{name}_row"] = row[order]
             if name == "part":
                 lists["part_tile"], lists["part_tile_t"] = tile, tile[order]
-        allowed = [count_allowed(envelope, grid, bits.device) for envelope in envelopes]
-        index = cls(
+        return cls(
             group=group,
             **lists,
             **derive_tables(bits)._asdict(),
@@ -133,14 +127,19 @@ class BlockIndex:
             start=grid.start,
             n_queries=grid.n_queries,
             n_keys=grid.n_keys,
-            kept_pairs=0,
-            allowed_pairs=sum(pairs for pairs, _ in allowed) * group.shape[1],
-            allowed_tiles=sum(tiles for _, tiles in allowed) * group.shape[1],
             envelopes=envelopes,
         )
-        return replace(index, kept_pairs=index._count_pairs())
 
-    @property
+    def at(self, lengths: TileGrid) -> BlockIndex:
+        """The same tiles for other lengths that touch the same tiles; itself if the lengths are its own.
+
+        Bits outside the lengths carry no meaning, so this is right only for bits of whole tiles.
+        """
+        if lengths == self.grid:
+            return self
+        return replace(self, start=lengths.start, n_queries=lengths.n_queries, n_keys=lengths.n_keys)
+
+    @cached_property
     def grid(self) -> TileGrid:
         """The lengths, the start and the block as the patterns speak of them."""
         return TileGrid(self.block, self.start, self.n_queries, self.n_keys)
@@ -185,6 +184,27 @@ class BlockIndex:
             return 0
         per_group = (self.full_row_ptr + self.part_row_ptr)[:: self.n_rows].diff()
         return int(per_group[self.group.long()].sum())
+
+    @cached_property
+    def kept_pairs(self) -> int:
+        """Kept (query, key) pairs inside the lengths, summed over the entries of ``group`` (waits for the device)."""
+        return self._count_pairs()
+
+    @property
+    def allowed_pairs(self) -> int:
+        """The pairs that the causal and document rules in force allow, summed likewise."""
+        return self._allowed[0]
+
+    @property
+    def allowed_tiles(self) -> int:
+        """The tiles those rules touch, summed likewise."""
+        return self._allowed[1]
+
+    @cached_property
+    def _allowed(self) -> tuple[int, int]:
+        counts = [count_allowed(envelope, self.grid, self.device) for envelope in self.envelopes]
+        pairs, tiles = (sum(column) * self.group.shape[1] for column in zip(*counts, strict=True))
+        return pairs, tiles
 
     @property
     def density(self) -> float:
@@ -234,11 +254,9 @@ class BlockIndex:
         start: int,
         n_queries: int,
         n_keys: int,
-        kept_pairs: int = 0,
-        allowed_pairs: int = 0,
-        allowed_tiles: int = 0,
+        envelopes: tuple[Pattern, ...] = (Dense(),),
     ) -> BlockIndex:
-        """The index whose `tensors` these are; the counts serve the densities alone."""
+        """The index whose `tensors` these are."""
         if len(tensors) != len(TENSOR_FIELDS):
             raise ValueError(f"tensors: expected {len(TENSOR_FIELDS)} of them, got {len(tensors)}")
         named: dict[str, Any] = dict(zip(TENSOR_FIELDS, tensors, strict=True))
@@ -248,9 +266,7 @@ class BlockIndex:
             start=start,
             n_queries=n_queries,
             n_keys=n_keys,
-            kept_pairs=kept_pairs,
-            allowed_pairs=allowed_pairs,
-            allowed_tiles=allowed_tiles,
+            envelopes=envelopes,
         )
 
     @torch.inference_mode(False)

@@ -41,6 +41,12 @@ class TileGrid:
         return self.start // self.block
 
     @property
+    def whole(self) -> TileGrid:
+        """The same tiles, all of them whole."""
+        block = self.block
+        return TileGrid(block, self.first_row * block, self.n_rows * block, self.n_cols * block)
+
+    @property
     def n_rows(self) -> int:
         """Number of row tiles."""
         if self.n_queries == 0:
@@ -83,6 +89,14 @@ class Pattern:
 
     text: str | None
     """The pattern in the words of the command line, or None if it has no text form."""
+
+    @property
+    def unbounded(self) -> bool:
+        """True if `allowed` is defined for all positions, not only within the lengths of a call. Default: False.
+
+        The index of such a pattern is made of whole tiles, and serves all lengths that touch the same tiles.
+        """
+        return False
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Return which pairs of query and key positions are kept: int64 in, bool of the broadcast shape out."""
@@ -264,6 +278,7 @@ class Dense(Pattern):
     """
 
     text: str | None = field(init=False, compare=False)
+    unbounded = True
 
     def __post_init__(self) -> None:
         self._set_text("dense")
@@ -308,6 +323,10 @@ class _Pair(Pattern):
             sizes = (getattr(self.first, name), getattr(self.second, name))
             if None not in sizes and sizes[0] != sizes[1]:
                 raise ValueError(f"both sides of a composition need the same {name}, got {sizes[0]} and {sizes[1]}")
+
+    @property
+    def unbounded(self) -> bool:
+        return self.first.unbounded and self.second.unbounded
 
     def head_class(self, head: int) -> Hashable:
         return (self.first.head_class(head), self.second.head_class(head))
@@ -438,6 +457,10 @@ class Not(Pattern):
         brackets = isinstance(self.inner, _Pair)
         self._set_text(None if inner is None else f"~({inner})" if brackets else f"~{inner}")
 
+    @property
+    def unbounded(self) -> bool:
+        return self.inner.unbounded
+
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return ~self.inner.allowed(head, query, key)
 
@@ -479,6 +502,10 @@ class PerHead(Pattern):
             raise ValueError(f"per_head expects one batch_size, got {[p.batch_size for p in self.patterns]}")
         texts = [p.text for p in self.patterns]
         self._set_text(None if None in texts else f"per_head([{', '.join(map(str, texts))}])")
+
+    @property
+    def unbounded(self) -> bool:
+        return all(p.unbounded for p in self.patterns)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shape = torch.broadcast_tensors(head, query, key)[0].shape

@@ -123,6 +123,7 @@ class Segments(Pattern):
     dilation: int = 1
     shift: int = 0
     text: str | None = field(init=False, compare=False)
+    unbounded = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", whole("segments", "length", self.length, 1))

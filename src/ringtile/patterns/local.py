@@ -114,6 +114,7 @@ class GlobalTokens(Pattern):
 
     tokens: int
     text: str | None = field(init=False, compare=False)
+    unbounded = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", whole("global_tokens", "tokens", self.tokens))

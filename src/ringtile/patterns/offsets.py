@@ -71,6 +71,8 @@ def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[T
 class OffsetPattern(Pattern):
     """A pattern defined by its terms, on blocks of ``unit`` tokens."""
 
+    unbounded = True
+
     @property
     def unit(self) -> int:
         """Tokens per block of the rule."""

@@ -45,6 +45,7 @@ class RandomBlocks(BlockPattern):
     seed: int = 0
     block: int = 128
     text: str | None = field(init=False, compare=False)
+    unbounded = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "per_row", whole("random_blocks", "per_row", self.per_row))

@@ -16,6 +16,7 @@ from ringtile.kernels.triton.tiles import (
     keys_kept,
     masked_tile,
     rows_of,
+    seen_by,
     stretch,
     survives,
     survives_transposed,
@@ -63,9 +64,9 @@ def dq_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr,
-    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,
+    RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sub = program % SUBS
@@ -133,6 +134,8 @@ def dq_kernel(
             BLOCK, BN, MIXED, True,
         )  # fmt: skip
         n0 = col * BLOCK + at
+        if RAGGED_ROWS:
+            some = some & seen_by(words, exists)
         kept = expanded_row(some, BN)
         stay = expanded(words, BM, BN)
         if MIXED:
@@ -201,8 +204,9 @@ def dkdv_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, LOOPED: tl.constexpr,
-    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr, HAS_BITS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,
+    RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One split of a column tile's list for LOOPED query heads in turn; sums over heads and splits come after."""
     program = tl.program_id(0)
@@ -300,6 +304,8 @@ def dkdv_kernel(
                 BLOCK, BM, MIXED, False,
             )  # fmt: skip
             m0 = (first_row + row) * BLOCK + at - start
+            if RAGGED_KEYS:
+                some = some & seen_by(words, exists)
             there = (m0 + m >= 0) & (m0 + m < n_queries) & expanded_row(some, BM)
             lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
             delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
@@ -311,6 +317,9 @@ def dkdv_kernel(
             )
             # Rows that are not there have an lse of inf, hence no weight.
             keep = expanded(words, BN, BM)
+            if RAGGED_ROWS:
+                # A key that only rows beyond the lengths keep may be NaN, which no weight of 0 removes.
+                keep = keep & there[None, :]
             if MIXED:
                 keep = keep & kept_keys[:, None]
             s = tl.dot(k, q, tl.broadcast_to((lse * -unscale)[None, :], [BN, BM]), input_precision=PRECISION)

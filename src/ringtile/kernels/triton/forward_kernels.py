@@ -15,6 +15,7 @@ from ringtile.kernels.triton.tiles import (
     keys_kept,
     masked_tile,
     rows_of,
+    seen_by,
     stretch,
     survives,
     whole_tile,
@@ -33,9 +34,9 @@ def forward_kernel(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, PACK: tl.constexpr,
-    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    TMA: tl.constexpr,
+    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,
+    RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sub = program % SUBS
@@ -111,6 +112,8 @@ def forward_kernel(
         )  # fmt: skip
         n0 = col * BLOCK + at
         # Zero times NaN is NaN: what no row keeps is not read.
+        if RAGGED_ROWS:
+            some = some & seen_by(words, exists)
         kept = expanded_row(some, BN)
         stay = expanded(words, BM, BN)
         if MIXED:

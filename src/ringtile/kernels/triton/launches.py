@@ -142,6 +142,8 @@ class Job:
             "PRECISION": "tf32" if tf32 else "ieee",
             # Within a tile 32 bits do, unless its rows are millions of elements apart.
             "FAR": max(x.stride(2) for x in (self.q, self.k, self.v)) >= 1 << 24,
+            "RAGGED_ROWS": any(end % self.index.block for end in (self.index.start, self.index.start + self.n_queries)),
+            "RAGGED_KEYS": self.n_keys % self.index.block != 0,
             "HAS_BITS": call.key_bits is not None,
             "HAS_LENGTHS": call.key_lengths is not None,
             "DROPOUT": call.dropout_p > 0,
@@ -212,7 +214,6 @@ class Job:
             **self.constants,
             **tiles,
             "BN": config.keys,
-            "RAGGED_KEYS": self.n_keys % self.index.block != 0,
             "SPLIT": self.schedule.rows.n_scratch > 0,
             "STAGES": config.stages,
             "TMA": self.by_descriptor,
@@ -340,7 +341,6 @@ def _dkdv_launches(job: Job, shared: dict[str, Any], k_grad: Tensor, v_grad: Ten
         "K_GRAD": k_grad,
         "V_GRAD": v_grad,
     }
-    ends = index.start, index.start + job.n_queries
     choices, sums = [], []
     for config in job.configs("dkdv"):
         subs = index.block // config.keys
@@ -350,7 +350,6 @@ def _dkdv_launches(job: Job, shared: dict[str, Any], k_grad: Tensor, v_grad: Ten
             "BN": config.keys,
             "SUBS": subs,
             "LOOPED": looped,
-            "RAGGED_ROWS": any(end % index.block for end in ends),
             "SPLIT": cut,
             "STAGES": config.stages,
         }

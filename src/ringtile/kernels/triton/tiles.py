@@ -29,6 +29,17 @@ def expanded_row(words, COLS: tl.constexpr):
 
 
 @triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def seen_by(words, exists):
+    """The bits that the rows that exist keep, as words: sets of a whole tile also count the rows beyond the lengths."""
+    return tl.reduce(tl.where(exists[:, None], words, 0), 0, _either)
+
+
+@triton.jit
 def inside_both(kept, d, D: tl.constexpr, DP: tl.constexpr, AXIS: tl.constexpr):
     """The mask of a load: what is kept, along the other axis than the head dim, which may be padded."""
     mask = tl.expand_dims(kept, AXIS)

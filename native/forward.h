@@ -68,6 +68,12 @@ struct Mask {
 
     INLINE bool partial() const { return bits || unused; }
     INLINE bool drops(int key) const { return unused && bit(unused, key); }
+    // A tile that serves all lengths may hold only pairs of other queries.
+    INLINE bool keeps_nothing(Tokens keys) const {
+        for (int k = keys.low; k < keys.high; k++)
+            if (!drops(k)) return false;
+        return true;
+    }
 };
 
 INLINE Mask mask_of(const ringtile_call &c, int64_t b, Tokens queries, Tokens keys, int64_t tile, uint32_t *unused) {
@@ -171,6 +177,7 @@ template <class P> void attend_row(const ringtile_call &c, const RowItem &row, F
         Tokens keys = col_tokens(c, col);
         uint32_t unused[MAX_WORDS], keep[MAX_BLOCK][MAX_WORDS];
         Mask mask = mask_of(c, row.head.b, queries, keys, tile, unused);
+        if (mask.keeps_nothing(keys)) continue;
         products.load_tile(row.head, keys, mask.unused);
         if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);
         for (int lane = from; lane < end; lane += GROUP<T>) {
@@ -213,6 +220,7 @@ template <class P> void decode_row(const ringtile_call &c, const RowItem &row, F
         Tokens keys = col_tokens(c, col);
         uint32_t unused[MAX_WORDS];
         Mask mask = mask_of(c, row.head.b, row.queries, keys, tile, unused);
+        if (mask.keeps_nothing(keys)) continue;
         products.load_tile(row.head, keys, mask.unused);
         decode_scores({queries, c.head_dim}, few, products.keys, keys.high, c.head_dim, weights);
         for (int r = 0; mask.partial() && r < few; r++) {

@@ -174,8 +174,9 @@ def test_index_is_the_element_rule(data: st.DataObject) -> None:
     assert index.allowed_tiles == int((in_tiles(envelope, grid)[0] > 0).sum()) * width
     tiles = covered(pattern, grid)
     everywhere = torch.stack([rule_everywhere(pattern, tiles, head) for head in range(heads)])
-    touched = sum(int((in_tiles(of_head, tiles)[0] > 0).sum()) for of_head in everywhere)
+    touched = sum(int((in_tiles(of_head, grid)[0] > 0).sum()) for of_head in expected)
     assert index.kept_tiles * heads == touched * width
+    assert torch.equal(index.trimmed().to_dense(), index.to_dense())
     assert index.density == (index.kept_pairs / index.allowed_pairs if index.allowed_pairs else 0)
     assert index.tile_density == (index.kept_tiles / index.allowed_tiles if index.allowed_tiles else 0)
     first_head = [int((index.group[0] == group).int().argmax()) for group in range(index.n_groups)]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ringtile.layout import BlockIndex
-from ringtile.layout.tiles import FULL
 
 FORWARD_FLOPS = 4
 """Floating point operations a pair and element of the head: two products (scores, output)."""
@@ -82,14 +81,11 @@ def pattern_statistics(index: BlockIndex, *, heads: int | None = None, head_dim:
     if heads is not None and (heads < 1 or in_index not in (1, heads)):
         raise ValueError(f"heads: expected {'a positive number' if in_index == 1 else in_index}, got {heads}")
     copies = (heads or in_index) // in_index
+    kept = index.trimmed()
+    pairs = kept.tile_pairs(len(index.group), in_index * copies)
     # Groups stand for different numbers of (batch row, head) entries.
-    entries = torch.bincount(index.group.flatten().long(), minlength=index.n_groups) * copies
-    number, state = index.entries()
-    slot, column = number // max(index.n_cols, 1), number % max(index.n_cols, 1)
-    times = entries[slot // max(index.n_rows, 1)]
-    height, width = _extents(index)
-    pairs = int((height[slot % max(index.n_rows, 1)] * width[column] * times).sum())
-    full_tiles = int(times[state == FULL].sum())
+    entries = torch.bincount(index.group.flatten(), minlength=index.n_groups) * copies
+    full_tiles = int(entries[kept.row_of_entries()[0] // max(kept.n_rows, 1)].sum())
     return PatternStatistics(
         n_queries=index.n_queries,
         n_keys=index.n_keys,
@@ -100,7 +96,7 @@ def pattern_statistics(index: BlockIndex, *, heads: int | None = None, head_dim:
         allowed_pairs=index.allowed_pairs * copies,
         density=index.density,
         full_tiles=full_tiles,
-        partial_tiles=index.kept_tiles * copies - full_tiles,
+        partial_tiles=kept.kept_tiles * copies - full_tiles,
         distinct_partial_tiles=len(index.bits),
         tile_density=index.tile_density,
         index_bytes=index.nbytes,
@@ -109,17 +105,9 @@ def pattern_statistics(index: BlockIndex, *, heads: int | None = None, head_dim:
         backward_flops=BACKWARD_FLOPS * head_dim * pairs,
         dense_forward_flops=FORWARD_FLOPS * head_dim * index.allowed_pairs * copies,
         dense_backward_flops=BACKWARD_FLOPS * head_dim * index.allowed_pairs * copies,
-        longest_row=_longest(index.full_row_ptr, index.part_row_ptr, index.n_rows, index.first_row),
-        longest_column=_longest(index.full_col_ptr, index.part_col_ptr, index.n_cols, 0),
+        longest_row=_longest(kept.full_row_ptr, kept.part_row_ptr, index.n_rows, index.first_row),
+        longest_column=_longest(kept.full_col_ptr, kept.part_col_ptr, index.n_cols, 0),
     )
-
-
-def _extents(index: BlockIndex) -> tuple[Tensor, Tensor]:
-    """How many queries each row tile holds and how many keys each column tile: the outer ones may be ragged."""
-    rows = torch.arange(index.n_rows, device=index.device) * index.block + index.first_row * index.block - index.start
-    columns = torch.arange(index.n_cols, device=index.device) * index.block
-    height = (rows + index.block).clamp(max=index.n_queries) - rows.clamp(min=0)
-    return height, (index.n_keys - columns).clamp(max=index.block)
 
 
 def _longest(full: Tensor, part: Tensor, per_group: int, first: int) -> LongestList:

@@ -179,16 +179,22 @@ class BlockIndex:
 
     @property
     def kept_tiles(self) -> int:
-        """Computed tiles, summed over the entries of ``group`` (waits for the device)."""
-        if not self.n_rows:
+        """Tiles that keep a pair inside the lengths, summed over the entries of ``group`` (waits for the device)."""
+        index = self.trimmed()
+        if not index.n_rows:
             return 0
-        per_group = (self.full_row_ptr + self.part_row_ptr)[:: self.n_rows].diff()
-        return int(per_group[self.group.long()].sum())
+        per_group = (index.full_row_ptr + index.part_row_ptr)[:: index.n_rows].diff()
+        return int(per_group[index.group.long()].sum())
 
     @cached_property
     def kept_pairs(self) -> int:
         """Kept (query, key) pairs inside the lengths, summed over the entries of ``group`` (waits for the device)."""
-        return self._count_pairs()
+        index = self.trimmed()
+        heads = torch.bincount(index.group.flatten(), minlength=index.n_groups)
+        full, part = (heads[slot // max(index.n_rows, 1)] for slot in index.row_of_entries())
+        areas = index.pairs_inside(index.row_of_entries()[0], index.full_col)
+        counts = popcount(index.bits).sum((1, 2))[index.part_tile]
+        return int((areas * full).sum()) + int((counts * part).sum())
 
     @property
     def allowed_pairs(self) -> int:
@@ -224,15 +230,57 @@ class BlockIndex:
         >>> build_index(Causal(), 200).tile_pairs(1, 2) == 2 * (128 * 128 + 72 * 200)
         True
         """
-        offset = self.start - self.first_row * self.block
-        row_from = torch.arange(self.n_rows) * self.block - offset
-        heights = (row_from + self.block).clamp(max=self.n_queries) - row_from.clamp(min=0)
-        widths = (self.n_keys - torch.arange(self.n_cols) * self.block).clamp(max=self.block)
-        area = torch.zeros(self.n_groups, dtype=torch.long)
-        for slots, cols in zip(self.row_of_entries(), (self.full_col, self.part_col), strict=True):
-            slots, cols = slots.cpu(), cols.cpu().long()
-            area.index_add_(0, slots // self.n_rows, heights[slots % self.n_rows] * widths[cols])
-        return int(area[self.group.cpu().long()].expand(batch, heads).sum())
+        index = self.trimmed()
+        area = torch.zeros(index.n_groups, dtype=torch.long, device=index.device)
+        for slot, col in zip(index.row_of_entries(), (index.full_col, index.part_col), strict=True):
+            area.index_add_(0, slot // max(index.n_rows, 1), index.pairs_inside(slot, col))
+        return int(area[index.group.long()].expand(batch, heads).sum())
+
+    def _rows_inside(self, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """The first row inside the lengths of each row slot's tile, and the row after the last."""
+        first = (slot % max(self.n_rows, 1) + self.first_row) * self.block - self.start
+        return first.neg().clamp(min=0), (self.n_queries - first).clamp(max=self.block)
+
+    def _keys_inside(self, col: Tensor) -> Tensor:
+        """The keys inside the lengths of each column tile."""
+        return (self.n_keys - col * self.block).clamp(max=self.block)
+
+    def pairs_inside(self, slot: Tensor, col: Tensor) -> Tensor:
+        """The pairs inside the lengths of each tile."""
+        top, bottom = self._rows_inside(slot)
+        return (bottom - top) * self._keys_inside(col)
+
+    @torch.inference_mode(False)
+    def trimmed(self) -> BlockIndex:
+        """The same pairs, without the bits outside the lengths and the tiles that keep nothing inside them.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Window
+        >>> last = build_index(Window(30, 0), 1, 200)
+        >>> last.part_col.tolist(), last.trimmed().part_col.tolist()
+        ([0, 1], [1])
+        """
+        block = self.block
+        if not (self.start % block or self.n_queries % block or self.n_keys % block):
+            return self
+        number, state = self.entries()
+        slot, col = number // max(self.n_cols, 1), number % max(self.n_cols, 1)
+        ragged = ((state >= 0) & (self.pairs_inside(slot, col) < block * block)).nonzero().flatten()
+        collector = TileCollector(block, self.device)
+        inside = torch.arange(block, device=self.device)
+        states = [ragged[:0]]
+        for part in chunks(ragged, block):
+            top, bottom = self._rows_inside(slot[part, None])
+            rows = (inside >= top) & (inside < bottom)
+            keys = inside < self._keys_inside(col[part, None])
+            states.append(collector.add(unpack_words(self.bits[state[part]], block) & rows[:, :, None] & keys[:, None]))
+        bits, translate = collector.finish()
+        found = torch.cat(states)
+        found[found >= 0] = translate[found[found >= 0]] + len(self.bits)
+        state[ragged] = found
+        kept = state != EMPTY
+        entries = Entries(number[kept], state[kept])
+        return self.from_entries(self.group, entries, torch.cat((self.bits, bits)), self.grid, self.envelopes)
 
     def __repr__(self) -> str:
         return (
@@ -424,32 +472,6 @@ class BlockIndex:
         for name, tensor in zip(TENSOR_FIELDS, expected.tensors(), strict=True):
             if not torch.equal(tensor, getattr(self, name)):
                 raise ValueError(f"{name}: does not follow from the row lists and bits")
-
-    def _count_pairs(self) -> int:
-        """Kept pairs inside the lengths, summed over the entries of ``group``, from the lists and the bits."""
-        block = self.block
-        popcounts = popcount(self.bits).sum((1, 2))
-        if self.n_groups == 1 and not (self.start % block or self.n_queries % block or self.n_keys % block):
-            pairs = self.full_col.numel() * block * block + int(popcounts[self.part_tile].sum())
-            return pairs * self.group.numel()
-        heads = torch.bincount(self.group.flatten(), minlength=self.n_groups)
-        first = torch.arange(self.n_rows, device=self.device) * block + self.first_row * block - self.start
-        top, bottom = first.neg().clamp(min=0), (self.n_queries - first).clamp(max=block)
-        height = bottom - top
-        width = (self.n_keys - torch.arange(self.n_cols, device=self.device) * block).clamp(max=block)
-        slot, part_slot = self.row_of_entries()
-        weight = heads[slot // max(self.n_rows, 1)]
-        total = int((height[slot % max(self.n_rows, 1)] * width[self.full_col] * weight).sum())
-        row, weight = part_slot % max(self.n_rows, 1), heads[part_slot // max(self.n_rows, 1)]
-        kept = popcounts[self.part_tile]
-        ragged = ((height[row] < block) | (width[self.part_col] < block)).nonzero().flatten()
-        inside = torch.arange(block, device=self.device)
-        for part in chunks(ragged, block):
-            mask = unpack_words(self.bits[self.part_tile[part]], block)
-            mask = mask & (inside < width[self.part_col[part], None])[:, None, :]
-            rows = (inside >= top[row[part], None]) & (inside < bottom[row[part], None])
-            kept[part] = (mask & rows[:, :, None]).sum((1, 2))
-        return total + int((kept * weight).sum())
 
 
 TENSOR_FIELDS = tuple(f.name for f in fields(BlockIndex) if f.type == "Tensor")

@@ -59,7 +59,7 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
 
 
 def _native(case: Case, direction: str) -> list[Work]:
-    by_rows, by_columns = (_reached(case, bits) for bits in (case.index.bits_t, case.index.bits))
+    by_rows, by_columns = (_reached(case, bits) for bits in ("bits_t", "bits"))
     threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
     paired = case.dtype == torch.bfloat16 and _isa(case).name == "avx512_bf16" and case.head_dim % 2 == 0
     products = backward_products(case.batch * case.key_heads, threads)
@@ -72,26 +72,28 @@ def _isa(case: Case) -> InstructionSet:
     return library().choice.by_dtype[case.dtype]
 
 
-def _reached(case: Case, bits: torch.Tensor) -> int:
-    """Count the pairs that the kernel computes with the last dimension of ``bits`` [tiles, block, words] in its lanes.
+def _reached(case: Case, bits: str) -> int:
+    """Count the pairs that the kernel computes if the last dimension of the field ``bits`` lies in its lanes.
 
-    Pairs that a ragged tile skips count as if it were whole, so its limit can be a little too low.
+    No more than lie inside the lengths: the limit may come out a little too low in ragged tiles.
     """
-    index = case.index
+    index = case.index.trimmed()
     lanes = min(_isa(case).lanes * 4 // max(4, case.dtype.itemsize), index.block)
-    kept = (bits.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
+    words: torch.Tensor = getattr(index, bits)
+    kept = (words.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
     first, beyond = kept.int().argmax(1), index.block - kept.flip(1).int().argmax(1)
-    skipped = index.block**2 - lanes * ((beyond - first) * kept.any(1)).sum(1)
-    _, slots = index.row_of_entries()
+    reached = lanes * ((beyond - first) * kept.any(1)).sum(1)
+    full, part = index.row_of_entries()
     of_groups = torch.zeros(index.n_groups, dtype=torch.long)
-    of_groups.index_add_(0, slots // index.n_rows, skipped[index.part_tile])
-    of_heads = of_groups[index.group.long()].expand(case.batch, case.heads)
-    return index.tile_pairs(case.batch, case.heads) - int(of_heads.sum())
+    of_groups.index_add_(0, full // index.n_rows, index.pairs_inside(full, index.full_col))
+    inside = index.pairs_inside(part, index.part_col)
+    of_groups.index_add_(0, part // index.n_rows, torch.minimum(reached[index.part_tile], inside))
+    return int(of_groups[index.group.long()].expand(case.batch, case.heads).sum())
 
 
 def _keys_read(case: Case) -> int:
     """Count the keys in column tiles that some row keeps, over all key heads."""
-    index = case.index
+    index = case.index.trimmed()
     widths = (index.n_keys - torch.arange(index.n_cols) * index.block).clamp(max=index.block)
     kept = (index.full_col_ptr + index.part_col_ptr).diff().view(index.n_groups, index.n_cols) > 0
     of_heads = kept[index.group.long()].expand(case.batch, case.heads, -1)

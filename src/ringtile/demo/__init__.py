@@ -8,8 +8,9 @@ import math
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ringtile.analysis.plot import missing_matplotlib
 from ringtile.analysis.units import count, duration_text
@@ -23,44 +24,16 @@ from ringtile.patterns import TileGrid, parse
 ACTS = ("right", "fast", "trains")
 
 
-class Act(Protocol):
-    """The interface of the three acts. Figures stay in the act, so that an interrupted act can still report them."""
-
-    name: str
-
-    @property
-    def lengths(self) -> list[int]:
-        """The numbers of tokens at which the act uses ``--pattern``."""
-
-    def run(self, progress: Progress) -> None:
-        """Measure, and print result lines."""
-
-    def summary(self) -> list[str]:
-        """Return the figures so far in a line or two; none before the first."""
-
-    def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
-
-    def draw(self, path: Path) -> None:
-        """Draw the figures so far."""
-
-    @property
-    def passed(self) -> bool:
-        """True if every check so far holds."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ringtile demo``; all have defaults."""
-    add = parser.add_argument
+    add, folder = parser.add_argument, Path("ringtile-demo")
     add("--only", action="append", choices=ACTS, help="run only this act (repeatable)")
     add("--seconds", type=float, default=60.0, help="sparse training time; dense gets a third of it (default: 60)")
     context = "tokens of the speed table and of training (default: 16K)"
     add("--context", type=count, default=16384, metavar="N", help=context)
     add("--pattern", metavar="TEXT", help='for training and the curve, made causal: "window(512)"; checked, too')
     add("--text", type=Path, metavar="FILE", help="train on this file (default: Python's own sources)")
-    add(
-        "--out", type=Path, default=Path("ringtile-demo"), metavar="DIR", help="picture folder (default: ringtile-demo)"
-    )
+    add("--out", type=Path, default=folder, metavar="DIR", help=f"picture folder (default: {folder})")
     add("--seed", type=int, default=0, help="seed of inputs, weights and text windows (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of lines")
 
@@ -72,19 +45,17 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is out of range or a file cannot be used, before any work.
     """
     acts = _acts(args)
-    progress = Progress(quiet=args.json)
-    why_no_picture = missing_matplotlib()
-    pictures: dict[str, Path] = {}
-    interrupted = False
-    began = time.monotonic()
-    facts, found = machine_facts(), versions()
+    progress, began = Progress(quiet=args.json), time.monotonic()
+    facts, found, warning, no_pictures = machine_facts(), versions(), _busy(), missing_matplotlib()
     progress.say(
         f"ringtile {found['ringtile']}, torch {found['torch']}, Python {platform.python_version()}, "
         f"{threads_text()} on {facts['cpu']} ({facts['instruction_set']}), {facts['system']}"
     )
-    if (warning := _busy()) is not None:
+    if warning is not None:
         progress.say(warning)
-    started: list[Act] = []
+    started: list[Right | Fast | Trains] = []
+    pictures: dict[str, Path] = {}
+    interrupted = False
     for act in acts:
         progress.say()
         started.append(act)
@@ -92,75 +63,56 @@ def run(args: argparse.Namespace) -> int:
             act.run(progress)
         except KeyboardInterrupt:
             interrupted = True
-        if why_no_picture is None and act.summary():
+        # Figures stay in the act, so that an interrupted act can still report them.
+        if no_pictures is None and act.summary():
             pictures[act.name] = args.out / f"{act.name}.png"
             act.draw(pictures[act.name])
         if interrupted:
             break
     progress.clear()
-    passed = all(act.passed for act in started)
+    passed, took = all(act.passed for act in started), time.monotonic() - began
     if args.json:
-        record = {
-            "commit": commit(),
-            "versions": found,
-            "machine": facts,
-            "warning": warning,
-            "seed": args.seed,
-            **{act.name: act.record() for act in started},
-            "pictures": {name: str(path) for name, path in pictures.items()},
-            "no_pictures_because": why_no_picture,
-            "seconds": time.monotonic() - began,
-            "passed": passed,
-            "interrupted": interrupted,
-        }
+        record = {"commit": commit(), "versions": found, "machine": facts, "warning": warning, "seed": args.seed}
+        record |= {act.name: act.record() for act in started}
+        record["pictures"] = {name: str(path) for name, path in pictures.items()}
+        record |= {"no_pictures_because": no_pictures, "seconds": took, "passed": passed, "interrupted": interrupted}
         print(json.dumps(_finite(record), indent=1, allow_nan=False))
     else:
-        heading = "Interrupted; the figures so far" if interrupted else "Summary"
-        print(f"\n{heading} ({duration_text(time.monotonic() - began)})")
-        for act in started:
-            for line in act.summary():
-                print(f"  {line}")
-        for path in pictures.values():
-            print(f"  picture {path}")
-        if why_no_picture is not None:
-            print(f"  pictures left out: {why_no_picture}")
-        if not passed:
-            print("  A CHECK FAILED: see the rows above")
-    if interrupted:
-        return 130
-    return 0 if passed else 1
+        print(f"\n{'Interrupted; the figures so far' if interrupted else 'Summary'} ({duration_text(took)})")
+        lines = [line for act in started for line in act.summary()] + [f"picture {path}" for path in pictures.values()]
+        lines += [] if no_pictures is None else [f"pictures left out: {no_pictures}"]
+        lines += [] if passed else ["A CHECK FAILED: see the rows above"]
+        print(*(f"  {line}" for line in lines), sep="\n")
+    return 130 if interrupted else 0 if passed else 1
 
 
 def _finite(value: Any) -> Any:
     """Return the same data with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _acts(args: argparse.Namespace) -> list[Act]:
+def _acts(args: argparse.Namespace) -> list[Right | Fast | Trains]:
     """Return the chosen acts, in order, after all checks of the arguments."""
+    chosen = args.only or ACTS
     if args.context < 64:
         raise ValueError(f"--context: expected at least 64 tokens, got {args.context}")
     if not args.seconds > 0:
         raise ValueError(f"--seconds: expected a positive number, got {args.seconds}")
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out: expected a folder, got the file {str(args.out)!r}")
-    pattern = None if args.pattern is None else parse(args.pattern)
-    chosen = args.only or ACTS
-    acts: list[Act] = []
-    if "right" in chosen:
-        acts.append(Right(args.seed, pattern))
-    if "fast" in chosen:
-        acts.append(Fast(args.seed, args.context, pattern))
-    if "trains" in chosen:
-        trains = Trains(args.seed, args.context, args.seconds, pattern, args.text)
-        trains.prepare()
-        acts.append(trains)
-    elif args.text is not None:
+    if args.text is not None and "trains" not in chosen:
         raise ValueError("--text: used only by the training act, which --only leaves out")
+    pattern = None if args.pattern is None else parse(args.pattern)
+    makers: dict[str, Callable[[], Right | Fast | Trains]] = {
+        "right": lambda: Right(args.seed, pattern),
+        "fast": lambda: Fast(args.seed, args.context, pattern),
+        "trains": lambda: Trains(args.seed, args.context, args.seconds, pattern, args.text),
+    }
+    acts = [make() for name, make in makers.items() if name in chosen]
     if pattern is not None:
         for n_tokens in sorted({n_tokens for act in acts for n_tokens in act.lengths}):
             pattern.validate(TileGrid(128, 0, n_tokens, n_tokens))

@@ -56,6 +56,11 @@ class LengthRow:
     dense_seconds: float
     dense_measured: bool
 
+    @property
+    def dense_text(self) -> str:
+        """The time of dense attention, marked if it was not measured."""
+        return duration_text(self.dense_seconds) + ("" if self.dense_measured else " (extrapolated)")
+
 
 @dataclass
 class Fast:
@@ -73,6 +78,17 @@ class Fast:
 
     name = "fast"
 
+    @property
+    def curve_rule(self) -> Pattern:
+        """The fixed pattern of the curve."""
+        return parse(CURVE) if self.pattern is None else Causal() & self.pattern
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the curve. The first is the length of the table."""
+        scale = self.context / CURVE_TOKENS[0]
+        return [n for n in (round(n * scale) for n in CURVE_TOKENS) if n <= max(CURVE_TOKENS[-1], self.context)]
+
     def run(self, progress: Progress) -> None:
         """Measure the table and then the curve, and print both."""
         progress.say(
@@ -82,78 +98,66 @@ class Fast:
         self._measure_table(progress)
         self._measure_curve(progress)
 
-    @property
-    def curve_rule(self) -> Pattern:
-        """The fixed pattern of the curve."""
-        return parse(CURVE) if self.pattern is None else Causal() & self.pattern
-
     def _measure_table(self, progress: Progress) -> None:
         n_tiles = -(-self.context // BLOCK)
         # Every query keeps the tile of its own position. With few tiles that alone is more than some densities.
         reachable = [density for density in CLAIMED if density * (n_tiles + 1) >= 2]
-        if len(reachable) < len(CLAIMED):
-            missing = ", ".join(f"{density:.0%}" for density in CLAIMED if density not in reachable)
-            progress.say(f"  left out {missing}: out of reach with {n_tiles} x {n_tiles} tiles; use a longer --context")
+        if missing := [f"{density:.0%}" for density in CLAIMED if density not in reachable]:
+            reason = f"out of reach with {n_tiles} x {n_tiles} tiles; use a longer --context"
+            progress.say(f"  left out {', '.join(missing)}: {reason}")
         if not reachable:
             return
         case = Case("causal", Causal(), self.context, heads=CLAIMED_HEADS, block=BLOCK)
-        peers = {}
-        for density in reachable:
-            pattern = claimed_pattern(density, self.context, seed=self.seed, block=BLOCK)
-            peers[density] = Sparse(name=f"{density:g}", pattern=pattern)
-        progress.show(f"fast: {len(peers)} densities and dense attention, forward")
+        patterns = {
+            density: claimed_pattern(density, self.context, seed=self.seed, block=BLOCK) for density in reachable
+        }
+        peers = [Sparse(name=f"{density:g}", pattern=pattern) for density, pattern in patterns.items()]
         options: dict[str, Any] = {"seconds": TABLE_SECONDS, "rounds": 1, "slow_seconds": math.inf, "seed": self.seed}
-        for direction, rows in zip(DIRECTIONS, measure(case, [*peers.values(), SdpaDense()], **options), strict=True):
+        progress.show(f"fast: {len(peers)} densities and dense attention, forward")
+        for direction, rows in zip(DIRECTIONS, measure(case, [*peers, SdpaDense()], **options), strict=True):
             found = {row.peer: row for row in rows}
             self.dense[direction] = found[DENSE]
-            for density, peer in peers.items():
-                tiles = replace(case, pattern=peer.pattern).index.tile_density
-                self.table.setdefault(density, {})[direction] = replace(found[peer.name], tile_density=tiles)
+            for density, pattern in patterns.items():
+                tiles = replace(case, pattern=pattern).index.tile_density
+                self.table.setdefault(density, {})[direction] = replace(found[f"{density:g}"], tile_density=tiles)
             progress.show(f"fast: {len(peers)} densities and dense attention, forward and backward")
-        forward, both = (self.dense[direction] for direction in DIRECTIONS)
+        took = [duration_text((self.dense[direction].median_ms or 0) / 1e3) for direction in DIRECTIONS]
         progress.say(
-            f"  dense forward {duration_text((forward.median_ms or 0) / 1e3)}, forward and backward "
-            f"{duration_text((both.median_ms or 0) / 1e3)}; medians of {both.rounds} rounds; "
+            f"  dense forward {took[0]}, forward and backward {took[1]}; medians of {self.dense[BOTH].rounds} rounds; "
             f"density of {BLOCK} x {BLOCK} tiles"
         )
         progress.say("  tile density  claimed  forward  forward+backward  error")
         for density, pair in self.table.items():
-            forward, both = (pair[direction] for direction in DIRECTIONS)
-            speed = [f"{row.speedup:.1f}x" if row.speedup else "WRONG" for row in (forward, both)]
-            error = max(math.inf if row.error is None else row.error for row in (forward, both))
-            claim = f"{CLAIMED[density]:.0f}x"
-            progress.say(f"  {both.tile_density:>12.1%}  {claim:>7}  {speed[0]:>7}  {speed[1]:>16}  {error:.1e}")
-
-    @property
-    def lengths(self) -> list[int]:
-        """The lengths of the curve. The first is the length of the table."""
-        scale = self.context / CURVE_TOKENS[0]
-        return [n for n in (round(n * scale) for n in CURVE_TOKENS) if n <= max(CURVE_TOKENS[-1], self.context)]
+            speed = [f"{row.speedup:.1f}x" if row.speedup else "WRONG" for row in pair.values()]
+            error = max(math.inf if row.error is None else row.error for row in pair.values())
+            tiles, claim = pair[BOTH].tile_density, f"{CLAIMED[density]:.0f}x"
+            progress.say(f"  {tiles:>12.1%}  {claim:>7}  {speed[0]:>7}  {speed[1]:>16}  {error:.1e}")
 
     def _measure_curve(self, progress: Progress) -> None:
-        heads = self.curve_rule.n_heads or 1
+        heads, seconds_per_tile = self.curve_rule.n_heads or 1, 0.0
         progress.say(
             f"  {self.curve_rule!r}, B1 H{heads}, forward and backward; memory: peak beyond inputs and results"
         )
         progress.say("        N       time    memory  dense time                    error")
-        seconds_per_tile = 0.0
         for n_tokens in self.lengths:
             progress.show(f"fast: {n_tokens:,} tokens")
             case = Case("curve", self.curve_rule, n_tokens, heads=heads, block=BLOCK)
             try:
-                tiles = case.index.kept_tiles
+                tiles, reason = case.index.kept_tiles, ""
             except ValueError as error:
-                self.left_out = f"from {n_tokens:,} tokens up: {error}"
-                break
+                tiles, reason = 0, str(error)
             if (expected := seconds_per_tile * tiles) > PASS_SECONDS:
-                self.left_out = f"from {n_tokens:,} tokens up: a pass would take about {duration_text(expected)}"
+                reason = f"a pass would take about {duration_text(expected)}"
+            if reason:
+                self.left_out = f"from {n_tokens:,} tokens up: {reason}"
+                progress.say(f"  left out {self.left_out}")
                 break
             row = self._measure_length(case)
             self.curve.append(row)
             seconds_per_tile = row.both_seconds / max(1, tiles)
-            progress.say(_curve_line(row))
-        if self.left_out is not None:
-            progress.say(f"  left out {self.left_out}")
+            took = duration_text(row.both_seconds) if row.exact else "WRONG"
+            memory, dense = f"{row.peak_bytes / 2**20:,.0f} MiB", row.dense_text
+            progress.say(f"  {count_text(n_tokens):>7}  {took:>9}  {memory:>8}  {dense:<28}  {row.error:.1e}")
 
     def _measure_length(self, case: Case) -> LengthRow:
         exact, rule = Exact(case, self.seed, checked_rows=CHECKED_ROWS), case.pattern
@@ -171,57 +175,52 @@ class Fast:
         error = max(exact.errors(rule, *results))
         del results
         peaks = exact.peaks(attention, BOTH)
-        right = error <= exact.bound(rule, BOTH)
-        peak = max(peaks.forward, peaks.backward or 0)
+        right, peak = error <= exact.bound(rule, BOTH), max(peaks.forward, peaks.backward or 0)
         return LengthRow(case.n_tokens, right, error, both, peak, dense, affordable)
 
     def summary(self) -> list[str]:
-        """Return the figures so far in one or two lines."""
+        """Return the figures so far in one or two lines; none before the first."""
         lines = []
-        timed = [pair for pair in self.table.values() if all(row.speedup for row in pair.values()) and BOTH in pair]
+        timed = [pair for pair in self.table.values() if BOTH in pair and all(row.speedup for row in pair.values())]
         if timed:
             parts = [
                 f"{pair[BOTH].tile_density:.0%} {pair[FORWARD].speedup:.1f}x / {pair[BOTH].speedup:.1f}x"
                 for pair in timed
             ]
             lines.append(f"N {self.context:,}, speedup forward / forward+backward at tile density {', '.join(parts)}")
-        if self.curve:
-            row = self.curve[-1]
+        for row in self.curve[-1:]:
             lines.append(
                 f"{row.n_tokens:,} tokens forward and backward in {duration_text(row.both_seconds)} with "
-                f"{row.peak_bytes / 2**20:,.0f} MiB beyond inputs and results; "
-                f"dense {duration_text(row.dense_seconds)} ({'measured' if row.dense_measured else 'extrapolated'})"
+                f"{row.peak_bytes / 2**20:,.0f} MiB beyond inputs and results; dense {row.dense_text}"
             )
         return [f"{'' if number else 'Fast':<8}{line}" for number, line in enumerate(lines)]
 
     @property
     def passed(self) -> bool:
         """True if every row agrees with float64."""
-        return all(row.median_ms is not None for pair in self.table.values() for row in pair.values()) and all(
-            row.exact for row in self.curve
-        )
+        rows = [row for pair in self.table.values() for row in pair.values()]
+        return all(row.median_ms is not None for row in rows) and all(row.exact for row in self.curve)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
-        table = [asdict(row) for pair in self.table.values() for row in pair.values()]
+        """Return the figures so far as plain data."""
+        rows = [row for pair in (*self.table.values(), self.dense) for row in pair.values()]
         return {
-            "table": [*table, *(asdict(row) for row in self.dense.values())],
+            "table": [asdict(row) for row in rows],
             "curve_pattern": repr(self.curve_rule),
             "curve": [asdict(row) for row in self.curve],
             "curve_left_out": self.left_out,
         }
 
     def draw(self, path: Path) -> None:
-        """Draw the claimed and the measured speedups, and time and memory against the length, of the rows that are
-        right."""
+        """Draw claimed and measured speedups, and time and memory against the length, of the rows that are right."""
         from ringtile.analysis.plot import picture
 
         with picture(path, 13.5, 4.6) as figure:
             table, duration, memory = figure.subplots(1, 3, width_ratios=[1.25, 1, 1])
             if any(row.speedup for pair in self.table.values() for row in pair.values()):
                 self._draw_table(table)
-            if any(row.exact for row in self.curve):
-                self._draw_curve(duration, memory)
+            if rows := [row for row in self.curve if row.exact]:
+                self._draw_curve(rows, duration, memory)
 
     def _draw_table(self, axes: Axes) -> None:
         from ringtile.analysis.plot import BLUE, GREY, LIGHT_BLUE, grouped_bars
@@ -234,43 +233,42 @@ class Fast:
         grouped_bars(axes, labels, series, (GREY, LIGHT_BLUE, BLUE), dict.fromkeys(series, "{:.3g}"))
         axes.set_yscale("log", base=2)
         axes.set_ylim(0.5, 100)
-        ticks = [1, 2, 4, 8, 16, 32, 64]
-        axes.set_yticks(ticks, [f"{tick}x" for tick in ticks])
+        axes.set_yticks(ticks := [1, 2, 4, 8, 16, 32, 64], [f"{tick}x" for tick in ticks])
         axes.set_xlabel("tile density (share of the causal tiles that is computed)")
         axes.set_ylabel("speedup over dense attention (torch SDPA)")
         axes.set_title(f"N {count_text(self.context)}, B1 H{CLAIMED_HEADS} D64, float32, {threads_text()}")
         axes.legend(loc="upper left")
 
-    def _draw_curve(self, duration: Axes, memory: Axes) -> None:
+    def _draw_curve(self, rows: list[LengthRow], duration: Axes, memory: Axes) -> None:
         from ringtile.analysis.plot import BLUE, GREY, ORANGE, Curve, plot_curves
 
-        rows, heads = [row for row in self.curve if row.exact], self.curve_rule.n_heads or 1
-        measured = sum(row.dense_measured for row in rows)
-        lengths, dense = [row.n_tokens for row in rows], [row.dense_seconds for row in rows]
-        seconds = [row.both_seconds for row in rows]
+        heads, measured = self.curve_rule.n_heads or 1, sum(row.dense_measured for row in rows)
+        lengths = [row.n_tokens for row in rows]
+        seconds, dense = [row.both_seconds for row in rows], [row.dense_seconds for row in rows]
         # A logarithmic axis has no place for a length that needed no memory.
         peaks = [max(row.peak_bytes, 1) / 2**20 for row in rows]
         held = [8 * n_tokens * heads * 64 * 4 / 2**20 for n_tokens in lengths]
         beyond = slice(max(0, measured - 1), None)
-        curves = [
+        times = [
             Curve("sparse", lengths, seconds, BLUE, marker="o"),
             Curve("dense, measured", lengths[:measured], dense[:measured], ORANGE, marker="o"),
             Curve("dense, extrapolated", lengths[beyond], dense[beyond], ORANGE, "--"),
         ]
-        plot_curves(curves, duration, x_label="tokens N", y_label="seconds")
-        curves = [
+        sizes = [
             Curve("inputs, output, their gradients", lengths, held, GREY, marker="o"),
             Curve("sparse, peak beyond these", lengths, peaks, BLUE, marker="o"),
         ]
-        plot_curves(curves, memory, x_label="tokens N", y_label="MiB")
         # Each label stands on the side of its rising curve where the curve is not.
         below: dict[str, Any] = {"xytext": (5, -12), "textcoords": "offset points", "fontsize": 8, "color": BLUE}
         above = {**below, "xytext": (-5, 5), "ha": "right", "color": ORANGE}
-        for n_tokens, ours, theirs, peak in zip(lengths, seconds, dense, peaks, strict=True):
-            duration.annotate(duration_text(ours), (n_tokens, ours), **below)
-            duration.annotate(duration_text(theirs), (n_tokens, theirs), **above)
-            memory.annotate(f"{peak:,.0f}", (n_tokens, peak), **below)
-        for axes in (duration, memory):
+        for axes, curves, unit, labels in (
+            (duration, times, "seconds", [(seconds, duration_text, below), (dense, duration_text, above)]),
+            (memory, sizes, "MiB", [(peaks, "{:,.0f}".format, below)]),
+        ):
+            plot_curves(curves, axes, x_label="tokens N", y_label=unit)
+            for values, text, place in labels:
+                for at in zip(lengths, values, strict=True):
+                    axes.annotate(text(at[1]), at, **place)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(lengths, [count_text(length) for length in lengths])
@@ -280,10 +278,3 @@ class Fast:
         memory.set_title("Memory, forward + backward")
         rule = f"middle and right: {self.curve_rule!r}"
         memory.figure.supxlabel(rule, fontsize=8, color="#4a5059", x=0.99, ha="right")
-
-
-def _curve_line(row: LengthRow) -> str:
-    memory = f"{row.peak_bytes / 2**20:,.0f} MiB"
-    dense = duration_text(row.dense_seconds) + ("" if row.dense_measured else " (extrapolated)")
-    took = duration_text(row.both_seconds) if row.exact else "WRONG"
-    return f"  {count_text(row.n_tokens):>7}  {took:>9}  {memory:>8}  {dense:<28}  {row.error:.1e}"

@@ -63,27 +63,27 @@ class Right:
         return [self.n_tokens]
 
     def cases(self) -> list[Case]:
-        """The patterns by name, each as it is and then causal."""
-        chosen: dict[str, Pattern] = {
+        """Return the patterns by name, each unchanged and then causal."""
+        chosen: dict[str, Pattern | None] = {
             "window": Window(96),
             "dilated": Dilated([1, 2, 4], 32),
             "longformer": longformer(64, global_tokens=32),
             "bigbird": bigbird(random=2, window=64, global_tokens=32),
+            "--pattern": self.pattern,
         }
-        if self.pattern is not None:
-            chosen["--pattern"] = self.pattern
         return [
             Case(name, pattern, self.n_tokens, heads=rule.n_heads or HEADS, block=BLOCK)
             for name, rule in chosen.items()
+            if rule is not None
             for pattern in (rule, Causal() & rule)
         ]
 
     def run(self, progress: Progress) -> None:
         """Measure, and print a line per pattern."""
-        progress.say(f"Right: relative L2 error against float64 (N {self.n_tokens:,}, B1 H{HEADS} D64, float32)")
-        progress.say(f"  {'':<19}{'ringtile':^36}  {PER_TILE:^31}")
         names = "".join(f"{name:>9}" for name in TENSORS)
-        progress.say(f"  {'pattern':<11}{'causal':<8}{names}  {names.replace('  ', ' ', 1)}")
+        progress.say(f"Right: relative L2 error against float64 (N {self.n_tokens:,}, B1 H{HEADS} D64, float32)")
+        progress.say(f"  {'':<19}{RINGTILE:^36}  {PER_TILE:^36}".rstrip())
+        progress.say(f"  {'pattern':<11}{'causal':<8}{names}  {names}")
         for number, case in enumerate(self.cases()):
             progress.show(f"right: {case.asked}")
             row = self._measure(case, bool(number % 2))
@@ -102,33 +102,26 @@ class Right:
             errors[method] = exact.errors(rule, *exact.run(attention, BOTH, exact.rows_grad))
         return PatternErrors(case.asked, repr(rule), causal, case.index.density, errors)
 
-    def worst(self, method: str) -> float:
-        """Return the worst error of a method over patterns and tensors."""
-        return max(max(row.errors[method]) for row in self.rows)
-
     def summary(self) -> list[str]:
-        """Return one line on the figures so far."""
+        """Return one line on the figures so far; none before the first."""
         if not self.rows:
             return []
+        worst = {method: max(max(row.errors[method]) for row in self.rows) for method in (RINGTILE, TORCH, PER_TILE)}
         lowest = min(min(row.errors[PER_TILE]) for row in self.rows)
         return [
-            f"Right   worst error of outputs and gradients: {self.worst(RINGTILE):.1e} over {len(self.rows)} patterns "
-            f"(torch's own dense attention: {self.worst(TORCH):.1e}); "
-            f"{PER_TILE}: {lowest:.1f} to {self.worst(PER_TILE):.1f}"
+            f"Right   worst error of outputs and gradients: {worst[RINGTILE]:.1e} over {len(self.rows)} patterns "
+            f"(torch's own dense attention: {worst[TORCH]:.1e}); {PER_TILE}: {lowest:.1f} to {worst[PER_TILE]:.1f}"
         ]
 
     def record(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
-        return {"n_tokens": self.n_tokens, "tensors": list(TENSORS), "rows": [asdict(row) for row in self.rows]}
+        """Return the figures so far as plain data."""
+        return {"n_tokens": self.n_tokens, "tensors": TENSORS, "rows": [asdict(row) for row in self.rows]}
 
     @property
     def passed(self) -> bool:
         """True if every error is at most three times the error of torch's own dense attention."""
-        return all(
-            ours <= 3 * theirs + 1e-7
-            for row in self.rows
-            for ours, theirs in zip(row.errors[RINGTILE], row.errors[TORCH], strict=True)
-        )
+        pairs = (zip(row.errors[RINGTILE], row.errors[TORCH], strict=True) for row in self.rows)
+        return all(ours <= 3 * theirs + 1e-7 for row in pairs for ours, theirs in row)
 
     def draw(self, path: Path) -> None:
         """Draw the patterns, and the worst error of each method on a logarithmic scale."""
@@ -140,12 +133,11 @@ class Right:
             for column, case in enumerate(drawn):
                 axes = plot_pattern(case.index, figure.add_subplot(grid[0, column]))
                 axes.set_title(f"{case.asked}  ({case.index.density:.0%} of pairs)")
-                if column:
-                    axes.set_ylabel("")
+                axes.set_ylabel("" if column else "query position")
             axes = figure.add_subplot(grid[1, :])
-            worst = {method: [max(row.errors[method]) for row in self.rows] for method in (RINGTILE, TORCH, PER_TILE)}
-            labels = [f"{row.name}\n{'causal' if row.causal else 'not causal'}" for row in self.rows]
             texts = {RINGTILE: "{:.1e}", TORCH: "", PER_TILE: "{:.1f}"}
+            worst = {method: [max(row.errors[method]) for row in self.rows] for method in texts}
+            labels = [f"{row.name}\n{'causal' if row.causal else 'not causal'}" for row in self.rows]
             grouped_bars(axes, labels, worst, (BLUE, GREY, RED), texts)
             axes.set_yscale("log")
             axes.set_ylim(1e-8, 100)

@@ -1,4 +1,4 @@
-"""Act three: train a small byte-level language model at a long context, sparse and dense, on real text."""
+"""Act three: a small byte-level language model at a long context, sparse and dense, on real text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,32 +89,29 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, dropou
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, dropout_p=dropout_p)
 
 
+@dataclass
 class Run:
     """One model in training, with its optimizer and its figures."""
 
-    def __init__(
-        self,
-        label: str,
-        pattern: Pattern,
-        attend: Callable[..., Any],
-        corpus: Corpus,
-        context: int,
-        seed: int,
-        size: ModelSize,
-    ) -> None:
-        self.label, self._corpus, self._context, self._seed = label, corpus, context, seed
+    label: str
+    corpus: Corpus
+    context: int
+    seed: int
+    size: InitVar[ModelSize]
+    pattern: InitVar[Pattern]
+    attend: InitVar[Callable[..., Any]]
+    seconds: list[float] = field(default_factory=list)
+    """Training time at the end of each step."""
+    bits: list[float] = field(default_factory=list)
+    """Bits per byte of each step's text, before the step."""
+    held_out: list[HeldOut] = field(default_factory=list)
+
+    def __post_init__(self, size: ModelSize, pattern: Pattern, attend: Callable[..., Any]) -> None:
+        options: dict[str, Any] = {"qk_norm": True, "is_causal": True, "pattern": pattern, "attend": attend}
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            layers = SparseTransformer(
-                size.layers, size.width, size.heads, qk_norm=True, is_causal=True, pattern=pattern, attend=attend
-            )
-            self.model = SparseLanguageModel(256, layers)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-        self.seconds: list[float] = []
-        """Training time at the end of each step."""
-        self.bits: list[float] = []
-        """Bits per byte of each step's text, before the step."""
-        self.held_out: list[HeldOut] = []
+            torch.manual_seed(self.seed)
+            self.model = SparseLanguageModel(256, SparseTransformer(size.layers, size.width, size.heads, **options))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
 
     @property
     def steps(self) -> int:
@@ -131,31 +128,31 @@ class Run:
         """Steps per second."""
         return self.steps / self.trained_seconds if self.seconds else 0.0
 
-    def _loss(self, text: Tensor) -> Tensor:
-        """Return the mean cross entropy, in nats, of the bytes ``text[1:]`` (uint8) given the bytes before each."""
-        tokens = text.long()
+    def _loss(self, text: Tensor, first: int, length: int) -> Tensor:
+        """Return the mean cross entropy, in nats, of the ``length`` bytes after ``first`` given the bytes before."""
+        tokens = text[first : first + length + 1].long()
         return F.cross_entropy(self.model(tokens[None, :-1])[0], tokens[1:])
 
     def step(self) -> None:
         """Train on one window of text, which depends on the seed and the number of the step."""
         began = time.perf_counter()
-        generator = torch.Generator().manual_seed((self._seed << 32) + self.steps)
-        first = int(torch.randint(len(self._corpus.train) - self._context, (), generator=generator))
-        self._optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (self.steps + 1) / WARMUP_STEPS)
-        loss = self._loss(self._corpus.train[first : first + self._context + 1])
-        self._optimizer.zero_grad()
+        generator = torch.Generator().manual_seed((self.seed << 32) + self.steps)
+        first = int(torch.randint(len(self.corpus.train) - self.context, (), generator=generator))
+        self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (self.steps + 1) / WARMUP_STEPS)
+        loss = self._loss(self.corpus.train, first, self.context)
+        self.optimizer.zero_grad()
         loss.backward()
-        self._optimizer.step()
+        self.optimizer.step()
         self.bits.append(loss.item() / math.log(2))
         self.seconds.append(self.trained_seconds + time.perf_counter() - began)
 
+    @torch.no_grad()
     def evaluate(self) -> None:
         """Measure bits per byte on the first windows of the held-out text."""
-        text, length = self._corpus.held_out, min(self._context, len(self._corpus.held_out) - 1)
+        text, length = self.corpus.held_out, min(self.context, len(self.corpus.held_out) - 1)
         firsts = range(0, len(text) - length, length)[:HELD_OUT_WINDOWS]
-        with torch.no_grad():
-            losses = [float(self._loss(text[first : first + length + 1])) for first in firsts]
-        self.held_out.append(HeldOut(self.steps, self.trained_seconds, sum(losses) / len(losses) / math.log(2)))
+        bits = sum(float(self._loss(text, first, length)) for first in firsts) / len(firsts) / math.log(2)
+        self.held_out.append(HeldOut(self.steps, self.trained_seconds, bits))
 
 
 def flex_attention_error() -> str | None:
@@ -174,7 +171,11 @@ def flex_attention_error() -> str | None:
 
 @dataclass
 class Trains:
-    """Trains one model twice, with sparse and with dense attention."""
+    """Trains one model twice, with sparse and with dense attention.
+
+    Raises:
+        ValueError: If the text is too short or the heads of the pattern do not divide the width.
+    """
 
     seed: int = 0
     context: int = 16384
@@ -182,23 +183,12 @@ class Trains:
     pattern: Pattern | None = None
     text: Path | None = None
     size: ModelSize = field(default_factory=ModelSize)
-    runs: list[Run] = field(default_factory=list)
     flex_error: str | None = None
 
     name = "trains"
 
-    @property
-    def lengths(self) -> list[int]:
-        """The one length."""
-        return [self.context]
-
-    def prepare(self) -> None:
-        """Read the text and build the models.
-
-        Raises:
-            ValueError: If the text is too short or the heads of the pattern do not divide the width.
-        """
-        self.corpus = load_corpus(self.text)
+    def __post_init__(self) -> None:
+        self.corpus, self.lengths = load_corpus(self.text), [self.context]
         for part, needed in (("train", self.context + 1), ("held_out", 2)):
             if len(getattr(self.corpus, part)) < needed:
                 raise ValueError(
@@ -206,16 +196,13 @@ class Trains:
                     f"{self.context:,}, got {len(getattr(self.corpus, part)):,}"
                 )
         self.rule = DEFAULT_PATTERN if self.pattern is None else Causal() & self.pattern
-        if self.rule.n_heads is not None:
-            self.size = self.size._replace(heads=self.rule.n_heads)
+        self.size = self.size._replace(heads=self.rule.n_heads or self.size.heads)
         if self.size.width % (2 * self.size.heads):
             raise ValueError(
                 f"--pattern: expected a number of heads that divides {self.size.width // 2}, got {self.size.heads}"
             )
-        self.runs = [
-            Run(label, self.rule, attend, self.corpus, self.context, self.seed, self.size)
-            for label, attend in (("sparse", sparse_attention), ("dense", _dense))
-        ]
+        shared = (self.corpus, self.context, self.seed, self.size, self.rule)
+        self.runs = [Run("sparse", *shared, sparse_attention), Run("dense", *shared, _dense)]
 
     def run(self, progress: Progress) -> None:
         """Train sparse, then dense, and print both; then try the same with FlexAttention."""
@@ -254,9 +241,8 @@ class Trains:
         )
 
     def summary(self) -> list[str]:
-        """Return the figures so far in one or two lines."""
-        trained = [run for run in self.runs if run.steps]
-        if not trained:
+        """Return the figures so far in one or two lines; none before the first."""
+        if not (trained := [run for run in self.runs if run.steps]):
             return []
         parts = []
         for run in trained:
@@ -264,8 +250,8 @@ class Trains:
             bits = f"{run.held_out[-1].bits:.2f} bits/byte held out" if run.held_out else last
             parts.append(f"{run.label} {run.steps} steps in {duration_text(run.trained_seconds)}, {bits}")
         lines = [f"Trains  context {self.context:,}: {'; '.join(parts)}"]
-        if len(trained) == 2 and trained[1].held_out:
-            sparse, dense = trained
+        sparse, dense = self.runs
+        if sparse.held_out and dense.held_out:
             early, late = sparse.held_out[0], dense.held_out[-1]
             lines.append(
                 f"        {sparse.rate / dense.rate:.1f}x the steps per second; held out after "
@@ -280,7 +266,17 @@ class Trains:
         return all(math.isfinite(bits) for run in self.runs for bits in run.bits)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures as plain data."""
+        """Return the figures so far as plain data."""
+        runs = {
+            run.label: {
+                "steps": run.steps,
+                "steps_per_second": run.rate,
+                "held_out": [measured._asdict() for measured in run.held_out],
+                "seconds": run.seconds,
+                "bits_per_byte": run.bits,
+            }
+            for run in self.runs
+        }
         return {
             "pattern": repr(self.rule),
             "context": self.context,
@@ -289,44 +285,38 @@ class Trains:
             "train_bytes": len(self.corpus.train),
             "held_out_bytes": len(self.corpus.held_out),
             "byte_entropy": self.corpus.byte_entropy(),
-            "runs": {
-                run.label: {
-                    "steps": run.steps,
-                    "steps_per_second": run.rate,
-                    "held_out": [measured._asdict() for measured in run.held_out],
-                    "seconds": run.seconds,
-                    "bits_per_byte": run.bits,
-                }
-                for run in self.runs
-            },
+            "runs": runs,
             "flex_attention_error": self.flex_error,
         }
 
     def draw(self, path: Path) -> None:
         """Draw bits per byte against seconds and against steps."""
-        from ringtile.analysis.plot import BLUE, GREY, ORANGE, Curve, picture, plot_curves
+        from ringtile.analysis.plot import BLUE, GREY, ORANGE, picture
 
-        trained = [(run, color) for run, color in zip(self.runs, (BLUE, ORANGE), strict=True) if run.steps]
-        entropy = self.corpus.byte_entropy()
+        entropy, ink = self.corpus.byte_entropy(), "#4a5059"
         with picture(path, 11, 4.4) as figure:
-            axes = figure.subplots(1, 2, width_ratios=[1.5, 1], sharey=True)
-            for by_steps, (ax, label) in enumerate(zip(axes, ("seconds of training", "steps"), strict=True)):
-                curves = []
-                for run, color in trained:
-                    x = list(range(1, run.steps + 1)) if by_steps else run.seconds
-                    name = "" if by_steps else f"{run.label} attention, {run.rate:.2f} steps/s"
-                    curves.append(Curve(name, x, run.bits, color, marker="." if run.steps < 50 else ""))
-                    for measured in run.held_out:
-                        at = measured.steps if by_steps else measured.seconds
-                        ax.plot(at, measured.bits, "D", color=color, markeredgecolor="white", markersize=8, zorder=4)
-                        place: Any = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-                        ax.annotate(f"{measured.bits:.2f}", (at, measured.bits), **place)
-                plot_curves(curves, ax, x_label=label, legend="upper right")
-                ax.axhline(entropy, color=GREY, linestyle=":", linewidth=1.2)
-                ax.set_xlim(left=0)
-            where: Any = {"xycoords": axes[0].get_yaxis_transform(), "xytext": (0, 3), "textcoords": "offset points"}
-            axes[0].annotate("byte counts alone", (0.995, entropy), ha="right", color="#4a5059", fontsize=8, **where)
-            axes[0].set_ylabel("bits per byte of the text of each step")
-            axes[0].set_title(f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out")
-            axes[1].set_title("The same, by steps")
-            figure.supxlabel(f"sparse: {self.rule!r};  text: {self.corpus.source}", fontsize=8, color="#4a5059")
+            by_time, by_steps = figure.subplots(1, 2, width_ratios=[1.5, 1], sharey=True)
+            for run, color in zip(self.runs, (BLUE, ORANGE), strict=True):
+                if not run.steps:
+                    continue
+                label, marker = f"{run.label} attention, {run.rate:.2f} steps/s", "." if run.steps < 50 else ""
+                diamonds: dict[str, Any] = {"color": color, "markeredgecolor": "white", "markersize": 8, "zorder": 4}
+                for axes, x in ((by_time, run.seconds), (by_steps, range(1, run.steps + 1))):
+                    axes.plot(x, run.bits, color=color, marker=marker, label=label)
+                    for at in run.held_out:
+                        place = (at.seconds if axes is by_time else at.steps, at.bits)
+                        axes.plot(*place, "D", **diamonds)
+                        above: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+                        axes.annotate(f"{at.bits:.2f}", place, fontsize=8, **above)
+            for axes, label in ((by_time, "seconds of training"), (by_steps, "steps")):
+                axes.axhline(entropy, color=GREY, linestyle=":", linewidth=1.2)
+                axes.set_xlim(left=0)
+                axes.set_xlabel(label)
+                axes.grid(True)
+            where: dict[str, Any] = {"xycoords": by_time.get_yaxis_transform(), "textcoords": "offset points"}
+            by_time.annotate("byte counts alone", (0.995, entropy), (0, 3), ha="right", color=ink, fontsize=8, **where)
+            by_time.legend(loc="upper right")
+            by_time.set_ylabel("bits per byte of the text of each step")
+            by_time.set_title(f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out")
+            by_steps.set_title("The same, by steps")
+            figure.supxlabel(f"sparse: {self.rule!r};  text: {self.corpus.source}", fontsize=8, color=ink)

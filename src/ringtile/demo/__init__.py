@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
         # Figures stay in the act, so that an interrupted act can still report them.
-        if no_pictures is None and act.summary():
+        if no_pictures is None and act.has_figures:
             pictures[act.name] = args.out / f"{act.name}.png"
             act.draw(pictures[act.name])
         if interrupted:
@@ -78,11 +78,13 @@ def run(args: argparse.Namespace) -> int:
         record |= {"no_pictures_because": no_pictures, "seconds": took, "passed": passed, "interrupted": interrupted}
         print(json.dumps(_finite(record), indent=1, allow_nan=False))
     else:
-        print(f"\n{'Interrupted; the figures so far' if interrupted else 'Summary'} ({duration_text(took)})")
-        lines = [line for act in started for line in act.summary()] + [f"picture {path}" for path in pictures.values()]
-        lines += [] if no_pictures is None else [f"pictures left out: {no_pictures}"]
-        lines += [] if passed else ["A CHECK FAILED: see the rows above"]
-        print(*(f"  {line}" for line in lines), sep="\n")
+        print(f"\n{'Interrupted' if interrupted else 'Done'} after {duration_text(took)}")
+        for path in pictures.values():
+            print(f"  picture {path}")
+        if no_pictures is not None:
+            print(f"  pictures left out: {no_pictures}")
+        if not passed:
+            print("  A CHECK FAILED: see the rows above")
     return 130 if interrupted else 0 if passed else 1
 
 

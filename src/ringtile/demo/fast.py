@@ -178,22 +178,10 @@ class Fast:
         right, peak = error <= exact.bound(rule, BOTH), max(peaks.forward, peaks.backward or 0)
         return LengthRow(case.n_tokens, right, error, both, peak, dense, affordable)
 
-    def summary(self) -> list[str]:
-        """Return the figures so far in one or two lines; none before the first."""
-        lines = []
-        timed = [pair for pair in self.table.values() if BOTH in pair and all(row.speedup for row in pair.values())]
-        if timed:
-            parts = [
-                f"{pair[BOTH].tile_density:.0%} {pair[FORWARD].speedup:.1f}x / {pair[BOTH].speedup:.1f}x"
-                for pair in timed
-            ]
-            lines.append(f"N {self.context:,}, speedup forward / forward+backward at tile density {', '.join(parts)}")
-        for row in self.curve[-1:]:
-            lines.append(
-                f"{row.n_tokens:,} tokens forward and backward in {duration_text(row.both_seconds)} with "
-                f"{row.peak_bytes / 2**20:,.0f} MiB beyond inputs and results; dense {row.dense_text}"
-            )
-        return [f"{'' if number else 'Fast':<8}{line}" for number, line in enumerate(lines)]
+    @property
+    def has_figures(self) -> bool:
+        """True after the first measurement."""
+        return any(BOTH in pair for pair in self.table.values()) or bool(self.curve)
 
     @property
     def passed(self) -> bool:

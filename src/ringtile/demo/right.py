@@ -91,6 +91,8 @@ class Right:
             ours = "".join(f"{error:>9.1e}" for error in row.errors[RINGTILE])
             theirs = "".join(f"{error:>9.2f}" for error in row.errors[PER_TILE])
             progress.say(f"  {row.name:<11}{'yes' if row.causal else 'no':<8}{ours}  {theirs}")
+        worst = {method: max(max(row.errors[method]) for row in self.rows) for method in (RINGTILE, TORCH)}
+        progress.say(f"  worst error {worst[RINGTILE]:.1e}; of torch's own dense attention {worst[TORCH]:.1e}")
 
     def _measure(self, case: Case, causal: bool) -> PatternErrors:
         exact, kept, rule = Exact(case, self.seed, checked_rows=self.n_tokens), case.index.to_dense(), case.pattern
@@ -102,20 +104,14 @@ class Right:
             errors[method] = exact.errors(rule, *exact.run(attention, BOTH, exact.rows_grad))
         return PatternErrors(case.asked, repr(rule), causal, case.index.density, errors)
 
-    def summary(self) -> list[str]:
-        """Return one line on the figures so far; none before the first."""
-        if not self.rows:
-            return []
-        worst = {method: max(max(row.errors[method]) for row in self.rows) for method in (RINGTILE, TORCH, PER_TILE)}
-        lowest = min(min(row.errors[PER_TILE]) for row in self.rows)
-        return [
-            f"Right   worst error of outputs and gradients: {worst[RINGTILE]:.1e} over {len(self.rows)} patterns "
-            f"(torch's own dense attention: {worst[TORCH]:.1e}); {PER_TILE}: {lowest:.1f} to {worst[PER_TILE]:.1f}"
-        ]
-
     def record(self) -> dict[str, Any]:
         """Return the figures so far as plain data."""
         return {"n_tokens": self.n_tokens, "tensors": TENSORS, "rows": [asdict(row) for row in self.rows]}
+
+    @property
+    def has_figures(self) -> bool:
+        """True after the first measurement."""
+        return bool(self.rows)
 
     @property
     def passed(self) -> bool:

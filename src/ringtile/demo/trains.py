@@ -222,43 +222,32 @@ class Trains:
         # The longer run is also tested after the time of the shorter one.
         self._train(sparse, self.seconds, progress, test_after=self.seconds * DENSE_SHARE)
         self._train(dense, self.seconds * DENSE_SHARE, progress)
+        progress.say(f"  sparse makes {sparse.rate / dense.rate:.1f}x the steps per second")
         self.flex_error = flex_attention_error()
         progress.say(f"  FlexAttention on a CPU: {self.flex_error or 'it can train with this torch'}")
 
     def _train(self, run: Run, seconds: float, progress: Progress, test_after: float = math.inf) -> None:
-        while run.trained_seconds < seconds:
-            run.step()
-            told = f"trains: {run.label}, step {run.steps}, {run.bits[-1]:.2f} bits/byte"
-            progress.show(told, seconds - run.trained_seconds)
-            if run.trained_seconds >= test_after:
-                run.evaluate()
-                test_after = math.inf
-        run.evaluate()
-        tested = ", ".join(f"{bits:.2f} after {duration_text(after)}" for _, after, bits in run.held_out)
-        progress.say(
-            f"  {run.label:<7}{run.steps:>5} steps in {duration_text(run.trained_seconds)}, {run.rate:.2f} steps/s, "
-            f"first {run.bits[0]:.2f} bits/byte; held out {tested}"
-        )
+        try:
+            while run.trained_seconds < seconds:
+                run.step()
+                told = f"trains: {run.label}, step {run.steps}, {run.bits[-1]:.2f} bits/byte"
+                progress.show(told, seconds - run.trained_seconds)
+                if run.trained_seconds >= test_after:
+                    run.evaluate()
+                    test_after = math.inf
+            run.evaluate()
+        finally:
+            tested = [f"{bits:.2f} after {duration_text(after)}" for _, after, bits in run.held_out]
+            if run.steps:
+                progress.say(
+                    f"  {run.label:<7}{run.steps:>5} steps in {duration_text(run.trained_seconds)}, {run.rate:.2f} "
+                    f"steps/s; bits/byte: first {run.bits[0]:.2f}; held out {', '.join(tested) or 'not tested'}"
+                )
 
-    def summary(self) -> list[str]:
-        """Return the figures so far in one or two lines; none before the first."""
-        if not (trained := [run for run in self.runs if run.steps]):
-            return []
-        parts = []
-        for run in trained:
-            last = f"{run.bits[-1]:.2f} in the last step"
-            bits = f"{run.held_out[-1].bits:.2f} bits/byte held out" if run.held_out else last
-            parts.append(f"{run.label} {run.steps} steps in {duration_text(run.trained_seconds)}, {bits}")
-        lines = [f"Trains  context {self.context:,}: {'; '.join(parts)}"]
-        sparse, dense = self.runs
-        if sparse.held_out and dense.held_out:
-            early, late = sparse.held_out[0], dense.held_out[-1]
-            lines.append(
-                f"        {sparse.rate / dense.rate:.1f}x the steps per second; held out after "
-                f"{duration_text(early.seconds)} sparse {early.bits:.2f}, after {duration_text(late.seconds)} dense "
-                f"{late.bits:.2f} bits/byte"
-            )
-        return lines
+    @property
+    def has_figures(self) -> bool:
+        """True after the first step."""
+        return any(run.steps for run in self.runs)
 
     @property
     def passed(self) -> bool:

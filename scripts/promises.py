@@ -7,7 +7,8 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ FIGURES = {
     "tile_density": "{:.2%} of the tiles",
 }
 """Figures of a record and how to print them. The last three are fields of a record without rows."""
+BOUNDS = {"least": "at least", "most": "at most"}
 
 INTRODUCTION = """\
 # Promises
@@ -75,50 +77,33 @@ def measured(cell: dict[str, Any]) -> tuple[float, str]:
 
     Raises ValueError if the record lacks it.
     """
-    facts = {"direction": FORWARD, "figure": "speedup", **cell}
-    name, figure, direction = facts.pop("record"), facts.pop("figure"), facts.pop("direction")
-    for bound in ("least", "most"):
-        facts.pop(bound, None)
-    text = (RECORDS / f"{name}.json").read_text(encoding="utf-8")
-    if "rows" not in json.loads(text):
-        found = json.loads(text)
+    facts = {name: fact for name, fact in cell.items() if name not in ("record", "figure", "direction", *BOUNDS)}
+    figure, direction = cell.get("figure", "speedup"), cell.get("direction", FORWARD)
+    text = (RECORDS / f"{cell['record']}.json").read_text(encoding="utf-8")
+    if "rows" not in (found := json.loads(text)):
         return found[figure], f"batch {found['batch']}, {found['tokens']:,} tokens, {found['what']}"
     row = row_of(Record.from_json(text), direction, DENSE if figure == "dense ms" else OURS, **facts)
-    memory = (row.peak_forward_bytes or 0) / 2**20
-    value = {"speedup": row.speedup, "MiB": memory}.get(figure, row.median_ms)
+    value = {"speedup": row.speedup, "MiB": (row.peak_forward_bytes or 0) / 2**20}.get(figure, row.median_ms)
     if value is None:
-        raise ValueError(f"{name} has no {figure} for {facts}, {direction}")
+        raise ValueError(f"{cell['record']} has no {figure} for {facts}, {direction}")
     return value, f"`{row.pattern}`, {row.tile_density:.1%} of the tiles, N {row.n_tokens:,}, {direction}"
-
-
-def is_met(cell: dict[str, Any]) -> bool:
-    """Return whether the figure of a cell is within its bounds."""
-    value = measured(cell)[0]
-    return cell.get("least", value) <= value <= cell.get("most", value)
 
 
 def told(cell: dict[str, Any]) -> str:
     """Return the figure of a cell as text, with its target."""
     value, text = measured(cell)
     shape = FIGURES[cell.get("figure", "speedup")]
-    asked = [
-        f"{word} {shape.format(cell[bound])}"
-        for bound, word in (("least", "at least"), ("most", "at most"))
-        if bound in cell
-    ]
-    return f"*{shape.format(value)}*{f' (target: {asked[0]})' if asked else ''}: {text}"
+    targets = [f" (target: {words} {shape.format(cell[bound])})" for bound, words in BOUNDS.items() if bound in cell]
+    return f"*{shape.format(value)}*{''.join(targets[:1])}: {text}"
 
 
 def status_of(entry: dict[str, Any]) -> tuple[str, str]:
     """Return the status of an entry and the reason for waiting. A target that the record misses makes it pending."""
-    if entry["status"] == "true now" and not all(map(is_met, entry.get("cells", ()))):
-        return "pending", "speed"
+    for cell in entry.get("cells", ()) if entry["status"] == "true now" else ():
+        value = measured(cell)[0]
+        if not cell.get("least", value) <= value <= cell.get("most", value):
+            return "pending", "speed"
     return entry["status"], entry.get("waits", "")
-
-
-def _versions() -> dict[str, str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {"{python}": project["requires-python"], "{torch}": project["dependencies"][0].removeprefix("torch")}
 
 
 def _cell(text: str) -> str:
@@ -126,41 +111,35 @@ def _cell(text: str) -> str:
     return re.sub(r"`([^`]*\|[^`]*)`", lambda code: f"<code>{html.escape(code[1]).replace('|', '&#124;')}</code>", text)
 
 
-def _evidence(entry: dict[str, Any]) -> str:
-    parts = [f"`{name}`" for name in entry.get("here", ())]
-    parts += [f"`{proof.removeprefix('tests/')}`" for proof in entry.get("proof", ())]
-    parts += [f"`{text}`" for text in entry.get("sums", ())]
-    parts += dict.fromkeys(f"`records/{cell['record']}.json`" for cell in entry.get("cells", ()))
-    return "<br>".join(parts) or "-"
-
-
-def _now(entry: dict[str, Any]) -> str:
-    text = entry["now"]
-    for name, value in _versions().items():
-        text = text.replace(name, f"`{value}`")
-    before = [f"*Before:* {entry['before']}"] if "before" in entry else []
-    return "<br>".join([text, *map(told, entry.get("cells", ())), *before])
-
-
-def _lines() -> Iterator[str]:
-    found = entries()
-    counts = Counter(status_of(entry)[0] for _, entry in found)
-    yield INTRODUCTION
-    yield ", ".join(f"{counts[status]} {status}" for status in STATUSES) + "."
-    for title in dict.fromkeys(title for title, _ in found):
-        yield f"\n## {title}\n"
-        yield "| promise | from | status | today | evidence |"
-        yield "|---|---|---|---|---|"
-        for entry in (entry for other, entry in found if other == title):
-            status, waits = status_of(entry)
-            status = f"**{status}**" + (f" ({waits})" if waits else "")
-            cells = [entry["promise"], ", ".join(entry["in"]), status, _now(entry), _evidence(entry)]
-            yield f"| {' | '.join(map(_cell, cells))} |"
+def _row(entry: dict[str, Any]) -> str:
+    status, waits = status_of(entry)
+    now = [entry["now"], *map(told, entry.get("cells", ()))]
+    now += [f"*Before:* {entry['before']}"] if "before" in entry else []
+    proofs = (proof.removeprefix("tests/") for proof in entry.get("proof", ()))
+    names = (*entry.get("here", ()), *proofs, *entry.get("sums", ()))
+    evidence = dict.fromkeys([*names, *(f"records/{cell['record']}.json" for cell in entry.get("cells", ()))])
+    cells = [
+        entry["promise"],
+        ", ".join(entry["in"]),
+        f"**{status}**" + (f" ({waits})" if waits else ""),
+        "<br>".join(now),
+        "<br>".join(f"`{name}`" for name in evidence) or "-",
+    ]
+    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join(_lines()) + "\n"
+    found = entries()
+    counts = Counter(status_of(entry)[0] for _, entry in found)
+    lines = [INTRODUCTION, ", ".join(f"{counts[status]} {status}" for status in STATUSES) + "."]
+    for title, group in groupby(found, key=itemgetter(0)):
+        lines += [f"\n## {title}\n", "| promise | from | status | today | evidence |", "|---|---|---|---|---|"]
+        lines += [_row(entry) for _, entry in group]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = "\n".join(lines) + "\n"
+    text = text.replace("{python}", f"`{project['requires-python']}`")
+    return text.replace("{torch}", f"`{project['dependencies'][0].removeprefix('torch')}`")
 
 
 if __name__ == "__main__":

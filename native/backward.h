@@ -9,7 +9,7 @@ namespace ISA {
 
 template <class P> struct BackwardScratch {
     typedef typename P::Number T;
-    T *sums, *totals, *products;  // sums of keys, then values; by rows, of queries
+    T *sums, *totals, *products;  // sums of keys, then values, or of queries
 
     static int64_t sums_size(const ringtile_call &c) { return (c.head_dim + c.value_dim) * MAX_BLOCK; }
     static int64_t size(const ringtile_call &c) { return 2 * sums_size(c) + P::size(c); }
@@ -50,7 +50,7 @@ template <class E, class T> void delta_item(const ringtile_call &c, int64_t numb
 // The first tile of a split of a list.
 INLINE int64_t split_begin(int64_t length, int64_t splits, int64_t split) { return length * split / splits; }
 
-// Add the sums of a split to the total of those before it.
+// Add the sums of a split to the total of the splits before it.
 template <class T> INLINE void add_up(T *total, const T *sums, int64_t count, bool first) {
     for (int64_t i = 0; i < count; i++) total[i] = first ? sums[i] : total[i] + sums[i];
 }
@@ -59,8 +59,8 @@ template <class T> INLINE void clear(T *sums, int64_t count) {
     for (int64_t i = 0; i < count; i++) sums[i] = 0;
 }
 
-// The place where a thread that goes through the columns sums the gradients of a row's queries. Splits after the first
-// have a place of their own, from which they are added to the total after their last tile.
+// The memory in which a thread that goes through the columns sums the gradients of a row's queries. Splits after the
+// first have a buffer of their own, which is added to the total after their last tile.
 template <class T> struct RowSums {
     T *total, *at;
     bool ends;
@@ -189,7 +189,7 @@ INLINE bool is_shared(const ringtile_call &c, int64_t item) {
     return at < c.n_shared_splits && shared_split(c, at).item == item;
 }
 
-// The sums of all shared splits of an item, added in their order in place of the first; null if `number` is another one.
+// The sums of all shared splits of an item, added in order into the first. Null if `number` is another split.
 template <class T> T *folded(const ringtile_call &c, int64_t number, int64_t size) {
     int64_t item = shared_split(c, number).item;
     if (number > 0 && shared_split(c, number - 1).item == item) return nullptr;
@@ -211,16 +211,16 @@ template <class P> void column_item(const ringtile_call &c, int64_t number, type
         if (!is_shared(c, item)) column<P>(c, head.b, head.kv, col, memory, false);
         return;
     }
-    const SharedSplit &part = shared_split(c, number);
-    const Head head(c, part.head);
+    const SharedSplit &split = shared_split(c, number);
+    const Head head(c, split.head);
     BackwardScratch<P> to(c, memory);
     P products(c, to.products);
     products.pack_column(head, col_tokens(c, col), false);
     typename P::Number *sums = (typename P::Number *)c.scratch + number * to.sums_size(c);
     clear(sums, to.sums_size(c));
     Tiles tiles = col_tiles(c, head.group * c.n_cols + col);
-    tiles.skip(part.first);
-    sum_column(c, head, col, tiles, part.last - part.first, products, sums, false);
+    tiles.skip(split.first);
+    sum_column(c, head, col, tiles, split.last - split.first, products, sums, false);
 }
 
 // Write the sum of a column's shared splits if `number` is the first of them.
@@ -243,9 +243,9 @@ template <class P> void row_item(const ringtile_call &c, int64_t number, typenam
     int64_t slot = head.group * c.n_rows + item % c.n_rows, splits = c.row_splits[slot];
     Tiles tiles = row_tiles(c, slot);
     if (is_shared_split) {
-        const SharedSplit &part = shared_split(c, number);
-        tiles.skip(part.first);
-        return sum_row(c, head, queries, tiles, part.last - part.first, products,
+        const SharedSplit &split = shared_split(c, number);
+        tiles.skip(split.first);
+        return sum_row(c, head, queries, tiles, split.last - split.first, products,
                        (typename P::Number *)c.scratch + number * size);
     }
     for (int64_t split = 0; split < splits; split++) {

@@ -7,49 +7,22 @@
 
 namespace ISA {
 
-// A_ROWS: a pair is contiguous in a row of A, and rows are a_step apart; otherwise row k of A holds the pairs of all m.
-// B holds a pair in each lane.
-template <int M, int N, bool A_ROWS>
-INLINE void dot_tile(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m,
-                     int64_t depth, bool add) {
-    __m512 sum[M][N];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) sum[m][n] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k++) {
-        __m512bh row[N];
-        for (int n = 0; n < N; n++) row[n] = (__m512bh)_mm512_loadu_si512(b + k * b_k + n * 16);
-        for (int m = 0; m < M; m++) {
-            int32_t pair;
-            __builtin_memcpy(&pair, a + (A_ROWS ? m * a_step + 2 * k : k * a_step + 2 * m), 4);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            for (int n = 0; n < N; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], both, row[n]);
-        }
+// An A of pairs: each is contiguous, and so are the pairs of a row (or of a column). B holds a pair in each lane.
+template <> struct Factors<bfloat16> {
+    typedef uint32_t B;
+    typedef float Sum;
+    static constexpr int PER = 2;
+
+    INLINE static __m512bh of_a(const bfloat16 *a) {
+        int32_t pair;
+        __builtin_memcpy(&pair, a, 4);
+        return (__m512bh)_mm512_set1_epi32(pair);
     }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) {
-            float *at = c + m * c_m + n * 16;
-            _mm512_storeu_ps(at, add ? _mm512_add_ps(_mm512_loadu_ps(at), sum[m][n]) : sum[m][n]);
-        }
-}
-
-template <int N, bool A_ROWS>
-void dot_columns(const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c, int64_t c_m, int64_t rows,
-                 int64_t depth, bool add) {
-    const int64_t a_m = A_ROWS ? a_step : 2;
-    for (; rows >= TILE_ROWS; rows -= TILE_ROWS, a += TILE_ROWS * a_m, c += TILE_ROWS * c_m)
-        dot_tile<TILE_ROWS, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
-    with_constant<TILE_ROWS - 1>(rows, [=](auto m) INLINE_LAMBDA {
-        dot_tile<decltype(m)::value, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
-    });
-}
-
-template <bool A_ROWS>
-INLINE void dot_matmul(int vectors, const bfloat16 *a, int64_t a_step, const uint32_t *b, int64_t b_k, float *c,
-                       int64_t c_m, int64_t rows, int64_t depth, bool add) {
-    with_constant<TILE_VECTORS>(vectors, [=](auto n) INLINE_LAMBDA {
-        dot_columns<decltype(n)::value, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add);
-    });
-}
+    INLINE static __m512bh of_b(const uint32_t *b) { return (__m512bh)_mm512_loadu_si512(b); }
+    INLINE static Vec<float> add_product(Vec<float> sum, __m512bh a, __m512bh b) {
+        return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, a, b);
+    }
+};
 
 // Queries in the lanes, dims 2 d and 2 d + 1 of each as a pair, laid out as by transpose_in.
 INLINE void interleave_queries(Rows<bfloat16> rows, int low, int high, int from, int to, int64_t width, float sign,
@@ -137,13 +110,13 @@ struct Bf16Pairs {
     }
 
     INLINE void scores(int vectors, int offset, int first, int count, float *scores) {
-        dot_matmul<true>(vectors, keys.row(first), keys.step, queries + offset * (c.head_dim / 2),
+        matmul<bfloat16, true>(vectors, keys.row(first), keys.step, queries + offset * (c.head_dim / 2),
                          GROUP<float>, scores, GROUP<float>, count, c.head_dim / 2, false);
     }
 
     INLINE void add_values(int vectors, int first, int count, const float *from, float *sums) {
         interleave_weights(from, GROUP<float>, count, vectors, weights);
-        dot_matmul<false>(vectors, values + first * c.value_dim, 2 * c.value_dim, weights, GROUP<float>, sums, MAX_BLOCK,
+        matmul<bfloat16, false>(vectors, values + first * c.value_dim, 2 * c.value_dim, weights, GROUP<float>, sums, MAX_BLOCK,
                           c.value_dim, (count + 1) / 2, true);
     }
 };

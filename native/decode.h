@@ -1,5 +1,5 @@
-// A few queries against a tile, as in decoding: the head dim lies in the lanes, so no lane is idle and each key and value
-// is read once.
+// Up to four queries against a tile, as in decoding. The head dim is in the lanes, so no lane is idle, and each key and
+// value is read once.
 #pragma once
 #include "tile.h"
 
@@ -7,24 +7,24 @@ namespace ISA {
 
 constexpr int DECODE_QUERIES = 4;
 
-// True if a row tile of these queries takes this path.
+// True if a row tile of these queries uses this path.
 template <class T> INLINE bool decodes(const ringtile_call &c, Tokens queries) {
     constexpr int L = Lanes<T>::count;
     return queries.high - queries.low <= DECODE_QUERIES && !c.dropout_threshold && c.head_dim % L == 0 &&
            c.value_dim % L == 0;
 }
 
-// Scores [few][MAX_BLOCK] of queries and `count` keys; width is a multiple of the lanes. The backward pass calls this too:
-// with another order of additions, weights exp(score - lse) would be off by |score| roundings.
+// Scores [n_queries][MAX_BLOCK]. `width` is a multiple of the lanes. The backward pass calls this too: with another order
+// of additions, weights exp(score - lse) would be off by |score| roundings.
 template <class T>
-void decode_scores(Rows<T> queries, int few, Rows<T> keys, int count, int64_t width, T *scores) {
+void decode_scores(Rows<T> queries, int n_queries, Rows<T> keys, int n_keys, int64_t width, T *scores) {
     constexpr int L = Lanes<T>::count;
-    for (int k = 0; k < count; k += L)
-        for (int r = 0; r < few; r++) {
+    for (int k = 0; k < n_keys; k += L)
+        for (int r = 0; r < n_queries; r++) {
             Vec<T> sum[L];
             for (int i = 0; i < L; i++) {
                 // Past the end, read the last key again and ignore the result.
-                const T *key = keys.row(min(k + i, count - 1));
+                const T *key = keys.row(min(k + i, n_keys - 1));
                 sum[i] = Vec<T>{};
                 for (int64_t d = 0; d < width; d += L) sum[i] += load(queries.row(r) + d) * load(key + d);
             }
@@ -35,16 +35,16 @@ void decode_scores(Rows<T> queries, int few, Rows<T> keys, int count, int64_t wi
         }
 }
 
-// One step of the online softmax: scores [few][MAX_BLOCK] become weights; sums are [few][value_dim].
+// One step of the online softmax: scores [n_queries][MAX_BLOCK] become weights, sums are [n_queries][value_dim].
 template <class T>
-void decode_softmax_step(T *scores, int few, int count, T scale, bool masked, T *highest, T *total, T *sums,
+void decode_softmax_step(T *scores, int n_queries, int n_keys, T scale, bool masked, T *highest, T *total, T *sums,
                          int64_t value_dim) {
     constexpr int L = Lanes<T>::count;
     const T low = -infinity<T>();
-    for (int r = 0; r < few; r++) {
+    for (int r = 0; r < n_queries; r++) {
         T *row = scores + r * MAX_BLOCK;
-        int end = (count + L - 1) / L * L;
-        for (int k = count; k < end; k++) row[k] = low;
+        int end = (n_keys + L - 1) / L * L;
+        for (int k = n_keys; k < end; k++) row[k] = low;
         Vec<T> tops = load(row);
         for (int k = L; k < end; k += L) tops = max<T>(tops, load(row + k));
         T top = tops[0];
@@ -54,7 +54,7 @@ void decode_softmax_step(T *scores, int few, int count, T scale, bool masked, T 
         Vec<T> sum = {};
         for (int k = 0; k < end; k += L) {
             Vec<T> s = load(row + k), p = exp2<T>(s * scale - safe);
-            if (masked || k + L > count) p = s == low ? Vec<T>{} : p;
+            if (masked || k + L > n_keys) p = s == low ? Vec<T>{} : p;
             store(row + k, p);
             sum += p;
         }

@@ -126,7 +126,7 @@ static const struct {
 PUBLIC int ringtile_abi_version() { return RINGTILE_ABI; }
 PUBLIC int64_t ringtile_call_size() { return sizeof(ringtile_call); }
 
-// The name of a field of ringtile_call, and its offset; null past the last.
+// The name of a field of ringtile_call, and its offset. Null past the last field.
 PUBLIC const char *ringtile_call_field(int number, int64_t *offset) {
     if (number >= (int)(sizeof(fields) / sizeof(fields[0]))) return nullptr;
     *offset = fields[number].offset;

@@ -1,7 +1,7 @@
 // Random small problems through the C interface, against a plain loop in double: the sanitizers and valgrind run it on
 // every instruction set of the processor. Every buffer has its exact size. The memory between rows is NaN, and so are
-// the tokens that no pair keeps. Usage: driver [cases] [seed]. RINGTILE_OPENMP names an OpenMP runtime to load; without
-// it one thread computes.
+// the tokens that no pair keeps. Usage: driver [cases] [seed]. RINGTILE_OPENMP names an OpenMP runtime to load. Without
+// it, one thread computes.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,18 +41,18 @@ static double normal(void) {
 }
 
 // All memory of a case, freed at its end.
-static void *rooms[128];
-static int n_rooms;
+static void *allocations[128];
+static int n_allocations;
 
-static void *room(int64_t count, int64_t size) {
-    if (n_rooms == sizeof(rooms) / sizeof(*rooms)) abort();
+static void *allocate(int64_t count, int64_t size) {
+    if (n_allocations == sizeof(allocations) / sizeof(*allocations)) abort();
     void *found = malloc(count > 0 ? count * size : 1);
     if (!found) abort();
-    return rooms[n_rooms++] = found;
+    return allocations[n_allocations++] = found;
 }
 
 static void *exactly(const void *x, int64_t count, int64_t size) {
-    return memcpy(room(count, size), x, count * size);
+    return memcpy(allocate(count, size), x, count * size);
 }
 
 static const int sizes[] = {4, 8, 2, 2};  // bytes of each dtype
@@ -107,8 +107,8 @@ static tensor new_tensor(int dtype, int64_t batch, int64_t heads, int64_t rows, 
     if (draw(2)) x.stride[2] = width + draw(4), x.stride[1] = rows * x.stride[2], x.stride[0] = heads * x.stride[1];
     else x.stride[1] = width + draw(4), x.stride[2] = heads * x.stride[1], x.stride[0] = rows * x.stride[2];
     int64_t count = place_of(&x, batch - 1, heads - 1, rows - 1) + width;
-    x.memory = room(count, sizes[dtype]);
-    x.exact = room(batch * heads * rows * width, sizeof(double));
+    x.memory = allocate(count, sizes[dtype]);
+    x.exact = allocate(batch * heads * rows * width, sizeof(double));
     for (int64_t i = 0; filled && i < count; i++) put(x.memory, i, dtype, NAN);
     for (int64_t b = 0; filled && b < batch; b++)
         for (int64_t h = 0; h < heads; h++)
@@ -137,9 +137,9 @@ typedef struct {
 } list;
 
 static list new_list(int64_t rows, int64_t cols, int64_t groups, const int32_t *states, int full) {
-    list x = {room(groups * rows + 1, 4), 0, 0, 0, room(groups * cols + 1, 4), 0, 0};
+    list x = {allocate(groups * rows + 1, 4), 0, 0, 0, allocate(groups * cols + 1, 4), 0, 0};
     for (int64_t i = 0; i < groups * rows * cols; i++) x.count += full ? states[i] == -1 : states[i] >= 0;
-    x.other = room(x.count, 4), x.tile = room(x.count, 4), x.other_t = room(x.count, 4), x.tile_t = room(x.count, 4);
+    x.other = allocate(x.count, 4), x.tile = allocate(x.count, 4), x.other_t = allocate(x.count, 4), x.tile_t = allocate(x.count, 4);
     for (int transposed = 0; transposed < 2; transposed++) {
         int64_t outer = transposed ? cols : rows, inner = transposed ? rows : cols;
         int32_t at = 0;
@@ -216,7 +216,7 @@ static void draw_shapes(problem *p, int isa, int number) {
     p->drops = draw(3) == 0, c->dropout_threshold = p->drops ? 20000 : 0;
     c->seed = (int64_t)(((uint64_t)draw(1u << 31) << 33) ^ draw(1u << 31));
     c->group_stride[0] = c->heads, c->group_stride[1] = 1;
-    c->group = p->group = room(c->batch * c->heads, 4);
+    c->group = p->group = allocate(c->batch * c->heads, 4);
     for (int64_t head = 0; head < c->batch * c->heads; head++)
         p->group[head] = (int32_t)((head % c->heads + head / c->heads) % c->n_groups);
 }
@@ -226,9 +226,9 @@ static void draw_tiles(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t slots = c->n_groups * c->n_rows * c->n_cols, block = c->block, words = p->words;
     const int64_t first_row = floor_div(c->start, block), square = block * words;
-    int32_t *states = room(slots, 4), n_tiles = 0;  // -2 empty, -1 full, else the number of a partial tile
-    uint32_t *bits = room(slots * square, 4), *bits_t = room(slots * square, 4);
-    uint32_t *rows_any = room(slots * words, 4), *cols_any = room(slots * words, 4);
+    int32_t *states = allocate(slots, 4), n_tiles = 0;  // -2 empty, -1 full, else the number of a partial tile
+    uint32_t *bits = allocate(slots * square, 4), *bits_t = allocate(slots * square, 4);
+    uint32_t *rows_any = allocate(slots * words, 4), *cols_any = allocate(slots * words, 4);
     for (int64_t slot = 0; slot < slots; slot++) {
         int64_t group = slot / (c->n_rows * c->n_cols), row = slot / c->n_cols % c->n_rows, col = slot % c->n_cols;
         int64_t kept = 0, all = 0;
@@ -272,8 +272,8 @@ static int32_t splits_of(const problem *p, int columns, int64_t slot) {
 static void make_forward_work(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t slots = c->n_groups * c->n_rows;
-    int32_t *work = room(slots * (c->n_cols + 1) * 5, 4);
-    int64_t *work_begin = room(c->n_groups + 1, 8), *item_begin = room(c->batch * c->heads + 1, 8), entries = 0;
+    int32_t *work = allocate(slots * (c->n_cols + 1) * 5, 4);
+    int64_t *work_begin = allocate(c->n_groups + 1, 8), *item_begin = allocate(c->batch * c->heads + 1, 8), entries = 0;
     for (int64_t slot = 0; slot < slots; slot++) {
         if (slot % c->n_rows == 0) work_begin[slot / c->n_rows] = entries;
         int64_t length = length_of(p, 0, slot);
@@ -291,12 +291,12 @@ static void make_forward_work(problem *p) {
     c->work = exactly(work, entries * 5, 4), c->work_begin = work_begin, c->item_begin = item_begin;
 }
 
-// About half of the rows or columns that are split, those that several threads share.
+// The rows or columns that several threads share: about half of those that are split.
 static void draw_shared_splits(problem *p, int columns) {
     const ringtile_call *c = &p->c;
     const int64_t places = columns ? c->n_cols : c->n_rows, own_heads = columns ? c->kv_heads : c->heads;
     const int64_t ratio = c->heads / own_heads;
-    int64_t *entries = room(c->batch * c->heads * places * (c->n_rows + c->n_cols) * 4, 8), count = 0;
+    int64_t *entries = allocate(c->batch * c->heads * places * (c->n_rows + c->n_cols) * 4, 8), count = 0;
     for (int64_t item = 0; item < c->batch * own_heads * places; item++) {
         int64_t first_head = item / places * ratio;
         int is_split = 0;
@@ -318,14 +318,14 @@ static void draw_shared_splits(problem *p, int columns) {
 static void draw_backward_work(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t rows = c->n_groups * c->n_rows, cols = c->n_groups * c->n_cols;
-    int32_t *row_splits = room(rows, 4), *col_splits = room(cols, 4), *row_buffer = room(rows, 4);
+    int32_t *row_splits = allocate(rows, 4), *col_splits = allocate(cols, 4), *row_buffer = allocate(rows, 4);
     for (int64_t slot = 0; slot < cols; slot++) col_splits[slot] = splits_of(p, 1, slot);
     for (int64_t slot = 0; slot < rows; slot++) {
         row_splits[slot] = splits_of(p, 0, slot), row_buffer[slot] = (int32_t)(slot % c->n_rows);
         if (row_splits[slot] > 1 && slot % c->n_rows >= c->n_row_buffers) c->n_row_buffers = slot % c->n_rows + 1;
     }
     c->row_splits = row_splits, c->col_splits = col_splits, c->row_buffer = row_buffer;
-    c->row_buffers = room(c->batch * c->heads * c->n_row_buffers * c->head_dim * 128, sizes[p->wide]);
+    c->row_buffers = allocate(c->batch * c->heads * c->n_row_buffers * c->head_dim * 128, sizes[p->wide]);
     for (int columns = 0; columns < 2; columns++) draw_shared_splits(p, columns);
 }
 
@@ -334,12 +334,12 @@ static void draw_kept(problem *p) {
     ringtile_call *c = &p->c;
     const int masked = draw(3) == 0, bounded = draw(4) == 0;
     c->key_words = (c->n_keys + 31) / 32;
-    uint32_t *key_bits = room(c->batch * c->key_words, 4);
-    int64_t *key_lengths = room(c->batch, 8);
+    uint32_t *key_bits = allocate(c->batch * c->key_words, 4);
+    int64_t *key_lengths = allocate(c->batch, 8);
     for (int64_t i = 0; i < c->batch * c->key_words; i++) key_bits[i] = draw(1u << 31) * 2 + draw(2);
     for (int64_t b = 0; b < c->batch; b++) key_lengths[b] = draw((uint32_t)c->n_keys + 3);
     c->key_bits = masked ? (int32_t *)key_bits : NULL, c->key_lengths = bounded ? key_lengths : NULL;
-    p->kept = room(c->batch * c->heads * c->n_queries * c->n_keys, 1);
+    p->kept = allocate(c->batch * c->heads * c->n_queries * c->n_keys, 1);
     for (int64_t pair = 0; pair < c->batch * c->heads * c->n_queries * c->n_keys; pair++) {
         int64_t key = pair % c->n_keys, query = pair / c->n_keys % c->n_queries, head = pair / c->n_keys / c->n_queries;
         int64_t b = head / c->heads;
@@ -365,7 +365,7 @@ static void draw_inputs(problem *p) {
     p->v = new_tensor(c->dtype, c->batch, c->kv_heads, c->n_keys, c->value_dim, 1);
     p->out = new_tensor(c->dtype, c->batch, c->heads, c->n_queries, c->value_dim, 0);
     p->out_grad = new_tensor(c->dtype, c->batch, c->heads, c->n_queries, c->value_dim, 1);
-    char *key_used = memset(room(c->batch * c->kv_heads * c->n_keys, 1), 0, c->batch * c->kv_heads * c->n_keys);
+    char *key_used = memset(allocate(c->batch * c->kv_heads * c->n_keys, 1), 0, c->batch * c->kv_heads * c->n_keys);
     for (int64_t b = 0; b < c->batch; b++)
         for (int64_t h = 0; h < c->heads; h++)
             for (int64_t a = 0; a < c->n_queries; a++) {
@@ -395,9 +395,9 @@ static void make_call(problem *p) {
     const int64_t n_lse = c->batch * c->heads * c->n_queries, n_keys = c->batch * c->kv_heads * c->n_keys;
     place(&c->q, c->q_stride, &p->q), place(&c->k, c->k_stride, &p->k), place(&c->v, c->v_stride, &p->v);
     place((const void **)&c->out, c->out_stride, &p->out), place(&c->out_grad, c->out_grad_stride, &p->out_grad);
-    c->lse = room(n_lse, sizes[p->wide]), c->delta = room(2 * n_lse, sizes[p->wide]);
+    c->lse = allocate(n_lse, sizes[p->wide]), c->delta = allocate(2 * n_lse, sizes[p->wide]);
     if (p->number % 3 == 0) {
-        void *lse_grad = room(n_lse, sizes[p->wide]);
+        void *lse_grad = allocate(n_lse, sizes[p->wide]);
         for (int64_t i = 0; i < n_lse; i++) put(lse_grad, i, p->wide, normal());
         c->lse_grad = lse_grad;
     }
@@ -407,7 +407,7 @@ static void make_call(problem *p) {
     for (int i = 0; i < 3; i++) {
         int grows = i == 0 && p->by_columns;
         p->grad_counts[i] = counts[i], p->grad_types[i] = grows ? p->wide : c->dtype;
-        *grads[i] = room(counts[i], sizes[p->grad_types[i]]);
+        *grads[i] = allocate(counts[i], sizes[p->grad_types[i]]);
         for (int64_t j = 0; j < counts[i]; j++) put(*grads[i], j, p->grad_types[i], grows ? 0 : NAN);
     }
     c->times = draw(2) ? p->times : NULL;
@@ -416,7 +416,7 @@ static void make_call(problem *p) {
 static int compute(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t heads = c->batch * c->heads;
-    c->scratch = room(heads * c->n_splits * (c->value_dim + 2) * 128, sizes[p->wide]);
+    c->scratch = allocate(heads * c->n_splits * (c->value_dim + 2) * 128, sizes[p->wide]);
     c->last_item = c->item_begin[heads];
     int failed = ringtile_forward(c);
     c->phase = 1;
@@ -432,7 +432,7 @@ static int compute(problem *p) {
     for (int columns = 0; columns < 2; columns++) {
         const int64_t count = p->n_shared_splits[columns], width = c->head_dim + (columns ? c->value_dim : 0);
         c->shared_splits = p->shared_splits[columns], c->n_shared_splits = count;
-        c->scratch = room(count * width * 128, sizes[p->wide]);
+        c->scratch = allocate(count * width * 128, sizes[p->wide]);
         c->phase = 2 + columns;
         c->last_item = count + c->batch * (columns ? c->kv_heads * c->n_cols : c->heads * c->n_rows);
         failed |= ringtile_backward(c);
@@ -444,7 +444,7 @@ static int compute(problem *p) {
 
 enum { OUT, LSE, Q_GRAD, K_GRAD, V_GRAD, RESULTS };
 
-// One query and head in double, pair by pair. `weight` and `share` have room for a value per key.
+// One query and head in double, pair by pair. `weight` and `share` hold a value per key.
 static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double **wanted, double *weight,
                        double *share) {
     const ringtile_call *c = &p->c;
@@ -498,9 +498,9 @@ static int check(const problem *p) {
     const int64_t n_lse = c->batch * c->heads * c->n_queries;
     const int64_t *n = p->grad_counts, counts[RESULTS] = {n_lse * c->value_dim, n_lse, n[0], n[1], n[2]};
     const void *grads[] = {c->q_grad, c->k_grad, c->v_grad};
-    double *wanted[RESULTS], *found[RESULTS], *weight = room(c->n_keys, 8), *share = room(c->n_keys, 8);
+    double *wanted[RESULTS], *found[RESULTS], *weight = allocate(c->n_keys, 8), *share = allocate(c->n_keys, 8);
     for (int i = 0; i < RESULTS; i++) {
-        wanted[i] = memset(room(counts[i], 8), 0, counts[i] * 8), found[i] = room(counts[i], 8);
+        wanted[i] = memset(allocate(counts[i], 8), 0, counts[i] * 8), found[i] = allocate(counts[i], 8);
         for (int64_t j = 0; i >= Q_GRAD && j < counts[i]; j++)
             found[i][j] = get(grads[i - Q_GRAD], j, p->grad_types[i - Q_GRAD]);
     }
@@ -537,7 +537,7 @@ static int run(int isa, int number) {
         printf("%s case %d: dtype %d, block %d, kind %d, B %d, H %d / %d, %d queries from %d, %d keys, D %d, Dv %d\n",
                ringtile_isa_name(isa), number, c->dtype, c->block, p.kind, (int)c->batch, (int)c->heads,
                (int)c->kv_heads, (int)c->n_queries, (int)c->start, (int)c->n_keys, (int)c->head_dim, (int)c->value_dim);
-    while (n_rooms) free(rooms[--n_rooms]);
+    while (n_allocations) free(allocations[--n_allocations]);
     return failed;
 }
 

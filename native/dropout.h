@@ -10,7 +10,7 @@ namespace ISA {
 typedef int64_t Words __attribute__((vector_size(VECTOR_BYTES)));
 constexpr int WORD_LANES = VECTOR_BYTES / 8;
 
-// The products of the low halves of the lanes; the high halves are ignored.
+// Multiply the low halves of the lanes and ignore the high halves.
 INLINE Words wide_product(Words x, uint32_t y) {
 #if defined(__AVX512F__)
     // Unmasked, GCC 12 warns of an operand that its own header leaves unset.

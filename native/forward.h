@@ -1,4 +1,4 @@
-// The forward pass. A row tile's queries lie in the lanes of vectors, so scores are [key][query]: the softmax runs along
+// The forward pass. A row tile's queries are in the lanes of vectors, so scores are [key][query]: the softmax runs along
 // rows of vectors, and keys and values need no packing.
 #pragma once
 #include "bf16.h"
@@ -60,7 +60,7 @@ template <class T> INLINE T base_of(const ringtile_call &c) {
 }
 template <class T> INLINE T sign_of(const ringtile_call &c) { return c.scale < 0 ? T(-1) : T(c.scale != 0); }
 
-// The kept pairs of a tile: a row of bits per key, and the keys that keep no query; null if there are none.
+// The kept pairs of a tile: a row of bits per key, and the keys that no query keeps. Both can be null.
 struct Mask {
     const int32_t *bits;
     int words;
@@ -147,7 +147,7 @@ void online_softmax_step(T *scores, int first, int count, int lane, T scale, con
     }
 }
 
-// Zero the weights [count][GROUP] of the pairs that dropout drops; `keep` starts at the first key.
+// Zero the weights [count][GROUP] of the pairs that dropout drops. `keep` starts at the first key.
 template <class T>
 INLINE void drop_weights(T *weights, int count, int vectors, int lane, const uint32_t (*keep)[MAX_WORDS]) {
     constexpr int L = Lanes<T>::count;
@@ -201,18 +201,18 @@ template <class P> void decode_row(const ringtile_call &c, const RowItem &row, F
     typedef typename P::Element E;
     typedef typename P::Number T;
     constexpr int L = Lanes<T>::count;
-    const int low = row.queries.low, few = row.queries.high - low;
+    const int low = row.queries.low, n_queries = row.queries.high - low;
     Plain<E, T> products(c, to.products);
     T *queries = to.products + Plain<E, T>::size(c), *sums = queries + DECODE_QUERIES * c.head_dim;
     T *weights = sums + DECODE_QUERIES * c.value_dim, sign = sign_of<T>(c);
     {
         Packing packing(c);
-        copy_in(query_rows<E>(c, row.head, row.queries), few, c.head_dim, c.head_dim, nullptr, queries);
-        for (int64_t i = 0; i < few * c.head_dim; i++) queries[i] = sign == 0 ? T(0) : sign * queries[i];
+        copy_in(query_rows<E>(c, row.head, row.queries), n_queries, c.head_dim, c.head_dim, nullptr, queries);
+        for (int64_t i = 0; i < n_queries * c.head_dim; i++) queries[i] = sign == 0 ? T(0) : sign * queries[i];
     }
     Softmax<T> softmax(c, to.softmax);
-    softmax.clear(c, low, low + few);
-    for (int64_t i = 0; i < few * c.value_dim; i++) sums[i] = 0;
+    softmax.clear(c, low, low + n_queries);
+    for (int64_t i = 0; i < n_queries * c.value_dim; i++) sums[i] = 0;
     Tiles tiles = row_tiles(c, row.slot);
     tiles.skip(row.first);
     int64_t col, tile;
@@ -222,21 +222,21 @@ template <class P> void decode_row(const ringtile_call &c, const RowItem &row, F
         Mask mask = mask_of(c, row.head.b, row.queries, keys, tile, unused);
         if (mask.keeps_nothing(keys)) continue;
         products.load_tile(row.head, keys, mask.unused);
-        decode_scores({queries, c.head_dim}, few, products.keys, keys.high, c.head_dim, weights);
-        for (int r = 0; mask.partial() && r < few; r++) {
+        decode_scores({queries, c.head_dim}, n_queries, products.keys, keys.high, c.head_dim, weights);
+        for (int r = 0; mask.partial() && r < n_queries; r++) {
             int lane = low + r;
             for (int k = 0; k < keys.high; k++) {
                 bool kept = !mask.bits || (mask.bits[k * mask.words + (lane >> 5)] >> (lane & 31) & 1);
                 if (!kept || mask.drops(k)) weights[r * MAX_BLOCK + k] = -infinity<T>();
             }
         }
-        decode_softmax_step(weights, few, keys.high, base_of<T>(c), mask.partial(), softmax.highest + low,
+        decode_softmax_step(weights, n_queries, keys.high, base_of<T>(c), mask.partial(), softmax.highest + low,
                             softmax.total + low, sums, c.value_dim);
         for (int64_t d = 0; d < c.value_dim; d += GROUP<T>)
             matmul<T, true>((int)min(TILE_VECTORS, (c.value_dim - d) / L), weights, MAX_BLOCK, products.values.x + d,
-                            products.values.step, sums + d, c.value_dim, few, keys.high, true);
+                            products.values.step, sums + d, c.value_dim, n_queries, keys.high, true);
     }
-    for (int r = 0; r < few; r++)
+    for (int r = 0; r < n_queries; r++)
         for (int64_t d = 0; d < c.value_dim; d++) softmax.sums[d * MAX_BLOCK + low + r] = sums[r * c.value_dim + d];
 }
 

@@ -7,12 +7,12 @@
 
 namespace ISA {
 
-// A tile of the backward pass. KEYS: keys are in the lanes and queries in the rows; otherwise the other way around.
+// A tile of the backward pass. KEYS: keys are in the lanes and queries in the rows. Otherwise the other way around.
 template <class T, bool KEYS> struct GradientTile {
     const Head &head;
     Tokens queries, keys;
     const T *lse2, *delta;  // of the queries, by lane
-    const int32_t *bits;    // a row of `words` per token that is not in the lanes; null for a full tile
+    const int32_t *bits;    // a row of `words` per token that is not in the lanes, null for a full tile
     int words;
     bool masked_keys, any_keys, any_queries;
     uint32_t unused_keys[MAX_WORDS], unused_queries[MAX_WORDS], keep[MAX_BLOCK][MAX_WORDS];
@@ -92,7 +92,7 @@ template <class E, class T> struct PlainGradients {
 
     const ringtile_call &c;
     const int64_t width;  // D in whole vectors: of a row of keys whose product is a row of vectors
-    // Operands of D and of Dv numbers: keys and values in the lanes, queries and output gradients beside them, or the
+    // Operands of D and of Dv numbers: keys and values in the lanes, queries and output gradients in the rows, or the
     // other way around.
     T *lanes_d, *lanes_dv, *copy_d, *copy_dv, *keys, *used_keys, *query_copy, *scores, *grads;
     Rows<T> others_d, others_dv;
@@ -133,21 +133,22 @@ template <class E, class T> struct PlainGradients {
         others_dv = {copy_dv, c.value_dim};
     }
 
-    // The scores of a few queries, from [query][key] to where `grade` wants them.
+    // The scores of a few queries, from [query][key] to the layout of other tiles.
     template <bool KEYS>
     INLINE void place_decoded(const GradientTile<T, KEYS> &tile, int vectors, int lane, int skipped, int count) {
-        const int few = tile.queries.high - tile.queries.low;
+        const int n_queries = tile.queries.high - tile.queries.low;
         for (int i = 0; i < count; i++)
             for (int l = 0; l < vectors * L; l++) {
                 int query = KEYS ? skipped + i : lane + l - tile.queries.low, key = KEYS ? lane + l : skipped + i;
-                scores[i * GROUP<T> + l] = query >= 0 && query < few ? decoded[query * MAX_BLOCK + key] : T(0);
+                scores[i * GROUP<T> + l] = query >= 0 && query < n_queries ? decoded[query * MAX_BLOCK + key] : T(0);
             }
     }
 
     // Weights and gradients of scores for the group of lanes at `lane`, `offset` lanes after the first packed one, and the
     // `count` tokens of the other side that start `skipped` rows after its first.
     template <bool KEYS>
-    INLINE void grade(const GradientTile<T, KEYS> &tile, int vectors, int lane, int offset, int skipped, int count) {
+    INLINE void group_gradients(const GradientTile<T, KEYS> &tile, int vectors, int lane, int offset, int skipped,
+                                int count) {
         if (decodes<T>(c, tile.queries)) place_decoded(tile, vectors, lane, skipped, count);
         else
             matmul<T, true>(vectors, others_d.row(skipped), others_d.step, lanes_d + offset * c.head_dim, GROUP<T>,
@@ -194,7 +195,7 @@ template <class E, class T> struct PlainGradients {
             Reach reach = tile.reach(lane, lane + GROUP<T>);
             if (reach.first >= reach.last) continue;
             int skipped = reach.first - low, near = reach.last - reach.first;
-            grade(tile, vectors, lane, lane, skipped, near);
+            group_gradients(tile, vectors, lane, lane, skipped, near);
             matmul<T, false>(vectors, others_dv.row(skipped), others_dv.step, scores, GROUP<T>, value_sums + lane,
                              MAX_BLOCK, c.value_dim, near, true);
             matmul<T, false>(vectors, others_d.row(skipped), others_d.step, grads, GROUP<T>, key_sums + lane, MAX_BLOCK,
@@ -228,7 +229,7 @@ template <class E, class T> struct PlainGradients {
             // Start at a group of keys and add one group at a time, as columns do, to get the same bits.
             int skipped = reach.first / GROUP<T> * GROUP<T>, near = reach.last - skipped;
             if (near <= 0) continue;
-            grade(tile, vectors, lane, lane - from, skipped, near);
+            group_gradients(tile, vectors, lane, lane - from, skipped, near);
             for (int64_t k = 0; k < near; k += GROUP<T>)
                 matmul<T, false>(vectors, others_d.row(skipped + k), others_d.step, grads + k * GROUP<T>, GROUP<T>,
                                  sums + lane, MAX_BLOCK, c.head_dim, min(GROUP<T>, near - k), true);

@@ -6,16 +6,10 @@ namespace ISA {
 
 // The batch row and head (one number) of a work item.
 INLINE int64_t head_of(const ringtile_call &c, int64_t item) {
-    int64_t low = 0, high = c.batch * c.heads - 1;
-    while (low < high) {
-        int64_t middle = (low + high + 1) / 2;
-        if (c.item_begin[middle] <= item) low = middle;
-        else high = middle - 1;
-    }
-    return low;
+    return bisect(c.batch * c.heads - 1, [&](int64_t head) { return c.item_begin[head + 1] <= item; });
 }
 
-// One thread's copy of a call, with times of its own.
+// One thread's copy of a call, with its own times.
 struct Thread {
     ringtile_call c;
     int64_t times[2], began;
@@ -31,8 +25,8 @@ struct Thread {
     }
 };
 
-// Run items [first_item, last_item). Each goes to the next free thread; its result does not depend on which. Every
-// thread has `count` values of memory of its own. Return 0, or 1 if memory ran out.
+// Run items [first_item, last_item). Each goes to the next free thread, and its result does not depend on which. Every
+// thread has `count` values of its own memory. Return 0, or 1 if memory ran out.
 template <class T, class Item> int each_item(const ringtile_call &call, int64_t count, Item run) {
     struct Work {
         const ringtile_call &call;

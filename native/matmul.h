@@ -21,7 +21,7 @@ template <int N> struct Constant {
     static constexpr int value = N;
 };
 
-// Calls f with `count`, from 1 to LIMIT, as a compile-time constant; any other count does nothing.
+// Call f with `count` as a compile-time constant if it is from 1 to LIMIT.
 template <int LIMIT, class F> INLINE void with_constant(int64_t count, F f) {
     switch (count) {
     case 1: f(Constant<1>{}); break;
@@ -33,19 +33,32 @@ template <int LIMIT, class F> INLINE void with_constant(int64_t count, F f) {
     }
 }
 
-template <class T, int M, int N, bool A_ROWS>
-INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t depth,
-                          bool add) {
-    constexpr int L = Lanes<T>::count;
+// The numbers that a register tile multiplies: one of A with a vector of B, added to a vector of sums. PER is how many
+// elements of A one step takes.
+template <class E> struct Factors {
+    typedef E B, Sum;
+    static constexpr int PER = 1;
+
+    INLINE static Vec<E> of_a(const E *a) { return splat<E>(*a); }
+    INLINE static Vec<E> of_b(const E *b) { return load(b); }
+    INLINE static Vec<E> add_product(Vec<E> sum, Vec<E> a, Vec<E> b) { return sum + a * b; }
+};
+
+template <class E, int M, int N, bool A_ROWS>
+INLINE void register_tile(const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
+                          typename Factors<E>::Sum *c, int64_t c_m, int64_t depth, bool add) {
+    typedef Factors<E> F;
+    typedef typename F::Sum T;
+    constexpr int L = Lanes<T>::count, PER = F::PER;
     Vec<T> sum[M][N];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) sum[m][n] = Vec<T>{};
     for (int64_t k = 0; k < depth; k++) {
-        Vec<T> row[N];
-        for (int n = 0; n < N; n++) row[n] = load(b + k * b_k + n * L);
+        decltype(F::of_b(b)) row[N];
+        for (int n = 0; n < N; n++) row[n] = F::of_b(b + k * b_k + n * L);
         for (int m = 0; m < M; m++) {
-            Vec<T> number = splat<T>(a[A_ROWS ? m * a_step + k : m + k * a_step]);
-            for (int n = 0; n < N; n++) sum[m][n] += number * row[n];
+            auto number = F::of_a(a + (A_ROWS ? m * a_step + PER * k : PER * m + k * a_step));
+            for (int n = 0; n < N; n++) sum[m][n] = F::add_product(sum[m][n], number, row[n]);
         }
     }
     for (int m = 0; m < M; m++)
@@ -55,24 +68,24 @@ INLINE void register_tile(const T *a, int64_t a_step, const T *b, int64_t b_k, T
         }
 }
 
-template <class T, int N, bool A_ROWS>
-void columns_matmul(const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t rows, int64_t depth,
-                    bool add) {
-    const int64_t a_m = A_ROWS ? a_step : 1;
+template <class E, int N, bool A_ROWS>
+void columns_matmul(const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
+                    typename Factors<E>::Sum *c, int64_t c_m, int64_t rows, int64_t depth, bool add) {
+    const int64_t a_m = A_ROWS ? a_step : Factors<E>::PER;
     for (; rows >= TILE_ROWS; rows -= TILE_ROWS, a += TILE_ROWS * a_m, c += TILE_ROWS * c_m)
-        register_tile<T, TILE_ROWS, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
+        register_tile<E, TILE_ROWS, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
     with_constant<TILE_ROWS - 1>(rows, [=](auto m) INLINE_LAMBDA {
-        register_tile<T, decltype(m)::value, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
+        register_tile<E, decltype(m)::value, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
     });
 }
 
-// A_ROWS: A's rows are contiguous and a_step apart; otherwise its columns are. `vectors` is the width of B and C, at
+// A_ROWS: A's rows are contiguous and a_step apart. Otherwise its columns are. `vectors` is the width of B and C, at
 // most TILE_VECTORS.
-template <class T, bool A_ROWS>
-INLINE void matmul(int vectors, const T *a, int64_t a_step, const T *b, int64_t b_k, T *c, int64_t c_m, int64_t rows,
-                   int64_t depth, bool add) {
+template <class E, bool A_ROWS>
+INLINE void matmul(int vectors, const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
+                   typename Factors<E>::Sum *c, int64_t c_m, int64_t rows, int64_t depth, bool add) {
     with_constant<TILE_VECTORS>(vectors, [=](auto n) INLINE_LAMBDA {
-        columns_matmul<T, decltype(n)::value, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add);
+        columns_matmul<E, decltype(n)::value, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add);
     });
 }
 

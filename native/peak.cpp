@@ -7,7 +7,7 @@ namespace ISA {
 
 constexpr int64_t ROUNDS = 4096, NUMBERS = 1024, READ_BYTES = 64 << 20;
 
-// Each block of work returns how much it was. As many sums as the kernels' register tiles have; none waits for another.
+// Each block of work returns its size. It has as many independent sums as a register tile of the kernels.
 template <class T> int64_t multiply_add(T *x) {
     constexpr int L = Lanes<T>::count, M = TILE_ROWS, N = TILE_VECTORS;
     Vec<T> sum[M][N], factor = load(x), term = load(x + L);
@@ -39,7 +39,7 @@ static int64_t multiply_pairs(float *x) {
 }
 #endif
 
-// As the softmax has it: a number scaled and shifted, exp2, a sum.
+// Scale and shift numbers, compute exp2 and sum, like the softmax.
 template <class T> int64_t exponentiate(T *x) {
     constexpr int L = Lanes<T>::count, N = TILE_VECTORS;
     Vec<T> sum[N] = {};
@@ -121,7 +121,7 @@ static void measure(void *data) {
     all.own[number].rate = (double)done / took;
 }
 
-// Operations, exponentials or bytes per second, summed over the threads; 0 if the instruction set lacks this kind.
+// Operations, exponentials or bytes per second, summed over the threads, or 0 if the instruction set lacks this kind.
 static double rate_of(int kind, int threads, double seconds) {
     Measured all = {kind, 0, 0, seconds, (Measured::Own *)calloc(threads, sizeof(Measured::Own))};
     if (!all.own) return 0;

@@ -1,6 +1,6 @@
 // The matrix products of the forward pass are a policy, a template parameter of forward.h. A policy packs the queries of
 // a row tile once, reads each tile's keys and values, and for groups of lanes computes scores [key][lane] and adds
-// weights times values to sums [d][lane]. Its KEY_STEP is the number of keys that it takes together.
+// weights times values to sums [d][lane]. Its KEY_STEP is the number of keys that it reads together.
 #pragma once
 #include "tile.h"
 
@@ -25,7 +25,7 @@ template <class E, class T> struct Plain {
         value_copy = key_copy + c.head_dim * MAX_BLOCK;
     }
 
-    // Lanes from `from` to `to`; those without a query are zero. The sign is 1, -1 or 0.
+    // Pack lanes from `from` to `to`, with zeros in lanes without a query. The sign is 1, -1 or 0.
     INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, T sign) {
         Packing packing(c);
         transpose_in(query_rows<E>(c, head, tokens), tokens.low, tokens.high, from, to, c.head_dim, sign, queries);

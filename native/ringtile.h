@@ -23,7 +23,7 @@ enum ringtile_rate {
 
 // One call. Tensors are [B, H, N, D] with strides in elements for B, H and N and a contiguous last dimension. lse, its
 // gradient and delta are contiguous [B, H, Nq] in the accumulation type: float, or double for float64. The index fields
-// are those of BlockIndex. A slot is a row or column of tiles in one group; its list of tiles can be cut into splits.
+// are those of BlockIndex. A slot is a row or column of tiles in one group. Its list of tiles can be cut into splits.
 typedef struct ringtile_call {
     int32_t dtype, isa, threads, block;
     int64_t batch, heads, kv_heads, n_queries, n_keys, head_dim, value_dim;
@@ -61,8 +61,8 @@ typedef struct ringtile_call {
     void *delta;
     void *q_grad, *k_grad, *v_grad;
 
-    // The work items of this call; its columns if an item is a head; scratch for the splits of rows and, in the backward
-    // pass, of columns.
+    // The work items of this call, and its columns if an item is a head. Scratch is for the splits of rows and, in the
+    // backward pass, of columns.
     int64_t first_item, last_item, first_col, last_col;
     void *scratch;
 

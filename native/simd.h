@@ -122,7 +122,7 @@ INLINE float widen(bfloat16 x) {
 }
 INLINE float widen(float16 x) { return (float)x; }
 
-// As many elements as a vector has lanes, widened. Compilers vectorize the loop for bfloat16 but not for float16.
+// Load as many elements as a vector has lanes, widened. Compilers vectorize the loop for bfloat16 but not for float16.
 template <class E, class T> INLINE Vec<T> load_wide(const E *x) {
     if constexpr (sizeof(E) == sizeof(T)) return load((const T *)x);
     T y[Lanes<T>::count];

@@ -1,4 +1,4 @@
-// What both passes share: tiles of tensors, their transposition, the bits of a tile, and the lists of an index.
+// Code that both passes share: tiles of tensors, their transposition, the bits of a tile, and the lists of an index.
 // Shapes: B batch elements, H heads (c.heads) over Hkv key heads (c.kv_heads), Nq queries, Nk keys, D head_dim, Dv
 // value_dim. A head in one number is b * H + h.
 #pragma once
@@ -21,7 +21,7 @@ struct Packing {
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The first of `count` numbers for which `below` is false; it is true for all before it.
+// The first of `count` numbers for which `below` is false. It is true for all numbers before it.
 template <class F> INLINE int64_t bisect(int64_t count, F below) {
     int64_t low = 0;
     while (count > 0) {
@@ -102,7 +102,7 @@ template <int SIDE> INLINE void exchange(Vec<float> *x) {
 }
 #endif
 
-// As many rows as a vector has lanes, transposed.
+// Transpose as many rows as a vector has lanes.
 template <class T> INLINE void transpose_square(Vec<T> *x) {
     constexpr int L = Lanes<T>::count;
     T y[L][L];
@@ -129,7 +129,7 @@ template <class E, class T> INLINE Vec<T> load_row(const E *x, int count) {
 }
 
 // Transpose and widen the tokens of lanes [low, high) to y[group][d][lane of the group], with zeros in the other lanes of
-// [from, to). Groups are counted from lane `from`; `from` and `to` are multiples of a vector's lanes. Each group is
+// [from, to). Groups are counted from lane `from`. `from` and `to` are multiples of a vector's lanes. Each group is
 // contiguous because rows of all lanes would use only half of the first cache's sets.
 template <class E, class T>
 void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y) {
@@ -158,20 +158,20 @@ void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t wid
     }
 }
 
-// Write sums [d][lane] of the lanes [low, high) to rows of tokens, times a share per lane. A share of zero gives zeros,
+// Write sums [d][lane] of the lanes [low, high) to rows of tokens, times a share per lane. A share of zero writes zeros,
 // even for a sum of NaN. `rows` points to where lane 0 would be.
 template <class E, class T>
 void transpose_out(const T *sums, int64_t width, int low, int high, const T *share, E *rows, int64_t step) {
     constexpr int L = Lanes<T>::count;
     for (int lane = low / L * L; lane < high; lane += L) {
         E *token = rows + lane * step;
-        Vec<T> part = load(share + lane);
+        Vec<T> factor = load(share + lane);
         for (int64_t d = 0; d < width; d += L) {
             Vec<T> x[L];
             int count = (int)min(L, width - d);
             for (int i = 0; i < L; i++) {
-                x[i] = load(sums + (d + (i < count ? i : 0)) * MAX_BLOCK + lane) * part;
-                x[i] = part == 0 ? Vec<T>{} : x[i];
+                x[i] = load(sums + (d + (i < count ? i : 0)) * MAX_BLOCK + lane) * factor;
+                x[i] = factor == 0 ? Vec<T>{} : x[i];
             }
             transpose_square<T>(x);
             if (lane >= low && lane + L <= high && count == L) {
@@ -207,7 +207,7 @@ void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32
     }
 }
 
-// Set the bits of the keys that the call's own mask and lengths remove; returns true if there are any.
+// Set the bits of the keys that the call's own mask and lengths remove. Return true if there are any.
 INLINE bool masked_keys(const ringtile_call &c, int64_t b, Tokens keys, uint32_t *unused) {
     for (int w = 0; w < MAX_WORDS; w++) unused[w] = 0;
     if (!c.key_bits && !c.key_lengths) return false;
@@ -246,8 +246,8 @@ INLINE bool any_of(const uint32_t *unused, Tokens side) {
     return found;
 }
 
-// The tokens [first, last) of a tile's other side that hold everything the lanes [low, high) keep; empty if they keep
-// nothing. `bits` has a row per token, and `unused` removes tokens; both can be null.
+// The tokens [first, last) of a tile's other side that include every token that the lanes [low, high) keep. Empty if they
+// keep none. `bits` has a row per token, and `unused` removes tokens. Both can be null.
 struct Reach {
     int first, last;
 };
@@ -298,7 +298,7 @@ struct Tiles {
         while (count-- > 0) next(other, tile);
     }
 
-    // How many tiles come before a row or column.
+    // The number of tiles before a row or column.
     INLINE int64_t before(int64_t other) const {
         return bisect(n_full, [&](int64_t i) { return full[i] < other; }) +
                bisect(n_part, [&](int64_t i) { return part[i] < other; });
@@ -312,6 +312,5 @@ INLINE Tiles row_tiles(const ringtile_call &c, int64_t slot) {
 INLINE Tiles col_tiles(const ringtile_call &c, int64_t slot) {
     return Tiles(c.full_col_ptr, c.full_row, c.part_col_ptr, c.part_row, c.part_tile_t, slot);
 }
-
 
 }  // namespace ISA

@@ -46,13 +46,13 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
         if options.get("dropout_p"):
             raise ValueError(f"dropout_p: expected 0, slices would drop other weights, got {options['dropout_p']}")
         _check(query, key, value, pattern, options)
-        most = max(query.shape[0], 1) * max(key.shape[1], 1)
+        limit = max(query.shape[0], 1) * max(key.shape[1], 1)
         count = 1 if slices is None else slices
         while True:
             try:
-                return _computed(min(count, most), query, key, value, pattern, options)
+                return _computed(min(count, limit), query, key, value, pattern, options)
             except (MemoryError, RuntimeError) as error:
-                if slices is not None or count >= most or not _is_out_of_memory(error):
+                if slices is not None or count >= limit or not _is_out_of_memory(error):
                     raise
             # Retry outside the except block: the exception holds the memory of the failed attempt.
             count *= 2

@@ -1,8 +1,8 @@
-"""Block-sparse attention in torch operations, on any device and in any floating dtype.
+"""Block-sparse attention in PyTorch operations, on any device and in any floating dtype.
 
-Row tiles whose lists have the same shape are computed together (`plan`), neighbouring columns as views, in chunks of
-bounded memory (`chunks`). On a CPU the products run in torch's own flash kernel; dropout, softcap, ALiBi, second
-derivatives and other devices take plain matrix products (`scores`). Half types are computed in float32.
+Row tiles whose lists have the same shape are computed together (`plan`), in chunks of bounded memory (`chunks`).
+Neighboring columns are read as views. On a CPU, PyTorch's own flash kernel computes the matmuls. Dropout, softcap,
+ALiBi, second derivatives and other devices use plain matmuls (`scores`). Half precision is computed in float32.
 """
 
 from torch import Tensor
@@ -14,5 +14,5 @@ from ringtile.kernels.contracts import Call
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
-    """Reasons why this backend cannot serve a call: none, it is the fallback everywhere."""
+    """Return no reasons: this backend is the fallback everywhere."""
     return []

@@ -1,7 +1,7 @@
 """The gradient of the backward pass.
 
-With P the weights, dP = out_grad v^T, dS = P (dP - delta), and X = scale (q_cot k^T + q k_cot^T) what the cotangents of
-q and k make of dS: each chunk is read twice, first for sums over whole rows, then for the gradients.
+Let P be the weights, dP = out_grad v^T and dS = P (dP - delta). The cotangents of q and k give dS the cotangent
+X = scale (q_cot k^T + q k_cot^T). We read each chunk twice: first for sums over full rows, then for the gradients.
 """
 
 from __future__ import annotations
@@ -13,18 +13,7 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels.blockwise.backward import RowGrads, RowInputs
-from ringtile.kernels.blockwise.chunks import (
-    Chunk,
-    ColumnSums,
-    ColumnTiles,
-    Part,
-    RowTiles,
-    Work,
-    dead_keys,
-    options_of,
-    without,
-    works,
-)
+from ringtile.kernels.blockwise.chunks import Chunk, RowTiles, Split, Work, works
 from ringtile.kernels.blockwise.forward import costs
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
 from ringtile.kernels.contracts import Call, index_of
@@ -43,7 +32,7 @@ class _Rows(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """A part's keys and values with their cotangents: ``[n, G, l, ...]``."""
+    """A split's keys and values with their cotangents: ``[n, G, l, ...]``."""
 
     k: Tensor
     v: Tensor
@@ -52,11 +41,11 @@ class _Columns(NamedTuple):
 
 
 class _Terms:
-    """What both passes compute of one part, ``[n, H, m, l]``."""
+    """The terms of one split that both passes use, ``[n, H, m, l]``."""
 
-    def __init__(self, work: Work, chunk: Chunk, part: Part, rows: _Rows, columns: _Columns) -> None:
-        found = masked_scores(work, chunk, part, rows.q, columns.k)
-        self.scores, self.scale = found, work.options.scale
+    def __init__(self, work: Work, chunk: Chunk, split: Split, rows: _Rows, columns: _Columns) -> None:
+        found = masked_scores(work, chunk, split, rows.q, columns.k)
+        self.scores, self.scale = found, work.call.scale
         self.weights = found.weights(rows.grads.lse)
         self.weights_grad = found.dropped(matmul(rows.grads.out_grad, columns.v.mT))
         self.raw_cot = (matmul(rows.q_cot, columns.k.mT) + matmul(rows.q, columns.k_cot.mT)) * self.scale
@@ -64,14 +53,14 @@ class _Terms:
         self.value_cot = found.dropped(matmul(rows.grads.out_grad, columns.v_cot.mT))
 
     def row_sums(self) -> Tensor:
-        """``[3, n, H, m]``: the weighted sums of X, X dP, and out_grad v_cot^T."""
+        """Return ``[3, n, H, m]``, the weighted sums of X, X dP, and out_grad v_cot^T."""
         weighted = self.weights * self.cot
         return torch.stack(
             [weighted.sum(-1), (weighted * self.weights_grad).sum(-1), (self.weights * self.value_cot).sum(-1)]
         )
 
     def score_grads(self, rows: _Rows, sums: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
-        """Scaled gradients: of the scores here, and dS of the backward pass."""
+        """Return two scaled gradients: of the scores here, and dS of the backward pass."""
         cot_sum = sums[0].unsqueeze(-1)
         weights_bar_sum = (sums[1] + sums[2] - sums[0] * (rows.delta + rows.dout)).unsqueeze(-1)
         beyond = self.weights_grad - rows.delta.unsqueeze(-1)
@@ -98,42 +87,41 @@ def double_backward(
     lse: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``<q_cot, dq> + <k_cot, dk> + <v_cot, dv>`` for out_grad, lse_grad, q, k and v."""
-    index, options = index_of(call, q, k), options_of(call, k)
+    """Return the gradients of ``<q_cot, dq> + <k_cot, dk> + <v_cot, dv>`` for out_grad, lse_grad, q, k and v."""
+    index = index_of(call, q, k)
     dtype, block = lse.dtype, index.block
     out_grad_bar, q_bar = q.new_zeros(out.shape), q.new_zeros(q.shape)
     lse_grad_bar = torch.zeros(lse.shape, dtype=dtype, device=q.device)
     k_bar, v_bar = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v))
-    for work in works(index, (q, k, v, out_grad, out, lse, q_cot, k_cot, v_cot), options):
-        unit, dead = work.unit, dead_keys(work)
-        sources = [ColumnTiles(without(unit.k(x), dead), index, dtype) for x in (k, v, k_cot, v_cot)]
-        k_sum, v_sum = (ColumnSums(unit.k(x), block) for x in (k_bar, v_bar))
+    for work in works(index, (q, k, v, out_grad, out, lse, q_cot, k_cot, v_cot), call):
+        sources, (k_sum, v_sum) = work.columns(k, v, k_cot, v_cot), work.sums(k_bar, v_bar)
         inputs = RowInputs(work, q, out_grad, lse_grad, out, lse)
-        cots = RowTiles(without(unit.q(q_cot), unit.q(lse) == -math.inf), index)
-        q_rows, out_grad_rows, lse_grad_rows = (RowTiles(unit.q(x), index) for x in (q_bar, out_grad_bar, lse_grad_bar))
-        tile, row, view = costs(work, k, v, dtype, backward=True)
+        empty = (work.unit.q(lse) == -math.inf).unsqueeze(-1)
+        cots = RowTiles(work.unit.q(q_cot).masked_fill(empty, 0), index)
+        q_rows, out_grad_rows, lse_grad_rows = work.rows(q_bar, out_grad_bar, lse_grad_bar)
+        tile, row, view = costs(work, k, v, backward=True)
         scores = 8 * len(work.heads) * len(work.batch) * block * block * dtype.itemsize
         for chunk in work.chunks(2 * tile + scores, 2 * row, 2 * view + scores):
-            at = (chunk.launch, chunk.begin, chunk.end)
-            q_chunk, grads = inputs.take(at)
+            q_chunk, grads = inputs.read(chunk)
             dout = (grads.out_grad * grads.out).sum(-1)
             delta = dout if grads.lse_grad is None else dout - grads.lse_grad
-            rows = _Rows(q_chunk, cots.take(*at).to(dtype), grads, dout, delta)
+            rows = _Rows(q_chunk, cots.read(chunk).to(dtype), grads, dout, delta)
             sums = torch.zeros(3, *delta.shape, dtype=dtype, device=delta.device)
-            for part in chunk.parts:
-                sums += _Terms(work, chunk, part, rows, _Columns(*(x.take(*at, part) for x in sources))).row_sums()
+            for split in chunk.splits:
+                columns = _Columns(*(x.read(chunk, split) for x in sources))
+                sums += _Terms(work, chunk, split, rows, columns).row_sums()
             q_total, out_total = torch.zeros_like(q_chunk), -sums[0].unsqueeze(-1) * grads.out
-            for part in chunk.parts:
-                columns = _Columns(*(x.take(*at, part) for x in sources))
-                terms, heads = _Terms(work, chunk, part, rows, columns), columns.k.shape[1]
-                scores_bar, scores_grad = terms.score_grads(rows, sums, options.softcap)
+            for split in chunk.splits:
+                columns = _Columns(*(x.read(chunk, split) for x in sources))
+                terms, heads = _Terms(work, chunk, split, rows, columns), columns.k.shape[1]
+                scores_bar, scores_grad = terms.score_grads(rows, sums, call.softcap)
                 used, moved = terms.scores.dropped(terms.weights), terms.scores.dropped(terms.weights * terms.cot)
                 q_total += matmul(scores_bar, columns.k) + matmul(scores_grad, columns.k_cot)
                 out_total = out_total + matmul(moved, columns.v) + matmul(used, columns.v_cot)
-                k_piece = matmul_keys(scores_bar, q_chunk, heads) + matmul_keys(scores_grad, rows.q_cot, heads)
-                k_sum.add(*at, part, k_piece)
-                v_sum.add(*at, part, matmul_keys(moved - used * sums[0].unsqueeze(-1), grads.out_grad, heads))
-            q_rows.put(*at, q_total)
-            out_grad_rows.put(*at, out_total)
-            lse_grad_rows.put(*at, sums[0])
+                k_grad = matmul_keys(scores_bar, q_chunk, heads) + matmul_keys(scores_grad, rows.q_cot, heads)
+                k_sum.add(chunk, split, k_grad)
+                v_sum.add(chunk, split, matmul_keys(moved - used * sums[0].unsqueeze(-1), grads.out_grad, heads))
+            q_rows.write(chunk, q_total)
+            out_grad_rows.write(chunk, out_total)
+            lse_grad_rows.write(chunk, sums[0])
     return out_grad_bar, lse_grad_bar, q_bar, k_bar.to(q.dtype), v_bar.to(q.dtype)

@@ -1,8 +1,7 @@
-"""Which row tiles are computed together: the launches that `blockwise` makes of a block index.
+"""Launches: the row tiles of a block index that `blockwise` computes together.
 
-Rows whose tile lists have the same shape go into one batched call. A list of neighbouring columns is read
-as a view (a *run*); any other list is gathered. Where all rows of a launch share their partial tiles, one mask
-serves them all.
+Rows whose tile lists have the same shape go into one batched call. A list of neighboring columns is read as a view (a
+*run*), and any other list is gathered. If all rows of a launch share their partial tiles, they share one mask.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _RAGGED_CHUNK = 64
 class Launch:
     """Rows of one group that are computed by the same calls.
 
-    ``rows`` ``[n]`` counts row tiles from 0 and ``tiles`` ``[n or 1, K]`` holds each tile's row in the plan's bits, or
-    `FULL`. In a run, tile j of row i is column ``first + i * step + j``; else ``cols`` ``[n, K]`` lists
-    the columns, partial tiles first.
+    ``rows`` ``[n]`` counts row tiles from 0. ``tiles`` ``[n or 1, K]`` contains each tile's row in the plan's bits, or
+    `FULL`. In a run, tile j of row i is column ``first + i * step + j``. Otherwise ``cols`` ``[n, K]`` lists the
+    columns, partial tiles first.
     """
 
     group: int
@@ -44,41 +43,41 @@ class Launch:
     run: tuple[int, int] | None = None
     """``(first, step)`` of a run."""
     tall: bool = False
-    """Whether the rows of a run with step 0 are computed as one tall block of queries."""
+    """True if the rows of a run with step 0 are computed as one tall block of queries."""
     trim: tuple[int, int] | None = None
-    """The rows ``[lo, hi)`` that exist of a ragged row tile, which is then the launch's only one."""
+    """The rows ``[lo, hi)`` of a ragged row tile, which is then the launch's only one."""
 
     @cached_property
     def first_row(self) -> int | None:
-        """The first row where the rows are neighbours, else None."""
+        """The first row if the rows are neighbors, otherwise None."""
         first, n = int(self.rows[0]), len(self.rows)
         return first if n == 1 or bool((self.rows == torch.arange(first, first + n)).all()) else None
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The launches of a block index, with what never changes from call to call."""
+    """The launches of a block index, and masks that are the same in all calls."""
 
     launches: tuple[Launch, ...]
     bits: Tensor
-    """``[T, block, words]`` int32 on the CPU: the index's tiles, cut off at the last key where that is ragged."""
+    """``[T, block, words]`` int32 on the CPU: the index's tiles, cut off at the last key."""
     dead_keys: Tensor | None
-    """``[G, C * block]`` bool, the keys that no row keeps, or None where every key is kept."""
+    """``[G, C * block]`` bool, the keys that no row keeps, or None if every key is kept."""
     empty_rows: bool
-    """Whether some row keeps nothing."""
+    """True if some rows keep no keys."""
     idle_rows: tuple[Tensor | None, ...]
-    """By group, the queries whose row tile has no tile at all, or None where there are none."""
-    whole: Tensor | None
-    """``[G, Nq, Nk]`` bool, all kept pairs, where the problem is small and every row and key is kept."""
+    """By group, the queries whose row has no tiles, or None if there are none."""
+    kept: Tensor | None
+    """``[G, Nq, Nk]`` bool, all kept pairs, if the problem is small and every row and key is kept."""
     spared: int
     """Tiles of all groups that are not kept."""
     masks: dict[tuple[int, ...], Tensor]
-    """Shared masks already unpacked, up to `_MASK_CACHE_BYTES`."""
+    """Unpacked shared masks, up to `_MASK_CACHE_BYTES`."""
     additive: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], Tensor]
-    """``whole`` as a mask to add to scores, by dtype and the groups of an index."""
+    """``kept`` as a mask to add to scores, by dtype and the groups of an index."""
 
     def mask(self, tiles: Tensor) -> Tensor:
-        """``[..., K]`` tile numbers to ``[..., block, K * block]`` bool: which pairs are kept."""
+        """Return the kept pairs of tiles: ``[..., K]`` tile numbers to ``[..., block, K * block]`` bool."""
         key = tuple(tiles.shape) + tuple(tiles.flatten().tolist()) if tiles.numel() <= _MASK_CACHE_TILES else ()
         known = self.masks.get(key) if key else None
         if known is None:
@@ -92,7 +91,7 @@ class Plan:
 
 
 def _entries(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
-    """All kept tiles as (row slot, column, tile), columns ascending within a slot."""
+    """Return all kept tiles as (row slot, column, tile), columns ascending within a slot."""
     slots, cols, tiles = [], [], []
     for ptr, col, tile in (
         (index.full_row_ptr, index.full_col, None),
@@ -109,7 +108,7 @@ def _entries(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cut_last_column(index: BlockIndex, col: Tensor, tile: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tile bits that end at the last key, the keys that any row of a tile keeps, and the entries' tiles renumbered."""
+    """Return tile bits that end at the last key, the keys that any row of a tile keeps, and the entries' new tiles."""
     bits, keys_any = index.bits.cpu(), (index.bits_t.cpu() != 0).any(-1)
     tail = index.n_keys % index.block
     last = (col == index.n_cols - 1).nonzero().squeeze(1)
@@ -126,7 +125,7 @@ def _cut_last_column(index: BlockIndex, col: Tensor, tile: Tensor) -> tuple[Tens
 
 
 def _trims(index: BlockIndex) -> dict[int, tuple[int, int]]:
-    """The rows that exist of the row tiles that are ragged."""
+    """Return the rows of each ragged row tile."""
     offset = index.start - index.first_row * index.block
     trims = {}
     for row in {0, index.n_rows - 1}:
@@ -139,7 +138,7 @@ def _trims(index: BlockIndex) -> dict[int, tuple[int, int]]:
 def _kept_by_ragged_rows(
     index: BlockIndex, bits: Tensor, keys_any: Tensor, slot: Tensor, tile: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``keys_any`` with entries for the tiles of ragged rows, whose rows outside the lengths keep nothing."""
+    """Return ``keys_any`` with entries for the tiles of ragged rows, and new tiles of the entries."""
     row, number = slot % max(index.n_rows, 1), tile.clone()
     for ragged, (lo, hi) in _trims(index).items():
         mine = ((row == ragged) & (tile != FULL)).nonzero().squeeze(1)
@@ -150,7 +149,7 @@ def _kept_by_ragged_rows(
 
 
 def _union(place: Tensor, tile: Tensor, table: Tensor, n_places: int) -> Tensor:
-    """``[n_places, block]`` bool: the union of ``table[tile]`` over the entries at each place."""
+    """Return the union of ``table[tile]`` over the entries at each place, ``[n_places, block]`` bool."""
     table = torch.cat([torch.ones(1, table.shape[1], dtype=torch.bool), table])
     pairs = torch.unique(place * len(table) + tile + 1)
     found = torch.zeros(n_places, table.shape[1], dtype=torch.int32)
@@ -195,14 +194,14 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
     number = _same_lists((group * 3 + edge) * 2 + (last - first + 1 == length), tile, length, ptr)
     run_row = filled & (last - first + 1 == length)
 
-    # A run is a stretch of neighbouring rows with equal lists whose first columns step evenly, and never back: a
-    # view cannot.
+    # A run is a stretch of neighboring rows with equal lists whose first columns step evenly, and never back, because
+    # a view cannot.
     launches: list[Launch] = []
     step = first[1:] - first[:-1]
-    same = (number[1:] == number[:-1]) & run_row[1:] & (group[1:] == group[:-1]) & (step >= 0)
+    equal = (number[1:] == number[:-1]) & run_row[1:] & (group[1:] == group[:-1]) & (step >= 0)
     slots = torch.arange(n_slots)
     rest = torch.ones(n_slots, dtype=torch.bool) & filled
-    joins = same & torch.cat([same.new_ones(1), (step[1:] == step[:-1]) | ~same[:-1]])
+    joins = equal & torch.cat([equal.new_ones(1), (step[1:] == step[:-1]) | ~equal[:-1]])
     starts = torch.cat([slots[:1], slots[1:][~joins]])
     ends = torch.cat([starts[1:], slots.new_tensor([n_slots])])
     long_enough = ((ends - starts >= _MIN_RUN_ROWS) | (length[starts] >= 2)) & run_row[starts]
@@ -230,7 +229,7 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
 
 
 def _edges(index: BlockIndex, n_slots: int) -> Tensor:
-    """0 for whole row tiles, other numbers for those that are ragged: these are computed by themselves."""
+    """Return 0 for full row tiles and another number for each ragged one, which needs a launch of its own."""
     edge = torch.zeros(n_slots // max(index.n_rows, 1), max(index.n_rows, 1), dtype=torch.long)
     for number, row in enumerate(_trims(index)):
         edge[:, row] = number + 1
@@ -238,7 +237,7 @@ def _edges(index: BlockIndex, n_slots: int) -> Tensor:
 
 
 def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: Tensor) -> list[Launch]:
-    """Launches of the rows in ``rest``, partial tiles first."""
+    """Return launches of the rows in ``rest``, partial tiles first."""
     mine = rest[slot]
     slot, col, tile = slot[mine], col[mine], tile[mine]
     order = torch.argsort(slot * 2 + (tile == FULL), stable=True)
@@ -258,17 +257,17 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
         rows = chosen.nonzero().squeeze(1)
         order = torch.argsort(key[rows], stable=True)
         rows = rows[order]
-        for piece in torch.split(rows, torch.unique_consecutive(key[rows], return_counts=True)[1].tolist()):
-            at = _gathered(ptr, piece, int(length[piece[0]]))
+        for same in torch.split(rows, torch.unique_consecutive(key[rows], return_counts=True)[1].tolist()):
+            at = _gathered(ptr, same, int(length[same[0]]))
             tiles = tile[at]
             launches.append(
                 Launch(
-                    group=int(group[piece[0]]),
-                    rows=piece % index.n_rows,
+                    group=int(group[same[0]]),
+                    rows=same % index.n_rows,
                     cols=col[at],
                     tiles=tiles[:1] if chosen is shared else tiles,
-                    n_partial=int(partial[piece[0]]),
-                    trim=trims.get(int(piece[0]) % index.n_rows),
+                    n_partial=int(partial[same[0]]),
+                    trim=trims.get(int(same[0]) % index.n_rows),
                 )
             )
     return launches
@@ -281,8 +280,8 @@ def _make_plan(index: BlockIndex) -> Plan:
     n_rows, n_cols, block = index.n_rows, index.n_cols, index.block
     n_slots = len(index.full_row_ptr) - 1
     n_groups = n_slots // n_rows if n_rows else int(index.group.max()) + 1
-    kept_keys, number = _kept_by_ragged_rows(index, bits, keys_any, slot, tile)
-    keys = _union(slot // max(n_rows, 1) * n_cols + col, number, kept_keys, n_groups * n_cols)
+    any_keys, number = _kept_by_ragged_rows(index, bits, keys_any, slot, tile)
+    keys = _union(slot // max(n_rows, 1) * n_cols + col, number, any_keys, n_groups * n_cols)
     keys = keys.view(n_groups, n_cols * block)[:, : index.n_keys]
     rows = _union(slot, tile, (bits != 0).any(-1), n_slots).view(n_groups, n_rows * block)
     offset = index.start - index.first_row * block
@@ -291,17 +290,17 @@ def _make_plan(index: BlockIndex) -> Plan:
     idle = idle[:, offset : offset + index.n_queries]
     every_key, every_row = bool(keys.all()), bool(rows.all())
     n_tiles = n_slots * n_cols
-    whole = None
+    kept = None
     if 0 < n_tiles <= _WHOLE_TILES and every_key and every_row:
-        # By group, since indices that share their lists share the plan, and each has groups of its own.
-        whole = replace(index, group=torch.arange(n_groups).unsqueeze(0)).to_dense()[0].cpu()
+        # By group, because indices that share their lists share the plan but not their groups.
+        kept = replace(index, group=torch.arange(n_groups).unsqueeze(0)).to_dense()[0].cpu()
     return Plan(
         launches=tuple(_launches(index, slot, col, tile)) if len(slot) else (),
         bits=bits,
         dead_keys=None if every_key else ~keys,
         empty_rows=not every_row,
         idle_rows=tuple(queries.nonzero().squeeze(1) if bool(queries.any()) else None for queries in idle),
-        whole=whole,
+        kept=kept,
         spared=n_tiles - len(tile),
         masks={},
         additive={},

@@ -1,4 +1,4 @@
-"""Masked scores of one part in plain matrix products: for dropout, softcap, ALiBi and what torch's kernel lacks."""
+"""Masked scores of one split by plain matmuls: for dropout, softcap, ALiBi, second derivatives and other devices."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.kernels.blockwise.chunks import Chunk, Part, Work
+from ringtile.kernels.blockwise.chunks import Chunk, Split, Work
 
 
 class Scores(NamedTuple):
-    """Scores of one part, all ``[n, H, m, l]``."""
+    """Scores of one split, all ``[n, H, m, l]``."""
 
     scores: Tensor
-    """Masked: -inf where the pair is not kept."""
+    """Masked: -inf for a pair that is not kept."""
     dropout: Tensor | None
-    """What dropout multiplies the weights by."""
+    """Factors of the weights."""
     capped: Tensor | None
     """``tanh(scores / softcap)`` before the mask."""
 
     def weights(self, lse: Tensor) -> Tensor:
-        """The softmax; an empty row has lse 0 here and so weighs nothing."""
+        """Return the softmax. An empty row has an lse of 0 here, so its weights are 0."""
         return torch.exp(self.scores - lse.unsqueeze(-1))
 
     def dropped(self, weights: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``[n, H, m, x] @ [n, G, x, y]``: every key head serves its query heads."""
+    """Return ``[n, H, m, x] @ [n, G, x, y]``, with each key head for its query heads."""
     if a.shape[1] == b.shape[1]:
         return a @ b
     grouped = a.unflatten(1, (b.shape[1], -1)).flatten(2, 3) @ b
@@ -42,25 +42,25 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def matmul_keys(a: Tensor, b: Tensor, heads: int) -> Tensor:
-    """``[n, H, m, l]^T @ [n, H, m, D]``, summed over the query heads of each key head: ``[n, G, l, D]``."""
+    """Return ``[n, H, m, l]^T @ [n, H, m, D]``, summed over the query heads of each key head: ``[n, G, l, D]``."""
     if a.shape[1] != heads:
         a, b = (x.unflatten(1, (heads, -1)).flatten(2, 3) for x in (a, b))
     return a.mT @ b
 
 
-def masked_scores(work: Work, chunk: Chunk, part: Part, q: Tensor, k: Tensor) -> Scores:
-    options, length = work.options, k.shape[2]
-    scores = matmul(q, k.mT) * options.scale
+def masked_scores(work: Work, chunk: Chunk, split: Split, q: Tensor, k: Tensor) -> Scores:
+    call, length = work.call, k.shape[2]
+    scores = matmul(q, k.mT) * call.scale
     capped = dropout = None
-    if options.softcap:
-        capped = torch.tanh(scores / options.softcap)
-        scores = capped * options.softcap
-    if options.alibi_slopes is not None or options.dropout_p:
-        query, tiles = work.positions(chunk, part)
-        if options.alibi_slopes is not None:
+    if call.softcap:
+        capped = torch.tanh(scores / call.softcap)
+        scores = capped * call.softcap
+    if call.alibi_slopes is not None or call.dropout_p:
+        query, tiles = work.positions(chunk, split)
+        if call.alibi_slopes is not None:
             key = (tiles.unsqueeze(-1) + torch.arange(work.index.block, device=work.device)).flatten(1)
             scores = scores + work.bias(query, key[:, :length])
-        if options.dropout_p:
+        if call.dropout_p:
             dropout = work.dropout(query, tiles)[..., :length]
-    keep = work.keep(chunk, part)
+    keep = work.keep(chunk, split)
     return Scores(scores if keep is None else scores.masked_fill(~keep, -math.inf), dropout, capped)

@@ -424,8 +424,21 @@ def dilated_attention(
     parts = _disjoint(each, pattern) if overlap == "union" else each
     with without_autocast(query):
         if parts is None:
-            out, lse = _in_token_order(
-                query, key, value, branches, pattern, is_causal, key_mask, dropout_p, seed, scale, enable_gqa, backend
+            # Segments that do not nest: one sparse pattern over positions.
+            kept = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
+            out, lse = sparse_attention(
+                query,
+                key,
+                value,
+                reduce(or_, kept),
+                is_causal=is_causal,
+                key_mask=key_mask,
+                dropout_p=dropout_p,
+                seed=seed,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                return_lse=True,
+                backend=backend,
             )
         else:
             if is_causal:
@@ -446,34 +459,3 @@ def dilated_attention(
                 out, lse = _Merged.apply(query, key, value, options)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
-
-def _in_token_order(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    branches: list[tuple[int, int]],
-    pattern: Pattern | None,
-    is_causal: bool,
-    key_mask: Tensor | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the union of branches as one sparse pattern over positions."""
-    kept = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
-    return sparse_attention(
-        query,
-        key,
-        value,
-        reduce(or_, kept),
-        is_causal=is_causal,
-        key_mask=key_mask,
-        dropout_p=dropout_p,
-        seed=seed,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        return_lse=True,
-        backend=backend,
-    )

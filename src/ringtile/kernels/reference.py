@@ -1,14 +1,11 @@
-"""The oracle: dense masked softmax in float64, straight from the element rule of a pattern.
-
-Suffixes: B batch, H query heads, K key heads (H is a multiple), N queries, M keys, R sampled queries, D head dim,
-E value dim.
-"""
+"""The reference: dense masked softmax in float64, from the element rule of a pattern."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -19,17 +16,12 @@ from ringtile.layout.tiles import unpack_words
 from ringtile.patterns.base import Pattern, TileGrid
 
 _CHUNK_PAIRS = 1 << 22
-"""Pairs whose element rule is evaluated at once: the rules make several int64 temporaries of this length."""
+"""Pairs whose element rule is evaluated at once: rules create several int64 temporaries of this length."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Problem:
-    """The arguments of one call, checked."""
+class Options(TypedDict, total=False):
+    """Keyword arguments of the reference, as those of `sparse_attention`."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pattern: Pattern | BlockIndex
     start: int | None
     key_mask: Tensor | None
     key_lengths: Tensor | None
@@ -40,10 +32,31 @@ class _Problem:
     alibi_slopes: Tensor | None
     sinks: Tensor | None
 
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """The arguments of one call, checked."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pattern: Pattern | BlockIndex
+    start: int | None = None
+    key_mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
         if not q.ndim == k.ndim == v.ndim == 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-            raise ValueError(f"q, k, v: expected [B, H, N, D], [B, Hkv, M, D], got {q.shape=}, {k.shape=}, {v.shape=}")
+            raise ValueError(
+                f"q, k, v: expected [B, H, Nq, D], [B, Hkv, Nk, D], got {q.shape=}, {k.shape=}, {v.shape=}"
+            )
         if k.shape[:3] != v.shape[:3]:
             raise ValueError(f"v: expected the batch, heads and length of k, got {v.shape=} with {k.shape=}")
         if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -74,12 +87,12 @@ class _Problem:
                 size not in (1, wanted) for size, wanted in zip(self.pattern.group.shape, (batch, heads), strict=True)
             ):
                 raise ValueError(
-                    f"pattern: {self.pattern!r} does not serve {self.start=}, {self.q.shape=}, {self.k.shape=}"
+                    f"pattern: {self.pattern!r} does not match {self.start=}, {self.q.shape=}, {self.k.shape=}"
                 )
         elif isinstance(self.pattern, Pattern):
             if self.pattern.n_heads not in (None, heads) or self.pattern.batch_size not in (None, batch):
                 raise ValueError(
-                    f"pattern: {self.pattern!r} is written for heads={self.pattern.n_heads}, "
+                    f"pattern: {self.pattern!r} is defined for heads={self.pattern.n_heads}, "
                     f"batch={self.pattern.batch_size}, got {self.q.shape=}"
                 )
             self.pattern.validate(TileGrid(128, self.first_position, n_queries, n_keys))
@@ -88,7 +101,7 @@ class _Problem:
 
     @property
     def first_position(self) -> int:
-        """The position of query 0."""
+        """Position of query 0."""
         if self.start is not None:
             return self.start
         return self.pattern.start if isinstance(self.pattern, BlockIndex) else self.k.shape[2] - self.q.shape[2]
@@ -97,8 +110,8 @@ class _Problem:
     def heads_per_key_head(self) -> int:
         return self.q.shape[1] // self.k.shape[1]
 
-    def kept_RM(self, batch: int, head: int, rows: Tensor) -> Tensor:
-        """The pairs that some rows of one batch row and head keep."""
+    def kept(self, batch: int, head: int, rows: Tensor) -> Tensor:
+        """Return the keys that some queries of one batch element and head keep: bool ``[R, Nk]``."""
         n_keys = self.k.shape[2]
         keys = torch.arange(n_keys, device=rows.device)
         if isinstance(self.pattern, BlockIndex):
@@ -119,10 +132,10 @@ class _Problem:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, batch: Tensor, head: Tensor, rows: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Out, lse and weights of queries ``rows`` and ``keys`` (numbers), in float64; leading dimensions broadcast.
+        """Return output, lse and weights of queries ``rows`` and ``keys`` (numbers), in float64.
 
-        What no pair keeps is replaced before it is used and results are selected, never multiplied by a mask:
-        NaN there reaches neither results nor gradients.
+        Leading dimensions broadcast. Queries and keys that no pair keeps are replaced before use, and results are
+        selected, never multiplied by a mask. So a NaN there reaches neither results nor gradients.
         """
         row_kept, key_kept = kept.any(-1, keepdim=True), kept.any(-2).unsqueeze(-1)
         q, k, v = (torch.where(used, x.double(), 0.0) for used, x in ((row_kept, q), (key_kept, k), (key_kept, v)))
@@ -132,7 +145,7 @@ class _Problem:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.alibi_slopes is not None:
             scores = scores - self.alibi_slopes.double()[head] * (queries - keys).abs()
-        # A row that keeps nothing gets finite scores: its gradient is then zero, not NaN.
+        # A row that keeps no keys gets finite scores, so its gradient is zero instead of NaN.
         scores = torch.where(row_kept, torch.where(kept, scores, -math.inf), 0.0)
         lse = scores.logsumexp(-1, keepdim=True)
         weights = torch.where(kept, (scores - lse).exp(), 0.0)
@@ -147,7 +160,7 @@ class _Problem:
 
 
 def _row_of_index(index: BlockIndex, batch: int, head: int, row: int) -> Tensor:
-    """The keys that one query keeps, read from the tiles of its row: bool ``[M]``."""
+    """Return the keys that one query keeps, from the tiles of its row: bool ``[Nk]``."""
     tile_row, inside = divmod(index.start + row, index.block)
     group = int(index.group[batch % index.group.shape[0], head % index.group.shape[1]])
     slot = group * index.n_rows + tile_row - index.first_row
@@ -166,29 +179,30 @@ def attention_reference(
     v: Tensor,
     pattern: Pattern | BlockIndex,
     *,
-    start: int | None = None,
-    key_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
     return_weights: bool = False,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, ...]:
-    """Attention over the pairs a pattern keeps, dense and in float64: ``(out, lse)`` or ``(out, lse, weights)``.
+    """Compute attention over the pairs that a pattern keeps, dense and in float64.
 
-    ``q`` ``[B, H, N, D]``, ``k`` ``[B, Hkv, M, D]`` and ``v`` ``[B, Hkv, M, Dv]`` of any dtype, H a multiple of Hkv,
-    give ``out`` ``[B, H, N, Dv]``, natural-log ``lse`` ``[B, H, N]`` and ``weights`` ``[B, H, N, M]``, float64 and
-    differentiable, twice too. Query ``a`` sits at position ``start + a`` (``start=None``: M - N). Scores are
-    ``scale * q @ k`` (``scale=None``: ``D ** -0.5``), then ``softcap * tanh(scores / softcap)``, then less
-    ``alibi_slopes[h] * |i - j|``. ``key_mask`` ``[B, M]`` (True = attend) and ``key_lengths`` ``[B]`` remove keys.
-    ``sinks`` ``[H]`` add a logit to each row's denominator: weights and ``out`` shrink by ``sigmoid(lse - sink)``, and
-    ``lse`` stays that of the keys alone. ``weights`` are what multiplies ``v``, so dropout included. A row that keeps
-    nothing gives 0, lse -inf and zero gradients; keys that no row of a head keeps are never used, NaN or not.
+    Memory is O(B H Nq Nk). Results are differentiable, also twice. A query that keeps no keys returns 0, an lse of -inf
+    and zero gradients. Keys that no query of a head keeps are never used, so they can be NaN.
 
-    Memory is O(B H N M). Raises ValueError where shapes, heads, lengths or numbers do not fit.
+    Args:
+        q: ``[B, H, Nq, D]`` of any dtype.
+        k: ``[B, Hkv, Nk, D]``. H is a multiple of Hkv.
+        v: ``[B, Hkv, Nk, Dv]``.
+        pattern: The pairs to keep.
+        return_weights: Also return the weights that multiply ``v``, with dropout.
+        options: As in `sparse_attention`. Query ``a`` is at position ``start + a``; ``start`` defaults to ``Nk - Nq``.
+            Scores are ``scale * q @ k``, then ``softcap * tanh(scores / softcap)``, then less ``alibi_slopes[h] * |i -
+            j|``. ``sinks`` scale weights and output by ``sigmoid(lse - sink)``; the lse does not include them.
+
+    Returns:
+        The output ``[B, H, Nq, Dv]``, the natural-log lse ``[B, H, Nq]`` and, if requested, the weights
+        ``[B, H, Nq, Nk]``, all in float64.
+
+    Raises:
+        ValueError: If shapes, heads, lengths or values are invalid.
 
     >>> from ringtile.patterns.base import Dense
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind()
@@ -196,14 +210,12 @@ def attention_reference(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
     True
     """
-    problem = _Problem(
-        q, k, v, pattern, start, key_mask, key_lengths, dropout_p, seed, scale, softcap, alibi_slopes, sinks
-    )
+    problem = _Problem(q, k, v, pattern, **options)
     (batch, heads, n_queries), n_keys = q.shape[:3], k.shape[2]
     rows, keys = torch.arange(n_queries, device=q.device), torch.arange(n_keys, device=q.device)
     kept = torch.empty(batch, heads, n_queries, n_keys, dtype=torch.bool, device=q.device)
     for b, h in itertools.product(range(batch), range(heads)):
-        kept[b, h] = problem.kept_RM(b, h, rows)
+        kept[b, h] = problem.kept(b, h, rows)
     out, lse, weights = problem.attend(
         q,
         k.repeat_interleave(problem.heads_per_key_head, 1),
@@ -218,27 +230,13 @@ def attention_reference(
 
 
 def attention_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern | BlockIndex,
-    rows: Tensor,
-    *,
-    start: int | None = None,
-    key_mask: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | BlockIndex, rows: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
-    """The rows of `attention_reference` for some queries: ``out`` ``[B, H, R, Dv]`` and ``lse`` ``[B, H, R]``, float64.
+    """Compute some rows of `attention_reference`: output ``[B, H, R, Dv]`` and lse ``[B, H, R]``, in float64.
 
-    ``rows`` ``[R]`` int64 are query numbers in ``[0, N)``. Time is O(B H R M) for the element rule and O(kept) for
-    the rest, so that a million tokens can be checked. Differentiable: with a loss on these rows alone,
-    its gradients are those of the whole attention. Raises ValueError where something does not fit.
+    ``rows`` ``[R]`` int64 are query numbers in ``[0, Nq)``. The element rule takes O(B H R Nk) and the rest O(kept), so
+    you can check a million tokens. Results are differentiable: with a loss on these rows alone, the gradients are
+    those of the full attention. Raises ValueError if an argument is invalid.
 
     >>> from ringtile.patterns.base import Dense
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind()
@@ -246,9 +244,7 @@ def attention_rows(
     >>> torch.allclose(attention_rows(q, k, v, Dense(), rows)[0], attention_reference(q, k, v, Dense())[0][:, :, rows])
     True
     """
-    problem = _Problem(
-        q, k, v, pattern, start, key_mask, key_lengths, dropout_p, seed, scale, softcap, alibi_slopes, sinks
-    )
+    problem = _Problem(q, k, v, pattern, **options)
     if rows.ndim != 1 or rows.dtype != torch.int64 or bool(((rows < 0) | (rows >= q.shape[2])).any()):
         raise ValueError(f"rows: expected int64 [R] in [0, {q.shape[2]}), got {rows.dtype} {rows.shape}")
     results = [_rows_of_head(problem, b, h, rows) for b in range(q.shape[0]) for h in range(q.shape[1])]
@@ -260,7 +256,7 @@ def _rows_of_head(problem: _Problem, batch: int, head: int, rows: Tensor) -> tup
     outs, lses = [], []
     k, v = (x[batch, head // problem.heads_per_key_head] for x in (problem.k, problem.v))
     for part in rows.split(max(1, _CHUNK_PAIRS // max(1, k.shape[0]))):
-        kept = problem.kept_RM(batch, head, part)
+        kept = problem.kept(batch, head, part)
         keys = kept.any(0).nonzero().squeeze(1)
         out, lse, _ = problem.attend(
             problem.q[batch, head, part],

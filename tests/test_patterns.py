@@ -780,7 +780,7 @@ def test_drawing_refuses(draw: Callable[[], str], message: str) -> None:
         (lambda: Blocks(torch.ones(0, 2, dtype=torch.bool)), "non-empty"),
         (lambda: Blocks(torch.ones(1, 1, dtype=torch.bool), block=0), "block=0"),
         (lambda: Blocks(row_ptr=torch.tensor([0, 2]), col=torch.tensor([1])), r"row_ptr\[-1\]=2"),
-        (lambda: Blocks(row_ptr=torch.tensor([0, 2, 1]), col=torch.tensor([1])), "least step -1"),
+        (lambda: Blocks(row_ptr=torch.tensor([0, 2, 1]), col=torch.tensor([1])), "smallest step -1"),
         (lambda: Blocks(row_ptr=torch.tensor([0, 1]), col=torch.tensor([-1])), r"col.min\(\)=-1"),
         (lambda: Blocks(row_ptr=torch.tensor([0.0, 1]), col=torch.tensor([1])), "row_ptr.dtype"),
         (lambda: Elements(3), "fn=3"),  # type: ignore[arg-type]

@@ -63,8 +63,8 @@ class InSegments(Pattern):
         return self.inner.n_heads
 
     def validate(self, grid: TileGrid) -> None:
-        most = -(-min(self.length, grid.n_keys) // self.dilation)
-        self.inner.validate(TileGrid(grid.block, 0, most, most))
+        n_places = -(-min(self.length, grid.n_keys) // self.dilation)
+        self.inner.validate(TileGrid(grid.block, 0, n_places, n_places))
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,7 +1,7 @@
-"""FLOP counts of the operators, for torch's flop counter.
+"""FLOP counts of the operators, for PyTorch's flop counter.
 
-The counter copies the formulas that it knows when a user makes one, and its module imports triton if that is installed,
-which `import ringtile` must not. So the formulas are registered when somebody imports that module.
+A counter copies the known formulas when you create it. Its module imports triton if that is installed, which `import
+ringtile` must not. So we register the formulas when that module is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 def _kept_area(call: Call, q: Tensor, k: Tensor) -> int:
-    """(query, key) pairs inside the kept tiles, summed over batch rows and heads: what the kernels compute."""
+    """Count the (query, key) pairs in the kept tiles, over batch elements and heads. Kernels compute this many."""
     return index_of(call, q, k).tile_pairs(q.shape[0], q.shape[1])
 
 
@@ -39,7 +39,7 @@ def _register(counter: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds the flop counter, once."""
+    """Import hook that finds the flop counter, once."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
@@ -58,7 +58,7 @@ class _Finder:
 
 
 def tell_flop_counter() -> None:
-    """Register the formulas now if torch's flop counter is loaded, else when it will be."""
+    """Register the formulas now if PyTorch's flop counter is loaded, otherwise when it will be."""
     if _COUNTER in sys.modules:
         _register(sys.modules[_COUNTER])
     else:

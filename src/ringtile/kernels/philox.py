@@ -1,9 +1,9 @@
-"""Dropout masks: 16 random bits for every (batch row, head, query, key), a pure function of seed and positions.
+"""Dropout masks: 16 random bits per (batch element, head, query, key), a pure function of seed and positions.
 
-Positions are those of the whole problem, so tilings, backends and ranks all drop the same pairs. The generator is
-Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the key is the 64-bit seed, the
+Positions refer to the whole problem, so tilings, backends and ranks all drop the same pairs. The generator is
+Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is the 64-bit seed, the
 counter is ``(key // 32 * 4 + key // 2 % 4, query, head, batch)`` and key ``k`` reads the low (even k) or high (odd k)
-half of word ``k // 8 % 4``. One call so gives 8 keys, and 4 calls give 32 neighbours.
+half of word ``k // 8 % 4``. One call serves 8 keys, and 4 calls serve 32 neighbors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _ROUNDS = 7
 _SIGNS = 0x80008000 - (1 << 32)
 
 _CHUNK_CALLS = 1 << 16
-"""Philox calls computed at once on a CPU: larger chunks leave the caches, smaller ones pay for the calls."""
+"""Philox calls computed at once on a CPU. Larger chunks leave the caches, smaller ones pay for the calls."""
 
 
 def dropout_threshold(p: float) -> int:
-    """The pair is kept iff its 16 bits are at least this: ``round(65536 * p)``.
+    """Return ``round(65536 * p)``: a pair is kept iff its 16 bits are at least this.
 
-    Raises ValueError unless ``0 <= p < 1`` and the threshold leaves something to keep.
+    Raises ValueError unless ``0 <= p < 1`` and the threshold leaves some values to keep.
 
     >>> dropout_threshold(0.5)
     32768
@@ -37,7 +37,7 @@ def dropout_threshold(p: float) -> int:
 
 
 def dropout_scale(p: float) -> float:
-    """What kept weights are multiplied by: ``65536 / (65536 - threshold)``, the inverse of the exact keep rate.
+    """Return the factor of kept weights: ``65536 / (65536 - threshold)``, the inverse of the exact keep rate.
 
     >>> dropout_scale(0.75)
     4.0
@@ -52,10 +52,10 @@ def _seed_words(seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
 
 
 def dropout_keep(seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, p: float) -> Tensor:
-    """Whether each pair is kept: int64 positions that broadcast together in, bool out.
+    """Return the pairs to keep as bool: int64 positions that broadcast together.
 
-    ``seed`` is an int or a one-element int64 tensor. One Philox call a pair: simple, for the reference; kernels use
-    `dropout_tile`, which gives the same bits. Raises ValueError unless ``0 <= p < 1``.
+    ``seed`` is an int or an int64 tensor with one element. This makes one Philox call per pair, simple enough for the
+    reference. Kernels use `dropout_tile`, which returns the same bits. Raises ValueError unless ``0 <= p < 1``.
 
     >>> zero = torch.zeros((), dtype=torch.int64)
     >>> dropout_keep(1, zero, zero, zero, torch.arange(6), 0.5)
@@ -68,7 +68,7 @@ def dropout_keep(seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor,
 
 
 def _remaining_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor], rounds: int) -> Words:
-    """Philox rounds in place on the counter's memory; the upper 32 bits of words 1 and 3 come out dirty."""
+    """Compute Philox rounds in place on the counter's memory. The upper 32 bits of words 1 and 3 stay dirty."""
     c0, c1, c2, c3 = counter
     spare0, spare1 = torch.empty_like(c0), torch.empty_like(c0)
     for number in range(rounds):
@@ -88,12 +88,12 @@ def _remaining_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor], ro
 def dropout_tile(
     seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor, first_key: Tensor, n_keys: int, p: float
 ) -> Tensor:
-    """Whether each pair of whole tiles is kept: bool ``[..., m, t * n_keys]``, the bits of `dropout_keep`.
+    """Return the pairs of full tiles to keep, bool ``[..., m, t * n_keys]``, with the bits of `dropout_keep`.
 
-    ``query`` ``[..., m]`` holds query positions, ``first_key`` ``[..., t]`` the first key position of each of t
-    stretches of ``n_keys`` keys, ``batch`` and ``head`` ``[...]``: int64, the leading dimensions broadcast. ``n_keys``
-    is a multiple of 32, or 16, and ``first_key`` is a multiple of the smaller of ``n_keys`` and 32 (not checked: it
-    lives on the device). One Philox call for 8 keys. Raises ValueError unless ``0 <= p < 1``.
+    ``query`` ``[..., m]`` contains query positions, ``first_key`` ``[..., t]`` the first key position of each of t runs
+    of ``n_keys`` keys. They are int64, as are ``batch`` and ``head`` ``[...]``, and the leading dimensions broadcast.
+    ``n_keys`` is a multiple of 32, or 16. ``first_key`` is a multiple of the smaller of ``n_keys`` and 32, which is not
+    checked because it is on the device. One Philox call serves 8 keys. Raises ValueError unless ``0 <= p < 1``.
 
     The mask is random, so branches on it mispredict: multiply by it as a float instead of ``torch.where``.
 
@@ -119,15 +119,15 @@ def dropout_tile(
     chunk = _CHUNK_CALLS if query.device.type == "cpu" else _CHUNK_CALLS << 6
     step = max(1, chunk // max(1, m * columns))
     for first in range(0, count, step):
-        # For three rounds most words depend on the query alone or the key alone: broadcasting computes those once.
+        # For three rounds, most words depend on only the query or only the key. Broadcasting computes those once.
         part = slice(first, first + step)
         c0, c1, c2, c3 = philox4x32((window_calls[part], query[part], head[part], batch[part]), key, 3)
         words = _remaining_rounds((c0, c1, c2, c3.expand_as(c0).contiguous()), later, _ROUNDS - 3)
         packed = torch.empty(len(c0), m, t * windows, 4, 4, dtype=torch.int32, device=query.device)
         for number, word in enumerate(words):
             packed[..., number, :] = word.view(len(word), m, t * windows, 4)
-        # Halves with the sign flipped compare as signed numbers as they did as unsigned ones. A comparison that
-        # writes int8 is vectorised; one that writes bool is not, and takes five times as long.
+        # With the sign flipped, halves compare as signed numbers like unsigned ones. A comparison that writes int8 is
+        # vectorized. One that writes bool is not, and takes five times as long.
         halves = (packed ^ _SIGNS).view(torch.int16).view(*packed.shape, 2)
         torch.ge(halves, threshold - 32768, out=keep[part])
     bits = keep.view(torch.bool).view(count, m, t, windows * 32)

@@ -1,4 +1,4 @@
-"""Named spans of time that torch.profiler shows, and that cost next to nothing while nobody profiles."""
+"""Named spans of time for torch.profiler. They cost almost no time unless you profile."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class KernelTime(NamedTuple):
-    """What the threads of one call of the native library did, in nanoseconds, all together."""
+    """Thread time of one call of the native library, summed over its threads, in nanoseconds."""
 
     backward: bool
     packing: int
-    """Laying tiles out, widening them, and zeros in place of what nobody keeps."""
+    """Copying, widening and transposing tiles, and zeroing unused keys."""
     working: int
-    """Packing and all the rest."""
+    """All work, with packing."""
 
 
 listeners: list[list[KernelTime]] = []
-"""Who wants to know; empty while nobody does."""
+"""Lists that get the times of every call; empty unless you profile."""
 
 
 @contextmanager
 def kernel_times() -> Iterator[list[KernelTime]]:
-    """The native kernel's own clocks: a list to which each of its calls adds an entry, in any thread of Python.
+    """Return a list to which each call of the native kernel adds its times, in any thread of Python.
 
     >>> with kernel_times() as times:
     ...     pass
@@ -47,7 +47,7 @@ def kernel_times() -> Iterator[list[KernelTime]]:
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """A span of this name where a profiler listens.
+    """Return a span with this name if a profiler is active.
 
     >>> with span("ringtile::index"):
     ...     pass

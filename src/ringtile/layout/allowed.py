@@ -1,4 +1,4 @@
-"""What density is measured against: the pairs and tiles that the causal and document rules in force allow."""
+"""Counts of the pairs and tiles that causal and document rules allow. Density is measured against them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUERIES_AT_ONCE = 1 << 17
 
 
 def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tuple[int, int]:
-    """The pairs and the tiles that an envelope allows, in time proportional to the number of queries."""
+    """Count the pairs and the tiles that an envelope allows, in time proportional to the number of queries."""
     if grid.n_queries == 0 or grid.n_keys == 0:
         return 0, 0
     if isinstance(envelope, Dense):
@@ -27,17 +27,17 @@ def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tu
         query = torch.arange(max(first, grid.start), min(first + step, end), device=device)
         lo, hi = _key_bounds(envelope, query, grid.n_keys)
         pairs += int((hi - lo).clamp(min=0).sum())
-        # The intervals of consecutive queries leave no gap, so those of a row tile cover one run of tiles.
+        # The intervals of consecutive queries leave no gap, so the queries of a row tile cover one run of tiles.
         row = query[hi > lo] // grid.block - first // grid.block
-        least = torch.full((step // grid.block,), grid.n_keys, device=device)
-        least.scatter_reduce_(0, row, lo[hi > lo], "amin")
-        most = torch.zeros_like(least).scatter_reduce_(0, row, hi[hi > lo], "amax")
-        tiles += int(((most + grid.block - 1) // grid.block - least // grid.block).clamp(min=0).sum())
+        lowest = torch.full((step // grid.block,), grid.n_keys, device=device)
+        lowest.scatter_reduce_(0, row, lo[hi > lo], "amin")
+        highest = torch.zeros_like(lowest).scatter_reduce_(0, row, hi[hi > lo], "amax")
+        tiles += int(((highest + grid.block - 1) // grid.block - lowest // grid.block).clamp(min=0).sum())
     return pairs, tiles
 
 
 def _key_bounds(envelope: Pattern, query: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    """The interval ``[lo, hi)`` of keys that each query position may see."""
+    """Return the interval ``[lo, hi)`` of keys that each query position may attend to."""
     if isinstance(envelope, Causal):
         return torch.zeros_like(query), (query + 1).clamp(0, n_keys)
     if isinstance(envelope, Documents):
@@ -50,7 +50,7 @@ def _key_bounds(envelope: Pattern, query: Tensor, n_keys: int) -> tuple[Tensor, 
 
 
 def _count_causal(grid: TileGrid) -> tuple[int, int]:
-    """Closed form: query position p sees min(p + 1, n_keys) keys, a row tile what its last query sees."""
+    """Count in closed form: query position p keeps min(p + 1, n_keys) keys, a row tile those of its last query."""
     last_query = grid.start + grid.n_queries - 1
     pairs = _ramp(last_query, grid.n_keys) - _ramp(grid.start - 1, grid.n_keys)
     last_row = grid.first_row + grid.n_rows - 1
@@ -58,7 +58,7 @@ def _count_causal(grid: TileGrid) -> tuple[int, int]:
 
 
 def _ramp(last: int, top: int) -> int:
-    """The sum of min(p + 1, top) over p = 0 ... last."""
+    """Return the sum of min(p + 1, top) over p = 0 ... last."""
     count = max(0, last + 1)
     rising = min(count, top)
     return rising * (rising + 1) // 2 + (count - rising) * top

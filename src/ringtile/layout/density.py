@@ -14,22 +14,22 @@ from ringtile.patterns.base import Pattern
 
 _TOLERANCE = 0.02
 _GOOD_ENOUGH = 0.005
-"""Where the search stops early; between this and the tolerance it goes on while sizes are left."""
+"""The search stops within this error. Between it and the tolerance, the search continues while sizes are left."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A pattern of the wanted density, or the nearest that its free parameter reaches."""
+    """A pattern with the target density, or the nearest that its free parameter reaches."""
 
     pattern: Pattern
     density: float
-    """As measured, of pairs or of tiles as asked for."""
+    """Measured density, of pairs or of tiles."""
     reached: bool
-    """Whether that is within 2 % of the target."""
+    """True if the density is within 2% of the target."""
     lowest: float
-    """The density at the smallest size, which no size goes below."""
+    """Density at the smallest size. No size has a lower one."""
     highest: float
-    """The density at the largest size tried; where it is below the target, no size goes above."""
+    """Density at the largest size tried. If it is below the target, no size has a higher one."""
 
 
 def with_density(
@@ -47,11 +47,11 @@ def with_density(
 ) -> Solution:
     """Set a pattern's free parameter (`Pattern.resized`) so that its measured density is ``target``.
 
-    Density is the kept fraction of what the causal and document rules in force allow, in pairs, or with ``tiles``
-    in tiles, which is what time follows. Of the sizes whose density is not within 2 % the nearest is returned:
-    under `Causal`, one tile a row is ``2 / (rows + 1)`` of the tiles, and no window goes below.
+    Density is the fraction of the allowed pairs that the pattern keeps. With ``tiles``, it is the fraction of the
+    allowed tiles, which run time follows. If no size comes within 2% of the target, this returns the nearest. Under
+    `Causal`, one tile per row is ``2 / (rows + 1)`` of the tiles, and no window has fewer.
 
-    Raises ValueError where the target is outside (0, 1] or the pattern has no free parameter, and as `build_index`.
+    Raises ValueError if the target is outside (0, 1] or the pattern has no free parameter, and as `build_index`.
 
     >>> from ringtile.patterns import Causal, Window
     >>> solution = with_density(Causal() & Window(1, 0), 0.1, 8192)
@@ -89,7 +89,7 @@ def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float],
     while high.density < target and high.size < largest:
         low, high = high, measure(min(_grown(low, high, target), largest))
         points.append(high)
-        # More random blocks than there are change nothing, and cost time to draw.
+        # Random blocks beyond all blocks change no pairs, and cost time to draw.
         if pattern.free_rank == 1 and low.size and high.density == low.density:
             break
     highest = high.density
@@ -121,14 +121,14 @@ class _Point(NamedTuple):
 
 
 def _grown(low: _Point, high: _Point, target: float) -> int:
-    """A larger size: what the last two extrapolate to and a little more, from twice to 16 times the last."""
+    """Return a larger size, a little more than the last two extrapolate to, from twice to 16 times the last."""
     rise = high.density - low.density
     ahead = (target - high.density) / rise * (high.size - low.size) if rise > 0 else math.inf
     return max(1, round(min(max(1.05 * ahead + high.size, 2 * high.size), 16 * high.size)))
 
 
 def _between(low: _Point, high: _Point, target: float) -> int:
-    """The size that interpolation gives, at least a tenth of the interval away from its ends."""
+    """Return the interpolated size, at least a tenth of the interval away from its ends."""
     share = (target - low.density) / (high.density - low.density)
     width = high.size - low.size
     return low.size + min(max(round(width * min(max(share, 0.1), 0.9)), 1), width - 1)

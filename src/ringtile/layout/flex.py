@@ -1,8 +1,7 @@
 """FlexAttention's BlockMask in and out.
 
-The two systems differ in what a mask is. Compiled FlexAttention reads the block lists, and ``mask_mod`` in partial
-blocks alone; eager FlexAttention reads ``mask_mod`` alone. So what goes out carries a ``mask_mod`` that says all,
-and what comes in means what it means compiled.
+Compiled FlexAttention reads the block lists, and ``mask_mod`` only in partial blocks. Eager FlexAttention reads only
+``mask_mod``. So an exported mask has a ``mask_mod`` of all pairs, and an imported mask means the same as compiled.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _PARTIAL = 0
 
 
 def to_block_mask(index: BlockIndex) -> BlockMask:
-    """FlexAttention's mask of the same pairs, for eager and compiled FlexAttention alike.
+    """Return FlexAttention's mask of the same pairs, for eager and compiled FlexAttention.
 
-    Query a of the mask is the index's query at position ``start + a``. The lists have full width, as FlexAttention
-    needs: int32 ``[B or 1, H or 1, rows, columns]``, four of them.
+    Query a of the mask is the index's query at position ``start + a``. FlexAttention needs four lists of full width,
+    int32 ``[B or 1, H or 1, rows, columns]``.
 
     >>> from ringtile.layout import build_index
     >>> from ringtile.patterns import Causal
@@ -64,7 +63,7 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
 
 
 def _dense_states(index: BlockIndex) -> Tensor:
-    """`EMPTY`, `FULL` or the row of the tile table, int32 ``[G, R, C]``."""
+    """Return the state of each tile, `EMPTY`, `FULL` or a row of the tile table, int32 ``[G, R, C]``."""
     size = index.n_groups * index.n_rows * index.n_cols
     table = torch.full((size,), EMPTY, dtype=torch.int32, device=index.device)
     number, state = index.entries()
@@ -73,16 +72,16 @@ def _dense_states(index: BlockIndex) -> Tensor:
 
 
 def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Which blocks, counted from the first query, keep something, and which everything: bool ``[G, rows, C]``."""
+    """Return the blocks, counted from the first query, that keep any pairs or all pairs: bool ``[G, rows, C]``."""
     rows = -(-index.n_queries // index.block)
     kept, full = table != EMPTY, table == FULL
     if index.start % index.block:
-        # Such a block lies across two of our row tiles, the last one perhaps in one alone.
+        # Such a block overlaps two of our row tiles. The last one may be in only one.
         pad = (0, 0, 0, rows + 1 - index.n_rows)
         kept = torch.nn.functional.pad(kept, pad)
         full = torch.nn.functional.pad(full, pad, value=True)
         kept, full = kept[:, :-1] | kept[:, 1:], full[:, :-1] & full[:, 1:]
-    # Beyond the lengths nothing is kept, so ragged blocks are not full.
+    # No pairs beyond the lengths are kept, so ragged blocks are not full.
     full = full.clone()
     if index.n_queries % index.block:
         full[:, -1] = False
@@ -111,15 +110,15 @@ def _mask_of(index: BlockIndex, table: Tensor) -> MaskMod:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FlexPattern(Pattern):
-    """The pairs that compiled FlexAttention keeps; equal to itself alone, for a ``mask_mod`` cannot be compared."""
+    """The pairs that compiled FlexAttention keeps. It equals only itself, because you cannot compare a ``mask_mod``."""
 
     mask_mod: MaskMod
     states: Tensor
     """int8 ``[B, H, rows, columns]``: `EMPTY`, `FULL` or partial."""
     sides: tuple[int, int]
-    """Queries and keys of a block."""
+    """Number of queries and keys per block."""
     lengths: tuple[int, int]
-    """The number of queries and of keys."""
+    """Number of queries and keys."""
     start: int
     row: int | None = None
     text: str | None = field(init=False, default=None)
@@ -143,7 +142,7 @@ class FlexPattern(Pattern):
         state = of_row[head if len(of_row) > 1 else 0]
         count = []
         for value in (EMPTY, FULL):
-            # Summed over all blocks above and to the left, so that a rectangle is four look-ups.
+            # Sums over all blocks above and to the left, so that a rectangle takes four look-ups.
             above = torch.nn.functional.pad((state == value).long().cumsum(0).cumsum(1), (1, 0, 1, 0))
             count.append(above[bottom, right] - above[top, right] - above[bottom, left] + above[top, left])
         area = (bottom - top) * (right - left)
@@ -177,13 +176,13 @@ _imported_lock = threading.Lock()
 
 
 def from_block_mask(block_mask: BlockMask, *, start: int | None = None) -> Pattern:
-    """The pattern of the pairs that compiled FlexAttention keeps under a mask.
+    """Return the pattern of the pairs that compiled FlexAttention keeps under a mask.
 
-    Full blocks keep every pair, partial ones what ``mask_mod`` keeps, other blocks nothing. The mask's query a sits
-    at position ``start + a``, by default ``n_keys - n_queries``; batch rows and heads of size 1 stand for any number.
-    The same mask gives the same pattern, so that its index is found in the cache; the slow path of `Elements`
-    otherwise, in partial blocks. Its lists are read once, so a change of them in place is not seen. Raises ValueError
-    if the mask's lists are not four-dimensional.
+    Full blocks keep every pair, partial blocks the pairs of ``mask_mod``, and other blocks no pairs. Query a of the
+    mask is at position ``start + a``, by default ``n_keys - n_queries``. A batch or head dimension of 1 means any
+    number. The same mask returns the same pattern, so the cache finds its index. The first build evaluates ``mask_mod``
+    in partial blocks, as slowly as `Elements`. ringtile reads the lists once, so it does not notice a change in place.
+    Raises ValueError if the mask's lists are not four-dimensional.
 
     >>> from ringtile.layout import build_index
     >>> from ringtile.patterns import Causal
@@ -208,7 +207,7 @@ def from_block_mask(block_mask: BlockMask, *, start: int | None = None) -> Patte
 
 
 def _read_states(block_mask: BlockMask) -> Tensor:
-    """The lists, of any width, as int8 ``[B, H, rows, columns]``."""
+    """Return the lists, of any width, as int8 ``[B, H, rows, columns]``."""
     n_cols = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
     states = torch.full(
         (*block_mask.kv_num_blocks.shape, n_cols), EMPTY, dtype=torch.int8, device=block_mask.kv_indices.device
@@ -219,7 +218,7 @@ def _read_states(block_mask: BlockMask) -> Tensor:
     ):
         if count is None or indices is None:
             continue
-        # Behind the count the entries are undefined.
+        # Entries beyond the count are undefined.
         listed = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
         batch, head, row, _ = place = listed.nonzero(as_tuple=True)
         states[batch, head, row, indices[place].long()] = value

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from ringtile.layout.index import BlockIndex
 
 LONGEST, WORKERS = 64, 512
-"""No list of at most ``LONGEST`` entries is split, and none below the share of one of ``WORKERS``: there are no more
-than a few hundred, and a split costs a scratch buffer."""
+"""A list is split if it has more than ``LONGEST`` entries and more than one share of ``WORKERS``. There are at most a
+few hundred workers, and each split costs a scratch buffer."""
 
 
 def pointer(slots: Tensor, count: int) -> Tensor:
-    """Where each slot's entries begin in a list sorted by slot: int32 ``[count + 1]``."""
+    """Return the begin of each slot's entries in a list sorted by slot: int32 ``[count + 1]``."""
     begins = torch.zeros(count + 1, dtype=torch.int32, device=slots.device)
     torch.cumsum(torch.bincount(slots, minlength=count), 0, dtype=torch.int32, out=begins[1:])
     return begins
 
 
 def slot_of_entries(begins: Tensor, n_entries: int) -> Tensor:
-    """The slot (int64) of each entry; the inverse of `pointer`."""
+    """Return the slot (int64) of each entry. This is the inverse of `pointer`."""
     slots = torch.arange(begins.numel() - 1, device=begins.device)
     return torch.repeat_interleave(slots, begins.diff(), output_size=n_entries)
 

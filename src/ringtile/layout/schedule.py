@@ -16,18 +16,18 @@ from ringtile.layout.index import BlockIndex
 T = TypeVar("T")
 
 _VALUES = 32
-"""The number of values that are kept for an index: a plan for each of its last lengths, for one."""
+"""Largest number of values per index, for example one plan per length."""
 
 
 class Order(NamedTuple):
-    """The splits of the lists of rows or columns, those of a group together and longest first."""
+    """The splits of the lists of rows or columns, sorted by group, then longest first."""
 
     work: Tensor
     """``[W, 4]`` int32: slot, first and last entry, scratch slot or -1."""
     begin: Tensor
-    """``[G + 1]`` int32: where the splits of each group begin."""
+    """``[G + 1]`` int32. The first split of each group, then the number of splits."""
     splits: Tensor
-    """``[slots, 2]`` int32: first scratch slot and number of splits of each slot, 0 of a slot that is whole."""
+    """``[slots, 2]`` int32. First scratch slot and number of splits of each slot, 0 if the slot is not split."""
     longest: int
     """Upper bound of the number of splits of a group."""
     n_scratch: int
@@ -42,7 +42,7 @@ class Schedule(NamedTuple):
 
 
 def order_of(work: Tensor, n_groups: int, per_group: int) -> Order:
-    """Sort a work list by group. Every size follows from shapes, so nothing is read back from the device."""
+    """Sort a work list by group. All sizes follow from shapes, so this does not synchronize with the device."""
     slots = n_groups * per_group
     extra = len(work) - slots
     slot, scratch = work[:, 0].long(), work[:, 3]
@@ -62,7 +62,7 @@ def order_of(work: Tensor, n_groups: int, per_group: int) -> Order:
 
 
 def schedule_of(index: BlockIndex) -> Schedule:
-    """Return the order in which a kernel takes the rows and the columns of an index."""
+    """Return the order in which a kernel computes the rows and the columns of an index."""
     return derived(index, _make_schedule)
 
 
@@ -78,7 +78,7 @@ class _Values(NamedTuple):
     content: tuple[Any, ...]
     """The identities and versions of the index's tensors."""
     tensors: tuple[Tensor, ...]
-    """Those tensors, so that no other tensor takes their place in memory; without the key of the table below."""
+    """These tensors, except the key of the table below. They stay alive, so no other tensor gets their identity."""
     made: OrderedDict[Hashable, Any]
 
 
@@ -89,10 +89,10 @@ _lock = threading.Lock()
 def derived(index: BlockIndex, make: Callable[[BlockIndex], T], *key: Hashable) -> T:
     """Return ``make(index)``, made once for the tensors of an index, its grid of tiles and ``key``.
 
-    Indices that share their tensors share the value, also if their lengths differ inside the first and last tiles: a
-    value that depends on the lengths needs them in ``key``. A tensor that is changed in place makes every value anew;
-    inference tensors do not count their changes, so nothing is kept for them. The value must not hold
-    ``index.full_row_ptr``, whose life it shares.
+    Indices that share their tensors share the value, even if their lengths differ inside the first and last tiles. A
+    value that depends on the lengths needs them in ``key``. If you change a tensor in place, all values are made again.
+    Inference tensors do not count their changes, so their values are not kept. The value must not refer to
+    ``index.full_row_ptr``, because it lives as long as that tensor.
     """
     tensors = index.tensors()
     try:
@@ -113,7 +113,7 @@ def derived(index: BlockIndex, make: Callable[[BlockIndex], T], *key: Hashable) 
         if values is None or values.content != content:
             others = tuple(x for x in tensors if x is not index.full_row_ptr)
             _table[index.full_row_ptr] = values = _Values(content, others, OrderedDict())
-        # Another thread may have been first: then all use its value.
+        # If another thread was first, all use its value.
         found = values.made.setdefault(place, found)
         if len(values.made) > _VALUES:
             values.made.popitem(last=False)

@@ -17,14 +17,14 @@ BLOCKS = (16, 32, 64, 128)
 """Tile sides, in tokens."""
 
 EMPTY, FULL = -2, -1
-"""States of a tile that needs no bits; other states are rows of the tile table."""
+"""States of a tile without bits. Other states are rows of the tile table."""
 
 _CHUNK_ELEMENTS = 1 << 19
-"""Elements evaluated at once: the rules make several int64 temporaries of this size, 4 MiB each."""
+"""Elements evaluated at once: rules create several int64 temporaries of this size, 4 MiB each."""
 
 
 class TileTable(NamedTuple):
-    """Distinct partial tiles: the fields of `BlockIndex` of the same names."""
+    """Distinct partial tiles, as the fields of `BlockIndex` with the same names."""
 
     bits: Tensor
     bits_t: Tensor
@@ -33,7 +33,7 @@ class TileTable(NamedTuple):
 
 
 def popcount(words: Tensor) -> Tensor:
-    """The number of set bits of each int32 word."""
+    """Count the set bits of each int32 word."""
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
@@ -41,17 +41,17 @@ def popcount(words: Tensor) -> Tensor:
 
 
 def chunks(tiles: Tensor, block: int) -> Iterator[Tensor]:
-    """Cut a tensor of one row per tile into as many rows as are unpacked at once."""
+    """Cut a tensor with one row per tile into chunks to unpack at once."""
     step = max(1, _CHUNK_ELEMENTS // (block * block))
     for first in range(0, len(tiles), step):
         yield tiles[first : first + step]
 
 
 def evaluate_tiles(pattern: Pattern, head: Tensor, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-    """The element rule over whole tiles: int64 ``[K]`` tile numbers in, bool ``[K, b, b]`` out.
+    """Evaluate the element rule over full tiles: int64 ``[K]`` tile numbers in, bool ``[K, b, b]`` out.
 
-    Positions outside the lengths take the value of the nearest one inside: a rule is never asked about a query
-    or key that does not exist, and a ragged tile counts as full or empty by what exists of it.
+    Positions outside the lengths get the value of the nearest position inside. So a rule never sees a query or key that
+    does not exist, and a ragged tile counts as full or empty by the part inside.
     """
     block = grid.block
     inside = torch.arange(block, device=row.device)
@@ -77,9 +77,9 @@ def _multipliers(count: int, device: torch.device) -> Tensor:
 
 
 def distinct_tiles(bits: Tensor, digests: Tensor) -> tuple[Tensor, Tensor]:
-    """First occurrences (ascending) of the distinct tiles, and for each tile the number of its occurrence.
+    """Return the first occurrences (ascending) of the distinct tiles, and for each tile the number of its occurrence.
 
-    Tiles are told apart by their digests; should two different tiles share one, nothing is merged.
+    Digests distinguish tiles. If two different tiles share a digest, no tiles are merged.
     """
     values, inverse = torch.unique(digests, return_inverse=True)
     order = torch.arange(len(digests), device=bits.device)
@@ -93,7 +93,7 @@ def distinct_tiles(bits: Tensor, digests: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TileCollector:
-    """Collects partial tiles and merges equal ones; numbers given out by `add` are translated by `finish`."""
+    """Collects partial tiles and merges equal ones. `add` returns provisional numbers, and `finish` translates them."""
 
     def __init__(self, block: int, device: torch.device, max_bytes: int | None = None) -> None:
         self._bits = torch.empty(0, block, -(-block // 32), dtype=torch.int32, device=device)
@@ -106,7 +106,7 @@ class TileCollector:
         self._full_word = (1 << block) - 1 if block < 32 else -1
 
     def add(self, mask: Tensor) -> Tensor:
-        """Add tiles bool ``[K, b, b]``; their states: `EMPTY`, `FULL` or a provisional number."""
+        """Add tiles bool ``[K, b, b]``. Return their states: `EMPTY`, `FULL` or a provisional number."""
         words = pack_words(mask).flatten(1)
         partial = (words != self._full_word).any(1)
         state = torch.where(partial, EMPTY, FULL)
@@ -122,7 +122,7 @@ class TileCollector:
         return state
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The distinct tiles ``[T, b, w]`` and the translation of provisional numbers to rows of it."""
+        """Return the distinct tiles ``[T, b, w]``, and the row of each provisional number."""
         self._merge()
         return self._bits, self._translate
 
@@ -136,6 +136,6 @@ class TileCollector:
         first, inverse = distinct_tiles(bits, digests)
         self._bits, self._digests = bits[first], digests[first]
         self._translate = torch.cat([self._translate, inverse[stored:]])
-        held = 2 * self._bits.nbytes
-        if self._max_bytes is not None and held > self._max_bytes:
-            raise ValueError(f"the distinct tiles need at least {held:,} bytes, over max_bytes={self._max_bytes:,}")
+        needed = 2 * self._bits.nbytes
+        if self._max_bytes is not None and needed > self._max_bytes:
+            raise ValueError(f"the distinct tiles need at least {needed:,} bytes, over max_bytes={self._max_bytes:,}")

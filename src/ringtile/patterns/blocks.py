@@ -16,7 +16,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention rule: batch row, head, query and key numbers to a bool."""
 
 LARGEST_BLOCK = 2**20
-_MOST_PAIRS = 64
+_MAX_PAIRS = 64
 """A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
 
 
@@ -45,8 +45,8 @@ class BlockPattern(Pattern):
         return table.flatten()[(which_head * len(rows) + which_row) * len(cols) + which_col]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        per_tile = most_met(grid.block, self.unit)
-        if per_tile**2 > _MOST_PAIRS:
+        per_tile = max_met(grid.block, self.unit)
+        if per_tile**2 > _MAX_PAIRS:
             return super().tile_class(head, row, col, grid)
         number = torch.tensor(head, device=row.device)
         (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
@@ -74,7 +74,7 @@ class BlockPattern(Pattern):
         lo = col * self.unit // grid.block
         hi = ((col + 1) * self.unit - 1) // grid.block + 1
         first, last = row * self.unit // grid.block, ((row + 1) * self.unit - 1) // grid.block
-        step = torch.arange(most_met(self.unit, grid.block), device=rows.device).unsqueeze(1)
+        step = torch.arange(max_met(self.unit, grid.block), device=rows.device).unsqueeze(1)
         tile = first + step
         touched = (tile <= last) & torch.isin(tile, rows)
         return interval_cover(tile[touched], lo.expand_as(tile)[touched], hi.expand_as(tile)[touched], grid)
@@ -87,7 +87,7 @@ def among(ascending: Tensor, numbers: Tensor) -> Tensor:
     return ascending[torch.searchsorted(ascending, numbers.contiguous()).clamp(max=len(ascending) - 1)] == numbers
 
 
-def most_met(length: int, unit: int) -> int:
+def max_met(length: int, unit: int) -> int:
     """Return the largest number of units that an interval ``[n * length, (n + 1) * length)`` touches."""
     if length % unit == 0 or unit % length == 0:
         return max(length // unit, 1)
@@ -156,7 +156,7 @@ class Blocks(BlockPattern):
         return self._tiles(codes // n_cols, codes % n_cols, rows, grid)
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return len(self._of_head(head)) * most_met(self.block, grid.block) ** 2
+        return len(self._of_head(head)) * max_met(self.block, grid.block) ** 2
 
     def _of_head(self, head: int) -> Tensor:
         """Return the numbers ``row * C + col`` of the blocks that a head keeps."""
@@ -203,10 +203,10 @@ def _from_matrix(matrix: Tensor) -> tuple[Tensor, tuple[int, int, int | None]]:
 
 
 def _from_csr(row_ptr: Tensor, col: Tensor) -> tuple[Tensor, tuple[int, int, int | None]]:
-    for name, tensor, least in (("row_ptr", row_ptr, 2), ("col", col, 0)):
-        if tensor.dim() != 1 or len(tensor) < least or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+    for name, tensor, shortest in (("row_ptr", row_ptr, 2), ("col", col, 0)):
+        if tensor.dim() != 1 or len(tensor) < shortest or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
             raise ValueError(
-                f"blocks expects {name} to be an integer vector of at least {least} entries, "
+                f"blocks expects {name} to be an integer vector of at least {shortest} entries, "
                 f"got {name}.dtype={tensor.dtype}, {name}.shape={tuple(tensor.shape)}"
             )
     pointers, columns = row_ptr.long(), col.to(row_ptr.device).long()
@@ -214,7 +214,7 @@ def _from_csr(row_ptr: Tensor, col: Tensor) -> tuple[Tensor, tuple[int, int, int
     if int(pointers[0]) != 0 or int(counts.min()) < 0 or int(pointers[-1]) != len(columns):
         raise ValueError(
             f"blocks expects row_ptr to rise from 0 to len(col) = {len(columns)}, "
-            f"got row_ptr[0]={int(pointers[0])}, row_ptr[-1]={int(pointers[-1])}, least step {int(counts.min())}"
+            f"got row_ptr[0]={int(pointers[0])}, row_ptr[-1]={int(pointers[-1])}, smallest step {int(counts.min())}"
         )
     if len(columns) and int(columns.min()) < 0:
         raise ValueError(f"blocks expects col >= 0, got col.min()={int(columns.min())}")

@@ -168,8 +168,8 @@ class Segments(Pattern):
             begin = common * self.length - tile * block
             inside = begin.clamp(0, block)
             first = inside + (begin + phase - inside) % self.dilation
-            most = (begin + self.length).clamp(0, block) - 1
-            last = first + (most - first) // self.dilation * self.dilation
+            end = (begin + self.length).clamp(0, block) - 1
+            last = first + (end - first) // self.dilation * self.dilation
             empty |= (last < first) & (last_common == common)
             full &= (first == 0) & (last == block - 1)
             code = (code * (block + 1) + first) * (block + 1) + last

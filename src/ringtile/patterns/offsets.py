@@ -43,10 +43,10 @@ def _kept_before(terms: tuple[Term, ...], base: int, count: int, device: torch.d
 
 def _count_kept(low: Tensor, high: Tensor, terms: tuple[Term, ...]) -> Tensor:
     """Count the kept offsets from ``low`` to ``high``, both included."""
-    least, most = int(low.min()), int(high.max())
+    lowest, highest = int(low.min()), int(high.max())
     # Round, so that the chunks of one index share a table.
-    size = 1 << (most - least + 1).bit_length()
-    base = least // size * size
+    size = 1 << (highest - lowest + 1).bit_length()
+    base = lowest // size * size
     before = _kept_before(terms, base, 2 * size, low.device)
     return before[high + 1 - base] - before[low - base]
 
@@ -151,23 +151,23 @@ class OffsetPattern(Pattern):
 
     def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
-        offset, least, most = row_first - col_first, row_first - col_last, row_last - col_first
+        offset, lowest, highest = row_first - col_first, row_first - col_last, row_last - col_first
         # The place in the tile at which the block number changes, 0 if it does not.
         row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
         col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
         code = row_phase * self.unit + col_phase
         terms = self.terms
         if len(terms) >= _MANY and row.numel():
-            kept = _count_kept(least, most, terms)
+            kept = _count_kept(lowest, highest, terms)
             code = number_pairs(code, torch.where(offset < 0, -2 * offset - 1, 2 * offset))
-            return torch.where(kept > most - least, 1, torch.where(kept == 0, 0, code + 2))
+            return torch.where(kept > highest - lowest, 1, torch.where(kept == 0, 0, code + 2))
         full = torch.zeros_like(row, dtype=torch.bool)
         empty = torch.ones_like(full)
         for rate, left, right in terms:
-            inside = (least >= -right) & (most <= left)
-            outside = (least > left) | (most < -right) | (most // rate * rate < least)
+            inside = (lowest >= -right) & (highest <= left)
+            outside = (lowest > left) | (highest < -right) | (highest // rate * rate < lowest)
             signed = torch.where(offset < 0, -2 * offset - 1, 2 * offset)
             code = number_pairs(code, torch.where(outside, 0, 1 + torch.where(inside, offset % rate, rate + signed)))
-            full |= inside & (offset % rate == 0) & ((most == least) | (rate == 1))
+            full |= inside & (offset % rate == 0) & ((highest == lowest) | (rate == 1))
             empty &= outside
         return torch.where(full, 1, torch.where(empty, 0, code + 2))

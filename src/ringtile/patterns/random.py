@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Cover, Pattern, TileGrid, whole
-from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, among, most_met
+from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, among, max_met
 from ringtile.patterns.philox import WORD, philox4x32
 
 
@@ -99,8 +99,8 @@ class RandomBlocks(BlockPattern):
         if rows.numel() == 0:
             return Cover(rows, rows, rows)
         first, last = self._ends(rows, grid)
-        least, most = max(int(first.min()), 0), max(int(last.max()), -(-grid.n_keys // self.block) - 1)
-        larger = torch.arange(least, most + 1, device=rows.device)
+        lowest, highest = max(int(first.min()), 0), max(int(last.max()), -(-grid.n_keys // self.block) - 1)
+        larger = torch.arange(lowest, highest + 1, device=rows.device)
         smaller = self.draws(torch.tensor(head, device=rows.device), larger)
         larger = larger.unsqueeze(1).expand_as(smaller)
         larger, smaller = larger[smaller >= 0], smaller[smaller >= 0]
@@ -108,7 +108,7 @@ class RandomBlocks(BlockPattern):
         return self._tiles(row, col, rows, grid)
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        wide, tall = most_met(self.block, grid.block), most_met(grid.block, self.block)
+        wide, tall = max_met(self.block, grid.block), max_met(grid.block, self.block)
         columns = -(-grid.n_cols * grid.block // self.block)
         return min(self.per_row, columns) * wide * (len(rows) * tall + columns * wide)
 

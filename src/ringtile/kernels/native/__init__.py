@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from ringtile.layout.lists import check_lists
 from ringtile.layout.schedule import Order, derived, schedule_of
 
 _OPERATIONS_A_CALL = 2e10
-"""For each thread, about a quarter of a second: Ctrl-C is heard between calls."""
+"""Operations per thread and call, about a quarter of a second. Ctrl-C works between calls."""
 _OPERATIONS_A_THREAD = 1e6
 _INDEX_FIELDS = (
     *("group", "full_row_ptr", "full_col", "part_row_ptr", "part_col", "part_tile", "full_col_ptr", "full_row"),
@@ -36,19 +37,19 @@ _INDEX_FIELDS = (
 )
 _ROW_BLOCK = 128
 _SHARES_A_THREAD = 16
-"""Threads share a row or column that is longer than such a fraction of one thread's work in the backward pass."""
+"""Threads share a row or column of more than 1 / 16 of one thread's work in the backward pass."""
 
 
 def threads_of(operations: float) -> int:
-    """Return how many of torch's threads a forward pass of this many floating-point operations is worth."""
+    """Return how many of PyTorch's threads a forward pass of this many floating-point operations is worth."""
     available = torch.get_num_threads() if library().runtime else 1
     return max(1, min(available, int(operations / _OPERATIONS_A_THREAD)))
 
 
 def backward_products(key_heads: int, threads: int) -> int:
-    """Products of a tile in the backward pass: five where each thread has whole heads, rows and columns apart seven.
+    """Return the matmuls per tile in the backward pass: 5 if threads handle whole heads, 7 for rows, then columns.
 
-    ``key_heads`` is counted over the batch. Both give the same bits, so the number of threads may choose.
+    ``key_heads`` is counted over the batch. Both ways return the same bits, so the number of threads can decide.
 
     >>> backward_products(8, 2), backward_products(1, 2)
     (5, 7)
@@ -57,7 +58,7 @@ def backward_products(key_heads: int, threads: int) -> int:
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
-    """Reasons why the native kernel cannot serve this call."""
+    """Return the reasons why the native kernel does not support this call."""
     reasons = []
     if q.device.type != "cpu":
         reasons.append(f"needs a CPU, got {q.device}")
@@ -67,21 +68,21 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
 
 
 class _Side(NamedTuple):
-    """The lists of rows, or those of columns: ``[groups, slots]``."""
+    """The lists of rows or of columns: ``[groups, slots]``."""
 
     length: Tensor
     splits: Tensor
-    """int32, the number of splits of each list, 1 of a whole one."""
+    """int32, the number of splits of each list."""
     is_split: bool
-    """True if any list has more than one."""
+    """True if any list has more than one split."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Lists:
-    """What the kernel needs of an index besides its tensors."""
+    """Values that the kernel derives from an index."""
 
     structure: CallStructure
-    """The fields of the index filled in."""
+    """A call with the fields of the index."""
     kept: tuple[Tensor, ...]
     """The tensors whose memory the structure points to."""
     work_begin: Tensor
@@ -131,8 +132,10 @@ def _side(begins: Tensor, order: Order, groups: int) -> _Side:
 def _shared_splits(
     index: BlockIndex, lists: _Lists, batch: int, heads: int, items: int, threads: int, columns: bool
 ) -> Tensor:
-    """Splits of the rows (items: of each head) or columns (of each key head) that are long for one thread, in order:
-    item, batch row and head, first, last."""
+    """Return the splits of rows or columns that are long for one thread: item, head over the batch, first, last.
+
+    ``items`` is the number of heads, or of key heads for columns.
+    """
     key = (batch, heads, items, threads, columns)
     found = lists.shared_splits.get(key)
     if found is None:
@@ -156,7 +159,7 @@ def _shared_splits(
 
 
 def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> Tensor:
-    """For each batch row and head the number of its first work item, and how many there are in all."""
+    """Return the first work item of each batch element and head, then the number of all items."""
     found = lists.item_begin.get((batch, heads))
     if found is None:
         counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
@@ -176,7 +179,7 @@ class _Job:
             self.lists = derived(self.index, _lists_of)
         self.library = library()
         self.accumulator = accumulator(q)
-        self.held: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         c = self.c = CallStructure.from_buffer_copy(self.lists.structure)
         c.dtype, c.isa, c.start = DTYPES[q.dtype], self.library.choice.by_dtype[q.dtype].number, self.index.start
         c.batch, c.heads, c.n_queries, c.head_dim = q.shape
@@ -186,10 +189,10 @@ class _Job:
         self.items = _items(self.index, self.lists, q.shape[0], q.shape[1])
         c.item_begin = self.items.data_ptr()
         if call.key_bits is not None:
-            bits = self.hold(call.key_bits.contiguous())
+            bits = self.keep(call.key_bits.contiguous())
             c.key_bits, c.key_words = bits.data_ptr(), bits.shape[1]
         if call.key_lengths is not None:
-            c.key_lengths = self.hold(call.key_lengths.long().contiguous()).data_ptr()
+            c.key_lengths = self.keep(call.key_lengths.long().contiguous()).data_ptr()
         c.scale = call.scale
         if call.seed is not None:
             c.seed, c.dropout_threshold = int(call.seed), dropout_threshold(call.dropout_p)
@@ -198,41 +201,44 @@ class _Job:
         self.operations = 2.0 * area * (q.shape[3] + v.shape[3])
         c.threads = threads_of(self.operations)
 
-    def hold(self, x: Tensor) -> Tensor:
-        self.held.append(x)
+    def keep(self, x: Tensor) -> Tensor:
+        """Keep a tensor alive during the call."""
+        self.tensors.append(x)
         return x
 
     def place(self, name: str, x: Tensor) -> None:
-        self.c.place(name, self.hold(with_rows_whole(x)))
+        self.c.place(name, self.keep(with_rows_whole(x)))
+
+    def _ranges(self, count: int, operations: float) -> Iterator[tuple[int, int]]:
+        """Cut ``count`` items into calls of bounded length."""
+        calls = min(max(count, 1), math.ceil(operations / (_OPERATIONS_A_CALL * self.c.threads)) or 1)
+        for number in range(calls):
+            yield count * number // calls, count * (number + 1) // calls
 
     def run(self, forward: bool, phase: int, items: int, operations: float) -> None:
-        """One phase over all its items, in calls of bounded length."""
+        """Run one phase over all its items."""
         function = self.library.handle.ringtile_forward if forward else self.library.handle.ringtile_backward
         self.c.phase = phase
-        calls = min(max(items, 1), math.ceil(operations / (_OPERATIONS_A_CALL * self.c.threads)) or 1)
-        for number in range(calls):
-            self.c.first_item, self.c.last_item = items * number // calls, items * (number + 1) // calls
+        for first, last in self._ranges(items, operations):
+            self.c.first_item, self.c.last_item = first, last
             self._call(function)
 
     def run_columns(self, heads: int, operations: float) -> None:
-        """Whole heads, each by one thread, some columns at a time."""
-        self.c.phase = 1
-        self.c.first_item, self.c.last_item = 0, heads
-        n_cols = self.index.n_cols
-        calls = min(max(n_cols, 1), math.ceil(operations / (_OPERATIONS_A_CALL * self.c.threads)) or 1)
-        for number in range(calls):
-            self.c.first_col, self.c.last_col = n_cols * number // calls, n_cols * (number + 1) // calls
+        """Run the columns of each head on one thread, some columns at a time."""
+        self.c.phase, self.c.first_item, self.c.last_item = 1, 0, heads
+        for first, last in self._ranges(self.index.n_cols, operations):
+            self.c.first_col, self.c.last_col = first, last
             self._call(self.library.handle.ringtile_backward)
 
     def run_lists(self, phase: int, items: int, places: int, operations: float) -> None:
-        """Rows (phase 2) or columns (3) of so many heads; long ones by several threads, then summed in their order."""
+        """Run the rows (phase 2) or columns (3) of ``items`` heads. Threads share long ones, in a fixed order."""
         c, columns = self.c, phase == 3
         splits = _shared_splits(self.index, self.lists, c.batch, c.heads, items, c.threads, columns)
-        c.shared_splits, c.n_shared_splits = self.hold(splits).data_ptr(), len(splits)
+        c.shared_splits, c.n_shared_splits = self.keep(splits).data_ptr(), len(splits)
         if len(splits):
             width = c.head_dim + (c.value_dim if columns else 0)
             scratch = splits.new_empty(len(splits) * width * _ROW_BLOCK, dtype=self.accumulator)
-            c.scratch = self.hold(scratch).data_ptr()
+            c.scratch = self.keep(scratch).data_ptr()
         self.run(False, phase, len(splits) + items * places, operations)
         if len(splits):
             self.run(False, phase + 2, len(splits), 0)
@@ -244,25 +250,25 @@ class _Job:
         with span(KERNEL):
             failed = function(ctypes.byref(self.c))
         if failed:
-            raise MemoryError("the native kernel found no memory for its threads")
+            raise MemoryError("the native kernel could not allocate memory for its threads")
         if times is not None:
             for listener in listening:
                 listener.append(KernelTime(self.c.out_grad is not None, times[0], times[1]))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, Nq, Dv]`` in q's dtype and lse ``[B, H, Nq]`` (float32, float64 for float64)."""
+    """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` (float32, float64 for float64)."""
     out = new_out(q, v.shape[-1])
     lse = q.new_empty(q.shape[:3], dtype=accumulator(q))
     if not lse.numel():
-        index_of(call, q, k)  # raises what a call that has queries would
+        index_of(call, q, k)  # raises the same errors as a call with queries
         return out, lse
     job = _Job(q, k, v, call)
     job.c.place("out", out)
     job.c.lse = lse.data_ptr()
     if job.c.n_splits:
         size = q.shape[0] * q.shape[1] * job.c.n_splits * (v.shape[3] + 2) * _ROW_BLOCK
-        job.c.scratch = job.hold(lse.new_empty(size)).data_ptr()
+        job.c.scratch = job.keep(lse.new_empty(size)).data_ptr()
     items = int(job.items[-1])
     job.run(True, 0, items, job.operations)
     if job.c.n_splits:
@@ -280,28 +286,28 @@ def backward(
     lse: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous and in their dtype."""
+    """Return the gradients of q, k and v, contiguous and in their dtype."""
     check_rows(q, v, out, out_grad, lse, lse_grad)
     if not lse.numel() or not k.shape[2]:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     job = _Job(q, k, v, call)
     heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     by_columns = backward_products(kv_heads, job.c.threads) == 5
-    # Columns add to their queries' gradients, tile by tile; all else is written once.
+    # Columns add to the gradients of queries, tile by tile. Everything else is written once.
     q_grad = torch.zeros(q.shape, dtype=lse.dtype) if by_columns else torch.empty(q.shape, dtype=q.dtype)
     k_grad, v_grad = (torch.empty(x.shape, dtype=x.dtype) for x in (k, v))
     job.place("out", out)
     job.place("out_grad", out_grad)
-    job.c.lse = job.hold(lse.contiguous()).data_ptr()
+    job.c.lse = job.keep(lse.contiguous()).data_ptr()
     if lse_grad is not None:
-        job.c.lse_grad = job.hold(lse_grad.to(lse.dtype).contiguous()).data_ptr()
-    job.c.delta = job.hold(lse.new_empty((*lse.shape[:2], 2, lse.shape[2]))).data_ptr()
+        job.c.lse_grad = job.keep(lse_grad.to(lse.dtype).contiguous()).data_ptr()
+    job.c.delta = job.keep(lse.new_empty((*lse.shape[:2], 2, lse.shape[2]))).data_ptr()
     job.c.q_grad, job.c.k_grad, job.c.v_grad = (x.data_ptr() for x in (q_grad, k_grad, v_grad))
     job.run(False, 0, heads, 0)
     if by_columns:
         if job.c.n_row_buffers:
-            held = lse.new_empty(heads * job.c.n_row_buffers * q.shape[3] * _ROW_BLOCK)
-            job.c.row_buffers = job.hold(held).data_ptr()
+            buffers = lse.new_empty(heads * job.c.n_row_buffers * q.shape[3] * _ROW_BLOCK)
+            job.c.row_buffers = job.keep(buffers).data_ptr()
         job.run_columns(kv_heads, 2.5 * job.operations)
     else:
         job.run_lists(2, heads, job.index.n_rows, 1.5 * job.operations)

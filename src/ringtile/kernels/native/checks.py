@@ -1,4 +1,4 @@
-"""What the library reads by address is checked here: nothing that a caller can pass makes it read beside a tensor."""
+"""Checks of everything that the library reads by address, so that no call makes it read outside a tensor."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ringtile.kernels.contracts import Call, accumulator
 from ringtile.layout import BlockIndex
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-"""Their numbers in native/ringtile.h."""
+"""Numbers of the dtypes in native/ringtile.h."""
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Raise ValueError where tensors do not fit one another."""
+    """Raise ValueError if the tensors of a call do not match."""
     shapes = q.shape, k.shape, v.shape
     if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         dtypes = q.dtype, k.dtype, v.dtype
         raise ValueError(f"q, k, v: expected four dimensions and one dtype of {list(DTYPES)}, got {shapes}, {dtypes}")
     (batch, heads, _, head_dim), (_, kv_heads, n_keys, _) = q.shape, k.shape
     if (k.shape[0], k.shape[3]) != (batch, head_dim) or v.shape[:3] != k.shape[:3] or heads % max(kv_heads, 1):
-        raise ValueError(f"q, k, v: expected [B, H, N, D], [B, Hkv, M, D] and [B, Hkv, M, Dv], got {shapes}")
+        raise ValueError(f"q, k, v: expected [B, H, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv], got {shapes}")
     bits, lengths = call.key_bits, call.key_lengths
     if bits is not None and (bits.shape != (batch, -(-n_keys // 32)) or bits.dtype != torch.int32):
         raise ValueError(f"key_bits: expected int32 [{batch}, {-(-n_keys // 32)}], got {bits.dtype} {bits.shape}")
@@ -29,7 +29,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 
 def check_rows(q: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, lse: Tensor, lse_grad: Tensor | None) -> None:
-    """Raise ValueError where what the backward pass reads of the forward pass does not fit q and v."""
+    """Raise ValueError if the rows of a backward pass do not match q and v."""
     wide = accumulator(q)
     for name, x, dtype, shape in (
         ("out", out, q.dtype, (*q.shape[:3], v.shape[-1])),
@@ -42,7 +42,7 @@ def check_rows(q: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, lse: Tensor,
 
 
 def check_groups(index: BlockIndex, q: Tensor) -> None:
-    """Raise ValueError where the groups of an index do not serve q."""
+    """Raise ValueError if the groups of an index do not match q."""
     batch, heads = index.group.shape
     if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
         raise ValueError(f"index: expected groups [1 or {q.shape[0]}, 1 or {q.shape[1]}], got {index.group.shape}")

@@ -80,7 +80,7 @@ class Library(NamedTuple):
     """The instruction sets that this processor runs, or the one that `VARIABLE` names."""
     choice: Choice
     runtime: str
-    """Entry point of the OpenMP runtime whose threads compute; empty if there is none, then one thread does."""
+    """Entry point of the OpenMP runtime in use; empty if there is none, so one thread computes."""
 
 
 class _Found(NamedTuple):
@@ -109,7 +109,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def _check_whole(path: Path) -> None:
-    """Raise _Unusable if an ELF file is cut off: dlopen maps it all the same, and the process dies of SIGBUS."""
+    """Raise _Unusable if an ELF file is truncated. dlopen would map it, and SIGBUS would end the process."""
     with path.open("rb") as file:
         header = file.read(64)
         if len(header) < 64 or header[:5] != b"\x7fELF\x02":
@@ -123,7 +123,7 @@ def _check_whole(path: Path) -> None:
 
 
 def _loaded(segments: bytes, size: int) -> Iterator[tuple[int, int]]:
-    """Offset and length in the file of each segment that is loaded."""
+    """Yield the offset and length in the file of each loaded segment."""
     for at in range(0, len(segments) - size + 1, size):
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", segments, at)
         if kind == 1:
@@ -131,7 +131,7 @@ def _loaded(segments: bytes, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Load the library, with the types of its functions; raise _Unusable if its file or its interface is not ours."""
+    """Load the library and set the types of its functions. Raise _Unusable if its file or interface is not ours."""
     if not path.exists():
         raise _Unusable(f"{path.name} was not built: install a wheel for this platform, or build with gcc or clang")
     try:
@@ -168,7 +168,7 @@ _LLVM = ("__kmpc_global_thread_num", "__kmpc_push_num_threads", "__kmpc_fork_cal
 
 
 def _runtimes() -> Iterator[ctypes.CDLL]:
-    """The OpenMP runtimes that this process has loaded, torch's first."""
+    """Yield the OpenMP runtimes that this process has loaded, PyTorch's first."""
     own = Path(torch.__file__).parent / "lib"
     if sys.platform == "win32":
         yield from _loaded_libraries(own / "libiomp5md.dll", "libiomp5md.dll")
@@ -180,7 +180,7 @@ def _runtimes() -> Iterator[ctypes.CDLL]:
 
 
 def _loaded_libraries(*places: Path | str | None) -> Iterator[ctypes.CDLL]:
-    """Handles of the libraries that are loaded already, None for the whole process: a second runtime would compete."""
+    """Yield handles of loaded libraries, None for the whole process. We load none: a second runtime would compete."""
     for place in places:
         try:
             yield ctypes.CDLL(None if place is None else str(place), mode=getattr(os, "RTLD_NOLOAD", 0))

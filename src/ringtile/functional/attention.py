@@ -155,7 +155,7 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
-    """Return the dropout seed as one int64 element; None draws one from PyTorch's generator."""
+    """Return the dropout seed as one int64 element. None draws one from PyTorch's generator."""
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
     return seed if isinstance(seed, Tensor) else torch.tensor([seed], dtype=torch.int64, device=query.device)

@@ -139,7 +139,7 @@ class OfHeads(Pattern):
 
 
 def for_heads(pattern: Pattern, heads: tuple[int, ...], n_heads: int) -> Pattern:
-    """Return the pattern for a call with some of ``n_heads`` heads; unchanged if it treats all heads alike."""
+    """Return the pattern for a call with some of ``n_heads`` heads, unchanged if it treats all heads alike."""
     everyone = heads == tuple(range(n_heads))
     alike = pattern.n_heads is None and len({pattern.head_class(head) for head in range(n_heads)}) == 1
     return pattern if everyone or alike else OfHeads(pattern, heads)

@@ -226,7 +226,7 @@ def _needs_composing(backend: str | None) -> bool:
 
 
 def _disjoint(branches: Sequence[_Branch], pattern: Pattern | None) -> tuple[_Branch, ...] | None:
-    """Return branches that together keep each pair of the union once; None if segments do not nest.
+    """Return branches that together keep each pair of the union once, or None if segments do not nest.
 
     A branch leaves out the pairs of shorter ones. If their segments divide its own, that is a rule between its places.
     """
@@ -381,7 +381,7 @@ def dilated_attention(
             tensors are cast first, except float64.
         key: ``[B, Hkv, Nk, D]`` in the same dtype. Hkv must equal H, or divide it if ``enable_gqa`` is set.
         value: ``[B, Hkv, Nk, Dv]`` in the same dtype.
-        segment_lengths: Segment length w of each branch, in tokens. The last segment can be ragged; w can exceed Nk.
+        segment_lengths: Segment length w of each branch, in tokens. The last one can be ragged, and w can exceed Nk.
         dilation_rates: Dilation rate r of each branch. If no branch has r = 1, some queries may keep no keys. They
             return 0, an lse of -inf and zero gradients. A UserWarning, once per configuration, names the heads.
         pattern: Which pairs to keep inside a segment. It relates the kept tokens, counted 0, 1, ... Default: all pairs.

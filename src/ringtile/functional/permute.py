@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 def pieces(
     n_queries: int, n_keys: int, heads: int, length: int, dilation: int, *, by_offset: bool = False
 ) -> Iterator[Piece]:
-    """Cut one branch into dense problems; with ``by_offset``, each has heads of one offset.
+    """Cut one branch into dense problems. With ``by_offset``, each has heads of one offset.
 
     The last query is at the position of the last key. Queries before the first key have no keys in their segment.
 

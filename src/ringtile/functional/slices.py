@@ -19,7 +19,7 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
 
     Use it in place of `sparse_attention`, or as ``attend=`` of a module. Each slice needs only its share of a call's
     temporary memory. The backward pass runs in the same slices, but does not retry. Outputs and gradients have the same
-    bits as one call; with ``backend="blockwise"``, whose chunks depend on the size of a call, the last bits can differ.
+    bits as one call. With ``backend="blockwise"``, whose chunks depend on the size of a call, the last bits can differ.
 
     Args:
         slices: Number of slices, cut along the batch first, then along the key heads. Default: one, and twice as many

@@ -27,7 +27,7 @@ class Reach(NamedTuple):
 
     first: int
     left: float
-    """Tokens; infinite if the pattern sets no bound."""
+    """Tokens, or infinite if the pattern sets no bound."""
     ahead: bool
     """True if a query can keep keys after its own position."""
 
@@ -151,7 +151,7 @@ class LayerCache:
         self.length = 0
         """Number of tokens seen so far, the position of the next one."""
         self.capacity = None if math.isinf(reach.size) else int(reach.size)
-        """Largest number of keys held between calls; None if the pattern sets no bound."""
+        """Largest number of keys held between calls, or None if the pattern sets no bound."""
         self._first = reach.first
         self._held: HeldKeys | None = None
         self._masked = False

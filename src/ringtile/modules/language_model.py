@@ -43,7 +43,7 @@ class SparseLanguageModel(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """Return logits ``[B, N, vocab_size]`` of the next token for ``tokens`` ``[B, N]``; see `SparseTransformer`."""
+        """Return logits ``[B, N, vocab_size]`` of the next token for ``tokens`` ``[B, N]``, see `SparseTransformer`."""
         logits: Tensor = self.head(self.transformer(self.embedding(tokens), key_mask, cache))
         return logits
 

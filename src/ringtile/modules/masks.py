@@ -51,7 +51,7 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Att
             return AttnMask(is_causal=True)
         raise ValueError(
             "attn_mask: a traced graph cannot look at its values: expected is_causal=True with the square causal mask, "
-            f"or pattern= for what may attend to what, got {is_causal=}"
+            f"or pattern= for the kept pairs, got {is_causal=}"
         )
     if mask.is_inference():
         return _read(mask, batch, heads)

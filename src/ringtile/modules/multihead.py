@@ -49,7 +49,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
     which would ignore the pattern. `torch.nn.TransformerEncoder` warns about that unless you build it with
     ``enable_nested_tensor=False``.
 
-    Masks mean the same as in PyTorch. They only remove pairs; they never add one that the pattern leaves out:
+    Masks mean the same as in PyTorch. They only remove pairs, and never add one that the pattern leaves out:
 
     * ``key_padding_mask`` drops keys. Floating-point values other than 0 and -inf are added to the scores.
     * ``attn_mask`` intersects with the pattern. With a sparse pattern it must be bool, or floating point with only 0

@@ -140,7 +140,7 @@ class SparseTransformerLayer(nn.Module):
         return LayerCache(self.rule)
 
     def angles(self, x: Tensor, start: int = 0) -> Angles | None:
-        """Return cosines and sines for ``x`` ``[B, N, embed_dim]``, starting at a position; None if not rotary.
+        """Return cosines and sines for ``x`` ``[B, N, embed_dim]``, starting at a position, or None if not rotary.
 
         Raises ValueError if ``x`` has another shape.
         """

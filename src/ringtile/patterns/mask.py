@@ -1,4 +1,4 @@
-"""The pattern of a dense mask, held as its distinct tiles."""
+"""The pattern of a dense mask, stored as its distinct tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringtile.patterns.content import Content, digest_of, memory_of
 
 _SIDE = 128
 _EMPTY, _FULL, _PARTIAL = 0, 1, 2
-"""The state of a tile; partial ones count on from 2, a number per distinct tile."""
+"""The state of a tile. Distinct partial tiles are numbered from 2."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +87,7 @@ def from_mask(mask: Tensor) -> Pattern:
     """Return the pattern of the pairs that a dense mask keeps.
 
     The mask is copied, as bits of its distinct tiles of 128 x 128. The last query sits at the last key. A pattern made
-    of rules works at every length and needs no N x N mask; this one has the lengths of the mask and no text form.
+    of rules works at every length and needs no N x N mask. This one has the lengths of the mask and no text form.
 
     Args:
         mask: bool ``[Nq, Nk]``, ``[H, Nq, Nk]`` or ``[B, H, Nq, Nk]``, True for pairs to keep. H and B can be 1, for

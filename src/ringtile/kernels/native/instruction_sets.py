@@ -43,7 +43,7 @@ many by its documented timings."""
 
 
 def best_rates(handle: ctypes.CDLL, wanted: Wanted, *, threads: int, seconds: float, samples: int) -> list[float]:
-    """Measure rates of a loaded library: the best of some samples, summed over threads; 0 if a set lacks one."""
+    """Measure rates of a loaded library: the best of some samples, summed over threads, or 0 if a set lacks one."""
     found = [0.0] * len(wanted)
     # We interleave the samples, so that a disturbance does not hit all samples of one rate.
     for _ in range(samples):

@@ -80,7 +80,7 @@ class Library(NamedTuple):
     """The instruction sets that this processor runs, or the one that `VARIABLE` names."""
     choice: Choice
     runtime: str
-    """Entry point of the OpenMP runtime in use; empty if there is none, so one thread computes."""
+    """Entry point of the OpenMP runtime in use, empty if there is none, so one thread computes."""
 
 
 class _Found(NamedTuple):
@@ -189,7 +189,7 @@ def _loaded_libraries(*places: Path | str | None) -> Iterator[ctypes.CDLL]:
 
 
 def _use_runtime(handle: ctypes.CDLL) -> str:
-    """Give the library the entry points of torch's OpenMP runtime. Return the name of the main one; empty if none."""
+    """Give the library the entry points of torch's OpenMP runtime. Return the name of the main one, empty if none."""
     for runtime in _runtimes():
         # macOS compilers call LLVM's entry points, the compilers of torch's Linux wheels GNU's.
         for names in (_LLVM, _GNU) if sys.platform == "darwin" else (_GNU, _LLVM):
@@ -233,7 +233,7 @@ _FOUND = _find()
 
 
 def reason_against() -> str:
-    """Return why the library cannot be used here; empty if it can."""
+    """Return why the library cannot be used here, empty if it can."""
     return _FOUND.reason
 
 

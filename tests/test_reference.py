@@ -284,7 +284,7 @@ def test_relative_error_tells_wrong_results_apart():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(4, 6, 3)}, r"q, k, v: expected \[B, H, N, D\]"),
+        ({"q": torch.zeros(4, 6, 3)}, r"q, k, v: expected \[B, H, Nq, D\]"),
         ({"k": torch.zeros(2, 2, 8, 4)}, r"q, k, v: expected .* k.shape=torch.Size\(\[2, 2, 8, 4\]\)"),
         ({"v": torch.zeros(2, 2, 7, 3)}, r"v: expected the batch, heads and length of k"),
         ({"q": torch.zeros(2, 3, 6, 3)}, r"k: expected a divisor of the heads of q"),

@@ -458,4 +458,3 @@ def dilated_attention(
             else:
                 out, lse = _Merged.apply(query, key, value, options)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
-

@@ -14,6 +14,7 @@ from ringtile.kernels.triton.tiles import (
     inside_both,
     keys_kept,
     masked_tile,
+    online_softmax_step,
     rows_of,
     seen_by,
     stretch,
@@ -90,15 +91,10 @@ def forward_kernel(
         k = whole_tile(K, k_n, K_TILES, b, h // ratio, n0, n, d, D, DP, BN, True, TMA)
         v = whole_tile(V, v_n, V_TILES, b, h // ratio, n0, n, e, E, EP, BN, False, TMA)
         s = tl.dot(q, k, input_precision=PRECISION)
-        new_top = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp2(s * c - (new_top * c)[:, None])
-        alpha = tl.exp2((top - new_top) * c)
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
+        p, top, total, acc = online_softmax_step(s, c, top, total, acc, False)
         if DROPOUT:
             p = tl.where(survives(seed_value, b, head[:, None], query + start, n0, threshold, BM, BN), p, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
 
     key_length = n_keys
     if HAS_LENGTHS:
@@ -125,16 +121,10 @@ def forward_kernel(
         v = tl.load(v_tile + v_places, mask=inside_both(kept, e, E, EP, 1), other=0.0)
         s = tl.dot(q, k, input_precision=PRECISION)
         s = tl.where(stay, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s * c - (used_top * c)[:, None])
-        alpha = tl.exp2((top - used_top) * c)
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
+        p, top, total, acc = online_softmax_step(s, c, top, total, acc, True)
         if DROPOUT:
             p = tl.where(survives(seed_value, b, head[:, None], query + start, n0, threshold, BM, BN), p, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
 
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]

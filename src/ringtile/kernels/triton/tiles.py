@@ -40,6 +40,18 @@ def seen_by(words, exists):
 
 
 @triton.jit
+def online_softmax_step(s, c, top, total, acc, MASKED: tl.constexpr):
+    """Weights of scores, with maxima, sums and outputs brought up to date; MASKED if a row may have no score yet."""
+    new_top = tl.maximum(top, tl.max(s, 1))
+    used_top = new_top
+    if MASKED:
+        used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(s * c - (used_top * c)[:, None])
+    alpha = tl.exp2((top - used_top) * c)
+    return p, new_top, total * alpha + tl.sum(p, 1), acc * alpha[:, None]
+
+
+@triton.jit
 def inside_both(kept, d, D: tl.constexpr, DP: tl.constexpr, AXIS: tl.constexpr):
     """The mask of a load: what is kept, along the other axis than the head dim, which may be padded."""
     mask = tl.expand_dims(kept, AXIS)

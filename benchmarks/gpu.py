@@ -58,21 +58,7 @@ from ringtile.measure.peers import (  # noqa: E402
 )
 from ringtile.measure.record import FORWARD, OURS, Record, Row, write_whole  # noqa: E402
 from ringtile.measure.suites import Task  # noqa: E402
-from ringtile.patterns import (  # noqa: E402
-    BlockDilated,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    GlobalTokens,
-    Pattern,
-    RandomBlocks,
-    Window,
-    bigbird,
-    longnet_union,
-    parse,
-    streaming,
-)
+from ringtile.patterns import Causal, GlobalTokens, Pattern, RandomBlocks, Window, parse  # noqa: E402
 
 LONG = 131_072
 DOCUMENTS = [7_000, 20_072, 1_000, 31_000, 5_000, 12_000, 25_000, 3_000, 15_000, 12_000]
@@ -100,37 +86,34 @@ def masks(n: int) -> list[Mask]:
     lengths.append(n - sum(lengths))
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device())
     prefix = n // 4
-    return [
-        Mask("full", Dense(), lambda b, h, i, j: i >= 0),
-        Mask("causal", Causal(), lambda b, h, i, j: j <= i),
-        Mask("window", Window(512), lambda b, h, i, j: (i - j).abs() <= 512),
-        Mask("causal window", Causal() & Window(1023, 0), lambda b, h, i, j: (j <= i) & (i - j < 1024)),
-        Mask(
-            "documents",
-            Causal() & Documents(lengths),
+    rules: dict[str, tuple[str, Rule | None]] = {
+        "full": ("dense", lambda b, h, i, j: i >= 0),
+        "causal": ("causal", lambda b, h, i, j: j <= i),
+        "window": ("window(512)", lambda b, h, i, j: (i - j).abs() <= 512),
+        "causal window": ("causal & window(1023, 0)", lambda b, h, i, j: (j <= i) & (i - j < 1024)),
+        "documents": (
+            f"causal & documents({lengths})",
             lambda b, h, i, j: (j <= i) & (document[i] == document[j]),
         ),
-        Mask("sink and window", streaming(4, 512), lambda b, h, i, j: (j <= i) & ((i - j < 512) | (j < 4))),
-        Mask(
-            "prefix",
-            Causal() | (Documents([prefix, n - prefix]) & GlobalTokens(prefix)),
+        "sink and window": ("streaming(4, 512)", lambda b, h, i, j: (j <= i) & ((i - j < 512) | (j < 4))),
+        "prefix": (
+            f"causal | documents([{prefix}, {n - prefix}]) & global_tokens({prefix})",
             lambda b, h, i, j: (j <= i) | ((i < prefix) & (j < prefix)),
         ),
-        Mask(
-            "global and local",
-            Window(256) | GlobalTokens(8),
+        "global and local": (
+            "window(256) | global_tokens(8)",
             lambda b, h, i, j: ((i - j).abs() <= 256) | (i < 8) | (j < 8),
         ),
-        Mask(
-            "dilated",
-            Causal() & Dilated([1, 4], 256),
+        "dilated": (
+            "causal & dilated([1, 4], 256)",
             lambda b, h, i, j: (j <= i) & ((i - j <= 256) | ((i - j) % 4 == 0) & (i - j <= 1024)),
         ),
-        Mask("block dilated", BlockDilated([1, 4, 16], 4), None),
-        Mask("LongNet", longnet_union((2048, 8192), (1, 4)), None),
-        Mask("BigBird", bigbird(3, 384, 128), None),
-        Mask("random blocks, 5%", _at(RandomBlocks(1), 0.05, n, heads=1), None),
-    ]
+        "block dilated": ("block_dilated([1, 4, 16], 4)", None),
+        "LongNet": ("longnet_union([2048, 8192], [1, 4])", None),
+        "BigBird": ("bigbird(3, 384, 128)", None),
+    }
+    found = [Mask(name, parse(text), rule) for name, (text, rule) in rules.items()]
+    return [*found, Mask("random blocks, 5%", _at(RandomBlocks(1), 0.05, n, heads=1), None)]
 
 
 def _at(pattern: Pattern, density: float, n: int, heads: int, block: int = 128) -> Pattern:

@@ -377,51 +377,54 @@ def _put_table(text: str, lines: Sequence[str]) -> str:
     return text[: found.start()] + "".join(f"{line}\n" for line in lines) + text[found.end() :]
 
 
-def _put(text: str, sentence: str, *figures: str) -> str:
-    """Set the figures of a sentence, written as ``#`` in it, and wrap its paragraph again."""
-    shape = re.escape(sentence).replace(r"\#", r"([\d.,]*\d)").replace(r"\ ", r"\s+")
+def _put(text: str, shape: str, told: str) -> str:
+    """Replace a regular expression that matches inside one paragraph, and wrap this paragraph again."""
     paragraphs = text.split("\n\n")
     for number, paragraph in enumerate(paragraphs):
-        if (found := re.search(shape, paragraph)) is not None:
-            parts = re.split("#", sentence)
-            told = "".join(part + figure for part, figure in zip(parts, (*figures, ""), strict=True))
+        if (found := re.search(shape, paragraph, re.S)) is not None:
             joined = " ".join((paragraph[: found.start()] + told + paragraph[found.end() :]).split())
             paragraphs[number] = textwrap.fill(joined, 120, break_long_words=False, break_on_hyphens=False)
             return "\n\n".join(paragraphs)
-    raise ValueError(f"README: expected the sentence {sentence!r}, with a figure for each #")
+    raise ValueError(f"README: expected a sentence that matches {shape!r}")
+
+
+def _put_figures(text: str, sentence: str, *figures: str) -> str:
+    """Set the figures of a sentence, written as ``#`` in it."""
+    parts = sentence.split("#")
+    shape = r"-?[\d.,]*\d".join(re.escape(part).replace(r"\ ", r"\s+") for part in parts)
+    return _put(text, shape, "".join(part + figure for part, figure in zip(parts, (*figures, ""), strict=True)))
 
 
 def readme(text: str, found: Mapping[str, Record], trains: Mapping[str, Any] | None = None) -> str:
     """Return README with the figures of the records: tables, the cost of a short call, gains without sparsity."""
     if (density := found.get("density")) and "--suite" in str(density.command):
         text = _put_table(text, density_table(density))
-        place = re.search(r"Measured on .*? with torch [\d.]+:", text, re.S)
-        if place is None:
-            raise ValueError("README: expected 'Measured on ... with torch ...:'")
-        machine = density.machine
+        machine, version = density.machine, str(density.versions["torch"]).partition("+")[0]
         on = f"Measured on {machine['cores']} cores ({machine['cpu']}, {machine['instruction_set']})"
-        text = f"{text[: place.start()]}{on} with torch {density.versions['torch']}:{text[place.end() :]}"
+        text = _put(text, r"Measured on .*? with torch [^\s:]+:", f"{on} with torch {version}:")
     if (long := found.get("long")) and "--suite" in str(long.command):
         text = _put_table(text, length_table(long))
     if acceptance := found.get("acceptance"):
         costs = {way: [c / 1e3 for (_, d), c in call_costs(acceptance).items() if d == way] for way in DIRECTIONS}
         figures = [f"{bound(costs[way]):.1f}" for way in DIRECTIONS for bound in (min, max)]
-        text = _put(text, "# to # ms more than dense attention, and # to # ms more with its backward pass", *figures)
+        text = _put_figures(
+            text, "# to # ms more than dense attention, and # to # ms more with its backward pass", *figures
+        )
         gains = [
             row.speedup or 0.0
             for row in acceptance.rows
             if (row.asked, row.peer, row.dtype, row.n_queries) == ("dense", OURS, "float32", None)
             and row.n_tokens >= 4096
         ]
-        text = _put(text, "still # to # times as fast", f"{min(gains):.1f}", f"{max(gains):.1f}")
+        text = _put_figures(text, "still # to # times as fast", f"{min(gains):.1f}", f"{max(gains):.1f}")
     if trains:
         sparse, dense = (trains["trains"]["runs"][label] for label in ("sparse", "dense"))
         early, last, theirs = sparse["held_out"][0], sparse["held_out"][-1], dense["held_out"][-1]
         bits = [f"{one['bits']:.2f}" for one in (last, theirs, early)]
-        text = _put(text, "makes # steps in a minute and reaches # bits", str(sparse["steps"]), bits[0])
+        text = _put_figures(text, "makes # steps in a minute and reaches # bits", str(sparse["steps"]), bits[0])
         seconds = f"{theirs['seconds']:.0f}"
-        text = _put(text, "makes # steps in # s and reaches #.", str(dense["steps"]), seconds, bits[1])
-        text = _put(text, "After # s, sparse attention is at #.", f"{early['seconds']:.0f}", bits[2])
+        text = _put_figures(text, "makes # steps in # s and reaches #.", str(dense["steps"]), seconds, bits[1])
+        text = _put_figures(text, "After # s, sparse attention is at #.", f"{early['seconds']:.0f}", bits[2])
     return text
 
 

@@ -12,26 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap
 
 from ringtile.analysis.plot import picture, plot_pattern
 from ringtile.layout import build_index
-from ringtile.patterns import (
-    BlockDilated,
-    Blocks,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    Elements,
-    GlobalTokens,
-    Pattern,
-    RandomBlocks,
-    Segments,
-    Strided,
-    Window,
-    bigbird,
-    longformer,
-    longnet_union,
-    per_head,
-    streaming,
-)
+from ringtile.patterns import Blocks, Causal, Documents, Elements, Pattern, Strided, Window, parse, per_head
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "patterns"
 TOKENS = 2048
@@ -49,35 +30,29 @@ INK = "#768390"
 SHADES = LinearSegmentedColormap.from_list("pages", [(0, "#76839022"), (0.01, "#3f8ccc90"), (1, "#3f8cccff")])
 TEXT = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
 
-Panel = tuple[str, Pattern, int]
-"""Title, pattern, and the head that is drawn."""
+Panel = str | tuple[str, Pattern, int]
+"""The text of a pattern, or a title, a pattern and the head to draw."""
 
 PICTURES: dict[str, list[Panel]] = {
     "index": [
-        ("causal & window(256)", Causal() & Window(256), 0),
-        ("causal & global_tokens(16)", Causal() & GlobalTokens(16), 0),
-        ("causal & random_blocks(2)", Causal() & RandomBlocks(2), 0),
-        ("all three, joined with |", Causal() & (Window(256) | GlobalTokens(16) | RandomBlocks(2)), 0),
+        "causal & window(256)",
+        "causal & global_tokens(16)",
+        "causal & random_blocks(2)",
+        ("all three, joined with |", parse("causal & (window(256) | global_tokens(16) | random_blocks(2))"), 0),
     ],
-    "dense-causal": [("dense", Dense(), 0), ("causal", Causal(), 0)],
-    "window": [("window(256)", Window(256), 0), ("causal & window(256)", Causal() & Window(256), 0)],
-    "dilated": [("dilated([1, 8], 64)", Dilated([1, 8], 64), 0), ("dilated([64], 8)", Dilated([64], 8), 0)],
-    "block-dilated": [
-        ("block_dilated([1, 4], 1)", BlockDilated([1, 4], 1), 0),
-        ("causal & block_dilated([1, 4], 2)", Causal() & BlockDilated([1, 4], 2), 0),
-    ],
-    "strided": [("strided(256)", Strided(256), 0), ("causal & strided(256)", Causal() & Strided(256), 0)],
-    "global-tokens": [
-        ("global_tokens(64)", GlobalTokens(64), 0),
-        ("causal & (window(256) | global_tokens(64))", Causal() & (Window(256) | GlobalTokens(64)), 0),
-    ],
+    "dense-causal": ["dense", "causal"],
+    "window": ["window(256)", "causal & window(256)"],
+    "dilated": ["dilated([1, 8], 64)", "dilated([64], 8)"],
+    "block-dilated": ["block_dilated([1, 4], 1)", "causal & block_dilated([1, 4], 2)"],
+    "strided": ["strided(256)", "causal & strided(256)"],
+    "global-tokens": ["global_tokens(64)", "causal & (window(256) | global_tokens(64))"],
     "random-blocks": [
-        ("random_blocks(2)", RandomBlocks(2), 0),
-        ("causal & random_blocks(2), head 1", Causal() & RandomBlocks(2), 1),
+        "random_blocks(2)",
+        ("causal & random_blocks(2), head 1", parse("causal & random_blocks(2)"), 1),
     ],
-    "segments": [("segments(512, 4), head 0", Segments(512, 4), 0), ("segments(512)", Segments(512), 0)],
+    "segments": [("segments(512, 4), head 0", parse("segments(512, 4)"), 0), "segments(512)"],
     "documents": [
-        ("documents([700, 300, 1048])", Documents([700, 300, 1048]), 0),
+        "documents([700, 300, 1048])",
         ("causal & the same", Causal() & Documents([700, 300, 1048]), 0),
     ],
     "blocks": [("Blocks(matrix)", Blocks(STAIRS), 0), ("causal & Blocks(matrix)", Causal() & Blocks(STAIRS), 0)],
@@ -85,14 +60,9 @@ PICTURES: dict[str, list[Panel]] = {
         ("Elements(log_sparse)", Elements(log_sparse), 0),
         ("Elements(log_sparse) | window(64, 0)", Elements(log_sparse) | Window(64, 0), 0),
     ],
-    "presets": [
-        ("longformer(128, 64)", longformer(128, 64), 0),
-        ("bigbird(1)", bigbird(1), 0),
-        ("streaming(64, 256)", streaming(64, 256), 0),
-        ("longnet_union([256, 2048], [1, 4])", longnet_union([256, 2048], [1, 4]), 0),
-    ],
+    "presets": ["longformer(128, 64)", "bigbird(1)", "streaming(64, 256)", "longnet_union([256, 2048], [1, 4])"],
     "algebra": [
-        ("causal & ~window(255) | window(64)", Causal() & ~Window(255) | Window(64), 0),
+        "causal & ~window(255) | window(64)",
         ("per_head: head 0", Causal() & per_head([Window(128), Strided(512)]), 0),
         ("per_head: head 1", Causal() & per_head([Window(128), Strided(512)]), 1),
     ],
@@ -105,7 +75,8 @@ def draw(name: str, path: Path) -> None:
     many = len(panels) > 2
     with picture(path, (1.9 if many else 2.6) * len(panels), 2.2 if many else 2.8) as figure:
         matplotlib.rcParams.update({"savefig.dpi": 115, "savefig.transparent": True, **TEXT})
-        for number, (title, pattern, head) in enumerate(panels):
+        for number, panel in enumerate(panels):
+            title, pattern, head = (panel, parse(panel), 0) if isinstance(panel, str) else panel
             index = build_index(pattern, TOKENS, heads=2)
             axes = plot_pattern(index, figure.add_subplot(1, len(panels), number + 1), head=head, pixels=256)
             axes.images[0].set_cmap(SHADES)

@@ -260,7 +260,7 @@ def test_a_wrong_figure_in_readme_is_put_right() -> None:
     rows = [row for row in found["density"].rows if row.peer == "ringtile" and row.direction == "forward"]
     for row, share in zip(rows, ("50%", "25%", "10%", "5%", "2%"), strict=True):
         assert f"| {share} | {row.speedup:.1f}x | {row.speedup:.1f}x |" in text
-    assert "Measured on 2 cores (a processor, AVX512) with torch 2: float32" in flat
+    assert "Measured on 2 cores (a processor, AVX512) with torch 2.1: float32" in flat
     assert "| 1M | " in text
     assert text.count("(extrapolated)") == 2
     assert "still 1.0 to 1.0 times as fast" in flat
@@ -296,7 +296,7 @@ def invented(name: str) -> Record:
                 figures.update(median_ms=time, low_ms=time, high_ms=time, speedup=whole / time, error=1e-7, rounds=3)
                 rows.append(replace(row, peak_forward_bytes=100 << 20, **figures))
     rates = {"2": {"fma_float32": 1e13, "exp_float32": 1e10, "read": 1e10, "dot_bfloat16": 2e13}}
-    facts: tuple[Any, ...] = ("abc+changes", {"torch": "2", "python": "3", "ringtile": "0"})
+    facts: tuple[Any, ...] = ("abc+changes", {"torch": "2.1+cpu", "python": "3", "ringtile": "0"})
     machine = {"cpu": "a processor", "cores": 2, "threads": 2, "instruction_set": "AVX512"}
     return Record(0, 0.3, *facts, machine, tuple(rows), peaks=rates, command=f"ringtile bench --suite {name}")
 

@@ -1,4 +1,4 @@
-"""Pictures of patterns and curves: matplotlib is imported on use, drawn without a display, and never shown."""
+"""Pictures of patterns and curves, by matplotlib, which is imported on use and needs no display."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _CHUNK_TILES = 64
 
 
 def missing_matplotlib() -> str | None:
-    """Why no picture can be drawn here, or None."""
+    """Return the reason why no picture can be drawn, or None."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -60,7 +60,7 @@ def missing_matplotlib() -> str | None:
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure in the house style, `width` by `height` inches, written whole to `path` on leaving the block."""
+    """Yield a figure of `width` by `height` inches, and write it whole to `path` at the end of the block."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -70,7 +70,7 @@ def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A picture that is interrupted half-written must not replace a whole one.
+        # A picture that is only half written must not replace a whole one.
         part = path.with_name(f".{path.name}.part")
         try:
             figure.savefig(part, format=path.suffix[1:], bbox_inches="tight", pad_inches=0.15)
@@ -136,7 +136,7 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
 
 
 def _kinds(inside: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows of a bool tensor ``[tiles, block]``, and which of them each tile has."""
+    """Return the distinct rows of a bool tensor ``[tiles, block]``, and the number of the row of each tile."""
     kinds, kind = torch.unique(inside, dim=0, return_inverse=True)
     return kinds, kind
 
@@ -154,10 +154,10 @@ def _pooled(bits: Tensor, inside: Tensor, cuts: int) -> Tensor:
 def plot_pattern(
     index: BlockIndex, ax: Axes | None = None, *, head: int = 0, batch: int = 0, pixels: int = 512
 ) -> Axes:
-    """Draw which pairs a pattern keeps: queries down, keys across, one cell a pixel or more.
+    """Draw the kept pairs of a pattern: queries down, keys across.
 
-    The picture has at most `pixels` cells a side however long the sequence is; a cell's colour is the share of its
-    pairs that are kept. ``ax.images[0]`` is the image, for a colour bar.
+    The picture has at most `pixels` cells per side for any length. The color of a cell is its share of kept pairs.
+    ``ax.images[0]`` is the image, for a color bar.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
@@ -169,7 +169,7 @@ def plot_pattern(
     ax.imshow(
         shares.numpy(),
         cmap=LinearSegmentedColormap.from_list("ringtile", _PATTERN_COLORS),
-        # The square root lets a window of a thousand tokens be seen in a million.
+        # The square root makes a window of a thousand tokens visible in a million.
         norm=PowerNorm(0.5, vmin=0.0, vmax=1.0, clip=True),
         extent=(0, shares.shape[1] * side, top + shares.shape[0] * side, top),
         interpolation="nearest",
@@ -183,7 +183,7 @@ def plot_pattern(
         axis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
     ax.set_xlabel("key position")
     ax.set_ylabel("query position")
-    # A few global tokens among a million are one cell wide and would lie under a frame.
+    # A few global tokens among a million are one cell wide: a frame would hide them.
     for spine in ax.spines.values():
         spine.set_visible(False)
     return ax
@@ -197,7 +197,7 @@ class Curve(NamedTuple):
     y: Sequence[float]
     color: str = BLUE
     style: str = "-"
-    """A matplotlib line style; dashed for what was not measured."""
+    """A matplotlib line style; dashed for figures that were not measured."""
     marker: str = ""
 
 
@@ -209,18 +209,11 @@ def plot_curves(
     y_label: str = "",
     legend: Literal["upper left", "upper right"] = "upper left",
 ) -> Axes:
-    """Draw curves over one pair of axes, with a legend of those that have a label."""
+    """Draw curves over one pair of axes, with a legend of the curves that have a label."""
     ax = _axes(ax)
     for curve in curves:
-        ax.plot(
-            curve.x,
-            curve.y,
-            color=curve.color,
-            linestyle=curve.style,
-            marker=curve.marker,
-            markersize=5,
-            label=curve.label or "_unlabelled",
-        )
+        look: dict[str, Any] = {"color": curve.color, "linestyle": curve.style, "marker": curve.marker, "markersize": 5}
+        ax.plot(curve.x, curve.y, **look, label=curve.label or "_unlabelled")
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
     ax.grid(True)
@@ -236,9 +229,9 @@ def grouped_bars(
     colors: Sequence[str],
     texts: Mapping[str, str],
 ) -> None:
-    """Draw one group of bars per label, with one bar per series in the group.
+    """Draw one group of bars per label, with one bar per series.
 
-    ``texts`` are the formats of the numbers above the bars of each series; an empty format writes none.
+    ``texts`` are the formats of the numbers above the bars of each series. An empty format writes no numbers.
     """
     width = 0.82 / len(series)
     for number, ((name, heights), color) in enumerate(zip(series.items(), colors, strict=True)):

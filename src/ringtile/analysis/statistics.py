@@ -1,4 +1,4 @@
-"""What a block index holds and what it costs: densities, bytes, floating point operations, longest lists."""
+"""The cost of a block index: densities, bytes, floating-point operations, longest lists."""
 
 from __future__ import annotations
 
@@ -11,63 +11,65 @@ from torch import Tensor
 from ringtile.layout import BlockIndex
 
 FORWARD_FLOPS = 4
-"""Floating point operations a pair and element of the head: two products (scores, output)."""
+"""Floating-point operations per pair and element of the head: two matmuls (scores, output)."""
 BACKWARD_FLOPS = 10
-"""The same backward: five products (scores again, dP, dV, dQ, dK), as torch's flop counter has it."""
+"""The same for the backward pass: five matmuls (scores again, dP, dV, dQ, dK), as torch counts them."""
 
 
 class LongestList(NamedTuple):
     """The longest list of computed tiles along one axis."""
 
     tile: int
-    """Number of the row or column tile (in position space)."""
+    """The number of the row or column tile, in position space."""
     tiles: int
-    """How many tiles its list has."""
+    """The number of tiles in its list."""
     mean: float
-    """The mean over all lists of that axis."""
+    """The mean over all lists of this axis."""
 
 
 @dataclass(frozen=True)
 class PatternStatistics:
-    """The figures of one pattern at one length; pairs and tiles are summed over heads and batch rows."""
+    """The figures of one pattern at one length. Pairs and tiles are summed over heads and batch rows."""
 
     n_queries: int
     n_keys: int
     block: int
     heads: int
-    """Heads (times batch rows) that the sums run over."""
+    """The number of heads, times batch rows, in the sums."""
     head_dim: int
     kept_pairs: int
     allowed_pairs: int
-    """Pairs that the causal and document rules in force allow."""
+    """Pairs that the causal and document rules allow."""
     density: float
     """Kept over allowed pairs."""
     full_tiles: int
     partial_tiles: int
     distinct_partial_tiles: int
-    """Rows of the tile table: equal tiles are stored once."""
+    """The rows of the tile table, which stores equal tiles once."""
     tile_density: float
-    """Computed tiles over the tiles that the rules in force touch; time follows this one."""
+    """Computed tiles over the tiles that these rules touch. Time follows it."""
     index_bytes: int
     dense_mask_bytes: int
-    """What one bool mask ``[n_queries, n_keys]``, shared by every head, would take."""
+    """The size of one bool mask ``[n_queries, n_keys]`` for all heads, which is not built."""
     forward_flops: int
-    """Of the computed tiles, kept pairs or not."""
+    """Operations over all pairs of the computed tiles."""
     backward_flops: int
     dense_forward_flops: int
-    """Of the allowed pairs: the dense attention that one would run instead."""
+    """Operations over the allowed pairs, which dense attention computes."""
     dense_backward_flops: int
     longest_row: LongestList
     longest_column: LongestList
 
 
 def pattern_statistics(index: BlockIndex, *, heads: int | None = None, head_dim: int = 64) -> PatternStatistics:
-    """Count what an index keeps and what attention of `heads` heads over it costs.
+    """Count the kept pairs of an index, and the cost of attention over it.
 
-    An index that all heads share stands for one unless `heads` says how many there are. Operations are
-    multiplications plus additions of the matrix products, `FORWARD_FLOPS` and `BACKWARD_FLOPS` a pair and element, with
-    values as wide as keys. Waits for the device of the index. Raises ValueError where `head_dim` is not positive or
-    `heads` does not fit the index.
+    An index that all heads share counts once, unless you pass `heads`. Operations are the multiplications and additions
+    of the matmuls, `FORWARD_FLOPS` and `BACKWARD_FLOPS` per pair and element, with values as wide as keys. It waits for
+    the device of the index.
+
+    Raises:
+        ValueError: If `head_dim` is not positive, or `heads` does not match the index.
 
     >>> from ringtile.layout import build_index
     >>> from ringtile.patterns import Causal, Window

@@ -1,4 +1,4 @@
-"""Counts, times and sizes as people write them."""
+"""Counts, times and sizes as text."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ import torch
 from ringtile.analysis.units import count
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.select import NAMES
-from ringtile.layout.density import with_density
 from ringtile.measure.exact import Exact
 from ringtile.measure.machine import commit, machine_facts, versions
 from ringtile.measure.peers import Attention, Case, Peer, all_peers
@@ -38,7 +37,7 @@ from ringtile.measure.record import (
     write_whole,
 )
 from ringtile.measure.roofline import limit_ms, passes_of
-from ringtile.measure.suites import PATTERNS, SUITES, TOKENS, Task, suite
+from ringtile.measure.suites import PATTERNS, SUITES, TOKENS, Task, case_of, suite
 from ringtile.patterns import parse
 
 CLOCK, CLOCK_SECONDS = "fma_float32", 0.004
@@ -354,18 +353,13 @@ def _device(name: str) -> torch.device:
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
-    device = _device(args.device)
+    sizes = {"batch": args.batch, "head_dim": args.head_dim, "device": _device(args.device)}
     for text in args.patterns:
-        asked = parse(text)
-        heads = asked.n_heads or args.heads
-        for density in args.density or [None]:
+        heads = parse(text).n_heads or args.heads
+        for name in [f"{text} at {density:g}" for density in args.density or []] or [text]:
             for dtype in args.dtype:
                 for n_tokens in sorted(args.tokens):
-                    name, pattern = text, asked
-                    if density is not None:
-                        name = f"{text} at {density:g}"
-                        pattern = with_density(asked, density, n_tokens, heads=heads).pattern
-                    yield Case(name, pattern, n_tokens, args.batch, heads, args.head_dim, getattr(torch, dtype), device)
+                    yield case_of(name, n_tokens, heads=heads, dtype=getattr(torch, dtype), **sizes)
 
 
 def _tasks(args: argparse.Namespace) -> list[Task]:

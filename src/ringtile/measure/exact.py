@@ -19,7 +19,7 @@ CHECKED_ROWS = 32
 ERROR_FACTOR = 3.0
 """A result is wrong if its error is more than this many times PyTorch's own, in the same dtype, rows and mask."""
 ERROR_FLOOR, ERROR_FLOORS = 1e-6, {torch.float64: 1e-12}
-"""An error below this is right in any case, by dtype if it differs."""
+"""A result with an error below this is always right."""
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
@@ -68,7 +68,7 @@ class Exact:
     def bound(self, pattern: Pattern, direction: str) -> float:
         """Return the largest error that is allowed."""
         theirs = self.torch_errors(pattern)[: 1 if direction == FORWARD else None]
-        # An infinite error would let everything pass.
+        # An infinite error would let every result pass.
         allowed = [ERROR_FACTOR * error for error in theirs if math.isfinite(error)]
         return max(ERROR_FLOORS.get(self.case.dtype, ERROR_FLOOR), *allowed, 0.0)
 
@@ -77,7 +77,7 @@ class Exact:
             q, k, v = (x.detach().double().requires_grad_(self.trains) for x in self.inputs)
             out, lse = attention_rows(q, k, v, pattern, self.rows)
             exact = self._rows_of(out, (q, k, v), torch.ones_like(lse, dtype=torch.bool))
-            # PyTorch's own rows that keep no keys are not to be compared.
+            # PyTorch computes other values for rows that keep no keys, so they do not count.
             q, k, v = (x.detach().requires_grad_(self.trains) for x in self.inputs)
             mask, gqa = self.kept(pattern, self.rows), self.case.key_heads != self.case.heads
             out = F.scaled_dot_product_attention(q[:, :, self.rows], k, v, attn_mask=mask, enable_gqa=gqa)
@@ -104,7 +104,7 @@ class Exact:
         return torch.stack(kept).expand(-1, len(heads), len(rows), len(keys))
 
     def holes(self, out: Tensor) -> str:
-        """Return what is wrong with a whole output of ringtile, empty if nothing: values that are no numbers, zeros."""
+        """Return the fault of a whole output of ringtile, or an empty text: values that are not finite, or zeros."""
         if not out.isfinite().all():
             return "wrong: its output is not finite"
         zero = (out == 0).all(-1)

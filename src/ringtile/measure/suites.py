@@ -1,6 +1,6 @@
 """The cases of the records behind docs/benchmarks.md.
 
-A whole product of lengths, densities, head dims, dtypes and baselines would take days. A suite is a set of slices: it
+The full product of lengths, densities, head dims, dtypes and baselines would take days. A suite is a set of slices: it
 varies one of them and keeps the others.
 """
 
@@ -26,9 +26,9 @@ TOKENS = (26, 64, 128, 200, 256, 512, 1024, 4096)
 """What ``ringtile bench`` measures by default."""
 
 CLAIMED = {0.5: 2.0, 0.25: 4.0, 0.1: 10.0, 0.05: 20.0, 0.02: 50.0}
-"""The speedups that the block-sparse guide claims, by the share of the causal tiles that is computed."""
+"""The speedups that the block-sparse guide claims, by tile density."""
 CLAIMED_TOKENS, CLAIMED_HEADS = 16384, 4
-"""The length and heads at which README, docs/benchmarks.md and docs/promises.md judge these claims."""
+"""The length and heads of README, docs/benchmarks.md and docs/promises.md for these claims."""
 
 CURVE = "causal & (window(1024) | global_tokens(64))"
 CURVE_TOKENS = (1 << 14, 1 << 16, 1 << 18, 1 << 20)

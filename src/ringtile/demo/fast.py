@@ -123,7 +123,7 @@ class Fast:
             progress.show(f"fast: {len(peers)} densities and dense attention, forward and backward")
         took = [duration_text((self.dense[direction].median_ms or 0) / 1e3) for direction in DIRECTIONS]
         progress.say(
-            f"  dense forward {took[0]}, forward and backward {took[1]}; medians of {self.dense[BOTH].rounds} rounds; "
+            f"  dense forward {took[0]}, forward and backward {took[1]}; medians, rounds: {self.dense[BOTH].rounds}; "
             f"density of {BLOCK} x {BLOCK} tiles"
         )
         progress.say("  tile density  claimed  forward  forward+backward  error")
@@ -156,7 +156,7 @@ class Fast:
             self.curve.append(row)
             seconds_per_tile = row.both_seconds / max(1, tiles)
             took = duration_text(row.both_seconds) if row.exact else "WRONG"
-            memory, dense = f"{row.peak_bytes / 2**20:,.0f} MiB", row.dense_text
+            memory, dense = f"{row.peak_bytes / 2**20:,.1f} MiB", row.dense_text
             progress.say(f"  {count_text(n_tokens):>7}  {took:>9}  {memory:>8}  {dense:<28}  {row.error:.1e}")
 
     def _measure_length(self, case: Case) -> LengthRow:
@@ -216,7 +216,7 @@ class Fast:
         rows = {density: pair for density, pair in self.table.items() if BOTH in pair}
         series = {"claimed": [CLAIMED[density] for density in rows]}
         for name, direction in (("forward", FORWARD), ("forward + backward", BOTH)):
-            series[name] = [pair[direction].speedup or 0.0 for pair in rows.values()]
+            series[name] = [round(pair[direction].speedup or 0.0, 1) for pair in rows.values()]
         labels = [f"{pair[BOTH].tile_density:.1%}" for pair in rows.values()]
         grouped_bars(axes, labels, series, (GREY, LIGHT_BLUE, BLUE), dict.fromkeys(series, "{:.3g}"))
         axes.set_yscale("log", base=2)
@@ -251,7 +251,7 @@ class Fast:
         above = {**below, "xytext": (-5, 5), "ha": "right", "color": ORANGE}
         for axes, curves, unit, labels in (
             (duration, times, "seconds", [(seconds, duration_text, below), (dense, duration_text, above)]),
-            (memory, sizes, "MiB", [(peaks, "{:,.0f}".format, below)]),
+            (memory, sizes, "MiB", [(peaks, "{:,.1f}".format, below)]),
         ):
             plot_curves(curves, axes, x_label="tokens N", y_label=unit)
             for values, text, place in labels:

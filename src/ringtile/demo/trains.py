@@ -295,8 +295,9 @@ class Trains:
                     for at in run.held_out:
                         place = (at.seconds if axes is by_time else at.steps, at.bits)
                         axes.plot(*place, "D", **diamonds)
-                        above: dict[str, Any] = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-                        axes.annotate(f"{at.bits:.2f}", place, fontsize=8, **above)
+                        # Above and to the right, where a falling curve is not.
+                        beside: dict[str, Any] = {"xytext": (5, 5), "textcoords": "offset points"}
+                        axes.annotate(f"{at.bits:.2f}", place, fontsize=8, **beside)
             for axes, label in ((by_time, "seconds of training"), (by_steps, "steps")):
                 axes.axhline(entropy, color=GREY, linestyle=":", linewidth=1.2)
                 axes.set_xlim(left=0)
@@ -304,7 +305,7 @@ class Trains:
                 axes.grid(True)
             where: dict[str, Any] = {"xycoords": by_time.get_yaxis_transform(), "textcoords": "offset points"}
             by_time.annotate("byte counts alone", (0.995, entropy), (0, 3), ha="right", color=ink, fontsize=8, **where)
-            by_time.legend(loc="upper right")
+            by_time.legend(loc="best")
             by_time.set_ylabel("bits per byte of the text of each step")
             by_time.set_title(f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out")
             by_steps.set_title("The same, by steps")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringtile.analysis import show
-from ringtile.analysis.plot import Curve, occupancy, picture, plot_curves, plot_pattern
+from ringtile.analysis.plot import occupancy, picture, plot_pattern
 from ringtile.analysis.statistics import pattern_statistics
 from ringtile.analysis.units import count, count_text
 from ringtile.layout import BlockIndex, build_index
@@ -144,17 +144,6 @@ def test_a_picture_shows_positions_when_there_are_more_keys() -> None:
     axes = plot_pattern(build_index(Causal(), 60, 90))
     assert axes.get_ylim() == (90, 30)
     assert axes.get_xlim() == (0, 90)
-
-
-def test_curves_have_labels_and_a_legend() -> None:
-    axes = plot_curves([Curve("one", [1, 2], [3, 4]), Curve("", [1, 2], [5, 6], style="--")], x_label="N", y_label="s")
-    legend = axes.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["one"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("N", "s")
-    assert [line.get_linestyle() for line in axes.lines] == ["-", "--"]
-    same = axes.figure.add_subplot()
-    assert plot_curves([], same) is same
 
 
 def test_an_interrupted_picture_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -186,39 +186,6 @@ def plot_pattern(
     # A few global tokens among a million are one cell wide: a frame would hide them.
     for spine in ax.spines.values():
         spine.set_visible(False)
-    return ax
-
-
-class Curve(NamedTuple):
-    """One line of a plot."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    color: str = BLUE
-    style: str = "-"
-    """A matplotlib line style; dashed for figures that were not measured."""
-    marker: str = ""
-
-
-def plot_curves(
-    curves: Sequence[Curve],
-    ax: Axes | None = None,
-    *,
-    x_label: str = "",
-    y_label: str = "",
-    legend: Literal["upper left", "upper right"] = "upper left",
-) -> Axes:
-    """Draw curves over one pair of axes, with a legend of the curves that have a label."""
-    ax = _axes(ax)
-    for curve in curves:
-        look: dict[str, Any] = {"color": curve.color, "linestyle": curve.style, "marker": curve.marker, "markersize": 5}
-        ax.plot(curve.x, curve.y, **look, label=curve.label or "_unlabelled")
-    ax.set_xlabel(x_label)
-    ax.set_ylabel(y_label)
-    ax.grid(True)
-    if any(curve.label for curve in curves):
-        ax.legend(loc=legend)
     return ax
 
 

@@ -228,7 +228,7 @@ class Fast:
         axes.legend(loc="upper left")
 
     def _draw_curve(self, rows: list[LengthRow], duration: Axes, memory: Axes) -> None:
-        from ringtile.analysis.plot import BLUE, GREY, ORANGE, Curve, plot_curves
+        from ringtile.analysis.plot import BLUE, GREY, ORANGE
 
         heads, measured = self.curve_rule.n_heads or 1, sum(row.dense_measured for row in rows)
         lengths = [row.n_tokens for row in rows]
@@ -237,32 +237,31 @@ class Fast:
         peaks = [max(row.peak_bytes, 1) / 2**20 for row in rows]
         held = [8 * n_tokens * heads * 64 * 4 / 2**20 for n_tokens in lengths]
         beyond = slice(max(0, measured - 1), None)
-        times = [
-            Curve("sparse", lengths, seconds, BLUE, marker="o"),
-            Curve("dense, measured", lengths[:measured], dense[:measured], ORANGE, marker="o"),
-            Curve("dense, extrapolated", lengths[beyond], dense[beyond], ORANGE, "--"),
-        ]
-        sizes = [
-            Curve("inputs, output, their gradients", lengths, held, GREY, marker="o"),
-            Curve("sparse, peak beyond these", lengths, peaks, BLUE, marker="o"),
-        ]
+        duration.plot(lengths, seconds, "o-", color=BLUE, label="sparse")
+        duration.plot(lengths[:measured], dense[:measured], "o-", color=ORANGE, label="dense, measured")
+        duration.plot(lengths[beyond], dense[beyond], "--", color=ORANGE, label="dense, extrapolated")
+        memory.plot(lengths, held, "o-", color=GREY, label="inputs, output, their gradients")
+        memory.plot(lengths, peaks, "o-", color=BLUE, label="sparse, peak beyond these")
         # Each label stands on the side of its rising curve where the curve is not.
         below: dict[str, Any] = {"xytext": (5, -12), "textcoords": "offset points", "fontsize": 8, "color": BLUE}
         above = {**below, "xytext": (-5, 5), "ha": "right", "color": ORANGE}
-        for axes, curves, unit, labels in (
-            (duration, times, "seconds", [(seconds, duration_text, below), (dense, duration_text, above)]),
-            (memory, sizes, "MiB", [(peaks, "{:,.1f}".format, below)]),
+        for n_tokens, ours, theirs, peak in zip(lengths, seconds, dense, peaks, strict=True):
+            duration.annotate(duration_text(ours), (n_tokens, ours), **below)
+            duration.annotate(duration_text(theirs), (n_tokens, theirs), **above)
+            memory.annotate(f"{peak:,.1f}", (n_tokens, peak), **below)
+        for axes, title, unit in (
+            (duration, f"Forward + backward, B1 H{heads} D64", "seconds"),
+            (memory, "Memory, forward + backward", "MiB"),
         ):
-            plot_curves(curves, axes, x_label="tokens N", y_label=unit)
-            for values, text, place in labels:
-                for at in zip(lengths, values, strict=True):
-                    axes.annotate(text(at[1]), at, **place)
+            axes.set_title(title)
+            axes.set_xlabel("tokens N")
+            axes.set_ylabel(unit)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(lengths, [count_text(length) for length in lengths])
             axes.minorticks_off()
             axes.margins(x=0.22, y=0.12)
-        duration.set_title(f"Forward + backward, B1 H{heads} D64")
-        memory.set_title("Memory, forward + backward")
+            axes.grid(True)
+            axes.legend(loc="upper left")
         rule = f"middle and right: {self.curve_rule!r}"
         memory.figure.supxlabel(rule, fontsize=8, color="#4a5059", x=0.99, ha="right")

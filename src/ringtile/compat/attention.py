@@ -67,7 +67,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         cache_size: int = 100,
     ) -> None:
         without = segment_lengths is None and dilation_rates is None
-        self.branches = [] if without else checked_branches(segment_lengths or (), dilation_rates or ())
+        branches = [] if without else checked_branches(segment_lengths or (), dilation_rates or ())
         _check_ring_size(ring_size)
         if use_adaptive_sparsity:
             raise ValueError(
@@ -76,8 +76,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
             )
         dropout_threshold(dropout)
         super().__init__()
-        self.segment_lengths = tuple(length for length, _ in self.branches)
-        self.dilation_rates = tuple(rate for _, rate in self.branches)
+        self.segment_lengths = tuple(length for length, _ in branches)
+        self.dilation_rates = tuple(rate for _, rate in branches)
         self.ring_size = ring_size
         self.dropout = dropout
         self.attention_scale = attention_scale
@@ -142,7 +142,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         A ``pattern`` restricts the kept pairs further. Raises ValueError if there are segments beside a ``pattern``:
         it relates positions, and tokens of a dilated segment have others.
         """
-        if pattern is not None and self.branches:
+        if pattern is not None and self.segment_lengths:
             raise ValueError(
                 f"pattern: a mask of positions cannot be applied inside dilated segments, got {pattern!r} with "
                 f"segment_lengths={self.segment_lengths}; is_causal and key masks can"
@@ -150,15 +150,16 @@ class BlockSparseRingDilatedAttention(nn.Module):
         heads, n_queries, n_keys = query.shape[1], query.shape[2], key.shape[2]
         whole = Problem(n_queries, n_keys, n_keys - n_queries)
         problems: tuple[Problem, ...] = (whole,)
-        if self.branches:
-            cut = (piece for at in self.branches for piece in pieces(n_queries, n_keys, heads, *at))
+        if self.segment_lengths:
+            branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
+            cut = (piece for at in branches for piece in pieces(n_queries, n_keys, heads, *at))
             problems = tuple(Problem(p.n_queries, p.n_keys, p.start, p.segments * len(p.heads) / heads) for p in cut)
         rule = self.pattern_generator.inside(problems, is_causal=is_causal)
         self._last = rule, problems, whole, is_causal
         options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask}
         options["scale"] = self.attention_scale if scale is None else scale
         sparse: Callable[..., Tensor]
-        if self.branches:
+        if self.segment_lengths:
             segments = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
             sparse = partial(dilated_attention, **segments, pattern=rule, **options)
         else:

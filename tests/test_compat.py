@@ -1004,7 +1004,7 @@ def test_doctor_reports_a_foreign_owner_of_the_old_import_path(
     finders = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
     monkeypatch.setattr("sys.meta_path", finders)
     monkeypatch.syspath_prepend(str(ROOT / "compat"))
-    assert doctor.old_import_path() == "served by ringtile.compat"
+    assert doctor.old_import_path() == "provided by ringtile.compat"
     foreign = tmp_path / "dilated_attention_pytorch" / "__init__.py"
     foreign.parent.mkdir()
     foreign.write_text("raise SystemExit('found, not imported')\n")

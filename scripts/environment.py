@@ -1,7 +1,7 @@
 """Make .venv ready to run ringtile: `python3 scripts/environment.py plot`, `dev` or `native`.
 
-It reuses a recent enough torch of the running interpreter. Otherwise it says what it will download and installs the
-version that constraints.txt pins. `native` builds the CPU kernel into src/ringtile/lib, in .venv/native.
+It reuses a recent enough torch of the running interpreter. Otherwise it lists the downloads and installs the version
+that constraints.txt pins. `native` builds the CPU kernel into src/ringtile/lib, in .venv/native.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def lowest_torch() -> str:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """A version as numbers to compare; a pre-release sorts just below its release."""
+    """Return a version as numbers to compare. A pre-release sorts just below its release."""
     digits, pre = re.match(r"([\d.]*\d)(a|b|rc|\.dev)?", version).groups()
     return (*[int(part) for part in f"{digits}.0.0".split(".")][:3], -1 if pre else 0)
 
 
 def torch_seen_by(python: str) -> tuple[str, list[str]] | None:
-    """The torch version that an interpreter imports and the folders it imports packages from, or None."""
+    """Return the torch version that an interpreter imports and its package folders, or None."""
     probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     lines = probe.stdout.split("\n")[:-1]
     return (lines[0], lines[1:]) if probe.returncode == 0 and lines else None

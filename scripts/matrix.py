@@ -1,12 +1,12 @@
-"""Run the tests on the Pythons and torch versions that can be had here, and print a table.
+"""Run the tests on the Pythons and torch versions that this machine can get, and print a table.
 
     python scripts/matrix.py                                   the pairs of PAIRS
     python scripts/matrix.py --python 3.11 --torch 2.8 2.10    other pairs, every combination
     python scripts/matrix.py --without-numpy                   this interpreter and its torch, without numpy
-    python scripts/matrix.py -- tests/test_layout.py -x        what follows -- goes to pytest
+    python scripts/matrix.py -- tests/test_layout.py -x        pytest gets the arguments after --
 
 Each environment is made in a temporary folder and removed. It imports the sources of this checkout, with the native
-kernel if it is built (`make native`). Exits with 1 if a test fails; a pair that cannot be had is no failure.
+kernel if it is built (`make native`). The script exits with 1 if a test fails. A missing Python or torch is no failure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def packages_of(folder: Path) -> Path:
 
 
 def fill(folder: Path, torch: str) -> str:
-    """Install a torch and the tools of the tests; a reason if they cannot be had."""
+    """Install a torch and the tools of the tests. Return the reason if pip does not find them."""
 
     def pip(verb: str, *words: object) -> bool:
         command = [folder / "bin/python", "-m", "pip", verb, "--quiet", *words]
@@ -56,7 +56,7 @@ def fill(folder: Path, torch: str) -> str:
 
     if not pip("install", "--retries", "1", "--extra-index-url", CPU_WHEELS, f"torch=={torch}.*"):
         return f"pip finds no torch {torch}"
-    # An older Triton than ringtile asks for: torch does without it on a CPU, and its tests are skipped.
+    # ringtile needs a newer Triton. On a CPU, torch works without one, and the tests of Triton are skipped.
     triton = re.search(r"triton-(\d+)\.(\d+)", " ".join(path.name for path in packages_of(folder).iterdir()))
     if triton and tuple(map(int, triton.groups())) < LOWEST_TRITON:
         pip("uninstall", "--yes", "triton")
@@ -79,7 +79,7 @@ def share_all_but_numpy(folder: Path) -> str:
 
 
 def tested(folder: Path, python: str, torch: str, arguments: list[str]) -> tuple[bool, str]:
-    """Make an environment in a folder and run the tests in it: True if none failed, and what to print."""
+    """Make an environment in a folder and run the tests in it. Return True if none failed, and the result to print."""
     subprocess.run([python, "-m", "venv", *(() if torch else ("--without-pip",)), folder], check=True)
     if reason := fill(folder, torch) if torch else share_all_but_numpy(folder):
         return True, reason

@@ -1,14 +1,14 @@
 """Count the faults that the test suite notices: seed them one at a time and see the tests fail.
 
-    python scripts/mutants.py                  every mutant; exits with 1 if fewer than 95 % are killed
+    python scripts/mutants.py                  every mutant; exits with 1 if fewer than 95% are killed
     python scripts/mutants.py --only window    the mutants with "window" in their name or file
     python scripts/mutants.py --list           check that each applies and that its tests exist, print them, run none
 
 tests/mutants.txt lists the mutants. Each replaces a snippet that occurs exactly once in its file (`-` lines) by another
 (`+` lines) and names the tests that should fail. `==` lines name the tests of the mutants below them.
 
-Mutants run in copies of the project. Each copy has its own interpreter, which knows no other ringtile. A mutant of
-native/ is compiled for one instruction set, the one that most processors run.
+Mutants run in copies of the project. Each copy has its own interpreter, which knows no other ringtile. Mutants of
+native/ need cmake and a compiler. Their copies compile one instruction set: avx2, or neon on ARM.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import argparse
 import os
 import platform
 import queue
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,20 +72,6 @@ def read_mutants(text: str) -> list[Mutant]:
 MUTANTS = read_mutants((ROOT / "tests/mutants.txt").read_text(encoding="utf-8"))
 
 
-def pytest(python: str | Path, project: Path, *words: str, timeout: float | None = None) -> tuple[int, str]:
-    """Pytest's status and output for the sources in a project."""
-    variables = {"PYTHONPATH": str(project / "src"), "OMP_NUM_THREADS": "1", "RINGTILE_HYPOTHESIS": "unshrunk"}
-    if (project / "native-build").exists():
-        variables["RINGTILE_CPU"] = ISA
-    command, env = [python, "-m", "pytest", "-q", *words], {**os.environ, **variables}
-    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=timeout)
-    # 1: tests failed; 2: collecting them failed, for example because the mutant does not import; negative: a crash.
-    # Anything else, such as 4 for a test that does not exist, says nothing about the mutant.
-    if done.returncode > 2:
-        raise SystemExit(f"pytest stopped with status {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.returncode, done.stdout
-
-
 def complaints(mutants: list[Mutant]) -> list[str]:
     """Why mutants do not apply, one line each."""
     found = []
@@ -96,123 +82,155 @@ def complaints(mutants: list[Mutant]) -> list[str]:
             found.append(f"{mutant.name}: its snippet occurs {times} times in {mutant.file}, expected once")
         if mutant.old == mutant.new:
             found.append(f"{mutant.name}: changes nothing")
-    names = [mutant.name for mutant in MUTANTS]
-    return found + [f"{name}: named twice" for name in sorted(set(names)) if names.count(name) > 1]
+    names, changes = [mutant.name for mutant in MUTANTS], [mutant[1:4] for mutant in MUTANTS]
+    found += [f"{name}: named twice" for name in sorted(set(names)) if names.count(name) > 1]
+    return found + [f"{mutant.name}: listed twice" for mutant in mutants if changes.count(mutant[1:4]) > 1]
+
+
+def tests_of(mutants: list[Mutant]) -> list[str]:
+    return sorted({test for mutant in mutants for test in mutant.tests})
 
 
 def collect(mutants: list[Mutant]) -> None:
     """Stop if a test that a mutant names does not exist."""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    status, output = pytest(sys.executable, ROOT, "--collect-only", *tests)
-    if status:
-        raise SystemExit(f"the tests of the mutants cannot be collected:\n{output}")
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests_of(mutants)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the tests of the mutants cannot be collected:\n{done.stdout}{done.stderr}")
 
 
-def compile_native(project: Path, *targets: str) -> None:
-    for target in targets:
-        command = ["cmake", "--build", str(project / "native-build"), "--parallel", "2", "--target", target]
-        done = subprocess.run(command, capture_output=True, text=True)
+# Importing torch takes longer than most of the tests, so one process imports it and forks a child for each mutant. A
+# mutant writes no bytecode: Python would mistake it for the original if both are written within the same second.
+SERVER = """
+import os, signal, sys
+import pytest, torch
+for line in sys.stdin:
+    seconds, *words = line.rstrip().split("\\t")
+    child = os.fork()
+    if not child:
+        signal.alarm(int(seconds))
+        sys.dont_write_bytecode = seconds != "0"
+        output = os.open("output", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(output, 1), os.dup2(output, 2)
+        status = pytest.main(["-q", "-x", *words])
+        sys.stdout.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Copy:
+    """A copy of the project with its own interpreter, and its own native library if mutants need one."""
+
+    def __init__(self, folder: Path, native: bool) -> None:
+        self.folder, self.library = folder, folder / "src/ringtile/lib"
+        shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
+        venv.create(folder / ".venv", symlinks=True)
+        self.python = folder / ".venv/bin/python"
+        (packages,) = (folder / ".venv").glob("lib/*/site-packages")
+        # Path files in these folders are not read, so an editable install of ringtile among them does not count.
+        paths = [folder / "src", folder / "compat", *(path for path in sys.path if path.endswith("-packages"))]
+        packages.joinpath("project.pth").write_text("".join(f"{path}\n" for path in paths))
+        if native:
+            # One instruction set, which takes seconds instead of minutes.
+            self.edit("CMakeLists.txt", r"(set\(instruction_sets) .*", rf"\1 {ISA})")
+            self.edit("native/dispatch.cpp", r"(all\[\] =) .*", rf"\1 {{ENTRY({ISA})}};")
+            fast = ("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O0")
+            self.run("cmake", "-S", folder, "-B", folder / "native-build", *fast)
+            self.build()
+        found = Path(self.run(self.python, "-c", "import ringtile; print(ringtile.__file__)").strip())
+        if not found.is_relative_to(folder):
+            raise SystemExit(f"the tests would see {found}, expected a file in {folder}")
+        variables = {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1", "RINGTILE_HYPOTHESIS": "unshrunk"}
+        self.server = subprocess.Popen(
+            [self.python, "-c", SERVER],
+            cwd=folder,
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def edit(self, file: str, pattern: str, replacement: str) -> None:
+        path = self.folder / file
+        text, count = re.subn(pattern, replacement, path.read_text(encoding="utf-8"))
+        if not count:
+            raise SystemExit(f"{file}: expected {pattern}")
+        path.write_text(text, encoding="utf-8")
+
+    def run(self, *command: object) -> str:
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run([str(word) for word in command], cwd="/", env=variables, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{target} does not compile:\n{done.stdout}{done.stderr}")
+            raise SystemExit(f"{done.args} stopped with status {done.returncode}:\n{done.stdout}{done.stderr}")
+        return done.stdout
 
+    def build(self) -> None:
+        self.run("cmake", "--build", self.folder / "native-build", "--target", "ringtile")
 
-def prepare(project: Path, native: bool) -> None:
-    """Copy the project and make an interpreter for it."""
-    shutil.copytree(ROOT, project, ignore=NOT_COPIED)
-    venv.create(project / ".venv", symlinks=True)
-    (packages,) = (project / ".venv").glob("lib/*/site-packages")
-    # Path files in these folders are not read, so an editable install of ringtile among them does not count.
-    paths = [project / "src", project / "compat", *(path for path in sys.path if path.endswith("-packages"))]
-    packages.joinpath("project.pth").write_text("".join(f"{path}\n" for path in paths))
-    if native:
-        configure = ["cmake", "-S", project, "-B", project / "native-build", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
-        subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-        compile_native(project, "ringtile")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python_of(project), "-c", "import ringtile; print(ringtile.__file__)"]
-    found = subprocess.run(command, cwd="/", env=variables, check=True, capture_output=True, text=True).stdout.strip()
-    if not Path(found).is_relative_to(project):
-        raise SystemExit(f"the tests would see {found}, expected a file in {project}")
+    def failure_of(self, tests: Iterable[str], seconds: int = 0) -> str:
+        """Return pytest's output if a test fails or does not end in so many seconds, an empty string if all pass."""
+        asked, answers = self.server.stdin, self.server.stdout
+        print(seconds, *tests, sep="\t", file=asked, flush=True)
+        status = int(answers.readline())
+        output = (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+        # 1: tests failed; 2: collecting them failed, for example because the mutant does not import; negative: a crash
+        # or no end. Anything else, such as 4 for a test that does not exist, says nothing about the mutant.
+        if status > 2 or (status == 0 and " passed" not in output):
+            raise SystemExit(f"pytest stopped with status {status}, expected tests that run:\n{output}")
+        return f"status {status}\n{output}" if status else ""
 
-
-def python_of(project: Path) -> Path:
-    return project / ".venv/bin/python"
-
-
-def failure_of(project: Path, tests: tuple[str, ...], timeout: float | None) -> str | None:
-    """What pytest says of some tests against the sources in a copy of the project, None if they pass."""
-    try:
-        status, output = pytest(python_of(project), project, "-x", *tests, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return f"no end after {timeout:.0f} s"
-    if not status and " passed" not in output:
-        raise SystemExit(f"no test of {' '.join(tests)} runs here:\n{output}")
-    return output if status else None
-
-
-def baseline(project: Path, tests: tuple[str, ...]) -> float:
-    """The seconds that some tests take on the unchanged sources, which they must pass."""
-    start = time.perf_counter()
-    failure = failure_of(project, tests, timeout=None)
-    if failure is not None:
-        raise SystemExit(f"{failure}\nthe unchanged sources fail {' '.join(tests)}: no mutant can be judged")
-    return time.perf_counter() - start
-
-
-def is_killed(project: Path, mutant: Mutant, timeout: float) -> bool:
-    source, library = project / mutant.file, project / "src/ringtile/lib"
-    original, before = source.read_text(encoding="utf-8"), project / "native-build/unchanged"
-    source.write_text(original.replace(mutant.old, mutant.new), encoding="utf-8")
-    try:
-        if mutant.is_native:
-            shutil.copytree(library, before, dirs_exist_ok=True)
-            compile_native(project, f"kernels_{ISA}")
-            # The other instruction sets keep the unchanged source: their objects are made to look new.
-            for unused in project.glob("native-build/CMakeFiles/kernels_*/**/*.o"):
-                unused.touch()
-            compile_native(project, "ringtile")
-        return failure_of(project, mutant.tests, timeout) is not None
-    finally:
-        source.write_text(original, encoding="utf-8")
-        if mutant.is_native:
-            shutil.copytree(before, library, dirs_exist_ok=True)
-
-
-def judge(mutants: list[Mutant], processes: int) -> dict[str, bool]:
-    """Map the name of each mutant to True if it is killed."""
-    copies: queue.Queue[Path] = queue.Queue()
-
-    @contextmanager
-    def a_copy() -> Iterator[Path]:
-        project = copies.get()
+    def kills(self, mutant: Mutant, seconds: int) -> bool:
+        source, before = self.folder / mutant.file, self.folder / "native-build/unchanged"
+        original = source.read_text(encoding="utf-8")
+        source.write_text(original.replace(mutant.old, mutant.new), encoding="utf-8")
         try:
-            yield project
+            if mutant.is_native:
+                shutil.copytree(self.library, before, dirs_exist_ok=True)
+                self.build()
+            return bool(self.failure_of(mutant.tests, seconds))
         finally:
-            copies.put(project)
+            source.write_text(original, encoding="utf-8")
+            if mutant.is_native:
+                shutil.copytree(before, self.library, dirs_exist_ok=True)
 
-    def seconds_of(tests: tuple[str, ...]) -> float:
-        with a_copy() as project:
-            return baseline(project, tests)
 
-    def verdict(mutant: Mutant) -> bool:
-        start = time.perf_counter()
-        with a_copy() as project:
-            killed = is_killed(project, mutant, timeout=60 + 4 * seconds[mutant.tests])
-        seconds_taken = time.perf_counter() - start
-        print(f"{'killed  ' if killed else 'SURVIVED'} {seconds_taken:5.0f} s  {mutant.name}", flush=True)
-        return killed
+def judge(mutants: list[Mutant], processes: int) -> list[str]:
+    """Return the names of the survivors."""
+    copies: queue.Queue[Copy] = queue.Queue()
+    native = any(mutant.is_native for mutant in mutants)
+
+    def survives(mutant: Mutant) -> bool:
+        copy, start = copies.get(), time.perf_counter()
+        try:
+            killed = copy.kills(mutant, limit)
+        finally:
+            copies.put(copy)
+        print(f"{'killed  ' if killed else 'SURVIVED'} {time.perf_counter() - start:5.0f} s  {mutant.name}", flush=True)
+        return not killed
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
-        for number in range(processes):
-            prepare(Path(folder, str(number)), any(mutant.is_native for mutant in mutants))
-            copies.put(Path(folder, str(number)))
-        selections = sorted({mutant.tests for mutant in mutants})
-        seconds = dict(zip(selections, pool.map(seconds_of, selections), strict=True))
-        return dict(zip([mutant.name for mutant in mutants], pool.map(verdict, mutants), strict=True))
+        made = list(pool.map(lambda number: Copy(Path(folder, str(number)), native), range(processes)))
+        for copy in made:
+            copies.put(copy)
+        start, tests = time.perf_counter(), tests_of(mutants)
+        shares = [tests[number::processes] for number in range(min(processes, len(tests)))]
+        for failure in pool.map(Copy.failure_of, made, shares):
+            if failure:
+                raise SystemExit(f"{failure}\nthe unchanged sources fail a test: no mutant can be judged")
+        limit = 60 + round(time.perf_counter() - start)
+        print(f"the unchanged sources pass all tests in {limit - 60} s", flush=True)
+        survivors = [mutant.name for mutant, lives in zip(mutants, pool.map(survives, mutants), strict=True) if lives]
+        for copy in made:
+            copy.server.terminate()
+    return survivors
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Seed faults and see the tests fail.", allow_abbrev=False)
+    assert __doc__
+    about, *more = __doc__.split("\n\n")
+    parser = argparse.ArgumentParser(description=about, epilog=more[-1], allow_abbrev=False)
     parser.add_argument("--only", metavar="TEXT", default="", help="mutants with TEXT in their name or file")
     parser.add_argument("--list", action="store_true", help="check mutants and tests, print the mutants, run none")
     parser.add_argument("--processes", type=int, default=2, help="how many run at a time (default: 2)")
@@ -229,11 +247,10 @@ def main() -> int:
         for mutant in mutants:
             print(f"{mutant.file:44} {mutant.name}")
         return 0
-    killed = judge(mutants, args.processes)
-    survivors = [name for name, dead in killed.items() if not dead]
-    rate = 1 - len(survivors) / len(killed)
-    native = sum(mutant.is_native for mutant in mutants)
-    print(f"\n{len(killed)} mutants judged, {native} of them native; {len(killed) - len(survivors)} killed, {rate:.1%}")
+    survivors = judge(mutants, args.processes)
+    killed, native = len(mutants) - len(survivors), sum(mutant.is_native for mutant in mutants)
+    rate = killed / len(mutants)
+    print(f"\n{len(mutants)} mutants judged, {native} of them native; {killed} killed, {rate:.1%}")
     for name in survivors:
         print(f"survived: {name}")
     return 0 if rate >= LEAST_KILLED else 1

@@ -1,8 +1,8 @@
 """Build the wheels of every platform on one machine, check them, and try those that run here: python scripts/wheels.py
 
-dist/ then holds the source distribution, the pure wheel and one wheel per platform. zig compiles the native kernel for
-each platform, so one wheel per platform serves every Python and torch. The pure wheel is for all other platforms. The
-tools are installed into the running environment; builds lie in .venv/wheels.
+dist/ then contains the source distribution, the pure wheel and one wheel per platform. zig compiles the native kernel
+for each platform, so one wheel per platform works with every Python and torch. The pure wheel is for all other
+platforms. The script installs its tools into the running environment and builds in .venv/wheels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Platform(NamedTuple):
     target: str
     library: str
     imports: str
-    """The libraries that it may need, as a regular expression."""
+    """The only libraries that it can need, as a regular expression."""
     runners: tuple[str, ...]
-    """Programs that run its driver on x86-64 Linux, the first that is found."""
+    """Programs that run its driver on x86-64 Linux. The first one found does."""
 
 
 PLATFORMS = (
@@ -60,7 +60,7 @@ def tool(name: str) -> Path:
 
 
 def compiled(made: Platform) -> Path:
-    """Compile the native kernel and its driver for a platform: the folder of both."""
+    """Compile the native kernel and its driver for a platform. Return the folder of both."""
     import ziglang
 
     zig, folder = Path(ziglang.__file__).with_name("zig"), WORK / made.tag
@@ -74,7 +74,7 @@ def compiled(made: Platform) -> Path:
 
 
 def packed(made: Platform, pure: Path, library: Path) -> Path:
-    """Make a wheel of the pure one, a library and its platform's tag."""
+    """Make a wheel from the pure one, a library and its platform's tag."""
     folder = WORK / "unpacked"
     shutil.rmtree(folder, ignore_errors=True)
     run(sys.executable, "-m", "wheel", "unpack", "--dest", folder, pure)
@@ -89,7 +89,7 @@ def packed(made: Platform, pure: Path, library: Path) -> Path:
 
 
 def check(made: Platform, library: Path, wheel: Path) -> None:
-    """Stop unless a library exports what Python calls, needs nothing but the system's libraries and fits its tag."""
+    """Stop if a library lacks a function that Python calls, needs others than the system's, or belies its tag."""
     import lief
 
     from ringtile.kernels.native.library import _FUNCTIONS
@@ -113,10 +113,10 @@ def check(made: Platform, library: Path, wheel: Path) -> None:
 
 
 def drive(made: Platform, folder: Path) -> str:
-    """Run a platform's driver, if a program for that is here."""
+    """Run a platform's driver if a program for it is here. Return the outcome."""
     program = next(filter(None, map(shutil.which, made.runners)), None)
     if program is None or (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return f"{made.tag}: built and checked, not run; x86-64 Linux needs {made.runners[:1] or 'another machine'} to"
+        return f"{made.tag}: built and checked, not run: expected one of {list(made.runners)} on x86-64 Linux"
     driver = next(path for path in (folder / "driver", folder / "driver.exe") if path.exists())
     sysroot = ("-L", "/usr/aarch64-linux-gnu") if "qemu" in program else ()
     variables = {**os.environ, "WINEDEBUG": "-all"}
@@ -127,7 +127,7 @@ def drive(made: Platform, folder: Path) -> str:
 
 
 def use_wheel() -> None:
-    """Use the wheel that pip chooses for this machine in a fresh environment, with no program on PATH."""
+    """Run the wheel that pip chooses for this machine in a fresh environment, with no program on PATH."""
     folder = WORK / "trial"
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)

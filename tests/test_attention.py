@@ -789,6 +789,15 @@ def test_merging_in_low_precision_rounds_once(dtype: torch.dtype) -> None:
     assert relative_error(lse, exact_lse) < 1e-6
 
 
+def test_merging_widens_a_narrow_lse() -> None:
+    outs, lses = parts_of(1, 2, 50, dtype=torch.float32, count=6)
+    narrow = [x.bfloat16() for x in lses]
+    out, lse = merge_attention(outs, narrow)
+    expected = merge_attention(outs, [x.float() for x in narrow])
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
 def test_merging_far_apart_does_not_overflow() -> None:
     outs, lses = parts_of(1, 1, 4, count=2)
     for shift in (1e4, -1e4):

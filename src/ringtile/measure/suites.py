@@ -124,15 +124,16 @@ def _acceptance() -> Iterator[_Cell]:
     # Nothing to skip: the rate of the kernel itself.
     for head_dim in HEAD_DIMS:
         yield _cell("dense", 4096, (DENSE, "flex") if head_dim == 64 else (DENSE,), heads=8, head_dim=head_dim)
-    for head_dim, peers in ((64, (DENSE, "flex")), (128, (DENSE,))):
-        yield _cell("dense", 4096, peers, heads=8, head_dim=head_dim, dtype=low)
-    yield _cell(HALF, 4096, heads=8)
-    yield _cell("dense", 4097, heads=8)
-    yield _cell("dense", 4096, heads=8, kv_heads=2)
+    yield _cell("dense", 4096, (DENSE, "flex"), heads=8, dtype=low)
+    yield _cell("dense", 4096, directions=(FORWARD,), heads=8, head_dim=128, dtype=low)
+    yield _cell(HALF, 4096, directions=(FORWARD,), heads=8)
+    yield _cell("dense", 4097, directions=(FORWARD,), heads=8)
+    yield _cell("dense", 4096, directions=(FORWARD,), heads=8, kv_heads=2)
     # Time follows the tiles.
     for number, texts in enumerate(zip(RANDOM, WINDOWS, strict=True)):
         for text in texts:
-            yield _cell(text, 16384, (DENSE, "flex") if number == 0 else (DENSE,), heads=2)
+            directions = DIRECTIONS if number < 2 else (FORWARD,)
+            yield _cell(text, 16384, (DENSE, "flex") if number == 0 else (DENSE,), directions, heads=2)
             if number == 0:
                 yield _cell(text, 16384, ("flex",), (FORWARD,), heads=2, dtype=low)
     for text, block in SPARSE:

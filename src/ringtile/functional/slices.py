@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,16 +128,8 @@ def _rule(pattern: Any, row: int, n_rows: int, heads: range, n_heads: int) -> An
         return for_heads(pattern if pattern.batch_size is None else pattern.batch_row(row), tuple(heads), n_heads)
     if not isinstance(pattern, BlockIndex):
         return pattern
-    group, *rest = pattern.tensors()
-    group = group[row : row + n_rows] if len(group) > 1 else group
-    group = group[:, heads.start : heads.stop] if group.shape[1] > 1 else group
-    return BlockIndex.from_tensors(
-        [group, *rest],
-        block=pattern.block,
-        start=pattern.start,
-        n_queries=pattern.n_queries,
-        n_keys=pattern.n_keys,
-    )
+    group = pattern.group[row : row + n_rows] if len(pattern.group) > 1 else pattern.group
+    return replace(pattern, group=group[:, heads.start : heads.stop] if group.shape[1] > 1 else group)
 
 
 def _joined(parts: list[Any], dim: int) -> Any:

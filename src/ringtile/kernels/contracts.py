@@ -1,6 +1,6 @@
 """The operators that every backend implements: schema, fake tensors, vmap, FLOP count, autograd.
 
-Suffixes: ``B`` batch, ``H`` query heads, ``Hkv`` key heads, ``N`` queries, ``M`` keys, ``D`` and ``Dv`` head dims. The
+Shapes: ``B`` batch, ``H`` query heads, ``Hkv`` key heads, ``Nq`` queries, ``Nk`` keys, ``D`` and ``Dv`` head dims. The
 kept pairs come either as the tensors of a `BlockIndex` or as pattern text, which means the same in another process.
 """
 
@@ -26,7 +26,7 @@ _CALL = (
 _ROWS = "Tensor out_grad, Tensor? lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
 _TILES_AT_MOST = 1 << 22
-"""A dense pattern of more tiles than this needs no index, and goes to a kernel that takes none."""
+"""A dense pattern with more tiles than this goes to a kernel without an index."""
 
 library = torch.library.Library("ringtile", "DEF")
 library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
@@ -44,10 +44,10 @@ class Call(NamedTuple):
     block: int
     scale: float
     tiles: Sequence[Tensor] = ()
-    """The tensors of a `BlockIndex`, or none if ``pattern`` says which pairs are kept."""
+    """The tensors of a `BlockIndex`, or none if ``pattern`` defines the kept pairs."""
     pattern: str = ""
     key_bits: Tensor | None = None
-    """``[B, ceil(M / 32)]`` int32: the keys that may be attended to."""
+    """``[B, ceil(Nk / 32)]`` int32 bitmask of the keys to attend to."""
     key_lengths: Tensor | None = None
     """``[B]`` integers: keys from this position on do not exist."""
     seed: Tensor | None = None
@@ -60,13 +60,13 @@ class Call(NamedTuple):
 
 
 class Backend(Protocol):
-    """What a backend module offers."""
+    """The functions of a backend module."""
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
-        """Reasons why this backend cannot serve a call; none where it can."""
+        """Return the reasons why this backend does not support a call."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Output ``[B, H, N, Dv]`` laid out as `new_out`, and contiguous lse ``[B, H, N]``, float32 or better."""
+        """Return the output ``[B, H, Nq, Dv]``, laid out as `new_out`, and a contiguous lse, float32 or better."""
 
     def backward(
         self,
@@ -79,23 +79,23 @@ class Backend(Protocol):
         lse: Tensor,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, contiguous, in their dtypes.
+        """Return the gradients of q, k and v, contiguous, in their dtypes.
 
-        ``out`` and ``lse`` may be those of a larger softmax of which these keys are a part.
+        ``out`` and ``lse`` can be those of a softmax over more keys.
         """
 
 
 backends: dict[str, Any] = {}
-"""The modules of the backends by name; `select`, which knows them, fills it in."""
+"""The modules of the backends by name. `select` fills it in."""
 
 
 def pack_keys(keep: Tensor) -> Tensor:
-    """``[B, M]`` bool to ``[B, ceil(M / 32)]`` int32 words, key j in bit ``j % 32`` of word ``j // 32``."""
+    """Pack ``[B, Nk]`` bool into ``[B, ceil(Nk / 32)]`` int32 words, key j in bit ``j % 32`` of word ``j // 32``."""
     return pack_words(torch.nn.functional.pad(keep, (0, -keep.shape[1] % 32)))
 
 
 def key_keep(call: Call, n_keys: int) -> Tensor | None:
-    """``[B, M]`` bool of the keys that the call's own mask and lengths keep, or None where it has neither."""
+    """Return ``[B, Nk]`` bool, the keys that the call's own mask and lengths keep, or None if it has neither."""
     keep = None
     if call.key_bits is not None:
         keep = unpack_words(call.key_bits, n_keys)
@@ -106,7 +106,7 @@ def key_keep(call: Call, n_keys: int) -> Tensor | None:
 
 
 def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
-    """The block index of a call: its own tensors, or the cached one of its pattern text."""
+    """Return the block index of a call, from its own tensors or from its pattern text."""
     n_queries, n_keys = q.shape[2], k.shape[2]
     if call.pattern:
         with span(INDEX):
@@ -118,7 +118,7 @@ def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
 
 
 def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:
-    """Why a call whose pattern keeps everything, or all the past, should have no index; none where it may."""
+    """Return the reason why a dense or causal call is too large for an index, or no reasons."""
     tiles = (q.shape[2] // call.block + 1) * (k.shape[2] // call.block + 1)
     if call.pattern in ("dense", "causal") and tiles > _TILES_AT_MOST:
         return [f"would need an index of {tiles} tiles, got {q.shape=}, {k.shape=}"]
@@ -126,7 +126,7 @@ def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:
 
 
 def lacking(call: Call, *names: str) -> list[str]:
-    """A reason for each of these arguments that a call has and a kernel knows nothing of."""
+    """Return a reason for each of these arguments that a call has, because the kernel does not support them."""
     reasons = []
     for name in names:
         value = getattr(call, name)
@@ -138,7 +138,7 @@ def lacking(call: Call, *names: str) -> list[str]:
 
 
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge attention over further keys into ``out`` and ``lse``, in place; empty parts (lse -inf) are safe."""
+    """Merge attention over more keys into ``out`` and ``lse``, in place. Parts can be empty (lse -inf)."""
     total = torch.logaddexp(lse, more_lse)
     safe = total.masked_fill(total == -math.inf, 0)
     out.mul_((lse - safe).exp_().unsqueeze(-1)).addcmul_(more.to(out.dtype), (more_lse - safe).exp_().unsqueeze(-1))
@@ -146,12 +146,12 @@ def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None
 
 
 def with_rows_whole(x: Tensor) -> Tensor:
-    """The tensor, its last dimension contiguous: compiled kernels read any other strides."""
+    """Return the tensor with a contiguous last dimension. Compiled kernels read any other strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """The dtype of sums and of lse: float64 for float64, else float32."""
+    """Return the dtype of sums and of the lse: float64 for float64, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -174,12 +174,12 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, 
 
 
 def new_out(q: Tensor, head_dim: int) -> Tensor:
-    """Uninitialised ``[B, H, N, head_dim]``, laid out ``[B, N, H, head_dim]`` so that joining heads is free."""
+    """Return uninitialized ``[B, H, Nq, head_dim]``, laid out ``[B, Nq, H, head_dim]``: joining heads is free."""
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], head_dim)).transpose(1, 2)
 
 
 def as_new_out(out: Tensor) -> Tensor:
-    """An output in the layout of `new_out`, itself where it has that layout already."""
+    """Return an output in the layout of `new_out`, without a copy if it has that layout."""
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -193,7 +193,7 @@ def _fake_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _folded(size: int, x: Any, dim: int | None) -> Any:
-    """Fold a vmapped dimension into the batch; what is not vmapped is repeated."""
+    """Fold a vmapped dimension into the batch. Tensors that are not vmapped are repeated."""
     if not isinstance(x, Tensor):
         return x
     x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -201,7 +201,7 @@ def _folded(size: int, x: Any, dim: int | None) -> Any:
 
 
 def _example(arguments: Sequence[Any], in_dims: Sequence[Any], number: int) -> list[Any]:
-    """The arguments of one example of a vmapped call."""
+    """Return the arguments of one example of a vmapped call."""
     pairs = zip(arguments, in_dims, strict=True)
     return [x.select(dim, number) if isinstance(dim, int) else x for x, dim in pairs]
 
@@ -211,7 +211,7 @@ def _vmap_rule(n_tensors: int, op: Any) -> Any:
         size = info.batch_size
         call, dims = Call(*arguments[n_tensors:]), dict(zip(Call._fields, in_dims[n_tensors:], strict=True))
         if call.dropout_p or dims["alibi_slopes"] is not None:
-            # Folded, an example would get the dropout mask of another batch row.
+            # Folded, an example would get the dropout mask of another batch element.
             each = [op(*_example(arguments, in_dims, number)) for number in range(size)]
             return tuple(torch.stack(outs) for outs in zip(*each, strict=True)), (0,) * len(each[0])
         tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
@@ -241,20 +241,20 @@ for _name, _implementation, _fake, _n_tensors in (
 
 
 def _apart(call: Call) -> tuple[Any, ...]:
-    """The call without its tensors, then these: autograd and torch.func must see every tensor as an argument."""
+    """Return the call without tensors, then its tensors: autograd and torch.func must see each as an argument."""
     rest = call._replace(tiles=(), key_bits=None, key_lengths=None, seed=None, alibi_slopes=None)
     return rest, call.key_bits, call.key_lengths, call.seed, call.alibi_slopes, *call.tiles
 
 
 def _whole(call: Call, *tensors: Tensor | None) -> Call:
-    """The call that `_apart` took apart."""
+    """Return the call from the results of `_apart`."""
     key_bits, key_lengths, seed, alibi_slopes, *rest = tensors
     tiles = [x for x in rest if x is not None]
     return call._replace(tiles=tiles, key_bits=key_bits, key_lengths=key_lengths, seed=seed, alibi_slopes=alibi_slopes)
 
 
 class _DoubleBackward(torch.autograd.Function):
-    """The double backward operator, where differentiation ends."""
+    """The double backward operator, which has no derivative."""
 
     generate_vmap_rule = True
 
@@ -300,7 +300,7 @@ class _Backward(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """The forward operator with its gradients; composes with vmap, grad and compile."""
+    """The forward operator with its gradients. It composes with vmap, grad and compile."""
 
     generate_vmap_rule = True
 
@@ -324,7 +324,7 @@ class Attention(torch.autograd.Function):
             out_grad = torch.zeros_like(out)
         rows = (out_grad, lse_grad, q, k, v, out, lse)
         if torch.compiler.is_compiling() or not _differentiated(*rows):
-            # Not differentiated again: a Function would only cost time, and Dynamo traces none inside another.
+            # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
             grads = torch.ops.ringtile.backward(*rows, *_whole(ctx.call, *rest))
         else:
             grads = _Backward.apply(*rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
@@ -332,7 +332,7 @@ class Attention(torch.autograd.Function):
 
 
 class _Direct(torch.autograd.Function):
-    """`Attention` where no transform of torch.func is active: without setup_context, torch binds no signature."""
+    """`Attention` without transforms of torch.func. Without setup_context, PyTorch does not bind a signature."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -344,14 +344,14 @@ class _Direct(torch.autograd.Function):
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a derivative may be asked for; what an outer transform of torch.func follows, a tensor does not tell."""
+    """Return True if a derivative may follow. A tensor does not show if an outer transform of torch.func tracks it."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output and lse of one call, differentiable in q, k and v."""
+    """Return the output and lse of one call, differentiable in q, k and v."""
     if not _differentiated(q, k, v):
         out, lse = torch.ops.ringtile.forward(q, k, v, *call)
         return out, lse

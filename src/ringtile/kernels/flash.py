@@ -317,7 +317,7 @@ def proven(device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tup
 def _wrong(
     source: Source, device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tuple[bool, bool, bool]
 ) -> str:
-    """Return what is wrong with the results of a small problem, or an empty string."""
+    """Return the errors in the results of a small problem, or an empty string."""
     no_left, no_right, causal = kind
     band = Band(None if no_left else 37, None if no_right else 0 if causal else 21)
     generator = torch.Generator().manual_seed(0)

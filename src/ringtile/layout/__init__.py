@@ -1,4 +1,4 @@
-"""Where attention is computed: the tiles that a pattern keeps, and in which order they are visited."""
+"""The tiles that a pattern keeps, and the order in which kernels visit them."""
 
 from ringtile.layout.build import CacheInfo as CacheInfo
 from ringtile.layout.build import build_index as build_index

@@ -1,4 +1,4 @@
-"""From a pattern to its block index: built in time and memory proportional to the candidate tiles, and cached."""
+"""Build the block index of a pattern, in time and memory proportional to the candidate tiles, and cache it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MAX_BYTES = 2 << 30
 """Default budget of one build."""
 
 MAX_HEADS = 1 << 16
-"""The most heads of an index, which are grouped one by one."""
+"""Largest number of heads of an index: heads are grouped one by one."""
 
 _CANDIDATE_BYTES = 128
-"""Peak bytes a candidate tile while building: some sixteen int64 vectors live at once."""
+"""Peak bytes per candidate tile while building: about sixteen int64 vectors exist at once."""
 
 _COVER_BYTES = 16
-"""Bytes a tile that finding a cover may take, by the pattern's own upper bound, which can be far too high."""
+"""Bytes per tile of a cover, by the pattern's own upper bound, which can be far too high."""
 
 _STRIP = 1 << 18
 """Candidate tiles classified at once, unless one row has more."""
 
 _LENGTHS = 32
-"""The number of lengths whose index is remembered as one object, for each index of whole tiles."""
+"""Number of lengths whose index is one object, for each index of whole tiles."""
 
 _log = logging.getLogger("ringtile.layout")
 
@@ -55,7 +55,7 @@ def real_tensors() -> Iterator[None]:
 
 
 def _strips(pattern: Pattern, head: int, grid: TileGrid, device: torch.device, budget: _Budget) -> Iterator[Tensor]:
-    """Numbers ``r * n_cols + c`` (r from 0) of the candidate tiles, ascending and distinct, some rows at a time."""
+    """Yield numbers ``r * n_cols + c`` (r from 0) of the candidate tiles, ascending and distinct, in chunks of rows."""
     budget.check(pattern, grid.n_rows + grid.n_cols, _CANDIDATE_BYTES)
     rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
     if grid.n_rows * grid.n_cols * _CANDIDATE_BYTES > budget.max_bytes:
@@ -88,7 +88,7 @@ def _short(pattern: Pattern) -> str:
 
 
 class _Budget(NamedTuple):
-    """The bytes that a build may take, and what it is a build of."""
+    """The byte limit of a build, and its pattern and lengths."""
 
     max_bytes: int
     lengths: TileGrid
@@ -112,7 +112,7 @@ def _expand(cover: Cover, size: int, grid: TileGrid) -> Tensor:
 
 
 def _raggedness(row: Tensor, col: Tensor, grid: TileGrid) -> Tensor | None:
-    """A number per tile, equal for tiles that the lengths cut alike; None where they cut none."""
+    """Return a number per tile, equal for tiles that the lengths cut in the same way, or None if they cut none."""
     end = grid.start + grid.n_queries
     parts: list[Tensor] = []
     if grid.start % grid.block:
@@ -125,13 +125,13 @@ def _raggedness(row: Tensor, col: Tensor, grid: TileGrid) -> Tensor | None:
 
 
 def _first_of(inverse: Tensor, count: int) -> Tensor:
-    """The first place where each of ``count`` numbers occurs."""
+    """Return the first position of each of ``count`` numbers."""
     places = torch.arange(len(inverse), device=inverse.device)
     return torch.full((count,), len(inverse), device=inverse.device).scatter_reduce_(0, inverse, places, "amin")
 
 
 def _tile_states(pattern: Pattern, head: int, number: Tensor, grid: TileGrid, collector: TileCollector) -> Tensor:
-    """`EMPTY`, `FULL` or a provisional tile number for each candidate."""
+    """Return `EMPTY`, `FULL` or a provisional tile number for each candidate."""
     row, col = number // grid.n_cols + grid.first_row, number % grid.n_cols
     classes = pattern.tile_class(head, row, col, grid)
     state = torch.where(classes == 1, FULL, EMPTY)
@@ -154,7 +154,7 @@ def _tile_states(pattern: Pattern, head: int, number: Tensor, grid: TileGrid, co
 
 
 def _groups(pattern: Pattern, heads: int, batch: int) -> tuple[list[list[int]], list[tuple[Pattern, int]]]:
-    """The group of each batch row and head, and a pattern and head to stand for each group."""
+    """Return the group of each batch element and head, and one pattern and head per group."""
     seen: dict[Hashable, int] = {}
     members: list[tuple[Pattern, int]] = []
     table = []
@@ -200,7 +200,7 @@ def _build(
 
 
 class CacheInfo(NamedTuple):
-    """What `cache_info` reports; sizes in bytes."""
+    """Counts of the index cache, and sizes in bytes."""
 
     hits: int
     misses: int
@@ -211,7 +211,7 @@ class CacheInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class _Entry:
-    """An index, and the same tensors with the lengths that were asked for last."""
+    """An index, and the same tensors with the last lengths."""
 
     index: BlockIndex
     with_lengths: dict[TileGrid, BlockIndex] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class _IndexCache:
         self._limit = limit
 
     def get(self, key: Hashable, lengths: TileGrid, capturing: bool) -> BlockIndex | None:
-        """The index of a key; ``capturing`` keeps it until `clear`, since a CUDA graph will read its memory."""
+        """Return the index of a key. ``capturing`` keeps it until `clear`: a CUDA graph will read its memory."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -248,7 +248,7 @@ class _IndexCache:
             return entry.at(lengths)
 
     def put(self, key: Hashable, lengths: TileGrid, index: BlockIndex) -> BlockIndex:
-        """Store an index; if another thread was first, its index is the one to use."""
+        """Store an index and return the one to use: another thread's, if that was first."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -281,7 +281,7 @@ _cache = _IndexCache(256 << 20)
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, entries, bytes and byte limit of the index cache.
+    """Return hits, misses, entries, bytes and byte limit of the index cache.
 
     >>> from ringtile.patterns import Causal
     >>> before = cache_info().hits
@@ -292,7 +292,7 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Drop every cached index and set the counts to zero; CUDA graphs captured before must not be replayed after."""
+    """Drop every cached index and reset the counts. Do not replay CUDA graphs that you captured before."""
     _cache.clear()
 
 
@@ -303,7 +303,7 @@ def _checked_count(name: str, value: object, least: int, most: float = math.inf)
 
 
 def set_cache_limit(limit: int) -> None:
-    """Set the bytes that cached indices may hold together; 0 disables the cache. ValueError below 0."""
+    """Set the byte limit of all cached indices. 0 disables the cache. Raises ValueError if it is negative."""
     _checked_count("limit", limit, 0)
     _cache.resize(limit)
 
@@ -323,19 +323,19 @@ def build_index(
     """Build the block index of a pattern, or take it from the cache.
 
     Args:
-        pattern: What may attend to what.
-        n_queries: Number of queries; the first sits at position ``start``.
-        n_keys: Number of keys, by default as many as queries.
-        start: Position of the first query, by default ``n_keys - n_queries``.
-        heads: Number of query heads; a pattern written per head must match.
-        batch: Number of batch rows; a pattern written per batch row must match.
-        block: 16, 32, 64 or 128 tokens a tile side, or "auto": 64 where that computes 1.3x less than 128.
-        device: Where to build, by default the CPU.
-        max_bytes: Memory that the build may take, estimated before it is allocated.
+        pattern: Which pairs to keep.
+        n_queries: Number of queries. The first is at position ``start``.
+        n_keys: Number of keys. Default: ``n_queries``.
+        start: Position of the first query. Default: ``n_keys - n_queries``.
+        heads: Number of query heads. A pattern defined per head must match.
+        batch: Number of batch elements. A pattern defined per batch element must match.
+        block: Tile side in tokens: 16, 32, 64 or 128. "auto" picks 64 if it computes over 1.3x less than 128.
+        device: Device of the index. Default: the CPU.
+        max_bytes: Memory limit of the build, checked before it allocates.
 
     Raises:
-        ValueError: Where an argument is out of range, the pattern does not serve these lengths, heads or
-            batch rows, or the build would exceed ``max_bytes``.
+        ValueError: If an argument is out of range, the pattern does not support these lengths, heads or batch elements,
+            or the build would exceed ``max_bytes``.
 
     >>> from ringtile.patterns import Causal, Window
     >>> index = build_index(Causal() & Window(4096, 0), 1_048_576)
@@ -366,7 +366,7 @@ def build_index(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     lengths = TileGrid(block, start, n_queries, n_keys)
-    # A rule that is defined everywhere fills whole tiles, which serve all lengths that touch the same tiles.
+    # A rule that is defined for all positions fills whole tiles. They serve all lengths that touch the same tiles.
     grid = lengths.whole if pattern.unbounded else lengths
     key = (pattern, grid, heads, batch, device)
     index = _cache.get(key, lengths, device.type == "cuda" and torch.cuda.is_current_stream_capturing())

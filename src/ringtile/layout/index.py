@@ -1,7 +1,7 @@
-"""Where attention is computed: the block index, a frozen bundle of tensors.
+"""The block index: the tiles that a pattern keeps, as tensors.
 
-Suffixes: ``G`` groups of equal (batch row, head), ``R`` row tiles, ``C`` column tiles, ``T`` distinct partial
-tiles, ``b`` the block, ``w = ceil(b / 32)`` words a tile row.
+Shapes: ``G`` groups of equal (batch element, head), ``R`` row tiles, ``C`` column tiles, ``T`` distinct partial tiles,
+``b`` the block, ``w = ceil(b / 32)`` words per tile row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DENSE_LIMIT = 1 << 28
 class Entries(NamedTuple):
     """Kept tiles: ``number = (group * n_rows + r) * n_cols + c`` and the state, `FULL` or a row of the tile table.
 
-    Two int64 vectors; the numbers of the full tiles ascend, and those of the partial ones.
+    Two int64 vectors. The numbers of the full tiles ascend, and so do the numbers of the partial tiles.
     """
 
     number: Tensor
@@ -44,11 +44,11 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """The tiles that a pattern keeps, for one pair of lengths, one start and one block, on one device.
+    """The tiles that a pattern keeps, for fixed lengths, start, block size and device.
 
-    Row slot ``g * n_rows + r`` is row tile ``first_row + r`` of group ``g``; column slot ``g * n_cols + c`` is
-    column tile ``c``. Columns ascend within a row and rows ascend within a column. Ragged first and last tiles
-    are the kernel's business: bits outside the lengths carry no meaning.
+    Row slot ``g * n_rows + r`` is row tile ``first_row + r`` of group ``g``. Column slot ``g * n_cols + c`` is column
+    tile ``c``. Columns ascend within a row, and rows ascend within a column. The first and last tiles can be ragged:
+    ignore bits outside the lengths.
 
     >>> from ringtile.layout import build_index
     >>> from ringtile.patterns import Causal
@@ -57,7 +57,7 @@ class BlockIndex:
     """
 
     group: Tensor
-    """``[B or 1, H or 1]`` int32, the group of each batch row and head."""
+    """``[B or 1, H or 1]`` int32. The group of each batch element and head."""
     full_row_ptr: Tensor
     """``[G * R + 1]`` int32: the full tiles of row slot s are ``full_col[full_row_ptr[s]:full_row_ptr[s + 1]]``."""
     full_col: Tensor
@@ -77,13 +77,13 @@ class BlockIndex:
     bits_t: Tensor
     """``[T, b, w]`` int32, the transposed tiles: bit ``q % 32`` of ``bits_t[t, k, q // 32]``."""
     rows_any: Tensor
-    """``[T, w]`` int32 bit sets: the rows of a tile that keep any key."""
+    """``[T, w]`` int32 bitmasks: the rows of a tile that keep any key."""
     cols_any: Tensor
-    """``[T, w]`` int32 bit sets: the keys of a tile that any row keeps."""
+    """``[T, w]`` int32 bitmasks: the keys of a tile that any row keeps."""
     row_work: Tensor
     """``[W, 4]`` int32 (row slot, first, last, scratch): a split of a row's list (full tiles, then partial ones),
-    longest first. ``scratch`` is -1 for a whole row, else the scratch slot of the split; those of a row are consecutive
-    and in order."""
+    longest first. ``scratch`` is -1 if the row is not split, otherwise the scratch slot of the split. The scratch slots
+    of a row are consecutive and in order."""
     col_work: Tensor
     """The same for column slots."""
 
@@ -93,13 +93,13 @@ class BlockIndex:
     n_keys: int
 
     envelopes: tuple[Pattern, ...] = (Dense(),)
-    """The causal and document rules in force, for each row of ``group``."""
+    """The causal and document rules of each row of ``group``."""
 
     @classmethod
     def from_entries(
         cls, group: Tensor, entries: Entries, bits: Tensor, grid: TileGrid, envelopes: tuple[Pattern, ...]
     ) -> BlockIndex:
-        """Lay out entries and tiles ``[T, b, w]`` on a grid; groups are counted by the largest number in ``group``."""
+        """Lay out entries and tiles ``[T, b, w]`` on a grid. The largest number in ``group`` counts the groups."""
         n_groups = int(group.max()) + 1
         rows, cols = max(grid.n_rows, 1), max(grid.n_cols, 1)
         lists: dict[str, Tensor] = {}
@@ -131,9 +131,9 @@ class BlockIndex:
         )
 
     def at(self, lengths: TileGrid) -> BlockIndex:
-        """The same tiles for other lengths that touch the same tiles; itself if the lengths are its own.
+        """Return the same tiles for other lengths that touch the same tiles.
 
-        Bits outside the lengths carry no meaning, so this is right only for bits of whole tiles.
+        Use it only if the bits are of whole tiles, not cut to the lengths.
         """
         if lengths == self.grid:
             return self
@@ -141,7 +141,7 @@ class BlockIndex:
 
     @cached_property
     def grid(self) -> TileGrid:
-        """The lengths, the start and the block as the patterns speak of them."""
+        """The lengths, start and block size as a `TileGrid`."""
         return TileGrid(self.block, self.start, self.n_queries, self.n_keys)
 
     @property
@@ -151,17 +151,17 @@ class BlockIndex:
 
     @property
     def n_rows(self) -> int:
-        """Row tiles of one group."""
+        """Number of row tiles in a group."""
         return self.grid.n_rows
 
     @property
     def n_cols(self) -> int:
-        """Column tiles of one group."""
+        """Number of column tiles in a group."""
         return self.grid.n_cols
 
     @property
     def n_groups(self) -> int:
-        """Groups of equal heads and batch rows."""
+        """Number of groups of equal heads and batch elements."""
         for begins, per_group in ((self.full_row_ptr, self.n_rows), (self.full_col_ptr, self.n_cols)):
             if per_group:
                 return (begins.numel() - 1) // per_group
@@ -169,17 +169,17 @@ class BlockIndex:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.full_col.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, transpose and tile table included."""
+        """Total size in bytes, with the transpose and the tile table."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     @property
     def kept_tiles(self) -> int:
-        """Tiles that keep a pair inside the lengths, summed over the entries of ``group`` (waits for the device)."""
+        """Number of tiles that keep a pair inside the lengths, over the entries of ``group``. Synchronizes."""
         index = self.trimmed()
         if not index.n_rows:
             return 0
@@ -188,7 +188,7 @@ class BlockIndex:
 
     @cached_property
     def kept_pairs(self) -> int:
-        """Kept (query, key) pairs inside the lengths, summed over the entries of ``group`` (waits for the device)."""
+        """Number of kept pairs inside the lengths, over the entries of ``group``. Synchronizes with the device."""
         index = self.trimmed()
         heads = torch.bincount(index.group.flatten(), minlength=index.n_groups)
         full, part = (heads[slot // max(index.n_rows, 1)] for slot in index.row_of_entries())
@@ -198,12 +198,12 @@ class BlockIndex:
 
     @property
     def allowed_pairs(self) -> int:
-        """The pairs that the causal and document rules in force allow, summed likewise."""
+        """Number of pairs that the causal and document rules allow, over the entries of ``group``."""
         return self._allowed[0]
 
     @property
     def allowed_tiles(self) -> int:
-        """The tiles those rules touch, summed likewise."""
+        """Number of tiles that the causal and document rules touch, over the entries of ``group``."""
         return self._allowed[1]
 
     @cached_property
@@ -214,16 +214,16 @@ class BlockIndex:
 
     @property
     def density(self) -> float:
-        """Kept pairs over the pairs that the causal and document rules in force allow; 0 where they allow none."""
+        """Fraction of the allowed pairs that the pattern keeps, or 0 if no pairs are allowed."""
         return self.kept_pairs / self.allowed_pairs if self.allowed_pairs else 0.0
 
     @property
     def tile_density(self) -> float:
-        """Computed tiles over the tiles those rules touch (waits for the device); time follows this."""
+        """Fraction of the allowed tiles that are computed. Run time follows this. Synchronizes with the device."""
         return self.kept_tiles / self.allowed_tiles if self.allowed_tiles else 0.0
 
     def tile_pairs(self, batch: int, heads: int) -> int:
-        """(query, key) pairs inside the kept tiles, summed over batch rows and heads: what the kernels compute.
+        """Count the pairs in the kept tiles, over all batch elements and heads. Kernels compute this many.
 
         >>> from ringtile.layout import build_index
         >>> from ringtile.patterns import Causal
@@ -237,22 +237,22 @@ class BlockIndex:
         return int(area[index.group.long()].expand(batch, heads).sum())
 
     def _rows_inside(self, slot: Tensor) -> tuple[Tensor, Tensor]:
-        """The first row inside the lengths of each row slot's tile, and the row after the last."""
+        """Return the first row inside the lengths of each row slot's tile, and the row after the last."""
         first = (slot % max(self.n_rows, 1) + self.first_row) * self.block - self.start
         return first.neg().clamp(min=0), (self.n_queries - first).clamp(max=self.block)
 
     def _keys_inside(self, col: Tensor) -> Tensor:
-        """The keys inside the lengths of each column tile."""
+        """Count the keys inside the lengths of each column tile."""
         return (self.n_keys - col * self.block).clamp(max=self.block)
 
     def pairs_inside(self, slot: Tensor, col: Tensor) -> Tensor:
-        """The pairs inside the lengths of each tile."""
+        """Count the pairs inside the lengths of each tile."""
         top, bottom = self._rows_inside(slot)
         return (bottom - top) * self._keys_inside(col)
 
     @torch.inference_mode(False)
     def trimmed(self) -> BlockIndex:
-        """The same pairs, without the bits outside the lengths and the tiles that keep nothing inside them.
+        """Return the same pairs without the bits outside the lengths, and without tiles that keep no pairs inside.
 
         >>> from ringtile.layout import build_index
         >>> from ringtile.patterns import Window
@@ -290,7 +290,7 @@ class BlockIndex:
         )
 
     def tensors(self) -> list[Tensor]:
-        """The tensors in the order of the fields: the arguments of an operator."""
+        """Return the tensors in field order, as operators take them."""
         return [getattr(self, name) for name in TENSOR_FIELDS]
 
     @classmethod
@@ -304,7 +304,7 @@ class BlockIndex:
         n_keys: int,
         envelopes: tuple[Pattern, ...] = (Dense(),),
     ) -> BlockIndex:
-        """The index whose `tensors` these are."""
+        """Rebuild an index from its `tensors`."""
         if len(tensors) != len(TENSOR_FIELDS):
             raise ValueError(f"tensors: expected {len(TENSOR_FIELDS)} of them, got {len(tensors)}")
         named: dict[str, Any] = dict(zip(TENSOR_FIELDS, tensors, strict=True))
@@ -319,27 +319,27 @@ class BlockIndex:
 
     @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> BlockIndex:
-        """The same index on another device; itself where it is there already."""
+        """Return the index on a device."""
         if self.device == torch.device(device):
             return self
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSOR_FIELDS}
         return replace(self, **moved)
 
     def row_of_entries(self) -> tuple[Tensor, Tensor]:
-        """The row slots (int64) of the full and of the partial tiles."""
+        """Return the row slots (int64) of the full and of the partial tiles."""
         return (
             slot_of_entries(self.full_row_ptr, self.full_col.numel()),
             slot_of_entries(self.part_row_ptr, self.part_col.numel()),
         )
 
     def entries(self) -> Entries:
-        """The kept tiles, full ones first."""
+        """Return the kept tiles, full ones first."""
         full_slot, part_slot = self.row_of_entries()
         number = torch.cat((full_slot * self.n_cols + self.full_col, part_slot * self.n_cols + self.part_col))
         return Entries(number, torch.cat((torch.full_like(full_slot, FULL), self.part_tile.long())))
 
     def to_dense(self) -> Tensor:
-        """The kept pairs as bool ``[B or 1, H or 1, n_queries, n_keys]``.
+        """Return the kept pairs as bool ``[B or 1, H or 1, n_queries, n_keys]``.
 
         Raises ValueError above 2^28 elements.
 
@@ -363,9 +363,9 @@ class BlockIndex:
 
     @torch.inference_mode(False)
     def slice(self, rows: slice | range) -> BlockIndex:
-        """The index of a run of row tiles (counted from 0), with its own start and number of queries.
+        """Return the index of consecutive row tiles, counted from 0, with a new start and number of queries.
 
-        Raises ValueError where the rows are not consecutive or out of range.
+        Raises ValueError if the rows are not consecutive or out of range.
 
         >>> from ringtile.layout import build_index
         >>> from ringtile.patterns import Causal
@@ -388,7 +388,7 @@ class BlockIndex:
 
     @torch.inference_mode(False)
     def coarsen(self, block: int = 128) -> BlockIndex:
-        """The same pairs in larger tiles, a multiple of the present block.
+        """Return the same pairs in larger tiles. ``block`` must be a multiple of the current one.
 
         Raises ValueError for other blocks.
         """
@@ -404,7 +404,7 @@ class BlockIndex:
         number, inverse = torch.unique(number, return_inverse=True)
         cells = torch.full((len(number), factor * factor), EMPTY, device=self.device)
         cells[inverse, cell] = state
-        # Small tiles beyond the lengths exist in no list; they may count as full where the rest is.
+        # Small tiles beyond the lengths are in no list. They count as full if the other tiles are.
         row = (number // max(grid.n_cols, 1) % max(grid.n_rows, 1) + grid.first_row)[:, None] * factor
         col = (number % max(grid.n_cols, 1))[:, None] * factor
         place = torch.arange(factor * factor, device=self.device)
@@ -413,7 +413,7 @@ class BlockIndex:
         full = ((cells == FULL) | beyond).all(1)
         merged = torch.full_like(number, FULL)
         distinct, inverse = torch.unique(cells[~full], dim=0, return_inverse=True)
-        # In front of the table, where the states say: EMPTY is row 0 and FULL row 1.
+        # Two rows before the table: EMPTY is row 0 and FULL is row 1.
         table = torch.nn.functional.pad(self.bits, (0, 0, 0, 0, -EMPTY, 0))
         table[FULL - EMPTY] = -1
         collector = TileCollector(block, self.device)
@@ -426,7 +426,7 @@ class BlockIndex:
         return self.from_entries(self.group, Entries(number, merged), bits, grid, self.envelopes)
 
     def draw(self, group: int = 0, width: int = 64) -> str:
-        """Draw the tiles of a group as text, at most ``width`` columns: ``█`` full, ``▒`` mixed, ``·`` empty.
+        """Draw the tiles of one group as text, at most ``width`` columns wide: ``█`` full, ``▒`` mixed, ``·`` empty.
 
         Raises ValueError for a group or a width out of range.
 
@@ -450,9 +450,9 @@ class BlockIndex:
         return draw_tiles(row[inside], col[inside], full, self.n_rows, self.n_cols, width)
 
     def validate(self) -> None:
-        """Check every list against the others; for an index that was not built here.
+        """Check that all fields are consistent. Use it on an index that you did not get from `build_index`.
 
-        Raises ValueError naming the first field that is out of range, out of order or at odds with the others.
+        Raises ValueError that names the first field out of range, out of order or in conflict with the others.
         """
         if self.block not in BLOCKS:
             raise ValueError(f"block: expected one of {BLOCKS}, got {self.block}")

@@ -1,6 +1,6 @@
 """Kernels for GPUs in Triton's language: forward, dQ and dK/dV over any index.
 
-With TRITON_INTERPRET=1 in the environment they are computed on the CPU, with NumPy: a proof, not a way to compute.
+With TRITON_INTERPRET=1 in the environment, Triton computes them on the CPU with NumPy: a proof, not for use.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, lacki
 from ringtile.kernels.spans import KERNEL, span
 
 MEASURED_ON = ""
-"""The GPU of benchmarks/records/gpu.json; empty until there is a record."""
+"""GPU of benchmarks/records/gpu.json, or empty until there is a record."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton computes on the CPU; it asks once too, when it is first imported."""
+"""True if Triton computes on the CPU. Triton reads the variable once, too, when it is first imported."""
 
 _FOUND = importlib.util.find_spec("triton") is not None
 
 
 def reason_against() -> str:
-    """Why Triton cannot be used here; empty where it can."""
+    """Return why Triton cannot be used here, or an empty string."""
     if not _FOUND:
         return "needs the package triton"
     if not INTERPRETED and not torch.cuda.is_available():
@@ -36,7 +36,7 @@ def reason_against() -> str:
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
-    """Reasons why the kernels cannot serve this call."""
+    """Return the reasons why the kernels do not support this call."""
     reasons = []
     if not _FOUND:
         reasons.append("needs the package triton")
@@ -56,13 +56,13 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, Nq, Dv]`` in q's dtype and lse ``[B, H, Nq]`` in float32."""
+    """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` in float32."""
     from ringtile.kernels.triton.launches import Job, forward_launches, on_device
 
     out = new_out(q, v.shape[-1])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if not lse.numel():
-        index_of(call, q, k)  # raises what a call that has queries would
+        index_of(call, q, k)  # raises the same errors as a call with queries
         return out, lse
     job = Job(q, k, v, call)
     with span(KERNEL), on_device(q):
@@ -81,7 +81,7 @@ def backward(
     lse: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous and in their dtype."""
+    """Return the gradients of q, k and v, contiguous and in their dtype."""
     from ringtile.kernels.triton.launches import Job, backward_launches, on_device
 
     if not lse.numel() or not k.numel():

@@ -171,7 +171,7 @@ def sum_dq_kernel(
     heads, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, SUBS: tl.constexpr,
 ):  # fmt: skip
-    """A row's splits, summed in the order of its list."""
+    """Sum a row's splits in the order of its list."""
     program = tl.program_id(0)
     sub = program % SUBS
     bh = program // SUBS // n_rows
@@ -208,7 +208,7 @@ def dkdv_kernel(
     RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One split of a column tile's list for LOOPED query heads in turn; sums over heads and splits come after."""
+    """Compute one split of a column tile's list for LOOPED query heads. Sums over heads and splits come later."""
     program = tl.program_id(0)
     sub = program % SUBS
     outer = program // SUBS // longest
@@ -269,7 +269,7 @@ def dkdv_kernel(
             q_tile = q_head + m0.to(tl.int64) * q_n
             g_tile = g_head + m0.to(tl.int64) * g_n
             if RAGGED_ROWS or D != DP or E != EP:
-                # A query that does not exist has an lse of inf, hence no weight.
+                # A query that does not exist has an lse of inf, so its weights are 0.
                 there = (m0 + m >= 0) & (m0 + m < n_queries)
                 q = tl.load(q_tile + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0)
                 out_grad = tl.load(g_tile + g_places, mask=inside_both(there, e, E, EP, 1), other=0.0)
@@ -280,7 +280,7 @@ def dkdv_kernel(
                 out_grad = tl.load(g_tile + g_places)
                 lse = tl.load(stats + m0 + m)
                 delta = tl.load(stats + size + m0 + m)
-            # Sums begin with what would be subtracted from them: fewer registers.
+            # Sums begin with the value to subtract, which saves registers.
             s = tl.dot(k, q, tl.broadcast_to((lse * -unscale)[None, :], [BN, BM]), input_precision=PRECISION)
             p = tl.exp2(s * c)
             if DROPOUT:
@@ -309,13 +309,13 @@ def dkdv_kernel(
             there = (m0 + m >= 0) & (m0 + m < n_queries) & expanded_row(some, BM)
             lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
             delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
-            # A row that a key mask emptied has no weight either, and what it holds is not read.
+            # A row that a key mask emptied has no weights, and we do not read its values.
             there = there & (lse != float("inf"))
             q = tl.load(q_head + m0.to(tl.int64) * q_n + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0)
             out_grad = tl.load(
                 g_head + m0.to(tl.int64) * g_n + g_places, mask=inside_both(there, e, E, EP, 1), other=0.0
             )
-            # Rows that are not there have an lse of inf, hence no weight.
+            # Rows that do not exist have an lse of inf, so their weights are 0.
             keep = expanded(words, BN, BM)
             if RAGGED_ROWS:
                 # A key that only rows beyond the lengths keep may be NaN, which no weight of 0 removes.
@@ -362,7 +362,7 @@ def sum_dkdv_kernel(
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
     LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """A column's heads and splits, summed in their order."""
+    """Sum a column's heads and splits in order."""
     subs: tl.constexpr = BLOCK // BN
     program = tl.program_id(0)
     inside = program % subs * BN + tl.arange(0, BN)
@@ -380,7 +380,7 @@ def sum_dkdv_kernel(
         source = (outer * parts + part).to(tl.int64)
         first = source * scratch_stride + tl.load(splits + slot * 2)
         first = tl.where(count > 0, first, whole_base + source * n_cols + col)
-        # A whole column of one program is in place already.
+        # A column that one program computed is in place.
         for number in range(tl.where(count == 0, (parts > 1).to(tl.int32), count)):
             slot_rows = (first + number) * BLOCK + inside
             k_acc += tl.load(SCRATCH + slot_rows[:, None] * (DP + EP) + d[None, :])

@@ -81,7 +81,7 @@ def forward_kernel(
     if DROPOUT:
         seed_value = tl.load(seed)
 
-    # Full tiles whose keys all exist need no mask at all; the last column may be ragged, and then comes later.
+    # Full tiles whose keys all exist need no mask. If the last column is ragged, it comes later.
     # Whether the slow loop takes full tiles too, without bits.
     MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
     slow_full = without_bits(full_col, full, full_end, n_keys, BLOCK, HAS_BITS or HAS_LENGTHS, RAGGED_KEYS)
@@ -107,7 +107,7 @@ def forward_kernel(
             BLOCK, BN, MIXED, True,
         )  # fmt: skip
         n0 = col * BLOCK + at
-        # Zero times NaN is NaN: what no row keeps is not read.
+        # Zero times NaN is NaN, so we do not read values that no row keeps.
         if RAGGED_ROWS:
             some = some & seen_by(words, exists)
         kept = expanded_row(some, BN)
@@ -149,7 +149,7 @@ def merge_kernel(
     heads, ratio, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h, o_b, o_h, o_n,
     E: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, SUBS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """A row's splits, merged in the order of its list."""
+    """Merge a row's splits in the order of its list."""
     program = tl.program_id(0)
     sub = program % SUBS
     bh = program // SUBS // n_rows

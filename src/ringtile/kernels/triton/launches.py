@@ -1,4 +1,4 @@
-"""What is launched for a call: kernels, grids and arguments; and their launch."""
+"""The launches of a call: kernels, grids and arguments."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs, 
 from ringtile.layout.schedule import Order, schedule_of
 
 _FEW_PROGRAMS = 132
-"""With fewer columns than a large GPU has processors, the query heads of a key head work apart."""
+"""With fewer columns than a large GPU has processors, the query heads of a key head are computed separately."""
 _PACKED_QUERIES = 32
-"""Up to so many queries, the query heads of a key head fill one tile together."""
+"""Up to this many queries, the query heads of a key head share one tile."""
 _STATS_ROWS = 64
 _LOG2_E = math.log2(math.e)
 
@@ -32,21 +32,21 @@ class Choice(NamedTuple):
 
     config: Config
     constants: dict[str, Any]
-    """What is compiled in."""
+    """Compile-time arguments."""
     programs: int
     tiles: dict[str, Any] = {}  # noqa: RUF012
     """Arguments that depend on the configuration: keys and values, or descriptors of their tiles."""
 
 
 class Launch(NamedTuple):
-    """One kernel and its arguments, in each configuration that may be tried, best first."""
+    """One kernel and its arguments, in each configuration to try, best first."""
 
     kernel: Any
     arguments: dict[str, Any]
     choices: list[Choice]
 
     def run(self, device: torch.device) -> None:
-        """Launch in the first configuration that the device has shared memory for."""
+        """Launch the first configuration that fits into the device's shared memory."""
         key = (self.kernel.__name__, device, *self.choices[0].constants.values())
         for number in range(_fitting.get(key, 0), len(self.choices)):
             config, constants, programs, tiles = self.choices[number]
@@ -63,16 +63,16 @@ class Launch(NamedTuple):
 
 
 _fitting: dict[Any, int] = {}
-"""The number of the choice that fitted before."""
+"""Number of the choice that fit before."""
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device, so it has to be the tensor's."""
+    """Make the tensor's device the current one: Triton launches kernels there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability as in sm_90; 0 where it is no NVIDIA GPU."""
+    """Return the compute capability as in sm_90, or 0 if it is not an NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -88,7 +88,7 @@ def _strides(name: str, x: Tensor) -> dict[str, int]:
 
 
 class Job:
-    """What the launches of one call share."""
+    """The values that the launches of one call share."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         index = index_of(call, q, k)
@@ -140,7 +140,7 @@ class Job:
             **self.widths,
             "SIGN": (scale > 0) - (scale < 0),
             "PRECISION": "tf32" if tf32 else "ieee",
-            # Within a tile 32 bits do, unless its rows are millions of elements apart.
+            # Within a tile, 32 bits suffice unless its rows are millions of elements apart.
             "FAR": max(x.stride(2) for x in (self.q, self.k, self.v)) >= 1 << 24,
             "RAGGED_ROWS": any(end % self.index.block for end in (self.index.start, self.index.start + self.n_queries)),
             "RAGGED_KEYS": self.n_keys % self.index.block != 0,
@@ -148,7 +148,7 @@ class Job:
             "HAS_LENGTHS": call.key_lengths is not None,
             "DROPOUT": call.dropout_p > 0,
         }
-        # Descriptors want addresses and strides of 16 bytes, and no stride of 0.
+        # Descriptors need addresses and strides of 16 bytes, and no stride of 0.
         self.by_descriptor = (
             wants_descriptors()
             and (INTERPRETED or architecture(q.device) >= 90)
@@ -159,7 +159,7 @@ class Job:
         )
 
     def key_tiles(self, config: Config) -> dict[str, Any]:
-        """Keys and values as tiles of a configuration."""
+        """Return keys and values as tiles of a configuration."""
         if not self.by_descriptor:
             return {"K_TILES": self.k, "V_TILES": self.v}
         sides = (("K_TILES", self.k, "DP"), ("V_TILES", self.v, "EP"))
@@ -209,7 +209,7 @@ class Job:
         }
 
     def row_constants(self, config: Config, tiles: dict[str, int]) -> dict[str, Any]:
-        """What is compiled into a kernel that goes along rows."""
+        """Return the compile-time arguments of a kernel that goes along rows."""
         return {
             **self.constants,
             **tiles,
@@ -220,15 +220,15 @@ class Job:
         }
 
     def sub_rows(self, config: Config, pack: int) -> dict[str, int]:
-        """The rows of a sub-tile and the number of sub-tiles that a row tile has."""
+        """Return the rows of a sub-tile and the number of sub-tiles of a row tile."""
         rows = min(self.n_queries, self.index.block) * pack
         height = max(16, pack, min(config.queries, _padded(rows)))
         return {"BM": height, "SUBS": -(-rows // height)}
 
 
 def _scratch_slots(job: Job, order: Order, owners: int) -> tuple[int, int]:
-    """How many scratch slots there are, and how many from one owner of lists to the next."""
-    # Where every owner has a group of its own, it has numbers of its own too.
+    """Return the number of scratch slots, and how many each owner of lists has."""
+    # If each owner has its own group, it has its own numbers, too.
     own = job.group.numel() == job.index.n_groups == owners
     return (order.n_scratch, 0) if own else (order.n_scratch * owners, order.n_scratch)
 
@@ -238,13 +238,13 @@ def _scratch(job: Job, size: int) -> Tensor:
 
 
 def _split(job: Job, order: Order, owners: int, numbers: int, room: int) -> dict[str, Any]:
-    """The scratch of split rows: slots of ``room`` rows of so many numbers each."""
+    """Return the scratch of split rows: slots of ``room`` rows."""
     slots, stride = _scratch_slots(job, order, owners)
     return {"SCRATCH": _scratch(job, slots * room * numbers), "scratch_stride": stride, "room": room}
 
 
 def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
-    """The launches that fill output and lse."""
+    """Yield the launches that fill output and lse."""
     order = job.schedule.rows
     packs = 1 < job.ratio <= 128 and job.group.shape[1] == 1 and job.n_queries <= _PACKED_QUERIES
     pack = 1 << (job.ratio - 1).bit_length() if packs else 1
@@ -270,7 +270,7 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
 def backward_launches(
     job: Job, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]
 ) -> list[Launch]:
-    """The launches that fill the gradients of q, k and v."""
+    """Yield the launches that fill the gradients of q, k and v."""
     out, out_grad, lse = with_rows_whole(out), with_rows_whole(out_grad), lse.contiguous()
     stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
     widths = {name: job.widths[name] for name in ("E", "EP")}
@@ -330,7 +330,7 @@ def _dkdv_launches(job: Job, shared: dict[str, Any], k_grad: Tensor, v_grad: Ten
     columns = job.batch * job.kv_heads * index.n_cols
     looped = job.ratio if job.group.shape[1] == 1 and columns >= _FEW_PROGRAMS else 1
     owners = job.batch * job.heads // looped
-    # Behind the slots of splits, if heads work apart, each has one for every column that is whole.
+    # If heads are computed separately, each has a slot for every column without splits, after the slots of splits.
     whole_base, stride = _scratch_slots(job, order, owners)
     slots = whole_base + (owners * index.n_cols if looped < job.ratio else 0)
     cut = order.n_scratch > 0 or looped < job.ratio

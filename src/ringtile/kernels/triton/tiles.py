@@ -1,6 +1,6 @@
-"""What the kernels do with one tile: its mask, its dropout, its place in a list.
+"""Parts of the kernels that handle one tile: its mask, its dropout, its position in a list.
 
-Triton's language: shapes are those of tiles in registers, ``tl.constexpr`` arguments are compiled in.
+In Triton's language, shapes are those of tiles in registers, and ``tl.constexpr`` arguments are compiled in.
 """
 
 import triton
@@ -11,20 +11,20 @@ CHANGING = (
     *("threshold", "heads", "ratio", "n_queries", "n_keys", "start", "first_row", "n_rows", "n_cols", "longest"),
     *("scratch_stride", "whole_base", "room", "key_words", "size", "group_b", "group_h"),
 )
-"""Numbers that no kernel is compiled anew for: otherwise each of them would make two or three of every kernel. Only
-dK/dV is, where they tell how statistics are aligned: read one by one they cost a fifth more instructions."""
+"""Values that do not cause a new compilation: each of them would make two or three variants of every kernel. Only dK/dV
+specializes on those that tell how statistics are aligned: unaligned reads would cost a fifth more instructions."""
 
 
 @triton.jit
 def expanded(words, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """``[ROWS, COLS // 32]`` words as bits ``[ROWS, COLS]``."""
+    """Return ``[ROWS, COLS // 32]`` words as bits ``[ROWS, COLS]``."""
     bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
     return tl.reshape(bits, [ROWS, COLS]) != 0
 
 
 @triton.jit
 def expanded_row(words, COLS: tl.constexpr):
-    """``[COLS // 32]`` words as bits ``[COLS]``."""
+    """Return ``[COLS // 32]`` words as bits ``[COLS]``."""
     return tl.reshape((words[:, None] >> tl.arange(0, 32)[None, :]) & 1, [COLS]) != 0
 
 
@@ -53,7 +53,7 @@ def online_softmax_step(s, c, top, total, acc, MASKED: tl.constexpr):
 
 @triton.jit
 def inside_both(kept, d, D: tl.constexpr, DP: tl.constexpr, AXIS: tl.constexpr):
-    """The mask of a load: what is kept, along the other axis than the head dim, which may be padded."""
+    """Return the mask of a load. ``kept`` runs along the axis that is not the head dim, which may be padded."""
     mask = tl.expand_dims(kept, AXIS)
     if D != DP:
         mask = mask & tl.expand_dims(d < D, 1 - AXIS)
@@ -65,8 +65,8 @@ def whole_tile(
     X, x_n, TILES, b, head, n0, n, d,
     D: tl.constexpr, DP: tl.constexpr, SIDE: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """SIDE tokens from ``n0`` on that all exist, ``[SIDE, DP]`` or ``[DP, SIDE]``: from the rows of one head at ``X``,
-    or by a descriptor of the whole tensor."""
+    """Load SIDE tokens starting at ``n0``, which all exist, as ``[SIDE, DP]`` or ``[DP, SIDE]``: from the rows of one
+    head at ``X``, or by a descriptor of the tensor."""
     if TMA:
         x = tl.reshape(TILES.load([b, head, n0, 0]), [SIDE, DP])
         if TRANSPOSED:
@@ -86,7 +86,7 @@ def whole_tile(
 
 @triton.jit
 def keys_kept(key_bits, key_length, n0, n_keys, HAS_BITS: tl.constexpr, BN: tl.constexpr):
-    """Which of BN keys from ``n0`` on exist and are kept by the call's own key mask."""
+    """Return the keys, of BN starting at ``n0``, that exist and that the call's own key mask keeps."""
     key = n0 + tl.arange(0, BN)
     kept = (key < n_keys) & (key < key_length)
     if HAS_BITS:
@@ -98,7 +98,7 @@ def keys_kept(key_bits, key_length, n0, n_keys, HAS_BITS: tl.constexpr, BN: tl.c
 
 @triton.jit
 def _four(w0, w1, w2, w3):
-    """The words side by side in two new last dimensions, whose flat number is the word's."""
+    """Join four words in two new last dimensions, whose flat number is the word's."""
     return tl.join(tl.join(w0, w2), tl.join(w1, w3))
 
 
@@ -114,7 +114,7 @@ def _philox(call, query, head, batch, seed):
 
 @triton.jit
 def survives(seed, batch, head, query, n0, threshold, BM: tl.constexpr, BN: tl.constexpr):
-    """Which pairs dropout keeps, ``[BM, BN]``: one Philox call gives eight of 32 neighbouring keys (see `philox`)."""
+    """Return the pairs that dropout keeps, ``[BM, BN]``. A Philox call is for 8 of 32 neighboring keys (`philox`)."""
     call = (n0 // 32 * 4 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
     w0, w1, w2, w3 = _philox(call, query.to(tl.uint32)[:, None], head, batch, seed)
     words = tl.permute(tl.reshape(_four(w0, w1, w2, w3), [BM, BN // 32, 4, 4]), (0, 1, 3, 2))
@@ -123,7 +123,7 @@ def survives(seed, batch, head, query, n0, threshold, BM: tl.constexpr, BN: tl.c
 
 @triton.jit
 def survives_transposed(seed, batch, head, query, n0, threshold, BM: tl.constexpr, BN: tl.constexpr):
-    """`survives` as ``[BN, BM]``."""
+    """Return `survives` as ``[BN, BM]``."""
     call = (n0 // 32 * 4 + tl.arange(0, BN // 8)).to(tl.uint32)[:, None]
     w0, w1, w2, w3 = _philox(call, query.to(tl.uint32)[None, :], head, batch, seed)
     words = tl.reshape(_four(w0, w1, w2, w3), [BN // 32, 4, BM, 4])
@@ -134,7 +134,7 @@ def survives_transposed(seed, batch, head, query, n0, threshold, BM: tl.constexp
 
 @triton.jit
 def stretch(full_ptr, part_ptr, slot, split_first, split_last):
-    """Where a split of a list, full tiles first, begins and ends among its full and among its partial tiles."""
+    """Return the begin and end of a split among the full tiles of its list, then among the partial tiles."""
     full_first = tl.load(full_ptr + slot)
     n_full = tl.load(full_ptr + slot + 1) - full_first
     part_first = tl.load(part_ptr + slot)
@@ -148,7 +148,7 @@ def stretch(full_ptr, part_ptr, slot, split_first, split_last):
 
 @triton.jit
 def rows_of(row, first_row, start, n_queries, sub, BLOCK: tl.constexpr, BM: tl.constexpr, PACK: tl.constexpr):
-    """For a sub-tile the query of each row, its row among the bits, its head among the packed ones."""
+    """Return the query of each row of a sub-tile, its row in the bits, its packed head, and if it exists."""
     tile = (first_row + row) * BLOCK
     inside = tl.maximum(start - tile, 0) + sub * (BM // PACK) + tl.arange(0, BM) // PACK
     query = tile + inside - start
@@ -157,7 +157,7 @@ def rows_of(row, first_row, start, n_queries, sub, BLOCK: tl.constexpr, BM: tl.c
 
 @triton.jit
 def without_bits(full_col, full, full_end, n_keys, BLOCK: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr):
-    """How many of a row's full tiles need a mask: all under a key mask, else the last where its column is ragged."""
+    """Count a row's full tiles that need a mask: all under a key mask, otherwise the last if its column is ragged."""
     count = 0
     if MASKED:
         count = full_end - full

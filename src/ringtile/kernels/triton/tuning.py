@@ -1,6 +1,6 @@
-"""Tile sizes, warps and pipeline stages of the kernels: a short list each, the first that a device has room for serves.
+"""Tile sizes, warps and pipeline stages: a short list per kernel. The first that fits on the device is used.
 
-Chosen by what the compiler makes of them: no register spilled inside a loop.
+We chose them by the compiler's output: no register is spilled inside a loop.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 VARIABLE = "RINGTILE_TRITON"
-"""Environment variable: ``tma`` lets the keys and values of full tiles come by tensor descriptors, in the forward pass
-and for dQ, from sm_90 on. Not the default before it is shown to win."""
+"""Environment variable: ``tma`` loads the keys and values of full tiles by tensor descriptors, in the forward pass and
+for dQ, on sm_90 and up. It is off until a GPU benchmark shows that it is faster."""
 
 
 def wants_descriptors() -> bool:
-    """Whether `VARIABLE` asks for tensor descriptors; ValueError where it asks for something else."""
+    """Return True if `VARIABLE` requests tensor descriptors. Raise ValueError if it has another value."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "tma"):
         raise ValueError(f"{VARIABLE}: expected 'tma' or nothing, got {wanted!r}")
@@ -24,7 +24,7 @@ def wants_descriptors() -> bool:
 
 
 class Config(NamedTuple):
-    """How one kernel is launched: tiles of so many queries and keys."""
+    """The launch options of one kernel, with the number of queries and keys per tile."""
 
     queries: int
     keys: int
@@ -33,7 +33,7 @@ class Config(NamedTuple):
 
 
 INTERPRETED_CONFIG = Config(64, 64, 4, 1)
-"""The interpreter has no registers: large tiles are fewer steps. A block of 128 has sub-tiles of these."""
+"""The interpreter has no registers: large tiles take fewer steps. A block of 128 has sub-tiles of these."""
 
 _HOPPER = {
     "forward": {
@@ -52,7 +52,7 @@ _HOPPER = {
         256: [Config(32, 32, 8, 2), Config(32, 32, 4, 1)],
     },
 }
-"""From sm_90 on, where the matrix units read shared memory and registers hold sums alone."""
+"""For sm_90 and up: the matrix units read shared memory, and registers contain only sums."""
 _OTHERS = {
     "forward": {
         64: [Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)],
@@ -76,15 +76,15 @@ _FLOAT32 = {
     "dkdv": [Config(32, 32, 4, 2), Config(32, 32, 4, 1)],
 }
 _DROPOUT_AREA = {"forward": 128 * 64, "dq": 128 * 64, "dkdv": 32 * 64}
-"""The random words of a tile take as many registers as its scores: so many pairs at most."""
+"""Largest number of pairs per tile: random words take as many registers as scores."""
 
 
 def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, block: int, drops: bool) -> list[Config]:
-    """What to try, best first; ``width`` is the larger head dim, padded to a power of two."""
+    """Return the configurations to try, best first. ``width`` is the larger head dim, padded to a power of two."""
     table = _HOPPER if architecture >= 90 else _OTHERS
     found = _FLOAT32[kernel] if dtype == torch.float32 else table[kernel][max(width, 64)]
     if 0 < architecture < 80:
-        # Nothing is copied ahead, and compiling a large tile takes minutes.
+        # These GPUs do not copy ahead, and compiling a large tile takes minutes.
         found = found[-1:]
     if drops:
         found = [config for config in found if config.queries * config.keys <= _DROPOUT_AREA[kernel]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringtile.patterns.base import whole, wholes
+from ringtile.patterns.base import checked_int, checked_ints
 
 BLOCK_SIZES = (64, 128, 256)
 
@@ -87,7 +87,8 @@ class SparsePatternConfig:
                     f"{' and '.join(shaping)}; got {name}={value!r}"
                 )
             if value is not None:
-                setattr(self, name, (wholes if name == "dilation_rates" else whole)(self.pattern_type, name, value, 1))
+                check = checked_ints if name == "dilation_rates" else checked_int
+                setattr(self, name, check(self.pattern_type, name, value, 1))
         if self.local_window_size is not None and self.sparsity_ratio is not None:
             raise ValueError(
                 f"local_window_size: changes nothing beside sparsity_ratio={self.sparsity_ratio}, which sets the width "

@@ -19,7 +19,7 @@ from ringtile.layout.allowed import count_allowed
 from ringtile.layout.build import real_tensors
 from ringtile.layout.density import solve
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
-from ringtile.patterns.base import TileGrid, whole
+from ringtile.patterns.base import TileGrid, checked_int
 
 _TILE = 128
 _TOLERANCE = 0.1
@@ -127,7 +127,7 @@ class PersistentPatternCache(UserDict[int, Tensor]):
 
     def __init__(self, max_size: int = 100) -> None:
         super().__init__()
-        self.max_size = whole("pattern_cache", "max_size", max_size, 1)
+        self.max_size = checked_int("pattern_cache", "max_size", max_size, 1)
 
     @cached_property
     def solved(self) -> Any:
@@ -141,7 +141,7 @@ class PersistentPatternCache(UserDict[int, Tensor]):
         return self.data[seq_len].clone()
 
     def __setitem__(self, seq_len: int, matrix: Tensor) -> None:
-        length = whole("pattern_cache", "seq_len", seq_len, 1)
+        length = checked_int("pattern_cache", "seq_len", seq_len, 1)
         is_bool = isinstance(matrix, Tensor) and matrix.dtype == torch.bool
         if not is_bool or matrix.dim() not in (2, 3) or matrix.shape[-1] != matrix.shape[-2]:
             got = (matrix.dtype, matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ringtile.patterns import Cover, Pattern, Segments, TileGrid
+from ringtile.patterns.base import Wrapper
 
 
 @dataclass(frozen=True, repr=False)
-class InSegments(Pattern):
+class InSegments(Wrapper):
     """One branch of LongNet with a pattern inside. The pattern relates the kept tokens of a segment, counted from 0.
 
     >>> from ringtile.patterns import Causal
@@ -28,14 +29,6 @@ class InSegments(Pattern):
     length: int
     dilation: int
     inner: Pattern
-    text: str | None = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._set_text(None)
-
-    @property
-    def unbounded(self) -> bool:
-        return self.inner.unbounded
 
     @property
     def segments(self) -> Segments:
@@ -58,84 +51,60 @@ class InSegments(Pattern):
     def head_class(self, head: int) -> Hashable:
         return (head % self.dilation, self.inner.head_class(head))
 
-    @property
-    def n_heads(self) -> int | None:
-        return self.inner.n_heads
-
     def validate(self, grid: TileGrid) -> None:
         n_places = -(-min(self.length, grid.n_keys) // self.dilation)
         self.inner.validate(TileGrid(grid.block, 0, n_places, n_places))
 
 
 @dataclass(frozen=True, repr=False)
-class Compacted(Pattern):
+class Compacted(Wrapper):
     """A rule on positions, evaluated by place: place p is position ``p * dilation + head % dilation``."""
 
-    rule: Pattern
+    inner: Pattern
     dilation: int
-    text: str | None = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._set_text(None)
-
-    @property
-    def unbounded(self) -> bool:
-        return self.rule.unbounded
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         offset = head % self.dilation
-        return self.rule.allowed(head, query * self.dilation + offset, key * self.dilation + offset)
+        return self.inner.allowed(head, query * self.dilation + offset, key * self.dilation + offset)
 
     def head_class(self, head: int) -> Hashable:
-        return (head % self.dilation, self.rule.head_class(head))
+        return (head % self.dilation, self.inner.head_class(head))
 
-    @property
-    def n_heads(self) -> int | None:
-        return self.rule.n_heads
+    def validate(self, grid: TileGrid) -> None:
+        """Accept all lengths: they count places, and the rule counts positions."""
 
 
 @dataclass(frozen=True, repr=False)
-class OfHeads(Pattern):
+class OfHeads(Wrapper):
     """A pattern for a call with some of the heads: head h of the call is ``heads[h]`` of the pattern."""
 
-    pattern: Pattern
+    inner: Pattern
     heads: tuple[int, ...]
-    text: str | None = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._set_text(None)
-
-    @property
-    def unbounded(self) -> bool:
-        return self.pattern.unbounded
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.pattern.allowed(torch.tensor(self.heads, device=head.device)[head], query, key)
+        return self.inner.allowed(torch.tensor(self.heads, device=head.device)[head], query, key)
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return self.pattern.cover(self.heads[head], rows, grid)
+        return self.inner.cover(self.heads[head], rows, grid)
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return self.pattern.cover_size(self.heads[head], rows, grid)
+        return self.inner.cover_size(self.heads[head], rows, grid)
 
     def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return self.pattern.span(self.heads[head], rows, grid)
+        return self.inner.span(self.heads[head], rows, grid)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        return self.pattern.tile_class(self.heads[head], row, col, grid)
+        return self.inner.tile_class(self.heads[head], row, col, grid)
 
     def head_class(self, head: int) -> Hashable:
-        return self.pattern.head_class(self.heads[head])
+        return self.inner.head_class(self.heads[head])
 
     @property
     def n_heads(self) -> int | None:
         return len(self.heads)
 
     def envelope(self) -> Pattern:
-        return self.pattern.envelope()
-
-    def validate(self, grid: TileGrid) -> None:
-        self.pattern.validate(grid)
+        return self.inner.envelope()
 
 
 def for_heads(pattern: Pattern, heads: tuple[int, ...], n_heads: int) -> Pattern:

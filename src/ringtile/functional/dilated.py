@@ -28,7 +28,7 @@ from ringtile.kernels.contracts import Call, accumulator, merge_into, new_out, p
 from ringtile.kernels.select import select
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Pattern, Segments
-from ringtile.patterns.base import wholes
+from ringtile.patterns.base import checked_ints
 
 _DENSE, _CAUSAL = Dense(), Causal()
 _BLOCK = 128
@@ -264,8 +264,8 @@ def _covers(other: tuple[int, int], length: int, dilation: int) -> bool:
 
 def checked_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> list[tuple[int, int]]:
     """Return pairs of segment length and dilation rate. Raise ValueError if they are invalid."""
-    lengths = wholes("dilated_attention", "segment_lengths", segment_lengths, 1)
-    rates = wholes("dilated_attention", "dilation_rates", dilation_rates, 1)
+    lengths = checked_ints("dilated_attention", "segment_lengths", segment_lengths, 1)
+    rates = checked_ints("dilated_attention", "dilation_rates", dilation_rates, 1)
     if len(lengths) != len(rates):
         raise ValueError(
             f"dilation_rates: expected as many as segment_lengths, got {dilation_rates=} with {segment_lengths=}"

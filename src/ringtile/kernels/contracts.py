@@ -145,7 +145,7 @@ def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None
     lse.copy_(total)
 
 
-def with_rows_whole(x: Tensor) -> Tensor:
+def with_contiguous_rows(x: Tensor) -> Tensor:
     """Return the tensor with a contiguous last dimension. Compiled kernels read any other strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -246,7 +246,7 @@ def _apart(call: Call) -> tuple[Any, ...]:
     return rest, call.key_bits, call.key_lengths, call.seed, call.alibi_slopes, *call.tiles
 
 
-def _whole(call: Call, *tensors: Tensor | None) -> Call:
+def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
     """Return the call from the results of `_apart`."""
     key_bits, key_lengths, seed, alibi_slopes, *rest = tensors
     tiles = [x for x in rest if x is not None]
@@ -260,7 +260,7 @@ class _DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        call = _whole(*arguments[10:])
+        call = _with_tensors(*arguments[10:])
         found: tuple[Tensor, ...] = torch.ops.ringtile.double_backward(*arguments[:10], *call)
         return found
 
@@ -280,7 +280,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = _whole(*arguments[7:])
+        call = _with_tensors(*arguments[7:])
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.ringtile.backward(*arguments[:7], *call)
         return grads
 
@@ -306,7 +306,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.ringtile.forward(*arguments[:3], *_whole(*arguments[3:]))
+        out, lse = torch.ops.ringtile.forward(*arguments[:3], *_with_tensors(*arguments[3:]))
         return out, lse
 
     @staticmethod
@@ -325,7 +325,7 @@ class Attention(torch.autograd.Function):
         rows = (out_grad, lse_grad, q, k, v, out, lse)
         if torch.compiler.is_compiling() or not _differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
-            grads = torch.ops.ringtile.backward(*rows, *_whole(ctx.call, *rest))
+            grads = torch.ops.ringtile.backward(*rows, *_with_tensors(ctx.call, *rest))
         else:
             grads = _Backward.apply(*rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
         return *grads, None, *(None for _ in rest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -121,7 +121,6 @@ class FlexPattern(Pattern):
     """Number of queries and keys."""
     start: int
     row: int | None = None
-    text: str | None = field(init=False, default=None)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shape = (head + query + key).shape

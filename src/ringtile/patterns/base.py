@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class TileGrid:
 
     @property
     def n_cols(self) -> int:
-        """Number of column tiles; the first is number 0."""
+        """Number of column tiles. The first is number 0."""
         return -(-self.n_keys // self.block)
 
 
@@ -75,6 +75,7 @@ class Cover(NamedTuple):
         return int((self.hi - self.lo).clamp(min=0).sum())
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Pattern:
     """An immutable, hashable description of the (query, key) pairs that attention keeps.
 
@@ -87,7 +88,7 @@ class Pattern:
     causal & ~window(3)
     """
 
-    text: str | None
+    text: str | None = field(init=False, default=None, compare=False)
     """The pattern in the words of the command line, or None if it has no text form."""
 
     @property
@@ -107,7 +108,7 @@ class Pattern:
         return None
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        """Return an upper bound of ``cover(...).size()`` in O(rows), without enumerating tiles."""
+        """Return an upper bound of ``cover(...).size()`` in O(rows), without listing tiles."""
         return len(rows) * grid.n_cols
 
     def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
@@ -246,22 +247,22 @@ def interval_cover(rows: Tensor, lo: Tensor | int, hi: Tensor | int, grid: TileG
     return Cover(rows, (zero + lo).clamp(0, grid.n_cols), (zero + hi).clamp(0, grid.n_cols))
 
 
-def whole(owner: str, name: str, value: int, least: int = 0, most: int = LARGEST) -> int:
-    """Return ``value`` as an int within ``[least, most]``, or raise a ValueError that names the argument."""
+def checked_int(owner: str, name: str, value: int, minimum: int = 0, maximum: int = LARGEST) -> int:
+    """Return ``value`` as an int within ``[minimum, maximum]``, or raise a ValueError that names the argument."""
     try:
         number = operator.index(value)
     except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= most:
-        raise ValueError(f"{owner} expects a whole number {least} <= {name} <= {most}, got {name}={value!r}")
+        number = minimum - 1
+    if isinstance(value, bool) or not minimum <= number <= maximum:
+        raise ValueError(f"{owner} expects a whole number {minimum} <= {name} <= {maximum}, got {name}={value!r}")
     return number
 
 
-def wholes(owner: str, name: str, values: Sequence[int], least: int = 0) -> tuple[int, ...]:
-    """Return ``values`` as a non-empty tuple of ints >= ``least``, or raise a ValueError that names the argument."""
+def checked_ints(owner: str, name: str, values: Sequence[int], minimum: int = 0) -> tuple[int, ...]:
+    """Return ``values`` as a non-empty tuple of ints >= ``minimum``, or raise a ValueError that names the argument."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
         raise ValueError(f"{owner} expects {name} to be a non-empty sequence of whole numbers, got {name}={values!r}")
-    return tuple(whole(owner, name, value, least) for value in values)
+    return tuple(checked_int(owner, name, value, minimum) for value in values)
 
 
 def full_shape(kept: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -277,7 +278,6 @@ class Dense(Pattern):
     dense
     """
 
-    text: str | None = field(init=False, compare=False)
     unbounded = True
 
     def __post_init__(self) -> None:
@@ -316,7 +316,6 @@ class _Pair(Pattern):
 
     first: Pattern
     second: Pattern
-    text: str | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("n_heads", "batch_size"):
@@ -370,7 +369,7 @@ def _joined(sign: str, first: Pattern, second: Pattern) -> str | None:
 
 @dataclass(frozen=True, repr=False)
 class And(_Pair):
-    """Keep the pairs that both patterns keep; written ``a & b``."""
+    """Keep the pairs that both patterns keep, written ``a & b``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -411,7 +410,7 @@ class And(_Pair):
 
 @dataclass(frozen=True, repr=False)
 class Or(_Pair):
-    """The pairs that either pattern keeps; written ``a | b``."""
+    """Keep the pairs that either pattern keeps, written ``a | b``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -445,28 +444,14 @@ class Or(_Pair):
         return a if a == b else Dense()
 
 
-@dataclass(frozen=True, repr=False)
-class Not(Pattern):
-    """Keep the pairs that a pattern does not keep; written ``~a``."""
+class Wrapper(Pattern):
+    """A pattern of another one, `inner`, and by default for the same heads, batch elements and lengths."""
 
     inner: Pattern
-    text: str | None = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        inner = self.inner.text
-        brackets = isinstance(self.inner, _Pair)
-        self._set_text(None if inner is None else f"~({inner})" if brackets else f"~{inner}")
 
     @property
     def unbounded(self) -> bool:
         return self.inner.unbounded
-
-    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return ~self.inner.allowed(head, query, key)
-
-    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        inner = self.inner.tile_class(head, row, col, grid)
-        return torch.where(inner <= 1, 1 - inner, inner)
 
     def head_class(self, head: int) -> Hashable:
         return self.inner.head_class(head)
@@ -480,18 +465,37 @@ class Not(Pattern):
         return self.inner.batch_size
 
     def batch_row(self, batch: int) -> Pattern:
-        return Not(self.inner.batch_row(batch))
+        row: Pattern = replace(self, inner=self.inner.batch_row(batch))  # type: ignore[call-arg]
+        return row
 
     def validate(self, grid: TileGrid) -> None:
         self.inner.validate(grid)
 
 
 @dataclass(frozen=True, repr=False)
+class Not(Wrapper):
+    """Keep the pairs that a pattern does not keep, written ``~a``."""
+
+    inner: Pattern
+
+    def __post_init__(self) -> None:
+        inner = self.inner.text
+        brackets = isinstance(self.inner, _Pair)
+        self._set_text(None if inner is None else f"~({inner})" if brackets else f"~{inner}")
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ~self.inner.allowed(head, query, key)
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        inner = self.inner.tile_class(head, row, col, grid)
+        return torch.where(inner <= 1, 1 - inner, inner)
+
+
+@dataclass(frozen=True, repr=False)
 class PerHead(Pattern):
-    """Keep a separate pattern per head; written ``per_head([a, b, ...])``."""
+    """Keep a separate pattern per head, written ``per_head([a, b, ...])``."""
 
     patterns: tuple[Pattern, ...]
-    text: str | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.patterns or not all(isinstance(p, Pattern) for p in self.patterns):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, interval_cover, number_pairs, whole
+from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int, interval_cover, number_pairs
 from ringtile.patterns.content import Content
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -116,7 +116,6 @@ class Blocks(BlockPattern):
     """Rows, columns (an upper bound when listed as CSR), heads or None."""
     block: int
     given_columns: bool
-    text: str | None = field(init=False, compare=False)
 
     def __init__(
         self,
@@ -134,9 +133,8 @@ class Blocks(BlockPattern):
             raise ValueError("blocks expects either a matrix or both row_ptr and col")
         object.__setattr__(self, "codes", Content(codes))
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "block", whole("blocks", "block", block, 1, LARGEST_BLOCK))
+        object.__setattr__(self, "block", checked_int("blocks", "block", block, 1, LARGEST_BLOCK))
         object.__setattr__(self, "given_columns", matrix is not None)
-        self._set_text(None)
 
     @property
     def unit(self) -> int:
@@ -238,12 +236,10 @@ class Elements(Pattern):
     """
 
     fn: Callable[[Tensor, Tensor, Tensor], Tensor]
-    text: str | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise ValueError(f"elements expects fn to be callable, got fn={self.fn!r}")
-        self._set_text(None)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         kept = self.fn(head, query, key)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, interval_cover, whole, wholes
+from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int, checked_ints, interval_cover
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term, periodic_classes
 
 LARGEST_BLOCK = 2**20
@@ -31,11 +31,10 @@ class Dilated(OffsetPattern):
 
     rates: Sequence[int]
     window: int
-    text: str | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rates", wholes("dilated", "rates", self.rates, 1))
-        object.__setattr__(self, "window", whole("dilated", "window", self.window))
+        object.__setattr__(self, "rates", checked_ints("dilated", "rates", self.rates, 1))
+        object.__setattr__(self, "window", checked_int("dilated", "window", self.window))
         self._set_text(f"dilated({list(self.rates)}, {self.window})")
 
     @property
@@ -70,12 +69,11 @@ class BlockDilated(OffsetPattern):
     rates: Sequence[int]
     reach: int
     block: int = 128
-    text: str | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rates", wholes("block_dilated", "rates", self.rates, 1))
-        object.__setattr__(self, "reach", whole("block_dilated", "reach", self.reach))
-        object.__setattr__(self, "block", whole("block_dilated", "block", self.block, 1, LARGEST_BLOCK))
+        object.__setattr__(self, "rates", checked_ints("block_dilated", "rates", self.rates, 1))
+        object.__setattr__(self, "reach", checked_int("block_dilated", "reach", self.reach))
+        object.__setattr__(self, "block", checked_int("block_dilated", "block", self.block, 1, LARGEST_BLOCK))
         block = "" if self.block == 128 else f", block={self.block}"
         self._set_text(f"block_dilated({list(self.rates)}, {self.reach}{block})")
 
@@ -122,13 +120,12 @@ class Segments(Pattern):
     length: int
     dilation: int = 1
     shift: int = 0
-    text: str | None = field(init=False, compare=False)
     unbounded = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "length", whole("segments", "length", self.length, 1))
-        object.__setattr__(self, "dilation", whole("segments", "dilation", self.dilation, 1))
-        object.__setattr__(self, "shift", whole("segments", "shift", self.shift))
+        object.__setattr__(self, "length", checked_int("segments", "length", self.length, 1))
+        object.__setattr__(self, "dilation", checked_int("segments", "dilation", self.dilation, 1))
+        object.__setattr__(self, "shift", checked_int("segments", "shift", self.shift))
         dilation = f", {self.dilation}" if self.dilation > 1 or self.shift else ""
         shift = f", {self.shift}" if self.shift else ""
         self._set_text(f"segments({self.length}{dilation}{shift})")

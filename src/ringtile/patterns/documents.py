@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, wholes
+from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_ints, full_shape, interval_cover
 from ringtile.patterns.content import Content
 
 _FAR = 2**40
@@ -33,7 +33,6 @@ class Documents(Pattern):
     bounds: Content
     """``[B or 1, D + 1]`` int64: the begin of each document, then the number of tokens, repeated as padding."""
     batched: bool
-    text: str | None = field(init=False, compare=False)
 
     def __init__(
         self, lengths: Sequence[int] | None = None, *, cu_seqlens: Tensor | None = None, ids: Tensor | None = None
@@ -42,7 +41,7 @@ class Documents(Pattern):
             raise ValueError("documents expects exactly one of lengths, cu_seqlens and ids")
         text = None
         if lengths is not None:
-            lengths = wholes("documents", "lengths", lengths)
+            lengths = checked_ints("documents", "lengths", lengths)
             text = f"documents({list(lengths)})"
             bounds = torch.tensor((0, *lengths)).cumsum(0).unsqueeze(0)
         elif cu_seqlens is not None:

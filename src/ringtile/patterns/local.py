@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, whole
+from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int, full_shape, interval_cover
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 
@@ -20,8 +20,6 @@ class Causal(OffsetPattern):
     ████·
     █████
     """
-
-    text: str | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         self._set_text("causal")
@@ -49,11 +47,10 @@ class Window(OffsetPattern):
 
     left: int
     right: int | None = None
-    text: str | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        left = whole("window", "left", self.left)
-        right = left if self.right is None else whole("window", "right", self.right)
+        left = checked_int("window", "left", self.left)
+        right = left if self.right is None else checked_int("window", "right", self.right)
         object.__setattr__(self, "left", left)
         object.__setattr__(self, "right", right)
         self._set_text(f"window({left})" if left == right else f"window({left}, {right})")
@@ -88,10 +85,9 @@ class Strided(OffsetPattern):
     """
 
     stride: int
-    text: str | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stride", whole("strided", "stride", self.stride, 1))
+        object.__setattr__(self, "stride", checked_int("strided", "stride", self.stride, 1))
         self._set_text(f"strided({self.stride})")
 
     @property
@@ -113,11 +109,10 @@ class GlobalTokens(Pattern):
     """
 
     tokens: int
-    text: str | None = field(init=False, compare=False)
     unbounded = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", whole("global_tokens", "tokens", self.tokens))
+        object.__setattr__(self, "tokens", checked_int("global_tokens", "tokens", self.tokens))
         self._set_text(f"global_tokens({self.tokens})")
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ class Mask(Pattern):
     """int32 ``[T, 128, 4]``, the distinct partial tiles."""
     lengths: tuple[int, int]
     """The number of queries and of keys."""
-    text: str | None = field(init=False, default=None, compare=False)
 
     @property
     def _start(self) -> int:

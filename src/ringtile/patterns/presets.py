@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
-from ringtile.patterns.base import Pattern, wholes
+from ringtile.patterns.base import Pattern, checked_ints
 from ringtile.patterns.dilated import Segments
 from ringtile.patterns.local import Causal, GlobalTokens, Window
 from ringtile.patterns.random import RandomBlocks
@@ -45,8 +45,8 @@ def longnet_union(
     >>> longnet_union([2048, 4096], [1, 2])
     segments(2048) | segments(4096, 2)
     """
-    segment_lengths = wholes("longnet_union", "segment_lengths", segment_lengths, 1)
-    dilation_rates = wholes("longnet_union", "dilation_rates", dilation_rates, 1)
+    segment_lengths = checked_ints("longnet_union", "segment_lengths", segment_lengths, 1)
+    dilation_rates = checked_ints("longnet_union", "dilation_rates", dilation_rates, 1)
     if len(segment_lengths) != len(dilation_rates):
         raise ValueError(
             f"longnet_union expects as many dilation_rates as segment_lengths, got dilation_rates={dilation_rates} "

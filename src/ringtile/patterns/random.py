@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, whole
+from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int
 from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, among, max_met
 from ringtile.patterns.philox import WORD, philox4x32
 
@@ -44,13 +44,12 @@ class RandomBlocks(BlockPattern):
     per_row: int
     seed: int = 0
     block: int = 128
-    text: str | None = field(init=False, compare=False)
     unbounded = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "per_row", whole("random_blocks", "per_row", self.per_row))
-        object.__setattr__(self, "seed", whole("random_blocks", "seed", self.seed, 0, 2**64 - 1))
-        object.__setattr__(self, "block", whole("random_blocks", "block", self.block, 1, LARGEST_BLOCK))
+        object.__setattr__(self, "per_row", checked_int("random_blocks", "per_row", self.per_row))
+        object.__setattr__(self, "seed", checked_int("random_blocks", "seed", self.seed, 0, 2**64 - 1))
+        object.__setattr__(self, "block", checked_int("random_blocks", "block", self.block, 1, LARGEST_BLOCK))
         seed = f", seed={self.seed}" if self.seed else ""
         block = f", block={self.block}" if self.block != 128 else ""
         self._set_text(f"random_blocks({self.per_row}{seed}{block})")

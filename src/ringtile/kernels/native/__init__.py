@@ -18,7 +18,7 @@ from ringtile.kernels.contracts import (
     index_of,
     lacking,
     new_out,
-    with_rows_whole,
+    with_contiguous_rows,
 )
 from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against
@@ -207,7 +207,7 @@ class _Job:
         return x
 
     def place(self, name: str, x: Tensor) -> None:
-        self.c.place(name, self.keep(with_rows_whole(x)))
+        self.c.place(name, self.keep(with_contiguous_rows(x)))
 
     def _ranges(self, count: int, operations: float) -> Iterator[tuple[int, int]]:
         """Cut ``count`` items into calls of bounded length."""

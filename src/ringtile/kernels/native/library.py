@@ -108,7 +108,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 """Result and arguments of each function, named ``ringtile_...``."""
 
 
-def _check_whole(path: Path) -> None:
+def _check_complete(path: Path) -> None:
     """Raise _Unusable if an ELF file is truncated. dlopen would map it, and SIGBUS would end the process."""
     with path.open("rb") as file:
         header = file.read(64)
@@ -135,7 +135,7 @@ def _open(path: Path) -> ctypes.CDLL:
     if not path.exists():
         raise _Unusable(f"{path.name} was not built: install a wheel for this platform, or build with gcc or clang")
     try:
-        _check_whole(path)
+        _check_complete(path)
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         raise _Unusable(f"{path.name} does not load: {error}") from None

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ringtile.kernels.contracts import Call, index_of, with_rows_whole
+from ringtile.kernels.contracts import Call, index_of, with_contiguous_rows
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
@@ -95,7 +95,12 @@ class Job:
         with span(INDEX):
             self.index = in_blocks(index)
             self.schedule = schedule_of(self.index)
-        self.q, self.k, self.v, self.call = with_rows_whole(q), with_rows_whole(k), with_rows_whole(v), call
+        self.q, self.k, self.v, self.call = (
+            with_contiguous_rows(q),
+            with_contiguous_rows(k),
+            with_contiguous_rows(v),
+            call,
+        )
         self.batch, self.heads, self.n_queries, self.head_dim = q.shape
         self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
         self.ratio = self.heads // self.kv_heads
@@ -271,7 +276,7 @@ def backward_launches(
     job: Job, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]
 ) -> list[Launch]:
     """Yield the launches that fill the gradients of q, k and v."""
-    out, out_grad, lse = with_rows_whole(out), with_rows_whole(out_grad), lse.contiguous()
+    out, out_grad, lse = with_contiguous_rows(out), with_contiguous_rows(out_grad), lse.contiguous()
     stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
     widths = {name: job.widths[name] for name in ("E", "EP")}
     preparation = {

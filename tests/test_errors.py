@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "no heads": (
         {"query": zeros(2, 0, 6, 3), "key": zeros(2, 0, 8, 3), "value": zeros(2, 0, 8, 5)},
         "heads",
-        "at least 1",
+        "from 1 to",
         "0",
     ),
     # Dtypes and devices.

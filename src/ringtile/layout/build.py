@@ -296,9 +296,9 @@ def clear_cache() -> None:
     _cache.clear()
 
 
-def _checked_count(name: str, value: object, least: int, most: float = math.inf) -> None:
-    if type(value) is not int or not least <= value <= most:
-        limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:,}"
+def _checked_count(name: str, value: object, minimum: int, maximum: float = math.inf) -> None:
+    if type(value) is not int or not minimum <= value <= maximum:
+        limits = f"of at minimum {minimum}" if maximum == math.inf else f"from {minimum} to {maximum:,}"
         raise ValueError(f"{name}: expected an integer {limits}, got {value!r}")
 
 

@@ -298,7 +298,7 @@ def clear_cache() -> None:
 
 def _checked_count(name: str, value: object, minimum: int, maximum: float = math.inf) -> None:
     if type(value) is not int or not minimum <= value <= maximum:
-        limits = f"of at minimum {minimum}" if maximum == math.inf else f"from {minimum} to {maximum:,}"
+        limits = f"of at least {minimum}" if maximum == math.inf else f"from {minimum} to {maximum:,}"
         raise ValueError(f"{name}: expected an integer {limits}, got {value!r}")
 
 

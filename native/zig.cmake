@@ -3,7 +3,7 @@
 string(REGEX MATCH "^[^-]+" CMAKE_SYSTEM_PROCESSOR ${ZIG_TARGET})
 if(ZIG_TARGET MATCHES "windows")
   set(CMAKE_SYSTEM_NAME Windows)
-  set(CMAKE_RC_COMPILER ${ZIG} rc)
+  set(CMAKE_RC_COMPILER ${ZIG})
 elseif(ZIG_TARGET MATCHES "macos")
   set(CMAKE_SYSTEM_NAME Darwin)
 else()

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a pattern and its statistics; return 0.
+    """Print a pattern and its statistics, and return 0.
 
     Raises:
         ValueError: If the pattern is invalid, its index would be too large, or the picture cannot be drawn.

@@ -185,7 +185,7 @@ class SparsePatternGenerator:
     # Traced, it would build its indices in the graph and ignore the cache.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def inside(self, problems: tuple[Problem, ...], *, is_causal: bool) -> Pattern:
-        """Return one rule for several problems; causality is left to the caller.
+        """Return one rule for several problems. Causality is left to the caller.
 
         Raises ValueError if a field of the configuration is out of range, or if one of your own patterns fits only some
         of the lengths.

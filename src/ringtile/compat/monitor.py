@@ -19,7 +19,7 @@ KEYS = ("avg_forward_time_ms", "avg_sparsity", "avg_speedup", "avg_memory_mb", "
 
 
 class PerformanceMonitor:
-    """Times the calls of an attention module while enabled; costs nothing while disabled.
+    """Times the calls of an attention module while enabled, and costs nothing while disabled.
 
     The first call of each shape is followed by one timed call of dense attention on the same inputs, with the time and
     memory that dense attention needs. While enabled, each call waits for its device.
@@ -45,7 +45,7 @@ class PerformanceMonitor:
     def measure(
         self, shape: Hashable, call: Attention, sparse: Attention, dense: Attention, *, density: float
     ) -> Tensor:
-        """Return the result of ``call``, timed; ``sparse`` and ``dense`` run once per shape, without dropout."""
+        """Return the result of ``call``, timed. ``sparse`` and ``dense`` run once per shape, without dropout."""
         out, seconds = _timed(call)
         if shape not in self._probes:
             self._probes[shape] = _probe(sparse, dense, out.device)

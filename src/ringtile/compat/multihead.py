@@ -104,7 +104,7 @@ class BlockSparseRingMultiheadDilatedAttention(SparseMultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute `torch.nn.MultiheadAttention.forward`; ``forward(x)`` alone is self-attention, without weights.
+        """Compute `torch.nn.MultiheadAttention.forward`. ``forward(x)`` alone is self-attention, without weights.
 
         Returns the output ``[B, N, E]`` and the weights ``[B, N, M]`` (``[B, H, N, M]`` unless averaged) or None.
         Raises ValueError as `ringtile.SparseMultiheadAttention` does, and if an ``attn_mask`` other than the causal one

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     n_queries: int
     n_keys: int
     start: int
-    """Place of the first query among the keys; 0 unless queries begin inside a segment."""
+    """Place of the first query among the keys, 0 unless queries begin inside a segment."""
 
 
 def pieces(

@@ -38,7 +38,7 @@ library.define(
 
 
 class Call(NamedTuple):
-    """The arguments that the three operators share, after their own tensors; in schema order."""
+    """The arguments that the three operators share, after their own tensors, in schema order."""
 
     start: int
     block: int

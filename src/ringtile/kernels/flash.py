@@ -30,7 +30,7 @@ _ALLOWED = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 
 
 class Band(NamedTuple):
-    """The keys ``i - left <= j <= i + right`` of query i, aligned to the lower right; None for no limit."""
+    """The keys ``i - left <= j <= i + right`` of query i, aligned to the lower right. None means no limit."""
 
     left: int | None
     right: int | None

@@ -193,9 +193,9 @@ def attention_reference(
         v: ``[B, Hkv, Nk, Dv]``.
         pattern: The pairs to keep.
         return_weights: Also return the weights that multiply ``v``, with dropout.
-        options: As in `sparse_attention`. Query ``a`` is at position ``start + a``; ``start`` defaults to ``Nk - Nq``.
+        options: As in `sparse_attention`. Query ``a`` is at position ``start + a``. ``start`` defaults to ``Nk - Nq``.
             Scores are ``scale * q @ k``, then ``softcap * tanh(scores / softcap)``, then less ``alibi_slopes[h] * |i -
-            j|``. ``sinks`` scale weights and output by ``sigmoid(lse - sink)``; the lse does not include them.
+            j|``. ``sinks`` scale weights and output by ``sigmoid(lse - sink)``. The lse does not include them.
 
     Returns:
         The output ``[B, H, Nq, Dv]``, the natural-log lse ``[B, H, Nq]`` and, if requested, the weights

@@ -56,6 +56,6 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 
 def backend_report() -> list[tuple[str, list[str]]]:
-    """Return all backends with the reasons why they are not available; no reasons if they are."""
+    """Return all backends with the reasons why they are not available, or no reasons if they are."""
     against = {"native": reason_against(), "triton": triton.reason_against(), "flash": flash.reason_against()}
     return [(name, [reason] if (reason := against.get(name, "")) else []) for name in NAMES]

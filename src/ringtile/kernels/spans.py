@@ -26,7 +26,7 @@ class KernelTime(NamedTuple):
 
 
 listeners: list[list[KernelTime]] = []
-"""Lists that get the times of every call; empty unless you profile."""
+"""Lists that get the times of every call, empty unless you profile."""
 
 
 @contextmanager

@@ -219,7 +219,7 @@ def measure(
 
 
 def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of a task among others, in order; none if one is missing."""
+    """Return the rows of a task among others, in order, or none if one is missing."""
     found = {(row.asked, row.problem): row for row in rows}
     blanks = [blank_row(task.case, direction, peer.name) for direction in task.directions for peer in task.peers]
     mine = [found.get((blank.asked, blank.problem)) for blank in blanks]

@@ -40,7 +40,7 @@ class Row:
     """Kept pairs over the pairs that the causal and document rules allow."""
     tile_density: float
     ideal: float | None
-    """1 / density: the speedup over dense if time followed the kept pairs; None if no pairs are kept."""
+    """1 / density: the speedup over dense if time followed the kept pairs, or None if no pairs are kept."""
     median_ms: float | None = None
     low_ms: float | None = None
     """The 20th percentile."""
@@ -48,7 +48,7 @@ class Row:
     """The 80th percentile."""
     rounds: int = 0
     error: float | None = None
-    """Worst relative L2 error against float64 over the output (and gradients) of sampled rows; None if not finite."""
+    """Worst relative L2 error against float64 over the output (and gradients) of sampled rows, or None if not finite."""
     error_bound: float | None = None
     peak_forward_bytes: int | None = None
     """Beyond inputs, outputs and gradients."""
@@ -64,7 +64,7 @@ class Row:
     threads: int | None = None
     """None: as many as the run has."""
     operations: float | None = None
-    """Floating-point operations of the matmuls over this peer's tiles; None if they are not known."""
+    """Floating-point operations of the matmuls over this peer's tiles, or None if they are not known."""
     limit_ms: float | None = None
     """The time of these operations, the exponentials and the memory traffic at the rates of the run and this clock."""
     clock: float | None = None
@@ -118,7 +118,7 @@ class Record:
     rows: tuple[Row, ...]
     interrupted: bool = False
     peaks: dict[str, dict[str, float]] | None = None
-    """The processor's rates by number of threads, measured in this run (`peak_rates`); None in older records."""
+    """The processor's rates by number of threads, measured in this run (`peak_rates`), or None in older records."""
     command: str | None = None
     """The command line that made the record."""
 

@@ -179,7 +179,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         Returns:
             The output, in the layout of the query, and the weights, or None without ``need_weights``.
 
-            Dense weights are ``[B, Nq, Nk]``, or ``[B, H, Nq, Nk]`` without ``average_attn_weights``; unbatched inputs
+            Dense weights are ``[B, Nq, Nk]``, or ``[B, H, Nq, Nk]`` without ``average_attn_weights``. Unbatched inputs
             have no B. They include dropout, as in PyTorch, and one extra column each for ``add_bias_kv`` and
             ``add_zero_attn``.
 

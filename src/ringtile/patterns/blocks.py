@@ -253,7 +253,7 @@ class Elements(Pattern):
 
     @classmethod
     def from_mask_mod(cls, mask_mod: MaskMod) -> Elements:
-        """Return the pattern of a FlexAttention rule ``mask_mod(b, h, q_idx, kv_idx)``; the indices are positions.
+        """Return the pattern of a FlexAttention rule ``mask_mod(b, h, q_idx, kv_idx)``, whose indices are positions.
 
         The rule is called with b = 0 for every batch row. If it depends on b, pass the `BlockMask` of
         ``create_block_mask(mask_mod, B=...)`` in place of a pattern. Patterns of the same function are equal.

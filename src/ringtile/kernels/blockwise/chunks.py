@@ -133,7 +133,7 @@ class Chunk(NamedTuple):
     splits: list[Split]
 
     def columns(self, split: Split) -> Tensor:
-        """Return the column tiles of a split, ``[n, K]``; ``[1, K]`` of a tall launch."""
+        """Return the column tiles of a split, ``[n, K]``, or ``[1, K]`` of a tall launch."""
         launch = self.launch
         if launch.run is None:
             assert launch.cols is not None
@@ -167,7 +167,7 @@ class RowTiles:
         return self.x[:, at + launch.trim[0] : at + launch.trim[1]]
 
     def read(self, chunk: Chunk) -> Tensor:
-        """Return the rows of a chunk, ``[n, H, m, ...]``; ``[1, H, n * m, ...]`` of a tall launch."""
+        """Return the rows of a chunk, ``[n, H, m, ...]``, or ``[1, H, n * m, ...]`` of a tall launch."""
         launch, begin, end, _ = chunk
         if launch.trim:
             return self._ragged(launch).unsqueeze(0)
@@ -370,7 +370,7 @@ class Work:
         return distance * -slopes.view(1, -1, 1, 1)
 
     def dropout(self, query: Tensor, tiles: Tensor) -> Tensor:
-        """Return dropout's factors of the weights ``[n, H, m, t * block]``; ``tiles`` are first key positions."""
+        """Return dropout's factors of the weights ``[n, H, m, t * block]``. ``tiles`` are first key positions."""
         call = self.call
         assert call.seed is not None
         batch = torch.tensor(self.batch, device=self.device).repeat_interleave(len(self.heads))

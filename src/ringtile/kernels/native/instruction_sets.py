@@ -15,7 +15,7 @@ class InstructionSet(NamedTuple):
     number: int
     name: str
     lanes: int
-    """Tokens of a tile, in float32, that the kernels compute together; half as many in float64."""
+    """Tokens of a tile, in float32, that the kernels compute together, half as many in float64."""
 
 
 class Choice(NamedTuple):
@@ -53,7 +53,7 @@ def best_rates(handle: ctypes.CDLL, wanted: Wanted, *, threads: int, seconds: fl
 
 
 def choose(sets: Sequence[InstructionSet], measure: Callable[[Wanted], Sequence[float]]) -> Choice:
-    """Choose among the instruction sets that this processor runs, slowest first; ``measure`` returns rates.
+    """Choose among the instruction sets that this processor runs, slowest first. ``measure`` returns rates.
 
     >>> sets = [InstructionSet(1, "avx512", 64), InstructionSet(2, "avx512_bf16", 64)]
     >>> choice = choose(sets, lambda wanted: [1e11, 2e11])

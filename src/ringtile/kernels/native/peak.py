@@ -16,7 +16,7 @@ def peak_rates(
     """Measure each rate in ``names``, per second, and return the best of ``samples``, summed over ``threads``.
 
     ``threads`` defaults to torch's. ``seconds`` is the length of a sample. The result omits the rates that the newest
-    instruction set here lacks; it is empty without the library. Raises ValueError if a count or a time is not positive.
+    instruction set here lacks. It is empty without the library. Raises ValueError if a count or a time is not positive.
 
     >>> all(rate > 0 for rate in peak_rates(seconds=1e-4, samples=1).values())
     True

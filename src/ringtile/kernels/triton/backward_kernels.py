@@ -1,4 +1,4 @@
-"""The backward kernels: statistics of the rows, dQ along rows, dK and dV along columns; nothing is added atomically.
+"""The backward kernels: statistics of the rows, dQ along rows, dK and dV along columns. No addition is atomic.
 
 Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. ``STATS`` is
 ``[2, B, H, N]`` float32: lse in base 2 (inf where a row is empty, so that its weights are 0), and the sum over a row of

@@ -8,7 +8,7 @@ from ringtile.layout import BlockIndex
 from ringtile.layout.schedule import derived
 
 BLOCKS = (64, 128)
-"""The sides of tiles that the kernels take; smaller ones are merged into tiles of 128."""
+"""The sides of tiles that the kernels take. Smaller ones are merged into tiles of 128."""
 
 
 def _merged(index: BlockIndex) -> BlockIndex:

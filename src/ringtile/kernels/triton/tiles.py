@@ -41,7 +41,7 @@ def seen_by(words, exists):
 
 @triton.jit
 def online_softmax_step(s, c, top, total, acc, MASKED: tl.constexpr):
-    """Weights of scores, with maxima, sums and outputs brought up to date; MASKED if a row may have no score yet."""
+    """Weights of scores, with maxima, sums and outputs brought up to date. MASKED: a row may have no score yet."""
     new_top = tl.maximum(top, tl.max(s, 1))
     used_top = new_top
     if MASKED:

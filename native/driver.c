@@ -442,7 +442,7 @@ static int compute(problem *p) {
     return failed;
 }
 
-enum { OUT, LSE, Q_GRAD, K_GRAD, V_GRAD, RESULTS };
+enum { OUTPUT, LSE, Q_GRAD, K_GRAD, V_GRAD, RESULTS };
 
 // One query and head in double, pair by pair. `weight` and `share` hold a value per key.
 static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double **wanted, double *weight,
@@ -472,7 +472,7 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
         const double *value = row_of(&p->v, b, g, j);
         double product = 0, *value_grad = wanted[V_GRAD] + ((b * c->kv_heads + g) * c->n_keys + j) * Dv;
         for (int64_t d = 0; d < Dv; d++) {
-            wanted[OUT][at * Dv + d] += weight[j] * share[j] * value[d];
+            wanted[OUTPUT][at * Dv + d] += weight[j] * share[j] * value[d];
             value_grad[d] += weight[j] * share[j] * gradient[d];
             product += gradient[d] * value[d];
         }
@@ -508,7 +508,7 @@ static int check(const problem *p) {
         int64_t a = at % c->n_queries, h = at / c->n_queries % c->heads, b = at / c->n_queries / c->heads;
         expect_row(p, b, h, a, wanted, weight, share);
         for (int64_t d = 0; d < c->value_dim; d++)
-            found[OUT][at * c->value_dim + d] = get(c->out, place_of(&p->out, b, h, a) + d, c->dtype);
+            found[OUTPUT][at * c->value_dim + d] = get(c->out, place_of(&p->out, b, h, a) + d, c->dtype);
         found[LSE][at] = get(c->lse, at, p->wide);
     }
     int failed = 0;

@@ -48,7 +48,7 @@ class Row:
     """The 80th percentile."""
     rounds: int = 0
     error: float | None = None
-    """Worst relative L2 error against float64 over the output (and gradients) of sampled rows, or None if not finite."""
+    """Worst relative L2 error against float64 over output and gradients of sampled rows, or None if not finite."""
     error_bound: float | None = None
     peak_forward_bytes: int | None = None
     """Beyond inputs, outputs and gradients."""

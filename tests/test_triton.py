@@ -324,7 +324,7 @@ def test_doctor_says_what_is_not_measured(capsys: pytest.CaptureFixture[str]) ->
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["triton_measured_on"] == (backend.MEASURED_ON or None)
     lines = dict(_lines({**diagnosis(), "backends": {"triton": []}, "triton_measured_on": None}))
-    assert lines["backend triton"] == "available, unmeasured: there is no record of a GPU yet"
+    assert lines["backend triton"] == "available, not measured on a GPU yet"
 
 
 # On a GPU.

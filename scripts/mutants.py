@@ -7,8 +7,8 @@
 tests/mutants.txt lists the mutants. Each replaces a snippet that occurs exactly once in its file (`-` lines) by another
 (`+` lines) and names the tests that should fail. `==` lines name the tests of the mutants below them.
 
-Mutants run in copies of the project. Each copy has its own interpreter, which knows no other ringtile. Mutants of
-native/ need cmake and a compiler. Their copies compile one instruction set: avx2, or neon on ARM.
+Mutants run in copies of the project. Each copy has its own interpreter, which cannot import another ringtile. Mutants
+of native/ need cmake and a compiler. Their copies compile one instruction set: avx2, or neon on ARM.
 """
 
 from __future__ import annotations

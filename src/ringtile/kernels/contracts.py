@@ -131,9 +131,9 @@ def lacking(call: Call, *names: str) -> list[str]:
     for name in names:
         value = getattr(call, name)
         if isinstance(value, Tensor):
-            reasons.append(f"knows no {name}")
+            reasons.append(f"does not support {name}")
         elif value:
-            reasons.append(f"knows no {name}, got {value}")
+            reasons.append(f"does not support {name}, got {value}")
     return reasons
 
 

@@ -117,7 +117,7 @@ def masks(n: int) -> list[Mask]:
 
 
 def _at(pattern: Pattern, density: float, n: int, heads: int, block: int = 128) -> Pattern:
-    return with_density(pattern, density, n, heads=heads, block=block).pattern
+    return with_density(pattern, density, n, num_heads=heads, block=block).pattern
 
 
 def device() -> torch.device:

@@ -77,7 +77,7 @@ def draw(name: str, path: Path) -> None:
         matplotlib.rcParams.update({"savefig.dpi": 115, "savefig.transparent": True, **TEXT})
         for number, panel in enumerate(panels):
             title, pattern, head = (panel, parse(panel), 0) if isinstance(panel, str) else panel
-            index = build_index(pattern, TOKENS, heads=2)
+            index = build_index(pattern, TOKENS, num_heads=2)
             axes = plot_pattern(index, figure.add_subplot(1, len(panels), number + 1), head=head, pixels=256)
             axes.images[0].set_cmap(SHADES)
             axes.set_title(textwrap.fill(title, 24) if many else title, fontsize=8)

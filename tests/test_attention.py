@@ -186,10 +186,10 @@ def test_every_kind_of_pattern(pattern: Pattern) -> None:
     expected = oracle(*inputs[:3], pattern, grad_out=inputs.grad_out, grad_lse=grad_lse)
     for backend in BACKENDS:
         assert_same(attend(inputs, pattern, grad_lse, backend=backend), expected)
-    assert_same(attend(inputs, build_index(pattern, 300, heads=4, block=16), grad_lse), expected)
+    assert_same(attend(inputs, build_index(pattern, 300, num_heads=4, block=16), grad_lse), expected)
     with small_chunks():
         assert_same(attend(inputs, pattern, grad_lse), expected)
-        assert_same(attend(inputs, build_index(pattern, 300, heads=4, block=64), grad_lse), expected)
+        assert_same(attend(inputs, build_index(pattern, 300, num_heads=4, block=64), grad_lse), expected)
 
 
 class Problem(NamedTuple):
@@ -223,14 +223,14 @@ def calls(draw: st.DrawFn) -> Problem:
     grid = draw(grids())
     pattern = draw(patterns(grid, heads=True))
     ratio, batch = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
-    heads = pattern.n_heads or ratio * draw(st.sampled_from([1, 3]))
+    heads = pattern.num_heads or ratio * draw(st.sampled_from([1, 3]))
     ratio = ratio if heads % ratio == 0 else 1
     head_dim, value_dim = draw(st.sampled_from([(8, 8), (16, 16), (3, 5), (5, 3), (8, 24), (1, 1)]))
     inputs = make_inputs(
         batch, heads, grid.n_queries, grid.n_keys, head_dim, kv_heads=heads // ratio, value_dim=value_dim
     )
     inputs = Inputs(*(draw(st.sampled_from(list(LAYOUTS.values())))(x) for x in inputs))
-    index = build_index(pattern, grid.n_queries, grid.n_keys, start=grid.start, heads=heads, block=grid.block)
+    index = build_index(pattern, grid.n_queries, grid.n_keys, start=grid.start, num_heads=heads, block=grid.block)
     choices = modifiers(heads, batch, grid.n_keys)
     names = draw(st.lists(st.sampled_from(sorted(choices)), unique=True, max_size=3))
     options = {name: draw(choices[name]) for name in names}
@@ -292,7 +292,7 @@ def test_options(pattern: Pattern, length: int, given_options: dict[str, Any]) -
     expected = oracle(*inputs[:3], pattern, grad_out=inputs.grad_out, grad_lse=grad_lse, **given_options)
     assert_same(attend(inputs, pattern, grad_lse, **given_options), expected)
     with small_chunks():
-        index = build_index(pattern, length, 300, heads=4, block=32)
+        index = build_index(pattern, length, 300, num_heads=4, block=32)
         assert_same(attend(inputs, index, grad_lse, **given_options), expected)
 
 
@@ -315,7 +315,7 @@ def test_any_strides_give_the_bits_of_contiguous_ones(
 def test_any_length(pattern: Pattern, length: int) -> None:
     for n_queries, n_keys, block in ((length, length, 128), (length, 200, 16), (150, length, 64)):
         inputs = make_inputs(1, 2, n_queries, n_keys, 8)
-        index = build_index(pattern, n_queries, n_keys, heads=2, block=block)
+        index = build_index(pattern, n_queries, n_keys, num_heads=2, block=block)
         expected = oracle(*inputs[:3], pattern, grad_out=inputs.grad_out)
         assert_same(attend(inputs, index), expected)
         assert_same(attend(inputs, pattern), expected)
@@ -352,8 +352,8 @@ def test_forms_of_a_pattern() -> None:
     matrix = torch.rand(4, 3, 3) < 0.6
     inputs = make_inputs(1, 4, 300)
     expected = oracle(*inputs[:3], Blocks(matrix), grad_out=inputs.grad_out)
-    block_mask = to_block_mask(build_index(Blocks(matrix), 300, heads=4))
-    for served in (matrix, Blocks(matrix), build_index(Blocks(matrix), 300, heads=4), block_mask):
+    block_mask = to_block_mask(build_index(Blocks(matrix), 300, num_heads=4))
+    for served in (matrix, Blocks(matrix), build_index(Blocks(matrix), 300, num_heads=4), block_mask):
         assert_same(attend(inputs, served), expected)
     causal = oracle(*inputs[:3], Causal() & Blocks(matrix), grad_out=inputs.grad_out)
     for form in (matrix, Blocks(matrix), block_mask):
@@ -368,7 +368,7 @@ def test_batch_rows_have_their_own_pattern() -> None:
     for pattern in (Documents(ids=ids), per_head([Dense(), Causal(), Window(9), Dense()]) & Documents(ids=ids)):
         expected = oracle(*inputs[:3], pattern, grad_out=inputs.grad_out)
         assert_same(attend(inputs, pattern), expected)
-        assert_same(attend(inputs, build_index(pattern, 300, heads=4, batch=3, block=32)), expected)
+        assert_same(attend(inputs, build_index(pattern, 300, num_heads=4, batch=3, block=32)), expected)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
@@ -427,7 +427,7 @@ def test_dropout_drops_the_pairs_of_the_specification(block: int, seed: int | Te
     start, n_queries, n_keys, p = -11, 150, 170, 0.37
     q, k, _, _ = make_inputs(2, 4, n_queries, n_keys, kv_heads=2)
     v = torch.eye(n_keys, dtype=torch.float64).expand(2, 2, -1, -1)
-    index = build_index(TILED | Window(200), n_queries, n_keys, start=start, heads=4, block=block)
+    index = build_index(TILED | Window(200), n_queries, n_keys, start=start, num_heads=4, block=block)
     plain, dropped = (
         sparse_attention(q, k, v, index, enable_gqa=True, **options) for options in ({}, {"dropout_p": p, "seed": seed})
     )
@@ -525,7 +525,7 @@ def test_what_nobody_keeps_changes_nothing(pattern: Pattern, options: dict[str, 
         q, k, v, grad_out = (x.masked_fill(mask, value) for x, mask in zip(inputs, unused, strict=True))
         return attend(Inputs(q, k, v, grad_out), served, grad_lse.masked_fill(rows, value), **options)
 
-    index = build_index(pattern, 170, 300, start=options.get("start"), heads=4, block=32)
+    index = build_index(pattern, 170, 300, start=options.get("start"), num_heads=4, block=32)
     for served, value in ((pattern, math.nan), (pattern, -math.inf), (index, math.inf)):
         clean = with_value(0.5, served)
         assert all(x.isfinite().all() for x in (clean.out, *clean.grads.values()))

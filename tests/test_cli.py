@@ -176,7 +176,10 @@ def test_a_closed_pipe_is_quiet() -> None:
         (["profile", "causal", "--tokens", "1e12"], "ringtile: error: can't allocate memory: "),
         (["bench", "causal", "--tokens", "1e12"], "ringtile: error: can't allocate memory: "),
         (["show", "causal", "--tokens", "8", "--heads", "9" * 20], "ringtile show: error: argument --heads: expected"),
-        (["show", "causal", "--tokens", "8", "--heads", "1e12"], "ringtile: error: heads: expected an integer from"),
+        (
+            ["show", "causal", "--tokens", "8", "--heads", "1e12"],
+            "ringtile: error: num_heads: expected an integer from",
+        ),
         (["profile", "causal", "--tokens", "8", "--heads", "9" * 20], "ringtile profile: error: argument --heads: "),
         (["bench", "causal", "--tokens", "1e12", "--batch", "1e9"], "ringtile: error: Storage size calculation over"),
         (["demo", "--context", "0"], "ringtile demo: error: argument --context: expected"),

@@ -83,7 +83,7 @@ def forward_and_backward(index: BlockIndex, heads: int = 2, head_dim: int = 8, *
     ids=repr,
 )
 def test_calls_are_few(pattern: Pattern, kernels: int, calls: int) -> None:
-    index = build_index(pattern, 16384, heads=2)
+    index = build_index(pattern, 16384, num_heads=2)
     for recorder in forward_and_backward(index):
         assert 0 < recorder.kernels <= kernels
         assert sum(recorder.calls.values()) <= calls
@@ -141,7 +141,7 @@ def test_calls_with_options_do_not_grow_with_the_rows(options: dict[str, Any]) -
     "pattern", [WINDOW, WITH_GLOBAL, RANDOM, Window(500), Causal() & Documents([2000, 2096, 4096])], ids=repr
 )
 def test_only_kept_tiles_are_computed(pattern: Pattern) -> None:
-    index = build_index(pattern, 8192, heads=2)
+    index = build_index(pattern, 8192, num_heads=2)
     kept = index.kept_tiles * 128 * 128 * 2 // index.group.numel()
     for recorder in forward_and_backward(index):
         assert recorder.pairs == kept
@@ -149,7 +149,7 @@ def test_only_kept_tiles_are_computed(pattern: Pattern) -> None:
 
 
 def test_heads_pay_for_their_own_tiles() -> None:
-    index = build_index(per_head([Causal() & Window(100), ~Dense(), Causal(), Window(100)]), 4096, heads=4)
+    index = build_index(per_head([Causal() & Window(100), ~Dense(), Causal(), Window(100)]), 4096, num_heads=4)
     forward, backward = forward_and_backward(index, heads=4)
     assert forward.pairs == backward.pairs == index.kept_tiles * 128 * 128
 

@@ -86,8 +86,8 @@ def test_lengths_heads_batch_rows_and_block_are_those_asked_for() -> None:
     ids = torch.zeros(2, 3000, dtype=torch.int64)
     ids[1, 700:] = 1
     pattern = Causal() & Documents(ids=ids) & (Window(1) | RandomBlocks(1))
-    solution = with_density(pattern, 0.4, 1000, 3000, start=2000, heads=3, batch=2, block=64)
-    index = build_index(solution.pattern, 1000, 3000, start=2000, heads=3, batch=2, block=64)
+    solution = with_density(pattern, 0.4, 1000, 3000, start=2000, num_heads=3, batch=2, block=64)
+    index = build_index(solution.pattern, 1000, 3000, start=2000, num_heads=3, batch=2, block=64)
     assert index.density == solution.density
     assert solution.reached
 

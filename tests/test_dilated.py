@@ -658,7 +658,7 @@ def compacted_patterns() -> Iterator[Pattern]:
 @pytest.mark.parametrize("pattern", list(compacted_patterns()), ids=lambda pattern: type(pattern).__name__)
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(150, 150), (33, 200)])
 def test_an_index_of_a_compacted_pattern_is_its_rule(pattern: Pattern, n_queries: int, n_keys: int) -> None:
-    index = build_index(pattern, n_queries, n_keys, heads=3, block=16)
+    index = build_index(pattern, n_queries, n_keys, num_heads=3, block=16)
     query, key = torch.arange(n_keys - n_queries, n_keys).unsqueeze(1), torch.arange(n_keys)
     expected = pattern.allowed(torch.arange(3)[:, None, None], query, key).expand(3, n_queries, n_keys)
     assert torch.equal(index.to_dense()[0].expand(3, -1, -1), expected)

@@ -163,13 +163,13 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "index of other lengths": ({"pattern": build_index(Causal(), 8)}, "pattern", "does not match", "[2, 4, 6, 3]"),
     "index of another start": ({"pattern": INDEX, "start": 0}, "pattern", "does not match", "start=0"),
     "index for other heads": (
-        {"pattern": build_index(per_head([Dense(), Causal()]), 6, 8, heads=2)},
+        {"pattern": build_index(per_head([Dense(), Causal()]), 6, 8, num_heads=2)},
         "pattern",
         "groups",
         "[1, 2]",
     ),
     "index for another batch": (
-        {"pattern": build_index(Documents(ids=torch.arange(24).view(3, 8) // 5), 6, 8, heads=4, batch=3)},
+        {"pattern": build_index(Documents(ids=torch.arange(24).view(3, 8) // 5), 6, 8, num_heads=4, batch=3)},
         "pattern",
         "groups",
         "[3, 1]",
@@ -275,7 +275,7 @@ PARTS: dict[str, tuple[Callable[[], Any], str]] = {
     "no pattern": (lambda: build_index("causal", 8), "str"),
     "negative length": (lambda: build_index(Causal(), -1), "-1"),
     "block of 100": (lambda: build_index(Causal(), 8, block=100), "100"),
-    "no heads in an index": (lambda: build_index(Causal(), 8, heads=0), "0"),
+    "no heads in an index": (lambda: build_index(Causal(), 8, num_heads=0), "0"),
     "start of no integer": (lambda: build_index(Causal(), 8, start=0.5), "0.5"),
     "negative cache limit": (lambda: set_cache_limit(-1), "-1"),
 }

@@ -43,8 +43,8 @@ IDS = torch.arange(2)[:, None] * 150 < torch.arange(300)
 def test_masks_going_out_mean_the_same_eager(data: st.DataObject) -> None:
     grid = data.draw(grids())
     pattern = data.draw(patterns(grid, operators=2, heads=True))
-    heads = pattern.n_heads or 2
-    index = build_index(pattern, grid.n_queries, grid.n_keys, start=grid.start, heads=heads, block=grid.block)
+    heads = pattern.num_heads or 2
+    index = build_index(pattern, grid.n_queries, grid.n_keys, start=grid.start, num_heads=heads, block=grid.block)
     mask = to_block_mask(index)
     kept = index.to_dense().expand(2, heads, -1, -1)
     assert torch.equal(create_mask(mask.mask_mod, 2, heads, grid.n_queries, grid.n_keys, device="cpu"), kept)
@@ -57,7 +57,12 @@ def test_masks_going_out_mean_the_same_eager(data: st.DataObject) -> None:
     assert full[:, :, grid.n_queries :].sum() == full[..., grid.n_keys :].sum() == 0
     assert (kept | ~full[:, :, : grid.n_queries, : grid.n_keys]).all()
     back = build_index(
-        from_block_mask(mask, start=grid.start), grid.n_queries, grid.n_keys, start=grid.start, heads=heads, block=64
+        from_block_mask(mask, start=grid.start),
+        grid.n_queries,
+        grid.n_keys,
+        start=grid.start,
+        num_heads=heads,
+        block=64,
     )
     assert torch.equal(back.to_dense().expand(2, heads, -1, -1), kept)
 
@@ -77,7 +82,7 @@ def test_every_block_is_in_the_list_it_belongs_to() -> None:
 def test_attention_over_an_exported_mask(compiled: bool) -> None:
     # Ragged, queries not at a tile's beginning, two heads and rows that keep nothing.
     pattern = per_head([Causal() & (Window(70) | RandomBlocks(1)), Causal() & Segments(40, 3)])
-    index = build_index(pattern, 200, 333, heads=2)
+    index = build_index(pattern, 200, 333, num_heads=2)
     query, key, value = inputs(2, 2, 200, 333)
     attend = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
     out = attend(query, key, value, block_mask=to_block_mask(index))
@@ -105,14 +110,14 @@ def test_block_lists_alone_are_not_dense() -> None:
 
 def test_batch_rows_and_heads_going_out_and_in() -> None:
     ids = IDS.long()
-    index = build_index(Documents(ids=ids) & per_head([Window(20), Causal()]), 300, heads=2, batch=2)
+    index = build_index(Documents(ids=ids) & per_head([Window(20), Causal()]), 300, num_heads=2, batch=2)
     mask = to_block_mask(index)
     assert mask.shape == (2, 2, 300, 300)
     assert torch.equal(create_mask(mask.mask_mod, 2, 2, 300, 300, device="cpu"), index.to_dense())
     back = from_block_mask(mask)
-    assert (back.batch_size, back.n_heads) == (2, 2)
-    assert torch.equal(build_index(back, 300, heads=2, batch=2).to_dense(), index.to_dense())
-    only_rows = to_block_mask(build_index(Documents(ids=ids), 300, heads=2, batch=2))
+    assert (back.batch_size, back.num_heads) == (2, 2)
+    assert torch.equal(build_index(back, 300, num_heads=2, batch=2).to_dense(), index.to_dense())
+    only_rows = to_block_mask(build_index(Documents(ids=ids), 300, num_heads=2, batch=2))
     assert only_rows.shape == (2, 1, 300, 300)
     with pytest.raises(ValueError, match=r"batch: .* written for 2, got batch=3"):
         build_index(from_block_mask(only_rows), 300, batch=3)
@@ -128,7 +133,7 @@ def any_of_three(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Ten
 @pytest.mark.parametrize("block", [32, 128])
 def test_masks_coming_in_keep_their_rule(sizes: int | tuple[int, int], block: int) -> None:
     mask = create_block_mask(any_of_three, 2, 3, 300, 290, device="cpu", BLOCK_SIZE=sizes)
-    index = build_index(from_block_mask(mask), 300, 290, heads=3, batch=2, block=block)
+    index = build_index(from_block_mask(mask), 300, 290, num_heads=3, batch=2, block=block)
     assert torch.equal(index.to_dense(), create_mask(any_of_three, 2, 3, 300, 290, device="cpu"))
     index.validate()
 
@@ -170,7 +175,7 @@ def test_one_mask_is_one_pattern_and_one_index() -> None:
     pattern = from_block_mask(mask)
     assert from_block_mask(mask) is pattern
     assert from_block_mask(mask, start=5) != pattern
-    assert build_index(from_block_mask(mask), 256, heads=4) is build_index(from_block_mask(mask), 256, heads=4)
+    assert build_index(from_block_mask(mask), 256, num_heads=4) is build_index(from_block_mask(mask), 256, num_heads=4)
     assert cache_info()[:2] == (1, 1)
     gone = weakref.ref(mask)
     del mask

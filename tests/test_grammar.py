@@ -145,7 +145,7 @@ def test_some_patterns_have_no_text() -> None:
         ("per_head([causal, 3])", 18, "expected patterns"),
         ("per_head(causal)", 9, "a list for 'patterns'"),
         ("per_head([])", 9, "non-empty"),
-        ("per_head([causal]) & per_head([causal, dense])", 21, "same n_heads, got 1 and 2"),
+        ("per_head([causal]) & per_head([causal, dense])", 21, "same num_heads, got 1 and 2"),
         ("causal + window(3)", 7, "unexpected character '+'"),
         ("causal - window(3)", 7, "unexpected character '-'"),
         ("window(3)**2", 9, "unexpected character '*'"),

@@ -162,8 +162,8 @@ def check_tiles(index: BlockIndex, dense: Tensor, grid: TileGrid) -> None:
 def test_index_is_the_element_rule(data: st.DataObject) -> None:
     grid = data.draw(grids())
     pattern = data.draw(patterns(grid, operators=data.draw(st.integers(0, 5)), heads=True))
-    heads = pattern.n_heads or data.draw(st.integers(1, 3))
-    index = built(pattern, grid, heads=heads)
+    heads = pattern.num_heads or data.draw(st.integers(1, 3))
+    index = built(pattern, grid, num_heads=heads)
     expected = torch.stack([rule_everywhere(pattern, grid, head) for head in range(heads)])
     assert torch.equal(index.to_dense().expand(1, heads, -1, -1)[0], expected)
     width = index.group.shape[1]
@@ -249,7 +249,7 @@ def test_row_major_bits_and_tiles_of_a_causal_window() -> None:
 
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(0, 0), (0, 300), (300, 0)])
 def test_empty_lengths_give_an_empty_index(n_queries: int, n_keys: int) -> None:
-    index = build_index(Causal() & per_head([Window(3), Dense()]), n_queries, n_keys, heads=2)
+    index = build_index(Causal() & per_head([Window(3), Dense()]), n_queries, n_keys, num_heads=2)
     assert (index.kept_pairs, index.allowed_pairs, index.kept_tiles, index.density) == (0, 0, 0, 0.0)
     assert index.to_dense().shape == (1, 2, n_queries, n_keys)
     assert index.full_row_ptr.tolist() == [0] * (2 * index.n_rows + 1)
@@ -260,15 +260,15 @@ def test_empty_lengths_give_an_empty_index(n_queries: int, n_keys: int) -> None:
 
 def test_heads_and_batch_rows_share_groups() -> None:
     near, far = Window(3), Window(90)
-    index = build_index(per_head([near, far, near]), 200, heads=3)
+    index = build_index(per_head([near, far, near]), 200, num_heads=3)
     assert index.group.tolist() == [[0, 1, 0]]
     assert index.kept_pairs == int(index.to_dense().sum())
-    assert build_index(near, 200, heads=7, batch=5).group.tolist() == [[0]]
+    assert build_index(near, 200, num_heads=7, batch=5).group.tolist() == [[0]]
     ids = torch.zeros(3, 200, dtype=torch.int64)
     ids[1, 130:] = 1
-    index = build_index(Documents(ids=ids) & near, 200, heads=4, batch=3)
+    index = build_index(Documents(ids=ids) & near, 200, num_heads=4, batch=3)
     assert index.group.tolist() == [[0], [1], [0]]
-    both = build_index(Documents(ids=ids) & per_head([near, far]), 200, heads=2, batch=3)
+    both = build_index(Documents(ids=ids) & per_head([near, far]), 200, num_heads=2, batch=3)
     assert both.group.tolist() == [[0, 1], [2, 3], [0, 1]]
     assert both.allowed_pairs == 2 * (2 * 200**2 + 130**2 + 70**2)
     assert both.kept_pairs == int(both.to_dense().sum())
@@ -278,10 +278,10 @@ def test_heads_and_batch_rows_share_groups() -> None:
 
 def test_tiles_are_shared_between_groups_and_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = per_head([Causal(), ~Window(130, 0) & Causal()])
-    whole = build_index(pattern, 1000, heads=2)
+    whole = build_index(pattern, 1000, num_heads=2)
     clear_cache()
     monkeypatch.setattr(build_module, "_STRIP", 3)
-    strips = build_index(pattern, 1000, heads=2)
+    strips = build_index(pattern, 1000, num_heads=2)
     assert torch.equal(strips.to_dense(), whole.to_dense())
     for name in ("full_row_ptr", "full_col", "full_row", "part_row_ptr", "part_col", "part_row", "row_work"):
         assert torch.equal(getattr(strips, name), getattr(whole, name)), name
@@ -461,18 +461,18 @@ def test_equal_requests_share_one_index() -> None:
 )
 @pytest.mark.parametrize("block", [16, 128])
 def test_lengths_that_touch_the_same_tiles_share_one_index(pattern: Pattern, block: int) -> None:
-    heads = pattern.n_heads or 1
+    heads = pattern.num_heads or 1
     whole = TileGrid(block, 2 * block, 2 * block, 4 * block)
-    first = built(pattern, whole, heads=heads)
+    first = built(pattern, whole, num_heads=heads)
     for start, end, n_keys in ((0, 0, 0), (5, 0, 3), (0, 7, 0), (block - 1, block - 1, block - 1), (3, 9, 1)):
         grid = TileGrid(block, whole.start + start, whole.n_queries - start - end, whole.n_keys - n_keys)
-        index = built(pattern, grid, heads=heads)
+        index = built(pattern, grid, num_heads=heads)
         assert all(x is y for x, y in zip(index.tensors(), first.tensors(), strict=True))
         expected = torch.stack([rule_everywhere(pattern, grid, head) for head in range(heads)])
         assert torch.equal(index.to_dense().expand(1, heads, -1, -1)[0], expected)
         assert index.kept_pairs * heads == int(expected.sum()) * index.group.shape[1]
         assert index.allowed_pairs == int(rule_everywhere(pattern.envelope(), grid).sum()) * index.group.shape[1]
-        assert built(pattern, grid, heads=heads) is index
+        assert built(pattern, grid, num_heads=heads) is index
         index.validate()
     assert cache_info().misses == 1
     assert cache_info().nbytes == first.nbytes
@@ -543,7 +543,7 @@ def test_an_index_that_a_cuda_graph_reads_is_not_freed() -> None:
 def test_threads_get_the_bits_of_a_single_thread() -> None:
     pattern = Causal() & (Window(100) | RandomBlocks(2))
     lengths = [200, 333, 512, 1000]
-    alone = {length: build_index(pattern, length, heads=3).tensors() for length in lengths}
+    alone = {length: build_index(pattern, length, num_heads=3).tensors() for length in lengths}
     clear_cache()
     results: list[list[BlockIndex]] = [[] for _ in range(8)]
     barrier = threading.Barrier(8)
@@ -551,7 +551,7 @@ def test_threads_get_the_bits_of_a_single_thread() -> None:
     def work(own: list[BlockIndex]) -> None:
         barrier.wait()
         for _ in range(5):
-            own.extend(build_index(pattern, length, heads=3) for length in lengths)
+            own.extend(build_index(pattern, length, num_heads=3) for length in lengths)
 
     threads = [threading.Thread(target=work, args=(own,)) for own in results]
     for thread in threads:
@@ -571,7 +571,7 @@ def test_threads_get_the_bits_of_a_single_thread() -> None:
 def test_five_hundred_builds_over_twenty_lengths_leave_the_cache_flat() -> None:
     sizes = []
     for step in range(500):
-        build_index(Causal() & Window(64), 128 * (1 + step % 20) - 28, heads=2)
+        build_index(Causal() & Window(64), 128 * (1 + step % 20) - 28, num_heads=2)
         sizes.append((cache_info().entries, cache_info().nbytes))
     assert sizes[19:] == [sizes[19]] * 481
     assert cache_info().misses == 20
@@ -655,7 +655,7 @@ def test_tensors_and_back() -> None:
 @pytest.mark.gpu
 def test_built_on_the_device() -> None:
     for pattern in (Causal() & Window(700, 0), Window(512) | GlobalTokens(64) | RandomBlocks(3)):
-        here, there = build_index(pattern, 5000, heads=2), build_index(pattern, 5000, heads=2, device="cuda")
+        here, there = build_index(pattern, 5000, num_heads=2), build_index(pattern, 5000, num_heads=2, device="cuda")
         assert there.device.type == "cuda"
         assert torch.equal(there.to_dense().cpu(), here.to_dense())
         assert there.kept_pairs == here.kept_pairs
@@ -674,14 +674,14 @@ def test_built_on_the_device() -> None:
         ({"n_queries": True}, "n_queries"),
         ({"n_keys": -5}, "n_keys"),
         ({"start": 1.5}, "start: expected an integer, got 1.5"),
-        ({"heads": 0}, "heads"),
-        ({"heads": 10**20}, "heads: expected an integer from 1 to 65,536, got 10+$"),
+        ({"num_heads": 0}, "num_heads"),
+        ({"num_heads": 10**20}, "num_heads: expected an integer from 1 to 65,536, got 10+$"),
         ({"batch": 0}, "batch"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"block": 100}, r"block: expected one of \(16, 32, 64, 128\) or 'auto', got 100"),
         ({"block": 256}, "block"),
         ({"block": "big"}, "block"),
-        ({"pattern": per_head([Causal(), Dense()]), "heads": 3}, "heads: .* written for 2, got heads=3"),
+        ({"pattern": per_head([Causal(), Dense()]), "num_heads": 3}, "num_heads: .* written for 2, got num_heads=3"),
         ({"pattern": Documents(ids=torch.zeros(2, 100, dtype=torch.int64))}, "batch: .* written for 2, got batch=1"),
         ({"pattern": Documents([40, 40])}, "n_keys"),
         ({"pattern": Blocks(torch.ones(3, 3, dtype=torch.bool))}, "columns"),
@@ -764,7 +764,7 @@ def test_block_auto_takes_64_where_it_computes_much_less(caplog: pytest.LogCaptu
 
 
 def test_drawing_shows_tiles() -> None:
-    index = build_index(per_head([Dense(), streaming(4, 128)]), 1024, heads=2)
+    index = build_index(per_head([Dense(), streaming(4, 128)]), 1024, num_heads=2)
     assert index.draw(1).splitlines()[:4] == ["▒·······", "▒▒······", "▒▒▒·····", "▒·▒▒····"]
     assert index.draw(0, width=3) == "███\n███\n███"
     assert index.draw(1, width=3) == "▒··\n▒▒·\n▒▒▒"

@@ -441,9 +441,9 @@ def test_a_mask_repeated_for_each_head_is_read_as_one() -> None:
         module(*inputs(module, 2, 9, 9), attn_mask=repeated)
         pattern = recorder.calls[-1]["pattern"]
         if repeated is each:
-            assert (pattern.batch_size, pattern.n_heads) == (2, None)
+            assert (pattern.batch_size, pattern.num_heads) == (2, None)
         elif pattern is not None:
-            assert (pattern.batch_size, pattern.n_heads) == (None, None)
+            assert (pattern.batch_size, pattern.num_heads) == (None, None)
         else:
             assert recorder.calls[-1]["is_causal"]
 

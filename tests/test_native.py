@@ -205,7 +205,7 @@ def cut(case: Case, pattern: Pattern) -> BlockIndex:
     """Tiles whose bits speak of tokens before the first query and past the last, and past the last key."""
     block, end = case.block, case.start + case.n_queries
     rows, n_keys = -(-end // block) * block - block, -(-case.n_keys // block) * block
-    tensors = build_index(pattern, rows, n_keys, start=block, heads=case.heads, block=block).tensors()
+    tensors = build_index(pattern, rows, n_keys, start=block, num_heads=case.heads, block=block).tensors()
     return BlockIndex.from_tensors(tensors, block=block, start=case.start, n_queries=case.n_queries, n_keys=case.n_keys)
 
 
@@ -240,7 +240,7 @@ def index_of(case: Case) -> BlockIndex:
         case.n_queries,
         case.n_keys,
         start=case.start,
-        heads=case.heads,
+        num_heads=case.heads,
         batch=case.batch,
         block=case.block,
     )
@@ -432,7 +432,7 @@ def test_any_number_of_threads_gives_the_same_bits(
             real(job, *arguments)
 
         monkeypatch.setattr(native._Job, name, spy)
-    index = build_index(Window(600) | GlobalTokens(20), 90, 1100, start=500, heads=4, block=16)
+    index = build_index(Window(600) | GlobalTokens(20), 90, 1100, start=500, num_heads=4, block=16)
     assert int(index.row_work[:, 3].max()) > 0
     inputs = make_inputs(1, 4, 90, 1100, head_dim=8, kv_heads=kv_heads, value_dim=12, dtype=dtype)
     options = {"dropout_p": 0.2, "seed": 5, "key_mask": torch.rand(1, 1100) < 0.9}
@@ -459,7 +459,7 @@ def test_any_number_of_threads_gives_the_same_bits(
 @pytest.mark.parametrize("pattern", [Window(40), Window(100, 3), Causal() & Window(9) | GlobalTokens(2)], ids=str)
 def test_both_routes_skip_the_same_of_a_tile(pattern: Pattern) -> None:
     """Tiles of two groups of lanes, of which each meets another part of the tile's other side."""
-    index = build_index(pattern, 700, 760, start=50, heads=1, block=128)
+    index = build_index(pattern, 700, 760, start=50, num_heads=1, block=128)
     inputs = make_inputs(1, 1, 700, 760, head_dim=24, dtype=torch.float32)
     problem = Problem(inputs, inputs, torch.randn(1, 1, 700), index, {})
     expected = bits_of(problem, 1)
@@ -515,7 +515,7 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
 
     monkeypatch.setattr(native._Job, "run", spy)
     n_tokens = 70 * 16 - 3
-    index = build_index(pattern, n_tokens, heads=heads, block=16)
+    index = build_index(pattern, n_tokens, num_heads=heads, block=16)
     assert int(index.row_work[:, 3].max()) > 0
     assert int(index.col_work[:, 3].max()) > 0
     inputs = make_inputs(batch, heads, n_tokens, head_dim=17, kv_heads=kv_heads, value_dim=8, dtype=torch.float32)
@@ -546,7 +546,7 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
 
 
 def test_the_parts_of_a_long_list_are_all_of_it() -> None:
-    index = build_index(per_head([LONG, Window(30), LONG, Window(30)]), 1200, heads=4, block=16)
+    index = build_index(per_head([LONG, Window(30), LONG, Window(30)]), 1200, num_heads=4, block=16)
     lists = native._lists_of(index)
     for columns, items in ((False, 8), (True, 4)):
         parts = native._shared_splits(index, lists, 2, 4, items, 4, columns)
@@ -612,7 +612,7 @@ def test_both_routes_give_the_same_bits_for_a_few_queries(dtype: torch.dtype, mo
     """Queries on both sides of a tile border, in lanes of two groups, with keys that a mask or the pattern drops."""
     for n_queries, start in ((1, 77), (3, 77), (4, 15), (5, 126)):
         inputs = make_inputs(2, 2, n_queries, 200, head_dim=32, kv_heads=1, dtype=dtype)
-        index = build_index(Causal() & Window(90), n_queries, 200, start=start, heads=2)
+        index = build_index(Causal() & Window(90), n_queries, 200, start=start, num_heads=2)
         problem = Problem(inputs, inputs, None, index, {"key_mask": torch.rand(2, 200) < 0.8, "scale": -0.3})
         found = {}
         for products in (5, 7):
@@ -649,7 +649,7 @@ def test_the_library_says_what_packing_is_when_it_is_asked() -> None:
 @pytest.mark.usefixtures("many_threads")
 def test_python_threads_share_an_index() -> None:
     problems = []
-    index = build_index(Causal() & Window(60), 300, heads=2)
+    index = build_index(Causal() & Window(60), 300, num_heads=2)
     for seed in range(4):
         torch.manual_seed(seed)
         inputs = make_inputs(2, 2, 300, head_dim=32, dtype=torch.float32)

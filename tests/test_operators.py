@@ -80,7 +80,9 @@ def call_of(served: Pattern | BlockIndex, n_queries: int, n_keys: int, backend: 
 )
 def test_opcheck(form: str, options: str) -> None:
     q, k, v, out_grad = make_inputs(2, 4, 70, 70, 8, kv_heads=2, value_dim=5)
-    served = build_index(MIXED, 70, heads=4, block=16) if form == "index" else Causal() if form == "dense" else MIXED
+    served = (
+        build_index(MIXED, 70, num_heads=4, block=16) if form == "index" else Causal() if form == "dense" else MIXED
+    )
     call = call_of(served, 70, 70, "dense" if form == "dense" else "blockwise", **OPTIONS[options])
     names = ("forward", "backward", "double_backward")
     forward, backward, double_backward = (getattr(torch.ops.ringtile, name).default for name in names)
@@ -126,7 +128,7 @@ def test_derivatives_of_both_orders(kv_heads: int, options: dict[str, Any]) -> N
     if "key_lengths" in options:
         options = options | {"key_lengths": torch.tensor([7, 0])}
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    index = build_index(per_head([HOLES, Dense(), Window(2), HOLES]), 5, 9, heads=4, block=16)
+    index = build_index(per_head([HOLES, Dense(), Window(2), HOLES]), 5, 9, num_heads=4, block=16)
 
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         # lse is -inf where nothing is kept; finite differences cannot take that, so it enters as its exponential.
@@ -616,7 +618,7 @@ def test_flops_are_those_of_the_kept_tiles(
 ) -> None:
     q, k, v, _ = make_inputs(2, 4, *lengths, 8, kv_heads=kv_heads, value_dim=24, dtype=torch.float32)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    served = build_index(pattern, *lengths, heads=4) if as_index else pattern
+    served = build_index(pattern, *lengths, num_heads=4) if as_index else pattern
     with FlopCounterMode(display=False) as counter:
         sparse_attention(*leaves, served, enable_gqa=True).sum().backward()
     pairs = computed_pairs(pattern, *lengths, heads=4, batch=2)
@@ -648,9 +650,9 @@ def test_copies_mean_the_same(pattern: Pattern, copied: Callable[[Any], Any]) ->
     assert hash(same) == hash(pattern)
     assert repr(same) == repr(pattern)
     assert all(map(torch.equal, gradients(lambda *x: sparse_attention(*x, same), leaves), expected))
-    index = copied(build_index(pattern, 150, heads=4, batch=2))
+    index = copied(build_index(pattern, 150, num_heads=4, batch=2))
     assert all(map(torch.equal, gradients(lambda *x: sparse_attention(*x, index), leaves), expected))
-    assert index.density == build_index(pattern, 150, heads=4, batch=2).density
+    assert index.density == build_index(pattern, 150, num_heads=4, batch=2).density
 
 
 def test_a_pattern_and_its_text_share_one_index() -> None:

@@ -72,13 +72,13 @@ def test_a_mask_keeps_its_pairs(shape: tuple[int, ...]) -> None:
     mask[..., shape[-2] // 2 :, shape[-1] // 2 :] = False
     batch, heads, n_queries, n_keys = (1,) * (4 - len(shape)) + shape
     pattern = from_mask(mask)
-    assert (pattern.n_heads or 1, pattern.batch_size or 1) == (heads, batch)
+    assert (pattern.num_heads or 1, pattern.batch_size or 1) == (heads, batch)
     copied = mask.clone()
     mask.logical_not_()
     for block in (16, 32, 64, 128):
-        index = build_index(pattern, n_queries, n_keys, heads=heads, batch=batch, block=block)
+        index = build_index(pattern, n_queries, n_keys, num_heads=heads, batch=batch, block=block)
         assert torch.equal(index.to_dense().expand(batch, heads, -1, -1), copied.view(batch, heads, n_queries, n_keys))
-        inverse = build_index(~pattern & Causal(), n_queries, n_keys, heads=heads, batch=batch, block=block)
+        inverse = build_index(~pattern & Causal(), n_queries, n_keys, num_heads=heads, batch=batch, block=block)
         expected = mask.view(batch, heads, n_queries, n_keys).tril(n_keys - n_queries)
         assert torch.equal(inverse.to_dense().expand(batch, heads, -1, -1), expected)
 
@@ -92,10 +92,10 @@ def test_masks_are_equal_by_what_they_keep() -> None:
     assert from_mask(mask[:, :1].expand(-1, 5, -1, -1)) == from_mask(mask[:, :1])
     repeated = from_mask(mask[0, [0, 1, 0, 1]])
     assert repeated.head_class(0) == repeated.head_class(2) != repeated.head_class(1)
-    assert build_index(repeated, 140, 150, heads=4).n_groups == 2
+    assert build_index(repeated, 140, 150, num_heads=4).n_groups == 2
     rows = from_mask(torch.stack([mask[0], mask[1], mask[0]]))
     assert rows.batch_row(0) == rows.batch_row(2) != rows.batch_row(1)
-    assert build_index(rows, 140, 150, heads=3, batch=3).n_groups == 6
+    assert build_index(rows, 140, 150, num_heads=3, batch=3).n_groups == 6
 
 
 def test_a_mask_is_held_as_its_distinct_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +130,12 @@ def test_a_rule_of_flex_attention(name: str) -> None:
     rule = flex_rules()[name]
     mask = create_mask(rule, 1, 3, 300, 300, device="cpu")
     pattern = Elements.from_mask_mod(rule)
-    index = build_index(pattern, 300, heads=3)
+    index = build_index(pattern, 300, num_heads=3)
     assert torch.equal(index.to_dense().expand_as(mask), mask)
-    assert torch.equal(build_index(from_mask(mask), 300, heads=3).to_dense().expand_as(mask), mask)
+    assert torch.equal(build_index(from_mask(mask), 300, num_heads=3).to_dense().expand_as(mask), mask)
     # Another pattern of the same function finds the index in the cache.
     assert pattern == Elements.from_mask_mod(rule) != Elements.from_mask_mod(lambda *numbers: rule(*numbers))
-    assert build_index(Elements.from_mask_mod(rule), 300, heads=3) is index
+    assert build_index(Elements.from_mask_mod(rule), 300, num_heads=3) is index
 
 
 def test_densities_are_those_of_the_index() -> None:
@@ -145,9 +145,9 @@ def test_densities_are_those_of_the_index() -> None:
     assert pattern.tile_density(2048) != pattern.density(2048) < 0.3
     assert pattern.density(100, 2048) == build_index(pattern, 100, 2048).density
     heads = per_head([Window(10), Dense()])
-    assert heads.density(500) == build_index(heads, 500, heads=2).density
+    assert heads.density(500) == build_index(heads, 500, num_heads=2).density
     blocks = RandomBlocks(1)
-    assert blocks.density(2048, num_heads=3) == build_index(blocks, 2048, heads=3).density
+    assert blocks.density(2048, num_heads=3) == build_index(blocks, 2048, num_heads=3).density
     documents = Documents(ids=torch.arange(80).view(2, 40) // 7)
     assert documents.density(40) == build_index(documents, 40, batch=2).density == 1
     with pytest.raises(ValueError, match=r"heads: .*written for 2, got heads=3"):
@@ -389,7 +389,7 @@ def test_tiles_of_compositions(problem: tuple[Pattern, TileGrid], head: int) -> 
 def test_tiles_of_per_head_and_batched_patterns(data: st.DataObject) -> None:
     grid = data.draw(grids())
     pattern = per_head([data.draw(patterns(grid, 1)), data.draw(patterns(grid, 1))])
-    assert pattern.n_heads == 2
+    assert pattern.num_heads == 2
     for head in (0, 1):
         check_tiles(pattern, grid, head)
     heads = Blocks(torch.rand(3, 2, 3) < 0.5, block=50)
@@ -789,7 +789,7 @@ def test_drawing_refuses(draw: Callable[[], str], message: str) -> None:
         (lambda: per_head([]), "non-empty sequence"),
         (lambda: per_head([3]), "non-empty sequence"),  # type: ignore[list-item]
         (lambda: per_head([per_head([Causal()])]), "any head"),
-        (lambda: per_head([Causal()]) & per_head([Causal(), Dense()]), "same n_heads, got 1 and 2"),
+        (lambda: per_head([Causal()]) & per_head([Causal(), Dense()]), "same num_heads, got 1 and 2"),
         (
             lambda: Documents(ids=torch.zeros(2, 4, dtype=torch.int64)) | Documents(ids=torch.zeros(3, 4).long()),
             "same batch_size, got 2 and 3",

@@ -39,7 +39,7 @@ def test_the_phases_are_told_apart_and_add_up(backend: str, monkeypatch: pytest.
         return phase_of(event)
 
     monkeypatch.setattr(profile, "_phase", counting)
-    first, second = profile_attention(PATTERN, 700, heads=2, head_dim=16, backend=backend)
+    first, second = profile_attention(PATTERN, 700, num_heads=2, head_dim=16, backend=backend)
     for call in (first, second):
         assert call.total == pytest.approx(sum(call.phases.values()))
         assert set(call.phases) == set(PHASES)
@@ -73,11 +73,11 @@ def test_packing_is_the_share_of_what_the_threads_did() -> None:
 
 @needs_native
 def test_the_clocks_are_split_from_the_kernels_of_their_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = profile_attention(PATTERN, 300, heads=1, head_dim=16, calls=1)[0]
+    plain = profile_attention(PATTERN, 300, num_heads=1, head_dim=16, calls=1)[0]
     assert plain.phases["kernel forward"] > 0
     assert plain.phases["kernel backward"] > 0
     monkeypatch.setattr(profile, "_packing_share", lambda times: 1.0 if times and times[0].backward else 0.0)
-    split = profile_attention(PATTERN, 300, heads=1, head_dim=16, calls=1)[0]
+    split = profile_attention(PATTERN, 300, num_heads=1, head_dim=16, calls=1)[0]
     assert split.phases["kernel backward"] == 0
     assert split.phases["packing"] > 0
     assert split.phases["kernel forward"] > 0

@@ -216,7 +216,7 @@ def test_rows_are_rows_of_the_whole(modifiers, through_index, monkeypatch):
     rows = torch.tensor([0, 69, 33, 33, 12])
     whole = oracle(q, k, v, pattern, **modifiers)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    served = build_index(pattern, 70, 90, start=modifiers["start"], heads=4, block=16) if through_index else pattern
+    served = build_index(pattern, 70, 90, start=modifiers["start"], num_heads=4, block=16) if through_index else pattern
     out, lse = attention_rows(*leaves, served, rows, **modifiers)
     assert relative_error(out, whole.out[:, :, rows]) < 1e-14
     assert relative_error(lse, whole.lse[:, :, rows]) < 1e-14
@@ -230,7 +230,7 @@ def test_rows_are_rows_of_the_whole(modifiers, through_index, monkeypatch):
 def test_an_index_gives_what_its_pattern_gives():
     q, k, v, _ = make_inputs(2, 4, 70, 90)
     pattern = per_head([HOLES, Dense(), HOLES, Window(30)])
-    index = build_index(pattern, 70, 90, heads=4, block=32)
+    index = build_index(pattern, 70, 90, num_heads=4, block=32)
     for a, b in zip(attention_reference(q, k, v, index), attention_reference(q, k, v, pattern), strict=True):
         assert torch.equal(a, b)
 
@@ -301,7 +301,7 @@ def test_relative_error_tells_wrong_results_apart():
         ({"pattern": Documents(ids=torch.zeros(3, 8, dtype=torch.int64))}, r"pattern: .*batch=3"),
         ({"pattern": build_index(Dense(), 6, 9)}, r"pattern: .*does not match"),
         ({"pattern": build_index(Dense(), 6, 8), "start": 0}, r"pattern: .*does not match"),
-        ({"pattern": build_index(per_head([Dense(), Causal()]), 6, 8, heads=2)}, r"pattern: .*does not match"),
+        ({"pattern": build_index(per_head([Dense(), Causal()]), 6, 8, num_heads=2)}, r"pattern: .*does not match"),
         ({"rows": torch.tensor([6])}, r"rows: expected int64 \[R\] in \[0, 6\)"),
         ({"rows": torch.tensor([-1])}, r"rows: expected"),
         ({"rows": torch.tensor([[1]])}, r"rows: expected"),

@@ -66,10 +66,10 @@ def whole_tiles(rule: Pattern, index: BlockIndex, heads: int) -> int:
 
 @pytest.mark.parametrize(("rule", "n_queries", "n_keys", "block"), CASES)
 def test_statistics_agree_with_counting_pairs(rule: Pattern, n_queries: int, n_keys: int, block: int) -> None:
-    heads = rule.n_heads or 2
-    index = build_index(rule, n_queries, n_keys, heads=heads, block=block)
+    heads = rule.num_heads or 2
+    index = build_index(rule, n_queries, n_keys, num_heads=heads, block=block)
     dense = index.to_dense()[0].expand(heads, n_queries, n_keys)
-    counted = pattern_statistics(index, heads=heads, head_dim=16)
+    counted = pattern_statistics(index, num_heads=heads, head_dim=16)
     tiles = torch.stack([tiles_of(head, block, index.start) for head in dense])
     sizes = tiles_of(torch.ones(n_queries, n_keys), block, index.start)
     assert counted.kept_pairs == int(dense.sum())
@@ -97,9 +97,9 @@ def test_statistics_refuse_a_head_without_elements() -> None:
 
 @pytest.mark.parametrize(("rule", "heads"), [(per_head([Causal(), Window(1)]), 4), (Causal(), 0)])
 def test_statistics_refuse_other_heads(rule: Pattern, heads: int) -> None:
-    index = build_index(rule, 10, heads=rule.n_heads or 1)
-    with pytest.raises(ValueError, match=f"heads: expected .*, got {heads}"):
-        pattern_statistics(index, heads=heads)
+    index = build_index(rule, 10, num_heads=rule.num_heads or 1)
+    with pytest.raises(ValueError, match=f"num_heads: expected .*, got {heads}"):
+        pattern_statistics(index, num_heads=heads)
 
 
 @pytest.mark.parametrize(("rule", "n_queries", "n_keys", "block"), CASES)
@@ -107,8 +107,8 @@ def test_statistics_refuse_other_heads(rule: Pattern, heads: int) -> None:
 def test_occupancy_is_the_share_of_kept_pairs(
     rule: Pattern, n_queries: int, n_keys: int, block: int, pixels: int
 ) -> None:
-    index = build_index(rule, n_queries, n_keys, heads=rule.n_heads or 1, block=block)
-    for head in range(rule.n_heads or 1):
+    index = build_index(rule, n_queries, n_keys, num_heads=rule.num_heads or 1, block=block)
+    for head in range(rule.num_heads or 1):
         shares, side = occupancy(index, head=head, pixels=pixels)
         assert max(shares.shape) <= pixels or pixels < 64
         top = index.start - index.first_row * block
@@ -181,9 +181,9 @@ def test_show_prints_what_the_statistics_say(capsys: pytest.CaptureFixture[str])
 
 def test_show_json_is_the_statistics(capsys: pytest.CaptureFixture[str]) -> None:
     record = show_json(capsys, "per_head([causal, window(3)])", "--tokens", "60", "--keys", "90", "--head-dim", "8")
-    counted = pattern_statistics(build_index(parse("per_head([causal, window(3)])"), 60, 90, heads=2), head_dim=8)
+    counted = pattern_statistics(build_index(parse("per_head([causal, window(3)])"), 60, 90, num_heads=2), head_dim=8)
     assert record["kept_pairs"] == counted.kept_pairs
-    assert record["heads"] == 2
+    assert record["num_heads"] == 2
     assert record["longest_row"] == counted.longest_row._asdict()
     assert record["backward_flops"] == counted.backward_flops
     assert record["pattern"] == "per_head([causal, window(3)])"

@@ -29,9 +29,9 @@ PATTERNS: dict[str, Any] = {
     "elements": Elements(checkerboard),
     "tiles": TILES,
     "index": build_index(Causal() & Window(30), TOKENS, block=64),
-    "index per head": build_index(per_head([Window(n) for n in range(HEADS)]), TOKENS, heads=HEADS),
+    "index per head": build_index(per_head([Window(n) for n in range(HEADS)]), TOKENS, num_heads=HEADS),
     "index per row": build_index(
-        Documents(ids=torch.arange(TOKENS) // torch.tensor([[30], [50], [300]])), TOKENS, heads=HEADS, batch=BATCH
+        Documents(ids=torch.arange(TOKENS) // torch.tensor([[30], [50], [300]])), TOKENS, num_heads=HEADS, batch=BATCH
     ),
 }
 OPTIONS: dict[str, Any] = {
@@ -162,7 +162,7 @@ def test_a_module_attends_in_slices() -> None:
         ({"pattern": per_head([Window(1)] * 16)}, r"pattern: .*\(None, 16\)"),
         ({"pattern": Documents(ids=torch.zeros(4, TOKENS).int())}, r"pattern: .*\(4, None\)"),
         (
-            {"pattern": build_index(per_head([Window(n) for n in range(9)]), TOKENS, heads=9)},
+            {"pattern": build_index(per_head([Window(n) for n in range(9)]), TOKENS, num_heads=9)},
             r"pattern: .*\(None, 9\)",
         ),
         ({"enable_gqa": False}, "key: expected"),

@@ -30,7 +30,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def call_of(pattern: Pattern, n_queries: int, n_keys: int, heads: int, **options: object) -> Call:
-    index = build_index(pattern, n_queries, n_keys, heads=heads)
+    index = build_index(pattern, n_queries, n_keys, num_heads=heads)
     return Call(index.start, index.block, 0.1, tiles=index.tensors(), **{"backend": "triton", **options})
 
 
@@ -201,7 +201,7 @@ def splits_of(order: object, group: int) -> list[list[int]]:
 def test_each_group_has_its_own_splits_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "LONGEST", 1)
     clear_cache()
-    index = build_index(per_head([Window(20) | GlobalTokens(3), Causal()]), 300, heads=2, block=64)
+    index = build_index(per_head([Window(20) | GlobalTokens(3), Causal()]), 300, num_heads=2, block=64)
     for order, per_group, full, part in (
         (schedule_of(index).rows, index.n_rows, index.full_row_ptr, index.part_row_ptr),
         (schedule_of(index).cols, index.n_cols, index.full_col_ptr, index.part_col_ptr),
@@ -234,7 +234,7 @@ def test_a_schedule_reads_nothing_back_from_the_device() -> None:
 
 
 def test_unused_splits_of_a_dynamic_index_belong_to_no_group() -> None:
-    index = build_index(per_head([Causal(), Window(20)]), 300, heads=2)
+    index = build_index(per_head([Causal(), Window(20)]), 300, num_heads=2)
     padded = torch.cat([index.row_work, torch.full((5, 4), -1, dtype=torch.int32)])
     order, plain = (order_of(work, index.n_groups, index.n_rows) for work in (padded, index.row_work))
     assert [splits_of(order, group) for group in range(2)] == [splits_of(plain, group) for group in range(2)]
@@ -339,7 +339,7 @@ def test_every_case_is_right_on_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_a_call_waits_for_nothing_and_is_captured() -> None:
-    index = build_index(Causal() & (Window(300) | GlobalTokens(9)), 3000, heads=4, device="cuda")
+    index = build_index(Causal() & (Window(300) | GlobalTokens(9)), 3000, num_heads=4, device="cuda")
     leaves = [torch.randn(1, 4, 3000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
     def step() -> list[Tensor]:

@@ -87,7 +87,7 @@ def errors_of(
     grad_lse = torch.randn(x.q.shape[:3])
     expected = oracle(*x[:3], pattern, grad_out=x.grad_out, grad_lse=grad_lse, start=start, **options)
     lengths = x.q.shape[2], x.k.shape[2]
-    index = build_index(pattern, *lengths, start=start, heads=x.q.shape[1], block=block, device=DEVICE)
+    index = build_index(pattern, *lengths, start=start, num_heads=x.q.shape[1], block=block, device=DEVICE)
     moved = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
     out, lse, grads = run(on(x, DEVICE), index, grad_lse.to(DEVICE), **moved)
     assert torch.equal(lse.isfinite().cpu(), expected.lse.isfinite()), "other rows are empty"
@@ -107,7 +107,7 @@ def budget_of(pattern: Pattern, x: Inputs, **options: Any) -> float:
     """The largest error over what torch's own attention in the same dtype may have, against float64."""
     theirs = sdpa_low_precision_error(*x[:3], pattern, x.grad_out)
     expected = oracle(*x[:3], pattern, grad_out=x.grad_out)
-    index = build_index(pattern, x.q.shape[2], x.k.shape[2], heads=x.q.shape[1], block=64, device=DEVICE)
+    index = build_index(pattern, x.q.shape[2], x.k.shape[2], num_heads=x.q.shape[1], block=64, device=DEVICE)
     out, _, grads = run(on(x, DEVICE), index, **options)
     budget = SDPA_BUDGET[x.q.dtype]
     shares = [distance(out.cpu(), expected.out) / (budget * theirs.out)]
@@ -217,7 +217,7 @@ def an_index_with_unused_room() -> float:
     x = make(4, 130, batch=1)
     pattern = per_head([TILED, Causal(), HOLES, Window(30)])
     expected = oracle(*x[:3], pattern, grad_out=x.grad_out)
-    index = build_index(pattern, 130, heads=4, block=64, device=DEVICE)
+    index = build_index(pattern, 130, num_heads=4, block=64, device=DEVICE)
     tails: dict[str, Any] = {
         name: torch.cat([tensor, torch.full((7, *tensor.shape[1:]), -1, dtype=torch.int32, device=DEVICE)])
         for name in ("full_col", "full_row", "part_col", "part_row", "part_tile", "part_tile_t", "row_work", "col_work")
@@ -291,7 +291,7 @@ def what_nobody_keeps_is_not_read() -> float:
     poisoned.v[:, :, -3:] = math.inf
     poisoned.q[:, :, :3] = math.nan
     poisoned.grad_out[:, :, :3] = math.nan
-    index = build_index(HOLES, 130, heads=2, block=64, device=DEVICE)
+    index = build_index(HOLES, 130, num_heads=2, block=64, device=DEVICE)
     return differ(run(x, index), run(poisoned, index))
 
 
@@ -303,7 +303,7 @@ def rows_beyond_the_lengths_keep_nothing() -> float:
     for tensor in (poisoned.k, poisoned.v):
         tensor[:, :, :20] = math.nan
         tensor[:, :, 68:] = math.nan
-    index = build_index(Window(20), 8, 100, start=40, heads=2, block=64, device=DEVICE)
+    index = build_index(Window(20), 8, 100, start=40, num_heads=2, block=64, device=DEVICE)
     return differ(run(x, index), run(poisoned, index))
 
 
@@ -313,7 +313,7 @@ def keys_beyond_the_lengths_are_kept_by_nobody() -> float:
     x = on(make(1, 64, 100), DEVICE)
     poisoned = Inputs(*(tensor.clone() for tensor in x))
     poisoned.q[:, :, 40:] = math.nan
-    index = build_index(Dilated([60], 1), 64, 100, start=0, heads=1, block=64, device=DEVICE)
+    index = build_index(Dilated([60], 1), 64, 100, start=0, num_heads=1, block=64, device=DEVICE)
     (_, _, grads), (_, _, others) = run(x, index), run(poisoned, index)
     return 0.0 if all(torch.equal(grads[name][:, :, 64:], others[name][:, :, 64:]) for name in "kv") else math.inf
 
@@ -328,7 +328,7 @@ def masked_keys_are_not_read() -> float:
     pattern = Causal() & Window(10)  # so the last queries keep nothing at all
     poisoned.q[:, :, 112:] = math.nan
     poisoned.grad_out[:, :, 112:] = math.nan
-    index = build_index(pattern, 130, heads=2, block=64, device=DEVICE)
+    index = build_index(pattern, 130, num_heads=2, block=64, device=DEVICE)
     return differ(run(x, index, key_mask=mask), run(poisoned, index, key_mask=mask))
 
 
@@ -339,7 +339,7 @@ def the_future_does_not_change_the_past() -> float:
     other = Inputs(*(tensor.clone() for tensor in x))
     for tensor in other[:3]:
         tensor[:, :, 70:] = 30 * torch.randn_like(tensor[:, :, 70:])
-    index = build_index(Causal(), 150, heads=1, block=64, device=DEVICE)
+    index = build_index(Causal(), 150, num_heads=1, block=64, device=DEVICE)
     (out, lse, grads), (later, later_lse, later_grads) = run(x, index), run(other, index)
     same = torch.equal(out[:, :, :70], later[:, :, :70]) and torch.equal(lse[:, :, :70], later_lse[:, :, :70])
     same = same and all(torch.equal(grads[name][:, :, :70], later_grads[name][:, :, :70]) for name in "qkv")
@@ -350,7 +350,7 @@ def the_future_does_not_change_the_past() -> float:
 def any_strides() -> float:
     """Transposed, expanded, by columns; and so far apart that a row's offset passes 2^31 elements."""
     plain = make(2, 70, batch=2)
-    index = build_index(TILED, 70, heads=2, block=64, device=DEVICE)
+    index = build_index(TILED, 70, num_heads=2, block=64, device=DEVICE)
     laid = Inputs(*(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in on(plain, DEVICE)))
     one = Inputs(*(tensor[:, :1].expand_as(tensor) for tensor in on(plain, DEVICE)))
     worst = 0.0
@@ -365,7 +365,7 @@ def offsets_beyond_32_bits() -> float:
     apart = 2**31 // 60
     room = torch.empty(70 * apart, dtype=torch.float16, device=DEVICE)
     far = room.as_strided(near.q.shape, (0, 0, apart, 1))
-    index = build_index(Causal(), 70, heads=1, block=128, device=DEVICE)
+    index = build_index(Causal(), 70, num_heads=1, block=128, device=DEVICE)
     worst = 0.0
     for number in range(4):
         far.copy_(near[number])
@@ -377,7 +377,7 @@ def offsets_beyond_32_bits() -> float:
 @case
 def twice_the_same_bits() -> float:
     x = on(make(4, 130, kv_heads=2), DEVICE)
-    index = build_index(TILED, 130, heads=4, block=64, device=DEVICE)
+    index = build_index(TILED, 130, num_heads=4, block=64, device=DEVICE)
     return differ(run(x, index), run(x, index))
 
 

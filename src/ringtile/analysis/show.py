@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
         if (reason := missing_matplotlib()) is not None:
             raise ValueError(f"--out: {reason}")
-    heads = args.heads if args.heads is not None else rule.n_heads or 1
+    heads = args.heads if args.heads is not None else rule.num_heads or 1
     began = time.perf_counter()
-    index = build_index(rule, args.tokens, args.keys, heads=heads, block=args.block)
+    index = build_index(rule, args.tokens, args.keys, num_heads=heads, block=args.block)
     seconds = time.perf_counter() - began
-    statistics = pattern_statistics(index, heads=heads, head_dim=args.head_dim)
+    statistics = pattern_statistics(index, num_heads=heads, head_dim=args.head_dim)
     if args.out is not None:
         _draw_picture(index, rule, args.out)
     if args.json:
@@ -103,7 +103,7 @@ def _printable(drawing: str) -> str:
 
 
 def _lines(s: PatternStatistics, seconds: float) -> list[tuple[str, str]]:
-    heads, over_heads = ("", "") if s.heads == 1 else (f", {s.heads} heads", " over all heads")
+    heads, over_heads = ("", "") if s.num_heads == 1 else (f", {s.num_heads} heads", " over all heads")
     kept = f"{s.kept_pairs:,} of {s.allowed_pairs:,} pairs{over_heads}"
     tiles = f"{s.full_tiles + s.partial_tiles:,} tiles computed{over_heads}, {s.partial_tiles:,} of them partial"
     tiles += f" with {s.distinct_partial_tiles:,} distinct masks"

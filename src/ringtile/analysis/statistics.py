@@ -34,7 +34,7 @@ class PatternStatistics:
     n_queries: int
     n_keys: int
     block: int
-    heads: int
+    num_heads: int
     """The number of heads, times batch rows, in the sums."""
     head_dim: int
     kept_pairs: int
@@ -61,15 +61,15 @@ class PatternStatistics:
     longest_column: LongestList
 
 
-def pattern_statistics(index: BlockIndex, *, heads: int | None = None, head_dim: int = 64) -> PatternStatistics:
+def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_dim: int = 64) -> PatternStatistics:
     """Count the kept pairs of an index, and the cost of attention over it.
 
-    An index that all heads share counts once, unless you pass `heads`. Operations are the multiplications and additions
-    of the matmuls, `FORWARD_FLOPS` and `BACKWARD_FLOPS` per pair and element, with values as wide as keys. It waits for
-    the device of the index.
+    An index that all heads share counts once, unless you pass `num_heads`. Operations are the multiplications and
+    additions of the matmuls, `FORWARD_FLOPS` and `BACKWARD_FLOPS` per pair and element, with values as wide as keys. It
+    waits for the device of the index.
 
     Raises:
-        ValueError: If `head_dim` is not positive, or `heads` does not match the index.
+        ValueError: If `head_dim` is not positive, or `num_heads` does not match the index.
 
     >>> from ringtile.layout import build_index
     >>> from ringtile.patterns import Causal, Window
@@ -80,9 +80,9 @@ def pattern_statistics(index: BlockIndex, *, heads: int | None = None, head_dim:
     if head_dim < 1:
         raise ValueError(f"head_dim: expected a positive number, got {head_dim=}")
     in_index = index.group.shape[1]
-    if heads is not None and (heads < 1 or in_index not in (1, heads)):
-        raise ValueError(f"heads: expected {'a positive number' if in_index == 1 else in_index}, got {heads}")
-    copies = (heads or in_index) // in_index
+    if num_heads is not None and (num_heads < 1 or in_index not in (1, num_heads)):
+        raise ValueError(f"num_heads: expected {'a positive number' if in_index == 1 else in_index}, got {num_heads}")
+    copies = (num_heads or in_index) // in_index
     kept = index.trimmed()
     pairs = kept.tile_pairs(len(index.group), in_index * copies)
     # Groups stand for different numbers of (batch row, head) entries.
@@ -92,7 +92,7 @@ def pattern_statistics(index: BlockIndex, *, heads: int | None = None, head_dim:
         n_queries=index.n_queries,
         n_keys=index.n_keys,
         block=index.block,
-        heads=index.group.numel() * copies,
+        num_heads=index.group.numel() * copies,
         head_dim=head_dim,
         kept_pairs=index.kept_pairs * copies,
         allowed_pairs=index.allowed_pairs * copies,

@@ -44,7 +44,7 @@ def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) 
         tiles: float = allowed
         if not isinstance(rule, Dense):
             in_force = Causal() & rule if is_causal else rule
-            index = build_index(in_force, n_queries, n_keys, start=start, heads=rule.n_heads or 1, block=_TILE)
+            index = build_index(in_force, n_queries, n_keys, start=start, num_heads=rule.num_heads or 1, block=_TILE)
             with real_tensors():
                 tiles = index.kept_tiles / index.group.numel()
         kept, dense = kept + times * tiles, dense + times * allowed
@@ -210,13 +210,13 @@ class SparsePatternGenerator:
         A pattern of your own that differs between heads has a leading ``[num_heads]``.
         """
         rule, block_size = self.rule(seq_len, is_causal=is_causal), self.config.block_size
-        index = build_index(rule, seq_len, heads=rule.n_heads or 1, block=min(block_size, _TILE))
+        index = build_index(rule, seq_len, num_heads=rule.num_heads or 1, block=min(block_size, _TILE))
         blocks = torch.zeros(index.n_groups, index.n_rows, index.n_cols, dtype=torch.bool)
         blocks.view(-1)[index.entries().number] = True
         blocks = blocks[index.group[0].long()]
         if block_size > _TILE:
             blocks = F.max_pool2d(blocks.float(), block_size // _TILE, ceil_mode=True).bool()
-        return blocks if rule.n_heads else blocks[0]
+        return blocks if rule.num_heads else blocks[0]
 
     def generate_pattern(self, seq_len: int, num_heads: int = 1, is_causal: bool = False) -> Tensor:
         """Return the blocks with a kept pair in each head, bool ``[num_heads, blocks, blocks]``.

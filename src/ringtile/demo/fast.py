@@ -134,7 +134,7 @@ class Fast:
             progress.say(f"  {tiles:>12.1%}  {claim:>7}  {speed[0]:>7}  {speed[1]:>16}  {error:.1e}")
 
     def _measure_curve(self, progress: Progress) -> None:
-        heads, seconds_per_tile = self.curve_rule.n_heads or 1, 0.0
+        heads, seconds_per_tile = self.curve_rule.num_heads or 1, 0.0
         progress.say(
             f"  {self.curve_rule!r}, B1 H{heads}, forward and backward; memory: peak beyond inputs and results"
         )
@@ -230,7 +230,7 @@ class Fast:
     def _draw_curve(self, rows: list[LengthRow], duration: Axes, memory: Axes) -> None:
         from ringtile.analysis.plot import BLUE, GREY, ORANGE
 
-        heads, measured = self.curve_rule.n_heads or 1, sum(row.dense_measured for row in rows)
+        heads, measured = self.curve_rule.num_heads or 1, sum(row.dense_measured for row in rows)
         lengths = [row.n_tokens for row in rows]
         seconds, dense = [row.both_seconds for row in rows], [row.dense_seconds for row in rows]
         # A logarithmic axis has no place for a length that needed no memory.

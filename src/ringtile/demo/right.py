@@ -72,7 +72,7 @@ class Right:
             "--pattern": self.pattern,
         }
         return [
-            Case(name, pattern, self.n_tokens, heads=rule.n_heads or HEADS, block=BLOCK)
+            Case(name, pattern, self.n_tokens, heads=rule.num_heads or HEADS, block=BLOCK)
             for name, rule in chosen.items()
             if rule is not None
             for pattern in (rule, Causal() & rule)

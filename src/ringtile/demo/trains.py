@@ -196,7 +196,7 @@ class Trains:
                     f"{self.context:,}, got {len(getattr(self.corpus, part)):,}"
                 )
         self.rule = DEFAULT_PATTERN if self.pattern is None else Causal() & self.pattern
-        self.size = self.size._replace(heads=self.rule.n_heads or self.size.heads)
+        self.size = self.size._replace(heads=self.rule.num_heads or self.size.heads)
         if self.size.width % (2 * self.size.heads):
             raise ValueError(
                 f"--pattern: expected a number of heads that divides {self.size.width // 2}, got {self.size.heads}"
@@ -208,7 +208,7 @@ class Trains:
         """Train sparse, then dense, and print both; then try the same with FlexAttention."""
         sparse, dense = self.runs
         parameters = sum(weight.numel() for weight in sparse.model.parameters())
-        density = build_index(self.rule, self.context, heads=self.size.heads).tile_density
+        density = build_index(self.rule, self.context, num_heads=self.size.heads).tile_density
         progress.say(
             f"Trains: a byte model of {parameters:,} parameters, {self.size.layers} layers, width {self.size.width}, "
             f"H{self.size.heads} D{self.size.width // self.size.heads}, context {self.context:,}, float32"

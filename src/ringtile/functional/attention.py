@@ -315,7 +315,14 @@ def sparse_attention(
         text = rule.text or ""
         if backend != "reference" and not text:
             index = build_index(
-                rule, n_queries, n_keys, start=first, heads=heads, batch=max(batch, 1), block=block, device=query.device
+                rule,
+                n_queries,
+                n_keys,
+                start=first,
+                num_heads=heads,
+                batch=max(batch, 1),
+                block=block,
+                device=query.device,
             )
 
     seed = drawn_seed(seed, query) if dropout_p else None

@@ -100,15 +100,15 @@ class OfHeads(Wrapper):
         return self.inner.head_class(self.heads[head])
 
     @property
-    def n_heads(self) -> int | None:
+    def num_heads(self) -> int | None:
         return len(self.heads)
 
     def envelope(self) -> Pattern:
         return self.inner.envelope()
 
 
-def for_heads(pattern: Pattern, heads: tuple[int, ...], n_heads: int) -> Pattern:
-    """Return the pattern for a call with some of ``n_heads`` heads, unchanged if it treats all heads alike."""
-    everyone = heads == tuple(range(n_heads))
-    alike = pattern.n_heads is None and len({pattern.head_class(head) for head in range(n_heads)}) == 1
+def for_heads(pattern: Pattern, heads: tuple[int, ...], num_heads: int) -> Pattern:
+    """Return the pattern for a call with some of ``num_heads`` heads, unchanged if it treats all heads alike."""
+    everyone = heads == tuple(range(num_heads))
+    alike = pattern.num_heads is None and len({pattern.head_class(head) for head in range(num_heads)}) == 1
     return pattern if everyone or alike else OfHeads(pattern, heads)

@@ -99,7 +99,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Ca
     if not text:
         lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2], "start": part.piece.start}
         index = build_index(
-            part.rule, **lengths, heads=q.shape[1], batch=max(q.shape[0], 1), block=_BLOCK, device=q.device
+            part.rule, **lengths, num_heads=q.shape[1], batch=max(q.shape[0], 1), block=_BLOCK, device=q.device
         )
     call = Call(
         start=part.piece.start,
@@ -278,8 +278,8 @@ def _check_pattern(pattern: Pattern | None, heads: int) -> None:
         return
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern: expected a Pattern between places in a segment, got {type(pattern).__name__}")
-    if pattern.n_heads not in (None, heads):
-        raise ValueError(f"pattern: it is defined for {pattern.n_heads} heads, got {heads=}")
+    if pattern.num_heads not in (None, heads):
+        raise ValueError(f"pattern: it is defined for {pattern.num_heads} heads, got {heads=}")
     if pattern.batch_size is not None:
         raise ValueError(f"pattern: expected one rule for all batch rows, got {pattern.batch_size=}")
 

@@ -74,7 +74,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dic
         defined = (None if rows == 1 else rows, None if columns == 1 else columns)
     else:
         rule = None if pattern is None else as_pattern(pattern, options.get("start"))
-        defined = (None, None) if rule is None else (rule.batch_size, rule.n_heads)
+        defined = (None, None) if rule is None else (rule.batch_size, rule.num_heads)
     if defined[0] not in (None, batch) or defined[1] not in (None, heads):
         raise ValueError(f"pattern: it is defined for (batch, heads) = {defined}, got {query.shape=}")
 
@@ -122,10 +122,10 @@ def _share(name: str, value: Any, row: int, n_rows: int, heads: range) -> Any:
     return value[heads.start : heads.stop] if name in ("alibi_slopes", "sinks") else value
 
 
-def _rule(pattern: Any, row: int, n_rows: int, heads: range, n_heads: int) -> Any:
+def _rule(pattern: Any, row: int, n_rows: int, heads: range, num_heads: int) -> Any:
     """Return the pattern or index of some batch rows and heads."""
     if isinstance(pattern, Pattern):
-        return for_heads(pattern if pattern.batch_size is None else pattern.batch_row(row), tuple(heads), n_heads)
+        return for_heads(pattern if pattern.batch_size is None else pattern.batch_row(row), tuple(heads), num_heads)
     if not isinstance(pattern, BlockIndex):
         return pattern
     group = pattern.group[row : row + n_rows] if len(pattern.group) > 1 else pattern.group

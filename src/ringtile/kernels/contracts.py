@@ -112,7 +112,7 @@ def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
         with span(INDEX):
             rule = parse(call.pattern)
             return build_index(
-                rule, n_queries, n_keys, start=call.start, heads=q.shape[1], block=call.block, device=q.device
+                rule, n_queries, n_keys, start=call.start, num_heads=q.shape[1], block=call.block, device=q.device
             )
     return BlockIndex.from_tensors(call.tiles, block=call.block, start=call.start, n_queries=n_queries, n_keys=n_keys)
 

@@ -90,9 +90,9 @@ class _Problem:
                     f"pattern: {self.pattern!r} does not match {self.start=}, {self.q.shape=}, {self.k.shape=}"
                 )
         elif isinstance(self.pattern, Pattern):
-            if self.pattern.n_heads not in (None, heads) or self.pattern.batch_size not in (None, batch):
+            if self.pattern.num_heads not in (None, heads) or self.pattern.batch_size not in (None, batch):
                 raise ValueError(
-                    f"pattern: {self.pattern!r} is defined for heads={self.pattern.n_heads}, "
+                    f"pattern: {self.pattern!r} is defined for heads={self.pattern.num_heads}, "
                     f"batch={self.pattern.batch_size}, got {self.q.shape=}"
                 )
             self.pattern.validate(TileGrid(128, self.first_position, n_queries, n_keys))

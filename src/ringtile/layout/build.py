@@ -314,7 +314,7 @@ def build_index(
     n_keys: int | None = None,
     *,
     start: int | None = None,
-    heads: int = 1,
+    num_heads: int = 1,
     batch: int = 1,
     block: int | Literal["auto"] = 128,
     device: torch.device | str | None = None,
@@ -327,7 +327,7 @@ def build_index(
         n_queries: Number of queries. The first is at position ``start``.
         n_keys: Number of keys. Default: ``n_queries``.
         start: Position of the first query. Default: ``n_keys - n_queries``.
-        heads: Number of query heads. A pattern defined per head must match.
+        num_heads: Number of query heads. A pattern defined per head must match.
         batch: Number of batch elements. A pattern defined per batch element must match.
         block: Tile side in tokens: 16, 32, 64 or 128. "auto" picks 64 if it computes over 1.3x less than 128.
         device: Device of the index. Default: the CPU.
@@ -352,14 +352,14 @@ def build_index(
         start = n_keys - n_queries
     elif type(start) is not int:
         raise ValueError(f"start: expected an integer, got {start!r}")
-    _checked_count("heads", heads, 1, MAX_HEADS)
+    _checked_count("num_heads", num_heads, 1, MAX_HEADS)
     _checked_count("batch", batch, 1)
     _checked_count("max_bytes", max_bytes, 1)
-    for name, count, expected in (("heads", heads, pattern.n_heads), ("batch", batch, pattern.batch_size)):
+    for name, count, expected in (("num_heads", num_heads, pattern.num_heads), ("batch", batch, pattern.batch_size)):
         if expected is not None and count != expected:
             raise ValueError(f"{name}: {_short(pattern)} is written for {expected}, got {name}={count}")
     if block == "auto":
-        return _choose_block(pattern, n_queries, n_keys, start, heads, batch, device, max_bytes)
+        return _choose_block(pattern, n_queries, n_keys, start, num_heads, batch, device, max_bytes)
     if type(block) is not int or block not in BLOCKS:
         raise ValueError(f"block: expected one of {BLOCKS} or 'auto', got {block!r}")
     device = torch.device("cpu") if device is None else torch.device(device)
@@ -368,11 +368,11 @@ def build_index(
     lengths = TileGrid(block, start, n_queries, n_keys)
     # A rule that is defined for all positions fills whole tiles. They serve all lengths that touch the same tiles.
     grid = lengths.whole if pattern.unbounded else lengths
-    key = (pattern, grid, heads, batch, device)
+    key = (pattern, grid, num_heads, batch, device)
     index = _cache.get(key, lengths, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     if index is None:
         with real_tensors():
-            index = _build(pattern, grid, heads, batch, device, _Budget(max_bytes, lengths))
+            index = _build(pattern, grid, num_heads, batch, device, _Budget(max_bytes, lengths))
         index = _cache.put(key, lengths, index)
     return index
 
@@ -382,7 +382,7 @@ def _choose_block(
     n_queries: int,
     n_keys: int,
     start: int,
-    heads: int,
+    num_heads: int,
     batch: int,
     device: torch.device | str | None,
     max_bytes: int,
@@ -393,7 +393,7 @@ def _choose_block(
             n_queries,
             n_keys,
             start=start,
-            heads=heads,
+            num_heads=num_heads,
             batch=batch,
             block=block,
             device=device,

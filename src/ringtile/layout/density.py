@@ -39,7 +39,7 @@ def with_density(
     n_keys: int | None = None,
     *,
     start: int | None = None,
-    heads: int = 1,
+    num_heads: int = 1,
     batch: int = 1,
     block: int | Literal["auto"] = 128,
     tiles: bool = False,
@@ -62,7 +62,9 @@ def with_density(
         raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
 
     def measured(sized: Pattern) -> float:
-        index = build_index(sized, n_queries, n_keys, start=start, heads=heads, batch=batch, block=block, device=device)
+        index = build_index(
+            sized, n_queries, n_keys, start=start, num_heads=num_heads, batch=batch, block=block, device=device
+        )
         return index.tile_density if tiles else index.density
 
     return solve(pattern, target, measured, n_queries, n_keys or 0, start or 0)

@@ -126,7 +126,7 @@ class FlexPattern(Pattern):
         shape = (head + query + key).shape
         batch = torch.full_like(head, self.row or 0)
         batch, head, query, key = (part.expand(shape).flatten() for part in (batch, head, query - self.start, key))
-        list_head = head if self.n_heads is not None else torch.zeros_like(head)
+        list_head = head if self.num_heads is not None else torch.zeros_like(head)
         state = self.states.to(query.device)[batch, list_head, query // self.sides[0], key // self.sides[1]]
         marked = one_by_one(self.mask_mod, batch, head, query, key)
         return ((state == FULL) | ((state == _PARTIAL) & marked)).view(shape)
@@ -149,10 +149,10 @@ class FlexPattern(Pattern):
         return torch.where(count[0] == area, 0, torch.where(count[1] == area, 1, classes))
 
     def head_class(self, head: int) -> Hashable:
-        return None if self.n_heads is None else head
+        return None if self.num_heads is None else head
 
     @property
-    def n_heads(self) -> int | None:
+    def num_heads(self) -> int | None:
         return self.states.shape[1] if self.states.shape[1] > 1 else None
 
     @property

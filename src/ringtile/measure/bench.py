@@ -355,7 +355,7 @@ def _device(name: str) -> torch.device:
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
     sizes = {"batch": args.batch, "head_dim": args.head_dim, "device": _device(args.device)}
     for text in args.patterns:
-        heads = parse(text).n_heads or args.heads
+        heads = parse(text).num_heads or args.heads
         for name in [f"{text} at {density:g}" for density in args.density or []] or [text]:
             for dtype in args.dtype:
                 for n_tokens in sorted(args.tokens):

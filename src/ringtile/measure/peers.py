@@ -55,7 +55,7 @@ class Case:
     @cached_property
     def index(self) -> BlockIndex:
         """The tiles of the pattern at this length."""
-        sizes = {"heads": self.heads, "batch": self.batch, "block": self.block}
+        sizes = {"num_heads": self.heads, "batch": self.batch, "block": self.block}
         return build_index(self.pattern, self.queries, self.n_tokens, **sizes, device=self.device)
 
     @property

@@ -82,7 +82,7 @@ def profile_attention(
     pattern: Pattern,
     tokens: int,
     *,
-    heads: int = 8,
+    num_heads: int = 8,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     backend: str | None = None,
@@ -97,14 +97,14 @@ def profile_attention(
         ValueError: If there are no calls or no tokens.
 
     >>> from ringtile.patterns import Causal
-    >>> first, second = profile_attention(Causal(), 256, heads=1)
+    >>> first, second = profile_attention(Causal(), 256, num_heads=1)
     >>> sorted(second.phases) == sorted(PHASES) and second.total > 0
     True
     """
     if calls < 1 or tokens < 1:
         raise ValueError(f"calls, tokens: expected at least one, got {calls=}, {tokens=}")
     query, key, value, out_grad = (
-        torch.randn(1, heads, tokens, head_dim, dtype=dtype, requires_grad=True) for _ in range(4)
+        torch.randn(1, num_heads, tokens, head_dim, dtype=dtype, requires_grad=True) for _ in range(4)
     )
 
     def step() -> None:
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     pattern = parse(args.pattern)
     if args.causal:
         pattern = Causal() & pattern
-    sizes = {"heads": args.heads or pattern.n_heads or 8, "head_dim": args.head_dim}
+    sizes = {"num_heads": args.heads or pattern.num_heads or 8, "head_dim": args.head_dim}
     options = {"dtype": getattr(torch, args.dtype), "backend": args.backend, "trace": args.trace}
     first, second = profiles = profile_attention(pattern, args.tokens, **sizes, **options)
     if args.json:

@@ -93,7 +93,7 @@ def case_of(text: str, n_tokens: int, *, heads: int, **sizes: Any) -> Case:
     pattern = parse(asked)
     if density:
         block = sizes.get("block", 128)
-        pattern = with_density(pattern, float(density), n_tokens, heads=heads, block=block).pattern
+        pattern = with_density(pattern, float(density), n_tokens, num_heads=heads, block=block).pattern
     return Case(text, pattern, n_tokens, heads=heads, **sizes)
 
 

@@ -225,8 +225,8 @@ class LayerCache:
                 f"key, value: expected heads that divide the query's, and its head_dim, "
                 f"got {key.shape=}, {value.shape=} with {query.shape=}"
             )
-        if self.pattern.n_heads not in (None, heads):
-            raise ValueError(f"query: the pattern is written for {self.pattern.n_heads} heads, got {query.shape=}")
+        if self.pattern.num_heads not in (None, heads):
+            raise ValueError(f"query: the pattern is written for {self.pattern.num_heads} heads, got {query.shape=}")
         if key_mask is not None and (key_mask.shape != (key.shape[0], n_new) or key_mask.dtype != torch.bool):
             raise ValueError(
                 f"key_mask: expected bool [B, N] of the new keys, got {key_mask.dtype=}, {key_mask.shape=} "
@@ -262,9 +262,9 @@ class LayerCache:
             before = self._present()
             seen = new if before is None else before.joined(new)
             self._store(new)
-        n_heads = query.shape[1]
-        alike = len({self.pattern.head_class(head) for head in range(n_heads)}) == 1
-        heads = torch.arange(1 if alike else n_heads, device=query.device)
+        num_heads = query.shape[1]
+        alike = len({self.pattern.head_class(head) for head in range(num_heads)}) == 1
+        heads = torch.arange(1 if alike else num_heads, device=query.device)
         places = (heads[:, None, None], new.position[:, None], seen.position)
         # Repeat a key for each pattern that keeps it.
         kept = torch.cat([pattern.allowed(*places) for pattern in self.patterns], -1)
@@ -272,7 +272,7 @@ class LayerCache:
         if len(self.patterns) > 1 or not bool(used.all()):
             index = used.nonzero().squeeze(1)
             seen, kept = seen.chosen(index % len(seen.position)), kept.index_select(2, index)
-        enable_gqa = n_heads != seen.key.shape[1]
+        enable_gqa = num_heads != seen.key.shape[1]
         if len(heads) == len(new.position) == 1 and not self._masked:
             return F.scaled_dot_product_attention(query, seen.key, seen.value, enable_gqa=enable_gqa)
         if self._masked:

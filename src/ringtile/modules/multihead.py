@@ -428,7 +428,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             Causal() & rule if how["is_causal"] else rule,
             q.shape[2],
             k.shape[2],
-            heads=q.shape[1],
+            num_heads=q.shape[1],
             batch=q.shape[0],
             device=q.device,
         )
@@ -438,8 +438,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
 
 def _checked_rule(pattern: Pattern | BlockMask | Tensor | None, attend: Attend, num_heads: int) -> Pattern | None:
     rule = None if pattern is None else as_pattern(pattern)
-    if rule is not None and rule.n_heads not in (None, num_heads):
-        raise ValueError(f"pattern: {rule!r} is defined for {rule.n_heads} heads, got {num_heads=}")
+    if rule is not None and rule.num_heads not in (None, num_heads):
+        raise ValueError(f"pattern: {rule!r} is defined for {rule.num_heads} heads, got {num_heads=}")
     if not callable(attend):
         raise ValueError(f"attend: expected a function of query, key and value, got {attend!r}")
     return rule

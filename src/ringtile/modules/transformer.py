@@ -88,8 +88,8 @@ class SparseTransformerLayer(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout: expected a probability below 1, got {dropout!r}")
         rule = None if pattern is None else as_pattern(pattern)
-        if rule is not None and rule.n_heads not in (None, num_heads):
-            raise ValueError(f"pattern: it is defined for {rule.n_heads} heads, got {num_heads=}")
+        if rule is not None and rule.num_heads not in (None, num_heads):
+            raise ValueError(f"pattern: it is defined for {rule.num_heads} heads, got {num_heads=}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
         self.dropout, self.rotary, self.qk_norm, self.is_causal = dropout, rotary, qk_norm, is_causal

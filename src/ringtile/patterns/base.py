@@ -127,7 +127,7 @@ class Pattern:
         return None
 
     @property
-    def n_heads(self) -> int | None:
+    def num_heads(self) -> int | None:
         """Number of heads that the pattern is defined for, or None for any."""
         return None
 
@@ -175,8 +175,10 @@ class Pattern:
         """
         n_keys = n_queries if n_keys is None else n_keys
         start = n_keys - n_queries if start is None else start
-        if head < 0 or (self.n_heads is not None and head >= self.n_heads):
-            raise ValueError(f"draw expects the number of one of {self.n_heads or 'any number of'} heads, got {head=}")
+        if head < 0 or (self.num_heads is not None and head >= self.num_heads):
+            raise ValueError(
+                f"draw expects the number of one of {self.num_heads or 'any number of'} heads, got {head=}"
+            )
         if self.batch_size is not None:
             raise ValueError(f"draw expects one batch row, batch_row(b).draw(...), got {self.batch_size=}")
         self.validate(TileGrid(block=1, start=start, n_queries=n_queries, n_keys=n_keys))
@@ -217,13 +219,13 @@ class Pattern:
 
         if reason := missing_matplotlib():
             raise ImportError(reason)
-        return plot_pattern(self._index(n_queries, n_keys, self.n_heads or head + 1), ax, head=head)
+        return plot_pattern(self._index(n_queries, n_keys, self.num_heads or head + 1), ax, head=head)
 
     def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> BlockIndex:
         from ringtile.layout.build import build_index
 
-        heads = (self.n_heads or 1) if num_heads is None else num_heads
-        return build_index(self, n_queries, n_keys, heads=heads, batch=self.batch_size or 1)
+        heads = (self.num_heads or 1) if num_heads is None else num_heads
+        return build_index(self, n_queries, n_keys, num_heads=heads, batch=self.batch_size or 1)
 
     def __and__(self, other: Pattern) -> Pattern:
         return And(self, other) if isinstance(other, Pattern) else NotImplemented
@@ -318,7 +320,7 @@ class _Pair(Pattern):
     second: Pattern
 
     def __post_init__(self) -> None:
-        for name in ("n_heads", "batch_size"):
+        for name in ("num_heads", "batch_size"):
             sizes = (getattr(self.first, name), getattr(self.second, name))
             if None not in sizes and sizes[0] != sizes[1]:
                 raise ValueError(f"both sides of a composition need the same {name}, got {sizes[0]} and {sizes[1]}")
@@ -331,8 +333,8 @@ class _Pair(Pattern):
         return (self.first.head_class(head), self.second.head_class(head))
 
     @property
-    def n_heads(self) -> int | None:
-        return self.first.n_heads if self.first.n_heads is not None else self.second.n_heads
+    def num_heads(self) -> int | None:
+        return self.first.num_heads if self.first.num_heads is not None else self.second.num_heads
 
     @property
     def batch_size(self) -> int | None:
@@ -457,8 +459,8 @@ class Wrapper(Pattern):
         return self.inner.head_class(head)
 
     @property
-    def n_heads(self) -> int | None:
-        return self.inner.n_heads
+    def num_heads(self) -> int | None:
+        return self.inner.num_heads
 
     @property
     def batch_size(self) -> int | None:
@@ -500,7 +502,7 @@ class PerHead(Pattern):
     def __post_init__(self) -> None:
         if not self.patterns or not all(isinstance(p, Pattern) for p in self.patterns):
             raise ValueError(f"per_head expects a non-empty sequence of patterns, got {self.patterns!r}")
-        if any(p.n_heads is not None for p in self.patterns):
+        if any(p.num_heads is not None for p in self.patterns):
             raise ValueError("per_head expects patterns for any head, got one that is itself written per head")
         if len({p.batch_size for p in self.patterns} - {None}) > 1:
             raise ValueError(f"per_head expects one batch_size, got {[p.batch_size for p in self.patterns]}")
@@ -534,7 +536,7 @@ class PerHead(Pattern):
         return (self.patterns[head], self.patterns[head].head_class(head))
 
     @property
-    def n_heads(self) -> int | None:
+    def num_heads(self) -> int | None:
         return len(self.patterns)
 
     @property

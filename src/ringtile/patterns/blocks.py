@@ -170,7 +170,7 @@ class Blocks(BlockPattern):
         return None if self.shape[2] is None else head
 
     @property
-    def n_heads(self) -> int | None:
+    def num_heads(self) -> int | None:
         return self.shape[2]
 
     def validate(self, grid: TileGrid) -> None:

@@ -36,7 +36,7 @@ class Mask(Pattern):
     def _state(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         if self.batch_size is not None:
             raise ValueError(f"mask of {self.batch_size} batch rows: ask batch_row(b), the pattern of one row")
-        head = torch.zeros_like(head) if self.n_heads is None else head
+        head = torch.zeros_like(head) if self.num_heads is None else head
         return self.states.tensor[0].to(row.device)[head, row - self._start // _SIDE, col]
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -52,10 +52,10 @@ class Mask(Pattern):
         return torch.where(state < _PARTIAL, state, _PARTIAL + (state - _PARTIAL) * parts**2 + place)
 
     def head_class(self, head: int) -> Hashable:
-        return None if self.n_heads is None else digest_of(self.states.tensor[:, head])
+        return None if self.num_heads is None else digest_of(self.states.tensor[:, head])
 
     @property
-    def n_heads(self) -> int | None:
+    def num_heads(self) -> int | None:
         return self.states.tensor.shape[1] if self.states.tensor.shape[1] > 1 else None
 
     @property

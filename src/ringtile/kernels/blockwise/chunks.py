@@ -68,11 +68,11 @@ def _head_runs(heads: list[int], ratio: int, limit: int) -> Iterator[tuple[slice
 
 def _units(index: BlockIndex, tensors: tuple[Tensor, ...], n_kv: int, key_masked: bool) -> list[Unit]:
     q, v = tensors[0], tensors[2]
-    n_batch, n_heads = q.shape[:2]
+    n_batch, num_heads = q.shape[:2]
     if n_batch == 0:
         return []
-    ratio = n_heads // n_kv
-    group = index.group.cpu().expand(n_batch, n_heads)
+    ratio = num_heads // n_kv
+    group = index.group.cpu().expand(n_batch, num_heads)
     limit = max(1, _HEADS_BYTES // (index.block * (q.shape[-1] + v.shape[-1]) * 4))
     mergeable = all(x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1] for x in tensors)
     one = bool((group == group[0, 0]).all())
@@ -82,7 +82,7 @@ def _units(index: BlockIndex, tensors: tuple[Tensor, ...], n_kv: int, key_masked
     units = []
     for b, row in enumerate(group.tolist()):
         for g in sorted(set(row)):
-            for heads, kv_heads in _head_runs([h for h in range(n_heads) if row[h] == g], ratio, limit):
+            for heads, kv_heads in _head_runs([h for h in range(num_heads) if row[h] == g], ratio, limit):
                 units.append(Unit(g, slice(b, b + 1), heads, kv_heads))
     return units
 

@@ -201,9 +201,9 @@ def check_tiles(pattern: Pattern, grid: TileGrid, head: int) -> None:
     assert int(classes.min()) >= 0
 
     some = cut_to_lengths(tile_bits(pattern, grid, head), grid).flatten(2).any(2)
-    lo, hi = pattern.span(head, rows, grid)
+    lo, hi = pattern.col_range(head, rows, grid)
     columns = torch.arange(grid.n_cols)
-    assert not some[(columns < lo.unsqueeze(1)) | (columns >= hi.unsqueeze(1))].any(), "the span misses a tile"
+    assert not some[(columns < lo.unsqueeze(1)) | (columns >= hi.unsqueeze(1))].any(), "the range misses a tile"
     cover = pattern.cover(head, rows, grid)
     if cover is None:
         assert pattern.cover_size(head, rows, grid) >= some.numel()
@@ -347,7 +347,7 @@ def test_random_blocks_are_uniform() -> None:
     assert len(RandomBlocks(3).draws(torch.tensor(0), torch.arange(5, 500)).unique()) > 250
 
 
-# Cover, span and classes: for every tile of random grids.
+# Cover, range and classes: for every tile of random grids.
 
 
 EVERY_SIZE = {

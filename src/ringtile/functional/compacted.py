@@ -39,8 +39,8 @@ class InSegments(Wrapper):
         places = (query % self.length // self.dilation, key % self.length // self.dilation)
         return self.segments.allowed(head, query, key) & self.inner.allowed(head, *places)
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return self.segments.span(head, rows, grid)
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        return self.segments.col_range(head, rows, grid)
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
         return self.segments.cover(head, rows, grid)
@@ -90,8 +90,8 @@ class OfHeads(Wrapper):
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.inner.cover_size(self.heads[head], rows, grid)
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return self.inner.span(self.heads[head], rows, grid)
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        return self.inner.col_range(self.heads[head], rows, grid)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         return self.inner.tile_class(self.heads[head], row, col, grid)

@@ -111,7 +111,7 @@ class Pattern:
         """Return an upper bound of ``cover(...).size()`` in O(rows), without listing tiles."""
         return len(rows) * grid.n_cols
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         """Return one interval ``[lo, hi)`` of column tiles per row tile (int64, clipped) with all its kept pairs."""
         return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
 
@@ -386,14 +386,14 @@ class And(_Pair):
         cover = small.cover(head, rows, grid)
         if cover is None:
             return None
-        lo, hi = other.span(head, cover.row, grid)
+        lo, hi = other.col_range(head, cover.row, grid)
         return Cover(cover.row, torch.maximum(cover.lo, lo), torch.minimum(cover.hi, hi))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return min(self.first.cover_size(head, rows, grid), self.second.cover_size(head, rows, grid))
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        a, b = self.first.span(head, rows, grid), self.second.span(head, rows, grid)
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        a, b = self.first.col_range(head, rows, grid), self.second.col_range(head, rows, grid)
         return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
@@ -430,8 +430,8 @@ class Or(_Pair):
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.first.cover_size(head, rows, grid) + self.second.cover_size(head, rows, grid)
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        a, b = self.first.span(head, rows, grid), self.second.span(head, rows, grid)
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        a, b = self.first.col_range(head, rows, grid), self.second.col_range(head, rows, grid)
         return torch.minimum(a[0], b[0]), torch.maximum(a[1], b[1])
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
@@ -526,8 +526,8 @@ class PerHead(Pattern):
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.patterns[head].cover_size(head, rows, grid)
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return self.patterns[head].span(head, rows, grid)
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        return self.patterns[head].col_range(head, rows, grid)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         return self.patterns[head].tile_class(head, row, col, grid)

@@ -136,7 +136,7 @@ class Segments(Pattern):
         chosen_key = key % self.length % self.dilation == phase
         return (query // self.length == key // self.length) & chosen_query & chosen_key
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         first = rows * grid.block // self.length
         last = (rows * grid.block + grid.block - 1) // self.length
         return interval_cover(
@@ -144,10 +144,10 @@ class Segments(Pattern):
         )[1:]
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return Cover(rows, *self.span(head, rows, grid))
+        return Cover(rows, *self.col_range(head, rows, grid))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return Cover(rows, *self.span(head, rows, grid)).size()
+        return Cover(rows, *self.col_range(head, rows, grid)).size()
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         period = self.length // gcd(self.length, grid.block)

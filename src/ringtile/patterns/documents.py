@@ -81,16 +81,16 @@ class Documents(Pattern):
         starts[0], starts[-1] = -_FAR, _FAR
         return starts[document], starts[document + 1]
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         first, last = self._document(rows * grid.block), self._document(rows * grid.block + grid.block - 1)
         lo, hi = self._extent(first)[0] // grid.block, (self._extent(last)[1] - 1) // grid.block + 1
         return interval_cover(rows, lo, hi, grid)[1:]
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return Cover(rows, *self.span(head, rows, grid))
+        return Cover(rows, *self.col_range(head, rows, grid))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return Cover(rows, *self.span(head, rows, grid)).size()
+        return Cover(rows, *self.col_range(head, rows, grid)).size()
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         firsts = [self._document(tile * grid.block) for tile in (row, col)]

@@ -141,7 +141,7 @@ class OffsetPattern(Pattern):
         listed = sum(tiles * self._multiples(term, grid) for term in sparse) * len(rows)
         return self._interval(rows, grid, left, right).size() + listed
 
-    def span(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         reach = self._interval(rows, grid, max(t.left for t in self.terms), max(t.right for t in self.terms))
         return reach.lo, reach.hi
 

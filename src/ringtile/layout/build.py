@@ -217,11 +217,12 @@ class _Entry:
     with_lengths: dict[TileGrid, BlockIndex] = field(default_factory=dict)
 
     def at(self, lengths: TileGrid) -> BlockIndex:
-        if lengths not in self.with_lengths:
+        found = self.with_lengths.get(lengths)
+        if found is None:
             if len(self.with_lengths) == _LENGTHS:
                 del self.with_lengths[next(iter(self.with_lengths))]
-            self.with_lengths[lengths] = self.index.at(lengths)
-        return self.with_lengths[lengths]
+            found = self.with_lengths[lengths] = self.index.at(lengths)
+        return found
 
 
 class _IndexCache:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -291,7 +292,7 @@ class BlockIndex:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors in field order, as operators take them."""
-        return [getattr(self, name) for name in TENSOR_FIELDS]
+        return list(_tensors_of(self))
 
     @classmethod
     def from_tensors(
@@ -476,3 +477,5 @@ class BlockIndex:
 
 TENSOR_FIELDS = tuple(f.name for f in fields(BlockIndex) if f.type == "Tensor")
 """Names of the tensors of an index, in the order of the fields."""
+
+_tensors_of = attrgetter(*TENSOR_FIELDS)

@@ -96,7 +96,7 @@ def derived(index: BlockIndex, make: Callable[[BlockIndex], T], *key: Hashable) 
     """
     tensors = index.tensors()
     try:
-        content = (*map(id, tensors), *(x._version for x in tensors))
+        content = (*map(id, tensors), *[x._version for x in tensors])
     except RuntimeError:
         return make(index)
     grid = index.grid

@@ -150,7 +150,7 @@ def test_densities_are_those_of_the_index() -> None:
     assert blocks.density(2048, num_heads=3) == build_index(blocks, 2048, num_heads=3).density
     documents = Documents(ids=torch.arange(80).view(2, 40) // 7)
     assert documents.density(40) == build_index(documents, 40, batch=2).density == 1
-    with pytest.raises(ValueError, match=r"heads: .*written for 2, got heads=3"):
+    with pytest.raises(ValueError, match=r"num_heads: .*written for 2, got num_heads=3"):
         heads.density(500, num_heads=3)
 
 

@@ -205,7 +205,7 @@ def grouped_bars(
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(labels))]
         bars = ax.bar(places, heights, width=0.93 * width, color=color, label=name)
         if texts[name]:
-            ax.bar_label(bars, [texts[name].format(height) for height in heights], fontsize=8, padding=2)
+            ax.bar_label(bars, [texts[name].format(height) for height in heights], fontsize=7, padding=2)
     ax.set_xticks(range(len(labels)), labels)
     ax.tick_params(axis="x", length=0)
     ax.grid(True, axis="y")

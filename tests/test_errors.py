@@ -60,9 +60,9 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "grouped heads not asked for": ({"enable_gqa": False}, "key", "enable_gqa=True", "enable_gqa=False"),
     "no heads": (
         {"query": zeros(2, 0, 6, 3), "key": zeros(2, 0, 8, 3), "value": zeros(2, 0, 8, 5)},
-        "num_heads",
-        "from 1 to",
-        "0",
+        "query",
+        "at least one head",
+        "[2, 0, 6, 3]",
     ),
     # Dtypes and devices.
     "integers": ({"query": zeros(2, 4, 6, 3, dtype=torch.int64)}, "query", "float32", "torch.int64"),

@@ -48,7 +48,7 @@ for pattern in (
     assert pattern == pattern and hash(pattern) == hash(pattern)
     if pattern.batch_size is None:
         assert pattern.draw(200, width=10)
-    build_index(pattern, 200, heads=4, batch=2).draw()
+    build_index(pattern, 200, num_heads=4, batch=2).draw()
 sparse_attention(q, k, v, tiles)
 sparse_attention(q, k, v, Window(9), dropout_p=0.5, key_mask=torch.rand(2, 200) < 0.5)
 for overlap in ("mix", "union"):

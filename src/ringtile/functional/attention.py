@@ -64,8 +64,8 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     for name, x in named.items():
         if x.dtype not in _DTYPES or x.dtype != query.dtype:
             raise ValueError(f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}")
-    if query.shape[3] == 0:
-        raise ValueError(f"query: expected a head_dim of at least 1, got {query.shape=}")
+    if query.shape[1] == 0 or query.shape[3] == 0:
+        raise ValueError(f"query: expected at least one head and a head_dim of at least 1, got {query.shape=}")
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ValueError(f"key: expected the query's batch and head_dim, got {key.shape=} with {query.shape=}")
     if value.shape[:3] != key.shape[:3]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -292,7 +291,7 @@ class BlockIndex:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors in field order, as operators take them."""
-        return list(_tensors_of(self))
+        return [getattr(self, name) for name in TENSOR_FIELDS]
 
     @classmethod
     def from_tensors(
@@ -477,5 +476,3 @@ class BlockIndex:
 
 TENSOR_FIELDS = tuple(f.name for f in fields(BlockIndex) if f.type == "Tensor")
 """Names of the tensors of an index, in the order of the fields."""
-
-_tensors_of = attrgetter(*TENSOR_FIELDS)

@@ -573,17 +573,22 @@ def test_half_types_are_rounded_as_torch_rounds(dtype: torch.dtype, value_dim: i
     assert torch.equal(sparse_attention(q, k, value, backend="native"), expected)
 
 
+def torchs(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients of PyTorch's own dense attention."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*leaves)
+    return out.detach(), dict(zip("qkv", torch.autograd.grad(out, leaves, out_grad), strict=True))
+
+
 def test_sums_over_thousands_of_keys_round_as_torchs_do() -> None:
     """A chain of additions one key after another would be three times as far off."""
     q, k, v, out_grad = make_inputs(1, 1, 4096, head_dim=16, dtype=torch.float32)
     mine = attend(q, k, v, Dense(), out_grad)
     expected = oracle(q, k, v, Dense(), grad_out=out_grad)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*leaves)
-    theirs = dict(zip("qkv", torch.autograd.grad(out, leaves, out_grad), strict=True))
+    out, theirs = torchs(q, k, v, out_grad)
     for name, exact in expected.grads.items():
         assert relative_error(mine.grads[name], exact) < 1.5 * relative_error(theirs[name], exact), name
-    assert relative_error(mine.out, expected.out) < 1.5 * relative_error(out.detach(), expected.out)
+    assert relative_error(mine.out, expected.out) < 1.5 * relative_error(out, expected.out)
 
 
 @pytest.mark.parametrize("products", [5, 7], ids=["columns", "rows and columns"])
@@ -599,9 +604,7 @@ def test_gradients_of_a_few_queries_are_as_exact_as_torchs(
         q = q * size
         mine = attend(q, k, v, Dense(), out_grad)
         exact = oracle(q, k, v, Dense(), grad_out=out_grad)
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = torch.nn.functional.scaled_dot_product_attention(*leaves)
-        theirs = dict(zip("qkv", torch.autograd.grad(out, leaves, out_grad), strict=True))
+        _, theirs = torchs(q, k, v, out_grad)
         for name, wanted in exact.grads.items():
             bound = 3 * relative_error(theirs[name], wanted)
             assert relative_error(mine.grads[name], wanted) < bound, (name, n_queries)

@@ -84,7 +84,7 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
         raise ValueError(f"num_heads: expected {'a positive number' if in_index == 1 else in_index}, got {num_heads}")
     copies = (num_heads or in_index) // in_index
     kept = index.trimmed()
-    pairs = kept.tile_pairs(len(index.group), in_index * copies)
+    pairs = index.tile_pairs(len(index.group), in_index * copies)
     # Groups stand for different numbers of (batch row, head) entries.
     entries = torch.bincount(index.group.flatten(), minlength=index.n_groups) * copies
     full_tiles = int(entries[kept.row_of_entries()[0] // max(kept.n_rows, 1)].sum())
@@ -98,7 +98,7 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
         allowed_pairs=index.allowed_pairs * copies,
         density=index.density,
         full_tiles=full_tiles,
-        partial_tiles=kept.kept_tiles * copies - full_tiles,
+        partial_tiles=index.kept_tiles * copies - full_tiles,
         distinct_partial_tiles=len(index.bits),
         tile_density=index.tile_density,
         index_bytes=index.nbytes,

@@ -178,23 +178,26 @@ class BlockIndex:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     @property
-    def kept_tiles(self) -> int:
-        """Number of tiles that keep a pair inside the lengths, over the entries of ``group``. Synchronizes."""
-        index = self.trimmed()
-        if not index.n_rows:
-            return 0
-        per_group = (index.full_row_ptr + index.part_row_ptr)[:: index.n_rows].diff()
-        return int(per_group[index.group.long()].sum())
-
-    @cached_property
     def kept_pairs(self) -> int:
         """Number of kept pairs inside the lengths, over the entries of ``group``. Synchronizes with the device."""
+        return int(self._counts[0][self.group.long()].sum())
+
+    @property
+    def kept_tiles(self) -> int:
+        """Number of tiles that keep a pair inside the lengths, over the entries of ``group``. Synchronizes."""
+        return int(self._counts[1][self.group.long()].sum())
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        """``[3, G]`` int64, inside the lengths: the kept pairs, the kept tiles, and the pairs in these tiles."""
         index = self.trimmed()
-        heads = torch.bincount(index.group.flatten(), minlength=index.n_groups)
-        full, part = (heads[slot // max(index.n_rows, 1)] for slot in index.row_of_entries())
-        areas = index.pairs_inside(index.row_of_entries()[0], index.full_col)
-        counts = popcount(index.bits).sum((1, 2))[index.part_tile]
-        return int((areas * full).sum()) + int((counts * part).sum())
+        counts = torch.zeros(3, self.n_groups, dtype=torch.long, device=self.device)
+        full, part = index.row_of_entries()
+        areas = index.pairs_inside(full, index.full_col), index.pairs_inside(part, index.part_col)
+        pairs = areas[0], popcount(index.bits).sum((1, 2))[index.part_tile]
+        for slot, kept, area in zip((full, part), pairs, areas, strict=True):
+            counts.index_add_(1, slot // max(self.n_rows, 1), torch.stack((kept, torch.ones_like(area), area)))
+        return counts
 
     @property
     def allowed_pairs(self) -> int:
@@ -230,25 +233,25 @@ class BlockIndex:
         >>> build_index(Causal(), 200).tile_pairs(1, 2) == 2 * (128 * 128 + 72 * 200)
         True
         """
-        index = self.trimmed()
-        area = torch.zeros(index.n_groups, dtype=torch.long, device=index.device)
-        for slot, col in zip(index.row_of_entries(), (index.full_col, index.part_col), strict=True):
-            area.index_add_(0, slot // max(index.n_rows, 1), index.pairs_inside(slot, col))
-        return int(area[index.group.long()].expand(batch, heads).sum())
+        return int(self._counts[2][self.group.long()].expand(batch, heads).sum())
+
+    def _slot_and_col(self, number: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row slot and the column tile of each number of `Entries`."""
+        return number // max(self.n_cols, 1), number % max(self.n_cols, 1)
 
     def _rows_inside(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first row inside the lengths of each row slot's tile, and the row after the last."""
         first = (slot % max(self.n_rows, 1) + self.first_row) * self.block - self.start
         return first.neg().clamp(min=0), (self.n_queries - first).clamp(max=self.block)
 
-    def _keys_inside(self, col: Tensor) -> Tensor:
+    def keys_inside(self, col: Tensor) -> Tensor:
         """Count the keys inside the lengths of each column tile."""
         return (self.n_keys - col * self.block).clamp(max=self.block)
 
     def pairs_inside(self, slot: Tensor, col: Tensor) -> Tensor:
         """Count the pairs inside the lengths of each tile."""
         top, bottom = self._rows_inside(slot)
-        return (bottom - top) * self._keys_inside(col)
+        return (bottom - top) * self.keys_inside(col)
 
     @torch.inference_mode(False)
     def trimmed(self) -> BlockIndex:
@@ -264,7 +267,7 @@ class BlockIndex:
         if not (self.start % block or self.n_queries % block or self.n_keys % block):
             return self
         number, state = self.entries()
-        slot, col = number // max(self.n_cols, 1), number % max(self.n_cols, 1)
+        slot, col = self._slot_and_col(number)
         ragged = ((state >= 0) & (self.pairs_inside(slot, col) < block * block)).nonzero().flatten()
         collector = TileCollector(block, self.device)
         inside = torch.arange(block, device=self.device)
@@ -272,7 +275,7 @@ class BlockIndex:
         for part in chunks(ragged, block):
             top, bottom = self._rows_inside(slot[part, None])
             rows = (inside >= top) & (inside < bottom)
-            keys = inside < self._keys_inside(col[part, None])
+            keys = inside < self.keys_inside(col[part, None])
             states.append(collector.add(unpack_words(self.bits[state[part]], block) & rows[:, :, None] & keys[:, None]))
         bits, translate = collector.finish()
         found = torch.cat(states)
@@ -380,7 +383,7 @@ class BlockIndex:
         end = min(self.start + self.n_queries, (self.first_row + chosen.stop) * self.block)
         grid = TileGrid(self.block, start, end - start, self.n_keys)
         number, state = self.entries()
-        slot, col = number // self.n_cols, number % self.n_cols
+        slot, col = self._slot_and_col(number)
         group, row = slot // self.n_rows, slot % self.n_rows - chosen.start
         inside = (row >= 0) & (row < grid.n_rows)
         number = ((group * grid.n_rows + row) * self.n_cols + col)[inside]
@@ -397,7 +400,7 @@ class BlockIndex:
         factor = block // self.block
         grid = TileGrid(block, self.start, self.n_queries, self.n_keys)
         number, state = self.entries()
-        slot, col = number // max(self.n_cols, 1), number % max(self.n_cols, 1)
+        slot, col = self._slot_and_col(number)
         group, row = slot // max(self.n_rows, 1), slot % max(self.n_rows, 1) + self.first_row
         cell = row % factor * factor + col % factor
         number = (group * grid.n_rows + row // factor - grid.first_row) * grid.n_cols + col // factor
@@ -443,7 +446,7 @@ class BlockIndex:
         if width < 1:
             raise ValueError(f"width: expected a positive number of columns, got {width}")
         number, state = self.entries()
-        slot, col = number // max(self.n_cols, 1), number % max(self.n_cols, 1)
+        slot, col = self._slot_and_col(number)
         row = slot - group * self.n_rows
         inside = (row >= 0) & (row < self.n_rows)
         full = state[inside] == FULL

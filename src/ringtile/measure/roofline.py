@@ -16,6 +16,7 @@ import torch
 from ringtile.kernels.native import backward_products, threads_of
 from ringtile.kernels.native.instruction_sets import InstructionSet
 from ringtile.kernels.native.library import library, reason_against
+from ringtile.layout import BlockIndex
 from ringtile.measure.peers import Case, Peer, Ringtile, SdpaDense
 from ringtile.measure.record import FORWARD
 from ringtile.patterns import Causal
@@ -59,28 +60,27 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
 
 
 def _native(case: Case, direction: str) -> list[Work]:
-    by_rows, by_columns = (_reached(case, bits) for bits in ("bits_t", "bits"))
+    index = case.index.trimmed()
+    by_rows, by_columns = (_reached(case, index, bits) for bits in (index.bits_t, index.bits))
     threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
     paired = case.dtype == torch.bfloat16 and _isa(case).name == "avx512_bf16" and case.head_dim % 2 == 0
     products = backward_products(case.batch * case.key_heads, threads)
     graded = [(5, by_columns)] if products == 5 else [(4, by_columns), (3, by_rows)]
     rate = "dot_bfloat16" if paired else _products(case.dtype)
-    return _passes(case, direction, by_rows, graded, rate, keys=_keys_read(case))
+    return _passes(case, direction, by_rows, graded, rate, keys=_keys_read(case, index))
 
 
 def _isa(case: Case) -> InstructionSet:
     return library().choice.by_dtype[case.dtype]
 
 
-def _reached(case: Case, bits: str) -> int:
-    """Count the pairs that the kernel computes if the last dimension of the field ``bits`` lies in its lanes.
+def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
+    """Count the pairs that the kernel computes with the last dimension of ``bits`` [tiles, block, words] in its lanes.
 
     No more than lie inside the lengths: the limit may come out a little too low in ragged tiles.
     """
-    index = case.index.trimmed()
     lanes = min(_isa(case).lanes * 4 // max(4, case.dtype.itemsize), index.block)
-    words: torch.Tensor = getattr(index, bits)
-    kept = (words.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
+    kept = (bits.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
     first, beyond = kept.int().argmax(1), index.block - kept.flip(1).int().argmax(1)
     reached = lanes * ((beyond - first) * kept.any(1)).sum(1)
     full, part = index.row_of_entries()
@@ -91,10 +91,9 @@ def _reached(case: Case, bits: str) -> int:
     return int(of_groups[index.group.long()].expand(case.batch, case.heads).sum())
 
 
-def _keys_read(case: Case) -> int:
+def _keys_read(case: Case, index: BlockIndex) -> int:
     """Count the keys in column tiles that some row keeps, over all key heads."""
-    index = case.index.trimmed()
-    widths = (index.n_keys - torch.arange(index.n_cols) * index.block).clamp(max=index.block)
+    widths = index.keys_inside(torch.arange(index.n_cols))
     kept = (index.full_col_ptr + index.part_col_ptr).diff().view(index.n_groups, index.n_cols) > 0
     of_heads = kept[index.group.long()].expand(case.batch, case.heads, -1)
     return int((of_heads.unflatten(1, (case.key_heads, -1)).any(2) * widths).sum())

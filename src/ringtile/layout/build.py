@@ -36,6 +36,9 @@ _COVER_BYTES = 16
 _STRIP = 1 << 18
 """Candidate tiles classified at once, unless one row has more."""
 
+_FEW = 512
+"""Up to this many tiles of a single row, as for a decoded token, are classified sooner than a cover is computed."""
+
 _LENGTHS = 32
 """Number of lengths whose index is one object, for each index of whole tiles."""
 
@@ -60,7 +63,8 @@ def _strips(pattern: Pattern, head: int, grid: TileGrid, device: torch.device, b
     rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
     if grid.n_rows * grid.n_cols * _CANDIDATE_BYTES > budget.max_bytes:
         budget.check(pattern, pattern.cover_size(head, rows, grid), _COVER_BYTES)
-    cover = pattern.cover(head, rows, grid)
+    few = grid.n_rows == 1 and grid.n_cols <= _FEW
+    cover = None if few else pattern.cover(head, rows, grid)
     size = grid.n_rows * grid.n_cols if cover is None else cover.size()
     budget.check(pattern, size, _CANDIDATE_BYTES)
     if cover is None:

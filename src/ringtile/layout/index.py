@@ -137,7 +137,11 @@ class BlockIndex:
         """
         if lengths == self.grid:
             return self
-        return replace(self, start=lengths.start, n_queries=lengths.n_queries, n_keys=lengths.n_keys)
+        # Not `replace`: a decoded token would wait longer for it than for its scores.
+        other = object.__new__(BlockIndex)
+        vars(other).update({name: vars(self)[name] for name in _FIELDS}, grid=lengths)
+        vars(other).update(start=lengths.start, n_queries=lengths.n_queries, n_keys=lengths.n_keys)
+        return other
 
     @cached_property
     def grid(self) -> TileGrid:
@@ -477,5 +481,6 @@ class BlockIndex:
                 raise ValueError(f"{name}: does not follow from the row lists and bits")
 
 
+_FIELDS = tuple(f.name for f in fields(BlockIndex))
 TENSOR_FIELDS = tuple(f.name for f in fields(BlockIndex) if f.type == "Tensor")
 """Names of the tensors of an index, in the order of the fields."""

@@ -76,8 +76,9 @@ def check_lists(index: BlockIndex) -> None:
         x = getattr(index, name)
         if x.dtype != torch.int32 or x.device != index.device or x.shape != shape:
             raise ValueError(f"{name}: expected int32 {tuple(shape)}, got {x.dtype} {tuple(x.shape)} on {x.device}")
-        if limit is not None and x.numel() and not 0 <= x.min() <= x.max() < limit:
-            raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {x.min()} ... {x.max()}")
+        low, high = map(int, x.aminmax()) if limit is not None and x.numel() else (0, -1)
+        if low < 0 or limit is not None and high >= limit:
+            raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {low} ... {high}")
         if name.endswith("_ptr") and (x.diff() < 0).any():
             raise ValueError(f"{name}: expected numbers that rise, got {x}")
     for side in ("row", "col"):

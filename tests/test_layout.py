@@ -203,6 +203,59 @@ def test_slices_hold_the_rows_of_the_whole(problem: tuple[Pattern, TileGrid], da
     assert index.slice(range(index.n_rows)).kept_pairs == index.kept_pairs
 
 
+def tile_positions(at: Tensor, first: int, count: int) -> Tensor:
+    return at.long() if len(at) else torch.arange(first, first + count)
+
+
+@settings(max_examples=80)
+@given(problems(), st.data())
+def test_remapped_tiles_lie_in_a_buffer(problem: tuple[Pattern, TileGrid], data: st.DataObject) -> None:
+    pattern, grid = problem
+    index, block = built(pattern, grid), grid.block
+    everything = torch.zeros(grid.n_rows * block, grid.n_cols * block, dtype=torch.bool)
+    lead = grid.start % block
+    everything[lead : lead + grid.n_queries, : grid.n_keys] = rule_everywhere(pattern, grid)
+    tiles = everything.view(grid.n_rows, block, grid.n_cols, block)
+    rows = torch.tensor(data.draw(st.permutations(range(grid.n_rows))))
+    rows = rows[: data.draw(st.integers(1, grid.n_rows))]
+    needed = tiles[rows].any(3).any(1).any(0)
+    spare = torch.rand(grid.n_cols, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9)))) < 0.5
+    cols = torch.tensor(data.draw(st.permutations((needed | spare).nonzero().flatten().tolist())), dtype=torch.int64)
+    moved = index.remapped(rows, cols)
+    expected = tiles[rows][:, :, cols].reshape(len(rows) * block, len(cols) * block)
+    first, last = int(rows[0]) == 0, int(rows[-1]) == grid.n_rows - 1
+    top = lead if first else 0
+    bottom = len(expected) - (-(grid.start + grid.n_queries) % block if last else 0)
+    width = expected.shape[1] - (-grid.n_keys % block if cols[-1:].tolist() == [grid.n_cols - 1] else 0)
+    assert (moved.start, moved.n_queries, moved.n_keys) == (top, bottom - top, width)
+    assert torch.equal(moved.to_dense()[0, 0], expected[top:bottom, :width])
+    assert torch.equal(moved.row_at.long(), rows + grid.first_row)
+    assert torch.equal(moved.col_at.long(), cols)
+    moved.validate()
+    check_lists(moved)
+    part = moved.slice(range(len(rows) - 1, len(rows)))
+    assert part.row_at.tolist() == moved.row_at[-1:].tolist()
+    assert part.col_at is moved.col_at
+    if needed.any():
+        with pytest.raises(
+            ValueError, match=f"cols: expected all columns that the rows keep, .* {int(needed.int().argmax())}"
+        ):
+            index.remapped(rows, cols[cols != int(needed.int().argmax())])
+
+
+def test_only_runs_of_remapped_tiles_are_coarsened() -> None:
+    index = build_index(Causal() & Window(300), 512, block=32)
+    runs = torch.cat([torch.arange(8, 16), torch.arange(4, 8)])
+    moved = index.remapped(runs, torch.arange(16)).coarsen(128)
+    assert moved.row_at.tolist() == [2, 3, 1]
+    assert moved.col_at.tolist() == [0, 1, 2, 3]
+    direct = build_index(Causal() & Window(300), 512).remapped(torch.tensor([2, 3, 1]), torch.arange(4))
+    assert torch.equal(moved.to_dense(), direct.to_dense())
+    moved.validate()
+    with pytest.raises(ValueError, match="row_at: coarsen expects runs of 4 tiles"):
+        index.remapped(runs.flip(0), torch.arange(16)).coarsen(128)
+
+
 @settings(max_examples=60)
 @given(problems(), st.sampled_from([32, 64, 128]))
 def test_coarsening_is_building_with_the_larger_block(problem: tuple[Pattern, TileGrid], block: int) -> None:
@@ -640,13 +693,13 @@ def test_counts_are_summed_over_heads_that_share_a_group() -> None:
 def test_tensors_and_back() -> None:
     index = build_index(Causal() & Window(30), 200, 260)
     assert TENSOR_FIELDS == tuple(f.name for f in fields(BlockIndex))[: len(TENSOR_FIELDS)]
-    assert TENSOR_FIELDS[-1] == "col_work"
+    assert TENSOR_FIELDS[-1] == "col_at"
     again = BlockIndex.from_tensors(
         index.tensors(), block=128, start=60, n_queries=200, n_keys=260, envelopes=index.envelopes
     )
     assert torch.equal(again.to_dense(), index.to_dense())
     assert again.density == index.density
-    with pytest.raises(ValueError, match="expected 17 of them, got 16"):
+    with pytest.raises(ValueError, match="expected 19 of them, got 18"):
         BlockIndex.from_tensors(index.tensors()[:-1], block=128, start=60, n_queries=200, n_keys=260)
     assert index.to("cpu") is index
     assert index.to("meta").part_col.device.type == "meta"
@@ -702,6 +755,12 @@ def test_wrong_uses_of_an_index_are_named() -> None:
     for block in (32, 256, 100):
         with pytest.raises(ValueError, match=r"block: expected one of \[64, 128\]"):
             index.coarsen(block)
+    tiles = torch.arange(16)
+    for rows in (tiles.int(), tiles[None], tiles + 1, tiles - 1):
+        with pytest.raises(ValueError, match=r"rows: expected int64 \[any\] of tile numbers below 16"):
+            index.remapped(rows, tiles)
+    with pytest.raises(ValueError, match="cols: expected distinct tile numbers"):
+        index.remapped(tiles, tiles // 2)
     with pytest.raises(ValueError, match="group: expected 0 <= group < 1, got 1"):
         index.draw(1)
     with pytest.raises(ValueError, match="width"):
@@ -732,6 +791,8 @@ def test_wrong_uses_of_an_index_are_named() -> None:
         ("cols_any", lambda t: t - 1, "cols_any: does not follow"),
         ("row_work", lambda t: t[1:], "row_work: expected the splits"),
         ("col_work", lambda t: t.flip(0), "col_work: expected the splits"),
+        ("row_at", lambda t: t.new_zeros(7), r"row_at: expected int32 \(0,\) or \(8,\)"),
+        ("col_at", lambda t: torch.arange(8), "col_at: expected int32"),
     ],
 )
 def test_validate_names_the_wrong_field(name: str, change: object, words: str) -> None:

@@ -86,6 +86,11 @@ class BlockIndex:
     of a row are consecutive and in order."""
     col_work: Tensor
     """The same for column slots."""
+    row_at: Tensor
+    """``[R]`` int32: the tile in position space that each row tile holds, or empty if it is ``first_row + r``. Dropout
+    and ALiBi depend on positions."""
+    col_at: Tensor
+    """``[C]`` int32: the same for column tiles, or empty if it is ``c``."""
 
     block: int
     start: int
@@ -97,9 +102,17 @@ class BlockIndex:
 
     @classmethod
     def from_entries(
-        cls, group: Tensor, entries: Entries, bits: Tensor, grid: TileGrid, envelopes: tuple[Pattern, ...]
+        cls,
+        group: Tensor,
+        entries: Entries,
+        bits: Tensor,
+        grid: TileGrid,
+        envelopes: tuple[Pattern, ...] = (Dense(),),
+        row_at: Tensor | None = None,
+        col_at: Tensor | None = None,
     ) -> BlockIndex:
         """Lay out entries and tiles ``[T, b, w]`` on a grid. The largest number in ``group`` counts the groups."""
+        own = group.new_empty(0)
         n_groups = int(group.max()) + 1
         rows, cols = max(grid.n_rows, 1), max(grid.n_cols, 1)
         lists: dict[str, Tensor] = {}
@@ -123,6 +136,8 @@ class BlockIndex:
             **derive_tables(bits)._asdict(),
             row_work=work_list(lists["full_row_ptr"], lists["part_row_ptr"]),
             col_work=work_list(lists["full_col_ptr"], lists["part_col_ptr"]),
+            row_at=own if row_at is None else row_at.int(),
+            col_at=own if col_at is None else col_at.int(),
             block=grid.block,
             start=grid.start,
             n_queries=grid.n_queries,
@@ -270,24 +285,37 @@ class BlockIndex:
         block = self.block
         if not (self.start % block or self.n_queries % block or self.n_keys % block):
             return self
-        number, state = self.entries()
+        entries = self.entries()
+        slot, col = self._slot_and_col(entries.number)
+        ragged = (entries.state >= 0) & (self.pairs_inside(slot, col) < block * block)
+        entries, bits = self._cut(entries, ragged.nonzero().flatten())
+        kept = entries.state != EMPTY
+        return self._with(Entries(entries.number[kept], entries.state[kept]), bits, self.grid)
+
+    def _cut(self, entries: Entries, chosen: Tensor) -> tuple[Entries, Tensor]:
+        """Cut the bits of the chosen entries to the lengths. Return all entries and the tile table, with new tiles."""
+        number, state = entries.number, entries.state.clone()
         slot, col = self._slot_and_col(number)
-        ragged = ((state >= 0) & (self.pairs_inside(slot, col) < block * block)).nonzero().flatten()
-        collector = TileCollector(block, self.device)
-        inside = torch.arange(block, device=self.device)
-        states = [ragged[:0]]
-        for part in chunks(ragged, block):
+        collector = TileCollector(self.block, self.device)
+        inside = torch.arange(self.block, device=self.device)
+        # The last row stands for a full tile.
+        table = torch.nn.functional.pad(self.bits, (0, 0, 0, 0, 0, 1), value=-1)
+        states = [chosen[:0]]
+        for part in chunks(chosen, self.block):
             top, bottom = self._rows_inside(slot[part, None])
             rows = (inside >= top) & (inside < bottom)
             keys = inside < self.keys_inside(col[part, None])
-            states.append(collector.add(unpack_words(self.bits[state[part]], block) & rows[:, :, None] & keys[:, None]))
+            kept = unpack_words(table[state[part]], self.block)
+            states.append(collector.add(kept & rows[:, :, None] & keys[:, None]))
         bits, translate = collector.finish()
         found = torch.cat(states)
         found[found >= 0] = translate[found[found >= 0]] + len(self.bits)
-        state[ragged] = found
-        kept = state != EMPTY
-        entries = Entries(number[kept], state[kept])
-        return self.from_entries(self.group, entries, torch.cat((self.bits, bits)), self.grid, self.envelopes)
+        state[chosen] = found
+        return Entries(number, state), torch.cat((self.bits, bits))
+
+    def _with(self, entries: Entries, bits: Tensor, grid: TileGrid) -> BlockIndex:
+        """Return the index of these entries, with the tiles of this index at the same positions."""
+        return self.from_entries(self.group, entries, bits, grid, self.envelopes, self.row_at, self.col_at)
 
     def __repr__(self) -> str:
         return (
@@ -391,17 +419,86 @@ class BlockIndex:
         group, row = slot // self.n_rows, slot % self.n_rows - chosen.start
         inside = (row >= 0) & (row < grid.n_rows)
         number = ((group * grid.n_rows + row) * self.n_cols + col)[inside]
-        return self.from_entries(self.group, Entries(number, state[inside]), self.bits, grid, self.envelopes)
+        row_at = self.row_at[chosen.start : chosen.stop]
+        entries = Entries(number, state[inside])
+        return self.from_entries(self.group, entries, self.bits, grid, self.envelopes, row_at, self.col_at)
+
+    @torch.inference_mode(False)
+    def remapped(self, rows: Tensor, cols: Tensor) -> BlockIndex:
+        """Return the index of some row tiles over a buffer of some column tiles, both in any order.
+
+        ``rows`` and ``cols`` are distinct tile numbers, int64, counted from 0. The queries and keys of a call lie in
+        this order. Each tile takes ``block`` tokens, but the first and last row and the last column stay as ragged as
+        they are, if they stay first and last. Density is then measured against all pairs.
+
+        Raises ValueError if a number is out of range or occurs twice, or if a row keeps a column that is not in
+        ``cols``.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal
+        >>> moved = build_index(Causal(), 512).remapped(torch.tensor([2, 0]), torch.tensor([0, 2, 1]))
+        >>> print(moved.draw())
+        █▒█
+        ▒··
+        >>> moved.row_at.tolist(), moved.col_at.tolist()
+        ([2, 0], [0, 2, 1])
+        """
+        row_place, col_place = _places("rows", rows, self.n_rows), _places("cols", cols, self.n_cols)
+        block = self.block
+        lead, row_tail, col_tail = self.start % block, -(self.start + self.n_queries) % block, -self.n_keys % block
+        keeps_lead, keeps_row_tail = rows[:1].tolist() == [0], rows[-1:].tolist() == [self.n_rows - 1]
+        keeps_col_tail = cols[-1:].tolist() == [self.n_cols - 1]
+        row_cut, col_cut = (torch.zeros_like(place, dtype=torch.bool) for place in (row_place, col_place))
+        row_cut[:1] |= lead > 0 and not keeps_lead
+        row_cut[-1:] |= row_tail > 0 and not keeps_row_tail
+        col_cut[-1:] |= col_tail > 0 and not keeps_col_tail
+
+        index = self.trimmed()
+        entries = index.entries()
+        slot, col = self._slot_and_col(entries.number)
+        group, row = slot // max(self.n_rows, 1), slot % max(self.n_rows, 1)
+        chosen = row_place[row] >= 0
+        missing = chosen & (col_place[col] < 0)
+        if missing.any():
+            raise ValueError(f"cols: expected all columns that the rows keep, column tile {col[missing][0]} is missing")
+        entries, bits = index._cut(entries, (chosen & (row_cut[row] | col_cut[col])).nonzero().flatten())
+        chosen &= entries.state != EMPTY
+        number = ((group * len(rows) + row_place[row]) * len(cols) + col_place[col])[chosen]
+        number, order = number.sort()
+        state = entries.state[chosen][order]
+        used, state[state >= 0] = torch.unique(state[state >= 0], return_inverse=True)
+        row_at, col_at = (
+            at if len(at) else torch.arange(first, first + count, device=self.device)
+            for at, first, count in ((self.row_at, self.first_row, self.n_rows), (self.col_at, 0, self.n_cols))
+        )
+        return self.from_entries(
+            self.group,
+            Entries(number, state),
+            bits[used],
+            TileGrid(
+                block,
+                lead * keeps_lead,
+                len(rows) * block - lead * keeps_lead - row_tail * keeps_row_tail,
+                len(cols) * block - col_tail * keeps_col_tail,
+            ),
+            (Dense(),) * len(self.envelopes),
+            row_at[rows],
+            col_at[cols],
+        )
 
     @torch.inference_mode(False)
     def coarsen(self, block: int = 128) -> BlockIndex:
         """Return the same pairs in larger tiles. ``block`` must be a multiple of the current one.
 
-        Raises ValueError for other blocks.
+        Raises ValueError for other blocks, and if tiles that become one do not follow each other in position space.
         """
         if block not in BLOCKS or block < self.block:
             raise ValueError(f"block: expected one of {[b for b in BLOCKS if b >= self.block]}, got {block!r}")
         factor = block // self.block
+        row_at, col_at = (
+            _coarse_positions(name, getattr(self, name), first, factor)
+            for name, first in (("row_at", self.first_row), ("col_at", 0))
+        )
         grid = TileGrid(block, self.start, self.n_queries, self.n_keys)
         number, state = self.entries()
         slot, col = self._slot_and_col(number)
@@ -430,7 +527,7 @@ class BlockIndex:
             states.append(collector.add(mask.transpose(2, 3).reshape(-1, block, block)))
         bits, translate = collector.finish()
         merged[~full] = translate[torch.cat(states)][inverse]
-        return self.from_entries(self.group, Entries(number, merged), bits, grid, self.envelopes)
+        return self.from_entries(self.group, Entries(number, merged), bits, grid, self.envelopes, row_at, col_at)
 
     def draw(self, group: int = 0, width: int = 64) -> str:
         """Draw the tiles of one group as text, at most ``width`` columns wide: ``█`` full, ``▒`` mixed, ``·`` empty.
@@ -475,10 +572,33 @@ class BlockIndex:
         entries = self.entries()
         if len(torch.unique(entries.number)) < len(entries.number):
             raise ValueError("part_col: a tile is in both lists")
-        expected = self.from_entries(self.group, entries, self.bits, self.grid, self.envelopes)
+        expected = self._with(entries, self.bits, self.grid)
         for name, tensor in zip(TENSOR_FIELDS, expected.tensors(), strict=True):
             if not torch.equal(tensor, getattr(self, name)):
                 raise ValueError(f"{name}: does not follow from the row lists and bits")
+
+
+def _places(name: str, tiles: Tensor, count: int) -> Tensor:
+    """Return the place of each of ``count`` tiles in ``tiles``, -1 if it is not there."""
+    if tiles.dim() != 1 or tiles.dtype != torch.int64 or ((tiles < 0) | (tiles >= count)).any():
+        raise ValueError(f"{name}: expected int64 [any] of tile numbers below {count}, got {tiles!r}")
+    place = torch.full((count,), -1, device=tiles.device)
+    place[tiles] = torch.arange(len(tiles), device=tiles.device)
+    if int((place >= 0).sum()) < len(tiles):
+        raise ValueError(f"{name}: expected distinct tile numbers, got {tiles!r}")
+    return place
+
+
+def _coarse_positions(name: str, at: Tensor, first: int, factor: int) -> Tensor:
+    """Return the positions of tiles ``factor`` times as large. The first of the tiles is number ``first``."""
+    if not len(at):
+        return at
+    skipped = first % factor
+    coarse, place = at // factor, torch.arange(len(at), device=at.device) + skipped
+    heads = coarse[(place % factor == 0) | (place == skipped)]
+    if (at != heads.long()[place // factor] * factor + place % factor).any():
+        raise ValueError(f"{name}: coarsen expects runs of {factor} tiles from a multiple of {factor}, got {at!r}")
+    return heads
 
 
 _FIELDS = tuple(f.name for f in fields(BlockIndex))

@@ -77,10 +77,14 @@ def check_lists(index: BlockIndex) -> None:
         if x.dtype != torch.int32 or x.device != index.device or x.shape != shape:
             raise ValueError(f"{name}: expected int32 {tuple(shape)}, got {x.dtype} {tuple(x.shape)} on {x.device}")
         low, high = map(int, x.aminmax()) if limit is not None and x.numel() else (0, -1)
-        if low < 0 or limit is not None and high >= limit:
+        if low < 0 or (limit is not None and high >= limit):
             raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {low} ... {high}")
         if name.endswith("_ptr") and (x.diff() < 0).any():
             raise ValueError(f"{name}: expected numbers that rise, got {x}")
+    for name, count in (("row_at", index.n_rows), ("col_at", index.n_cols)):
+        x = getattr(index, name)
+        if x.dtype != torch.int32 or x.device != index.device or x.shape not in ((0,), (count,)):
+            raise ValueError(f"{name}: expected int32 (0,) or ({count},), got {x.dtype} {tuple(x.shape)} on {x.device}")
     for side in ("row", "col"):
         lists = getattr(index, f"full_{side}_ptr"), getattr(index, f"part_{side}_ptr")
         if not torch.equal(getattr(index, f"{side}_work"), work_list(*lists)):

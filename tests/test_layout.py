@@ -17,7 +17,7 @@ from strategies import LENGTHS, checkerboard, grids, patterns, problems
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ringtile.layout import BlockIndex, build_index, cache_info, clear_cache, set_cache_limit
+from ringtile.layout import BlockIndex, build_index, build_rows, cache_info, clear_cache, needed, set_cache_limit
 from ringtile.layout import build as build_module
 from ringtile.layout import tiles as tiles_module
 from ringtile.layout.index import TENSOR_FIELDS, Entries
@@ -241,6 +241,46 @@ def test_remapped_tiles_lie_in_a_buffer(problem: tuple[Pattern, TileGrid], data:
             ValueError, match=f"cols: expected all columns that the rows keep, .* {int(needed.int().argmax())}"
         ):
             index.remapped(rows, cols[cols != int(needed.int().argmax())])
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_chosen_rows_are_those_of_the_whole(data: st.DataObject) -> None:
+    drawn = data.draw(grids())
+    grid = TileGrid(drawn.block, 0, drawn.n_keys, drawn.n_keys)
+    pattern = data.draw(patterns(grid, heads=True))
+    heads = pattern.num_heads or data.draw(st.integers(1, 3))
+    chosen = data.draw(st.sets(st.integers(0, grid.n_rows - 1), min_size=1)) if grid.n_rows else set()
+    rows = torch.tensor(sorted(chosen), dtype=torch.int64)
+    index = build_rows(pattern, rows, grid.n_keys, num_heads=heads, block=grid.block)
+    expected = torch.stack([rule_everywhere(pattern, grid, head) for head in range(heads)])
+    query = torch.arange(grid.n_queries)
+    mine = torch.isin(query // grid.block, rows)
+    assert torch.equal(index.to_dense().expand(1, heads, -1, -1)[0], expected[:, mine])
+    assert index.row_at.tolist() == rows.tolist()
+    index.validate()
+    parts = torch.tensor([data.draw(st.integers(0, 2)) for _ in chosen], dtype=torch.int64)
+    touched = needed(pattern, rows, parts, 3, grid, num_heads=heads)
+    assert touched.shape == (3, grid.n_cols)
+    for part in range(3):
+        for row in rows[parts == part].tolist():
+            kept = expected[:, query // grid.block == row].any(0).any(0)
+            cols = torch.arange(grid.n_keys)[kept] // grid.block
+            assert touched[part, cols].all()
+
+
+def test_needed_columns_are_exact_for_windows() -> None:
+    n_tokens, ranks = 1 << 20, 64
+    grid = TileGrid(128, 0, n_tokens, n_tokens)
+    rows = torch.arange(grid.n_rows)
+    touched = needed(Causal() & (Window(4096) | GlobalTokens(128)), rows, rows * ranks // len(rows), ranks, grid)
+    per_rank = grid.n_rows // ranks
+    assert touched.sum(1).tolist() == [per_rank, *[per_rank + 33] * (ranks - 1)]
+    shared = torch.tensor([1, 1, 2])
+    assert needed(Causal(), shared, torch.arange(3), 3, TileGrid(128, 0, 512, 512)).sum(1).tolist() == [2, 2, 3]
+    assert needed(Elements(checkerboard), shared, torch.arange(3), 3, TileGrid(128, 0, 512, 512)).all()
+    with pytest.raises(ValueError, match="over max_bytes=1,000"):
+        needed(Causal(), rows, rows, len(rows), grid, max_bytes=1000)
 
 
 def test_only_runs_of_remapped_tiles_are_coarsened() -> None:

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ringtile.layout.index import BlockIndex, Entries
 from ringtile.layout.tiles import BLOCKS as BLOCKS
 from ringtile.layout.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles
-from ringtile.patterns.base import Cover, Pattern, TileGrid
+from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
 
 MAX_BYTES = 2 << 30
 """Default budget of one build."""
@@ -57,33 +57,36 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
-def _strips(pattern: Pattern, head: int, grid: TileGrid, device: torch.device, budget: _Budget) -> Iterator[Tensor]:
-    """Yield numbers ``r * n_cols + c`` (r from 0) of the candidate tiles, ascending and distinct, in chunks of rows."""
-    budget.check(pattern, grid.n_rows + grid.n_cols, _CANDIDATE_BYTES)
-    rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
-    if grid.n_rows * grid.n_cols * _CANDIDATE_BYTES > budget.max_bytes:
+def _strips(pattern: Pattern, head: int, rows: Tensor, grid: TileGrid, budget: _Budget) -> Iterator[Tensor]:
+    """Yield numbers ``r * n_cols + c`` of the candidate tiles, ascending and distinct, in chunks of rows.
+
+    Row tile ``rows[r]`` has number r. The numbers in ``rows`` ascend.
+    """
+    budget.check(pattern, len(rows) + grid.n_cols, _CANDIDATE_BYTES)
+    if len(rows) * grid.n_cols * _CANDIDATE_BYTES > budget.max_bytes:
         budget.check(pattern, pattern.cover_size(head, rows, grid), _COVER_BYTES)
-    few = grid.n_rows == 1 and grid.n_cols <= _FEW
+    few = len(rows) == 1 and grid.n_cols <= _FEW
     cover = None if few else pattern.cover(head, rows, grid)
-    size = grid.n_rows * grid.n_cols if cover is None else cover.size()
+    size = len(rows) * grid.n_cols if cover is None else cover.size()
     budget.check(pattern, size, _CANDIDATE_BYTES)
     if cover is None:
         step = max(1, _STRIP // grid.n_cols) * grid.n_cols
         for first in range(0, size, step):
-            yield torch.arange(first, min(first + step, size), device=device)
-    elif size <= _STRIP:
-        yield _expand(cover, size, grid)
-    else:
-        row = cover.row - grid.first_row
-        length = (cover.hi - cover.lo).clamp_(min=0)
-        per_row = torch.zeros(grid.n_rows, dtype=torch.int64, device=device).scatter_add_(0, row, length)
-        strip_of_row = (per_row.cumsum(0) - per_row) // _STRIP
-        strip = strip_of_row[row]
-        order = torch.argsort(strip, stable=True)
-        count = torch.bincount(strip).tolist()
-        for part in zip(*(vector[order].split_with_sizes(count) for vector in cover), strict=True):
-            piece = Cover(*part)
-            yield _expand(piece, piece.size(), grid)
+            yield torch.arange(first, min(first + step, size), device=rows.device)
+        return
+    cover = cover._replace(row=torch.searchsorted(rows, cover.row))
+    if size <= _STRIP:
+        yield _expand(cover, size, grid.n_cols)
+        return
+    length = (cover.hi - cover.lo).clamp_(min=0)
+    per_row = torch.zeros(len(rows), dtype=torch.int64, device=rows.device).scatter_add_(0, cover.row, length)
+    strip_of_row = (per_row.cumsum(0) - per_row) // _STRIP
+    strip = strip_of_row[cover.row]
+    order = torch.argsort(strip, stable=True)
+    count = torch.bincount(strip).tolist()
+    for part in zip(*(vector[order].split_with_sizes(count) for vector in cover), strict=True):
+        piece = Cover(*part)
+        yield _expand(piece, piece.size(), grid.n_cols)
 
 
 def _short(pattern: Pattern) -> str:
@@ -106,9 +109,9 @@ class _Budget(NamedTuple):
             )
 
 
-def _expand(cover: Cover, size: int, grid: TileGrid) -> Tensor:
+def _expand(cover: Cover, size: int, n_cols: int) -> Tensor:
     length = (cover.hi - cover.lo).clamp_(min=0)
-    offset = (cover.row - grid.first_row) * grid.n_cols + cover.lo - (length.cumsum(0) - length)
+    offset = cover.row * n_cols + cover.lo - (length.cumsum(0) - length)
     number = torch.repeat_interleave(offset, length, output_size=size)
     number += torch.arange(size, device=number.device)
     ascending = bool((number[1:] > number[:-1]).all())
@@ -134,9 +137,11 @@ def _first_of(inverse: Tensor, count: int) -> Tensor:
     return torch.full((count,), len(inverse), device=inverse.device).scatter_reduce_(0, inverse, places, "amin")
 
 
-def _tile_states(pattern: Pattern, head: int, number: Tensor, grid: TileGrid, collector: TileCollector) -> Tensor:
-    """Return `EMPTY`, `FULL` or a provisional tile number for each candidate."""
-    row, col = number // grid.n_cols + grid.first_row, number % grid.n_cols
+def _tile_states(
+    pattern: Pattern, head: int, number: Tensor, rows: Tensor, grid: TileGrid, collector: TileCollector
+) -> Tensor:
+    """Return `EMPTY`, `FULL` or a provisional tile number for each candidate of `_strips`."""
+    row, col = rows[number // grid.n_cols], number % grid.n_cols
     classes = pattern.tile_class(head, row, col, grid)
     state = torch.where(classes == 1, FULL, EMPTY)
     unsettled = classes > 1
@@ -177,30 +182,112 @@ def _groups(pattern: Pattern, heads: int, batch: int) -> tuple[list[list[int]], 
 
 
 def _build(
-    pattern: Pattern, grid: TileGrid, heads: int, batch: int, device: torch.device, budget: _Budget
+    pattern: Pattern, grid: TileGrid, heads: int, batch: int, rows: Tensor, budget: _Budget, places: TileGrid
 ) -> BlockIndex:
+    """Build the index of the row tiles ``rows`` of a grid. ``places`` is the grid of these rows alone."""
     pattern.validate(budget.lengths)
     table, members = _groups(pattern, heads, batch)
-    collector = TileCollector(grid.block, device, budget.max_bytes)
-    numbers = [torch.empty(0, dtype=torch.int64, device=device)]
+    collector = TileCollector(grid.block, rows.device, budget.max_bytes)
+    numbers = [rows[:0]]
     states = [numbers[0]]
-    for group, (member, head) in enumerate(members if grid.n_rows and grid.n_cols else ()):
-        for number in _strips(member, head, grid, device, budget):
-            state = _tile_states(member, head, number, grid, collector)
+    for group, (member, head) in enumerate(members if len(rows) and grid.n_cols else ()):
+        for number in _strips(member, head, rows, grid, budget):
+            state = _tile_states(member, head, number, rows, grid, collector)
             kept = state != EMPTY
-            numbers.append(number[kept].add_(group * grid.n_rows * grid.n_cols))
+            numbers.append(number[kept].add_(group * len(rows) * grid.n_cols))
             states.append(state[kept])
     bits, translate = collector.finish()
     state = torch.cat(states)
     partial = state >= 0
     state[partial] = translate[state[partial]]
     return BlockIndex.from_entries(
-        torch.tensor(table, dtype=torch.int32, device=device),
+        torch.tensor(table, dtype=torch.int32, device=rows.device),
         Entries(torch.cat(numbers), state),
         bits,
-        grid,
+        places,
         tuple(members[numbers_of_row[0]][0].envelope() for numbers_of_row in table),
     )
+
+
+def build_rows(
+    pattern: Pattern,
+    rows: Tensor,
+    n_tokens: int,
+    *,
+    num_heads: int = 1,
+    batch: int = 1,
+    block: int = 128,
+    max_bytes: int = MAX_BYTES,
+) -> BlockIndex:
+    """Build the index of some row tiles of ``n_tokens`` tokens over all column tiles, without the other rows.
+
+    ``rows`` are ascending numbers of tiles, int64. The queries of a call are the tokens of these tiles. The index is
+    not cached. Raises ValueError as `build_index` does.
+
+    >>> from ringtile.patterns import Causal
+    >>> index = build_rows(Causal(), torch.tensor([0, 3]), 500)
+    >>> print(index.draw())
+    ▒···
+    ███▒
+    >>> index.n_queries, index.row_at.tolist()
+    (244, [0, 3])
+    """
+    lengths = TileGrid(block, 0, n_tokens, n_tokens)
+    grid = lengths.whole if pattern.unbounded else lengths
+    cut = -n_tokens % block if rows[-1:].tolist() == [lengths.n_rows - 1] else 0
+    own = TileGrid(block, 0, len(rows) * block - cut, n_tokens)
+    with real_tensors():
+        places = own.whole if pattern.unbounded else own
+        index = _build(pattern, grid, num_heads, batch, rows, _Budget(max_bytes, lengths), places)
+        # The pairs that causal and document rules allow are not counted for rows apart.
+        return replace(index.at(own), envelopes=(Dense(),) * len(index.envelopes), row_at=rows.int())
+
+
+def needed(
+    pattern: Pattern,
+    rows: Tensor,
+    parts: Tensor,
+    n_parts: int,
+    grid: TileGrid,
+    *,
+    num_heads: int = 1,
+    batch: int = 1,
+    max_bytes: int = MAX_BYTES,
+) -> Tensor:
+    """Return the column tiles that parts of the rows may touch: bool ``[n_parts, n_cols]``.
+
+    Row tile ``rows[m]`` belongs to part ``parts[m]``, and may belong to several. The answer comes from the covers of
+    the pattern, without an index: it takes no time per tile, but can hold a few columns that no row keeps. Raises
+    ValueError if it would exceed ``max_bytes``.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> rows = torch.arange(4)
+    >>> needed(Causal() & Window(100), rows, rows // 2, 2, TileGrid(128, 0, 512, 512)).int().tolist()
+    [[1, 1, 0, 0], [0, 1, 1, 1]]
+    """
+    budget = _Budget(max_bytes, grid)
+    budget.check(pattern, n_parts * (grid.n_cols + 1), 8)
+    # Each interval adds one to the columns from its begin and takes one away from its end.
+    change = torch.zeros(n_parts, grid.n_cols + 1, dtype=torch.int32, device=rows.device)
+    distinct, row_of = torch.unique(rows, return_inverse=True)
+    for member, head in _groups(pattern, num_heads, batch)[1]:
+        cover = member.cover(head, distinct, grid) if grid.n_cols else None
+        if cover is None:
+            has_rows = torch.bincount(parts, minlength=n_parts) > 0
+            return has_rows.unsqueeze(1).expand(n_parts, grid.n_cols)
+        row = torch.searchsorted(distinct, cover.row)
+        order = torch.argsort(row)
+        count = torch.bincount(row, minlength=len(distinct))
+        begin, copies = (count.cumsum(0) - count)[row_of], count[row_of]
+        budget.check(pattern, int(copies.sum()), _COVER_BYTES)
+        place = torch.arange(int(copies.sum()), device=rows.device)
+        place += torch.repeat_interleave(begin - (copies.cumsum(0) - copies), copies)
+        part = torch.repeat_interleave(parts, copies)
+        lo, hi = cover.lo[order][place], cover.hi[order][place]
+        part, lo, hi = (x[hi > lo] for x in (part, lo, hi))
+        one = torch.ones_like(lo, dtype=torch.int32)
+        change.index_put_((part, lo), one, accumulate=True).index_put_((part, hi), -one, accumulate=True)
+    return change.cumsum(1)[:, :-1] > 0
 
 
 class CacheInfo(NamedTuple):
@@ -377,7 +464,8 @@ def build_index(
     index = _cache.get(key, lengths, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     if index is None:
         with real_tensors():
-            index = _build(pattern, grid, num_heads, batch, device, _Budget(max_bytes, lengths))
+            rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
+            index = _build(pattern, grid, num_heads, batch, rows, _Budget(max_bytes, lengths), grid)
         index = _cache.put(key, lengths, index)
     return index
 

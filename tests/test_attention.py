@@ -340,6 +340,8 @@ def test_decoding_and_chunked_prefill_give_the_whole(pattern: Pattern) -> None:
 @pytest.mark.parametrize("pattern", [Dense(), Causal(), HOLES, Elements(checkerboard)], ids=repr)
 def test_no_queries_or_no_keys(pattern: Pattern, batch: int, n_queries: int, n_keys: int) -> None:
     inputs = make_inputs(batch, 2, n_queries, n_keys)
+    # A slice of a longer mask keeps its strides.
+    attend(inputs, pattern, key_mask=torch.ones(batch, n_keys + 1, dtype=torch.bool)[:, :n_keys])
     actual = attend(inputs, pattern)
     assert actual.out.shape == inputs.grad_out.shape
     assert not actual.out.any()

@@ -117,6 +117,30 @@ def check_options(
         _check_seed(seed, query)
 
 
+def check_rows(
+    query: Tensor,
+    n_keys: int,
+    key_lengths: Tensor | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Raise ValueError if an option that only attention over a pattern has is invalid."""
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number >= 0, got {softcap!r}")
+    if key_lengths is not None:
+        _check_rows("key_lengths", key_lengths, query.shape[:1], query)
+        if key_lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"key_lengths: expected int32 or int64, got {key_lengths.dtype=}")
+        if _may_read(key_lengths) and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
+            raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")
+    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if per_head is not None:
+            _check_rows(name, per_head, query.shape[1:2], query)
+            if not per_head.is_floating_point():
+                raise ValueError(f"{name}: expected a floating dtype, got {per_head.dtype=}")
+
+
 def _may_read(x: Tensor) -> bool:
     """Return True if the values of a tensor are available and reading them does not synchronize."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -279,20 +303,7 @@ def sparse_attention(
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     (batch, heads, n_queries, head_dim), n_keys = query.shape, key.shape[2]
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap: expected a finite number >= 0, got {softcap!r}")
-    if key_lengths is not None:
-        _check_rows("key_lengths", key_lengths, (batch,), query)
-        if key_lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"key_lengths: expected int32 or int64, got {key_lengths.dtype=}")
-        if _may_read(key_lengths) and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
-            raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-        if per_head is not None:
-            _check_rows(name, per_head, (heads,), query)
-            if not per_head.is_floating_point():
-                raise ValueError(f"{name}: expected a floating dtype, got {per_head.dtype=}")
-
+    check_rows(query, n_keys, key_lengths, softcap, alibi_slopes, sinks)
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
         raise ValueError(f"start: expected an integer or None, got {start!r}")
 

@@ -17,7 +17,7 @@ def pack_words(mask: Tensor) -> Tensor:
     octets = ((eights * 0x0102040810204080) >> 56).to(torch.uint8)
     if size % 32:
         octets = torch.nn.functional.pad(octets, (0, 4 - size // 8 % 4))
-    return octets.view(torch.int32).view(*shape, -(-size // 32))
+    return octets.reshape(-1).view(torch.int32).view(*shape, -(-size // 32))
 
 
 def unpack_words(words: Tensor, size: int) -> Tensor:

@@ -1,0 +1,265 @@
+"""Planned all-to-all of keys and values, as operators: `group_cast` and `group_reduce` are each other's derivative.
+
+Buffers are ``[B, Hkv, tokens, D]``. On the wire, the keys and then the values for one rank lie together in that order,
+so every copy moves whole runs of tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringtile.distributed.layout import Run
+from ringtile.distributed.plan import RingPlan
+from ringtile.kernels.contracts import accumulator
+
+_numbers = itertools.count()
+_exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
+_in_flight: dict[int, tuple[Any, ...]] = {}
+
+library = torch.library.Library("ringtile", "FRAGMENT")
+library.define("cast_start(Tensor k, Tensor v, int exchange) -> (Tensor, Tensor)")
+library.define("group_cast(Tensor k, Tensor v, Tensor received, Tensor ticket, int exchange) -> (Tensor, Tensor)")
+library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Tensor, Tensor)")
+library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
+
+Tensors = Sequence[Tensor]
+"""Tensors of one dtype, ``[.., .., tokens, dim]``, that travel together."""
+
+
+class Exchange:
+    """The collectives of one plan in one process group. Operators know it by its number.
+
+    Tiles that most ranks need are broadcast, the others go by one all-to-all. Gradients take the same ways back.
+    """
+
+    def __init__(self, plan: RingPlan, group: dist.ProcessGroup) -> None:
+        self.plan, self.group = plan, group
+        self.number = next(_numbers)
+        _exchanges[self.number] = self
+
+    def size_received(self, xs: Tensors) -> int:
+        """Return the elements that this rank receives, its own broadcast included."""
+        return (sum(self.plan.tokens_hot) + sum(self.plan.tokens_received)) * _width(xs)
+
+    def start(self, xs: Tensors) -> tuple[Tensor, list[Any]]:
+        """Begin to send. Return what will be received and the work to wait for."""
+        plan, width = self.plan, _width(xs)
+        received = xs[0].new_empty(self.size_received(xs))
+        *hot, cold = received.split([n * width for n in (*plan.tokens_hot, sum(plan.tokens_received))])
+        if plan.tokens_hot[plan.rank]:
+            _gather(_cut(hot[plan.rank], xs, plan.tokens_hot[plan.rank]), xs, plan.hot[plan.rank])
+        works = [
+            dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True)
+            for owner, wire in enumerate(hot)
+            if len(wire)
+        ]
+        sent = xs[0].new_empty(sum(plan.tokens_sent) * width)
+        for wire, tokens, runs in zip(_of_ranks(sent, xs, plan.tokens_sent), plan.tokens_sent, plan.sent, strict=True):
+            _gather(_cut(wire, xs, tokens), xs, runs)
+        works.append(self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width))
+        # The work does not keep what it sends.
+        return received, [*works, sent]
+
+    def finish(self, xs: Tensors, received: Tensor, works: Sequence[Any]) -> list[Tensor]:
+        """Return the buffers ``[.., .., n_buffer, dim]``."""
+        plan, width = self.plan, _width(xs)
+        buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
+        for source, target, length in plan.own:
+            for buffer, x in zip(buffers, xs, strict=True):
+                buffer[:, :, target : target + length] = x[:, :, source : source + length]
+        for work in works[:-1]:
+            work.wait()
+        *hot, cold = received.split([n * width for n in (*plan.tokens_hot, sum(plan.tokens_received))])
+        for wire, tokens, copies in zip(hot, plan.tokens_hot, plan.hot_copies, strict=True):
+            parts = _cut(wire, xs, tokens)
+            for source, target, length in copies:
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer[:, :, target : target + length] = part[:, :, source : source + length]
+        counts = plan.tokens_received
+        for wire, count, runs in zip(_of_ranks(cold, xs, counts), counts, plan.received, strict=True):
+            _scatter(buffers, _cut(wire, xs, count), runs)
+        return buffers
+
+    def reduce(self, grads: Tensors) -> list[Tensor]:
+        """Return the gradients ``[.., .., n, dim]`` of this rank's tokens from those of all ranks' buffers."""
+        plan, width = self.plan, _width(grads)
+        wide = accumulator(grads[0])
+        hot = list(
+            grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=wide).split([n * width for n in plan.tokens_hot])
+        )
+        works = []
+        for owner, (wire, tokens, copies) in enumerate(zip(hot, plan.tokens_hot, plan.hot_copies, strict=True)):
+            parts = _cut(wire, grads, tokens)
+            for source, target, length in copies:
+                for part, grad in zip(parts, grads, strict=True):
+                    part[:, :, source : source + length] = grad[:, :, target : target + length]
+            if tokens:
+                # A sum over ranks, so in the accumulation type.
+                goal = dist.get_global_rank(self.group, owner)
+                works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
+        sent = grads[0].new_empty(sum(plan.tokens_received) * width)
+        counts = plan.tokens_received
+        for wire, count, runs in zip(_of_ranks(sent, grads, counts), counts, plan.received, strict=True):
+            _gather(_cut(wire, grads, count), grads, runs)
+        received = sent.new_empty(sum(plan.tokens_sent) * width)
+        works.append(self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width))
+        sums = [x.new_zeros(*x.shape[:2], plan.n_tokens, x.shape[3], dtype=wide) for x in grads]
+        for source, target, length in plan.own:
+            for total, grad in zip(sums, grads, strict=True):
+                total[:, :, source : source + length] = grad[:, :, target : target + length]
+        for work in works:
+            work.wait()
+        # In the order of the ranks, so that every run adds alike.
+        counts = plan.tokens_sent
+        for wire, count, runs in zip(_of_ranks(received, grads, counts), counts, plan.sent, strict=True):
+            _scatter(sums, _cut(wire, grads, count), runs, add=True)
+        own_hot = _cut(hot[plan.rank], grads, plan.tokens_hot[plan.rank])
+        _scatter(sums, own_hot, plan.hot[plan.rank], add=True)
+        return [total.to(x.dtype) for total, x in zip(sums, grads, strict=True)]
+
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, received_tokens: Sequence[int], sent_tokens: Sequence[int], width: int
+    ) -> Any:
+        received_sizes, sent_sizes = ([n * width for n in tokens] for tokens in (received_tokens, sent_tokens))
+        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self.group, async_op=True)
+
+
+def _width(xs: Tensors) -> int:
+    """Return the elements per token on the wire."""
+    return sum(x.shape[0] * x.shape[1] * x.shape[3] for x in xs)
+
+
+def _of_ranks(wire: Tensor, xs: Tensors, tokens: Sequence[int]) -> list[Tensor]:
+    """Cut a vector on the wire into those of each rank."""
+    return list(wire.split([n * _width(xs) for n in tokens]))
+
+
+def _cut(wire: Tensor, xs: Tensors, tokens: int) -> list[Tensor]:
+    """Return views ``[.., .., tokens, dim]`` of what one rank sends or receives."""
+    shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in xs]
+    return [part.view(shape) for part, shape in zip(wire.split([prod(s) for s in shapes]), shapes, strict=True)]
+
+
+def _gather(targets: Tensors, sources: Tensors, runs: Sequence[Run]) -> None:
+    """Copy runs of tokens one after another into ``targets``."""
+    at = 0
+    for begin, end in runs:
+        for target, source in zip(targets, sources, strict=True):
+            target[:, :, at : at + end - begin] = source[:, :, begin:end]
+        at += end - begin
+
+
+def _scatter(targets: Tensors, sources: Tensors, runs: Sequence[Run], *, add: bool = False) -> None:
+    """Copy tokens that lie one after another in ``sources`` to runs of ``targets``, or add them."""
+    at = 0
+    for begin, end in runs:
+        for target, source in zip(targets, sources, strict=True):
+            part = source[:, :, at : at + end - begin]
+            if add:
+                target[:, :, begin:end] += part
+            else:
+                target[:, :, begin:end] = part
+        at += end - begin
+
+
+def _start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    received, works = _exchanges[number].start((k, v))
+    ticket = next(_numbers)
+    _in_flight[ticket] = tuple(works)
+    return received, torch.tensor([ticket])
+
+
+def _cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    # A checkpoint that saved the result of `cast_start` but not this one has nothing left to wait for.
+    works = _in_flight.pop(int(ticket), ())
+    keys, values = _exchanges[number].finish((k, v), received, works)
+    return keys, values
+
+
+def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    k, v = _exchanges[number].reduce((k_grad, v_grad))
+    return k, v
+
+
+def _cast_bits(keep: Tensor, number: int) -> Tensor:
+    """Exchange bool ``[B, n]``, eight batch elements to a byte."""
+    places = 2 ** torch.arange(8, device=keep.device)
+    octets = torch.nn.functional.pad(keep.T, (0, -len(keep) % 8)).unflatten(1, (-1, 8))
+    words = ((octets * places).sum(2).to(torch.uint8)[None, None],)
+    exchange = _exchanges[number]
+    (buffer,) = exchange.finish(words, *exchange.start(words))
+    bits = buffer[0, 0].unsqueeze(2).long() // places % 2
+    return bits.flatten(1)[:, : len(keep)].T.bool()
+
+
+def _fake_start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    return k.new_empty(_exchanges[number].size_received((k, v))), torch.empty(1, dtype=torch.int64)
+
+
+def _fake_cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    size = _exchanges[number].plan.n_buffer
+    return k.new_empty(*k.shape[:2], size, k.shape[3]), v.new_empty(*v.shape[:2], size, v.shape[3])
+
+
+def _fake_reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    size = _exchanges[number].plan.n_tokens
+    return (
+        k_grad.new_empty(*k_grad.shape[:2], size, k_grad.shape[3]),
+        v_grad.new_empty(*v_grad.shape[:2], size, v_grad.shape[3]),
+    )
+
+
+def _fake_cast_bits(keep: Tensor, number: int) -> Tensor:
+    return keep.new_empty(keep.shape[0], _exchanges[number].plan.n_buffer)
+
+
+def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # A plan can leave its cache before the backward pass.
+    ctx.exchange = _exchanges[inputs[-1]]
+
+
+def _cast_backward(ctx: Any, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | None, ...]:
+    k, v = torch.ops.ringtile.group_reduce(k_grad, v_grad, ctx.exchange.number)
+    return k, v, None, None, None
+
+
+def _reduce_backward(ctx: Any, k_cot: Tensor, v_cot: Tensor) -> tuple[Tensor | None, ...]:
+    return *cast(k_cot, v_cot, ctx.exchange), None
+
+
+for _name, _implementation, _fake in (
+    ("cast_start", _start, _fake_start),
+    ("group_cast", _cast, _fake_cast),
+    ("group_reduce", _reduce, _fake_reduce),
+    ("cast_bits", _cast_bits, _fake_cast_bits),
+):
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
+torch.library.register_autograd("ringtile::group_cast", _cast_backward, setup_context=_keep_exchange, lib=library)
+torch.library.register_autograd("ringtile::group_reduce", _reduce_backward, setup_context=_keep_exchange, lib=library)
+
+
+def cast_start(k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """Begin to send keys and values to the ranks that need them. Give both results to `cast_finish`."""
+    with torch.no_grad():
+        received, ticket = torch.ops.ringtile.cast_start(k, v, exchange.number)
+    return received, ticket
+
+
+def cast_finish(k: Tensor, v: Tensor, started: tuple[Tensor, Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """Return the buffers of keys and values ``[B, Hkv, n_buffer, D]``, differentiable in this rank's own."""
+    keys, values = torch.ops.ringtile.group_cast(k, v, *started, exchange.number)
+    return keys, values
+
+
+def cast(k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """Return the buffers of keys and values, without computing anything meanwhile."""
+    return cast_finish(k, v, cast_start(k, v, exchange), exchange)

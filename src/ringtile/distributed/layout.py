@@ -1,0 +1,170 @@
+"""Which tokens each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+Run = tuple[int, int]
+"""Positions from the first to before the second."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tokens of each rank, as ascending runs of positions. Together the ranks hold every token once.
+
+    Ranks can hold different numbers of tokens, or none. Tokens of a rank lie in ascending order.
+
+    Raises ValueError if the runs overlap, leave out a token or do not ascend.
+
+    >>> Layout.zigzag(1000, 2, unit=100)
+    Layout(n_tokens=1000, runs=(((0, 200), (700, 1000)), ((200, 700),)))
+    """
+
+    n_tokens: int
+    runs: tuple[tuple[Run, ...], ...]
+
+    def __post_init__(self) -> None:
+        if type(self.n_tokens) is not int or self.n_tokens < 1:
+            raise ValueError(f"n_tokens: expected a positive integer, got {self.n_tokens!r}")
+        if not self.runs:
+            raise ValueError(f"runs: expected the runs of at least one rank, got {self.runs!r}")
+        object.__setattr__(self, "runs", tuple(tuple(_joined(runs)) for runs in self.runs))
+        every = sorted(run for runs in self.runs for run in runs)
+        if [0, *(end for _, end in every)] != [*(begin for begin, _ in every), self.n_tokens]:
+            raise ValueError(f"runs: expected each of {self.n_tokens} tokens at exactly one rank, got {self.runs!r}")
+
+    @classmethod
+    def contiguous(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Layout:
+        """Give each rank one run. ``unit`` tokens stay together.
+
+        Windows and documents need the least traffic. Under a causal rule the last rank has the most work. Tiles stay
+        whole if ``unit`` is a multiple of 128. With ``unit=1`` ranks hold equally many tokens.
+
+        >>> Layout.contiguous(1000, 3).runs
+        (((0, 256),), ((256, 640),), ((640, 1000),))
+        """
+        bounds = _bounds(n_tokens, n_ranks, unit)
+        return cls(n_tokens, tuple((run,) for run in pairwise(bounds)))
+
+    @classmethod
+    def zigzag(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Layout:
+        """Cut the tokens into 2 P chunks, and give rank r the chunks r and 2 P - 1 - r.
+
+        Under a causal rule all ranks have the same work. PyTorch calls it head-tail.
+        """
+        chunks = list(pairwise(_bounds(n_tokens, 2 * n_ranks, unit)))
+        return cls(n_tokens, tuple((chunks[rank], chunks[-1 - rank]) for rank in range(n_ranks)))
+
+    @classmethod
+    def striped(cls, n_tokens: int, n_ranks: int, *, unit: int = 128) -> Layout:
+        """Give rank r every P-th unit of tokens, from unit r on.
+
+        >>> Layout.striped(10, 2, unit=2).runs
+        (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8)))
+        """
+        _bounds(n_tokens, n_ranks, unit)
+        starts = range(0, n_tokens, unit)
+        return cls(
+            n_tokens,
+            tuple(tuple((x, min(x + unit, n_tokens)) for x in starts[rank::n_ranks]) for rank in range(n_ranks)),
+        )
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.runs)
+
+    def size(self, rank: int) -> int:
+        """Return the number of tokens of a rank."""
+        return sum(end - begin for begin, end in self.runs[rank])
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Return the position of each token of a rank, int64 ``[n]``, for example for rotary angles.
+
+        >>> Layout.zigzag(8, 2, unit=2).positions(0).tolist()
+        [0, 1, 6, 7]
+        """
+        return positions_of(self.runs[rank], device)
+
+    def shard(self, x: Tensor, rank: int, dim: int = 2) -> Tensor:
+        """Return a rank's tokens of a tensor that has all of them in dimension ``dim``. It is a view if it can be.
+
+        Raises ValueError if the dimension has another size.
+
+        >>> Layout.zigzag(8, 2, unit=2).shard(torch.arange(8), 1, dim=0).tolist()
+        [2, 3, 4, 5]
+        """
+        if x.shape[dim] != self.n_tokens:
+            raise ValueError(f"x: expected {self.n_tokens} tokens in dimension {dim}, got {x.shape=}")
+        parts = [x.narrow(dim, begin, end - begin) for begin, end in self.runs[rank]]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int = 2) -> Tensor:
+        """Return all tokens in order, from the tensors of all ranks. This is the inverse of `shard`.
+
+        Raises ValueError if there are not as many tensors as ranks, or a tensor has another number of tokens.
+
+        >>> layout = Layout.striped(10, 2, unit=2)
+        >>> layout.unshard([layout.shard(torch.arange(10), rank, dim=0) for rank in range(2)], dim=0).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+        """
+        sizes = [self.size(rank) for rank in range(self.n_ranks)]
+        if [x.shape[dim] for x in shards] != sizes:
+            found = [tuple(x.shape) for x in shards]
+            raise ValueError(f"shards: expected {sizes} tokens in dimension {dim}, got {found}")
+        placed: list[tuple[int, Tensor]] = []
+        for runs, x in zip(self.runs, shards, strict=True):
+            lengths = [end - begin for begin, end in runs]
+            placed += [
+                (begin, x.narrow(dim, at, n)) for (begin, _), n, at in zip(runs, lengths, _before(lengths), strict=True)
+            ]
+        return torch.cat([x for _, x in sorted(placed, key=lambda pair: pair[0])], dim)
+
+    def tiles(self, block: int = 128) -> tuple[Tensor, Tensor]:
+        """Return the position tiles that ranks hold tokens of: tile numbers and their ranks, two int64 vectors."""
+        pairs = [
+            (torch.arange(begin // block, (end - 1) // block + 1), rank)
+            for rank, runs in enumerate(self.runs)
+            for begin, end in runs
+        ]
+        numbers = torch.cat([tiles for tiles, _ in pairs])
+        return numbers, torch.cat([torch.full_like(tiles, rank) for tiles, rank in pairs])
+
+
+def positions_of(runs: Iterable[Run], device: torch.device | str | None = None) -> Tensor:
+    """Return the positions of runs one after another, int64."""
+    parts = [torch.arange(begin, end, device=device) for begin, end in runs]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *parts])
+
+
+def _before(lengths: Sequence[int]) -> list[int]:
+    return [0, *accumulate(lengths)][: len(lengths)]
+
+
+def _joined(runs: Iterable[Run]) -> Iterable[Run]:
+    """Check that runs ascend, leave out empty ones and join neighbors."""
+    found: list[Run] = []
+    for begin, end in runs:
+        if not (type(begin) is int and type(end) is int and (found[-1][1] if found else 0) <= begin <= end):
+            raise ValueError(f"runs: expected runs (begin, end) that ascend, got {(begin, end)} after {found}")
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        elif begin < end:
+            found.append((begin, end))
+    return found
+
+
+def _bounds(n_tokens: int, n_parts: int, unit: int) -> list[int]:
+    """Cut tokens into parts of nearly equally many units. The last unit can be shorter."""
+    for name, value in (("n_tokens", n_tokens), ("n_ranks", n_parts), ("unit", unit)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+    units = -(-n_tokens // unit)
+    return [min(units * part // n_parts * unit, n_tokens) for part in range(n_parts + 1)]

@@ -1,0 +1,312 @@
+"""Who needs which keys of whom, and what each rank computes: pure functions on the host, without communication."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.distributed.layout import Layout, Run
+from ringtile.layout import BlockIndex, build_index, build_rows, needed
+from ringtile.layout.build import MAX_BYTES
+from ringtile.layout.tiles import pack_words
+from ringtile.patterns.base import Pattern, TileGrid
+
+_PIECES = 8
+"""If rows with and without remote keys alternate more often than this, all rows read the buffer."""
+
+_HOT_RANKS = 3
+"""Tiles that at least so many other ranks need, and more than half of all ranks, are broadcast."""
+
+_RUNS = 256
+"""Largest number of runs of a rank that begin or end inside a tile. Each is a call of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Consecutive tokens of a rank that one call computes."""
+
+    begin: int
+    """First token, counted in the rank's own tokens."""
+    end: int
+    is_local: bool
+    """True if the call reads the rank's own keys where they lie, False if it reads the buffer."""
+    index: BlockIndex
+
+
+class Copy(NamedTuple):
+    """A run of tokens that is copied from one place to another."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class RingPlan:
+    """The exchange and the calls of one rank. Every rank makes the plan of the same pattern, layout and heads.
+
+    Keys travel in ascending order of their positions. The buffer of a rank holds the keys of other ranks that its rows
+    need, and those of its own that the same rows need.
+    """
+
+    pattern: Pattern
+    layout: Layout
+    rank: int
+    block: int
+    needs: Tensor
+    """bool ``[P, C]``: the column tiles that each rank needs, its own included."""
+    pieces: tuple[Piece, ...]
+    """The calls, in the order of the tokens."""
+    own: tuple[Copy, ...]
+    """Own tokens that are copied into the buffer."""
+    hot: tuple[tuple[Run, ...], ...]
+    """For each rank the runs of its own tokens that it broadcasts, because most ranks need them."""
+    hot_copies: tuple[tuple[Copy, ...], ...]
+    """For each other rank the tokens of its broadcast that are copied into the buffer."""
+    sent: tuple[tuple[Run, ...], ...]
+    """For each rank the runs of own tokens that it gets."""
+    received: tuple[tuple[Run, ...], ...]
+    """For each rank the runs of the buffer that it fills."""
+    buffer: tuple[Run, ...]
+    """The runs of positions that the buffer holds, one after another."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of this rank."""
+        return self.layout.size(self.rank)
+
+    @cached_property
+    def n_buffer(self) -> int:
+        """Number of tokens of the buffer."""
+        return sum(end - begin for begin, end in self.buffer)
+
+    @cached_property
+    def tokens_hot(self) -> tuple[int, ...]:
+        """Number of tokens that each rank broadcasts."""
+        return tuple(sum(end - begin for begin, end in runs) for runs in self.hot)
+
+    @cached_property
+    def tokens_sent(self) -> tuple[int, ...]:
+        """Number of tokens that each rank gets from this one."""
+        return tuple(sum(end - begin for begin, end in runs) for runs in self.sent)
+
+    @cached_property
+    def tokens_received(self) -> tuple[int, ...]:
+        """Number of tokens that this rank gets from each other."""
+        return tuple(sum(end - begin for begin, end in runs) for runs in self.received)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the pattern's text, the layout and the needs of all ranks: equal at all ranks."""
+        digest = hashlib.sha256(repr((self.pattern.text, self.layout, self.block)).encode())
+        words = pack_words(torch.nn.functional.pad(self.needs, (0, -self.needs.shape[1] % 32))).contiguous()
+        digest.update(ctypes.string_at(words.data_ptr(), words.nbytes))
+        return digest.hexdigest()[:16]
+
+
+def make_plan(
+    pattern: Pattern,
+    layout: Layout,
+    rank: int,
+    *,
+    num_heads: int = 1,
+    batch: int = 1,
+    block: int = 128,
+    max_bytes: int = MAX_BYTES,
+) -> RingPlan:
+    """Plan one rank's part of attention over all tokens of a layout. Plans are cached.
+
+    Args:
+        pattern: Which pairs to keep, by position.
+        layout: Which tokens each rank holds.
+        rank: The rank, counted in the layout.
+        num_heads: Number of query heads.
+        batch: Number of batch elements. A pattern defined per batch element must match.
+        block: Tile side in tokens.
+        max_bytes: Memory limit of each index, checked before it allocates.
+
+    Raises:
+        ValueError: If an argument is out of range, the pattern does not support these tokens, heads or batch elements,
+            or the plan would exceed ``max_bytes``.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> plan = make_plan(Causal() & Window(300, 0), Layout.contiguous(2048, 4), 1)
+    >>> plan.received, plan.sent
+    ((((0, 384),), (), (), ()), ((), (), ((128, 512),), ()))
+    >>> [(piece.begin, piece.end, piece.is_local) for piece in plan.pieces]
+    [(0, 384, False), (384, 512, True)]
+    """
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
+    if type(rank) is not int or not 0 <= rank < layout.n_ranks:
+        raise ValueError(f"rank: expected an integer from 0 to {layout.n_ranks - 1}, got {rank!r}")
+    key = (pattern, layout, rank, num_heads, batch, block)
+    with _lock:
+        found = _plans.get(key)
+        if found is not None:
+            _plans.move_to_end(key)
+            return found
+    plan = _make_plan(pattern, layout, rank, num_heads, batch, block, max_bytes)
+    with _lock:
+        plan = _plans.setdefault(key, plan)
+        if len(_plans) > _PLANS:
+            _plans.popitem(last=False)
+    return plan
+
+
+_PLANS = 64
+_plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
+_lock = Lock()
+
+
+def _make_plan(
+    pattern: Pattern, layout: Layout, rank: int, num_heads: int, batch: int, block: int, max_bytes: int
+) -> RingPlan:
+    n_tokens, runs = layout.n_tokens, layout.runs[rank]
+    grid = TileGrid(block, 0, n_tokens, n_tokens)
+    pattern.validate(grid)
+    rows, parts = layout.tiles(block)
+    needs = needed(pattern, rows, parts, layout.n_ranks, grid, num_heads=num_heads, batch=batch, max_bytes=max_bytes)
+    sizes: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "block": block, "max_bytes": max_bytes}
+    inside = [run for run in runs if run[0] % block or (run[1] % block and run[1] != n_tokens)]
+    if len(inside) > _RUNS:
+        raise ValueError(
+            f"layout: expected at most {_RUNS} runs that begin or end inside a tile of {block}, got {len(inside)} at "
+            f"rank {rank}. Each is a call of its own"
+        )
+    if inside:
+        cols, pieces, at = needs[rank], [], 0
+        for begin, end in runs:
+            index = build_index(pattern, end - begin, n_tokens, start=begin, **sizes)
+            every = torch.arange(index.n_rows)
+            pieces.append(Piece(at, at + end - begin, False, index.remapped(every, cols.nonzero().flatten())))
+            at += end - begin
+    else:
+        pieces, cols = _pieces(build_rows(pattern, rows[parts == rank], n_tokens, **sizes), needs[rank])
+    places = [list(zip(held, _starts(held), strict=True)) for held in layout.runs]
+    buffer = _intervals(cols, grid)
+    in_buffer = list(zip(buffer, _starts(buffer), strict=True))
+    is_hot = _hot_tiles(needs, rows, parts, layout)
+    hot_runs = _intervals(is_hot, grid)
+    cold_runs = _intervals(~is_hot, grid)
+    sent, received, hot, hot_copies = [], [], [], []
+    for other, held in enumerate(layout.runs):
+        apart = other != rank
+        hot.append(_placed(hot_runs, places[other]))
+        broadcast = _overlaps(hot_runs, held) if apart else []
+        in_broadcast = list(zip(broadcast, _starts(broadcast), strict=True))
+        hot_copies.append(_copies(in_broadcast, in_buffer))
+        sent.append(_placed(_intervals(needs[other] & ~is_hot, grid) if apart else [], places[rank]))
+        received.append(_placed(_overlaps(cold_runs, held) if apart else [], in_buffer))
+    return RingPlan(
+        pattern,
+        layout,
+        rank,
+        block,
+        needs,
+        tuple(pieces),
+        _copies(places[rank], in_buffer),
+        tuple(hot),
+        tuple(hot_copies),
+        tuple(sent),
+        tuple(received),
+        tuple(buffer),
+    )
+
+
+def _hot_tiles(needs: Tensor, rows: Tensor, parts: Tensor, layout: Layout) -> Tensor:
+    """Return the column tiles to broadcast, bool ``[C]``: few tiles that most ranks need and do not hold."""
+    holds = torch.zeros_like(needs)
+    holds[parts, rows] = True
+    asked = (needs & ~holds).sum(0)
+    is_hot = (asked >= _HOT_RANKS) & (2 * asked > layout.n_ranks)
+    # If there are many, other transports are better than a broadcast to ranks that do not need them.
+    return is_hot & (int(is_hot.sum()) * layout.n_ranks <= needs.shape[1])
+
+
+def _pieces(index: BlockIndex, needs: Tensor) -> tuple[list[Piece], Tensor]:
+    """Cut a rank's row tiles into runs with and without remote keys. Return them and the buffer's columns, bool."""
+    number, _ = index.entries()
+    row, col = number // index.n_cols % max(index.n_rows, 1), number % index.n_cols
+    own_place = torch.full((index.n_cols,), -1)
+    own_place[index.row_at.long()] = torch.arange(index.n_rows)
+    is_far = torch.zeros(index.n_rows, dtype=torch.bool)
+    is_far[row[own_place[col] < 0]] = True
+    bounds = [0, *(is_far.diff().nonzero().flatten() + 1).tolist(), index.n_rows]
+    if len(bounds) - 1 > _PIECES:
+        is_far[:], bounds = True, [0, index.n_rows]
+    in_buffer = needs & (own_place < 0)
+    in_buffer[col[is_far[row]]] = True
+    cols, pieces = in_buffer.nonzero().flatten(), []
+    for first, last in pairwise(bounds):
+        if first == last:
+            continue
+        is_local = not is_far[first]
+        rows = torch.arange(first, last)
+        part = index.remapped(rows, index.row_at.long() if is_local else cols)
+        begin = first * index.block
+        pieces.append(Piece(begin, begin + part.n_queries, is_local, part))
+    return pieces, in_buffer
+
+
+def _intervals(tiles: Tensor, grid: TileGrid) -> list[Run]:
+    """Return the runs of positions in these tiles, a bool vector."""
+    edges = torch.nn.functional.pad(tiles.int(), (1, 1)).diff().nonzero().flatten() * grid.block
+    bounds = edges.clamp(max=grid.n_keys).tolist()
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def _starts(runs: Sequence[Run]) -> list[int]:
+    """Return the place of each run if they follow each other."""
+    return list(accumulate((end - begin for begin, end in runs), initial=0))[: len(runs)]
+
+
+def _overlaps(wanted: Sequence[Run], held: Sequence[Run]) -> list[Run]:
+    """Return the positions that both have. Both ascend."""
+    found: list[Run] = []
+    number = 0
+    for begin, end in wanted:
+        while number < len(held) and held[number][1] <= begin:
+            number += 1
+        for low, high in held[number:]:
+            if low >= end:
+                break
+            found.append((max(begin, low), min(end, high)))
+    return found
+
+
+def _place(run: Run, held: Sequence[tuple[Run, int]]) -> int:
+    """Return the place of a run's first position, which is held."""
+    (low, _), place = held[bisect_right(held, run[0], key=lambda pair: pair[0][0]) - 1]
+    return place + run[0] - low
+
+
+def _copies(source: Sequence[tuple[Run, int]], target: Sequence[tuple[Run, int]]) -> tuple[Copy, ...]:
+    """Return the copies of all positions that both have."""
+    common = _overlaps([run for run, _ in source], [run for run, _ in target])
+    return tuple(Copy(_place(run, source), _place(run, target), run[1] - run[0]) for run in common)
+
+
+def _placed(wanted: Sequence[Run], held: Sequence[tuple[Run, int]]) -> tuple[Run, ...]:
+    """Return the places of the positions in ``wanted`` that are held, in ascending order of position."""
+    found: list[Run] = []
+    for run in _overlaps(wanted, [run for run, _ in held]):
+        begin = _place(run, held)
+        end = begin + run[1] - run[0]
+        if found and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return tuple(found)

@@ -28,7 +28,7 @@ template <class T> INLINE const T *lse2_of(const ringtile_call &c, const Head &h
 template <class E, class T> void delta_item(const ringtile_call &c, int64_t number) {
     constexpr int L = Lanes<T>::count;
     const Head head(c, number);
-    const Tokens all = {0, 0, 0};
+    const Tokens all = {};
     Rows<E> out = rows_of<E>(c.out, c.out_stride, head.b, head.h, all), grad = out_grad_rows<E>(c, head, all);
     const T *lse = (const T *)c.lse + number * c.n_queries;
     const T *lse_grad = c.lse_grad ? (const T *)c.lse_grad + number * c.n_queries : nullptr;

@@ -329,6 +329,34 @@ static void draw_backward_work(problem *p) {
     for (int columns = 0; columns < 2; columns++) draw_shared_splits(p, columns);
 }
 
+// In some of the cases, the tiles, heads and batch elements are part of a larger problem.
+static void draw_numbers(problem *p) {
+    ringtile_call *c = &p->c;
+    int32_t *row_at = allocate(c->n_rows, 4), *col_at = allocate(c->n_cols, 4);
+    int64_t *head_at = allocate(c->heads, 8), *batch_at = allocate(c->batch, 8);
+    for (int64_t i = 0; i < c->n_rows; i++) row_at[i] = (int32_t)draw(1 << 20);
+    for (int64_t i = 0; i < c->n_cols; i++) col_at[i] = (int32_t)draw(1 << 20);
+    for (int64_t i = 0; i < c->heads; i++) head_at[i] = draw(1 << 10);
+    for (int64_t i = 0; i < c->batch; i++) batch_at[i] = draw(1u << 31);
+    c->row_at = draw(2) ? row_at : NULL, c->col_at = draw(2) ? col_at : NULL;
+    c->head_at = draw(2) ? head_at : NULL, c->batch_at = draw(2) ? batch_at : NULL;
+}
+
+// The number of a token in the whole problem. `first` is the number of its side's first tile.
+static uint32_t position_of(const problem *p, const int32_t *at, int64_t first, int64_t token) {
+    int64_t tile = floor_div(token, p->c.block);
+    return (uint32_t)((at ? at[tile - first] : tile) * p->c.block + token - tile * p->c.block);
+}
+
+// True if dropout keeps a pair.
+static int survives(const problem *p, int64_t b, int64_t h, int64_t a, int64_t j) {
+    const ringtile_call *c = &p->c;
+    uint32_t query = position_of(p, c->row_at, floor_div(c->start, c->block), c->start + a);
+    uint32_t key = position_of(p, c->col_at, 0, j);
+    uint32_t batch = (uint32_t)(c->batch_at ? c->batch_at[b] : b), head = (uint32_t)(c->head_at ? c->head_at[h] : h);
+    return dropout_half((uint64_t)c->seed, batch, head, query, key) >= c->dropout_threshold;
+}
+
 // A key mask and key lengths, each in some of the cases, and the pairs that are kept.
 static void draw_kept(problem *p) {
     ringtile_call *c = &p->c;
@@ -465,10 +493,7 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
         if (!kept[j]) continue;
         weight[j] /= total;
         share[j] = 1;
-        if (p->drops) {
-            int half = dropout_half((uint64_t)c->seed, (uint32_t)b, (uint32_t)h, (uint32_t)(c->start + a), (uint32_t)j);
-            share[j] = half >= c->dropout_threshold ? 65536.0 / (65536 - c->dropout_threshold) : 0;
-        }
+        if (p->drops) share[j] = survives(p, b, h, a, j) ? 65536.0 / (65536 - c->dropout_threshold) : 0;
         const double *value = row_of(&p->v, b, g, j);
         double product = 0, *value_grad = wanted[V_GRAD] + ((b * c->kv_heads + g) * c->n_keys + j) * Dv;
         for (int64_t d = 0; d < Dv; d++) {
@@ -525,6 +550,7 @@ static int run(int isa, int number) {
     problem p;
     draw_shapes(&p, isa, number);
     draw_tiles(&p);
+    draw_numbers(&p);
     make_forward_work(&p);
     draw_backward_work(&p);
     draw_kept(&p);

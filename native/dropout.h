@@ -52,8 +52,8 @@ INLINE Dropout dropout_of(const ringtile_call &c, const Head &head) {
         p.key[round][0] = low + round * 0x9E3779B9u;
         p.key[round][1] = high + round * 0xBB67AE85u;
     }
-    p.head = (uint32_t)head.h;
-    p.batch = (uint32_t)head.b;
+    p.head = (uint32_t)(c.head_at ? c.head_at[head.h] : head.h);
+    p.batch = (uint32_t)(c.batch_at ? c.batch_at[head.b] : head.b);
     p.threshold = (uint32_t)c.dropout_threshold;
     return p;
 }
@@ -72,15 +72,15 @@ INLINE void philox(const Dropout &p, uint32_t call, Words query, Words *words) {
 
 // The kept pairs of a tile as bits: bit `key lane` of keep[query lane] (BY_QUERY) or bit `query lane` of keep[key lane].
 template <bool BY_QUERY>
-void dropout_bits(const Dropout &p, const ringtile_call &c, Tokens queries, Tokens keys, uint32_t (*keep)[MAX_WORDS]) {
+void dropout_bits(const Dropout &p, Tokens queries, Tokens keys, uint32_t (*keep)[MAX_WORDS]) {
     for (int i = 0; i < MAX_BLOCK; i++)
         for (int w = 0; w < MAX_WORDS; w++) keep[i][w] = 0;
     Words lane;
     for (int i = 0; i < WORD_LANES; i++) lane[i] = i;
-    for (int64_t window = keys.first & ~(int64_t)31; window < keys.first + keys.high; window += 32) {
-        int at = (int)(window - keys.first), first = at < 0 ? -at : 0, end = (int)min(32, keys.high - at);
+    for (int64_t window = keys.position & ~(int64_t)31; window < keys.position + keys.high; window += 32) {
+        int at = (int)(window - keys.position), first = at < 0 ? -at : 0, end = (int)min(32, keys.high - at);
         for (int q = queries.low / WORD_LANES * WORD_LANES; q < queries.high; q += WORD_LANES) {
-            Words query = lane + (c.start + queries.first + q), words[4][4], bits = {};
+            Words query = lane + (queries.position + q), words[4][4], bits = {};
             for (int call = 0; call < 4; call++) philox(p, (uint32_t)(window / 32 * 4 + call), query, words[call]);
             for (int key = first; key < end; key++) {
                 Words kept = ((words[key / 2 % 4][key / 8] >> (key % 2 * 16)) & 0xffff) >= (int64_t)p.threshold;

@@ -179,7 +179,7 @@ template <class P> void attend_row(const ringtile_call &c, const RowItem &row, F
         Mask mask = mask_of(c, row.head.b, queries, keys, tile, unused);
         if (mask.keeps_nothing(keys)) continue;
         products.load_tile(row.head, keys, mask.unused);
-        if (c.dropout_threshold) dropout_bits<false>(random, c, queries, keys, keep);
+        if (c.dropout_threshold) dropout_bits<false>(random, queries, keys, keep);
         for (int lane = from; lane < end; lane += GROUP<T>) {
             int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
             Reach reach = reach_of(mask.bits, mask.words, mask.unused, (int)max(lane, queries.low),

@@ -30,7 +30,7 @@ template <class T, bool KEYS> struct GradientTile {
         for (int q = queries.low; q < queries.high; q++)
             unused_queries[q >> 5] |= (uint32_t)(lse2[q] == infinity<T>()) << (q & 31);
         any_keys = any_of(unused_keys, keys), any_queries = any_of(unused_queries, queries);
-        if (c.dropout_threshold) dropout_bits<KEYS>(random, c, queries, keys, keep);
+        if (c.dropout_threshold) dropout_bits<KEYS>(random, queries, keys, keep);
     }
 
     INLINE const Tokens &others() const { return KEYS ? queries : keys; }

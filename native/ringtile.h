@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 1
+#define RINGTILE_ABI 2
 
 enum ringtile_dtype { RINGTILE_FLOAT32 = 0, RINGTILE_FLOAT64 = 1, RINGTILE_BFLOAT16 = 2, RINGTILE_FLOAT16 = 3 };
 
@@ -38,6 +38,8 @@ typedef struct ringtile_call {
     const int32_t *full_row_ptr, *full_col, *part_row_ptr, *part_col, *part_tile;
     const int32_t *full_col_ptr, *full_row, *part_col_ptr, *part_row, *part_tile_t;
     const int32_t *bits, *bits_t, *rows_any, *cols_any;
+    // If not null, the tile in position space that each row or column tile holds. Only dropout depends on it.
+    const int32_t *row_at, *col_at;
     // Forward work entries (row slot, first, last, split or -1, splits of the row), sorted by group: group g starts at
     // work_begin[g]. item_begin is the number of the first work item of each batch row and head, in that order. Each of
     // the n_splits splits has a place in scratch, per head.
@@ -50,6 +52,8 @@ typedef struct ringtile_call {
     const int64_t *key_lengths;
 
     double scale;
+    // If not null, the numbers of the heads and batch elements in the whole problem, for dropout.
+    const int64_t *head_at, *batch_at;
     int64_t seed;
     int32_t dropout_threshold, phase;
 

@@ -45,19 +45,20 @@ template <class E> struct Rows {
     INLINE const E *row(int64_t i) const { return x + i * step; }
 };
 
-// One side of a tile: lane i stands for token first + i, which exists for the lanes [low, high).
+// One side of a tile: lane i stands for token first + i, which exists for the lanes [low, high). Lane 0 is at `position`.
 struct Tokens {
     int64_t first;
     int low, high;
+    int64_t position;
 };
 
 INLINE Tokens row_tokens(const ringtile_call &c, int64_t row) {
-    int64_t begin = (c.start / c.block - (c.start % c.block < 0) + row) * c.block - c.start;
-    return {begin, (int)max(0, -begin), (int)min(c.block, c.n_queries - begin)};
+    int64_t tile = c.start / c.block - (c.start % c.block < 0) + row, begin = tile * c.block - c.start;
+    return {begin, (int)max(0, -begin), (int)min(c.block, c.n_queries - begin), (c.row_at ? c.row_at[row] : tile) * c.block};
 }
 
 INLINE Tokens col_tokens(const ringtile_call &c, int64_t col) {
-    return {col * c.block, 0, (int)min(c.block, c.n_keys - col * c.block)};
+    return {col * c.block, 0, (int)min(c.block, c.n_keys - col * c.block), (c.col_at ? c.col_at[col] : col) * c.block};
 }
 
 // A query head of a batch element, its key head, and its group of tile lists.

@@ -249,6 +249,87 @@ def dropout() -> float:
 
 
 @case
+def remapped_tiles_drop_the_weights_of_the_whole() -> float:
+    x, options = on(make(2, 150, 200, kv_heads=1), DEVICE), {"dropout_p": 0.4, "seed": 5}
+    index = build_index(TILED, 150, 200, block=128, device=DEVICE)
+    out, lse, grads = run(x, index, **options)
+    rows, cols = (torch.arange(count, device=DEVICE).roll(1) for count in (index.n_rows, index.n_cols))
+    moved = index.remapped(rows, cols)
+    queries = _positions(moved.row_at, moved, moved.start, moved.n_queries) - index.start
+    keys = _positions(moved.col_at, moved, 0, moved.n_keys)
+    part = Inputs(*(_taken(t, at) for t, at in zip(x, (queries, keys, keys, queries), strict=True)))
+    found, worst = run(part, moved, **options), 0.0
+    for actual, at, wanted in (
+        (found[0], queries, out),
+        (found[1], queries, lse),
+        *((found[2][name], queries if name == "q" else keys, grads[name]) for name in "qkv"),
+    ):
+        inside = (at >= 0) & (at < wanted.shape[2])
+        assert inside.sum() == wanted.shape[2]
+        worst = max(worst, distance(actual[:, :, inside], wanted[:, :, at[inside]]))
+    return worst / FLOAT32_TOLERANCE
+
+
+@case
+def heads_and_batch_elements_drop_the_weights_of_the_whole() -> float:
+    """In another order, with the query heads of a key head in one tile, in one program and in several."""
+    from ringtile.kernels.triton import launches
+
+    options = {"dropout_p": 0.4, "seed": torch.tensor([-5], device=DEVICE)}
+    few, worst = launches._FEW_PROGRAMS, 0.0
+    order, batch = (torch.tensor(numbers, device=DEVICE) for numbers in ([3, 4, 5, 0, 1, 2], [1, 0]))
+    for n_queries, programs in ((3, few), (40, 1)):
+        x = on(make(6, n_queries, 70, kv_heads=2, batch=2), DEVICE)
+        index = build_index(Causal(), n_queries, 70, block=64, device=DEVICE)
+        turned = Inputs(*(t.flip(0)[:, order] if t.shape[1] == 6 else t.flip(0, 1) for t in x))
+        out, _, grads = run(x, index, **options)
+        launches._FEW_PROGRAMS = programs
+        try:
+            found, _, found_grads = run(turned, index, head_at=order, batch_at=batch, **options)
+        finally:
+            launches._FEW_PROGRAMS = few
+        worst = max(worst, distance(found, out.flip(0)[:, order]), distance(found_grads["k"], grads["k"].flip(0, 1)))
+        worst = max(worst, distance(found_grads["q"], grads["q"].flip(0)[:, order]))
+    return worst / FLOAT32_TOLERANCE
+
+
+def _positions(at: Tensor, index: BlockIndex, first: int, count: int) -> Tensor:
+    place = first + torch.arange(count, device=at.device)
+    return at[place // index.block] * index.block + place % index.block
+
+
+def _taken(x: Tensor, at: Tensor) -> Tensor:
+    """The tokens at some places, and NaN where there are none."""
+    found = x[:, :, at.clamp(0, x.shape[2] - 1)]
+    return torch.where(((at >= 0) & (at < x.shape[2]))[:, None], found, math.nan)
+
+
+@case
+def small_remapped_tiles() -> float:
+    """Without dropout the kernels merge them in any order. With it, they say that they cannot."""
+    x = on(make(2, 150), DEVICE)
+    index = build_index(TILED, 150, block=32, device=DEVICE)
+    rows = torch.arange(index.n_rows, device=DEVICE)
+    moved = index.remapped(rows.roll(1), rows.roll(2))
+    queries, keys = (_positions(at, moved, 0, len(at) * 32) for at in (moved.row_at, moved.col_at))
+    part = Inputs(*(_taken(t, at) for t, at in zip(x, (queries, keys, keys, queries), strict=True)))
+    out, _, grads = run(x, index)
+    found, _, found_grads = run(part, moved)
+    inside, keys_inside = queries < 150, keys < 150
+    worst = distance(found[:, :, inside], out[:, :, queries[inside]])
+    worst = max(worst, distance(found_grads["k"][:, :, keys_inside], grads["k"][:, :, keys[keys_inside]]))
+    try:
+        run(part, moved, dropout_p=0.5, seed=1)
+    except ValueError as error:
+        return (
+            worst / FLOAT32_TOLERANCE
+            if "knows dropout of a remapped index in blocks from 64 up" in str(error)
+            else math.inf
+        )
+    return math.inf
+
+
+@case
 def scales() -> float:
     return max(errors_of(TILED, make(1, 70), scale=scale) for scale in (-0.7, 0.0, 2.0))
 

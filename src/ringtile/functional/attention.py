@@ -39,6 +39,8 @@ class _Keywords(Keywords, total=False):
     softcap: float
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    head_at: Tensor | None
+    batch_at: Tensor | None
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -80,6 +82,16 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
     if x.shape != shape or x.device != query.device:
         raise ValueError(f"{name}: expected shape {shape} on {query.device}, got {x.shape=} on {x.device}")
+
+
+def _checked_numbers(name: str, numbers: Tensor | None, count: int, query: Tensor) -> Tensor | None:
+    """Return the numbers of heads or batch elements as int64. Raise ValueError if they do not match."""
+    if numbers is None:
+        return None
+    _check_rows(name, numbers, (count,), query)
+    if numbers.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: expected int32 or int64, got {numbers.dtype=}")
+    return numbers.long()
 
 
 def _check_seed(seed: int | Tensor, query: Tensor) -> None:
@@ -248,6 +260,8 @@ def sparse_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    head_at: Tensor | None = None,
+    batch_at: Tensor | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
@@ -275,13 +289,16 @@ def sparse_attention(
         key_lengths: ``[B]`` integers in [0, Nk], the number of valid keys of each batch element. They are checked only
             on a CPU outside compiled graphs, since a check synchronizes. Other values count as the nearest valid one.
         start: Position of the first query. Default: ``Nk - Nq``.
-        dropout_p: Probability of dropping a weight after the softmax. The dropout mask depends only on the seed and the
-            positions.
+        dropout_p: Probability of dropping a weight after the softmax. The dropout mask depends only on the seed, the
+            positions, and the numbers of the head and the batch element.
         seed: Dropout seed, as an int or a tensor with one int64 element. Default: drawn from PyTorch's generator.
         scale: Factor for the scores. Default: ``D ** -0.5``.
         softcap: If positive, scores become ``softcap * tanh(scores / softcap)``. Default: 0, no cap.
         alibi_slopes: ``[H]``. Subtracts ``slope * |i - j|`` from the score of positions i and j. Gets no gradient.
         sinks: ``[H]``, one extra logit in the softmax denominator of each row. The returned lse does not include it.
+        head_at: ``[H]`` integers, the numbers of the heads in the whole problem, if the call holds some of its heads.
+            Dropout depends on them. Default: 0, 1, ...
+        batch_at: ``[B]`` integers, the same for the batch elements.
         enable_gqa: Let H / Hkv query heads share each key head.
         return_lse: Also return the log-sum-exp (natural log).
         backend: "native" (CPU), "triton" or "flash" (GPU), "dense", "blockwise" or "reference". Default: the first one
@@ -304,6 +321,8 @@ def sparse_attention(
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     (batch, heads, n_queries, head_dim), n_keys = query.shape, key.shape[2]
     check_rows(query, n_keys, key_lengths, softcap, alibi_slopes, sinks)
+    head_at = _checked_numbers("head_at", head_at, heads, query)
+    batch_at = _checked_numbers("batch_at", batch_at, batch, query)
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
         raise ValueError(f"start: expected an integer or None, got {start!r}")
 
@@ -337,6 +356,8 @@ def sparse_attention(
             )
 
     seed = drawn_seed(seed, query) if dropout_p else None
+    if not dropout_p:
+        head_at = batch_at = None
     if scale is None:
         scale = head_dim**-0.5
 
@@ -354,6 +375,8 @@ def sparse_attention(
             scale=scale,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            head_at=head_at,
+            batch_at=batch_at,
         )
         out = out.to(query.dtype)
         if query.dtype != torch.float64:
@@ -369,6 +392,8 @@ def sparse_attention(
             key_lengths=key_lengths,
             seed=seed,
             alibi_slopes=alibi_slopes,
+            head_at=head_at,
+            batch_at=batch_at,
             dropout_p=dropout_p,
             softcap=softcap,
             backend=backend or "",

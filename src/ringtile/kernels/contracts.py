@@ -16,12 +16,13 @@ from torch.autograd import forward_ad
 
 from ringtile.kernels.spans import INDEX, span
 from ringtile.layout import BlockIndex, build_index
+from ringtile.layout.index import TENSOR_FIELDS
 from ringtile.layout.tiles import pack_words, unpack_words
 from ringtile.patterns import parse
 
 _CALL = (
     "SymInt start, SymInt block, float scale, Tensor[] index, str pattern, Tensor? key_bits, Tensor? key_lengths, "
-    "Tensor? seed, Tensor? alibi_slopes, float dropout_p, float softcap, str backend"
+    "Tensor? seed, Tensor? alibi_slopes, Tensor? head_at, Tensor? batch_at, float dropout_p, float softcap, str backend"
 )
 _ROWS = "Tensor out_grad, Tensor? lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
@@ -54,6 +55,10 @@ class Call(NamedTuple):
     """One int64 element."""
     alibi_slopes: Tensor | None = None
     """``[H]``."""
+    head_at: Tensor | None = None
+    """``[H]`` int64: the number of each head in the whole problem, for dropout."""
+    batch_at: Tensor | None = None
+    """``[B]`` int64: the number of each batch element in the whole problem, for dropout."""
     dropout_p: float = 0.0
     softcap: float = 0.0
     backend: str = ""
@@ -115,6 +120,12 @@ def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
                 rule, n_queries, n_keys, start=call.start, num_heads=q.shape[1], block=call.block, device=q.device
             )
     return BlockIndex.from_tensors(call.tiles, block=call.block, start=call.start, n_queries=n_queries, n_keys=n_keys)
+
+
+def is_remapped(call: Call) -> bool:
+    """Return True if the tiles of a call lie at other positions than their numbers say."""
+    named = dict(zip(TENSOR_FIELDS, call.tiles, strict=False))
+    return any(name in named and named[name].numel() > 0 for name in ("row_at", "col_at"))
 
 
 def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:
@@ -210,16 +221,20 @@ def _vmap_rule(n_tensors: int, op: Any) -> Any:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
         call, dims = Call(*arguments[n_tensors:]), dict(zip(Call._fields, in_dims[n_tensors:], strict=True))
-        if call.dropout_p or dims["alibi_slopes"] is not None:
-            # Folded, an example would get the dropout mask of another batch element.
+        if any(dims[name] is not None for name in ("seed", "alibi_slopes", "head_at")):
             each = [op(*_example(arguments, in_dims, number)) for number in range(size)]
             return tuple(torch.stack(outs) for outs in zip(*each, strict=True)), (0,) * len(each[0])
         tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
         tiles = list(call.tiles)
         if tiles and tiles[0].shape[0] > 1:
             tiles[0] = tiles[0].repeat(size, 1)
+        batch_at = call.batch_at
+        if call.dropout_p and batch_at is None:
+            # Each example numbers its batch elements from 0.
+            batch_at = torch.arange(tensors[0].shape[0] // size, device=tensors[0].device)
         call = call._replace(
             tiles=tiles,
+            batch_at=_folded(size, batch_at, dims["batch_at"]),
             key_bits=_folded(size, call.key_bits, dims["key_bits"]),
             key_lengths=_folded(size, call.key_lengths, dims["key_lengths"]),
         )
@@ -240,17 +255,21 @@ for _name, _implementation, _fake, _n_tensors in (
     torch.library.register_vmap(f"ringtile::{_name}", _vmap_rule(_n_tensors, _op), lib=library)
 
 
+_OPTIONAL = ("key_bits", "key_lengths", "seed", "alibi_slopes", "head_at", "batch_at")
+"""The fields of a call that are tensors or None."""
+
+
 def _apart(call: Call) -> tuple[Any, ...]:
     """Return the call without tensors, then its tensors: autograd and torch.func must see each as an argument."""
-    rest = call._replace(tiles=(), key_bits=None, key_lengths=None, seed=None, alibi_slopes=None)
-    return rest, call.key_bits, call.key_lengths, call.seed, call.alibi_slopes, *call.tiles
+    absent: dict[str, Any] = dict.fromkeys(_OPTIONAL)
+    return call._replace(tiles=(), **absent), *(getattr(call, name) for name in _OPTIONAL), *call.tiles
 
 
 def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
     """Return the call from the results of `_apart`."""
-    key_bits, key_lengths, seed, alibi_slopes, *rest = tensors
-    tiles = [x for x in rest if x is not None]
-    return call._replace(tiles=tiles, key_bits=key_bits, key_lengths=key_lengths, seed=seed, alibi_slopes=alibi_slopes)
+    count = len(_OPTIONAL)
+    optional: dict[str, Any] = dict(zip(_OPTIONAL, tensors[:count], strict=True))
+    return call._replace(tiles=[x for x in tensors[count:] if x is not None], **optional)
 
 
 class _DoubleBackward(torch.autograd.Function):

@@ -61,7 +61,7 @@ def dropout_keep(seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor,
     >>> dropout_keep(1, zero, zero, zero, torch.arange(6), 0.5)
     tensor([ True,  True, False, False,  True,  True])
     """
-    counter = (key // 32 * 4 + key // 2 % 4, query & WORD, head, batch)
+    counter = (key // 32 * 4 + key // 2 % 4, query & WORD, head & WORD, batch & WORD)
     words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, _seed_words(seed), _ROUNDS)))
     word = words.gather(0, (key // 8 % 4).expand(words.shape[1:]).unsqueeze(0)).squeeze(0)
     return (word >> (key % 2 * 16)) & 0xFFFF >= dropout_threshold(p)
@@ -111,7 +111,7 @@ def dropout_tile(
     window_calls = (first_key // 32 * 4).unsqueeze(-1) + calls
     window_calls = window_calls.expand(*lead, t, 4 * windows).reshape(count, 1, columns)
     query = (query & WORD).expand(*lead, m).reshape(count, m, 1)
-    head, batch = head.expand(lead).reshape(count, 1, 1), batch.expand(lead).reshape(count, 1, 1)
+    head, batch = ((x & WORD).expand(lead).reshape(count, 1, 1) for x in (head, batch))
     key = _seed_words(seed)
     later = ((key[0] + 3 * _WEYL[0]) & WORD, (key[1] + 3 * _WEYL[1]) & WORD)
 

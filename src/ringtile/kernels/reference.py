@@ -31,6 +31,8 @@ class Options(TypedDict, total=False):
     softcap: float
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    head_at: Tensor | None
+    batch_at: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,8 @@ class _Problem:
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    head_at: Tensor | None = None
+    batch_at: Tensor | None = None
 
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
@@ -68,6 +72,8 @@ class _Problem:
             ("key_lengths", self.key_lengths, (batch,)),
             ("alibi_slopes", self.alibi_slopes, (heads,)),
             ("sinks", self.sinks, (heads,)),
+            ("head_at", self.head_at, (heads,)),
+            ("batch_at", self.batch_at, (batch,)),
         ):
             if value is not None and value.shape != shape:
                 raise ValueError(f"{name}: expected shape {shape}, got {value.shape} with {q.shape=}, {k.shape=}")
@@ -106,6 +112,15 @@ class _Problem:
             return self.start
         return self.pattern.start if isinstance(self.pattern, BlockIndex) else self.k.shape[2] - self.q.shape[2]
 
+    def positions(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of queries ``rows`` and of ``keys`` (numbers) in the whole problem."""
+        queries, index = self.first_position + rows, self.pattern
+        if not isinstance(index, BlockIndex):
+            return queries, keys
+        row_tile = index.row_positions(queries // index.block - index.first_row)
+        col_tile = index.col_positions(keys // index.block)
+        return row_tile * index.block + queries % index.block, col_tile * index.block + keys % index.block
+
     @property
     def heads_per_key_head(self) -> int:
         return self.q.shape[1] // self.k.shape[1]
@@ -139,12 +154,13 @@ class _Problem:
         """
         row_kept, key_kept = kept.any(-1, keepdim=True), kept.any(-2).unsqueeze(-1)
         q, k, v = (torch.where(used, x.double(), 0.0) for used, x in ((row_kept, q), (key_kept, k), (key_kept, v)))
-        queries = (self.first_position + rows)[:, None]
+        query_at, key_at = self.positions(rows, keys)
+        query_at = query_at[:, None]
         scores = (q.shape[-1] ** -0.5 if self.scale is None else self.scale) * (q @ k.mT)
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.alibi_slopes is not None:
-            scores = scores - self.alibi_slopes.double()[head] * (queries - keys).abs()
+            scores = scores - self.alibi_slopes.double()[head] * (query_at - key_at).abs()
         # A row that keeps no keys gets finite scores, so its gradient is zero instead of NaN.
         scores = torch.where(row_kept, torch.where(kept, scores, -math.inf), 0.0)
         lse = scores.logsumexp(-1, keepdim=True)
@@ -153,7 +169,9 @@ class _Problem:
             weights = weights * torch.sigmoid(lse - self.sinks.double()[head])
         if self.dropout_p:
             assert self.seed is not None
-            keep = dropout_keep(self.seed, batch, head, queries, keys, self.dropout_p)
+            batch = batch if self.batch_at is None else self.batch_at[batch]
+            head = head if self.head_at is None else self.head_at[head]
+            keep = dropout_keep(self.seed, batch, head, query_at, key_at, self.dropout_p)
             weights = torch.where(keep, weights * dropout_scale(self.dropout_p), 0.0)
         out = torch.where(row_kept, weights @ v, 0.0)
         return out, torch.where(row_kept, lse, -math.inf).squeeze(-1), weights

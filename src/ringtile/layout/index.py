@@ -112,7 +112,8 @@ class BlockIndex:
         col_at: Tensor | None = None,
     ) -> BlockIndex:
         """Lay out entries and tiles ``[T, b, w]`` on a grid. The largest number in ``group`` counts the groups."""
-        own = group.new_empty(0)
+        # Two tensors, because torch.compile does not trace one that comes twice.
+        row_at, col_at = (group.new_empty(0) if at is None else at.int() for at in (row_at, col_at))
         n_groups = int(group.max()) + 1
         rows, cols = max(grid.n_rows, 1), max(grid.n_cols, 1)
         lists: dict[str, Tensor] = {}
@@ -136,8 +137,8 @@ class BlockIndex:
             **derive_tables(bits)._asdict(),
             row_work=work_list(lists["full_row_ptr"], lists["part_row_ptr"]),
             col_work=work_list(lists["full_col_ptr"], lists["part_col_ptr"]),
-            row_at=own if row_at is None else row_at.int(),
-            col_at=own if col_at is None else col_at.int(),
+            row_at=row_at,
+            col_at=col_at,
             block=grid.block,
             start=grid.start,
             n_queries=grid.n_queries,
@@ -257,6 +258,14 @@ class BlockIndex:
     def _slot_and_col(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row slot and the column tile of each number of `Entries`."""
         return number // max(self.n_cols, 1), number % max(self.n_cols, 1)
+
+    def row_positions(self, row: Tensor) -> Tensor:
+        """Return the tile in position space that each row tile (counted from 0) holds."""
+        return self.row_at[row].long() if len(self.row_at) else self.first_row + row
+
+    def col_positions(self, col: Tensor) -> Tensor:
+        """Return the tile in position space that each column tile holds."""
+        return self.col_at[col].long() if len(self.col_at) else col
 
     def _rows_inside(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first row inside the lengths of each row slot's tile, and the row after the last."""

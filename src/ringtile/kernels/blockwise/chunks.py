@@ -356,11 +356,12 @@ class Work:
     def positions(self, chunk: Chunk, split: Split) -> tuple[Tensor, Tensor]:
         """Return query positions ``[n, m]`` and the first key positions of the split's tiles ``[n, t]``."""
         index, launch = self.index, chunk.launch
-        rows = launch.rows[chunk.begin : chunk.end].unsqueeze(1)
-        query = (index.first_row + rows) * index.block + torch.arange(*(launch.trim or (0, index.block)))
+        rows = launch.rows[chunk.begin : chunk.end].to(self.device)
+        inside = torch.arange(*(launch.trim or (0, index.block)), device=self.device)
+        query = index.row_positions(rows).unsqueeze(1) * index.block + inside
         if launch.tall:
             query = query.flatten().unsqueeze(0)
-        return query.to(self.device), (chunk.columns(split) * index.block).to(self.device)
+        return query, index.col_positions(chunk.columns(split).to(self.device)) * index.block
 
     def bias(self, query: Tensor, key: Tensor) -> Tensor:
         """Return ALiBi's ``-slope * |i - j|``: positions ``[n, m]`` and ``[n, l]`` to ``[n, H, m, l]``."""
@@ -373,8 +374,9 @@ class Work:
         """Return dropout's factors of the weights ``[n, H, m, t * block]``. ``tiles`` are first key positions."""
         call = self.call
         assert call.seed is not None
-        batch = torch.tensor(self.batch, device=self.device).repeat_interleave(len(self.heads))
-        heads = torch.tensor(self.heads, device=self.device).repeat(len(self.batch))
+        batch, heads = (torch.tensor(numbers, device=self.device) for numbers in (self.batch, self.heads))
+        batch = (batch if call.batch_at is None else call.batch_at[batch]).repeat_interleave(len(self.heads))
+        heads = (heads if call.head_at is None else call.head_at[heads]).repeat(len(self.batch))
         keep = dropout_tile(
             call.seed, batch, heads, query.unsqueeze(1), tiles.unsqueeze(1), self.index.block, call.dropout_p
         )

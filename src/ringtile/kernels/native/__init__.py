@@ -109,6 +109,7 @@ def _lists_of(index: BlockIndex) -> _Lists:
         "row_splits": row_side.splits,
         "col_splits": col_side.splits,
         "row_buffer": torch.where(is_split, is_split.cumsum(1) - 1, 0).int(),
+        **{name: at.contiguous() for name in ("row_at", "col_at") if len(at := getattr(index, name))},
     }
     for name, tensor in tensors.items():
         setattr(structure, name, tensor.data_ptr())
@@ -196,6 +197,9 @@ class _Job:
         c.scale = call.scale
         if call.seed is not None:
             c.seed, c.dropout_threshold = int(call.seed), dropout_threshold(call.dropout_p)
+            for name, numbers in (("head_at", call.head_at), ("batch_at", call.batch_at)):
+                if numbers is not None:
+                    setattr(c, name, self.keep(numbers.contiguous()).data_ptr())
         height, width = min(self.index.block, q.shape[2]), min(self.index.block, k.shape[2])
         area = self.lists.tiles * height * width * q.shape[0] * q.shape[1]
         self.operations = 2.0 * area * (q.shape[3] + v.shape[3])

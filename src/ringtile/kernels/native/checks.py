@@ -26,6 +26,9 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         raise ValueError(f"key_bits: expected int32 [{batch}, {-(-n_keys // 32)}], got {bits.dtype} {bits.shape}")
     if lengths is not None and lengths.shape != (batch,):
         raise ValueError(f"key_lengths: expected [{batch}], got {lengths.shape}")
+    for name, numbers, count in (("head_at", call.head_at, heads), ("batch_at", call.batch_at, batch)):
+        if numbers is not None and (numbers.shape != (count,) or numbers.dtype != torch.int64):
+            raise ValueError(f"{name}: expected int64 [{count}], got {numbers.dtype} {numbers.shape}")
 
 
 def check_rows(q: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, lse: Tensor, lse_grad: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from ringtile.kernels.native.instruction_sets import Choice, InstructionSet, Wan
 VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``neon``) or ``none``."""
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """``RINGTILE_ABI`` of native/ringtile.h."""
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -43,13 +43,14 @@ class CallStructure(ctypes.Structure):
         ("group", _POINTER),
         *((name, _POINTER) for name in ("full_row_ptr", "full_col", "part_row_ptr", "part_col", "part_tile")),
         *((name, _POINTER) for name in ("full_col_ptr", "full_row", "part_col_ptr", "part_row", "part_tile_t")),
-        *((name, _POINTER) for name in ("bits", "bits_t", "rows_any", "cols_any")),
+        *((name, _POINTER) for name in ("bits", "bits_t", "rows_any", "cols_any", "row_at", "col_at")),
         *((name, _POINTER) for name in ("work", "work_begin", "item_begin")),
         ("n_splits", _LONG),
         ("key_bits", _POINTER),
         ("key_words", _LONG),
         ("key_lengths", _POINTER),
         ("scale", ctypes.c_double),
+        *((name, _POINTER) for name in ("head_at", "batch_at")),
         ("seed", _LONG),
         ("dropout_threshold", _INT),
         ("phase", _INT),

@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, lacking, new_out
+from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, is_remapped, lacking, new_out
 from ringtile.kernels.spans import KERNEL, span
 
 MEASURED_ON = ""
@@ -19,6 +19,7 @@ MEASURED_ON = ""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
+_SMALLEST_BLOCK = 64
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """True if Triton computes on the CPU. Triton reads the variable once, too, when it is first imported."""
@@ -52,6 +53,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(f"bfloat16 needs compute capability 8.0, got {torch.cuda.get_device_capability(q.device)}")
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:
         reasons.append(f"knows head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")
+    if call.dropout_p and call.block < _SMALLEST_BLOCK and is_remapped(call):
+        reasons.append(f"knows dropout of a remapped index in blocks from {_SMALLEST_BLOCK} up, got block={call.block}")
     return reasons + lacking(call, "softcap", "alibi_slopes") + dense_tiles_reason(q, k, call)
 
 

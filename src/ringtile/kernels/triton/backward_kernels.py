@@ -15,6 +15,8 @@ from ringtile.kernels.triton.tiles import (
     inside_both,
     keys_kept,
     masked_tile,
+    number_of,
+    position_of,
     rows_of,
     seen_by,
     stretch,
@@ -57,7 +59,7 @@ def stats_kernel(
 def dq_kernel(
     Q, K, V, K_TILES, V_TILES, OUT_GRAD, STATS, Q_GRAD, SCRATCH,
     group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
-    key_bits, key_lengths, seed,
+    key_bits, key_lengths, seed, row_at, col_at, head_at, batch_at,
     c, scale, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_rows, longest, scratch_stride, room, key_words, size,
     group_b, group_h,
@@ -66,7 +68,7 @@ def dq_kernel(
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr,
     SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,
     RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    PLACED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sub = program % SUBS
@@ -82,7 +84,8 @@ def dq_kernel(
         full_ptr, part_ptr, slot, tl.load(work + item * 4 + 1), tl.load(work + item * 4 + 2)
     )
     scratch = tl.load(work + item * 4 + 3)
-    query, inside, _, exists = rows_of(slot - g * n_rows, first_row, start, n_queries, sub, BLOCK, BM, 1)
+    row_tile = slot - g * n_rows
+    query, inside, _, exists = rows_of(row_tile, first_row, start, n_queries, sub, BLOCK, BM, 1)
 
     d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
     if FAR:
@@ -105,6 +108,9 @@ def dq_kernel(
     acc = tl.zeros([BM, DP], tl.float32)
     if DROPOUT:
         seed_value = tl.load(seed)
+        batch_number = number_of(b, batch_at, PLACED)
+        head_number = number_of(h, head_at, PLACED)
+        query_position = position_of(query + start, row_tile, first_row + row_tile, row_at, BLOCK, PLACED)
 
     # Whether the slow loop takes full tiles too, without bits.
     MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
@@ -118,7 +124,8 @@ def dq_kernel(
         p = tl.exp2(s * c - lse[:, None])
         dp = tl.dot(out_grad, v, input_precision=PRECISION)
         if DROPOUT:
-            stays = survives(seed_value, b, h, query + start, n0, threshold, BM, BN)
+            at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
+            stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
             dp = tl.where(stays, dp, 0.0)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
@@ -147,7 +154,8 @@ def dq_kernel(
         p = tl.exp2(s * c - lse[:, None])
         dp = tl.dot(out_grad, v, input_precision=PRECISION)
         if DROPOUT:
-            stays = survives(seed_value, b, h, query + start, n0, threshold, BM, BN)
+            at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
+            stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
             dp = tl.where(stays, dp, 0.0)
         ds = tl.where(stay, p * (dp - delta[:, None]), 0.0)
         acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
@@ -197,7 +205,7 @@ def sum_dq_kernel(
 def dkdv_kernel(
     Q, K, V, OUT_GRAD, STATS, K_GRAD, V_GRAD, SCRATCH,
     group, work, begin, full_ptr, full_row, part_ptr, part_row, part_tile, bits, rows_any,
-    key_bits, key_lengths, seed,
+    key_bits, key_lengths, seed, row_at, col_at, head_at, batch_at,
     c, scale, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_cols, longest, scratch_stride, whole_base, key_words, size,
     group_b, group_h,
@@ -206,7 +214,7 @@ def dkdv_kernel(
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, LOOPED: tl.constexpr,
     SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,
     RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    PLACED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a column tile's list for LOOPED query heads. Sums over heads and splits come later."""
     program = tl.program_id(0)
@@ -251,6 +259,8 @@ def dkdv_kernel(
     v_acc = tl.zeros([BN, EP], tl.float32)
     if DROPOUT:
         seed_value = tl.load(seed)
+        batch_number = number_of(b, batch_at, PLACED)
+        key_position = position_of(at_key, col, col, col_at, BLOCK, PLACED)
     slow_full = 0
     if HAS_BITS or HAS_LENGTHS:
         slow_full = full_end - full
@@ -258,6 +268,8 @@ def dkdv_kernel(
 
     for looped in range(LOOPED):
         h = (first_head + looped).to(tl.int64)
+        if DROPOUT:
+            head_number = number_of(h, head_at, PLACED)
         q_head = Q + b.to(tl.int64) * q_b + h * q_h
         g_head = OUT_GRAD + b.to(tl.int64) * g_b + h * g_h
         stats = STATS + (b * heads + h) * n_queries
@@ -284,7 +296,8 @@ def dkdv_kernel(
             s = tl.dot(k, q, tl.broadcast_to((lse * -unscale)[None, :], [BN, BM]), input_precision=PRECISION)
             p = tl.exp2(s * c)
             if DROPOUT:
-                stays = survives_transposed(seed_value, b, h, m0 + m + start, at_key, threshold, BM, BN)
+                at = position_of(m0 + m + start, row, first_row + row, row_at, BLOCK, PLACED)
+                stays = survives_transposed(seed_value, batch_number, head_number, at, key_position, threshold, BM, BN)
                 weight = tl.where(stays, p, 0.0)
                 dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
                 dp = tl.where(stays, dp, 0.0) - delta[None, :]
@@ -325,7 +338,8 @@ def dkdv_kernel(
             s = tl.dot(k, q, tl.broadcast_to((lse * -unscale)[None, :], [BN, BM]), input_precision=PRECISION)
             p = tl.where(keep, tl.exp2(s * c), 0.0)
             if DROPOUT:
-                stays = survives_transposed(seed_value, b, h, m0 + m + start, at_key, threshold, BM, BN)
+                at = position_of(m0 + m + start, row, first_row + row, row_at, BLOCK, PLACED)
+                stays = survives_transposed(seed_value, batch_number, head_number, at, key_position, threshold, BM, BN)
                 weight = tl.where(stays, p, 0.0)
                 dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
                 dp = tl.where(stays, dp, 0.0) - delta[None, :]

@@ -14,7 +14,9 @@ from ringtile.kernels.triton.tiles import (
     inside_both,
     keys_kept,
     masked_tile,
+    number_of,
     online_softmax_step,
+    position_of,
     rows_of,
     seen_by,
     stretch,
@@ -28,7 +30,7 @@ from ringtile.kernels.triton.tiles import (
 def forward_kernel(
     Q, K, V, K_TILES, V_TILES, OUT, LSE, SCRATCH,
     group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
-    key_bits, key_lengths, seed,
+    key_bits, key_lengths, seed, row_at, col_at, head_at, batch_at,
     c, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_rows, longest, scratch_stride, room, key_words,
     group_b, group_h,
@@ -37,7 +39,7 @@ def forward_kernel(
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, PACK: tl.constexpr,
     SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,
     RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    PLACED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sub = program % SUBS
@@ -80,6 +82,9 @@ def forward_kernel(
     acc = tl.zeros([BM, EP], tl.float32)
     if DROPOUT:
         seed_value = tl.load(seed)
+        batch_number = number_of(b, batch_at, PLACED)
+        head_number = number_of(head, head_at, PLACED)[:, None]
+        query_position = position_of(query + start, row, first_row + row, row_at, BLOCK, PLACED)
 
     # Full tiles whose keys all exist need no mask. If the last column is ragged, it comes later.
     # Whether the slow loop takes full tiles too, without bits.
@@ -93,7 +98,9 @@ def forward_kernel(
         s = tl.dot(q, k, input_precision=PRECISION)
         p, top, total, acc = online_softmax_step(s, c, top, total, acc, False)
         if DROPOUT:
-            p = tl.where(survives(seed_value, b, head[:, None], query + start, n0, threshold, BM, BN), p, 0.0)
+            at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
+            stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
+            p = tl.where(stays, p, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     key_length = n_keys
@@ -123,7 +130,9 @@ def forward_kernel(
         s = tl.where(stay, s, float("-inf"))
         p, top, total, acc = online_softmax_step(s, c, top, total, acc, True)
         if DROPOUT:
-            p = tl.where(survives(seed_value, b, head[:, None], query + start, n0, threshold, BM, BN), p, 0.0)
+            at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
+            stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
+            p = tl.where(stays, p, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     empty = total == 0.0

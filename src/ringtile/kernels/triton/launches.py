@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ringtile.kernels.contracts import Call, index_of, with_contiguous_rows
+from ringtile.kernels.contracts import Call, index_of, is_remapped, with_contiguous_rows
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
@@ -25,6 +26,7 @@ _PACKED_QUERIES = 32
 """Up to this many queries, the query heads of a key head share one tile."""
 _STATS_ROWS = 64
 _LOG2_E = math.log2(math.e)
+_NUMBERS = ("row_at", "col_at", "head_at", "batch_at")
 
 
 class Choice(NamedTuple):
@@ -112,6 +114,7 @@ class Job:
             "group_b": group.shape[1] if group.shape[0] > 1 else 0,
             "group_h": 1 if group.shape[1] > 1 else 0,
         }
+        placed = call.dropout_p > 0 and (is_remapped(call) or call.head_at is not None or call.batch_at is not None)
         self.shared: dict[str, Any] = {
             "Q": self.q,
             "K": self.k,
@@ -121,6 +124,7 @@ class Job:
             "key_words": 0 if call.key_bits is None else call.key_bits.shape[1],
             "key_lengths": self.group if call.key_lengths is None else call.key_lengths.contiguous(),
             "seed": self.group if call.seed is None else call.seed,
+            **(self._numbers() if placed else dict.fromkeys(_NUMBERS, self.group)),
             "c": abs(scale) * _LOG2_E or 1.0,
             "dropout_scale": dropout_scale(call.dropout_p),
             "threshold": dropout_threshold(call.dropout_p),
@@ -152,6 +156,7 @@ class Job:
             "HAS_BITS": call.key_bits is not None,
             "HAS_LENGTHS": call.key_lengths is not None,
             "DROPOUT": call.dropout_p > 0,
+            "PLACED": placed,
         }
         # Descriptors need addresses and strides of 16 bytes, and no stride of 0.
         self.by_descriptor = (
@@ -162,6 +167,21 @@ class Job:
                 for x in (self.k, self.v)
             )
         )
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """Return the numbers of tiles, heads and batch elements in the whole problem."""
+        index, call = self.index, self.call
+        tiles, cols, heads, batch = (
+            torch.arange(count, device=self.q.device) for count in (index.n_rows, index.n_cols, self.heads, self.batch)
+        )
+        found = (
+            index.row_positions(tiles).int(),
+            index.col_positions(cols).int(),
+            # A packed tile can have rows beyond the heads.
+            pad(heads if call.head_at is None else call.head_at, (0, self.ratio)),
+            batch if call.batch_at is None else call.batch_at.contiguous(),
+        )
+        return dict(zip(_NUMBERS, found, strict=True))
 
     def key_tiles(self, config: Config) -> dict[str, Any]:
         """Return keys and values as tiles of a configuration."""

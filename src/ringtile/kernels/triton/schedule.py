@@ -12,7 +12,8 @@ BLOCKS = (64, 128)
 
 
 def _merged(index: BlockIndex) -> BlockIndex:
-    return index.coarsen(128)
+    # Tiles that become one need not follow each other in position space. Only dropout depends on it (`unsupported`).
+    return replace(index, row_at=index.row_at[:0], col_at=index.col_at[:0]).coarsen(128)
 
 
 def in_blocks(index: BlockIndex) -> BlockIndex:

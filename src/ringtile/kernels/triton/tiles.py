@@ -133,6 +133,22 @@ def survives_transposed(seed, batch, head, query, n0, threshold, BM: tl.constexp
 
 
 @triton.jit
+def number_of(x, at, PLACED: tl.constexpr):
+    """Return the number in the whole problem of a head or batch element of the call."""
+    if PLACED:
+        x = tl.load(at + x)
+    return x
+
+
+@triton.jit
+def position_of(token, tile, number, at, BLOCK: tl.constexpr, PLACED: tl.constexpr):
+    """Return the position in the whole problem of a token at ``token``, in tile ``number``, the call's ``tile``-th."""
+    if PLACED:
+        token += (tl.load(at + tile) - number) * BLOCK
+    return token
+
+
+@triton.jit
 def stretch(full_ptr, part_ptr, slot, split_first, split_last):
     """Return the begin and end of a split among the full tiles of its list, then among the partial tiles."""
     full_first = tl.load(full_ptr + slot)

@@ -81,7 +81,7 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
     if x.shape != shape or x.device != query.device:
-        raise ValueError(f"{name}: expected shape {shape} on {query.device}, got {x.shape=} on {x.device}")
+        raise ValueError(f"{name}: expected shape {tuple(shape)} on {query.device}, got {x.shape=} on {x.device}")
 
 
 def _checked_numbers(name: str, numbers: Tensor | None, count: int, query: Tensor) -> Tensor | None:

@@ -7,11 +7,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle import Inputs, make_inputs, oracle, relative_error
-from ranks import on_ranks
+from ranks import counted_traffic, on_ranks
+from strategies import patterns
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ringtile.distributed import Layout, ring_attention
+from ringtile.distributed import Layout, make_plan, ring_attention
+from ringtile.distributed.attention import group_of
+from ringtile.distributed.exchange import Exchange
+from ringtile.distributed.layout import positions_of
 from ringtile.functional import sparse_attention
 from ringtile.patterns import (
     Blocks,
@@ -28,6 +37,7 @@ from ringtile.patterns import (
     Window,
     per_head,
 )
+from ringtile.patterns.base import TileGrid
 
 N_TOKENS = 700
 CAUSAL = Causal()
@@ -54,6 +64,11 @@ LAYOUTS = {
     "equal": lambda n, ranks: Layout.contiguous(n, ranks, unit=1),
     "equal zigzag": lambda n, ranks: Layout.zigzag(n, ranks, unit=1),
 }
+
+
+def rule_everywhere(pattern: Pattern, n_tokens: int) -> Tensor:
+    position = torch.arange(n_tokens)
+    return pattern.allowed(torch.tensor(0), position[:, None], position[None, :]).expand(n_tokens, n_tokens)
 
 
 def split_results(layout: Layout, found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -150,3 +165,113 @@ def test_options_that_need_no_exchange(options: dict[str, Any]) -> None:
     pattern = CAUSAL & Window(150)
     expected = expected_of(pattern, make_inputs(1, 2, 300, head_dim=8), **options)
     check_ranks(pattern, Layout.zigzag(300, 2), expected, **options)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_plans_of_all_ranks_fit_together(data: st.DataObject) -> None:
+    n_tokens, n_ranks = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5))
+    pattern = data.draw(patterns(TileGrid(16, 0, n_tokens, n_tokens), operators=1))
+    layout = data.draw(st.sampled_from([Layout.contiguous, Layout.zigzag, Layout.striped]))(
+        n_tokens, n_ranks, unit=data.draw(st.sampled_from([1, 5, 16, 32]))
+    )
+    plans = [make_plan(pattern, layout, rank, block=16) for rank in range(n_ranks)]
+    assert len({plan.fingerprint for plan in plans}) == 1
+    kept = rule_everywhere(pattern, n_tokens)
+    for plan in plans:
+        mine, buffer = layout.positions(plan.rank), positions_of(plan.buffer)
+        assert plan.n_tokens == len(mine)
+        # What arrives is what was sent, in the same order, and fills the buffer once.
+        filled = torch.full((plan.n_buffer,), -1)
+        for source, target, length in plan.own:
+            filled[target : target + length] = mine[source : source + length]
+        for other in plans:
+            theirs = layout.positions(other.rank)
+            wire = torch.cat([theirs[:0], *(theirs[a:b] for a, b in other.sent[plan.rank])])
+            places = torch.cat([theirs[:0], *(torch.arange(a, b) for a, b in plan.received[other.rank])])
+            assert (filled[places] == -1).all()
+            filled[places] = wire
+            broadcast = torch.cat([theirs[:0], *(theirs[a:b] for a, b in other.hot[other.rank])])
+            for source, target, length in plan.hot_copies[other.rank]:
+                assert (filled[target : target + length] == -1).all()
+                filled[target : target + length] = broadcast[source : source + length]
+            assert plan.hot == other.hot
+        assert torch.equal(filled, buffer)
+        # Every row's keys are there.
+        assert [piece.begin for piece in plan.pieces] + [len(mine)] == [0, *(piece.end for piece in plan.pieces)]
+        for piece in plan.pieces:
+            keys = mine if piece.is_local else buffer
+            rows = mine[piece.begin : piece.end]
+            assert torch.equal(piece.index.to_dense()[0, 0], kept[rows][:, keys])
+            absent = torch.ones(n_tokens, dtype=torch.bool)
+            absent[keys] = False
+            assert not kept[rows][:, absent].any()
+
+
+def traffic_of(
+    pattern: Pattern, layout: Layout, rank: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> list[tuple[int, int]]:
+    """Bytes that a rank sends and receives in the forward pass, then in both passes, without data."""
+    dist.init_process_group("fake", rank=rank, world_size=layout.n_ranks, store=FakeStore())
+    try:
+        plan = make_plan(pattern, layout, rank)
+        exchange = Exchange(plan, group_of(None))
+        found = []
+        with FakeTensorMode(), counted_traffic() as local:
+            k, v = (torch.empty(1, heads, plan.n_tokens, head_dim, dtype=dtype) for _ in range(2))
+            buffers = exchange.finish((k, v), *exchange.start((k, v)))
+            found.append((local.traffic.sent, local.traffic.received))
+            exchange.reduce(buffers)
+            found.append((local.traffic.sent, local.traffic.received))
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("n_ranks", [8, 64, 1024])
+def test_a_window_of_a_million_tokens_sends_only_its_halo(n_ranks: int) -> None:
+    n_tokens, mib = 1 << 20, 1 << 20
+    window = CAUSAL & Window(4096)
+    ranks = range(n_ranks) if n_ranks <= 64 else [0, 1, 2, 3, 4, 5, 511, 512, 1019, 1020, 1022, 1023]
+    for rank in ranks:
+        layout = Layout.contiguous(n_tokens, n_ranks)
+        (sent, received), (sent_twice, received_twice) = traffic_of(window, layout, rank, 8, 128, torch.bfloat16)
+        # At 1,024 ranks a window reaches over the four ranks before.
+        assert received == min(16, rank * 4096 / n_ranks) * mib
+        assert sent == min(16, (n_ranks - 1 - rank) * 4096 / n_ranks) * mib
+        assert sent_twice == received_twice == sent + received
+        if n_ranks == 64 and rank % 9:
+            continue
+        (sent, received), _ = traffic_of(window | CAUSAL & GlobalTokens(128), layout, rank, 8, 128, torch.bfloat16)
+        assert received <= 17 * mib
+        assert sent <= 17 * mib
+        if n_ranks < 1024:
+            layout = Layout.zigzag(n_tokens, n_ranks)
+            (sent, received), _ = traffic_of(window, layout, rank, 8, 128, torch.bfloat16)
+            assert max(sent, received) <= 32 * mib
+
+
+@pytest.mark.parametrize("name", ["window", "global tokens", "documents", "causal"])
+@pytest.mark.parametrize("layout", ["contiguous", "equal zigzag"])
+def test_collectives_get_the_planned_bytes(layout: str, name: str) -> None:
+    expected, made = expected_of_named(name), LAYOUTS[layout](N_TOKENS, 4)
+
+    def run(rank: int) -> None:
+        with_grad = attend_apart(expected.problem, expected.grad_lse, PATTERNS[name], made, rank)
+        assert with_grad["out"].shape[2] == made.size(rank)
+        plan, width = make_plan(PATTERNS[name], made, rank, num_heads=4), 2 * (8 + 4) * 8
+        hot, all_hot = plan.tokens_hot[rank], sum(plan.tokens_hot)
+        sent, received = sum(plan.tokens_sent) + hot, sum(plan.tokens_received) + all_hot - hot
+        assert local.traffic.sent == local.traffic.received == (sent + received) * width
+        broadcasts = sum(tokens > 0 for tokens in plan.tokens_hot)
+        forward = ["broadcast"] * broadcasts + ["all_to_all_single"]
+        assert local.traffic.calls == forward + ["reduce"] * broadcasts + ["all_to_all_single"]
+
+    with counted_traffic() as local:
+        on_ranks(4, run)
+
+
+def test_global_tokens_are_broadcast() -> None:
+    plan = make_plan(PATTERNS["global tokens"], Layout.contiguous(N_TOKENS, 5), 2, num_heads=4)
+    assert plan.tokens_hot == (128, 0, 0, 0, 0)
+    assert plan.tokens_received[0] == 0

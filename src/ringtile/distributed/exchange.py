@@ -7,7 +7,7 @@ so every copy moves whole runs of tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringtile.distributed.layout import Run
-from ringtile.distributed.plan import RingPlan
+from ringtile.distributed.plan import Copy, RingPlan
 from ringtile.kernels.contracts import accumulator
 
 _numbers = itertools.count()
@@ -53,17 +53,15 @@ class Exchange:
         """Begin to send. Return what will be received and the work to wait for."""
         plan, width = self.plan, _width(xs)
         received = xs[0].new_empty(self.size_received(xs))
-        *hot, cold = received.split([n * width for n in (*plan.tokens_hot, sum(plan.tokens_received))])
-        if plan.tokens_hot[plan.rank]:
-            _gather(_cut(hot[plan.rank], xs, plan.tokens_hot[plan.rank]), xs, plan.hot[plan.rank])
-        works = [
-            dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True)
-            for owner, wire in enumerate(hot)
-            if len(wire)
-        ]
+        hot, cold = received.split([n * width for n in (sum(plan.tokens_hot), sum(plan.tokens_received))])
+        works = []
+        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
+            if owner == plan.rank:
+                _gather(_cut(wire, xs), xs, plan.hot[owner])
+            works.append(dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True))
         sent = xs[0].new_empty(sum(plan.tokens_sent) * width)
-        for wire, tokens, runs in zip(_of_ranks(sent, xs, plan.tokens_sent), plan.tokens_sent, plan.sent, strict=True):
-            _gather(_cut(wire, xs, tokens), xs, runs)
+        for rank, wire in _of_ranks(sent, width, plan.tokens_sent):
+            _gather(_cut(wire, xs), xs, plan.sent[rank])
         works.append(self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width))
         # The work does not keep what it sends.
         return received, [*works, sent]
@@ -72,57 +70,41 @@ class Exchange:
         """Return the buffers ``[.., .., n_buffer, dim]``."""
         plan, width = self.plan, _width(xs)
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
-        for source, target, length in plan.own:
-            for buffer, x in zip(buffers, xs, strict=True):
-                buffer[:, :, target : target + length] = x[:, :, source : source + length]
+        _copy(buffers, xs, plan.own)
         for work in works[:-1]:
             work.wait()
-        *hot, cold = received.split([n * width for n in (*plan.tokens_hot, sum(plan.tokens_received))])
-        for wire, tokens, copies in zip(hot, plan.tokens_hot, plan.hot_copies, strict=True):
-            parts = _cut(wire, xs, tokens)
-            for source, target, length in copies:
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer[:, :, target : target + length] = part[:, :, source : source + length]
-        counts = plan.tokens_received
-        for wire, count, runs in zip(_of_ranks(cold, xs, counts), counts, plan.received, strict=True):
-            _scatter(buffers, _cut(wire, xs, count), runs)
+        hot, cold = received.split([n * width for n in (sum(plan.tokens_hot), sum(plan.tokens_received))])
+        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
+            _copy(buffers, _cut(wire, xs), plan.hot_copies[owner])
+        for rank, wire in _of_ranks(cold, width, plan.tokens_received):
+            _scatter(buffers, _cut(wire, xs), plan.received[rank])
         return buffers
 
     def reduce(self, grads: Tensors) -> list[Tensor]:
         """Return the gradients ``[.., .., n, dim]`` of this rank's tokens from those of all ranks' buffers."""
-        plan, width = self.plan, _width(grads)
+        plan, width, works = self.plan, _width(grads), []
         wide = accumulator(grads[0])
-        hot = list(
-            grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=wide).split([n * width for n in plan.tokens_hot])
-        )
-        works = []
-        for owner, (wire, tokens, copies) in enumerate(zip(hot, plan.tokens_hot, plan.hot_copies, strict=True)):
-            parts = _cut(wire, grads, tokens)
-            for source, target, length in copies:
-                for part, grad in zip(parts, grads, strict=True):
-                    part[:, :, source : source + length] = grad[:, :, target : target + length]
-            if tokens:
-                # A sum over ranks, so in the accumulation type.
-                goal = dist.get_global_rank(self.group, owner)
-                works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
+        # A sum over ranks, so in the accumulation type.
+        hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=wide)
+        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
+            _copy(_cut(wire, grads), grads, [Copy(target, source, n) for source, target, n in plan.hot_copies[owner]])
+            goal = dist.get_global_rank(self.group, owner)
+            works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
         sent = grads[0].new_empty(sum(plan.tokens_received) * width)
-        counts = plan.tokens_received
-        for wire, count, runs in zip(_of_ranks(sent, grads, counts), counts, plan.received, strict=True):
-            _gather(_cut(wire, grads, count), grads, runs)
+        for rank, wire in _of_ranks(sent, width, plan.tokens_received):
+            _gather(_cut(wire, grads), grads, plan.received[rank])
         received = sent.new_empty(sum(plan.tokens_sent) * width)
         works.append(self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width))
         sums = [x.new_zeros(*x.shape[:2], plan.n_tokens, x.shape[3], dtype=wide) for x in grads]
-        for source, target, length in plan.own:
-            for total, grad in zip(sums, grads, strict=True):
-                total[:, :, source : source + length] = grad[:, :, target : target + length]
+        _copy(sums, grads, [Copy(target, source, length) for source, target, length in plan.own])
         for work in works:
             work.wait()
         # In the order of the ranks, so that every run adds alike.
-        counts = plan.tokens_sent
-        for wire, count, runs in zip(_of_ranks(received, grads, counts), counts, plan.sent, strict=True):
-            _scatter(sums, _cut(wire, grads, count), runs, add=True)
-        own_hot = _cut(hot[plan.rank], grads, plan.tokens_hot[plan.rank])
-        _scatter(sums, own_hot, plan.hot[plan.rank], add=True)
+        for rank, wire in _of_ranks(received, width, plan.tokens_sent):
+            _scatter(sums, _cut(wire, grads), plan.sent[rank], add=True)
+        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
+            if owner == plan.rank:
+                _scatter(sums, _cut(wire, grads), plan.hot[owner], add=True)
         return [total.to(x.dtype) for total, x in zip(sums, grads, strict=True)]
 
     def _all_to_all(
@@ -137,15 +119,25 @@ def _width(xs: Tensors) -> int:
     return sum(x.shape[0] * x.shape[1] * x.shape[3] for x in xs)
 
 
-def _of_ranks(wire: Tensor, xs: Tensors, tokens: Sequence[int]) -> list[Tensor]:
-    """Cut a vector on the wire into those of each rank."""
-    return list(wire.split([n * _width(xs) for n in tokens]))
+def _of_ranks(wire: Tensor, width: int, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank that has tokens in a vector on the wire, and its part."""
+    at = 0
+    for rank, count in enumerate(tokens):
+        if count:
+            yield rank, wire[at : at + count * width]
+            at += count * width
 
 
-def _cut(wire: Tensor, xs: Tensors, tokens: int) -> list[Tensor]:
-    """Return views ``[.., .., tokens, dim]`` of what one rank sends or receives."""
-    shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in xs]
+def _cut(wire: Tensor, xs: Tensors) -> list[Tensor]:
+    """Return views ``[.., .., tokens, dim]`` of a rank's part."""
+    shapes = [(*x.shape[:2], len(wire) // _width(xs), x.shape[3]) for x in xs]
     return [part.view(shape) for part, shape in zip(wire.split([prod(s) for s in shapes]), shapes, strict=True)]
+
+
+def _copy(targets: Tensors, sources: Tensors, copies: Sequence[Copy]) -> None:
+    for source, target, length in copies:
+        for there, here in zip(targets, sources, strict=True):
+            there[:, :, target : target + length] = here[:, :, source : source + length]
 
 
 def _gather(targets: Tensors, sources: Tensors, runs: Sequence[Run]) -> None:

@@ -228,13 +228,15 @@ def _make_plan(
 
 
 def _hot_tiles(needs: Tensor, rows: Tensor, parts: Tensor, layout: Layout) -> Tensor:
-    """Return the column tiles to broadcast, bool ``[C]``: few tiles that most ranks need and do not hold."""
+    """Return the column tiles to broadcast, bool ``[C]``: those that most ranks need and do not hold."""
     holds = torch.zeros_like(needs)
     holds[parts, rows] = True
     asked = (needs & ~holds).sum(0)
-    is_hot = (asked >= _HOT_RANKS) & (2 * asked > layout.n_ranks)
-    # If there are many, other transports are better than a broadcast to ranks that do not need them.
-    return is_hot & (int(is_hot.sum()) * layout.n_ranks <= needs.shape[1])
+    # No more than one rank holds on average: a broadcast also reaches ranks that do not need the tile.
+    order = torch.argsort(asked, descending=True, stable=True)[: needs.shape[1] // layout.n_ranks]
+    is_hot = torch.zeros_like(asked, dtype=torch.bool)
+    is_hot[order] = (asked[order] >= _HOT_RANKS) & (2 * asked[order] > layout.n_ranks)
+    return is_hot
 
 
 def _pieces(index: BlockIndex, needs: Tensor) -> tuple[list[Piece], Tensor]:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringtile.functional import dilated, dilated_attention, sparse_attention
 from ringtile.functional.compacted import Compacted, InSegments, OfHeads
+from ringtile.functional.dilated import segment_numbers
 from ringtile.functional.permute import add_compacted, compact, pieces
 from ringtile.layout import build_index
 from ringtile.measure.memory import peak_memory
@@ -362,6 +363,49 @@ def test_the_seed_decides_dropout(overlap: str) -> None:
     assert torch.equal(first, drop(None))
     assert not torch.equal(first, second)
     assert torch.equal(drop(2**63 - 1), drop(2**63 - 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"overlap": "union"}, {"key_mask": True}, {"backend": "reference"}],
+    ids=["mix", "causal", "union", "key mask", "reference"],
+)
+def test_a_cut_between_segments_drops_the_weights_of_the_whole(options: dict[str, Any]) -> None:
+    n_tokens, cut = 150, 96  # the last segments are ragged, and of 32 tokens, heads at other offsets keep more
+    q, k, v, grad_out = make_inputs(2, 3, n_tokens, head_dim=8, kv_heads=1)
+    branches = [16, 32, 48], [1, 3, 2]
+    if options.get("overlap"):
+        branches = [16, 48], [1, 2]
+    mask = torch.rand(2, n_tokens) < 0.9 if options.get("key_mask") else None
+    options = {**options, "enable_gqa": True, "dropout_p": 0.4, "seed": 3}
+
+    def results(queries: slice, n_keys: int, **more: Any) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q[:, :, queries], k[:, :, :n_keys], v[:, :, :n_keys])]
+        given = {**options, **more, "key_mask": None if mask is None else mask[:, :n_keys]}
+        out, lse = attend(*leaves, *branches, **given)
+        return [out, lse, *torch.autograd.grad(out, leaves, grad_out[:, :, queries])]
+
+    whole = results(slice(n_tokens), n_tokens)
+    prefix, suffix = results(slice(cut), cut), results(slice(cut, n_tokens), n_tokens)
+    for number in range(3):
+        assert relative_error(torch.cat([prefix[number], suffix[number]], 2), whole[number]) < 1e-12
+    for number in (3, 4):
+        suffix[number][:, :, :cut] += prefix[number]
+        assert relative_error(suffix[number], whole[number]) < 1e-12
+    # Inside a segment, too.
+    late = results(slice(103, n_tokens), n_tokens)
+    for number in range(3):
+        assert relative_error(late[number], whole[number][:, :, 103:]) < 1e-12
+    assert not torch.equal(results(slice(n_tokens), n_tokens, seed=4)[0], whole[0])
+
+
+def test_segments_and_batch_elements_have_different_numbers() -> None:
+    numbers = segment_numbers(torch.arange(300), torch.arange(5000))
+    assert len(torch.unique(numbers)) == 300 * 5000
+    assert (numbers >= 0).all()
+    assert (numbers < 2**32).all()
+    part = segment_numbers(torch.tensor([7]), torch.arange(40, 50))
+    assert torch.equal(part, numbers.view(300, 5000)[7, 40:50])
 
 
 def test_branches_draw_for_themselves() -> None:

@@ -81,6 +81,35 @@ def test_options_are_cut_with_the_tensors(option: str) -> None:
         assert all(map(torch.equal, results(in_slices(count), leaves, None, is_causal=True, **options), whole))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["all pairs", "per head", "documents per row", "index"])
+def test_slices_drop_the_weights_of_one_call(name: str, backend: str) -> None:
+    leaves = inputs(torch.float32)
+    numbers = {"head_at": torch.randperm(50)[:HEADS], "batch_at": torch.tensor([4, 4, 0])}
+    for given in ({}, {"seed": 5}, {"seed": torch.tensor([-3]), **numbers}):
+        options = {"dropout_p": 0.3, "backend": backend, **given}
+        whole = results(sparse_attention, leaves, PATTERNS[name], **options)
+        for count in (1, 2, 5, 12):
+            found = results(in_slices(count), leaves, PATTERNS[name], **options)
+            if backend == "native":
+                assert all(map(torch.equal, found, whole)), count
+            else:
+                errors = [relative_error(x, y) for x, y in zip(found, whole, strict=True)]
+                assert max(errors) < 4 * torch.finfo(torch.float32).eps, count
+
+
+def test_a_retry_drops_the_weights_of_the_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(query: Tensor, *rest: Any, **options: Any) -> Any:
+        if query.shape[0] > 1:
+            raise MemoryError
+        return sparse_attention(query, *rest, **options)
+
+    leaves = inputs(torch.float32)
+    whole = results(sparse_attention, leaves, Causal(), dropout_p=0.3)
+    monkeypatch.setattr(slices, "sparse_attention", limited)
+    assert all(map(torch.equal, results(in_slices(), leaves, Causal(), dropout_p=0.3), whole))
+
+
 def test_a_slice_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, int]] = []
 
@@ -154,7 +183,10 @@ def test_a_module_attends_in_slices() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"dropout_p": 0.1}, "dropout_p: expected 0"),
+        ({"dropout_p": 1.0}, "dropout_p: expected a probability"),
+        ({"dropout_p": 0.1, "seed": True}, "seed: expected a 64-bit integer"),
+        ({"dropout_p": 0.1, "head_at": torch.arange(4)}, "head_at: expected 8 entries"),
+        ({"dropout_p": 0.1, "batch_at": torch.arange(8)}, "batch_at: expected 3 entries"),
         ({"key_mask": torch.ones(5, TOKENS).bool()}, "key_mask: expected 3 entries"),
         ({"key_lengths": torch.ones(4).int()}, "key_lengths: expected 3 entries"),
         ({"sinks": torch.ones(9)}, "sinks: expected 8 entries"),

@@ -34,6 +34,8 @@ _DENSE, _CAUSAL = Dense(), Causal()
 _BLOCK = 128
 _NEXT_SEED = 0x9E3779B97F4A7C15 - (1 << 64)
 """Odd and far from small numbers, so calls with neighboring seeds never share one."""
+_NEXT_BATCH = 0x9E3779B9
+"""2^32 over the golden ratio: multiples of it modulo 2^32 stay far apart."""
 
 _warned: set[tuple[tuple[tuple[int, int], ...], int]] = set()
 
@@ -63,20 +65,46 @@ class _Part(NamedTuple):
     piece: Piece
     rule: Pattern
     key_mask: Tensor | None
-    seed: Tensor | None
     ratio: int
+    seed: Tensor | None = None
+    head_at: Tensor | None = None
+    batch_at: Tensor | None = None
 
 
-def _parts(branch: _Branch, q: Tensor, k: Tensor, options: _Options, first: int) -> Iterator[_Part]:
-    """Yield the dense problems of a branch, numbered from ``first``. Each has its own dropout seed."""
+def branch_seed(seed: Tensor, branch: int) -> Tensor:
+    """Return the dropout seed of a branch, one int64 element: each branch draws its own weights."""
+    return seed + _signed(branch * _NEXT_SEED)
+
+
+def segment_numbers(batch: Tensor, segments: Tensor) -> Tensor:
+    """Number the segments ``[S]`` of batch elements ``[B]`` for dropout: int64 ``[B * S]``, ``batch_at`` of a branch.
+
+    They do not depend on the number of segments, so a part of the tokens drops the weights that the whole drops. No two
+    are equal if there are at most 2^30 of them.
+
+    >>> segment_numbers(torch.arange(2), torch.arange(3)).tolist()
+    [0, 1, 2, 2654435769, 2654435770, 2654435771]
+    """
+    return ((batch.unsqueeze(1) * _NEXT_BATCH + segments) % 2**32).flatten()
+
+
+def _parts(branch: _Branch, q: Tensor, k: Tensor, options: _Options, number: int) -> Iterator[_Part]:
+    """Yield the dense problems of a branch, which is number ``number``."""
     heads, mask = q.shape[1], options.key_mask
     cut = pieces(q.shape[2], k.shape[2], heads, branch.length, branch.dilation, by_offset=mask is not None)
-    for number, piece in enumerate(cut, first):
+    for piece in cut:
         kept = None
         if mask is not None:
             kept = kept_rows(mask.unsqueeze(1), piece, piece.offsets.start, keys=True).squeeze(1).flatten(0, 1)
-        seed = None if options.seed is None else options.seed + _signed(number * _NEXT_SEED)
-        yield _Part(piece, for_heads(branch.rule, piece.heads, heads), kept, seed, heads // k.shape[1])
+        part = _Part(piece, for_heads(branch.rule, piece.heads, heads), kept, heads // k.shape[1])
+        if options.seed is not None:
+            batch, segments = (torch.arange(count, device=q.device) for count in (q.shape[0], piece.segments))
+            part = part._replace(
+                seed=branch_seed(options.seed, number),
+                head_at=torch.tensor(piece.heads, device=q.device),
+                batch_at=segment_numbers(batch, piece.key // piece.length + segments),
+            )
+        yield part
 
 
 def _signed(number: int) -> int:
@@ -86,11 +114,9 @@ def _signed(number: int) -> int:
 
 def _all_parts(q: Tensor, k: Tensor, options: _Options) -> Iterator[tuple[int, _Part]]:
     """Yield every dense problem of a call with the number of its branch."""
-    number = 0
-    for branch_number, branch in enumerate(options.branches):
+    for number, branch in enumerate(options.branches):
         for part in _parts(branch, q, k, options, number):
-            yield branch_number, part
-            number += 1
+            yield number, part
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Call:
@@ -109,6 +135,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Ca
         pattern=text,
         key_bits=None if part.key_mask is None else pack_keys(part.key_mask),
         seed=part.seed,
+        head_at=part.head_at,
+        batch_at=part.batch_at,
         dropout_p=options.dropout_p,
         backend=options.backend or "",
     )
@@ -188,6 +216,8 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tenso
             start=part.piece.start,
             dropout_p=options.dropout_p,
             seed=part.seed,
+            head_at=part.head_at,
+            batch_at=part.batch_at,
             scale=options.scale,
             enable_gqa=True,
             return_lse=True,
@@ -391,9 +421,10 @@ def dilated_attention(
             the segment lengths divide one another, the union is as fast as the mix. Otherwise it runs over tiles in
             token order.
         key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
-        dropout_p: Probability of dropping a weight after the softmax, separately per branch.
-        seed: Dropout seed, as an int or a tensor with one int64 element. Each dense problem derives its own seed, so a
-            mask depends on all shapes and arguments. Default: drawn from PyTorch's generator.
+        dropout_p: Probability of dropping a weight after the softmax, separately per branch. The dropout mask depends
+            only on the seed, the number of the branch, the segment, the two places in it, the head and the batch
+            element. So a call with the first segments, or with the last queries, drops the same weights.
+        seed: Dropout seed, as an int or a tensor with one int64 element. Default: drawn from PyTorch's generator.
         scale: Factor for the scores. Default: ``D ** -0.5``.
         enable_gqa: Let H / Hkv query heads share each key head.
         return_lse: Also return the log-sum-exp (natural log) over all counted pairs.

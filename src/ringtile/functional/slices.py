@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.functional.attention import as_pattern, checked_tensors, sparse_attention
+from ringtile.functional.attention import as_pattern, checked_tensors, drawn_seed, sparse_attention
 from ringtile.functional.compacted import for_heads
 from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
+
+_OF_ROWS = ("key_mask", "key_lengths", "batch_at")
+_OF_HEADS = ("alibi_slopes", "sinks", "head_at")
+"""Options that are cut with the batch rows, and with the heads."""
 
 
 def in_slices(slices: int | None = None) -> Callable[..., Any]:
@@ -27,8 +31,7 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
             each time memory runs out.
 
     Returns:
-        A function with the arguments of `sparse_attention`. It refuses dropout, whose mask counts the batch rows and
-        heads of a call.
+        A function with the arguments of `sparse_attention`. Dropout drops the weights that one call would drop.
 
     Raises:
         ValueError: If ``slices`` is not positive.
@@ -44,9 +47,9 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
         raise ValueError(f"slices: expected a positive integer or None, got {slices!r}")
 
     def attend(query: Tensor, key: Tensor, value: Tensor, pattern: Any = None, **options: Any) -> Any:
-        if options.get("dropout_p"):
-            raise ValueError(f"dropout_p: expected 0, slices would drop other weights, got {options['dropout_p']}")
         _check(query, key, value, pattern, options)
+        if options.get("dropout_p"):
+            options = _with_numbers(query, options)
         limit = max(query.shape[0], 1) * max(key.shape[1], 1)
         count = 1 if slices is None else slices
         while True:
@@ -61,11 +64,22 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
     return attend
 
 
+def _with_numbers(query: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call with dropout, with one seed for all slices and numbers of heads and batch rows."""
+    found = {**options}
+    if found.get("seed") is None:
+        found["seed"] = drawn_seed(None, query)
+    for name, size in (("batch_at", query.shape[0]), ("head_at", query.shape[1])):
+        if found.get(name) is None:
+            found[name] = torch.arange(size, device=query.device)
+    return found
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> None:
     """Raise ValueError for sizes that slicing would hide."""
     checked_tensors(query, key, value, options.get("enable_gqa", False))
     batch, heads = query.shape[:2]
-    for name, size in (("key_mask", batch), ("key_lengths", batch), ("alibi_slopes", heads), ("sinks", heads)):
+    for name, size in (*((name, batch) for name in _OF_ROWS), *((name, heads) for name in _OF_HEADS)):
         given = options.get(name)
         if given is not None and given.shape[:1] != (size,):
             raise ValueError(f"{name}: expected {size} entries in the first dimension, got {given.shape=}")
@@ -117,9 +131,9 @@ def _cut(size: int, dim: int, *tensors: Tensor) -> Iterator[tuple[int, tuple[Ten
 def _share(name: str, value: Any, row: int, n_rows: int, heads: range) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if name in ("key_mask", "key_lengths"):
+    if name in _OF_ROWS:
         return value[row : row + n_rows]
-    return value[heads.start : heads.stop] if name in ("alibi_slopes", "sinks") else value
+    return value[heads.start : heads.stop] if name in _OF_HEADS else value
 
 
 def _rule(pattern: Any, row: int, n_rows: int, heads: range, num_heads: int) -> Any:

@@ -50,6 +50,7 @@ def heavy(modules: list[str]) -> list[str]:
 def test_import_ringtile_loads_nothing_heavy() -> None:
     modules = loaded_by("import ringtile")
     assert "ringtile.functional" in modules
+    assert not any(module.startswith("ringtile.distributed") for module in modules)
     assert heavy(modules) == []
 
 

@@ -1,0 +1,583 @@
+"""Failures of ranks: real gloo processes that stall, die or disagree, and the one line that names them."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import wait as first_to_end
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringtile.distributed.faults import (
+    PlanMismatch,
+    RankLost,
+    _difference,
+    agree,
+    first_nonfinite,
+    handshakes,
+    publish_failure,
+    verdict,
+    wait,
+    watch,
+)
+
+TIMEOUT = 6.0
+HARD_LIMIT = 25.0
+WHAT = "keys and values, forward"
+FACTS: dict[str, str | int | float] = {"n": 131072, "heads": 8, "pattern": "causal & window(4096)", "layout": "zigzag"}
+
+
+# What the ranks do. Each function runs in a process per rank, after `enter`.
+
+
+def payload(rank: int, size: int, kill: int | None = None) -> None:
+    """A planned all-to-all, received into NaN, as the exchange makes it.
+
+    A rank to kill has handed over its data, more than sockets hold, before the others begin to receive.
+    """
+    sent = torch.full((size, 1 << 16 if kill is None else 6 << 20), float(rank))
+    received = torch.full_like(sent, torch.nan)
+    if kill is not None and rank != kill:
+        time.sleep(0.2)
+    work = dist.all_to_all_single(received, sent, async_op=True)
+    if rank == kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait(work, None, WHAT)
+    assert torch.equal(received[:, 0], torch.arange(size, dtype=torch.float))
+
+
+def killed(rank: int, size: int, when: str) -> None:
+    payload(rank, size)
+    go()
+    if rank == 1 and when == "before the payload":
+        os.kill(os.getpid(), signal.SIGKILL)
+    payload(rank, size, kill=1)
+
+
+def killed_in_the_handshake(rank: int, size: int) -> None:
+    agree(None, "plan", FACTS)
+    go()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    agree(None, "plan", FACTS)
+
+
+def killed_before_it_sends(rank: int, size: int) -> None:
+    x = torch.ones(1 << 20)
+    wait(dist.irecv(x, (rank - 1) % size) if rank % 2 else dist.isend(x, (rank + 1) % size), None, "hop 0")
+    go()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait(dist.irecv(x, 1), None, "hop 1")
+
+
+def killed_in_a_collective_of_others(rank: int, size: int) -> None:
+    go()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1 << 20))
+
+
+def killed_while_others_compute(rank: int, size: int) -> None:
+    go()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def stalled_in_the_handshake(rank: int, size: int) -> None:
+    payload(rank, size)
+    go()
+    if rank == 1:
+        time.sleep(60)
+    agree(None, "plan", FACTS)
+
+
+def stalled_before_the_payload(rank: int, size: int) -> None:
+    agree(None, "plan", FACTS)
+    payload(rank, size)
+    go()
+    if rank == 1:
+        time.sleep(60)
+    payload(rank, size)
+
+
+def stopped(rank: int, size: int) -> None:
+    go()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    payload(rank, size)
+
+
+def raises(rank: int, size: int) -> None:
+    go()
+    if rank == 1:
+        raise ValueError("no tokens\nin this shard")
+    payload(rank, size)
+
+
+def gives_up(rank: int, size: int) -> None:
+    go()
+    if rank == 1:
+        publish_failure(None, MemoryError("64 GiB"))
+        time.sleep(60)
+    payload(rank, size)
+
+
+def leaves(rank: int, size: int) -> None:
+    go()
+    if rank == 1:
+        return
+    payload(rank, size)
+
+
+def disagree(rank: int, size: int) -> None:
+    """Every kind of difference, in groups of 2, 3 and 4 ranks. Each rank prints the line that it got."""
+    go()
+    pair, three = dist.new_group([1, 3]), dist.new_group([0, 2, 3])
+
+    def try_to_agree(group: dist.ProcessGroup | None, name: str, facts: dict[str, str | int | float]) -> None:
+        try:
+            agree(group, name, facts)
+        except PlanMismatch as mismatch:
+            print(f"line: {mismatch}", file=sys.stderr, flush=True)
+
+    odd = rank == 3
+    if rank in (1, 3):
+        try_to_agree(pair, "pair", FACTS | {"n": 131200 if odd else 131072})
+    if rank in (0, 2, 3):
+        try_to_agree(three, "three", FACTS | {"layout": "contiguous" if odd else "zigzag"})
+    try_to_agree(None, "four", FACTS | {"pattern": "causal & window(2048)" if odd else "causal & window(4096)"})
+    try_to_agree(None, "tie", FACTS | {"n": rank % 2})
+    try_to_agree(None, "extra", FACTS | ({"seed": 7} if odd else {}))
+    agree(None, "four", FACTS)
+    agree(None, "four", FACTS | {"heads": 4 if odd else 8})
+
+
+def peace(rank: int, size: int) -> None:
+    """All that is no failure: long computations, several lives of a group, subgroups, and ranks that end early."""
+    before = handshakes()
+    for count in range(3):
+        agree(None, "plan", FACTS | {"count": count})
+    assert handshakes() - before == 3
+    store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    kept = [store.check([f"ringtile/1/plan/{count}/{rank}"]) for count in (1, 2, 3)]
+    assert kept == [False, False, True]
+    half = dist.new_group([0, 1]), dist.new_group([2, 3])
+    watch(half[rank // 2])
+    agree(half[rank // 2], "plan", FACTS | {"half": rank // 2})
+    watch()
+    x = torch.ones(1 << 16)
+    if rank % 2 == 0:
+        time.sleep(0.3)
+    wait(dist.irecv(x, rank - 1) if rank % 2 else dist.isend(x, rank + 1), None, "a hop")
+    threads = [thread for thread in threading.enumerate() if thread.name == "ringtile watcher"]
+    assert len(threads) == 2
+    time.sleep(2.5)
+    payload(rank, size)
+    dist.barrier()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 5
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(thread.is_alive() for thread in threads)
+    _stores[0] = dist.PrefixStore("again", _stores[0])
+    enter(rank, size)
+    watch()
+    agree(None, "plan", FACTS | {"life": 2})
+    payload(rank, size)
+    assert verdict() is None
+    go()
+    # Rank 0 hosts the store and ends first.
+    time.sleep(rank)
+
+
+def threads_agree(rank: int, size: int) -> None:
+    from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
+
+    dist.destroy_process_group()
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    store, lines, n = dist.HashStore(), [], 64
+
+    def run(number: int) -> None:
+        # The second group has the store and the name of the first, whose facts must not be found.
+        for life in range(2):
+            dist.init_process_group("threaded", store=store, rank=number, world_size=n)
+            watch()
+            agree(None, "plan", FACTS | {"life": life})
+            try:
+                agree(None, "plan", FACTS | {"n": 131072 + (number == 40)})
+            except PlanMismatch as mismatch:
+                lines.append(str(mismatch))
+            dist.destroy_process_group()
+
+    before = handshakes()
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert handshakes() - before == 4 * n
+    assert lines == ["plan: rank 40 has n=131073, the others n=131072"] * 2 * n
+
+
+def fake_agrees(rank: int, size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    before = handshakes()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
+    watch()
+    agree(None, "plan", FACTS)
+    assert handshakes() == before
+
+
+# How they are run.
+
+
+@dataclass(frozen=True)
+class Case:
+    run: Callable[..., None]
+    ranks: int = 3
+    host: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
+    watched: bool = True
+    exit_at_once: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit_codes: list[int | None]
+    texts: list[str]
+    seconds: list[float]
+
+
+CASES = {
+    "killed before the payload": Case(killed, options=(("when", "before the payload"),)),
+    "killed in the payload": Case(killed, options=(("when", "in the payload"),)),
+    "killed with the store": Case(killed, host=1, options=(("when", "in the payload"),)),
+    "killed in the handshake": Case(killed_in_the_handshake),
+    "killed before it sends": Case(killed_before_it_sends, ranks=4),
+    "killed in a collective of others": Case(killed_in_a_collective_of_others),
+    "killed while others compute": Case(killed_while_others_compute, exit_at_once=True),
+    "killed with the store while others compute": Case(killed_while_others_compute, host=1, exit_at_once=True),
+    "stalled in the handshake": Case(stalled_in_the_handshake),
+    "stalled in the handshake, not watched": Case(stalled_in_the_handshake, watched=False),
+    "stalled before the payload": Case(stalled_before_the_payload),
+    "stopped": Case(stopped),
+    "stopped with the store": Case(stopped, host=1),
+    "raises": Case(raises),
+    "raises with the store": Case(raises, host=1),
+    "gives up": Case(gives_up),
+    "leaves": Case(leaves),
+    "disagree": Case(disagree, ranks=4, watched=False),
+    "peace": Case(peace, ranks=4, watched=False),
+    "threads": Case(threads_agree, ranks=1, watched=False),
+    "fake": Case(fake_agrees, ranks=1, watched=False),
+}
+
+_stores: list[Any] = []
+_starting = threading.Lock()
+_folder = Path()
+_case = Case(killed)
+
+
+def enter(rank: int, size: int) -> None:
+    """Join the group over a store whose host tells its port in a file."""
+    place = _folder / "port"
+    if not _stores:
+        if rank == _case.host:
+            _stores.append(dist.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False))
+            (_folder / "port.new").write_text(str(_stores[0].port))
+            (_folder / "port.new").rename(place)
+        else:
+            while not place.exists():
+                time.sleep(0.01)
+            _stores.append(dist.TCPStore("127.0.0.1", int(place.read_text()), size, False, wait_for_workers=False))
+    limit = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=_stores[0], rank=rank, world_size=size, timeout=limit)
+
+
+def go() -> None:
+    """Wait for all ranks, and note the time: the failure comes now."""
+    dist.barrier()
+    print(f"go {time.monotonic()}", file=sys.stderr, flush=True)
+
+
+def run_rank(name: str, rank: int, folder: Path) -> None:
+    global _folder, _case
+    _folder, _case = folder, CASES[name]
+    with (folder / f"{rank}").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    enter(rank, _case.ranks)
+    if _case.watched:
+        watch(exit_at_once=_case.exit_at_once)
+        watch()
+        agree(None, "begin", {"case": name})
+    dist.barrier()
+    _case.run(rank, _case.ranks, **dict(_case.options))
+
+
+def run_case(name: str) -> Outcome:
+    # Processes forked from one that has imported torch start in milliseconds.
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = range(CASES[name].ranks)
+        processes = [context.Process(target=run_rank, args=(name, rank, Path(folder))) for rank in ranks]
+        with _starting:
+            for process in processes:
+                process.start()
+        deadline = time.monotonic() + HARD_LIMIT
+        # A victim that sleeps or is stopped ends here, once the others have ended.
+        spared = {1} if name.startswith(("stalled", "stopped", "gives up")) else set()
+        running = {process.sentinel: rank for rank, process in enumerate(processes)}
+        ends = [deadline + HARD_LIMIT] * len(processes)
+        while time.monotonic() < deadline and not spared.issuperset(running.values()):
+            for sentinel in first_to_end(list(running), timeout=0.2):
+                ends[running.pop(sentinel)] = time.monotonic()
+        for process in processes:
+            process.kill()
+            process.join()
+        texts = [(Path(folder) / f"{rank}").read_text() for rank in ranks]
+        begin = [float(found[1]) if (found := re.search(r"^go ([\d.]+)$", text, re.M)) else 0.0 for text in texts]
+        seconds = [stop - start for start, stop in zip(begin, ends, strict=True)]
+        return Outcome([process.exitcode for process in processes], texts, seconds)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Outcome]]:
+    """Run the cases of all chosen tests, four at a time: most of them wait."""
+    chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    names = [name for name in CASES if name in chosen]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "ringtile.distributed.faults"])
+    with ThreadPoolExecutor(4) as pool:
+        yield dict(zip(names, pool.map(run_case, names), strict=True))
+
+
+def survivors(outcome: Outcome) -> list[int]:
+    return [rank for rank in range(len(outcome.texts)) if rank != 1]
+
+
+NAMED = {
+    "killed before the payload": r"rank 1 is lost: no heartbeat for 1 s",
+    "killed in the payload": r"rank 1 is lost: no heartbeat for 1 s",
+    "killed with the store": r"rank 1 is lost: it hosts the store, which does not answer",
+    "killed in the handshake": r"rank 1 is lost: no heartbeat for 1 s",
+    "killed before it sends": r"rank 1 is lost: no heartbeat for 1 s",
+    "stalled in the handshake": r"rank 1 did not come to 'plan' within 6 s",
+    "stalled in the handshake, not watched": r"rank 1 did not come to 'plan' within 6 s",
+    "stalled before the payload": rf"rank 1 did not come to '{WHAT}' within the timeout",
+    "stopped": r"rank 1 is lost: no heartbeat for 1 s",
+    "stopped with the store": r"rank 1 is lost: it hosts the store, which does not answer",
+    "raises": r"rank 1 failed: ValueError: no tokens",
+    "raises with the store": r"rank 1 failed: ValueError: no tokens",
+    "gives up": r"rank 1 failed: MemoryError: 64 GiB",
+    "leaves": r"rank 1 left while other ranks waited for data",
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_each_survivor_fails_within_the_timeout_with_one_line_that_names_the_rank(
+    outcomes: dict[str, Outcome], case: str
+) -> None:
+    outcome = outcomes[case]
+    for rank in survivors(outcome):
+        assert outcome.exit_codes[rank] == 1, outcome.texts[rank]
+        assert outcome.seconds[rank] < TIMEOUT + 1
+        raised = re.findall(r"^ringtile\.distributed\.faults\.RankLost: (.*)$", outcome.texts[rank], re.M)
+        assert len(raised) == 1, outcome.texts[rank]
+        assert re.fullmatch(NAMED[case], raised[0])
+        printed = re.findall(r"^ringtile: (.*)$", outcome.texts[rank], re.M)
+        assert len(printed) <= 1
+        assert set(printed) <= set(raised)
+
+
+@pytest.mark.parametrize("case", ["raises", "raises with the store", "gives up", "killed in the payload"])
+def test_a_failure_is_known_long_before_the_timeout(outcomes: dict[str, Outcome], case: str) -> None:
+    outcome = outcomes[case]
+    for rank in survivors(outcome):
+        lost = re.search(r"RankLost: rank 1 ", outcome.texts[rank])
+        assert lost is not None
+        assert f"while waiting for {WHAT}" in outcome.texts[rank]
+        assert "ringtile: rank 1 " in outcome.texts[rank]
+
+
+@pytest.mark.parametrize("case", ["killed while others compute", "killed with the store while others compute"])
+def test_exit_at_once_ends_ranks_that_wait_for_nothing(outcomes: dict[str, Outcome], case: str) -> None:
+    outcome = outcomes[case]
+    for rank in survivors(outcome):
+        assert outcome.exit_codes[rank] == 1
+        assert outcome.seconds[rank] < TIMEOUT
+        assert re.findall(r"^ringtile: rank 1 is lost: ", outcome.texts[rank], re.M) == ["ringtile: rank 1 is lost: "]
+
+
+@pytest.mark.parametrize("case", ["killed in a collective of others"])
+def test_a_broken_connection_is_not_blamed_on_the_rank_that_reports_it(outcomes: dict[str, Outcome], case: str) -> None:
+    outcome = outcomes[case]
+    for rank in survivors(outcome):
+        assert outcome.exit_codes[rank] == 1
+        assert "ringtile: rank 1 is lost: no heartbeat for 1 s" in outcome.texts[rank]
+        assert " failed: " not in outcome.texts[rank]
+
+
+@pytest.mark.parametrize("case", ["disagree"])
+def test_a_mismatch_is_the_same_line_at_every_rank(outcomes: dict[str, Outcome], case: str) -> None:
+    outcome = outcomes[case]
+    lines = {
+        "pair": "rank 1 has n=131072, rank 3 has n=131200",
+        "three": "rank 3 has layout='contiguous', the others layout='zigzag'",
+        "four": "rank 3 has pattern='causal & window(2048)', the others pattern='causal & window(4096)'",
+        "tie": "ranks 0, 2 have n=0, ranks 1, 3 have n=1",
+        "extra": "rank 3 has seed=7, the others no seed",
+    }
+    for rank, text in enumerate(outcome.texts):
+        absent = {0: ["pair"], 1: ["three"], 2: ["pair"], 3: []}[rank]
+        names = [name for name in lines if name not in absent]
+        assert re.findall(r"^line: (.*)$", text, re.M) == [f"{name}: {lines[name]}" for name in names]
+        assert text.rstrip().endswith("PlanMismatch: four: rank 3 has heads=4, the others heads=8")
+        assert outcome.exit_codes[rank] == 1
+        assert outcome.seconds[rank] < TIMEOUT + 1
+
+
+@pytest.mark.parametrize("case", ["peace", "threads", "fake"])
+def test_what_is_no_failure_ends_well_and_prints_nothing(outcomes: dict[str, Outcome], case: str) -> None:
+    outcome = outcomes[case]
+    assert outcome.exit_codes == [0] * len(outcome.texts), outcome.texts
+    assert not any("ringtile" in text for text in outcome.texts), outcome.texts
+
+
+SCRIPT = """
+import datetime, sys, torch, torch.distributed as dist
+from ringtile.distributed.faults import wait, watch
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=6))
+watch()
+dist.barrier()
+assert rank == 0, "this shard is empty"
+wait(dist.all_reduce(torch.ones(4), async_op=True), None, "gradients")
+"""
+
+
+def test_an_uncaught_exception_of_a_program_is_published_over_any_store(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    programs = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        texts = [program.communicate(timeout=HARD_LIMIT)[1] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert [program.returncode for program in programs] == [1, 1]
+    assert "RankLost: rank 1 failed: AssertionError: this shard is empty" in texts[0]
+    assert texts[1].rstrip().endswith("AssertionError: this shard is empty")
+    assert "ringtile: " not in texts[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ([{"n": 1}, {"n": 1}], None),
+        ([{"n": 1}, {"n": "1"}], "rank 0 has n=1, rank 1 has n='1'"),
+        ([{"n": 1}, {}], "rank 0 has n=1, rank 1 has no n"),
+        ([{}, {"n": 1}, {}], "rank 1 has n=1, the others no n"),
+        ([{"n": n} for n in (5, 1, 6, 1)], "rank 0 has n=5, rank 2 has n=6, the others n=1"),
+        ([{"n": n} for n in range(5)], "rank 0 has n=0, rank 1 has n=1, rank 2 has n=2, 2 more values at other ranks"),
+        (
+            [{"n": 1 if rank < 12 else 2} for rank in range(64)],
+            "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (12 in all) have n=1, the others n=2",
+        ),
+        (
+            [dict.fromkeys("abcde", 1), dict.fromkeys("abcde", 2)],
+            "rank 0 has a=1, rank 1 has a=2; rank 0 has b=1, rank 1 has b=2; rank 0 has c=1, rank 1 has c=2; "
+            "2 more fields differ",
+        ),
+    ],
+)
+def test_a_difference_is_told_in_one_short_line(given: list[dict[str, Any]], line: str | None) -> None:
+    assert _difference(dict(enumerate(given))) == line
+
+
+def test_long_values_are_cut_to_the_part_that_differs() -> None:
+    texts = ["window(4) | " * 40 + f"window({width})" + " | dense" * 40 for width in (5, 6)]
+    line = _difference({rank: {"pattern": text} for rank, text in enumerate(texts)})
+    assert line is not None
+    assert len(line) < 220
+    assert "window(5)" in line
+    assert "window(6)" in line
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single")
+def test_one_rank_has_nobody_to_agree_with() -> None:
+    before = handshakes()
+    agree(None, "plan", FACTS)
+    watch()
+    publish_failure(None, ValueError("alone"))
+    x = torch.ones(3)
+    wait(dist.all_reduce(x, async_op=True), None, "x")
+    assert handshakes() == before
+    assert verdict() is None
+
+
+@pytest.mark.usefixtures("single")
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"facts: expected strings and numbers, got \{'n': None\}"):
+        agree(None, "plan", {"n": None})
+    for interval, silence in ((0.0, 1.0), (0.6, 1.0), (-1.0, 1.0)):
+        with pytest.raises(ValueError, match="silence: expected at least 2 intervals"):
+            watch(interval=interval, silence=silence)
+
+
+def test_a_group_is_needed() -> None:
+    with pytest.raises(ValueError, match="group: expected a process group, got None"):
+        agree(None, "plan", FACTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_first_tile_that_is_not_finite(dtype: torch.dtype, value: float) -> None:
+    x = torch.full((2, 3, 300, 8), torch.finfo(dtype).max, dtype=dtype)
+    x[:, :, ::2] *= -1
+    assert first_nonfinite(x, 64) is None
+    for element, head, token in ((1, 2, 299), (0, 1, 130), (1, 0, 191)):
+        x[element, head, token, 5] = value
+        assert first_nonfinite(x, 64) == {299: (1, 2, 4), 130: (0, 1, 2), 191: (0, 1, 2)}[token]
+    assert first_nonfinite(x.transpose(1, 2).contiguous().transpose(1, 2), 64) == (0, 1, 2)
+    assert first_nonfinite(x[:, :, :0], 64) is None
+    assert x.isnan().sum() == (3 if value != value else 0)
+
+
+def test_first_nonfinite_refuses_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"x, tile: expected \[B, H, N, D\]"):
+        first_nonfinite(torch.zeros(3, 4, 5), 64)
+
+
+def test_ranklost_and_planmismatch_are_runtime_errors() -> None:
+    assert issubclass(RankLost, RuntimeError)
+    assert issubclass(PlanMismatch, RuntimeError)

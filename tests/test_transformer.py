@@ -19,7 +19,7 @@ from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.longnet import longnet_attend
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.transformer import SparseTransformer, SparseTransformerLayer
-from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Segments, Strided, Window, per_head
+from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Segments, Strided, Window, from_mask, per_head
 
 RULE = Window(9) | GlobalTokens(3)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -323,6 +323,93 @@ def test_rotary_angles_of_known_positions() -> None:
     expected = torch.tensor([[5.0, 0.5], [6.0, 0.6], [7.0, 0.7]], dtype=torch.float64)
     torch.testing.assert_close(cos, expected.cos(), rtol=0, atol=1e-15)
     torch.testing.assert_close(sin, expected.sin(), rtol=0, atol=1e-15)
+
+
+def test_rotary_angles_of_any_positions() -> None:
+    like = torch.empty(0, dtype=torch.float64)
+    positions = torch.tensor([[5, 2**20, 0], [7, 7, 6]])
+    found = rotary_angles(3, 8, positions=positions, like=like)
+    for row, places in enumerate(positions.tolist()):
+        alone = [rotary_angles(1, 8, start=place, like=like) for place in places]
+        for one, whole in zip(zip(*alone, strict=True), found, strict=True):
+            assert torch.equal(torch.cat(one), whole[row])
+    assert torch.equal(rotary_angles(3, 8, positions=positions[0], like=like)[1], found[1][0])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_positions_in_order_change_nothing(batched: bool, checkpointing: bool) -> None:
+    model = scrambled(
+        SparseTransformer(2, 16, 2, is_causal=True, pattern=RULE, gradient_checkpointing=checkpointing).double()
+    )
+    x = torch.randn(3, 40, 16, dtype=torch.float64, requires_grad=True)
+    positions = torch.arange(40).expand(3, 40) if batched else torch.arange(40)
+    outs = [model(x), model(x, positions=positions)]
+    grads = [torch.autograd.grad(out.square().sum(), x)[0] for out in outs]
+    assert torch.equal(*outs)
+    assert torch.equal(*grads)
+    layer = model.layers[0]
+    assert torch.equal(layer(x), layer(x, positions=positions))
+
+
+def test_permuted_tokens_with_their_positions_and_pattern_give_permuted_outputs() -> None:
+    n, order = 90, torch.randperm(90)
+    shared = dict(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, qk_norm=True)
+    model = scrambled(SparseTransformer(**shared, is_causal=True, pattern=RULE).double())
+    kept = kept_pairs(Causal() & RULE, torch.empty(1, 4, n, 8), torch.empty(1, 4, n, 8))[0, 0]
+    permuted = from_mask(kept[order][:, order])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern | None, is_causal: bool, **options: Any) -> Tensor:
+        out = sparse_attention(q, k, v, permuted, **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    shuffled = SparseTransformer(**shared, attend=attend).double()
+    shuffled.load_state_dict(model.state_dict())
+    x = torch.randn(2, n, 32, dtype=torch.float64)
+    expected = model(x)[:, order]
+    assert relative_error(shuffled(x[:, order], positions=order), expected) < 1e-12
+    assert relative_error(shuffled(x[:, order]), expected) > 1e-3
+    # A batch with a permutation for each element.
+    half = torch.stack([order, torch.arange(n)])
+    mixed = torch.stack([x[0][order], x[1]])
+    layer = SparseTransformerLayer(32, 4, num_kv_heads=2).double()
+    scrambled(layer)
+    found = layer(mixed, positions=half)
+    whole = layer(x)
+    assert relative_error(found[0], whole[0][order]) < 1e-12
+    assert relative_error(found[1], whole[1]) < 1e-12
+
+
+def test_a_language_model_takes_positions() -> None:
+    model = scrambled(SparseLanguageModel(20, SparseTransformer(1, 16, 2, is_causal=True)))
+    tokens = torch.randint(20, (2, 9))
+    shifted = torch.arange(9) * 2
+    assert torch.equal(model(tokens, positions=torch.arange(9)), model(tokens))
+    assert not torch.allclose(model(tokens, positions=shifted), model(tokens))
+
+
+def test_positions_that_do_not_fit_are_refused() -> None:
+    model = SparseTransformer(1, 16, 2, is_causal=True)
+    plain = SparseTransformer(1, 16, 2, is_causal=True, rotary=False)
+    x, places = torch.randn(3, 9, 16), torch.arange(9)
+    for bad in (places[:8], places.expand(1, 3, 9), torch.arange(9.0), places.int(), torch.tensor(3)):
+        with pytest.raises(ValueError, match=r"positions: expected int64 \[N\] or \[B, N\] of 9 tokens"):
+            model(x, positions=bad)
+    with pytest.raises(ValueError, match=r"positions: expected rotary=True and \[N\] or \[B, N\] of x.shape"):
+        model(x, positions=places.expand(2, 9))
+    with pytest.raises(ValueError, match=r"positions: expected rotary=True .*self.rotary=False"):
+        plain(x, positions=places)
+    with pytest.raises(ValueError, match="positions: expected none beside a cache"):
+        model.eval()(x, cache=model.new_cache(), positions=places)
+    layer = model.layers[0]
+    for given in ({"cache": layer.new_cache()}, {"angles": layer.angles(x)}):
+        with pytest.raises(ValueError, match="positions: expected neither a cache"):
+            layer(x, positions=places, **given)
+    with pytest.raises(ValueError, match="positions: expected none beside a start, got start=4"):
+        rotary_angles(9, 8, start=4, positions=places, like=x)
+    with pytest.raises(ValueError, match="positions: expected a tensor on cpu, got meta"):
+        model(x, positions=places.to("meta"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -42,9 +42,15 @@ class SparseLanguageModel(nn.Module):
         self.head = nn.Linear(len(like), vocab_size, bias=False, device=like.device, dtype=like.dtype)
         nn.init.zeros_(self.head.weight)
 
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Return logits ``[B, N, vocab_size]`` of the next token for ``tokens`` ``[B, N]``, see `SparseTransformer`."""
-        logits: Tensor = self.head(self.transformer(self.embedding(tokens), key_mask, cache))
+        logits: Tensor = self.head(self.transformer(self.embedding(tokens), key_mask, cache, positions))
         return logits
 
     @torch.no_grad()

@@ -9,29 +9,63 @@ from torch import Tensor
 
 
 def rotary_angles(
-    n_tokens: int, head_dim: int, *, start: int = 0, base: float = 10000.0, like: Tensor
+    n_tokens: int,
+    head_dim: int,
+    *,
+    start: int = 0,
+    positions: Tensor | None = None,
+    base: float = 10000.0,
+    like: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines ``[n_tokens, head_dim / 2]`` for positions from ``start`` (Su et al., arXiv:2104.09864).
+    """Return cosines and sines of rotary position embeddings (Su et al., arXiv:2104.09864).
 
-    Angles are computed in float64, so they stay exact at a million tokens. The results have the device and dtype of
-    ``like``, or float32 if that is half precision. Raises ValueError if head_dim is odd.
+    Angles are computed in float64, so they stay exact at a million tokens.
 
-    >>> cos, sin = rotary_angles(3, 4, like=torch.empty(0))
-    >>> cos.shape, sin[0].tolist()
-    (torch.Size([3, 2]), [0.0, 0.0])
+    Args:
+        n_tokens: Number of tokens.
+        head_dim: Head dim, an even number.
+        start: Position of the first token. The others follow.
+        positions: Position of each token, int64 ``[N]`` or ``[B, N]``, in any order. Default: from ``start``.
+        base: Base of the wavelengths.
+        like: Tensor with the device and dtype of the results. If it is half precision, they are float32.
+
+    Returns:
+        Two tensors ``[N, head_dim / 2]``, or ``[B, N, head_dim / 2]`` for positions ``[B, N]``.
+
+    Raises:
+        ValueError: If head_dim is odd, if both ``start`` and ``positions`` are given, or if positions have another
+            dtype, shape or device.
+
+    Example:
+        >>> cos, sin = rotary_angles(3, 4, like=torch.empty(0))
+        >>> cos.shape, sin[0].tolist()
+        (torch.Size([3, 2]), [0.0, 0.0])
+        >>> cos, sin = rotary_angles(3, 4, positions=torch.tensor([[0, 1, 2], [7, 0, 1]]), like=torch.empty(0))
+        >>> cos.shape, sin[1, 1].tolist()
+        (torch.Size([2, 3, 2]), [0.0, 0.0])
     """
     if head_dim % 2:
         raise ValueError(f"head_dim: expected an even number for rotary positions, got {head_dim=}")
     half = head_dim // 2
     rates = base ** (-torch.arange(half, dtype=torch.float64, device=like.device) / half)
-    positions = torch.arange(start, start + n_tokens, dtype=torch.float64, device=like.device)
-    angles = (positions.unsqueeze(1) * rates).remainder(2 * math.pi)
+    if positions is None:
+        positions = torch.arange(start, start + n_tokens, device=like.device)
+    elif start:
+        raise ValueError(f"positions: expected none beside a start, got {start=}")
+    elif positions.dtype != torch.int64 or positions.dim() not in (1, 2) or positions.shape[-1] != n_tokens:
+        raise ValueError(
+            f"positions: expected int64 [N] or [B, N] of {n_tokens} tokens, got {positions.dtype} "
+            f"{tuple(positions.shape)}"
+        )
+    elif positions.device != like.device:
+        raise ValueError(f"positions: expected a tensor on {like.device}, got {positions.device}")
+    angles = (positions.unsqueeze(-1) * rates).remainder(2 * math.pi)
     angles = angles.to(torch.promote_types(like.dtype, torch.float32))
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs ``(d, d + D / 2)`` of ``x`` ``[..., N, D]`` by the angles ``[N, D / 2]``; keep the dtype.
+    """Rotate the pairs ``(d, d + D / 2)`` of ``x`` ``[..., N, D]`` by the angles ``[..., N, D / 2]``; keep the dtype.
 
     >>> x = torch.randn(2, 5, 8)
     >>> turned = rotate(x, *rotary_angles(5, 8, like=x))

@@ -139,17 +139,32 @@ class SparseTransformerLayer(nn.Module):
             raise ValueError(f"attend: a cache needs sparse_attention or longnet_attend(...), got {self.attend!r}")
         return LayerCache(self.rule)
 
-    def angles(self, x: Tensor, start: int = 0) -> Angles | None:
-        """Return cosines and sines for ``x`` ``[B, N, embed_dim]``, starting at a position, or None if not rotary.
+    def angles(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Angles | None:
+        """Return cosines and sines for ``x`` ``[B, N, embed_dim]``, or None if the layer is not rotary.
 
-        Raises ValueError if ``x`` has another shape.
+        The tokens start at a position, or have the int64 positions ``[N]`` or ``[B, N]``. Raises ValueError if shapes
+        or dtypes do not match, if both are given, or if a layer that is not rotary gets positions.
         """
         if x.dim() != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x: expected [B, N, {self.embed_dim}], got {x.shape=}")
-        return rotary_angles(x.shape[1], self.head_dim, start=start, like=x) if self.rotary else None
+        if positions is not None and (not self.rotary or (positions.dim() == 2 and len(positions) != len(x))):
+            raise ValueError(
+                f"positions: expected rotary=True and [N] or [B, N] of {x.shape=}, got {self.rotary=} and "
+                f"{tuple(positions.shape)}"
+            )
+        if not self.rotary:
+            return None
+        cos, sin = rotary_angles(x.shape[1], self.head_dim, start=start, positions=positions, like=x)
+        # Each batch element has angles of its own, shared by its heads.
+        return (cos, sin) if cos.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
 
     def forward(
-        self, x: Tensor, key_mask: Tensor | None = None, cache: LayerCache | None = None, angles: Angles | None = None
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        angles: Angles | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Apply the layer.
 
@@ -158,19 +173,23 @@ class SparseTransformerLayer(nn.Module):
             key_mask: ``[B, N]`` bool, True for tokens to attend to.
             cache: Cache from `new_cache`. ``x`` then holds the tokens after the cached ones, and the call adds them.
             angles: Result of `angles`, if several layers share it.
+            positions: Position of each token for the rotary embeddings, see `SparseTransformer.forward`.
 
         Returns:
             ``[B, N, embed_dim]``.
 
         Raises:
-            ValueError: If shapes do not match, or if the cache is from another layer or used in training.
+            ValueError: If shapes do not match, if the cache is from another layer or used in training, or if positions
+                come with a cache or with angles.
         """
+        if positions is not None and (cache is not None or angles is not None):
+            raise ValueError("positions: expected neither a cache, which counts its own tokens, nor angles beside them")
         if cache is not None and cache.patterns != self._rules:
             raise ValueError(f"cache: expected one of the pattern {self.rule!r}, got {cache!r}")
         if cache is not None and self.training and self.dropout:
             raise ValueError(f"cache: expected a layer in eval mode, got {self.training=} with {self.dropout=}")
         if angles is None:
-            angles = self.angles(x, 0 if cache is None else cache.length)
+            angles = self.angles(x, 0 if cache is None else cache.length, positions)
         x = x + self._dropped(self.output(self._attention(self.attention_norm(x), key_mask, cache, angles)))
         return x + self._dropped(self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")))
 
@@ -281,26 +300,37 @@ class SparseTransformer(nn.Module):
         layers: list[Any] = list(self.layers)
         return KVCache(layer.new_cache() for layer in layers)
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Apply all layers.
 
         Args:
             x: ``[B, N, embed_dim]``.
             key_mask: ``[B, N]`` bool, True for tokens to attend to.
             cache: Cache from `new_cache`. ``x`` then holds the tokens after the cached ones, in chunks of any length.
+            positions: Position of each token for the rotary embeddings, int64 ``[N]`` or ``[B, N]``: the tokens of one
+                rank, for example. The pattern is up to ``attend``, and `sparse_attention` counts tokens in the order of
+                ``x``. Default: the numbers of the tokens.
 
         Returns:
             ``[B, N, embed_dim]``.
 
         Raises:
-            ValueError: If shapes do not match, or if the cache is from another model, used in training or with
-                gradients.
+            ValueError: If shapes do not match, if the cache is from another model, used in training or with gradients,
+                or if positions come with a cache or to layers that are not rotary.
         """
         layers: list[Any] = list(self.layers)
+        if positions is not None and cache is not None:
+            raise ValueError("positions: expected none beside a cache, which counts its own tokens")
         if cache is not None and len(cache.layers) != len(layers):
             raise ValueError(f"cache: expected {len(layers)} layers, got {len(cache.layers)}")
         caches: Sequence[LayerCache | None] = [None] * len(layers) if cache is None else cache.layers
-        angles = layers[0].angles(x, 0 if cache is None else cache.length)
+        angles = layers[0].angles(x, 0 if cache is None else cache.length, positions)
         for layer, layer_cache in zip(layers, caches, strict=True):
             if self.gradient_checkpointing and layer_cache is None:
                 x = recomputed(layer, x, key_mask, None, angles)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed import multi_threaded_pg
 
 T = TypeVar("T")
 
-COLLECTIVES = {"all_to_all_single": (1, 0), "broadcast": (0, 0), "reduce": (0, 0)}
-"""The collectives that the exchange uses, and the places of the tensors that they send and receive."""
 
-
-def _reduce(self: Any, tensors: list[Any], options: Any) -> Any:
-    """Threads have no reduce of their own. All of them get the sum, which only the root may read."""
+def _reduce(self: Any, tensors: list[Tensor], options: Any) -> Any:
+    """Threads have no reduce of their own."""
     everywhere = dist.AllreduceOptions()
     everywhere.reduceOp = options.reduceOp
     mine = tensors[0].clone()
@@ -29,9 +29,37 @@ def _reduce(self: Any, tensors: list[Any], options: Any) -> Any:
     return work
 
 
+class _Arrival(NamedTuple):
+    """The work of a receive: a tensor to fill from a mailbox."""
+
+    mailbox: queue.Queue[Tensor] | None
+    tensor: Tensor
+
+    def wait(self) -> None:
+        if self.mailbox is not None:
+            self.tensor.copy_(self.mailbox.get(timeout=60))
+
+
+_send = dist.batch_isend_irecv
+
+
 def on_ranks(n_ranks: int, function: Callable[[int], T]) -> list[T]:
     """Call ``function(rank)`` on a thread per rank, in a process group of their own. Return the results in order."""
     found: dict[int, T] = {}
+    mail: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+    lock = threading.Lock()
+
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[_Arrival]:
+        """Threads pass nothing from one to one."""
+        me, works = dist.get_rank(), []
+        for operation in operations:
+            sends = operation.op is dist.isend
+            with lock:
+                mailbox = mail[(me, operation.peer) if sends else (operation.peer, me)]
+            if sends:
+                mailbox.put(operation.tensor.clone())
+            works.append(_Arrival(None if sends else mailbox, operation.tensor))
+        return works
 
     def run(self: None) -> None:
         rank = dist.get_rank()
@@ -39,6 +67,9 @@ def on_ranks(n_ranks: int, function: Callable[[int], T]) -> list[T]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multi_threaded_pg.ProcessLocalGroup, "reduce", _reduce, raising=False)
+        patch.setitem(_original, "batch_isend_irecv", batch_isend_irecv)
+        if dist.batch_isend_irecv is _send:
+            patch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
         spawn_threads_and_init_comms(world_size=n_ranks)(run)(None)
     return [found[rank] for rank in range(n_ranks)]
 
@@ -51,26 +82,36 @@ class Traffic:
         self.calls: list[str] = []
 
 
+_original = {name: getattr(dist, name) for name in ("all_to_all_single", "broadcast", "reduce", "batch_isend_irecv")}
+
+
+def _bytes_of(name: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
+    """Bytes that a rank sends and receives by a collective."""
+    if name == "all_to_all_single":
+        return arguments[1].nbytes, arguments[0].nbytes
+    if name == "batch_isend_irecv":
+        sizes = [(operation.op is dist.isend, operation.tensor.nbytes) for operation in arguments[0]]
+        return sum(n for sends, n in sizes if sends), sum(n for sends, n in sizes if not sends)
+    sends = (dist.get_rank() == arguments[1]) == (name == "broadcast")
+    return (arguments[0].nbytes, 0) if sends else (0, arguments[0].nbytes)
+
+
 @contextmanager
-def counted_traffic() -> Iterator[threading.local]:
+def counted_traffic() -> Iterator[Any]:
     """Count at the collectives themselves. Each thread finds its `Traffic` as ``.traffic``."""
     local = threading.local()
+
+    def counting(name: str) -> Callable[..., Any]:
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            traffic = local.__dict__.setdefault("traffic", Traffic())
+            sent, received = _bytes_of(name, arguments)
+            traffic.sent, traffic.received = traffic.sent + sent, traffic.received + received
+            traffic.calls.append(name)
+            return _original[name](*arguments, **keywords)
+
+        return counted
+
     with pytest.MonkeyPatch.context() as patch:
-        for name, places in COLLECTIVES.items():
-
-            def counted(*arguments: Any, _name: str = name, _places: Any = places, **keywords: Any) -> Any:
-                traffic = local.__dict__.setdefault("traffic", Traffic())
-                sent, received = (arguments[place].nbytes for place in _places)
-                root = {"broadcast": "src", "reduce": "dst"}.get(_name)
-                if root is not None:
-                    is_root = dist.get_rank() == (arguments[1] if len(arguments) > 1 else keywords[root])
-                    sent, received = (sent, 0) if is_root == (root == "src") else (0, received)
-                traffic.sent, traffic.received = traffic.sent + sent, traffic.received + received
-                traffic.calls.append(_name)
-                return _original[_name](*arguments, **keywords)
-
-            patch.setattr(dist, name, counted)
+        for name in _original:
+            patch.setattr(dist, name, counting(name))
         yield local
-
-
-_original = {name: getattr(dist, name) for name in COLLECTIVES}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Inputs, make_inputs, oracle, relative_error
-from ranks import counted_traffic, on_ranks
+from ranks import Traffic, counted_traffic, on_ranks
 from strategies import patterns
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,9 +81,8 @@ def attend_apart(
     """One rank's output, lse and gradients."""
     q, k, v, grad_out = (layout.shard(x, rank).clone() for x in problem)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    for name in ("key_mask",):
-        if name in options:
-            options[name] = layout.shard(options[name], rank, 1)
+    if "key_mask" in options:
+        options["key_mask"] = layout.shard(options["key_mask"], rank, 1)
     out, lse = ring_attention(*leaves, pattern, layout=layout, enable_gqa=True, return_lse=True, **options)
     grads = torch.autograd.grad((out, lse), leaves, (grad_out, layout.shard(grad_lse, rank)))
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip("qkv", grads, strict=True))}
@@ -118,7 +117,8 @@ def expected_of_named(name: str) -> Expected:
 
 
 def check_ranks(pattern: Pattern, layout: Layout, expected: Expected, **options: Any) -> None:
-    """All results against float64 and against one process, with and without overlap."""
+    """All results of exchange against float64 and against one process, with and without overlap."""
+    options = {"transport": "exchange", **options}
     problem, grad_lse, whole, exact = expected
     found = on_ranks(layout.n_ranks, lambda rank: attend_apart(problem, grad_lse, pattern, layout, rank, **options))
     results = split_results(layout, found)
@@ -142,6 +142,67 @@ def test_ranks_give_the_bits_of_one_process(name: str, layout: str, n_ranks: int
     check_ranks(PATTERNS[name], LAYOUTS[layout](N_TOKENS, n_ranks), expected_of_named(name))
 
 
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["causal", "dense"])
+def test_keys_pass_around_a_ring(name: str, layout: str, n_ranks: int) -> None:
+    expected, made = expected_of_named(name), LAYOUTS[layout](N_TOKENS, n_ranks)
+    check_transport("ring", PATTERNS[name], made, expected)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_rank_gets_all_keys(name: str) -> None:
+    for layout in (Layout.zigzag(N_TOKENS, 3), Layout.contiguous(N_TOKENS, 4, unit=1)):
+        check_transport("gather", PATTERNS[name], layout, expected_of_named(name))
+
+
+def check_transport(
+    transport: str, pattern: Pattern, layout: Layout, expected: Expected, **options: Any
+) -> list[dict[str, Tensor]]:
+    """The results of float64, and the same bits twice."""
+    problem, grad_lse, _, exact = expected
+
+    def run(rank: int) -> dict[str, Tensor]:
+        return attend_apart(problem, grad_lse, pattern, layout, rank, transport=transport, **options)
+
+    found, again = (on_ranks(layout.n_ranks, run) for _ in range(2))
+    for name, x in split_results(layout, found).items():
+        assert relative_error(x, exact[name]) < 1e-12, name
+    for results, others in zip(found, again, strict=True):
+        assert all(torch.equal(results[name], others[name]) for name in results)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_transports_take_the_options(transport: str) -> None:
+    layout, lengths = Layout.zigzag(N_TOKENS, 3), torch.tensor([N_TOKENS, 0, 450])
+    problem, mask = make_inputs(3, 2, N_TOKENS, head_dim=8), torch.rand(3, N_TOKENS) < 0.8
+    for options in ({"key_mask": mask}, {"key_lengths": lengths}, {"key_mask": mask, "key_lengths": lengths}):
+        check_transport(transport, CAUSAL, layout, expected_of(CAUSAL, problem, **options), **options)
+    options = {"softcap": 2.0, "scale": 0.3}
+    check_transport(transport, CAUSAL, layout, expected_of(CAUSAL, problem, **options), **options)
+
+
+def test_the_default_transport() -> None:
+    def calls(pattern: Pattern, n_ranks: int, **options: Any) -> list[str]:
+        layout = Layout.contiguous(N_TOKENS, n_ranks)
+
+        def run(rank: int) -> list[str]:
+            x = torch.randn(1, 2, layout.size(rank), 8)
+            ring_attention(x, x, x, pattern, layout=layout, **options)
+            return getattr(local, "traffic", Traffic()).calls
+
+        with counted_traffic() as local:
+            return on_ranks(n_ranks, run)[0]
+
+    assert calls(CAUSAL & Window(100), 3) == ["all_to_all_single"]
+    assert calls(CAUSAL, 3) == ["batch_isend_irecv"] * 2
+    assert calls(CAUSAL, 1) == []
+    assert calls(CAUSAL, 3, dropout_p=0.1) == ["all_to_all_single"]
+    assert calls(~CAUSAL, 5) == ["broadcast"] * 5
+    assert calls(Segments(128), 3) == []
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "equal"])
 @pytest.mark.parametrize("n_tokens", [1, 100, 300, 513])
 def test_more_ranks_than_tiles(n_tokens: int, layout: str) -> None:
@@ -160,11 +221,36 @@ def test_masks_and_lengths_reach_the_ranks_that_need_them(layout: str) -> None:
         check_ranks(pattern, LAYOUTS[layout](N_TOKENS, 5), expected, **options)
 
 
-@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"scale": 0.3}], ids=str)
-def test_options_that_need_no_exchange(options: dict[str, Any]) -> None:
-    pattern = CAUSAL & Window(150)
-    expected = expected_of(pattern, make_inputs(1, 2, 300, head_dim=8), **options)
-    check_ranks(pattern, Layout.zigzag(300, 2), expected, **options)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.3, "seed": 7},
+        {"alibi_slopes": torch.tensor([0.02, 0.3], dtype=torch.float64)},
+        {"softcap": 2.0, "scale": 0.3},
+    ],
+    ids=["dropout", "alibi", "softcap"],
+)
+def test_weights_depend_on_positions_in_the_whole(options: dict[str, Any], layout: str) -> None:
+    pattern = CAUSAL & (Window(150) | GlobalTokens(40))
+    expected = expected_of(pattern, make_inputs(1, 2, N_TOKENS, head_dim=8), **options)
+    check_ranks(pattern, LAYOUTS[layout](N_TOKENS, 3), expected, **options)
+
+
+def test_sinks_get_the_sum_of_the_ranks_gradients() -> None:
+    pattern, layout = CAUSAL & Window(150), Layout.zigzag(N_TOKENS, 3)
+    problem, sinks = make_inputs(1, 2, N_TOKENS, head_dim=8), torch.randn(2, dtype=torch.float64)
+    exact = oracle(*problem[:3], pattern, grad_out=problem.grad_out, start=0, sinks=sinks)
+
+    def run(rank: int) -> dict[str, Tensor]:
+        q, k, v, grad_out = (layout.shard(x, rank) for x in problem)
+        leaf = sinks.clone().requires_grad_()
+        out = ring_attention(q, k, v, pattern, layout=layout, sinks=leaf)
+        return {"out": out.detach(), "sinks": torch.autograd.grad(out, leaf, grad_out)[0]}
+
+    found = on_ranks(3, run)
+    assert relative_error(layout.unshard([results["out"] for results in found]), exact.out) < 1e-12
+    assert relative_error(sum(results["sinks"] for results in found), exact.grads["sinks"]) < 1e-12
 
 
 @settings(max_examples=60)
@@ -253,19 +339,22 @@ def test_a_window_of_a_million_tokens_sends_only_its_halo(n_ranks: int) -> None:
 
 @pytest.mark.parametrize("name", ["window", "global tokens", "documents", "causal"])
 @pytest.mark.parametrize("layout", ["contiguous", "equal zigzag"])
-def test_collectives_get_the_planned_bytes(layout: str, name: str) -> None:
+@pytest.mark.parametrize("transport", ["exchange", "gather"])
+def test_collectives_get_the_planned_bytes(transport: str, layout: str, name: str) -> None:
     expected, made = expected_of_named(name), LAYOUTS[layout](N_TOKENS, 4)
 
     def run(rank: int) -> None:
-        with_grad = attend_apart(expected.problem, expected.grad_lse, PATTERNS[name], made, rank)
+        how = {"transport": transport}
+        with_grad = attend_apart(expected.problem, expected.grad_lse, PATTERNS[name], made, rank, **how)
         assert with_grad["out"].shape[2] == made.size(rank)
-        plan, width = make_plan(PATTERNS[name], made, rank, num_heads=4), 2 * (8 + 4) * 8
+        plan = make_plan(PATTERNS[name], made, rank, num_heads=4, gather=transport == "gather")
+        width = 2 * (8 + 4) * 8
         hot, all_hot = plan.tokens_hot[rank], sum(plan.tokens_hot)
         sent, received = sum(plan.tokens_sent) + hot, sum(plan.tokens_received) + all_hot - hot
         assert local.traffic.sent == local.traffic.received == (sent + received) * width
         broadcasts = sum(tokens > 0 for tokens in plan.tokens_hot)
-        forward = ["broadcast"] * broadcasts + ["all_to_all_single"]
-        assert local.traffic.calls == forward + ["reduce"] * broadcasts + ["all_to_all_single"]
+        mixed = [] if transport == "gather" else ["all_to_all_single"]
+        assert local.traffic.calls == ["broadcast"] * broadcasts + mixed + ["reduce"] * broadcasts + mixed
 
     with counted_traffic() as local:
         on_ranks(4, run)

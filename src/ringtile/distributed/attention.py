@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from threading import Lock
 from typing import Any, Literal, Unpack
 
@@ -12,11 +13,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start
-from ringtile.distributed.layout import Layout, positions_of
+from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.plan import RingPlan, make_plan
+from ringtile.distributed.ring import Ring, Settings, ring
 from ringtile.functional import sparse_attention
-from ringtile.functional.attention import Keywords, as_pattern, check_options, check_rows, checked_tensors
+from ringtile.functional.attention import (
+    Keywords,
+    as_pattern,
+    check_options,
+    check_rows,
+    checked_tensors,
+    with_sinks,
+    without_autocast,
+)
 from ringtile.patterns import Causal, Dense, Pattern
+
+TRANSPORTS = ("auto", "exchange", "gather", "ring")
 
 
 class Options(Keywords, total=False):
@@ -26,6 +38,8 @@ class Options(Keywords, total=False):
     softcap: float
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    head_at: Tensor | None
+    batch_at: Tensor | None
 
 
 class _Tied(torch.autograd.Function):
@@ -83,7 +97,7 @@ def ring_attention(
     *,
     layout: Layout,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    transport: Literal["exchange"] = "exchange",
+    transport: Literal["auto", "exchange", "gather", "ring"] = "auto",
     overlap: bool = True,
     return_lse: bool = False,
     **options: Unpack[Options],
@@ -101,7 +115,11 @@ def ring_attention(
         pattern: Which pairs to keep, by position. Default: all.
         layout: Which tokens each rank holds.
         group: Process group with as many ranks as the layout, or a mesh with one dimension. Default: all ranks.
-        transport: "exchange": each rank sends to each other what that one needs, all at once.
+        transport: How keys travel. "exchange": each rank sends to each other what that one needs, all at once.
+            "gather": every rank gets all keys. "ring": keys pass from rank to rank, in memory for two ranks' keys, and
+            parts are merged by lse. It is for all pairs and causal, without dropout, ALiBi, second derivatives and
+            ``torch.compile``. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send
+            more tokens than there are: then "gather".
         overlap: Compute rows that need no other rank's keys while keys travel. The results are the same bits.
         return_lse: Also return the log-sum-exp (natural log) ``[B, H, n]``.
         options: As in `sparse_attention`. ``key_mask`` is ``[B, n]``, of the rank's own keys. ``key_lengths`` count
@@ -114,8 +132,8 @@ def ring_attention(
         ValueError: If an argument is invalid, the same way at every rank or not.
     """
     ranks = group_of(group)
-    if transport != "exchange":
-        raise ValueError(f"transport: expected 'exchange', got {transport!r}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport: expected one of {TRANSPORTS}, got {transport!r}")
     query, key, value = checked_tensors(query, key, value, options.get("enable_gqa", False))
     rank = ranks.rank()
     if not isinstance(layout, Layout) or layout.n_ranks != ranks.size():
@@ -126,9 +144,6 @@ def ring_attention(
     rule = Dense() if pattern is None else as_pattern(pattern)
     if options.pop("is_causal", False):
         rule = Causal() if pattern is None else Causal() & rule
-    plan = make_plan(rule, layout, rank, num_heads=query.shape[1], batch=query.shape[0])
-    exchange = exchange_of(plan, ranks)
-
     check_options(
         query,
         key,
@@ -140,6 +155,16 @@ def ring_attention(
     )
     lengths, slopes = options.get("key_lengths"), options.get("alibi_slopes")
     check_rows(query, layout.n_tokens, lengths, options.get("softcap", 0.0), slopes, options.get("sinks"))
+    against = _reasons_against_ring(rule, options)
+    if transport == "ring" and against:
+        raise ValueError(f"transport 'ring' does not support this call: {'; '.join(against)}")
+    if transport == "ring" or (transport == "auto" and not against and ranks.size() > 1):
+        return _pass_around(query, key, value, rule, layout, ranks, options, return_lse)
+    plan = make_plan(rule, layout, rank, num_heads=query.shape[1], batch=query.shape[0], gather=transport == "gather")
+    if transport == "auto" and plan.most_sent > layout.n_tokens:
+        plan = make_plan(rule, layout, rank, num_heads=query.shape[1], batch=query.shape[0], gather=True)
+    exchange = exchange_of(plan, ranks)
+
     own_mask, buffer_mask = _masks(key, options, exchange)
     started = cast_start(key, value, exchange)
     buffers = None if overlap else cast_finish(key, value, started, exchange)
@@ -167,17 +192,58 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
+def _reasons_against_ring(pattern: Pattern, options: Options) -> list[str]:
+    """Return the reasons why keys cannot pass around a ring."""
+    reasons = []
+    if not isinstance(pattern, Causal | Dense):
+        reasons.append(f"supports the patterns dense and causal, got {pattern!r}")
+    if options.get("alibi_slopes") is not None:
+        reasons.append("does not support alibi_slopes")
+    if options.get("dropout_p"):
+        reasons.append("does not support dropout_p")
+    if options.get("backend") == "reference":
+        reasons.append("does not support backend='reference'")
+    if torch.compiler.is_compiling():
+        reasons.append("does not support torch.compile")
+    return reasons
+
+
+def _pass_around(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    layout: Layout,
+    ranks: dist.ProcessGroup,
+    options: Options,
+    return_lse: bool,
+) -> Any:
+    place = Ring(layout, ranks.rank(), ranks, isinstance(pattern, Causal))
+    mask = _with_lengths(options.get("key_mask"), options.get("key_lengths"), layout.runs[place.rank], key)
+    scale = options.get("scale")
+    settings = Settings(
+        query.shape[3] ** -0.5 if scale is None else scale, options.get("softcap", 0.0), options.get("backend") or ""
+    )
+    with without_autocast(query):
+        out, lse = ring(query, key, value, mask, place, settings)
+    sinks = options.get("sinks")
+    out = out if sinks is None else with_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _with_lengths(key_mask: Tensor | None, lengths: Tensor | None, runs: Iterable[Run], key: Tensor) -> Tensor | None:
+    """Return a mask of the keys at these positions that are kept and lie inside the lengths."""
+    if lengths is None:
+        return key_mask
+    inside = positions_of(runs, key.device) < lengths[:, None]
+    return inside if key_mask is None else key_mask & inside
+
+
 def _masks(key: Tensor, options: Options, exchange: Exchange) -> tuple[Tensor | None, Tensor | None]:
     """Return the masks of the rank's own keys and of its buffer, from ``key_mask`` and ``key_lengths``."""
     key_mask, lengths = options.pop("key_mask", None), options.pop("key_lengths", None)
-    own = buffer = None
+    plan, buffer = exchange.plan, None
     if key_mask is not None:
-        own, buffer = key_mask, torch.ops.ringtile.cast_bits(key_mask, exchange.number)
-    if lengths is not None:
-        plan = exchange.plan
-        inside, buffer_inside = (
-            positions_of(runs, key.device) < lengths[:, None] for runs in (plan.layout.runs[plan.rank], plan.buffer)
-        )
-        own = inside if own is None else own & inside
-        buffer = buffer_inside if buffer is None else buffer & buffer_inside
-    return own, buffer
+        buffer = torch.ops.ringtile.cast_bits(key_mask, exchange.number)
+    own = _with_lengths(key_mask, lengths, plan.layout.runs[plan.rank], key)
+    return own, _with_lengths(buffer, lengths, plan.buffer, key)

@@ -62,7 +62,8 @@ class Exchange:
         sent = xs[0].new_empty(sum(plan.tokens_sent) * width)
         for rank, wire in _of_ranks(sent, width, plan.tokens_sent):
             _gather(_cut(wire, xs), xs, plan.sent[rank])
-        works.append(self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width))
+        if plan.is_mixed:
+            works.append(self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width))
         # The work does not keep what it sends.
         return received, [*works, sent]
 
@@ -94,7 +95,8 @@ class Exchange:
         for rank, wire in _of_ranks(sent, width, plan.tokens_received):
             _gather(_cut(wire, grads), grads, plan.received[rank])
         received = sent.new_empty(sum(plan.tokens_sent) * width)
-        works.append(self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width))
+        if plan.is_mixed:
+            works.append(self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width))
         sums = [x.new_zeros(*x.shape[:2], plan.n_tokens, x.shape[3], dtype=wide) for x in grads]
         _copy(sums, grads, [Copy(target, source, length) for source, target, length in plan.own])
         for work in works:

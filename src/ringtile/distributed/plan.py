@@ -80,6 +80,10 @@ class RingPlan:
     """For each rank the runs of the buffer that it fills."""
     buffer: tuple[Run, ...]
     """The runs of positions that the buffer holds, one after another."""
+    most_sent: int
+    """The most tokens that a rank sends to others, broadcasts counted once."""
+    is_mixed: bool
+    """True if any rank sends tokens to another that are not broadcast."""
 
     @property
     def n_tokens(self) -> int:
@@ -123,6 +127,7 @@ def make_plan(
     num_heads: int = 1,
     batch: int = 1,
     block: int = 128,
+    gather: bool = False,
     max_bytes: int = MAX_BYTES,
 ) -> RingPlan:
     """Plan one rank's part of attention over all tokens of a layout. Plans are cached.
@@ -134,6 +139,7 @@ def make_plan(
         num_heads: Number of query heads.
         batch: Number of batch elements. A pattern defined per batch element must match.
         block: Tile side in tokens.
+        gather: Give every rank all keys, each rank's in one broadcast.
         max_bytes: Memory limit of each index, checked before it allocates.
 
     Raises:
@@ -153,13 +159,13 @@ def make_plan(
         raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
     if type(rank) is not int or not 0 <= rank < layout.n_ranks:
         raise ValueError(f"rank: expected an integer from 0 to {layout.n_ranks - 1}, got {rank!r}")
-    key = (pattern, layout, rank, num_heads, batch, block)
+    key = (pattern, layout, rank, num_heads, batch, block, gather)
     with _lock:
         found = _plans.get(key)
         if found is not None:
             _plans.move_to_end(key)
             return found
-    plan = _make_plan(pattern, layout, rank, num_heads, batch, block, max_bytes)
+    plan = _make_plan(pattern, layout, rank, num_heads, batch, block, gather, max_bytes)
     with _lock:
         plan = _plans.setdefault(key, plan)
         if len(_plans) > _PLANS:
@@ -173,13 +179,24 @@ _lock = Lock()
 
 
 def _make_plan(
-    pattern: Pattern, layout: Layout, rank: int, num_heads: int, batch: int, block: int, max_bytes: int
+    pattern: Pattern,
+    layout: Layout,
+    rank: int,
+    num_heads: int,
+    batch: int,
+    block: int,
+    gather: bool,
+    max_bytes: int,
 ) -> RingPlan:
     n_tokens, runs = layout.n_tokens, layout.runs[rank]
     grid = TileGrid(block, 0, n_tokens, n_tokens)
     pattern.validate(grid)
     rows, parts = layout.tiles(block)
-    needs = needed(pattern, rows, parts, layout.n_ranks, grid, num_heads=num_heads, batch=batch, max_bytes=max_bytes)
+    if gather:
+        needs = torch.ones(layout.n_ranks, grid.n_cols, dtype=torch.bool)
+    else:
+        heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
+        needs = needed(pattern, rows, parts, layout.n_ranks, grid, **heads)
     sizes: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "block": block, "max_bytes": max_bytes}
     inside = [run for run in runs if run[0] % block or (run[1] % block and run[1] != n_tokens)]
     if len(inside) > _RUNS:
@@ -199,7 +216,11 @@ def _make_plan(
     places = [list(zip(held, _starts(held), strict=True)) for held in layout.runs]
     buffer = _intervals(cols, grid)
     in_buffer = list(zip(buffer, _starts(buffer), strict=True))
-    is_hot = _hot_tiles(needs, rows, parts, layout)
+    holds = torch.zeros_like(needs)
+    holds[parts, rows] = True
+    asked = (needs & ~holds).sum(0)
+    is_hot = asked > 0 if gather else _hot_tiles(asked, layout.n_ranks)
+    times = (holds * asked.where(~is_hot, is_hot.long())).sum(1)
     hot_runs = _intervals(is_hot, grid)
     cold_runs = _intervals(~is_hot, grid)
     sent, received, hot, hot_copies = [], [], [], []
@@ -224,18 +245,17 @@ def _make_plan(
         tuple(sent),
         tuple(received),
         tuple(buffer),
+        int(times.max()) * block,
+        bool((asked[~is_hot] > 0).any()),
     )
 
 
-def _hot_tiles(needs: Tensor, rows: Tensor, parts: Tensor, layout: Layout) -> Tensor:
-    """Return the column tiles to broadcast, bool ``[C]``: those that most ranks need and do not hold."""
-    holds = torch.zeros_like(needs)
-    holds[parts, rows] = True
-    asked = (needs & ~holds).sum(0)
+def _hot_tiles(asked: Tensor, n_ranks: int) -> Tensor:
+    """Return the column tiles to broadcast, bool ``[C]``, from the number of ranks that ask for each."""
     # No more than one rank holds on average: a broadcast also reaches ranks that do not need the tile.
-    order = torch.argsort(asked, descending=True, stable=True)[: needs.shape[1] // layout.n_ranks]
+    order = torch.argsort(asked, descending=True, stable=True)[: len(asked) // n_ranks]
     is_hot = torch.zeros_like(asked, dtype=torch.bool)
-    is_hot[order] = (asked[order] >= _HOT_RANKS) & (2 * asked[order] > layout.n_ranks)
+    is_hot[order] = (asked[order] >= _HOT_RANKS) & (2 * asked[order] > n_ranks)
     return is_hot
 
 

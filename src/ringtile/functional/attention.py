@@ -197,7 +197,7 @@ def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
     return seed if isinstance(seed, Tensor) else torch.tensor([seed], dtype=torch.int64, device=query.device)
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Scale the output by the keys' share of the softmax denominator, which the sinks add to."""
     empty = lse == -math.inf
     ahead = sinks.unsqueeze(-1) - lse.masked_fill(empty, 0)
@@ -401,5 +401,5 @@ def sparse_attention(
         with without_autocast(query):
             out, lse = attention(query, key, value, call._replace(backend=select(query, key, value, call)))
     if sinks is not None:
-        out = _with_sinks(out, lse, sinks)
+        out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

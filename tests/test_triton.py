@@ -92,12 +92,15 @@ def test_the_benchmark_for_gpus_runs_and_resumes(tmp_path: Path) -> None:
 # Compiled ahead of time.
 
 
-def launches_of(head_dim: int, dtype: torch.dtype, dropout_p: float) -> list[tuple[str, object]]:
+def launches_of(
+    head_dim: int, dtype: torch.dtype, dropout_p: float, *, placed: bool = False
+) -> list[tuple[str, object]]:
     from ringtile.kernels.triton.launches import Job, backward_launches, forward_launches
 
     seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
     pattern = Causal() & (Window(512) | GlobalTokens(64))
-    call = call_of(pattern, 8192, 8192, 4, dropout_p=dropout_p, seed=seed)
+    head_at = torch.arange(4, 8) if placed else None
+    call = call_of(pattern, 8192, 8192, 4, dropout_p=dropout_p, seed=seed, head_at=head_at)
     q, k, v = (torch.empty(1, 4, 8192, head_dim, dtype=dtype) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     job = Job(q, k, v, call)
@@ -110,17 +113,18 @@ LOOPING = ("forward_kernel", "dq_kernel", "dkdv_kernel")
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("target", "head_dim", "dtype", "dropout_p"),
+    ("target", "head_dim", "dtype", "dropout_p", "placed"),
     [
-        ("sm_90", 64, torch.bfloat16, 0.0),
-        ("sm_90", 128, torch.bfloat16, 0.0),
-        ("sm_90", 128, torch.float16, 0.1),
-        ("sm_80", 64, torch.float16, 0.0),
-        ("sm_80", 128, torch.bfloat16, 0.0),
+        ("sm_90", 64, torch.bfloat16, 0.0, False),
+        ("sm_90", 128, torch.bfloat16, 0.0, False),
+        ("sm_90", 128, torch.float16, 0.1, False),
+        ("sm_90", 128, torch.float16, 0.1, True),
+        ("sm_80", 64, torch.float16, 0.0, False),
+        ("sm_80", 128, torch.bfloat16, 0.0, False),
     ],
 )
 def test_loops_use_the_tensor_cores_and_no_local_memory(
-    target: str, head_dim: int, dtype: torch.dtype, dropout_p: float, monkeypatch: pytest.MonkeyPatch
+    target: str, head_dim: int, dtype: torch.dtype, dropout_p: float, placed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from compiled import SHARED_BYTES, compile_choice
 
@@ -128,8 +132,9 @@ def test_loops_use_the_tensor_cores_and_no_local_memory(
 
     monkeypatch.setattr(launches, "architecture", lambda device: int(target[3:]))
     product = "HGMMA" if target == "sm_90" else "HMMA"
-    for name, launch in launches_of(head_dim, dtype, dropout_p):
+    for name, launch in launches_of(head_dim, dtype, dropout_p, placed=placed):
         if name in LOOPING:
+            assert launch.choices[0].constants["PLACED"] == placed
             made = compile_choice(launch, launch.choices[0], target)
             assert made.shared <= SHARED_BYTES[target], name
             loops = [loop for loop in made.loops() if any(product in instruction for instruction in loop)]

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringtile.distributed import faults
 from ringtile.distributed.faults import (
     PlanMismatch,
     RankLost,
@@ -125,6 +126,9 @@ def stopped(rank: int, size: int) -> None:
 
 
 def raises(rank: int, size: int) -> None:
+    everyone = dist.new_group()
+    watch(everyone)
+    agree(everyone, "begin", {})
     go()
     if rank == 1:
         raise ValueError("no tokens\nin this shard")
@@ -166,6 +170,10 @@ def disagree(rank: int, size: int) -> None:
     try_to_agree(None, "tie", FACTS | {"n": rank % 2})
     try_to_agree(None, "extra", FACTS | ({"seed": 7} if odd else {}))
     agree(None, "four", FACTS)
+    if rank == 2:
+        # A slow reader: rank 0, which hosts the store, fails first.
+        at_once = faults._missing
+        faults._missing = lambda *arguments: (at_once(*arguments), time.sleep(0.7))[0]
     agree(None, "four", FACTS | {"heads": 4 if odd else 8})
 
 

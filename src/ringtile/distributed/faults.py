@@ -24,8 +24,8 @@ T = TypeVar("T")
 _STORES: Any = dist
 """Where PyTorch documents its stores; its annotations leave them out."""
 
-_STEP = 0.1
-"""Seconds between two looks at the watcher while a thread waits."""
+_STEP = timedelta(seconds=0.1)
+"""Time between two looks at the watcher while a thread waits."""
 _PATIENCE = 0.5
 """Seconds that the store's host waits, after a timeout, for the others to read why a handshake failed."""
 _WATCHED = 8
@@ -69,6 +69,8 @@ class _Member:
 _members: weakref.WeakKeyDictionary[dist.ProcessGroup, _Member] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _handshakes = 0
+_printed: set[str] = set()
+"""Lines on stderr: several groups can have the same verdict."""
 
 
 def handshakes() -> int:
@@ -132,7 +134,7 @@ def agree(
         if missing or any(text != texts[0] for text in texts):
             # The ranks will fail. The host of the store must not go before the others have read why.
             store.set(f"{keys[member.me]}/read", "")
-            if member.hosts:
+            if member.hosts and not (missing and watcher):
                 here = [f"{key}/read" for rank, key in enumerate(keys) if rank not in missing]
                 _missing(store, here, _PATIENCE if missing else seconds)
     except RankLost:
@@ -190,7 +192,7 @@ def watch(
         member.watcher = watcher = _Watcher(group, member, interval, silence, exit_at_once)
     # The group can go first, and with it the last reference to the store: the thread says goodbye before.
     weakref.finalize(group, watcher.leave).atexit = False
-    Finalize(None, partial(_leave_at_exit, watcher), exitpriority=100)
+    watcher.at_exit = Finalize(None, partial(_leave_at_exit, watcher), exitpriority=100)
     if not getattr(sys.excepthook, "publishes_failures", False):
         sys.excepthook = _publishing(sys.excepthook)
     watcher.start()
@@ -243,27 +245,21 @@ def wait(work: dist.Work, group: dist.ProcessGroup | None, what: str) -> None:
         RankLost: If the work fails or a rank is lost, from PyTorch's exception.
     """
     group = _group(group)
-    backends = dist.get_backend_config(group)
     watcher = _watcher(group)
-    if watcher is not None:
-        watcher.enter(what)
-    if "gloo" not in backends:
-        work.wait()
-        return
     try:
-        if watcher is None or "nccl" in backends:
+        if watcher is None:
             work.wait()
-        elif _operation(work) in _POINT_TO_POINT:
-            _aside(work.wait, watcher)
         else:
-            _wait_in_steps(work, watcher)
-    except RankLost as lost:
-        lost.add_note(f"while waiting for {what}")
-        raise
+            watcher.wait(work, what)
     except RuntimeError as error:
-        named = _lost(watcher, what, error)
-        named.add_note(f"while waiting for {what}")
-        raise named from error
+        if not isinstance(error, RankLost):
+            if "gloo" not in dist.get_backend_config(group):
+                raise
+            named = _lost(watcher, what, error)
+            named.add_note(f"while waiting for {what}")
+            raise named from error
+        error.add_note(f"while waiting for {what}")
+        raise
 
 
 def first_nonfinite(x: Tensor, tile: int) -> tuple[int, int, int] | None:
@@ -301,8 +297,12 @@ class _Watcher(threading.Thread):
         self.member, self.interval, self.silence, self.exit_at_once = member, interval, silence, exit_at_once
         self.verdict: str | None = None
         self.concluded = threading.Event()
+        self._patience = max(1.0, 3 * interval)
         self.ticks = 0
+        self.at_exit: Finalize | None = None
         self._group = weakref.ref(group)
+        backends = dist.get_backend_config(group)
+        self._gloo = "gloo" in backends and "nccl" not in backends
         # The server of a TCPStore belongs to this object of its host: keep it until the others know that it leaves.
         self._kept = _store_of(group)
         shared = not isinstance(_base(self._kept), _STORES.TCPStore)
@@ -318,9 +318,16 @@ class _Watcher(threading.Thread):
         self._quiet: dict[int, float] = {}
         self._before, self._doubt = time.monotonic(), False
 
-    def enter(self, what: str) -> None:
-        """Count a wait, so that the others know how far this rank has come."""
+    def wait(self, work: dist.Work, what: str) -> None:
+        """Wait for a collective. Raise RankLost if there is a verdict before its end."""
+        # The others read how far this rank has come.
         self._waits, self._what = self._waits + 1, what
+        if not self._gloo:
+            work.wait()
+        elif _operation(work) in _POINT_TO_POINT:
+            _aside(work.wait, self)
+        else:
+            _wait_in_steps(work, self)
 
     def publish(self, line: str) -> str:
         """Make a line the verdict unless there is one, and return the verdict."""
@@ -353,7 +360,7 @@ class _Watcher(threading.Thread):
         self._leaving = True
         self._wake.set()
         if self.is_alive() and not self._stuck and threading.current_thread() is not self:
-            self.join(2 * self.silence)
+            self.join(2 * self._patience)
 
     def stuck(self) -> str:
         """Conclude that the store does not answer, from another thread."""
@@ -367,7 +374,7 @@ class _Watcher(threading.Thread):
         self._calls.put(lambda: result.put(call()))
         self._wake.set()
         try:
-            return result.get(timeout=self.silence) if self.is_alive() and not self._stuck else None
+            return result.get(timeout=self._patience) if self.is_alive() and not self._stuck else None
         except queue.Empty:
             return None
 
@@ -389,6 +396,8 @@ class _Watcher(threading.Thread):
                 self._conclude(self._store_is_lost(), own=False)
         finally:
             self._kept = None
+            if self.at_exit is not None:
+                self.at_exit.cancel()
 
     def _tick(self) -> None:
         self._beat()
@@ -458,7 +467,8 @@ class _Watcher(threading.Thread):
     def _conclude(self, line: str, own: bool) -> None:
         self.verdict, self._state = line, "seen"
         self.concluded.set()
-        if not own:
+        if not own and line not in _printed:
+            _printed.add(line)
             print(f"ringtile: {line}", file=sys.stderr, flush=True)
         end = self.exit_at_once and not own
         try:
@@ -477,7 +487,7 @@ class _Watcher(threading.Thread):
 
     def _linger(self) -> None:
         """Keep the store's server up until the other ranks have read why it goes down."""
-        end = time.monotonic() + self.silence
+        end = time.monotonic() + self._patience
         while self.member.hosts and time.monotonic() < end:
             if all(_fields(beat)[0] != "on" for beat in self._read(self._others)[1].values()):
                 return
@@ -501,7 +511,7 @@ def _fields(beat: str) -> tuple[str, int]:
 def _wait_in_steps(work: dist.Work, watcher: _Watcher) -> None:
     while True:
         try:
-            work.wait(timedelta(seconds=_STEP))
+            work.wait(_STEP)
             return
         except RuntimeError:
             # PyTorch raises the same class at the end of the step and for a failure.
@@ -525,7 +535,7 @@ def _aside(call: Callable[[], T], watcher: _Watcher, limit: float = float("inf")
     end = time.monotonic() + limit
     while True:
         try:
-            result, error = results.get(timeout=_STEP)
+            result, error = results.get(timeout=_STEP.total_seconds())
         except queue.Empty:
             watcher.look()
             if time.monotonic() > end:
@@ -606,11 +616,12 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def _failure(member: _Member, error: BaseException) -> str:
-    return f"rank {member.ranks[member.me]} failed: {type(error).__name__}: {_first_line(error)}"
+    message = f": {_first_line(error)}" if str(error).strip() else ""
+    return f"rank {member.ranks[member.me]} failed: {type(error).__name__}{message}"
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:200]
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def _is_broken_connection(error: BaseException) -> bool:

@@ -92,6 +92,7 @@ def test_each_recipe_has_an_example() -> None:
         "Slower than dense",
         "Wrong or leaking results",
         "Compile, recompile, export",
+        "A rank fails",
     ]
     assert all("```pycon" in text for text in recipes)
 

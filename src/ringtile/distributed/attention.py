@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from threading import Lock
 from typing import Any, Literal, Unpack
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.exchange import Exchange, cast_finish, cast_start
+from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
+from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.plan import RingPlan, make_plan
 from ringtile.distributed.ring import Ring, Settings, ring
@@ -42,21 +46,8 @@ class Options(Keywords, total=False):
     batch_at: Tensor | None
 
 
-class _Tied(torch.autograd.Function):
-    """Return the output. Its backward pass also reaches the buffers of a rank that no row reads."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(keys, values)
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = ctx.saved_tensors
-        return out_grad, torch.zeros_like(keys), torch.zeros_like(values)
-
-
 _exchanges: OrderedDict[tuple[RingPlan, dist.ProcessGroup], Exchange] = OrderedDict()
+_by_number: dict[int, Exchange] = {}
 _lock = Lock()
 _EXCHANGES = 64
 
@@ -67,8 +58,9 @@ def exchange_of(plan: RingPlan, group: dist.ProcessGroup) -> Exchange:
         found = _exchanges.get((plan, group))
         if found is None:
             found = _exchanges[plan, group] = Exchange(plan, group)
+            _by_number[found.number] = found
             if len(_exchanges) > _EXCHANGES:
-                _exchanges.popitem(last=False)
+                del _by_number[_exchanges.popitem(last=False)[1].number]
         else:
             _exchanges.move_to_end((plan, group))
         return found
@@ -99,6 +91,7 @@ def ring_attention(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     transport: Literal["auto", "exchange", "gather", "ring"] = "auto",
     overlap: bool = True,
+    check_finite: bool | str = False,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Any:
@@ -121,6 +114,8 @@ def ring_attention(
             ``torch.compile``. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send
             more tokens than there are: then "gather".
         overlap: Compute rows that need no other rank's keys while keys travel. The results are the same bits.
+        check_finite: Look for NaN and infinity in the rank's keys and values before they travel. A string names the
+            layer in the error. It reads both once, and synchronizes with a GPU.
         return_lse: Also return the log-sum-exp (natural log) ``[B, H, n]``.
         options: As in `sparse_attention`. ``key_mask`` is ``[B, n]``, of the rank's own keys. ``key_lengths`` count
             the tokens of all ranks.
@@ -129,7 +124,10 @@ def ring_attention(
         The output ``[B, H, n, Dv]``. With ``return_lse``, also the lse.
 
     Raises:
-        ValueError: If an argument is invalid, the same way at every rank or not.
+        ValueError: If an argument is invalid, or a key or value is not finite and ``check_finite`` is set.
+        PlanMismatch: At every rank, if ranks call with different patterns, layouts, shapes, dtypes or transports. They
+            compare them once, before the first data moves.
+        RankLost: If a rank fails, dies or does not come. The message names it.
     """
     ranks = group_of(group)
     if transport not in TRANSPORTS:
@@ -158,13 +156,16 @@ def ring_attention(
     against = _reasons_against_ring(rule, options)
     if transport == "ring" and against:
         raise ValueError(f"transport 'ring' does not support this call: {'; '.join(against)}")
-    if transport == "ring" or (transport == "auto" and not against and ranks.size() > 1):
+    if check_finite:
+        _check_finite(key, value, layout, ranks, check_finite)
+    shapes = (*query.shape[:2], key.shape[1], key.shape[3], value.shape[3])
+    mode = "ring" if transport == "auto" and not against and ranks.size() > 1 else transport
+    number = _prepared(rule, layout, ranks, mode, shapes, str(key.dtype), options.get("key_mask") is not None)
+    if number is None:
         return _pass_around(query, key, value, rule, layout, ranks, options, return_lse)
-    plan = make_plan(rule, layout, rank, num_heads=query.shape[1], batch=query.shape[0], gather=transport == "gather")
-    if transport == "auto" and plan.most_sent > layout.n_tokens:
-        plan = make_plan(rule, layout, rank, num_heads=query.shape[1], batch=query.shape[0], gather=True)
-    exchange = exchange_of(plan, ranks)
-
+    # Not the result of the call: Dynamo reads tensors only from places that it can find again.
+    exchange = _by_number[number]
+    plan = exchange.plan
     own_mask, buffer_mask = _masks(key, options, exchange)
     started = cast_start(key, value, exchange)
     buffers = None if overlap else cast_finish(key, value, started, exchange)
@@ -187,9 +188,67 @@ def ring_attention(
     out, lse = found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
     if buffers is None or all(piece.is_local for piece in plan.pieces):
         keys, values = buffers or cast_finish(key, value, started, exchange)
-        out = _Tied.apply(out, keys, values)  # type: ignore[no-untyped-call]
-        lse = _Tied.apply(lse, keys, values)  # type: ignore[no-untyped-call]
+        out, lse = tied(out, keys, values), tied(lse, keys, values)
     return (out, lse) if return_lse else out
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:160]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+"""What each group has compared. It is never forgotten, so that ranks with and without a cached plan do the same."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _prepared(
+    pattern: Pattern,
+    layout: Layout,
+    ranks: dist.ProcessGroup,
+    transport: str,
+    shapes: tuple[int, ...],
+    dtype: str,
+    has_mask: bool,
+) -> int | None:
+    """Return the number of a call's exchange, after a comparison with the other ranks, or None for a ring."""
+    plan = None
+    if transport != "ring":
+        sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
+        plan = make_plan(pattern, layout, ranks.rank(), gather=transport == "gather", **sizes)
+        if transport == "auto" and plan.most_sent > layout.n_tokens:
+            plan = make_plan(pattern, layout, ranks.rank(), gather=True, **sizes)
+    facts: dict[str, str | int] = {
+        "tokens": layout.n_tokens,
+        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=True)),
+        "dtype": dtype,
+        "pattern": pattern.text or type(pattern).__name__,
+        "layout": _shortened(str(layout.runs)),
+        "transport": "ring" if plan is None else "gather" if plan.is_gathered else "exchange",
+        "key_mask": has_mask,
+        "plan": "" if plan is None else plan.fingerprint,
+        "torch": torch.__version__,
+    }
+    place = tuple(facts.values())
+    with _lock:
+        agreed = _agreed.setdefault(ranks, set())
+    if place not in agreed:
+        watch(ranks)
+        agree(ranks, "ring_attention", facts)
+        agreed.add(place)
+    return None if plan is None else exchange_of(plan, ranks).number
+
+
+def _check_finite(key: Tensor, value: Tensor, layout: Layout, ranks: dist.ProcessGroup, layer: bool | str) -> None:
+    for name, x in (("key", key), ("value", value)):
+        found = first_nonfinite(x, 128)
+        if found is not None:
+            batch, head, tile = found
+            position = int(layout.positions(ranks.rank())[tile * 128])
+            where = f" of {layer}" if isinstance(layer, str) else ""
+            raise ValueError(
+                f"{name}: expected finite numbers, got NaN or infinity at rank {dist.get_rank()}{where}, batch element "
+                f"{batch}, head {head}, in the 128 tokens from position {position}"
+            )
 
 
 def _reasons_against_ring(pattern: Pattern, options: Options) -> list[str]:
@@ -237,6 +296,20 @@ def _with_lengths(key_mask: Tensor | None, lengths: Tensor | None, runs: Iterabl
         return key_mask
     inside = positions_of(runs, key.device) < lengths[:, None]
     return inside if key_mask is None else key_mask & inside
+
+
+def ring_attend(group: dist.ProcessGroup | DeviceMesh | None, layout: Layout, **options: Any) -> Callable[..., Any]:
+    """Return `ring_attention` in a group with a layout, as the ``attend=`` of the modules.
+
+    ``options`` are more arguments of `ring_attention`, for example ``transport``. Give the module the rank's tokens and
+    their positions, ``layout.positions(rank)``.
+
+    >>> from ringtile.modules import SparseTransformer
+    >>> from ringtile.patterns import Causal, Window
+    >>> layout = Layout.zigzag(1024, 2)
+    >>> model = SparseTransformer(64, 4, 2, pattern=Causal() & Window(256), attend=ring_attend(None, layout))
+    """
+    return partial(ring_attention, layout=layout, group=group, **options)
 
 
 def _masks(key: Tensor, options: Options, exchange: Exchange) -> tuple[Tensor | None, Tensor | None]:

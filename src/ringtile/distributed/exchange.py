@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Run
 from ringtile.distributed.plan import Copy, RingPlan
 from ringtile.kernels.contracts import accumulator
@@ -29,6 +30,7 @@ library.define("cast_start(Tensor k, Tensor v, int exchange) -> (Tensor, Tensor)
 library.define("group_cast(Tensor k, Tensor v, Tensor received, Tensor ticket, int exchange) -> (Tensor, Tensor)")
 library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Tensor, Tensor)")
 library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
+library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
 
 Tensors = Sequence[Tensor]
 """Tensors of one dtype, ``[.., .., tokens, dim]``, that travel together."""
@@ -73,7 +75,7 @@ class Exchange:
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
         _copy(buffers, xs, plan.own)
         for work in works[:-1]:
-            work.wait()
+            wait(work, self.group, "keys and values, forward")
         hot, cold = received.split([n * width for n in (sum(plan.tokens_hot), sum(plan.tokens_received))])
         for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
             _copy(buffers, _cut(wire, xs), plan.hot_copies[owner])
@@ -100,7 +102,7 @@ class Exchange:
         sums = [x.new_zeros(*x.shape[:2], plan.n_tokens, x.shape[3], dtype=wide) for x in grads]
         _copy(sums, grads, [Copy(target, source, length) for source, target, length in plan.own])
         for work in works:
-            work.wait()
+            wait(work, self.group, "gradients of keys and values, backward")
         # In the order of the ranks, so that every run adds alike.
         for rank, wire in _of_ranks(received, width, plan.tokens_sent):
             _scatter(sums, _cut(wire, grads), plan.sent[rank], add=True)
@@ -239,6 +241,43 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
 torch.library.register_autograd("ringtile::group_cast", _cast_backward, setup_context=_keep_exchange, lib=library)
 torch.library.register_autograd("ringtile::group_reduce", _reduce_backward, setup_context=_keep_exchange, lib=library)
+
+
+class _Tied(torch.autograd.Function):
+    """`tied` without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(keys, values)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _tied_backward(ctx, grad)
+
+
+def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = ctx.saved_tensors
+    return grad, torch.zeros_like(keys), torch.zeros_like(values)
+
+
+def _keep_buffers(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+library.impl("tied", lambda x, keys, values: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("ringtile::tied", lambda x, keys, values: x.clone(), lib=library)
+torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=_keep_buffers, lib=library)
+
+
+def tied(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Return ``x``, so that it depends on buffers that no row reads: both passes then take part in the collectives.
+
+    Compilers drop operators whose results are not used, so they get an operator of its own.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.ringtile.tied(x, keys, values)  # type: ignore[no-any-return]
+    return _Tied.apply(x, keys, values)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def cast_start(k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ _RUNS = 256
 """Largest number of runs of a rank that begin or end inside a tile. Each is a call of its own."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Piece:
     """Consecutive tokens of a rank that one call computes."""
 
@@ -52,7 +52,7 @@ class Copy(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RingPlan:
     """The exchange and the calls of one rank. Every rank makes the plan of the same pattern, layout and heads.
 
@@ -82,6 +82,8 @@ class RingPlan:
     """The runs of positions that the buffer holds, one after another."""
     most_sent: int
     """The most tokens that a rank sends to others, broadcasts counted once."""
+    is_gathered: bool
+    """True if every rank gets all keys."""
     is_mixed: bool
     """True if any rank sends tokens to another that are not broadcast."""
 
@@ -246,6 +248,7 @@ def _make_plan(
         tuple(received),
         tuple(buffer),
         int(times.max()) * block,
+        gather,
         bool((asked[~is_hot] > 0).any()),
     )
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Layout
 from ringtile.kernels.contracts import Call, accumulator, merge_into, pack_keys
 from ringtile.kernels.select import select
@@ -43,6 +44,11 @@ class Ring:
         operations = [dist.P2POp(dist.isend, wire, ahead, self.group) for wire in wires]
         operations += [dist.P2POp(dist.irecv, wire, behind, self.group) for wire in received]
         return received, dist.batch_isend_irecv(operations)
+
+    def finish(self, works: list[Any], what: str) -> None:
+        """Wait for what `pass_on` began."""
+        for work in works:
+            wait(work, self.group, what)
 
     def parts(self, owner: int) -> Iterator[tuple[slice, slice, str]]:
         """Yield the own tokens, the owner's tokens and the pattern of each pair of runs that keeps pairs."""
@@ -107,8 +113,7 @@ class _RingAttention(torch.autograd.Function):
             for rows, _, *tensors, call in _calls(ring, q, wires, k.shape[3], (ring.rank - hop) % n_ranks, settings):
                 found, found_lse = torch.ops.ringtile.forward(*tensors, *call)
                 merge_into(out[:, :, rows], lse[:, :, rows], found, found_lse)
-            for work in works:
-                work.wait()
+            ring.finish(works, "keys and values, forward")
             wires = coming
         out = out.to(q.dtype)
         ctx.ring, ctx.settings = ring, settings
@@ -134,17 +139,14 @@ class _RingAttention(torch.autograd.Function):
                 found = torch.ops.ringtile.backward(*row_tensors, *tensors, *results, *call)
                 q_grad[:, :, rows] += found[0]
                 mine[:, :, cols] += torch.cat(found[1:], -1)
-            for work in works:
-                work.wait()
+            ring.finish(works, "gradients of keys and values, backward")
             # The gradients of these keys come from the rank before, and the last hop brings them home.
             grads.add_(mine)
             if n_ranks > 1:
                 (grads,), works = ring.pass_on(grads)
-            for work in key_works:
-                work.wait()
+            ring.finish(key_works, "keys and values, backward")
             wires = coming
-        for work in works:
-            work.wait()
+        ring.finish(works, "gradients of keys and values, backward")
         k_grad, v_grad = grads[:, :, : k.shape[2]].to(q.dtype).split([k.shape[3], v.shape[3]], 3)
         return q_grad.to(q.dtype), k_grad, v_grad, None, None, None
 

@@ -76,7 +76,8 @@ _printed: set[str] = set()
 def handshakes() -> int:
     """Return the number of handshakes that this process took part in.
 
-    >>> handshakes()
+    >>> before = handshakes()
+    >>> handshakes() - before
     0
     """
     return _handshakes
@@ -159,16 +160,16 @@ def watch(
 ) -> None:
     """Watch the ranks of a group from a thread that keeps a heartbeat in the group's store.
 
-    Call it on every rank. The first rank that notices a failure publishes one line, and every rank prints it to stderr:
-    a rank whose heartbeat stops, the death of the store's host, or an uncaught exception. `wait` then raises `RankLost`
-    with this line, and `verdict` returns it. The thread ends with the group or the process, which is no failure.
+    Call it on every rank. A failure is a heartbeat that stops, the death of the store's host or an uncaught exception.
+    The first rank that notices one publishes one line, and every other rank prints it to stderr. `wait` then raises
+    `RankLost` with this line, and `verdict` returns it. A rank that ends without an error says goodbye and is not lost.
 
     A rank can compute for minutes: its thread keeps the heartbeat. But a call in C++ that holds Python's global lock
     for longer than ``silence`` looks like a dead rank, as does a machine that stops for so long. Set it longer than
     your longest such call.
 
-    A second call for the same group changes nothing. A group of one rank, of threads or of PyTorch's "fake" backend has
-    nobody to watch.
+    A second call for the same group changes nothing. A group of one rank, of threads or of PyTorch's "fake" backend
+    needs no watcher.
 
     Args:
         group: The process group. Default: the default group.
@@ -215,8 +216,9 @@ def verdict(group: dist.ProcessGroup | None = None) -> str | None:
 def publish_failure(group: dist.ProcessGroup | None, error: BaseException) -> None:
     """Tell the other ranks of a group that this rank fails with an exception.
 
-    `watch` calls it for uncaught exceptions. Call it yourself if you catch an exception and give up. If the exception
-    says that a connection broke, the rank at the other end is to blame: it waits for the watcher to name it.
+    `watch` calls it for uncaught exceptions. Call it yourself if you catch an exception and give up. If a broken
+    connection caused the exception, the rank at the other end is to blame, and the call waits for the watcher to name
+    it.
     """
     group = _group(group)
     watcher = _watcher(group)
@@ -234,7 +236,8 @@ def wait(work: dist.Work, group: dist.ProcessGroup | None, what: str) -> None:
 
     On gloo it waits in steps and looks at the watcher in between. Sends and receives wait in a thread of their own,
     since a timeout would close their connection. NCCL's ``wait`` does not block the host and is called unchanged. If a
-    group has several backends, ``wait`` blocks until PyTorch returns or raises.
+    group has several backends, ``wait`` blocks until PyTorch returns or raises. All ranks make the same waits in the
+    same order: the watcher counts them to find the rank that is late.
 
     Args:
         work: Result of a call with ``async_op=True``.

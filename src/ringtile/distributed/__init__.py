@@ -1,6 +1,10 @@
 """Attention over sequences that several ranks share, on torch.distributed."""
 
+from ringtile.distributed.attention import ring_attend as ring_attend
 from ringtile.distributed.attention import ring_attention as ring_attention
+from ringtile.distributed.faults import PlanMismatch as PlanMismatch
+from ringtile.distributed.faults import RankLost as RankLost
+from ringtile.distributed.faults import watch as watch
 from ringtile.distributed.layout import Layout as Layout
 from ringtile.distributed.plan import RingPlan as RingPlan
 from ringtile.distributed.plan import make_plan as make_plan

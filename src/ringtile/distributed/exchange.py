@@ -247,18 +247,22 @@ class _Tied(torch.autograd.Function):
     """`tied` without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(keys, values)
+    def forward(ctx: Any, x: Tensor, *rest: Tensor) -> Tensor:
+        ctx.save_for_backward(*rest)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return _tied_backward(ctx, grad)
 
 
-def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = ctx.saved_tensors
-    return grad, torch.zeros_like(keys), torch.zeros_like(values)
+def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    rest = ctx.saved_tensors
+    zeros = [torch.zeros_like(x) for x in rest]
+    if grad.requires_grad:
+        # Second derivatives pass through the same collectives at every rank.
+        zeros = [_Tied.apply(x, grad, *rest) for x in zeros]  # type: ignore[no-untyped-call]
+    return grad, *zeros
 
 
 def _keep_buffers(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -53,6 +53,10 @@ def test_packed_documents_equal_separate_ones() -> None:
     assert example("pack_documents").main(["--tokens", "600", "--steps", "5"]) < 1e-4
 
 
+def test_ranks_share_a_sequence() -> None:
+    assert example("train_ranks").main(["--context", "512", "--window", "64", "--steps", "5"]) < 7
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_shown_on_a_page_and_run_here(name: str) -> None:
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "how-to").glob("*.md")]

@@ -152,8 +152,8 @@ def make_plan(
     >>> plan = make_plan(Causal() & Window(300, 0), Layout.contiguous(2048, 4), 1)
     >>> plan.received, plan.sent
     ((((0, 384),), (), (), ()), ((), (), ((128, 512),), ()))
-    >>> [(piece.begin, piece.end, piece.is_local) for piece in plan.pieces]
-    [(0, 384, False), (384, 512, True)]
+    >>> tuple((piece.begin, piece.end, piece.is_local) for piece in plan.pieces)
+    ((0, 384, False), (384, 512, True))
     """
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")

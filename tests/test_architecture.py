@@ -21,7 +21,7 @@ _GROUND = set(ROOMS_BELOW) | {"functional"}
 FACE = "__init__"
 ROOMS_BELOW |= {"modules": _GROUND, FACE: _GROUND | {"modules"}}
 ROOMS_BELOW |= {room: _GROUND | {FACE} for room in ("analysis", "distributed", "adaptive")}
-ROOMS_BELOW["measure"] = _GROUND | {FACE, "analysis"}
+ROOMS_BELOW["measure"] = _GROUND | {FACE, "analysis", "distributed"}
 _WINGS = _GROUND | {FACE, "modules", "analysis", "measure", "distributed", "adaptive"}
 ROOMS_BELOW |= {room: _WINGS for room in ("demo", "integrations", "compat")}
 ROOMS_BELOW |= {"cli": _WINGS | {"demo"}, "__main__": {"cli"}}
@@ -140,6 +140,8 @@ def test_every_room_is_looked_at() -> None:
         ("modules/multihead.py", "from ringtile import __version__", "modules may not import __init__"),
         ("measure/bench.py", "from ringtile.modules import multihead", "measure may not import modules"),
         ("analysis/plot.py", "from ringtile.measure.record import Row", "analysis may not import measure"),
+        ("analysis/plot.py", "from ringtile.distributed import cost", "analysis may not import distributed"),
+        ("distributed/cost.py", "from ringtile.measure import plan", "distributed may not import measure"),
         ("distributed/ring.py", "from ringtile.adaptive import gate", "distributed may not import adaptive"),
         ("distributed/ring.py", "from ringtile.modules import multihead", "distributed may not import modules"),
         ("modules/multihead.py", "from ringtile.distributed import faults", "modules may not import distributed"),

@@ -17,6 +17,7 @@ import ringtile
 VERBS = {
     "demo": ("ringtile.demo", "measure exactness, speed and training in two minutes"),
     "show": ("ringtile.analysis.show", "draw a pattern and print its density, memory and work"),
+    "plan": ("ringtile.measure.plan", "predict traffic, balance, memory and time of attention over many ranks"),
     "bench": ("ringtile.measure.bench", "time sparse attention against baselines, correctness first"),
     "profile": ("ringtile.measure.profile", "show where the time of one call goes, from index to gradients"),
     "doctor": ("ringtile.measure.doctor", "print versions, devices and backends, and why a backend is not available"),

@@ -189,6 +189,38 @@ def plot_pattern(
     return ax
 
 
+def plot_traffic(traffic: Tensor, ax: Axes | None = None, *, pixels: int = 256) -> Axes:
+    """Draw who sends how much to whom: senders down, receivers across, from bytes int64 ``[P, P]``.
+
+    The picture has at most `pixels` cells per side. The color of a cell is the most MiB of its pairs of ranks.
+    ``ax.images[0]`` is the image, for a color bar.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+    from matplotlib.ticker import MultipleLocator
+
+    ax = _axes(ax)
+    n_ranks = len(traffic)
+    merged = -(-n_ranks // pixels)
+    cells = torch.nn.functional.pad(traffic, (0, -n_ranks % merged) * 2)
+    most = cells.unflatten(1, (-1, merged)).unflatten(0, (-1, merged)).amax((1, 3)) / 2**20
+    ax.imshow(
+        most.numpy(),
+        cmap=LinearSegmentedColormap.from_list("ringtile", _PATTERN_COLORS),
+        norm=PowerNorm(0.5, vmin=0.0, vmax=float(most.max()) or 1.0),
+        extent=(0, len(cells), len(cells), 0),
+        interpolation="nearest",
+    )
+    ax.set_xlim(0, n_ranks)
+    ax.set_ylim(n_ranks, 0)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MultipleLocator(2 ** max(0, (n_ranks // 3).bit_length() - 1)))
+    ax.set_xlabel("receiving rank")
+    ax.set_ylabel("sending rank")
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return ax
+
+
 def grouped_bars(
     ax: Axes,
     labels: Sequence[str],

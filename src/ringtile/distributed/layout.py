@@ -127,15 +127,23 @@ class Layout:
             ]
         return torch.cat([x for _, x in sorted(placed, key=lambda pair: pair[0])], dim)
 
-    def tiles(self, block: int = 128) -> tuple[Tensor, Tensor]:
-        """Return the position tiles that ranks hold tokens of: tile numbers and their ranks, two int64 vectors."""
-        pairs = [
-            (torch.arange(begin // block, (end - 1) // block + 1), rank)
-            for rank, runs in enumerate(self.runs)
-            for begin, end in runs
-        ]
-        numbers = torch.cat([tiles for tiles, _ in pairs])
-        return numbers, torch.cat([torch.full_like(tiles, rank) for tiles, rank in pairs])
+    def tiles(self, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the position tiles that ranks hold tokens of: tile numbers, their ranks and the numbers of tokens.
+
+        Three int64 vectors. A tile that several runs share occurs once per run.
+
+        >>> [x.tolist() for x in Layout(300, (((0, 100),), ((100, 300),))).tiles(128)]
+        [[0, 0, 1, 2], [0, 1, 1, 1], [100, 28, 128, 44]]
+        """
+        every = [(rank, begin, end) for rank, runs in enumerate(self.runs) for begin, end in runs]
+        rank, begin, end = torch.tensor(every).T
+        count = (end - 1) // block - begin // block + 1
+        rank, begin, end, first = (
+            x.repeat_interleave(count) for x in (rank, begin, end, begin // block - (count.cumsum(0) - count))
+        )
+        tile = first + torch.arange(len(first))
+        tokens = torch.minimum(end, (tile + 1) * block) - torch.maximum(begin, tile * block)
+        return tile, rank, tokens
 
 
 def positions_of(runs: Iterable[Run], device: torch.device | str | None = None) -> Tensor:

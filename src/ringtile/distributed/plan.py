@@ -22,7 +22,7 @@ from ringtile.layout.build import MAX_BYTES
 from ringtile.layout.tiles import pack_words
 from ringtile.patterns.base import Pattern, TileGrid
 
-_PIECES = 8
+MAX_PIECES = 8
 """If rows with and without remote keys alternate more often than this, all rows read the buffer."""
 
 _HOT_RANKS = 3
@@ -193,20 +193,11 @@ def _make_plan(
     n_tokens, runs = layout.n_tokens, layout.runs[rank]
     grid = TileGrid(block, 0, n_tokens, n_tokens)
     pattern.validate(grid)
-    rows, parts = layout.tiles(block)
-    if gather:
-        needs = torch.ones(layout.n_ranks, grid.n_cols, dtype=torch.bool)
-    else:
-        heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-        needs = needed(pattern, rows, parts, layout.n_ranks, grid, **heads)
-    sizes: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "block": block, "max_bytes": max_bytes}
-    inside = [run for run in runs if run[0] % block or (run[1] % block and run[1] != n_tokens)]
-    if len(inside) > _RUNS:
-        raise ValueError(
-            f"layout: expected at most {_RUNS} runs that begin or end inside a tile of {block}, got {len(inside)} at "
-            f"rank {rank}. Each is a call of its own"
-        )
-    if inside:
+    rows, parts, _ = layout.tiles(block)
+    heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
+    needs, _, is_hot, most_sent, is_mixed = find_demand(pattern, layout, grid, gather=gather, **heads)
+    sizes: dict[str, Any] = {**heads, "block": block}
+    if is_cut(layout, rank, block):
         cols, pieces, at = needs[rank], [], 0
         for begin, end in runs:
             index = build_index(pattern, end - begin, n_tokens, start=begin, **sizes)
@@ -218,11 +209,6 @@ def _make_plan(
     places = [list(zip(held, _starts(held), strict=True)) for held in layout.runs]
     buffer = _intervals(cols, grid)
     in_buffer = list(zip(buffer, _starts(buffer), strict=True))
-    holds = torch.zeros_like(needs)
-    holds[parts, rows] = True
-    asked = (needs & ~holds).sum(0)
-    is_hot = asked > 0 if gather else _hot_tiles(asked, layout.n_ranks)
-    times = (holds * asked.where(~is_hot, is_hot.long())).sum(1)
     hot_runs = _intervals(is_hot, grid)
     cold_runs = _intervals(~is_hot, grid)
     sent, received, hot, hot_copies = [], [], [], []
@@ -247,10 +233,70 @@ def _make_plan(
         tuple(sent),
         tuple(received),
         tuple(buffer),
-        int(times.max()) * block,
+        most_sent,
         gather,
-        bool((asked[~is_hot] > 0).any()),
+        is_mixed,
     )
+
+
+class Demand(NamedTuple):
+    """The column tiles that ranks need of others."""
+
+    needs: Tensor
+    """bool ``[P, C]``: the column tiles that each rank needs, its own included."""
+    holds: Tensor
+    """bool ``[P, C]``: the column tiles that each rank holds tokens of."""
+    is_hot: Tensor
+    """bool ``[C]``: the column tiles to broadcast."""
+    most_sent: int
+    """The most tokens that a rank sends to others, broadcasts counted once."""
+    is_mixed: bool
+    """True if any rank sends tokens to another that are not broadcast."""
+
+
+def find_demand(
+    pattern: Pattern,
+    layout: Layout,
+    grid: TileGrid,
+    *,
+    num_heads: int = 1,
+    batch: int = 1,
+    gather: bool = False,
+    max_bytes: int = MAX_BYTES,
+) -> Demand:
+    """Return the column tiles that each rank needs and sends, from the covers of the pattern.
+
+    Raises ValueError as `needed` does.
+    """
+    rows, parts, _ = layout.tiles(grid.block)
+    if gather:
+        needs = torch.ones(layout.n_ranks, grid.n_cols, dtype=torch.bool)
+    else:
+        heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
+        needs = needed(pattern, rows, parts, layout.n_ranks, grid, **heads)
+    holds = torch.zeros_like(needs)
+    holds[parts, rows] = True
+    asked = (needs & ~holds).sum(0)
+    is_hot = asked > 0 if gather else _hot_tiles(asked, layout.n_ranks)
+    part, tile = holds.nonzero().T
+    sends = asked.where(~is_hot, is_hot.long())[tile]
+    times = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, part, sends)
+    return Demand(needs, holds, is_hot, int(times.max()) * grid.block, bool((asked[~is_hot] > 0).any()))
+
+
+def is_cut(layout: Layout, rank: int, block: int) -> bool:
+    """Return True if a run of a rank begins or ends inside a tile. Each of its runs is then a call of its own.
+
+    Raises ValueError if there are too many of them.
+    """
+    runs, n_tokens = layout.runs[rank], layout.n_tokens
+    inside = sum(begin % block > 0 or (end % block > 0 and end != n_tokens) for begin, end in runs)
+    if inside > _RUNS:
+        raise ValueError(
+            f"layout: expected at most {_RUNS} runs that begin or end inside a tile of {block}, got {inside} at rank "
+            f"{rank}. Each is a call of its own"
+        )
+    return inside > 0
 
 
 def _hot_tiles(asked: Tensor, n_ranks: int) -> Tensor:
@@ -271,7 +317,7 @@ def _pieces(index: BlockIndex, needs: Tensor) -> tuple[list[Piece], Tensor]:
     is_far = torch.zeros(index.n_rows, dtype=torch.bool)
     is_far[row[own_place[col] < 0]] = True
     bounds = [0, *(is_far.diff().nonzero().flatten() + 1).tolist(), index.n_rows]
-    if len(bounds) - 1 > _PIECES:
+    if len(bounds) - 1 > MAX_PIECES:
         is_far[:], bounds = True, [0, index.n_rows]
     in_buffer = needs & (own_place < 0)
     in_buffer[col[is_far[row]]] = True

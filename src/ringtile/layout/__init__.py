@@ -4,6 +4,7 @@ from ringtile.layout.build import CacheInfo as CacheInfo
 from ringtile.layout.build import build_index as build_index
 from ringtile.layout.build import build_rows as build_rows
 from ringtile.layout.build import cache_info as cache_info
+from ringtile.layout.build import candidates as candidates
 from ringtile.layout.build import clear_cache as clear_cache
 from ringtile.layout.build import needed as needed
 from ringtile.layout.build import set_cache_limit as set_cache_limit

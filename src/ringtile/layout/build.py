@@ -287,7 +287,42 @@ def needed(
         part, lo, hi = (x[hi > lo] for x in (part, lo, hi))
         one = torch.ones_like(lo, dtype=torch.int32)
         change.index_put_((part, lo), one, accumulate=True).index_put_((part, hi), -one, accumulate=True)
-    return change.cumsum(1)[:, :-1] > 0
+    return change.cumsum(1, dtype=torch.int32)[:, :-1] > 0
+
+
+def candidates(
+    pattern: Pattern, grid: TileGrid, *, num_heads: int = 1, batch: int = 1, max_bytes: int = MAX_BYTES
+) -> Iterator[tuple[int, Cover]]:
+    """Yield the candidate tiles of each group of equal heads and batch elements, and their number.
+
+    The intervals do not overlap. They ascend, and none is empty. Raises ValueError if they would exceed ``max_bytes``.
+
+    >>> from ringtile.patterns import GlobalTokens, Window
+    >>> ((copies, cover),) = candidates(Window(100) | GlobalTokens(5), TileGrid(128, 0, 384, 384), num_heads=2)
+    >>> copies, list(zip(*map(torch.Tensor.tolist, cover), strict=True))
+    (2, [(0, 0, 2), (0, 2, 3), (1, 0, 3), (2, 0, 1), (2, 1, 3)])
+    """
+    budget, rows = _Budget(max_bytes, grid), torch.arange(grid.n_rows)
+    table, members = _groups(pattern, num_heads, batch)
+    copies = torch.bincount(torch.tensor(table).flatten()) * (num_heads // len(table[0])) * (batch // len(table))
+    for number, (member, head) in zip(copies.tolist(), members, strict=True):
+        cover = member.cover(head, rows, grid)
+        if cover is None:
+            cover = Cover(rows, torch.zeros_like(rows), torch.full_like(rows, grid.n_cols))
+        budget.check(pattern, len(cover.row), _CANDIDATE_BYTES)
+        # In one line, row after row: each interval begins after all before it.
+        order = torch.argsort(cover.row * grid.n_cols + cover.lo)
+        row, lo, hi = (x[order] for x in cover)
+        begin, end = row * grid.n_cols + lo, (row * grid.n_cols + hi).cummax(0).values
+        begin[1:] = torch.maximum(begin[1:], end[:-1])
+        kept = end > begin
+        row, begin, end = row[kept], begin[kept], end[kept]
+        yield number, Cover(row, begin - row * grid.n_cols, end - row * grid.n_cols)
+
+
+def check_candidates(pattern: Pattern, grid: TileGrid, tiles: int, max_bytes: int = MAX_BYTES) -> None:
+    """Raise ValueError if an index with so many candidate tiles would exceed ``max_bytes``."""
+    _Budget(max_bytes, grid).check(pattern, tiles, _CANDIDATE_BYTES)
 
 
 class CacheInfo(NamedTuple):

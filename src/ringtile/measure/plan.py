@@ -1,0 +1,237 @@
+"""`ringtile plan`: predict what attention over many ranks costs, per layout and transport."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ringtile.analysis.plot import FORMATS, missing_matplotlib, picture, plot_traffic
+from ringtile.analysis.units import bytes_text, count, count_text, duration_text
+from ringtile.distributed import Layout
+from ringtile.distributed.cost import (
+    HARDWARE,
+    MAX_RANKS,
+    TRANSPORTS,
+    Cost,
+    Hardware,
+    Sizes,
+    Transport,
+    estimate,
+    survey,
+)
+from ringtile.patterns import Pattern, parse
+
+LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+_MAX_TOKENS = 1 << 28
+"""A striped layout of more tokens has millions of runs."""
+
+_WIDTH = 118
+_COLUMNS = ("layout", "transport", "received", "sent", "messages", "peers", "balance", "buffer", "forward", "backward")
+
+
+class Row(NamedTuple):
+    """One layout and transport: its cost, or why it is not possible."""
+
+    layout: str
+    cost: Cost | None
+    transport: str
+    reason: str
+
+
+class Table(NamedTuple):
+    """All rows for one number of ranks."""
+
+    n_ranks: int
+    rows: list[Row]
+    automatic: dict[str, Transport]
+    """The transport that `ring_attention` takes by default, per layout."""
+
+    @property
+    def best(self) -> Row:
+        """The row with the least predicted time. Raises ValueError if there is none."""
+        possible = [(row.cost.seconds, number) for number, row in enumerate(self.rows) if row.cost is not None]
+        if not possible:
+            raise ValueError(f"--ranks {self.n_ranks}: {self.rows[0].reason}")
+        return self.rows[min(possible)[1]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ringtile plan``."""
+    add = parser.add_argument
+    add("pattern", metavar="PATTERN", help='such as "causal & window(4096)" or longformer')
+    add("--tokens", type=count, required=True, metavar="N", help="number of tokens of all ranks, such as 1M")
+    add("--ranks", type=count, nargs="+", required=True, metavar="P", help="numbers of ranks, a table for each")
+    add("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="layouts (default: all)")
+    add("--causal", action="store_true", help="keep only keys at or before each query")
+    add("--heads", type=count, default=None, metavar="H", help="query heads (default: 32, or those of the pattern)")
+    add("--kv-heads", type=count, metavar="K", help="key heads (default: 8, or as many as query heads)")
+    add("--head-dim", type=count, default=128, metavar="D", help="head dim (default: 128)")
+    add("--value-dim", type=count, metavar="D", help="width of the values (default: the head dim)")
+    add("--batch", type=count, default=1, metavar="B", help="batch elements (default: 1)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="dtype on the wire (default: bfloat16)")
+    names = ", ".join(HARDWARE)
+    add("--hardware", default="h100", metavar="NAME", help=f"{names}, or a JSON file with figures (default: h100)")
+    add("--out", type=Path, metavar="FILE", help=f"also draw who sends to whom into this file ({', '.join(FORMATS)})")
+    add("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table for each number of ranks, and return 0.
+
+    Raises:
+        ValueError: If an argument is invalid, no layout and transport supports the pattern, or a plan would be too
+            large.
+    """
+    rule, sizes, hardware = _checked(args)
+    tables: list[Table] = []
+    for n_ranks in args.ranks:
+        table = _table(rule, args.tokens, n_ranks, args.layout, sizes, hardware)
+        if not args.json:
+            # Table by table: many ranks take seconds.
+            lines = [] if tables else list(_header(rule, args.tokens, sizes, args.dtype, hardware))
+            print("\n".join([*lines, "", *_lines(table)]), flush=True)
+        tables.append(table)
+    if args.out is not None:
+        _draw(tables, f"{rule!r}, {count_text(args.tokens)} tokens", args.out)
+    if args.json:
+        record = {
+            "pattern": repr(rule),
+            "tokens": args.tokens,
+            "sizes": {**asdict(sizes), "dtype": args.dtype},
+            "hardware": asdict(hardware),
+            "tables": [_record(table) for table in tables],
+            "picture": None if args.out is None else str(args.out),
+        }
+        print(json.dumps(record, indent=2))
+    elif args.out is not None:
+        print(f"\npicture: {args.out}")
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> tuple[Pattern, Sizes, Hardware]:
+    rule = parse(args.pattern)
+    if args.causal:
+        rule = parse("causal") & rule
+    if args.tokens > _MAX_TOKENS:
+        raise ValueError(f"--tokens: expected at most {_MAX_TOKENS:,}, got {args.tokens:,}")
+    if max(args.ranks) > MAX_RANKS:
+        raise ValueError(f"--ranks: expected at most {MAX_RANKS:,}, got {max(args.ranks):,}")
+    if args.out is not None:
+        if args.out.suffix not in FORMATS:
+            raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
+        if (reason := missing_matplotlib()) is not None:
+            raise ValueError(f"--out: {reason}")
+    heads = args.heads or rule.num_heads or 32
+    kv_heads = args.kv_heads or (8 if heads % 8 == 0 else heads)
+    dtype = getattr(torch, args.dtype)
+    sizes = Sizes(heads, kv_heads, args.head_dim, args.value_dim, args.batch, dtype)
+    return rule, sizes, HARDWARE.get(args.hardware) or Hardware.read(Path(args.hardware))
+
+
+def _table(rule: Pattern, n_tokens: int, n_ranks: int, layouts: list[str], sizes: Sizes, hardware: Hardware) -> Table:
+    rows: list[Row] = []
+    automatic: dict[str, Transport] = {}
+    for name in layouts:
+        work = survey(rule, LAYOUTS[name](n_tokens, n_ranks), sizes)
+        automatic[name] = work.automatic
+        for transport in TRANSPORTS:
+            try:
+                rows.append(Row(name, estimate(work, transport, hardware), transport, ""))
+            except ValueError as error:
+                rows.append(Row(name, None, transport, str(error)))
+    table = Table(n_ranks, rows, automatic)
+    assert table.best
+    return table
+
+
+def _header(rule: Pattern, n_tokens: int, sizes: Sizes, dtype: str, hardware: Hardware) -> Iterator[str]:
+    shapes = f"{sizes.heads} query heads, {sizes.kv_heads} key heads, head_dim {sizes.head_dim}, {dtype}"
+    for text in (
+        repr(rule),
+        f"{n_tokens:,} tokens, {shapes}. The tables list the largest figures of any rank. Bytes are exact, times are a "
+        "model.",
+        f"model of {hardware.name}: {hardware.assumption}",
+    ):
+        yield textwrap.fill(text, _WIDTH, subsequent_indent="  ")
+
+
+def _cells(row: Row) -> Iterator[str]:
+    cost = row.cost
+    assert cost is not None
+    yield from (row.layout, row.transport)
+    yield from (bytes_text(int(x.max())) for x in (cost.received, cost.sent))
+    yield from (f"{int(x.max()):,}" for x in (cost.messages, cost.peers))
+    yield f"{cost.balance:.2f}"
+    yield bytes_text(int(cost.buffer.max()))
+    yield from (duration_text(float(x.max())) for x in (cost.forward, cost.backward))
+
+
+def _lines(table: Table) -> Iterator[str]:
+    best = table.best
+    cells = [_COLUMNS, *(tuple(_cells(row)) for row in table.rows if row.cost is not None)]
+    marks = [" ", *("*" if row is best else " " for row in table.rows if row.cost is not None)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    yield f"{table.n_ranks:,} {'rank' if table.n_ranks == 1 else 'ranks'} (* least time, by the model)"
+    for mark, line in zip(marks, cells, strict=True):
+        texts = [
+            f"{text:<{width}}" if n < 2 else f"{text:>{width}}"
+            for n, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield f"{mark} {'  '.join(texts)}"
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in table.rows:
+        if row.reason:
+            reasons.setdefault((row.transport, row.reason), []).append(row.layout)
+    for (transport, reason), layouts in reasons.items():
+        text = f"no {transport}{_named(layouts, table)}: {reason}"
+        yield textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    taken: dict[str, list[str]] = {}
+    for layout, default in table.automatic.items():
+        taken.setdefault(default, []).append(layout)
+    texts = [f"{default}{_named(layouts, table)}" for default, layouts in taken.items()]
+    yield f"  ring_attention with transport='auto': {', '.join(texts)}"
+
+
+def _named(layouts: list[str], table: Table) -> str:
+    """Return the names of the layouts, if they are not all."""
+    return "" if len(layouts) == len(table.automatic) else f" ({', '.join(layouts)})"
+
+
+def _record(table: Table) -> dict[str, object]:
+    rows = []
+    for row in table.rows:
+        found: dict[str, object] = {"layout": row.layout, "transport": row.transport, "best": row is table.best}
+        if row.cost is None:
+            found["reason"] = row.reason
+        else:
+            for name in ("sent", "received", "sent_backward", "received_backward", "messages", "peers", "buffer"):
+                found[f"most_{name}"] = int(getattr(row.cost, name).max())
+            found["balance"] = row.cost.balance
+            found["model_seconds"] = {name: float(getattr(row.cost, name).max()) for name in ("forward", "backward")}
+        rows.append(found)
+    return {"ranks": table.n_ranks, "auto": table.automatic, "rows": rows}
+
+
+def _draw(tables: list[Table], title: str, path: Path) -> None:
+    across = min(3, len(tables))
+    down = -(-len(tables) // across)
+    with picture(path, 5.4 * across, 5.2 * down + 0.5) as figure:
+        figure.suptitle("\n".join(textwrap.wrap(f"Forward traffic of {title}", 48 * across)[:3]), fontsize=11)
+        for number, table in enumerate(tables):
+            cost = table.best.cost
+            assert cost is not None
+            axes = plot_traffic(cost.traffic, figure.add_subplot(down, across, number + 1))
+            most = f"at most {bytes_text(int(cost.received.max()))} received"
+            axes.set_title(f"{table.n_ranks:,} ranks: {table.best.layout}, {cost.transport}\n{most}", fontsize=9.5)
+            bar = figure.colorbar(axes.images[0], cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))
+            bar.set_label("MiB from rank to rank")
+            bar.outline.set_visible(False)

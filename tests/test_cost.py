@@ -1,0 +1,352 @@
+"""Predicted bytes against those that collectives get, work against the plans, and `ringtile plan`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import make_inputs
+from ranks import Traffic, counted_traffic, on_ranks
+from strategies import patterns
+from test_distributed import LAYOUTS, PATTERNS
+
+from ringtile import cli
+from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
+from ringtile.distributed.cost import HARDWARE, TRANSPORTS, Cost, Hardware, Sizes, Work, estimate, survey
+from ringtile.layout import build_index, candidates
+from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Window, parse, per_head
+from ringtile.patterns.base import TileGrid
+
+N_TOKENS = 700
+CAUSAL = Causal()
+H100 = HARDWARE["h100"]
+MIB = 1 << 20
+
+
+def counted(
+    pattern: Pattern, layout: Layout, transport: str, dtype: torch.dtype
+) -> list[tuple[Traffic, tuple[int, int]]]:
+    """The traffic of each rank in both passes, and the bytes sent and received in the forward pass."""
+    q, k, v, grad_out = (x.to(dtype) for x in make_inputs(2, 4, N_TOKENS, head_dim=8, kv_heads=2, value_dim=4))
+
+    def run(rank: int) -> tuple[Traffic, tuple[int, int]]:
+        leaves = [layout.shard(x, rank).clone().requires_grad_() for x in (q, k, v)]
+        out = ring_attention(*leaves, pattern, layout=layout, transport=transport, enable_gqa=True)  # type: ignore[arg-type]
+        traffic = local.__dict__.setdefault("traffic", Traffic())
+        forward = traffic.sent, traffic.received
+        out.backward(layout.shard(grad_out, rank))
+        return traffic, forward
+
+    with counted_traffic() as local:
+        return on_ranks(layout.n_ranks, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "equal zigzag"])
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        ("window", "exchange"),
+        ("global tokens", "exchange"),
+        ("documents", "exchange"),
+        ("per head", "exchange"),
+        ("causal", "exchange"),
+        ("a rule", "exchange"),
+        ("window", "gather"),
+        ("causal", "ring"),
+        ("dense", "ring"),
+    ],
+)
+def test_collectives_get_the_predicted_bytes(name: str, transport: Any, layout: str, dtype: torch.dtype) -> None:
+    made = LAYOUTS[layout](N_TOKENS, 4)
+    sizes = Sizes(4, 2, 8, 4, batch=2, dtype=dtype)
+    cost = estimate(survey(PATTERNS[name], made, sizes), transport, H100)
+    found = counted(PATTERNS[name], made, transport, dtype)
+    assert cost.sent.tolist() == [sent for _, (sent, _) in found]
+    assert cost.received.tolist() == [received for _, (_, received) in found]
+    assert (cost.sent + cost.sent_backward).tolist() == [traffic.sent for traffic, _ in found]
+    assert (cost.received + cost.received_backward).tolist() == [traffic.received for traffic, _ in found]
+    if transport == "ring":
+        hops = [call for call in found[0][0].calls if call == "batch_isend_irecv"]
+        # Forward, then keys and gradients backward.
+        assert 2 * int(cost.messages[0]) + 4 == len(hops)
+        assert cost.peers.tolist() == [2] * 4
+
+
+def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:
+    """Messages, traffic and transport are those of the plans; work and buffers at least."""
+    cost = estimate(work, "gather" if plans[0].is_gathered else "exchange", H100)
+    token = work.sizes.width * work.sizes.dtype.itemsize
+    for rank, plan in enumerate(plans):
+        hot = sum(plan.tokens_hot)
+        to_others = [plan.tokens_sent[other] + plan.tokens_hot[rank] * (other != rank) for other in range(len(plans))]
+        assert cost.traffic[rank].tolist() == [token * tokens for tokens in to_others]
+        assert int(cost.messages[rank]) == sum(n > 0 for n in plan.tokens_sent) + (plan.tokens_hot[rank] > 0)
+        heads = work.sizes.heads * work.sizes.batch
+        tiles = [piece.index.kept_tiles * heads // piece.index.group.numel() for piece in plan.pieces]
+        buffered = (sum(plan.tokens_sent) + sum(plan.tokens_received) + hot + plan.n_buffer) * token
+        interior = sum(
+            n for piece, n in zip(plan.pieces, tiles, strict=True) if piece.is_local and plan.n_tokens % 128 == 0
+        )
+        if is_exact:
+            assert int(cost.tiles[rank]) == sum(tiles)
+            assert int(cost.buffer[rank]) == buffered
+            assert int(work.calls[rank]) == len(plan.pieces)
+            if plan.n_tokens % 128 == 0:
+                assert int(work.interior_pairs[rank]) == interior * 128 * 128
+        else:
+            assert int(cost.tiles[rank]) >= sum(tiles)
+    if not plans[0].is_gathered:
+        assert work.demand.most_sent == plans[0].most_sent
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_work_and_buffers_are_those_of_the_plans(name: str, gather: bool, layout: str) -> None:
+    made = LAYOUTS[layout](N_TOKENS, 3)
+    work = survey(PATTERNS[name], made, Sizes(4, 2, 8, 4))
+    plans = [make_plan(PATTERNS[name], made, rank, num_heads=4, gather=gather) for rank in range(3)]
+    # Random blocks and rules without a cover can have empty tiles among the candidates; a rank's part of a tile, too.
+    is_exact = (
+        name in ("window", "both sides", "global tokens", "causal", "dense", "documents") and "equal" not in layout
+    )
+    check_plans(work, plans, is_exact)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_candidates_hold_every_tile_once(data: st.DataObject) -> None:
+    n_tokens = data.draw(st.integers(1, 300))
+    grid = TileGrid(16, 0, n_tokens, n_tokens)
+    pattern = data.draw(patterns(grid, operators=2))
+    heads = pattern.num_heads or 2
+    kept = build_index(pattern, n_tokens, num_heads=heads, block=16).kept_tiles
+    total = 0
+    for copies, (row, lo, hi) in candidates(pattern, grid, num_heads=heads):
+        assert (hi > lo).all()
+        assert (hi <= grid.n_cols).all()
+        assert (lo >= 0).all()
+        after = row[1:] == row[:-1]
+        assert (lo[1:][after] >= hi[:-1][after]).all()
+        assert (row[1:] >= row[:-1]).all()
+        total += copies * int((hi - lo).sum())
+    groups = build_index(pattern, n_tokens, num_heads=heads, block=16).group.numel()
+    assert total >= kept * heads // groups
+
+
+@pytest.mark.parametrize("n_ranks", [8, 64, 1024])
+def test_a_million_tokens(n_ranks: int) -> None:
+    window = survey(CAUSAL & Window(4096), Layout.contiguous(1 << 20, n_ranks), Sizes())
+    cost = estimate(window, "exchange", H100)
+    assert cost.received.tolist() == [min(16, rank * 4096 // n_ranks) * MIB for rank in range(n_ranks)]
+    assert window.automatic == "exchange"
+    sinks = survey(CAUSAL & (Window(4096) | GlobalTokens(128)), Layout.contiguous(1 << 20, n_ranks), Sizes())
+    cost = estimate(sinks, "exchange", H100)
+    assert max(int(cost.received.max()), int(cost.sent.max())) <= 17 * MIB
+    assert int(cost.peers[0]) == n_ranks - 1
+
+
+def test_the_default_transport_is_that_of_ring_attention() -> None:
+    sizes = Sizes(2, 2, 8)
+    cases = [(CAUSAL & Window(100), 3), (CAUSAL, 3), (CAUSAL, 1), (~CAUSAL, 5)]
+    found = [survey(pattern, Layout.contiguous(N_TOKENS, n), sizes).automatic for pattern, n in cases]
+    assert found == ["exchange", "ring", "exchange", "gather"]
+
+
+def test_one_rank_sends_nothing() -> None:
+    for transport in TRANSPORTS:
+        cost = estimate(survey(CAUSAL, Layout.contiguous(N_TOKENS, 1), Sizes()), transport, H100)
+        moved = (cost.sent, cost.received, cost.sent_backward, cost.received_backward, cost.messages, cost.peers)
+        assert not any(int(x.sum()) for x in moved), transport
+        assert cost.balance == 1
+        assert cost.seconds > 0
+
+
+def hardware(**figures: float) -> Hardware:
+    fast: dict[str, Any] = {"net_beta": 1e15, "node_beta": 1e15, "flops": 1e18, "memory": 1e18}
+    slow = {"net_alpha": 1e-12, "node_alpha": 1e-12, "call": 1e-12}
+    return Hardware("test", "none", **{"ranks_per_node": 2, **fast, **slow, **figures})
+
+
+def seconds(pattern: Pattern, layout: Layout, transport: Any, **figures: float) -> tuple[float, float]:
+    cost: Cost = estimate(survey(pattern, layout, Sizes()), transport, hardware(**figures))
+    return float(cost.forward.max()), float(cost.backward.max())
+
+
+def test_time_is_that_of_the_slowest_part() -> None:
+    layout, window = Layout.contiguous(8192, 4), CAUSAL & Window(1024)
+    # Ranks 0 and 1, 2 and 3 are nodes: one message of 1,024 tokens over each kind of link. The halo of 128 whole
+    # rows begins at a tile's edge.
+    halo = 1024 * 2 * 8 * 128 * 2
+    forward, backward = seconds(window, layout, "exchange", net_beta=1e9)
+    assert forward == pytest.approx(halo / 1e9, rel=1e-3)
+    assert backward == pytest.approx(halo / 1e9, rel=1e-3)
+    assert seconds(window, layout, "exchange", node_beta=1e9)[0] == pytest.approx(halo / 1e9, rel=1e-3)
+    assert seconds(window, layout, "exchange", net_alpha=2.0, node_alpha=1.0)[0] == pytest.approx(2, rel=1e-3)
+    assert seconds(window, Layout.contiguous(8192, 2), "exchange", net_alpha=9.0, node_alpha=1.0)[0] < 1.1
+    # Rows that need no other rank's keys run beside the exchange: 8 of a rank's 16 tiles of 9 tiles each.
+    flops = 9 * 128 * 128 * 4 * 128 * 32
+    interior = 8 * flops / 1e12
+    alone = seconds(window, layout, "exchange", flops=1e12)
+    assert alone == pytest.approx((2 * interior, 5 * interior), rel=1e-3)
+    short = seconds(window, layout, "exchange", flops=1e12, net_beta=halo / (0.5 * interior))
+    assert short == pytest.approx((2 * interior, 5.5 * interior), rel=1e-3)
+    long = seconds(window, layout, "exchange", flops=1e12, net_beta=halo / (3 * interior))
+    assert long == pytest.approx((4 * interior, 8 * interior), rel=1e-3)
+    assert seconds(window, layout, "exchange", call=1.0)[0] == pytest.approx(2, rel=1e-3)
+    # Causal around a ring: three hops of keys, then four of keys and of gradients in float32.
+    keys = 2048 * 2 * 8 * 128 * 2
+    forward, backward = seconds(CAUSAL, layout, "ring", net_beta=1e9)
+    assert forward == pytest.approx(3 * keys / 1e9, rel=1e-3)
+    assert backward == pytest.approx(4 * 3 * keys / 1e9, rel=1e-3)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="kv_heads: expected a divisor of heads=6, got 4"):
+        Sizes(6, 4)
+    with pytest.raises(ValueError, match="head_dim: expected a positive integer, got 0"):
+        Sizes(head_dim=0)
+    with pytest.raises(ValueError, match=r"dtype: expected a floating-point dtype, got torch.int8"):
+        Sizes(dtype=torch.int8)
+    with pytest.raises(ValueError, match="flops: expected a positive number, got nan"):
+        hardware(flops=float("nan"))
+    with pytest.raises(ValueError, match=r"ranks_per_node: expected a positive integer, got 2.5"):
+        hardware(ranks_per_node=2.5)
+    with pytest.raises(ValueError, match="heads: the pattern is defined for 2, got 32"):
+        survey(per_head([CAUSAL, Window(3)]), Layout.contiguous(300, 2), Sizes())
+    with pytest.raises(ValueError, match="at most 4,096 ranks"):
+        survey(CAUSAL, Layout.contiguous(300, 5000), Sizes())
+    work = survey(CAUSAL & Window(3), Layout.striped(1024, 2, unit=1), Sizes())
+    with pytest.raises(ValueError, match="expected the pattern dense or causal, got causal & window"):
+        estimate(work, "ring", H100)
+    with pytest.raises(ValueError, match="at most 256 runs that begin or end inside a tile of 128, got 512"):
+        estimate(work, "exchange", H100)
+    with pytest.raises(ValueError, match=r"transport: expected one of .*, got 'pigeon'"):
+        estimate(work, "pigeon", H100)  # type: ignore[arg-type]
+
+
+def test_an_index_that_a_rank_cannot_build_is_refused() -> None:
+    work = survey(CAUSAL, Layout.contiguous(1 << 20, 2), Sizes())
+    with pytest.raises(ValueError, match=r"causal with 1048576 queries .* over max_bytes"):
+        estimate(work, "exchange", H100)
+    assert estimate(work, "ring", H100).seconds > 0
+
+
+MEASURE = """
+import resource, sys
+from ringtile.distributed import Layout
+from ringtile.distributed.cost import HARDWARE, Sizes, estimate, survey
+from ringtile.patterns import parse
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for rule in sys.argv[1:]:
+    estimate(survey(parse(rule), Layout.zigzag(1 << 20, 64), Sizes()), "exchange", HARDWARE["h100"])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_million_tokens_over_64_ranks_need_little_memory() -> None:
+    rules = [CAUSAL & (Window(4096) | GlobalTokens(128)), CAUSAL, CAUSAL & Documents([1 << 14] * 64)]
+    command = [sys.executable, "-c", MEASURE, *map(repr, rules)]
+    assert int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 256
+
+
+def test_plan_prints_a_table_for_each_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "window(4096)", "--causal", "--tokens", "1M", "--ranks", "8", "64"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 120
+    assert "Bytes are exact, times are a" in out
+    lines = out.splitlines()
+    best = [line for line in lines if line.startswith("* ")]
+    assert [line.split()[1:5] for line in best] == [["contiguous", "exchange", "16.0", "MiB"]] * 2
+    assert out.count("no ring: transport 'ring': expected the pattern dense or causal") == 2
+    assert out.count("ring_attention with transport='auto': exchange\n") == 2
+
+
+def test_plan_prints_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.png"
+    argv = ["plan", "causal", "--tokens", "16K", "--ranks", "1", "300", "--layout", "zigzag", "contiguous"]
+    assert cli.main([*argv, "--json", "--out", str(file), "--dtype", "float32"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["sizes"] == {
+        "heads": 32, "kv_heads": 8, "head_dim": 128, "value_dim": 128, "batch": 1, "dtype": "float32"
+    }  # fmt: skip
+    assert record["hardware"]["name"] == "h100"
+    assert [table["ranks"] for table in record["tables"]] == [1, 300]
+    for table in record["tables"]:
+        assert len(table["rows"]) == 6
+        totals = [sum(row["model_seconds"].values()) for row in table["rows"]]
+        assert table["rows"][totals.index(min(totals))]["best"]
+        assert sum(row["best"] for row in table["rows"]) == 1
+    work = survey(parse("causal"), Layout.zigzag(16384, 300), Sizes(dtype=torch.float32))
+    row = record["tables"][1]["rows"][2]
+    assert (row["layout"], row["transport"]) == ("zigzag", "ring")
+    assert row["most_received"] == int(estimate(work, "ring", H100).received.max())
+    assert file.read_bytes()[1:4] == b"PNG"
+
+
+def test_a_picture_keeps_single_pairs_of_many_ranks() -> None:
+    pytest.importorskip("matplotlib")
+    from ringtile.analysis.plot import plot_traffic
+
+    traffic = torch.zeros(1000, 1000, dtype=torch.int64)
+    traffic[7, 998] = 5 * MIB
+    image = plot_traffic(traffic).images[0].get_array()
+    assert image is not None
+    assert image.shape == (250, 250)
+    assert image[1, 249] == 5
+    assert image.sum() == 5
+
+
+def test_figures_of_your_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    argv = ["plan", "causal", "--tokens", "16K", "--ranks", "4", "--hardware", str(file)]
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.startswith("ringtile: error: [Errno 2] No such file")
+    figures: dict[str, Any] = {**vars(hardware()), "name": "mine"}
+    for text, expected in (
+        ("{", "expected a JSON object, got Expecting"),
+        ("[]", "got list"),
+        (json.dumps({**figures, "beta": 3}), "net_beta, flops, memory, call, got name,"),
+        (json.dumps({**figures, "net_beta": 0}), "net_beta: expected a positive number, got 0"),
+        (json.dumps({**figures, "name": 3}), "name: expected a string, got 3"),
+    ):
+        file.write_text(text)
+        assert cli.main(argv) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert expected in err
+    file.write_text(json.dumps(figures))
+    assert cli.main(argv) == 0
+    assert "model of mine: none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["causal", "--ranks", "9K"], "--ranks: expected at most 4,096, got 9,216"),
+        (["causal", "--tokens", "1e10"], "--tokens: expected at most 268,435,456, got 10,000,000,000"),
+        (["causal", "--heads", "6", "--kv-heads", "4"], "kv_heads: expected a divisor of heads=6, got 4"),
+        (["per_head([causal, window(3)])", "--heads", "3"], "heads: the pattern is defined for 2, got 3"),
+        (["causal", "--out", "plan.txt"], "--out: expected a file name ending in"),
+        (["causal & documents([5])"], "16384"),
+        (["~causal", "--tokens", "1M", "--ranks", "1"], "--ranks 1: ~causal with"),
+        (["dense", "--tokens", "256M", "--ranks", "4096"], "over max_bytes"),
+    ],
+)
+def test_refusals_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", arguments[0], "--tokens", "16K", "--ranks", "4", *arguments[1:]]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ringtile: error: ")
+    assert err.count("\n") == 1
+    assert expected in err

@@ -364,3 +364,83 @@ def test_global_tokens_are_broadcast() -> None:
     plan = make_plan(PATTERNS["global tokens"], Layout.contiguous(N_TOKENS, 5), 2, num_heads=4)
     assert plan.tokens_hot == (128, 0, 0, 0, 0)
     assert plan.tokens_received[0] == 0
+
+
+def test_gradients_in_bfloat16_keep_their_digits_with_more_ranks() -> None:
+    n_tokens = 8192
+    problem = make_inputs(1, 1, n_tokens, head_dim=16, dtype=torch.bfloat16)
+    exact = attend_whole(Inputs(*(x.double() for x in problem)), torch.zeros(1, 1, n_tokens).double(), CAUSAL)
+
+    def errors(n_ranks: int) -> tuple[float, float]:
+        layout = Layout.zigzag(n_tokens, n_ranks)
+
+        def run(rank: int) -> dict[str, Tensor]:
+            leaves = [layout.shard(x, rank).clone().requires_grad_() for x in problem[:3]]
+            out = ring_attention(*leaves, CAUSAL, layout=layout, transport="exchange")
+            grads = torch.autograd.grad(out, leaves, layout.shard(problem.grad_out, rank))
+            return dict(zip("qkv", grads, strict=True))
+
+        results = split_results(layout, on_ranks(n_ranks, run))
+        return relative_error(results["k"], exact["k"]), relative_error(results["v"], exact["v"])
+
+    for few, many in zip(errors(2), errors(32), strict=True):
+        assert many < 1.1 * few
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layout": Layout.contiguous(300, 3)}, "layout: expected a Layout for 1 ranks"),
+        ({"layout": Layout.contiguous(301, 1)}, "query: expected the 301 tokens of rank 0"),
+        ({"transport": "carrier pigeon"}, "transport: expected one of"),
+        ({"transport": "ring"}, "transport 'ring' does not support this call: supports the patterns dense and causal"),
+        ({"dropout_p": 2.0}, "dropout_p"),
+        ({"key_mask": torch.ones(1, 5, dtype=torch.bool)}, "key_mask: expected shape"),
+        ({"key_lengths": torch.tensor([301])}, r"key_lengths: expected values in \[0, 300\]"),
+        ({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape"),
+        ({"group": "all"}, "group: expected a ProcessGroup, a DeviceMesh or None, got str"),
+        ({"pattern": 7}, "pattern: expected a Pattern"),
+        ({"pattern": Documents([100, 100])}, "documents of 200 tokens expects n_keys=200"),
+        (
+            {"check_finite": "layer 2", "nan": True},
+            "key: expected finite numbers, got NaN or infinity at rank 0 of layer 2",
+        ),
+    ],
+)
+def test_wrong_calls_are_named_before_data_moves(change: dict[str, Any], words: str) -> None:
+    options = {"pattern": CAUSAL & Window(50), "layout": Layout.contiguous(300, 1), **change}
+    x = torch.randn(1, 2, 300, 8)
+    if options.pop("nan", False):
+        x[0, 1, 150, 3] = torch.nan
+
+    def run(rank: int) -> None:
+        with pytest.raises(ValueError, match=words):
+            ring_attention(x, x, x, **options)
+        assert not hasattr(local, "traffic")
+
+    with counted_traffic() as local:
+        on_ranks(1, run)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Layout(10, (((0, 5),), ((6, 10),))), "runs: expected each of 10 tokens at exactly one rank"),
+        (lambda: Layout(10, (((0, 6),), ((5, 10),))), "runs: expected each of 10 tokens at exactly one rank"),
+        (lambda: Layout(10, (((5, 10), (0, 5)),)), r"runs: expected runs \(begin, end\) that ascend"),
+        (lambda: Layout(0, ((),)), "n_tokens: expected a positive integer, got 0"),
+        (lambda: Layout(10, ()), "runs: expected the runs of at least one rank"),
+        (lambda: Layout.zigzag(10, 0), "n_ranks: expected a positive integer, got 0"),
+        (lambda: Layout.striped(10, 2, unit=0), "unit: expected a positive integer, got 0"),
+        (lambda: Layout.contiguous(10, 2).shard(torch.ones(1, 1, 9), 0), "x: expected 10 tokens in dimension 2"),
+        (lambda: Layout.contiguous(10, 2).unshard([torch.ones(1, 1, 9)]), "shards: expected"),
+        (
+            lambda: make_plan(CAUSAL, Layout.striped(2000, 2, unit=1), 0),
+            "layout: expected at most 256 runs that begin or end",
+        ),
+        (lambda: make_plan(CAUSAL, Layout.contiguous(10, 2), 2), "rank: expected an integer from 0 to 1, got 2"),
+    ],
+)
+def test_wrong_layouts_and_plans_are_named(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()

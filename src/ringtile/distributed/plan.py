@@ -281,7 +281,10 @@ def find_demand(
     part, tile = holds.nonzero().T
     sends = asked.where(~is_hot, is_hot.long())[tile]
     times = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, part, sends)
-    return Demand(needs, holds, is_hot, int(times.max()) * grid.block, bool((asked[~is_hot] > 0).any()))
+    # A tile that a rank holds a part of can lack the tokens of others.
+    is_shared = holds.sum(0) > holds.long()
+    is_mixed = bool((needs & is_shared & ~is_hot).any())
+    return Demand(needs, holds, is_hot, int(times.max()) * grid.block, is_mixed)
 
 
 def is_cut(layout: Layout, rank: int, block: int) -> bool:

@@ -213,7 +213,7 @@ def test_more_ranks_than_tiles(n_tokens: int, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masks_and_lengths_reach_the_ranks_that_need_them(layout: str) -> None:
-    pattern, lengths = CAUSAL & (Window(150) | GlobalTokens(40)), torch.tensor([N_TOKENS, 0, 450])
+    pattern, lengths = CAUSAL & (Window(60) | GlobalTokens(40)), torch.tensor([N_TOKENS, 0, 450])
     mask = torch.rand(3, N_TOKENS) < 0.8
     problem = make_inputs(3, 2, N_TOKENS, head_dim=8)
     for options in ({"key_mask": mask}, {"key_lengths": lengths}, {"key_mask": mask, "key_lengths": lengths}):

@@ -213,10 +213,13 @@ def test_more_ranks_than_tiles(n_tokens: int, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masks_and_lengths_reach_the_ranks_that_need_them(layout: str) -> None:
-    pattern, lengths = CAUSAL & (Window(60) | GlobalTokens(40)), torch.tensor([N_TOKENS, 0, 450])
-    mask = torch.rand(3, N_TOKENS) < 0.8
-    problem = make_inputs(3, 2, N_TOKENS, head_dim=8)
-    for options in ({"key_mask": mask}, {"key_lengths": lengths}, {"key_mask": mask, "key_lengths": lengths}):
+    lengths, mask = torch.tensor([N_TOKENS, 0, 450]), torch.rand(3, N_TOKENS) < 0.8
+    problem, both = make_inputs(3, 2, N_TOKENS, head_dim=8), {"key_mask": mask, "key_lengths": lengths}
+    for pattern, options in (
+        (CAUSAL & Window(60), {"key_mask": mask}),
+        (CAUSAL & Window(60), {"key_lengths": lengths}),
+        (CAUSAL & (Window(60) | GlobalTokens(40)), both),
+    ):
         expected = expected_of(pattern, problem, **options)
         check_ranks(pattern, LAYOUTS[layout](N_TOKENS, 5), expected, **options)
 

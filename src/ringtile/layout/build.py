@@ -62,7 +62,6 @@ def _strips(pattern: Pattern, head: int, rows: Tensor, grid: TileGrid, budget: _
 
     Row tile ``rows[r]`` has number r. The numbers in ``rows`` ascend.
     """
-    budget.check(pattern, len(rows) + grid.n_cols, _CANDIDATE_BYTES)
     if len(rows) * grid.n_cols * _CANDIDATE_BYTES > budget.max_bytes:
         budget.check(pattern, pattern.cover_size(head, rows, grid), _COVER_BYTES)
     few = len(rows) == 1 and grid.n_cols <= _FEW
@@ -185,7 +184,6 @@ def _build(
     pattern: Pattern, grid: TileGrid, heads: int, batch: int, rows: Tensor, budget: _Budget, places: TileGrid
 ) -> BlockIndex:
     """Build the index of the row tiles ``rows`` of a grid. ``places`` is the grid of these rows alone."""
-    pattern.validate(budget.lengths)
     table, members = _groups(pattern, heads, batch)
     collector = TileCollector(grid.block, rows.device, budget.max_bytes)
     numbers = [rows[:0]]
@@ -236,9 +234,12 @@ def build_rows(
     grid = lengths.whole if pattern.unbounded else lengths
     cut = -n_tokens % block if rows[-1:].tolist() == [lengths.n_rows - 1] else 0
     own = TileGrid(block, 0, len(rows) * block - cut, n_tokens)
+    pattern.validate(lengths)
+    budget = _Budget(max_bytes, lengths)
+    budget.check(pattern, len(rows) + grid.n_cols, _CANDIDATE_BYTES)
     with real_tensors():
         places = own.whole if pattern.unbounded else own
-        index = _build(pattern, grid, num_heads, batch, rows, _Budget(max_bytes, lengths), places)
+        index = _build(pattern, grid, num_heads, batch, rows, budget, places)
         # The pairs that causal and document rules allow are not counted for rows apart.
         return replace(index.at(own), envelopes=(Dense(),) * len(index.envelopes), row_at=rows.int())
 
@@ -499,8 +500,11 @@ def build_index(
     index = _cache.get(key, lengths, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
     if index is None:
         with real_tensors():
+            pattern.validate(lengths)
+            budget = _Budget(max_bytes, lengths)
+            budget.check(pattern, grid.n_rows + grid.n_cols, _CANDIDATE_BYTES)
             rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
-            index = _build(pattern, grid, num_heads, batch, rows, _Budget(max_bytes, lengths), grid)
+            index = _build(pattern, grid, num_heads, batch, rows, budget, grid)
         index = _cache.put(key, lengths, index)
     return index
 

@@ -132,8 +132,9 @@ class Layout:
 
         Three int64 vectors. A tile that several runs share occurs once per run.
 
-        >>> [x.tolist() for x in Layout(300, (((0, 100),), ((100, 300),))).tiles(128)]
-        [[0, 0, 1, 2], [0, 1, 1, 1], [100, 28, 128, 44]]
+        >>> tiles, ranks, tokens = Layout(300, (((0, 100),), ((100, 300),))).tiles(128)
+        >>> tuple(tiles.tolist()), tuple(ranks.tolist()), tuple(tokens.tolist())
+        ((0, 0, 1, 2), (0, 1, 1, 1), (100, 28, 128, 44))
         """
         every = [(rank, begin, end) for rank, runs in enumerate(self.runs) for begin, end in runs]
         rank, begin, end = torch.tensor(every).T

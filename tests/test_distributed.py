@@ -390,6 +390,22 @@ def test_gradients_in_bfloat16_keep_their_digits_with_more_ranks() -> None:
         assert many < 1.1 * few
 
 
+def test_autocast_casts_before_the_exchange() -> None:
+    layout = Layout.contiguous(N_TOKENS, 2)
+    problem = make_inputs(1, 2, N_TOKENS, head_dim=8, dtype=torch.float32)
+
+    def run(rank: int) -> int:
+        q, k, v = (layout.shard(x, rank) for x in problem[:3])
+        with torch.autocast("cpu", torch.bfloat16):
+            out = ring_attention(q, k, v, CAUSAL & Window(60), layout=layout)
+        assert out.dtype == torch.bfloat16
+        return local.traffic.sent
+
+    with counted_traffic() as local:
+        # One tile of keys and values of two heads.
+        assert on_ranks(2, run) == [128 * 2 * (8 + 8) * 2, 0]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

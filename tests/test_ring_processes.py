@@ -19,6 +19,7 @@ import torch.distributed as dist
 from oracle import make_inputs, relative_error
 from ranks import counted_traffic
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringtile.distributed import Layout, ring_attend, ring_attention
@@ -58,6 +59,10 @@ def results(size: int) -> None:
         for _ in range(2):
             check_equal(gradients(attend, problem, layout), whole, layout)
         assert handshakes() - before == (size > 1)
+
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    found = gradients(lambda *x: ring_attention(*x, Causal(), layout=layout, group=mesh["cp"]), problem, layout)
+    check_equal(found, whole, layout)
 
     window = Causal() & Window(150)
     contiguous = Layout.contiguous(N_TOKENS, size)

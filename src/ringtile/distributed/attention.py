@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
-from ringtile.distributed.faults import agree, first_nonfinite, watch
+from ringtile.distributed.faults import agree, first_nonfinite, is_registered, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.plan import RingPlan, make_plan
 from ringtile.distributed.ring import Ring, Settings, ring
@@ -31,6 +31,10 @@ from ringtile.functional.attention import (
     without_autocast,
 )
 from ringtile.patterns import Causal, Dense, Pattern
+
+_SILENCE = 5.0
+"""Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
+that are busy or swap stand still for a second."""
 
 TRANSPORTS = ("auto", "exchange", "gather", "ring")
 
@@ -57,6 +61,9 @@ def exchange_of(plan: RingPlan, group: dist.ProcessGroup) -> Exchange:
     with _lock:
         found = _exchanges.get((plan, group))
         if found is None:
+            # A group that was destroyed keeps its connections as long as it is referred to.
+            for pair in [pair for pair in _exchanges if not is_registered(pair[1])]:
+                del _by_number[_exchanges.pop(pair).number]
             found = _exchanges[plan, group] = Exchange(plan, group)
             _by_number[found.number] = found
             if len(_exchanges) > _EXCHANGES:
@@ -113,7 +120,8 @@ def ring_attention(
             parts are merged by lse. It is for all pairs and causal, without dropout, ALiBi, second derivatives and
             ``torch.compile``. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send
             more tokens than there are: then "gather".
-        overlap: Compute rows that need no other rank's keys while keys travel. The results are the same bits.
+        overlap: Compute rows that need no other rank's keys while keys travel. The results are the same bits. A ring
+            always overlaps.
         check_finite: Look for NaN and infinity in the rank's keys and values before they travel. A string names the
             layer in the error. It reads both once, and synchronizes with a GPU.
         return_lse: Also return the log-sum-exp (natural log) ``[B, H, n]``.
@@ -232,7 +240,7 @@ def _prepared(
     with _lock:
         agreed = _agreed.setdefault(ranks, set())
     if place not in agreed:
-        watch(ranks)
+        watch(ranks, silence=_SILENCE)
         agree(ranks, "ring_attention", facts)
         agreed.add(place)
     return None if plan is None else exchange_of(plan, ranks).number

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Lock
 from typing import Any, Literal, Unpack
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
-from ringtile.distributed.faults import agree, first_nonfinite, is_registered, watch
+from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.plan import RingPlan, make_plan
 from ringtile.distributed.ring import Ring, Settings, ring
@@ -50,26 +50,24 @@ class Options(Keywords, total=False):
     batch_at: Tensor | None
 
 
-_exchanges: OrderedDict[tuple[RingPlan, dist.ProcessGroup], Exchange] = OrderedDict()
+_exchanges: OrderedDict[tuple[RingPlan, ref[dist.ProcessGroup]], Exchange] = OrderedDict()
 _by_number: dict[int, Exchange] = {}
 _lock = Lock()
-_EXCHANGES = 64
+_EXCHANGES = 256
 
 
 def exchange_of(plan: RingPlan, group: dist.ProcessGroup) -> Exchange:
     """Return the exchange of a plan in a process group, made once."""
+    place = plan, ref(group)
     with _lock:
-        found = _exchanges.get((plan, group))
+        found = _exchanges.get(place)
         if found is None:
-            # A group that was destroyed keeps its connections as long as it is referred to.
-            for pair in [pair for pair in _exchanges if not is_registered(pair[1])]:
-                del _by_number[_exchanges.pop(pair).number]
-            found = _exchanges[plan, group] = Exchange(plan, group)
+            found = _exchanges[place] = Exchange(plan, group)
             _by_number[found.number] = found
             if len(_exchanges) > _EXCHANGES:
                 del _by_number[_exchanges.popitem(last=False)[1].number]
         else:
-            _exchanges.move_to_end((plan, group))
+            _exchanges.move_to_end(place)
         return found
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,19 @@ class Exchange:
     """
 
     def __init__(self, plan: RingPlan, group: dist.ProcessGroup) -> None:
-        self.plan, self.group = plan, group
+        self.plan = plan
+        # A group that was destroyed keeps its connections as long as it is referred to.
+        self._group = ref(group)
         self.number = next(_numbers)
         _exchanges[self.number] = self
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group of this attention was destroyed")
+        return group
 
     def size_received(self, xs: Tensors) -> int:
         """Return the elements that this rank receives, its own broadcast included."""

@@ -389,7 +389,7 @@ class _Watcher(threading.Thread):
                 if self._state == "on":
                     self._wake.wait(self.interval)
                     self._wake.clear()
-                self._leaving |= not is_registered(self._group())
+                self._leaving |= not _is_registered(self._group())
                 if self._leaving and self._state == "on":
                     self._goodbye()
             self._linger()
@@ -689,8 +689,7 @@ def _is_alone(group: dist.ProcessGroup) -> bool:
     return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
 
 
-def is_registered(group: dist.ProcessGroup | None) -> bool:
-    """Return False for a group that was destroyed, and for None."""
+def _is_registered(group: dist.ProcessGroup | None) -> bool:
     if group is None:
         return False
     try:

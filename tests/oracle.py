@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringtile.kernels.reference import attention_reference
 from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
+from ringtile.patterns.base import TileGrid
 
 SDPA_BUDGET = {torch.float32: 3.0, torch.bfloat16: 1.2, torch.float16: 1.2}
 """How many times torch's own error, from `sdpa_low_precision_error`, ours may be."""
@@ -96,6 +97,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         return float("inf")
     difference = (actual - expected)[~infinite].norm().item()
     return difference / (expected[~infinite].norm().item() or 1.0)
+
+
+def rule_everywhere(pattern: Pattern, grid: TileGrid, head: int = 0) -> Tensor:
+    """The element rule of one head on a grid, bool ``[n_queries, n_keys]``."""
+    query = torch.arange(grid.start, grid.start + grid.n_queries)[:, None]
+    kept = pattern.allowed(torch.tensor(head), query, torch.arange(grid.n_keys)[None, :])
+    return kept.expand(grid.n_queries, grid.n_keys)
 
 
 def kept_pairs(

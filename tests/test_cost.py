@@ -19,7 +19,8 @@ from test_distributed import LAYOUTS, PATTERNS
 
 from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
-from ringtile.distributed.cost import HARDWARE, TRANSPORTS, Cost, Hardware, Sizes, Work, estimate, survey
+from ringtile.distributed.cost import HARDWARE, Cost, Hardware, Sizes, Work, estimate, survey
+from ringtile.distributed.plan import TRANSPORTS
 from ringtile.layout import build_index, candidates
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Window, parse, per_head
 from ringtile.patterns.base import TileGrid

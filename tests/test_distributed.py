@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Inputs, make_inputs, oracle, relative_error
+from oracle import Inputs, make_inputs, oracle, relative_error, rule_everywhere
 from ranks import Traffic, counted_traffic, on_ranks
 from strategies import patterns
 from torch import Tensor
@@ -64,11 +64,6 @@ LAYOUTS = {
     "equal": lambda n, ranks: Layout.contiguous(n, ranks, unit=1),
     "equal zigzag": lambda n, ranks: Layout.zigzag(n, ranks, unit=1),
 }
-
-
-def rule_everywhere(pattern: Pattern, n_tokens: int) -> Tensor:
-    position = torch.arange(n_tokens)
-    return pattern.allowed(torch.tensor(0), position[:, None], position[None, :]).expand(n_tokens, n_tokens)
 
 
 def split_results(layout: Layout, found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -260,13 +255,14 @@ def test_sinks_get_the_sum_of_the_ranks_gradients() -> None:
 @given(st.data())
 def test_plans_of_all_ranks_fit_together(data: st.DataObject) -> None:
     n_tokens, n_ranks = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5))
-    pattern = data.draw(patterns(TileGrid(16, 0, n_tokens, n_tokens), operators=1))
+    grid = TileGrid(16, 0, n_tokens, n_tokens)
+    pattern = data.draw(patterns(grid, operators=1))
     layout = data.draw(st.sampled_from([Layout.contiguous, Layout.zigzag, Layout.striped]))(
         n_tokens, n_ranks, unit=data.draw(st.sampled_from([1, 5, 16, 32]))
     )
     plans = [make_plan(pattern, layout, rank, block=16) for rank in range(n_ranks)]
     assert len({plan.fingerprint for plan in plans}) == 1
-    kept = rule_everywhere(pattern, n_tokens)
+    kept = rule_everywhere(pattern, grid)
     for plan in plans:
         mine, buffer = layout.positions(plan.rank), positions_of(plan.buffer)
         assert plan.n_tokens == len(mine)
@@ -378,10 +374,7 @@ def test_gradients_in_bfloat16_keep_their_digits_with_more_ranks() -> None:
         layout = Layout.zigzag(n_tokens, n_ranks)
 
         def run(rank: int) -> dict[str, Tensor]:
-            leaves = [layout.shard(x, rank).clone().requires_grad_() for x in problem[:3]]
-            out = ring_attention(*leaves, CAUSAL, layout=layout, transport="exchange")
-            grads = torch.autograd.grad(out, leaves, layout.shard(problem.grad_out, rank))
-            return dict(zip("qkv", grads, strict=True))
+            return attend_apart(problem, torch.zeros(1, 1, n_tokens), CAUSAL, layout, rank, transport="exchange")
 
         results = split_results(layout, on_ranks(n_ranks, run))
         return relative_error(results["k"], exact["k"]), relative_error(results["v"], exact["v"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import rule_everywhere
 from strategies import LENGTHS, checkerboard, grids, patterns, problems
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -52,12 +53,6 @@ def _fresh_cache() -> None:
 
 def built(pattern: Pattern, grid: TileGrid, **options: int) -> BlockIndex:
     return build_index(pattern, grid.n_queries, grid.n_keys, start=grid.start, block=grid.block, **options)
-
-
-def rule_everywhere(pattern: Pattern, grid: TileGrid, head: int = 0) -> Tensor:
-    query = torch.arange(grid.start, grid.start + grid.n_queries)[:, None]
-    kept = pattern.allowed(torch.tensor(head), query, torch.arange(grid.n_keys)[None, :])
-    return kept.expand(grid.n_queries, grid.n_keys)
 
 
 def in_tiles(dense: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:

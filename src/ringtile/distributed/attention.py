@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,25 +17,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
 from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
-from ringtile.distributed.plan import RingPlan, make_plan
+from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, is_better_gathered, make_plan
 from ringtile.distributed.ring import Ring, Settings, ring
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import (
     Keywords,
-    as_pattern,
     check_options,
     check_rows,
     checked_tensors,
+    rule_of,
     with_sinks,
     without_autocast,
 )
-from ringtile.patterns import Causal, Dense, Pattern
+from ringtile.patterns import Causal, Pattern
 
 _SILENCE = 5.0
 """Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
 that are busy or swap stand still for a second."""
 
-TRANSPORTS = ("auto", "exchange", "gather", "ring")
+CHOICES = ("auto", *TRANSPORTS)
 
 
 class Options(Keywords, total=False):
@@ -136,8 +135,8 @@ def ring_attention(
         RankLost: If a rank fails, dies or does not come. The message names it.
     """
     ranks = group_of(group)
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport: expected one of {TRANSPORTS}, got {transport!r}")
+    if transport not in CHOICES:
+        raise ValueError(f"transport: expected one of {CHOICES}, got {transport!r}")
     query, key, value = checked_tensors(query, key, value, options.get("enable_gqa", False))
     rank = ranks.rank()
     if not isinstance(layout, Layout) or layout.n_ranks != ranks.size():
@@ -145,9 +144,7 @@ def ring_attention(
     for name, x in (("query", query), ("key", key)):
         if x.shape[2] != layout.size(rank):
             raise ValueError(f"{name}: expected the {layout.size(rank)} tokens of rank {rank}, got {x.shape=}")
-    rule = Dense() if pattern is None else as_pattern(pattern)
-    if options.pop("is_causal", False):
-        rule = Causal() if pattern is None else Causal() & rule
+    rule = rule_of(pattern, options.pop("is_causal", False), None)
     check_options(
         query,
         key,
@@ -171,35 +168,32 @@ def ring_attention(
         return _pass_around(query, key, value, rule, layout, ranks, options, return_lse)
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.
     exchange = _by_number[number]
-    plan = exchange.plan
+    pieces = exchange.plan.pieces
     own_mask, buffer_mask = _masks(key, options, exchange)
-    started = cast_start(key, value, exchange)
-    buffers = None if overlap else cast_finish(key, value, started, exchange)
-    found: list[Any] = [None] * len(plan.pieces)
     compute: Any = sparse_attention
-    queries = query.split([piece.end - piece.begin for piece in plan.pieces], 2) if plan.pieces else ()
-    # Rows that read their rank's own keys first.
-    for number in sorted(range(len(plan.pieces)), key=lambda number: not plan.pieces[number].is_local):
-        piece = plan.pieces[number]
-        if piece.is_local:
-            keys, values, mask = key, value, own_mask
-        else:
-            if buffers is None:
-                buffers = cast_finish(key, value, started, exchange)
-            (keys, values), mask = buffers, buffer_mask
-        found[number] = compute(queries[number], keys, values, piece.index, key_mask=mask, return_lse=True, **options)
+    queries = query.split([piece.end - piece.begin for piece in pieces], 2) if pieces else ()
+    found: list[Any] = [None] * len(pieces)
+
+    def compute_pieces(is_local: bool, keys: Tensor, values: Tensor, key_mask: Tensor | None) -> None:
+        for place, piece in enumerate(pieces):
+            if piece.is_local == is_local:
+                how = {"key_mask": key_mask, "return_lse": True, **options}
+                found[place] = compute(queries[place], keys, values, piece.index, **how)
+
+    started = cast_start(key, value, exchange)
+    if overlap:
+        compute_pieces(True, key, value, own_mask)
+    buffers = cast_finish(key, value, started, exchange)
+    if not overlap:
+        compute_pieces(True, key, value, own_mask)
+    compute_pieces(False, *buffers, buffer_mask)
     if not found:
         # A rank without tokens has empty results that depend on its tensors.
-        found = [compute(query, key, value, key_mask=own_mask, return_lse=True, **options)]
+        found.append(compute(query, key, value, key_mask=own_mask, return_lse=True, **options))
     out, lse = found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-    if buffers is None or all(piece.is_local for piece in plan.pieces):
-        keys, values = buffers or cast_finish(key, value, started, exchange)
-        out, lse = tied(out, keys, values), tied(lse, keys, values)
+    if all(piece.is_local for piece in pieces):
+        out, lse = tied(out, *buffers), tied(lse, *buffers)
     return (out, lse) if return_lse else out
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:160]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
@@ -221,14 +215,14 @@ def _prepared(
     if transport != "ring":
         sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
         plan = make_plan(pattern, layout, ranks.rank(), gather=transport == "gather", **sizes)
-        if transport == "auto" and plan.most_sent > layout.n_tokens:
+        if transport == "auto" and is_better_gathered(plan.most_sent, layout):
             plan = make_plan(pattern, layout, ranks.rank(), gather=True, **sizes)
     facts: dict[str, str | int] = {
         "tokens": layout.n_tokens,
         **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=True)),
         "dtype": dtype,
         "pattern": pattern.text or type(pattern).__name__,
-        "layout": _shortened(str(layout.runs)),
+        "layout": layout.text,
         "transport": "ring" if plan is None else "gather" if plan.is_gathered else "exchange",
         "key_mask": has_mask,
         "plan": "" if plan is None else plan.fingerprint,
@@ -260,7 +254,7 @@ def _check_finite(key: Tensor, value: Tensor, layout: Layout, ranks: dist.Proces
 def _reasons_against_ring(pattern: Pattern, options: Options) -> list[str]:
     """Return the reasons why keys cannot pass around a ring."""
     reasons = []
-    if not isinstance(pattern, Causal | Dense):
+    if not isinstance(pattern, RING_PATTERNS):
         reasons.append(f"supports the patterns dense and causal, got {pattern!r}")
     if options.get("alibi_slopes") is not None:
         reasons.append("does not support alibi_slopes")

@@ -11,20 +11,26 @@ import json
 from dataclasses import dataclass, fields
 from math import ceil, log2
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout
-from ringtile.distributed.plan import MAX_PIECES, Demand, find_demand, is_cut
+from ringtile.distributed.plan import (
+    MAX_PIECES,
+    RING_PATTERNS,
+    TRANSPORTS,
+    Demand,
+    Transport,
+    find_demand,
+    is_better_gathered,
+    is_cut,
+)
 from ringtile.layout import candidates, needed
 from ringtile.layout.build import MAX_BYTES, check_candidates
-from ringtile.patterns import Causal, Dense, Pattern
+from ringtile.patterns import Causal, Pattern
 from ringtile.patterns.base import TileGrid
-
-Transport = Literal["exchange", "gather", "ring"]
-TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring")
 
 MAX_RANKS = 4096
 """Traffic is a matrix of all pairs of ranks."""
@@ -174,9 +180,9 @@ class Work(NamedTuple):
     @property
     def automatic(self) -> Transport:
         """The transport that `ring_attention` takes by default."""
-        if isinstance(self.pattern, Causal | Dense) and self.layout.n_ranks > 1:
+        if isinstance(self.pattern, RING_PATTERNS) and self.layout.n_ranks > 1:
             return "ring"
-        return "gather" if self.demand.most_sent > self.layout.n_tokens else "exchange"
+        return "gather" if is_better_gathered(self.demand.most_sent, self.layout) else "exchange"
 
 
 def survey(pattern: Pattern, layout: Layout, sizes: Sizes, *, block: int = 128, max_bytes: int = MAX_BYTES) -> Work:
@@ -363,7 +369,7 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
 def _ring(work: Work, hardware: Hardware) -> Cost:
     layout, sizes = work.layout, work.sizes
     n_ranks = layout.n_ranks
-    if not isinstance(work.pattern, Causal | Dense):
+    if not isinstance(work.pattern, RING_PATTERNS):
         raise ValueError(f"transport 'ring': expected the pattern dense or causal, got {work.pattern!r}")
     longest = max(layout.size(rank) for rank in range(n_ranks))
     token = sizes.width * sizes.dtype.itemsize

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -81,7 +83,13 @@ class Layout:
 
     def size(self, rank: int) -> int:
         """Return the number of tokens of a rank."""
-        return sum(end - begin for begin, end in self.runs[rank])
+        return count_tokens(self.runs[rank])
+
+    @cached_property
+    def text(self) -> str:
+        """The runs as text, cut and with a hash if there are many: other text for other runs."""
+        text = str(self.runs)
+        return text if len(text) <= 200 else f"{text[:160]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Return the position of each token of a rank, int64 ``[n]``, for example for rotary angles.
@@ -121,9 +129,8 @@ class Layout:
             raise ValueError(f"shards: expected {sizes} tokens in dimension {dim}, got {found}")
         placed: list[tuple[int, Tensor]] = []
         for runs, x in zip(self.runs, shards, strict=True):
-            lengths = [end - begin for begin, end in runs]
             placed += [
-                (begin, x.narrow(dim, at, n)) for (begin, _), n, at in zip(runs, lengths, _before(lengths), strict=True)
+                (begin, x.narrow(dim, at, end - begin)) for (begin, end), at in zip(runs, starts_of(runs), strict=True)
             ]
         return torch.cat([x for _, x in sorted(placed, key=lambda pair: pair[0])], dim)
 
@@ -153,8 +160,14 @@ def positions_of(runs: Iterable[Run], device: torch.device | str | None = None) 
     return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *parts])
 
 
-def _before(lengths: Sequence[int]) -> list[int]:
-    return [0, *accumulate(lengths)][: len(lengths)]
+def count_tokens(runs: Iterable[Run]) -> int:
+    """Return the number of tokens of runs."""
+    return sum(end - begin for begin, end in runs)
+
+
+def starts_of(runs: Sequence[Run]) -> list[int]:
+    """Return the place of each run if they follow each other."""
+    return list(accumulate((end - begin for begin, end in runs), initial=0))[: len(runs)]
 
 
 def _joined(runs: Iterable[Run]) -> Iterable[Run]:

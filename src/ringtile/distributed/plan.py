@@ -9,18 +9,24 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run
+from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
 from ringtile.layout import BlockIndex, build_index, build_rows, needed
 from ringtile.layout.build import MAX_BYTES
 from ringtile.layout.tiles import pack_words
-from ringtile.patterns.base import Pattern, TileGrid
+from ringtile.patterns import Causal, Dense, Pattern
+from ringtile.patterns.base import TileGrid
+
+Transport = Literal["exchange", "gather", "ring"]
+TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring")
+RING_PATTERNS = (Causal, Dense)
+"""Patterns whose keys can pass around a ring."""
 
 MAX_PIECES = 8
 """If rows with and without remote keys alternate more often than this, all rows read the buffer."""
@@ -95,22 +101,22 @@ class RingPlan:
     @cached_property
     def n_buffer(self) -> int:
         """Number of tokens of the buffer."""
-        return sum(end - begin for begin, end in self.buffer)
+        return count_tokens(self.buffer)
 
     @cached_property
     def tokens_hot(self) -> tuple[int, ...]:
         """Number of tokens that each rank broadcasts."""
-        return tuple(sum(end - begin for begin, end in runs) for runs in self.hot)
+        return tuple(map(count_tokens, self.hot))
 
     @cached_property
     def tokens_sent(self) -> tuple[int, ...]:
         """Number of tokens that each rank gets from this one."""
-        return tuple(sum(end - begin for begin, end in runs) for runs in self.sent)
+        return tuple(map(count_tokens, self.sent))
 
     @cached_property
     def tokens_received(self) -> tuple[int, ...]:
         """Number of tokens that this rank gets from each other."""
-        return tuple(sum(end - begin for begin, end in runs) for runs in self.received)
+        return tuple(map(count_tokens, self.received))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -193,9 +199,8 @@ def _make_plan(
     n_tokens, runs = layout.n_tokens, layout.runs[rank]
     grid = TileGrid(block, 0, n_tokens, n_tokens)
     pattern.validate(grid)
-    rows, parts, _ = layout.tiles(block)
     heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-    needs, _, is_hot, most_sent, is_mixed = find_demand(pattern, layout, grid, gather=gather, **heads)
+    needs, holds, is_hot, most_sent, is_mixed = find_demand(pattern, layout, grid, gather=gather, **heads)
     sizes: dict[str, Any] = {**heads, "block": block}
     if is_cut(layout, rank, block):
         cols, pieces, at = needs[rank], [], 0
@@ -205,10 +210,10 @@ def _make_plan(
             pieces.append(Piece(at, at + end - begin, False, index.remapped(every, cols.nonzero().flatten())))
             at += end - begin
     else:
-        pieces, cols = _pieces(build_rows(pattern, rows[parts == rank], n_tokens, **sizes), needs[rank])
-    places = [list(zip(held, _starts(held), strict=True)) for held in layout.runs]
+        pieces, cols = _pieces(build_rows(pattern, holds[rank].nonzero().flatten(), n_tokens, **sizes), needs[rank])
+    places = [_with_starts(held) for held in layout.runs]
     buffer = _intervals(cols, grid)
-    in_buffer = list(zip(buffer, _starts(buffer), strict=True))
+    in_buffer = _with_starts(buffer)
     hot_runs = _intervals(is_hot, grid)
     cold_runs = _intervals(~is_hot, grid)
     sent, received, hot, hot_copies = [], [], [], []
@@ -216,8 +221,7 @@ def _make_plan(
         apart = other != rank
         hot.append(_placed(hot_runs, places[other]))
         broadcast = _overlaps(hot_runs, held) if apart else []
-        in_broadcast = list(zip(broadcast, _starts(broadcast), strict=True))
-        hot_copies.append(_copies(in_broadcast, in_buffer))
+        hot_copies.append(_copies(_with_starts(broadcast), in_buffer))
         sent.append(_placed(_intervals(needs[other] & ~is_hot, grid) if apart else [], places[rank]))
         received.append(_placed(_overlaps(cold_runs, held) if apart else [], in_buffer))
     return RingPlan(
@@ -237,6 +241,11 @@ def _make_plan(
         gather,
         is_mixed,
     )
+
+
+def is_better_gathered(most_sent: int, layout: Layout) -> bool:
+    """Return True if a rank would send more tokens than there are, so that a gather is the better exchange."""
+    return most_sent > layout.n_tokens
 
 
 class Demand(NamedTuple):
@@ -343,9 +352,9 @@ def _intervals(tiles: Tensor, grid: TileGrid) -> list[Run]:
     return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def _starts(runs: Sequence[Run]) -> list[int]:
-    """Return the place of each run if they follow each other."""
-    return list(accumulate((end - begin for begin, end in runs), initial=0))[: len(runs)]
+def _with_starts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
+    """Return runs that follow each other, each with its place."""
+    return list(zip(runs, starts_of(runs), strict=True))
 
 
 def _overlaps(wanted: Sequence[Run], held: Sequence[Run]) -> list[Run]:

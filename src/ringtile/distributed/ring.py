@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringtile.distributed.faults import wait
-from ringtile.distributed.layout import Layout
+from ringtile.distributed.layout import Layout, starts_of
 from ringtile.kernels.contracts import Call, accumulator, merge_into, pack_keys
 from ringtile.kernels.select import select
 from ringtile.layout.tiles import unpack_words
@@ -62,11 +62,8 @@ class Ring:
 
 def _slices(layout: Layout, rank: int) -> list[slice]:
     """Return the places of a rank's runs in its own tokens."""
-    found, at = [], 0
-    for begin, end in layout.runs[rank]:
-        found.append(slice(at, at + end - begin))
-        at += end - begin
-    return found
+    runs = layout.runs[rank]
+    return [slice(at, at + end - begin) for (begin, end), at in zip(runs, starts_of(runs), strict=True)]
 
 
 class Settings(NamedTuple):

@@ -177,7 +177,8 @@ def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) 
     return from_block_mask(pattern, start=start)
 
 
-def _rule_of(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start: int | None) -> Pattern:
+def rule_of(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start: int | None) -> Pattern:
+    """Return the rule of a call: its pattern, or all pairs, and the causal rule if it is set."""
     if pattern is None:
         return _CAUSAL if is_causal else _DENSE
     rule = as_pattern(pattern, start)
@@ -339,7 +340,7 @@ def sparse_attention(
             raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
         text, first, block = "", index.start, index.block
     else:
-        rule = _rule_of(pattern, is_causal, start)
+        rule = rule_of(pattern, is_causal, start)
         first = n_keys - n_queries if start is None else start
         block = 128
         text = rule.text or ""

@@ -476,10 +476,6 @@ class BlockIndex:
         number, order = number.sort()
         state = entries.state[chosen][order]
         used, state[state >= 0] = torch.unique(state[state >= 0], return_inverse=True)
-        row_at, col_at = (
-            at if len(at) else torch.arange(first, first + count, device=self.device)
-            for at, first, count in ((self.row_at, self.first_row, self.n_rows), (self.col_at, 0, self.n_cols))
-        )
         return self.from_entries(
             self.group,
             Entries(number, state),
@@ -491,8 +487,8 @@ class BlockIndex:
                 len(cols) * block - col_tail * keeps_col_tail,
             ),
             (Dense(),) * len(self.envelopes),
-            row_at[rows],
-            col_at[cols],
+            self.row_positions(rows),
+            self.col_positions(cols),
         )
 
     @torch.inference_mode(False)

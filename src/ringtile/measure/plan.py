@@ -18,14 +18,13 @@ from ringtile.distributed import Layout
 from ringtile.distributed.cost import (
     HARDWARE,
     MAX_RANKS,
-    TRANSPORTS,
     Cost,
     Hardware,
     Sizes,
-    Transport,
     estimate,
     survey,
 )
+from ringtile.distributed.plan import TRANSPORTS, Transport
 from ringtile.patterns import Pattern, parse
 
 LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}

@@ -18,11 +18,11 @@ from strategies import LENGTHS, checkerboard, grids, patterns, problems
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ringtile.layout import BlockIndex, build_index, build_rows, cache_info, clear_cache, needed, set_cache_limit
+from ringtile.layout import BlockIndex, build_index, build_rows, cache_info, clear_cache, covers, needed, set_cache_limit
 from ringtile.layout import build as build_module
 from ringtile.layout import tiles as tiles_module
-from ringtile.layout.index import TENSOR_FIELDS, Entries
-from ringtile.layout.lists import work_list
+from ringtile.layout.index import TENSOR_FIELDS
+from ringtile.layout.lists import Entries, work_list
 from ringtile.layout.tiles import FULL, TileCollector, pack_words, popcount, unpack_words
 from ringtile.patterns import (
     BlockDilated,
@@ -368,7 +368,7 @@ def test_tiles_are_shared_between_groups_and_strips(monkeypatch: pytest.MonkeyPa
     pattern = per_head([Causal(), ~Window(130, 0) & Causal()])
     whole = build_index(pattern, 1000, num_heads=2)
     clear_cache()
-    monkeypatch.setattr(build_module, "_STRIP", 3)
+    monkeypatch.setattr(covers, "_STRIP", 3)
     strips = build_index(pattern, 1000, num_heads=2)
     assert torch.equal(strips.to_dense(), whole.to_dense())
     for name in ("full_row_ptr", "full_col", "full_row", "part_row_ptr", "part_col", "part_row", "row_work"):

@@ -28,7 +28,7 @@ from ringtile.distributed.plan import (
     is_cut,
 )
 from ringtile.layout import candidates, needed
-from ringtile.layout.build import MAX_BYTES, check_candidates
+from ringtile.layout.covers import MAX_BYTES, check_candidates
 from ringtile.patterns import Causal, Pattern
 from ringtile.patterns.base import TileGrid
 

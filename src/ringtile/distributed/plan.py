@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
 from ringtile.layout import BlockIndex, build_index, build_rows, needed
-from ringtile.layout.build import MAX_BYTES
+from ringtile.layout.covers import MAX_BYTES
 from ringtile.layout.tiles import pack_words
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid

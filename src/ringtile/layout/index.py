@@ -9,37 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringtile.layout.allowed import count_allowed
 from ringtile.layout.drawing import draw_tiles
-from ringtile.layout.lists import check_lists, pointer, slot_of_entries, work_list
-from ringtile.layout.tiles import (
-    BLOCKS,
-    EMPTY,
-    FULL,
-    TileCollector,
-    chunks,
-    derive_tables,
-    popcount,
-    unpack_words,
-)
+from ringtile.layout.lists import Entries, check_lists, pointer, slot_of_entries, work_list
+from ringtile.layout.rearrange import coarsen, cut_to_lengths, remap
+from ringtile.layout.tiles import BLOCKS, EMPTY, FULL, derive_tables, popcount, unpack_words
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 
 _DENSE_LIMIT = 1 << 28
-
-
-class Entries(NamedTuple):
-    """Kept tiles: ``number = (group * n_rows + r) * n_cols + c`` and the state, `FULL` or a row of the tile table.
-
-    Two int64 vectors. The numbers of the full tiles ascend, and so do the numbers of the partial tiles.
-    """
-
-    number: Tensor
-    state: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +237,7 @@ class BlockIndex:
         """
         return int(self._counts[2][self.group.long()].expand(batch, heads).sum())
 
-    def _slot_and_col(self, number: Tensor) -> tuple[Tensor, Tensor]:
+    def slot_and_col(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row slot and the column tile of each number of `Entries`."""
         return number // max(self.n_cols, 1), number % max(self.n_cols, 1)
 
@@ -267,7 +249,7 @@ class BlockIndex:
         """Return the tile in position space that each column tile holds."""
         return self.col_at[col].long() if len(self.col_at) else col
 
-    def _rows_inside(self, slot: Tensor) -> tuple[Tensor, Tensor]:
+    def rows_inside(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first row inside the lengths of each row slot's tile, and the row after the last."""
         first = (slot % max(self.n_rows, 1) + self.first_row) * self.block - self.start
         return first.neg().clamp(min=0), (self.n_queries - first).clamp(max=self.block)
@@ -278,7 +260,7 @@ class BlockIndex:
 
     def pairs_inside(self, slot: Tensor, col: Tensor) -> Tensor:
         """Count the pairs inside the lengths of each tile."""
-        top, bottom = self._rows_inside(slot)
+        top, bottom = self.rows_inside(slot)
         return (bottom - top) * self.keys_inside(col)
 
     @torch.inference_mode(False)
@@ -295,32 +277,11 @@ class BlockIndex:
         if not (self.start % block or self.n_queries % block or self.n_keys % block):
             return self
         entries = self.entries()
-        slot, col = self._slot_and_col(entries.number)
+        slot, col = self.slot_and_col(entries.number)
         ragged = (entries.state >= 0) & (self.pairs_inside(slot, col) < block * block)
-        entries, bits = self._cut(entries, ragged.nonzero().flatten())
+        entries, bits = cut_to_lengths(self, entries, ragged.nonzero().flatten())
         kept = entries.state != EMPTY
         return self._with(Entries(entries.number[kept], entries.state[kept]), bits, self.grid)
-
-    def _cut(self, entries: Entries, chosen: Tensor) -> tuple[Entries, Tensor]:
-        """Cut the bits of the chosen entries to the lengths. Return all entries and the tile table, with new tiles."""
-        number, state = entries.number, entries.state.clone()
-        slot, col = self._slot_and_col(number)
-        collector = TileCollector(self.block, self.device)
-        inside = torch.arange(self.block, device=self.device)
-        # The last row stands for a full tile.
-        table = torch.nn.functional.pad(self.bits, (0, 0, 0, 0, 0, 1), value=-1)
-        states = [chosen[:0]]
-        for part in chunks(chosen, self.block):
-            top, bottom = self._rows_inside(slot[part, None])
-            rows = (inside >= top) & (inside < bottom)
-            keys = inside < self.keys_inside(col[part, None])
-            kept = unpack_words(table[state[part]], self.block)
-            states.append(collector.add(kept & rows[:, :, None] & keys[:, None]))
-        bits, translate = collector.finish()
-        found = torch.cat(states)
-        found[found >= 0] = translate[found[found >= 0]] + len(self.bits)
-        state[chosen] = found
-        return Entries(number, state), torch.cat((self.bits, bits))
 
     def _with(self, entries: Entries, bits: Tensor, grid: TileGrid) -> BlockIndex:
         """Return the index of these entries, with the tiles of this index at the same positions."""
@@ -424,7 +385,7 @@ class BlockIndex:
         end = min(self.start + self.n_queries, (self.first_row + chosen.stop) * self.block)
         grid = TileGrid(self.block, start, end - start, self.n_keys)
         number, state = self.entries()
-        slot, col = self._slot_and_col(number)
+        slot, col = self.slot_and_col(number)
         group, row = slot // self.n_rows, slot % self.n_rows - chosen.start
         inside = (row >= 0) & (row < grid.n_rows)
         number = ((group * grid.n_rows + row) * self.n_cols + col)[inside]
@@ -452,44 +413,7 @@ class BlockIndex:
         >>> moved.row_at.tolist(), moved.col_at.tolist()
         ([2, 0], [0, 2, 1])
         """
-        row_place, col_place = _places("rows", rows, self.n_rows), _places("cols", cols, self.n_cols)
-        block = self.block
-        lead, row_tail, col_tail = self.start % block, -(self.start + self.n_queries) % block, -self.n_keys % block
-        keeps_lead, keeps_row_tail = rows[:1].tolist() == [0], rows[-1:].tolist() == [self.n_rows - 1]
-        keeps_col_tail = cols[-1:].tolist() == [self.n_cols - 1]
-        row_cut, col_cut = (torch.zeros_like(place, dtype=torch.bool) for place in (row_place, col_place))
-        row_cut[:1] |= lead > 0 and not keeps_lead
-        row_cut[-1:] |= row_tail > 0 and not keeps_row_tail
-        col_cut[-1:] |= col_tail > 0 and not keeps_col_tail
-
-        index = self.trimmed()
-        entries = index.entries()
-        slot, col = self._slot_and_col(entries.number)
-        group, row = slot // max(self.n_rows, 1), slot % max(self.n_rows, 1)
-        chosen = row_place[row] >= 0
-        missing = chosen & (col_place[col] < 0)
-        if missing.any():
-            raise ValueError(f"cols: expected all columns that the rows keep, column tile {col[missing][0]} is missing")
-        entries, bits = index._cut(entries, (chosen & (row_cut[row] | col_cut[col])).nonzero().flatten())
-        chosen &= entries.state != EMPTY
-        number = ((group * len(rows) + row_place[row]) * len(cols) + col_place[col])[chosen]
-        number, order = number.sort()
-        state = entries.state[chosen][order]
-        used, state[state >= 0] = torch.unique(state[state >= 0], return_inverse=True)
-        return self.from_entries(
-            self.group,
-            Entries(number, state),
-            bits[used],
-            TileGrid(
-                block,
-                lead * keeps_lead,
-                len(rows) * block - lead * keeps_lead - row_tail * keeps_row_tail,
-                len(cols) * block - col_tail * keeps_col_tail,
-            ),
-            (Dense(),) * len(self.envelopes),
-            self.row_positions(rows),
-            self.col_positions(cols),
-        )
+        return remap(self, rows, cols)
 
     @torch.inference_mode(False)
     def coarsen(self, block: int = 128) -> BlockIndex:
@@ -497,42 +421,7 @@ class BlockIndex:
 
         Raises ValueError for other blocks, and if tiles that become one do not follow each other in position space.
         """
-        if block not in BLOCKS or block < self.block:
-            raise ValueError(f"block: expected one of {[b for b in BLOCKS if b >= self.block]}, got {block!r}")
-        factor = block // self.block
-        row_at, col_at = (
-            _coarse_positions(name, getattr(self, name), first, factor)
-            for name, first in (("row_at", self.first_row), ("col_at", 0))
-        )
-        grid = TileGrid(block, self.start, self.n_queries, self.n_keys)
-        number, state = self.entries()
-        slot, col = self._slot_and_col(number)
-        group, row = slot // max(self.n_rows, 1), slot % max(self.n_rows, 1) + self.first_row
-        cell = row % factor * factor + col % factor
-        number = (group * grid.n_rows + row // factor - grid.first_row) * grid.n_cols + col // factor
-        number, inverse = torch.unique(number, return_inverse=True)
-        cells = torch.full((len(number), factor * factor), EMPTY, device=self.device)
-        cells[inverse, cell] = state
-        # Small tiles beyond the lengths are in no list. They count as full if the other tiles are.
-        row = (number // max(grid.n_cols, 1) % max(grid.n_rows, 1) + grid.first_row)[:, None] * factor
-        col = (number % max(grid.n_cols, 1))[:, None] * factor
-        place = torch.arange(factor * factor, device=self.device)
-        row, col = row + place // factor - self.first_row, col + place % factor
-        beyond = (row < 0) | (row >= self.n_rows) | (col >= self.n_cols)
-        full = ((cells == FULL) | beyond).all(1)
-        merged = torch.full_like(number, FULL)
-        distinct, inverse = torch.unique(cells[~full], dim=0, return_inverse=True)
-        # Two rows before the table: EMPTY is row 0 and FULL is row 1.
-        table = torch.nn.functional.pad(self.bits, (0, 0, 0, 0, -EMPTY, 0))
-        table[FULL - EMPTY] = -1
-        collector = TileCollector(block, self.device)
-        states = [torch.empty_like(number[:0])]
-        for part in chunks(distinct, block):
-            mask = unpack_words(table[part - EMPTY], self.block).view(-1, factor, factor, self.block, self.block)
-            states.append(collector.add(mask.transpose(2, 3).reshape(-1, block, block)))
-        bits, translate = collector.finish()
-        merged[~full] = translate[torch.cat(states)][inverse]
-        return self.from_entries(self.group, Entries(number, merged), bits, grid, self.envelopes, row_at, col_at)
+        return coarsen(self, block)
 
     def draw(self, group: int = 0, width: int = 64) -> str:
         """Draw the tiles of one group as text, at most ``width`` columns wide: ``█`` full, ``▒`` mixed, ``·`` empty.
@@ -552,7 +441,7 @@ class BlockIndex:
         if width < 1:
             raise ValueError(f"width: expected a positive number of columns, got {width}")
         number, state = self.entries()
-        slot, col = self._slot_and_col(number)
+        slot, col = self.slot_and_col(number)
         row = slot - group * self.n_rows
         inside = (row >= 0) & (row < self.n_rows)
         full = state[inside] == FULL
@@ -581,29 +470,6 @@ class BlockIndex:
         for name, tensor in zip(TENSOR_FIELDS, expected.tensors(), strict=True):
             if not torch.equal(tensor, getattr(self, name)):
                 raise ValueError(f"{name}: does not follow from the row lists and bits")
-
-
-def _places(name: str, tiles: Tensor, count: int) -> Tensor:
-    """Return the place of each of ``count`` tiles in ``tiles``, -1 if it is not there."""
-    if tiles.dim() != 1 or tiles.dtype != torch.int64 or ((tiles < 0) | (tiles >= count)).any():
-        raise ValueError(f"{name}: expected int64 [any] of tile numbers below {count}, got {tiles!r}")
-    place = torch.full((count,), -1, device=tiles.device)
-    place[tiles] = torch.arange(len(tiles), device=tiles.device)
-    if int((place >= 0).sum()) < len(tiles):
-        raise ValueError(f"{name}: expected distinct tile numbers, got {tiles!r}")
-    return place
-
-
-def _coarse_positions(name: str, at: Tensor, first: int, factor: int) -> Tensor:
-    """Return the positions of tiles ``factor`` times as large. The first of the tiles is number ``first``."""
-    if not len(at):
-        return at
-    skipped = first % factor
-    coarse, place = at // factor, torch.arange(len(at), device=at.device) + skipped
-    heads = coarse[(place % factor == 0) | (place == skipped)]
-    if (at != heads.long()[place // factor] * factor + place % factor).any():
-        raise ValueError(f"{name}: coarsen expects runs of {factor} tiles from a multiple of {factor}, got {at!r}")
-    return heads
 
 
 _FIELDS = tuple(f.name for f in fields(BlockIndex))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,16 @@ if TYPE_CHECKING:
 LONGEST, WORKERS = 64, 512
 """A list is split if it has more than ``LONGEST`` entries and more than one share of ``WORKERS``. There are at most a
 few hundred workers, and each split costs a scratch buffer."""
+
+
+class Entries(NamedTuple):
+    """Kept tiles: ``number = (group * n_rows + r) * n_cols + c`` and the state, `FULL` or a row of the tile table.
+
+    Two int64 vectors. The numbers of the full tiles ascend, and so do the numbers of the partial tiles.
+    """
+
+    number: Tensor
+    state: Tensor
 
 
 def pointer(slots: Tensor, count: int) -> Tensor:

@@ -18,7 +18,16 @@ from strategies import LENGTHS, checkerboard, grids, patterns, problems
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ringtile.layout import BlockIndex, build_index, build_rows, cache_info, clear_cache, covers, needed, set_cache_limit
+from ringtile.layout import (
+    BlockIndex,
+    build_index,
+    build_rows,
+    cache_info,
+    clear_cache,
+    covers,
+    needed,
+    set_cache_limit,
+)
 from ringtile.layout import build as build_module
 from ringtile.layout import tiles as tiles_module
 from ringtile.layout.index import TENSOR_FIELDS

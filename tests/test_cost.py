@@ -19,9 +19,10 @@ from test_distributed import LAYOUTS, PATTERNS
 
 from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
+from ringtile.distributed import plan as plan_module
 from ringtile.distributed.cost import HARDWARE, Cost, Hardware, Sizes, Work, estimate, survey
 from ringtile.distributed.plan import TRANSPORTS
-from ringtile.layout import build_index, candidates
+from ringtile.layout import build_index, build_rows, candidates
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Window, parse, per_head
 from ringtile.patterns.base import TileGrid
 
@@ -104,8 +105,10 @@ def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:
                 assert int(work.interior_pairs[rank]) == interior * 128 * 128
         else:
             assert int(cost.tiles[rank]) >= sum(tiles)
+    sent = [sum(plan.tokens_sent) + plan.tokens_hot[rank] for rank, plan in enumerate(plans)]
+    assert {plan.most_sent for plan in plans} == {max(sent)}
     if not plans[0].is_gathered:
-        assert work.demand.most_sent == plans[0].most_sent
+        assert work.demand.most_sent == max(sent)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -160,6 +163,25 @@ def test_the_default_transport_is_that_of_ring_attention() -> None:
     cases = [(CAUSAL & Window(100), 3), (CAUSAL, 3), (CAUSAL, 1), (~CAUSAL, 5)]
     found = [survey(pattern, Layout.contiguous(N_TOKENS, n), sizes).automatic for pattern, n in cases]
     assert found == ["exchange", "ring", "exchange", "gather"]
+
+
+@pytest.mark.parametrize(("pattern", "is_gathered"), [(~CAUSAL, True), (CAUSAL & Window(100), False)])
+def test_a_plan_that_chooses_a_gather_builds_one_index(
+    pattern: Pattern, is_gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+
+    def build(*arguments: Any, **keywords: Any) -> Any:
+        built.append(arguments)
+        return build_rows(*arguments, **keywords)
+
+    monkeypatch.setattr(plan_module, "build_rows", build)
+    layout = Layout.contiguous(N_TOKENS + 1, 5)
+    chosen = make_plan(pattern, layout, 1, gather=None)
+    assert len(built) == 1
+    assert chosen.is_gathered == is_gathered
+    named = make_plan(pattern, layout, 1, gather=is_gathered)
+    assert (chosen.fingerprint, chosen.received, chosen.hot) == (named.fingerprint, named.received, named.hot)
 
 
 def test_one_rank_sends_nothing() -> None:

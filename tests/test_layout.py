@@ -287,6 +287,29 @@ def test_needed_columns_are_exact_for_windows() -> None:
         needed(Causal(), rows, rows, len(rows), grid, max_bytes=1000)
 
 
+@settings(max_examples=50)
+@given(st.data())
+def test_an_intersection_needs_no_more_than_either_side(data: st.DataObject) -> None:
+    grid = data.draw(grids())
+    first, second = data.draw(st.just(Causal()) | patterns(grid, 1)), data.draw(patterns(grid))
+    rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows)
+    places = torch.arange(grid.n_rows)
+    both, *each = (needed(rule, rows, places, grid.n_rows, grid) for rule in (first & second, first, second))
+    assert not (both & ~(each[0] & each[1])).any()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "per_row"),
+    [(RandomBlocks(2), 2), (Strided(512), 19), (BlockDilated([8], 20), 9), (Window(100) & ~Window(50), 2)],
+)
+def test_causal_takes_no_tiles_beyond_those_of_the_other_rule(pattern: Pattern, per_row: int) -> None:
+    grid = TileGrid(128, 0, 8192, 8192)
+    rows = torch.arange(grid.n_rows)
+    found = [needed(rule, rows, rows, len(rows), grid) for rule in (Causal() & pattern, pattern & Causal())]
+    assert torch.equal(*found)
+    assert int(found[0].sum(1).max()) <= per_row
+
+
 def test_only_runs_of_remapped_tiles_are_coarsened() -> None:
     index = build_index(Causal() & Window(300), 512, block=32)
     runs = torch.cat([torch.arange(8, 16), torch.arange(4, 8)])

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
 from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
-from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, is_better_gathered, make_plan
+from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, make_plan
 from ringtile.distributed.ring import Ring, Settings, ring
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import (
@@ -214,9 +214,8 @@ def _prepared(
     plan = None
     if transport != "ring":
         sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
-        plan = make_plan(pattern, layout, ranks.rank(), gather=transport == "gather", **sizes)
-        if transport == "auto" and is_better_gathered(plan.most_sent, layout):
-            plan = make_plan(pattern, layout, ranks.rank(), gather=True, **sizes)
+        gather = None if transport == "auto" else transport == "gather"
+        plan = make_plan(pattern, layout, ranks.rank(), gather=gather, **sizes)
     facts: dict[str, str | int] = {
         "tokens": layout.n_tokens,
         **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=True)),

@@ -135,7 +135,7 @@ def make_plan(
     num_heads: int = 1,
     batch: int = 1,
     block: int = 128,
-    gather: bool = False,
+    gather: bool | None = False,
     max_bytes: int = MAX_BYTES,
 ) -> RingPlan:
     """Plan one rank's part of attention over all tokens of a layout. Plans are cached.
@@ -147,7 +147,8 @@ def make_plan(
         num_heads: Number of query heads.
         batch: Number of batch elements. A pattern defined per batch element must match.
         block: Tile side in tokens.
-        gather: Give every rank all keys, each rank's in one broadcast.
+        gather: Give every rank all keys, each rank's in one broadcast. None: if a rank would otherwise send more tokens
+            than there are.
         max_bytes: Memory limit of each index, checked before it allocates.
 
     Raises:
@@ -193,14 +194,17 @@ def _make_plan(
     num_heads: int,
     batch: int,
     block: int,
-    gather: bool,
+    gather: bool | None,
     max_bytes: int,
 ) -> RingPlan:
     n_tokens, runs = layout.n_tokens, layout.runs[rank]
     grid = TileGrid(block, 0, n_tokens, n_tokens)
     pattern.validate(grid)
     heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-    needs, holds, is_hot, most_sent, is_mixed = find_demand(pattern, layout, grid, gather=gather, **heads)
+    demand = find_demand(pattern, layout, grid, gather=bool(gather), **heads)
+    if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):
+        demand = find_demand(pattern, layout, grid, gather=True)
+    needs, holds, is_hot, most_sent, is_mixed = demand
     sizes: dict[str, Any] = {**heads, "block": block}
     if is_cut(layout, rank, block):
         cols, pieces, at = needs[rank], [], 0
@@ -238,7 +242,7 @@ def _make_plan(
         tuple(received),
         tuple(buffer),
         most_sent,
-        gather,
+        bool(gather),
         is_mixed,
     )
 
@@ -277,7 +281,7 @@ def find_demand(
 
     Raises ValueError as `needed` does.
     """
-    rows, parts, _ = layout.tiles(grid.block)
+    rows, parts, tokens = layout.tiles(grid.block)
     if gather:
         needs = torch.ones(layout.n_ranks, grid.n_cols, dtype=torch.bool)
     else:
@@ -287,13 +291,13 @@ def find_demand(
     holds[parts, rows] = True
     asked = (needs & ~holds).sum(0)
     is_hot = asked > 0 if gather else _hot_tiles(asked, layout.n_ranks)
-    part, tile = holds.nonzero().T
-    sends = asked.where(~is_hot, is_hot.long())[tile]
-    times = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, part, sends)
+    # To each other rank that needs the tile, or once to all.
+    times = (needs.sum(0)[rows] - needs[parts, rows].long()).where(~is_hot[rows], 1)
+    sent = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, parts, times * tokens)
     # A tile that a rank holds a part of can lack the tokens of others.
     is_shared = holds.sum(0) > holds.long()
     is_mixed = bool((needs & is_shared & ~is_hot).any())
-    return Demand(needs, holds, is_hot, int(times.max()) * grid.block, is_mixed)
+    return Demand(needs, holds, is_hot, int(sent.max()), is_mixed)
 
 
 def is_cut(layout: Layout, rank: int, block: int) -> bool:

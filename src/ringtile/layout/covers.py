@@ -174,14 +174,7 @@ def candidates(
         if cover is None:
             cover = Cover(rows, torch.zeros_like(rows), torch.full_like(rows, grid.n_cols))
         budget.check(pattern, len(cover.row), CANDIDATE_BYTES)
-        # In one line, row after row: each interval begins after all before it.
-        order = torch.argsort(cover.row * grid.n_cols + cover.lo)
-        row, lo, hi = (x[order] for x in cover)
-        begin, end = row * grid.n_cols + lo, (row * grid.n_cols + hi).cummax(0).values
-        begin[1:] = torch.maximum(begin[1:], end[:-1])
-        kept = end > begin
-        row, begin, end = row[kept], begin[kept], end[kept]
-        yield number, Cover(row, begin - row * grid.n_cols, end - row * grid.n_cols)
+        yield number, cover.disjoint(grid.n_cols)
 
 
 def check_candidates(pattern: Pattern, grid: TileGrid, tiles: int, max_bytes: int = MAX_BYTES) -> None:

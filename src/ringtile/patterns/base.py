@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from ringtile.layout.index import BlockIndex
 
+_FEW = 1 << 12
+"""Covers of so many tiles are listed, although another has fewer."""
+
 LARGEST = 2**31 - 1
 """Largest window, rate or length: a product of two fits into int64."""
 
@@ -73,6 +76,31 @@ class Cover(NamedTuple):
     def size(self) -> int:
         """Return an upper bound of the number of candidate tiles."""
         return int((self.hi - self.lo).clamp(min=0).sum())
+
+    def disjoint(self, n_cols: int) -> Cover:
+        """Return the same tiles as intervals that ascend and neither overlap nor are empty."""
+        # In one line, row after row: each interval begins after all before it.
+        begin, order = (self.row * n_cols + self.lo).sort()
+        row, end = self.row[order], (self.row * n_cols + self.hi)[order].cummax(0).values
+        begin[1:] = torch.maximum(begin[1:], end[:-1])
+        kept = end > begin
+        row, begin, end = row[kept], begin[kept], end[kept]
+        return Cover(row, begin - row * n_cols, end - row * n_cols)
+
+    def meet(self, other: Cover, n_cols: int) -> Cover:
+        """Return the tiles that both covers contain."""
+        first, second = self.disjoint(n_cols), other.disjoint(n_cols)
+        (begin, end), (low, high) = ((x.row * n_cols + x.lo, x.row * n_cols + x.hi) for x in (first, second))
+        # Each interval meets those that end after it begins and begin before it ends. Their numbers are consecutive.
+        met = torch.searchsorted(high, begin, right=True)
+        count = torch.searchsorted(low, end) - met
+        mine = torch.repeat_interleave(count)
+        theirs = torch.arange(len(mine), device=mine.device) + (met - count.cumsum(0) + count)[mine]
+        return Cover(
+            first.row[mine],
+            torch.maximum(first.lo[mine], second.lo[theirs]),
+            torch.minimum(first.hi[mine], second.hi[theirs]),
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -382,10 +410,16 @@ class And(_Pair):
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
         sides = (self.first, self.second)
-        small, other = sorted(sides, key=lambda side: side.cover_size(head, rows, grid))
+        (least, small), (most, other) = sorted(
+            ((side.cover_size(head, rows, grid), side) for side in sides), key=lambda sized: sized[0]
+        )
         cover = small.cover(head, rows, grid)
         if cover is None:
             return None
+        # To list a cover of many more tiles takes more time than the tiles that it leaves out.
+        is_cheap = min(most, len(rows) * grid.n_cols) <= max(2 * least, _FEW)
+        if is_cheap and (second := other.cover(head, rows, grid)) is not None:
+            return cover.meet(second, grid.n_cols)
         lo, hi = other.col_range(head, cover.row, grid)
         return Cover(cover.row, torch.maximum(cover.lo, lo), torch.minimum(cover.hi, hi))
 

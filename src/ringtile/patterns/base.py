@@ -413,13 +413,16 @@ class And(_Pair):
         (least, small), (most, other) = sorted(
             ((side.cover_size(head, rows, grid), side) for side in sides), key=lambda sized: sized[0]
         )
-        cover = small.cover(head, rows, grid)
-        if cover is None:
-            return None
+        first, second = small.cover(head, rows, grid), None
         # To list a cover of many more tiles takes more time than the tiles that it leaves out.
-        is_cheap = min(most, len(rows) * grid.n_cols) <= max(2 * least, _FEW)
-        if is_cheap and (second := other.cover(head, rows, grid)) is not None:
-            return cover.meet(second, grid.n_cols)
+        if min(most, len(rows) * grid.n_cols) <= max(2 * least, _FEW):
+            second = other.cover(head, rows, grid)
+        if first is not None and second is not None:
+            return first.meet(second, grid.n_cols)
+        if first is None and second is None:
+            return None
+        # A side without a cover counts every tile once.
+        cover, other = (first, other) if second is None else (second.disjoint(grid.n_cols), small)
         lo, hi = other.col_range(head, cover.row, grid)
         return Cover(cover.row, torch.maximum(cover.lo, lo), torch.minimum(cover.hi, hi))
 

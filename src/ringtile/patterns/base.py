@@ -417,12 +417,15 @@ class And(_Pair):
         # To list a cover of many more tiles takes more time than the tiles that it leaves out.
         if min(most, len(rows) * grid.n_cols) <= max(2 * least, _FEW):
             second = other.cover(head, rows, grid)
-        if first is not None and second is not None:
+        if first is None:
+            if second is None:
+                return None
+            # A side without a cover counts every tile once.
+            cover, other = second.disjoint(grid.n_cols), small
+        elif second is None:
+            cover = first
+        else:
             return first.meet(second, grid.n_cols)
-        if first is None and second is None:
-            return None
-        # A side without a cover counts every tile once.
-        cover, other = (first, other) if second is None else (second.disjoint(grid.n_cols), small)
         lo, hi = other.col_range(head, cover.row, grid)
         return Cover(cover.row, torch.maximum(cover.lo, lo), torch.minimum(cover.hi, hi))
 

@@ -2,6 +2,7 @@
 
 from ringtile.distributed.attention import ring_attend as ring_attend
 from ringtile.distributed.attention import ring_attention as ring_attention
+from ringtile.distributed.dilated import ring_dilated_attention as ring_dilated_attention
 from ringtile.distributed.faults import PlanMismatch as PlanMismatch
 from ringtile.distributed.faults import RankLost as RankLost
 from ringtile.distributed.faults import watch as watch

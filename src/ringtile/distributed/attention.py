@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
+from ringtile.distributed.exchange import Exchange, Routes, cast_finish, cast_start, tied
 from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, make_plan
@@ -49,22 +49,22 @@ class Options(Keywords, total=False):
     batch_at: Tensor | None
 
 
-_exchanges: OrderedDict[tuple[RingPlan, ref[dist.ProcessGroup]], Exchange] = OrderedDict()
-_by_number: dict[int, Exchange] = {}
+_exchanges: OrderedDict[tuple[Routes, ref[dist.ProcessGroup]], Exchange] = OrderedDict()
+by_number: dict[int, Exchange] = {}
 _lock = Lock()
 _EXCHANGES = 256
 
 
-def exchange_of(plan: RingPlan, group: dist.ProcessGroup) -> Exchange:
+def exchange_of(plan: Routes, group: dist.ProcessGroup) -> Exchange:
     """Return the exchange of a plan in a process group, made once."""
     place = plan, ref(group)
     with _lock:
         found = _exchanges.get(place)
         if found is None:
             found = _exchanges[place] = Exchange(plan, group)
-            _by_number[found.number] = found
+            by_number[found.number] = found
             if len(_exchanges) > _EXCHANGES:
-                del _by_number[_exchanges.popitem(last=False)[1].number]
+                del by_number[_exchanges.popitem(last=False)[1].number]
         else:
             _exchanges.move_to_end(place)
         return found
@@ -138,12 +138,7 @@ def ring_attention(
     if transport not in CHOICES:
         raise ValueError(f"transport: expected one of {CHOICES}, got {transport!r}")
     query, key, value = checked_tensors(query, key, value, options.get("enable_gqa", False))
-    rank = ranks.rank()
-    if not isinstance(layout, Layout) or layout.n_ranks != ranks.size():
-        raise ValueError(f"layout: expected a Layout for {ranks.size()} ranks, got {layout!r}")
-    for name, x in (("query", query), ("key", key)):
-        if x.shape[2] != layout.size(rank):
-            raise ValueError(f"{name}: expected the {layout.size(rank)} tokens of rank {rank}, got {x.shape=}")
+    check_shard(query, key, layout, ranks)
     rule = rule_of(pattern, options.pop("is_causal", False), None)
     check_options(
         query,
@@ -160,16 +155,17 @@ def ring_attention(
     if transport == "ring" and against:
         raise ValueError(f"transport 'ring' does not support this call: {'; '.join(against)}")
     if check_finite:
-        _check_finite(key, value, layout, ranks, check_finite)
-    shapes = (*query.shape[:2], key.shape[1], key.shape[3], value.shape[3])
+        check_keys_finite(key, value, layout, ranks, check_finite)
+    shapes = shapes_of(query, key, value)
     mode = "ring" if transport == "auto" and not against and ranks.size() > 1 else transport
     number = _prepared(rule, layout, ranks, mode, shapes, str(key.dtype), options.get("key_mask") is not None)
     if number is None:
         return _pass_around(query, key, value, rule, layout, ranks, options, return_lse)
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.
-    exchange = _by_number[number]
+    exchange = by_number[number]
+    assert isinstance(exchange.plan, RingPlan)
     pieces = exchange.plan.pieces
-    own_mask, buffer_mask = _masks(key, options, exchange)
+    own_mask, buffer_mask = _masks(key, options, exchange.plan, exchange.number)
     compute: Any = sparse_attention
     queries = query.split([piece.end - piece.begin for piece in pieces], 2) if pieces else ()
     found: list[Any] = [None] * len(pieces)
@@ -196,6 +192,16 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
+def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: dist.ProcessGroup) -> None:
+    """Raise ValueError if the layout does not fit the group, or the tensors do not have the rank's tokens."""
+    rank = ranks.rank()
+    if not isinstance(layout, Layout) or layout.n_ranks != ranks.size():
+        raise ValueError(f"layout: expected a Layout for {ranks.size()} ranks, got {layout!r}")
+    for name, x in (("query", query), ("key", key)):
+        if x.shape[2] != layout.size(rank):
+            raise ValueError(f"{name}: expected the {layout.size(rank)} tokens of rank {rank}, got {x.shape=}")
+
+
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 """What each group has compared. It is never forgotten, so that ranks with and without a cached plan do the same."""
 
@@ -216,28 +222,47 @@ def _prepared(
         sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
         gather = None if transport == "auto" else transport == "gather"
         plan = make_plan(pattern, layout, ranks.rank(), gather=gather, **sizes)
+    compare(
+        ranks,
+        "ring_attention",
+        layout,
+        shapes,
+        dtype,
+        pattern=pattern.text or type(pattern).__name__,
+        transport="ring" if plan is None else "gather" if plan.is_gathered else "exchange",
+        key_mask=has_mask,
+        plan="" if plan is None else plan.fingerprint,
+    )
+    return None if plan is None else exchange_of(plan, ranks).number
+
+
+def shapes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
+    """Return the sizes that `compare` compares."""
+    return *query.shape[:2], key.shape[1], key.shape[3], value.shape[3]
+
+
+def compare(
+    ranks: dist.ProcessGroup, name: str, layout: Layout, shapes: tuple[int, ...], dtype: str, **more: str | int
+) -> None:
+    """Compare the facts of a call with the other ranks, once. Raise PlanMismatch if they differ."""
     facts: dict[str, str | int] = {
         "tokens": layout.n_tokens,
         **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=True)),
         "dtype": dtype,
-        "pattern": pattern.text or type(pattern).__name__,
         "layout": layout.text,
-        "transport": "ring" if plan is None else "gather" if plan.is_gathered else "exchange",
-        "key_mask": has_mask,
-        "plan": "" if plan is None else plan.fingerprint,
+        **more,
         "torch": torch.__version__,
     }
-    place = tuple(facts.values())
+    place = (name, *facts.values())
     with _lock:
         agreed = _agreed.setdefault(ranks, set())
     if place not in agreed:
         watch(ranks, silence=_SILENCE)
-        agree(ranks, "ring_attention", facts)
+        agree(ranks, name, facts)
         agreed.add(place)
-    return None if plan is None else exchange_of(plan, ranks).number
 
 
-def _check_finite(key: Tensor, value: Tensor, layout: Layout, ranks: dist.ProcessGroup, layer: bool | str) -> None:
+def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, ranks: dist.ProcessGroup, layer: bool | str) -> None:
     for name, x in (("key", key), ("value", value)):
         found = first_nonfinite(x, 128)
         if found is not None:
@@ -311,11 +336,11 @@ def ring_attend(group: dist.ProcessGroup | DeviceMesh | None, layout: Layout, **
     return partial(ring_attention, layout=layout, group=group, **options)
 
 
-def _masks(key: Tensor, options: Options, exchange: Exchange) -> tuple[Tensor | None, Tensor | None]:
+def _masks(key: Tensor, options: Options, plan: RingPlan, exchange: int) -> tuple[Tensor | None, Tensor | None]:
     """Return the masks of the rank's own keys and of its buffer, from ``key_mask`` and ``key_lengths``."""
     key_mask, lengths = options.pop("key_mask", None), options.pop("key_lengths", None)
-    plan, buffer = exchange.plan, None
+    buffer = None
     if key_mask is not None:
-        buffer = torch.ops.ringtile.cast_bits(key_mask, exchange.number)
+        buffer = torch.ops.ringtile.cast_bits(key_mask, exchange)
     own = _with_lengths(key_mask, lengths, plan.layout.runs[plan.rank], key)
     return own, _with_lengths(buffer, lengths, plan.buffer, key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, Protocol, Self
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Run
-from ringtile.distributed.plan import Copy, RingPlan
+from ringtile.distributed.plan import Copy
 from ringtile.kernels.contracts import accumulator
 
 _numbers = itertools.count()
@@ -36,13 +36,60 @@ Tensors = Sequence[Tensor]
 """Tensors of one dtype, ``[.., .., tokens, dim]``, that travel together."""
 
 
+Places = Sequence[Run] | Tensor
+"""Runs of tokens, or the number of each token, int64."""
+
+
+class Picks(NamedTuple):
+    """Tokens that are copied one by one."""
+
+    source: Tensor
+    target: Tensor
+
+
+Copies = Sequence[Copy] | Picks
+
+
+class Routes(Protocol):
+    """The tokens that travel to and from one rank, and their places. `RingPlan` explains the fields."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_buffer(self) -> int: ...
+    @property
+    def own(self) -> Copies: ...
+    @property
+    def hot(self) -> Sequence[Places]: ...
+    @property
+    def hot_copies(self) -> Sequence[Copies]: ...
+    @property
+    def sent(self) -> Sequence[Places]: ...
+    @property
+    def received(self) -> Sequence[Places]: ...
+    @property
+    def is_mixed(self) -> bool: ...
+    @property
+    def tokens_hot(self) -> Sequence[int]: ...
+    @property
+    def tokens_sent(self) -> Sequence[int]: ...
+    @property
+    def tokens_received(self) -> Sequence[int]: ...
+
+    def on(self, device: torch.device) -> Self:
+        """Return the routes with their tensors on a device."""
+        ...
+
+
 class Exchange:
     """The collectives of one plan in one process group. Operators know it by its number.
 
     Tiles that most ranks need are broadcast, the others go by one all-to-all. Gradients take the same ways back.
     """
 
-    def __init__(self, plan: RingPlan, group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: Routes, group: dist.ProcessGroup) -> None:
         self.plan = plan
         # A group that was destroyed keeps its connections as long as it is referred to.
         self._group = ref(group)
@@ -63,7 +110,7 @@ class Exchange:
 
     def start(self, xs: Tensors) -> tuple[Tensor, list[Any]]:
         """Begin to send. Return what will be received and the work to wait for."""
-        plan, width = self.plan, _width(xs)
+        plan, width = self.plan.on(xs[0].device), _width(xs)
         received = xs[0].new_empty(self.size_received(xs))
         hot, cold = received.split([n * width for n in (sum(plan.tokens_hot), sum(plan.tokens_received))])
         works = []
@@ -81,7 +128,7 @@ class Exchange:
 
     def finish(self, xs: Tensors, received: Tensor, works: Sequence[Any]) -> list[Tensor]:
         """Return the buffers ``[.., .., n_buffer, dim]``."""
-        plan, width = self.plan, _width(xs)
+        plan, width = self.plan.on(xs[0].device), _width(xs)
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
         _copy(buffers, xs, plan.own)
         for work in works[:-1]:
@@ -95,12 +142,12 @@ class Exchange:
 
     def reduce(self, grads: Tensors) -> list[Tensor]:
         """Return the gradients ``[.., .., n, dim]`` of this rank's tokens from those of all ranks' buffers."""
-        plan, width, works = self.plan, _width(grads), []
+        plan, width, works = self.plan.on(grads[0].device), _width(grads), []
         wide = accumulator(grads[0])
         # A sum over ranks, so in the accumulation type.
         hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=wide)
         for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
-            _copy(_cut(wire, grads), grads, [Copy(target, source, n) for source, target, n in plan.hot_copies[owner]])
+            _copy(_cut(wire, grads), grads, _back(plan.hot_copies[owner]))
             goal = dist.get_global_rank(self.group, owner)
             works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
         sent = grads[0].new_empty(sum(plan.tokens_received) * width)
@@ -110,7 +157,7 @@ class Exchange:
         if plan.is_mixed:
             works.append(self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width))
         sums = [x.new_zeros(*x.shape[:2], plan.n_tokens, x.shape[3], dtype=wide) for x in grads]
-        _copy(sums, grads, [Copy(target, source, length) for source, target, length in plan.own])
+        _copy(sums, grads, _back(plan.own))
         for work in works:
             wait(work, self.group, "gradients of keys and values, backward")
         # In the order of the ranks, so that every run adds alike.
@@ -148,25 +195,45 @@ def _cut(wire: Tensor, xs: Tensors) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(wire.split([prod(s) for s in shapes]), shapes, strict=True)]
 
 
-def _copy(targets: Tensors, sources: Tensors, copies: Sequence[Copy]) -> None:
+def _back(copies: Copies) -> Copies:
+    """Return the copies from the targets to the sources."""
+    if isinstance(copies, Picks):
+        return Picks(copies.target, copies.source)
+    return [Copy(target, source, length) for source, target, length in copies]
+
+
+def _copy(targets: Tensors, sources: Tensors, copies: Copies) -> None:
+    if isinstance(copies, Picks):
+        for there, here in zip(targets, sources, strict=True):
+            there.index_copy_(2, copies.target, here.index_select(2, copies.source).to(there.dtype))
+        return
     for source, target, length in copies:
         for there, here in zip(targets, sources, strict=True):
             there[:, :, target : target + length] = here[:, :, source : source + length]
 
 
-def _gather(targets: Tensors, sources: Tensors, runs: Sequence[Run]) -> None:
-    """Copy runs of tokens one after another into ``targets``."""
+def _gather(targets: Tensors, sources: Tensors, places: Places) -> None:
+    """Copy tokens one after another into ``targets``."""
+    if isinstance(places, Tensor):
+        for target, source in zip(targets, sources, strict=True):
+            torch.index_select(source, 2, places, out=target)
+        return
     at = 0
-    for begin, end in runs:
+    for begin, end in places:
         for target, source in zip(targets, sources, strict=True):
             target[:, :, at : at + end - begin] = source[:, :, begin:end]
         at += end - begin
 
 
-def _scatter(targets: Tensors, sources: Tensors, runs: Sequence[Run], *, add: bool = False) -> None:
-    """Copy tokens that lie one after another in ``sources`` to runs of ``targets``, or add them."""
+def _scatter(targets: Tensors, sources: Tensors, places: Places, *, add: bool = False) -> None:
+    """Copy tokens that lie one after another in ``sources`` to their places in ``targets``, or add them."""
+    if isinstance(places, Tensor):
+        for target, source in zip(targets, sources, strict=True):
+            # No place occurs twice, so the sums do not depend on the order of threads.
+            (target.index_add_ if add else target.index_copy_)(2, places, source.to(target.dtype))
+        return
     at = 0
-    for begin, end in runs:
+    for begin, end in places:
         for target, source in zip(targets, sources, strict=True):
             part = source[:, :, at : at + end - begin]
             if add:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, Literal, NamedTuple, Unpack, overload
@@ -40,7 +40,7 @@ _NEXT_BATCH = 0x9E3779B9
 _warned: set[tuple[tuple[tuple[int, int], ...], int]] = set()
 
 
-class _Branch(NamedTuple):
+class Branch(NamedTuple):
     """A segment length, a dilation, and the rule between places inside a segment."""
 
     length: int
@@ -48,10 +48,10 @@ class _Branch(NamedTuple):
     rule: Pattern
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """The arguments of a call that are not its tensors."""
 
-    branches: tuple[_Branch, ...]
+    branches: tuple[Branch, ...]
     key_mask: Tensor | None
     dropout_p: float
     seed: Tensor | None
@@ -59,16 +59,24 @@ class _Options(NamedTuple):
     backend: str | None
 
 
-class _Part(NamedTuple):
-    """One dense problem: a piece of a branch with its rule and its options."""
+class Problem(NamedTuple):
+    """The rule and the options of one dense problem of a branch. Its batch elements are segments."""
 
-    piece: Piece
     rule: Pattern
+    start: int
+    """Place of the first query among the keys."""
     key_mask: Tensor | None
-    ratio: int
     seed: Tensor | None = None
     head_at: Tensor | None = None
     batch_at: Tensor | None = None
+
+
+class _Part(NamedTuple):
+    """One dense problem: a piece of a branch."""
+
+    piece: Piece
+    ratio: int
+    problem: Problem
 
 
 def branch_seed(seed: Tensor, branch: int) -> Tensor:
@@ -88,7 +96,7 @@ def segment_numbers(batch: Tensor, segments: Tensor) -> Tensor:
     return ((batch.unsqueeze(1) * _NEXT_BATCH + segments) % 2**32).flatten()
 
 
-def _parts(branch: _Branch, q: Tensor, k: Tensor, options: _Options, number: int) -> Iterator[_Part]:
+def _parts(branch: Branch, q: Tensor, k: Tensor, options: Options, number: int) -> Iterator[_Part]:
     """Yield the dense problems of a branch, which is number ``number``."""
     heads, mask = q.shape[1], options.key_mask
     cut = pieces(q.shape[2], k.shape[2], heads, branch.length, branch.dilation, by_offset=mask is not None)
@@ -96,15 +104,22 @@ def _parts(branch: _Branch, q: Tensor, k: Tensor, options: _Options, number: int
         kept = None
         if mask is not None:
             kept = kept_rows(mask.unsqueeze(1), piece, piece.offsets.start, keys=True).squeeze(1).flatten(0, 1)
-        part = _Part(piece, for_heads(branch.rule, piece.heads, heads), kept, heads // k.shape[1])
-        if options.seed is not None:
-            batch, segments = (torch.arange(count, device=q.device) for count in (q.shape[0], piece.segments))
-            part = part._replace(
-                seed=branch_seed(options.seed, number),
-                head_at=torch.tensor(piece.heads, device=q.device),
-                batch_at=segment_numbers(batch, piece.key // piece.length + segments),
-            )
-        yield part
+        problem = Problem(for_heads(branch.rule, piece.heads, heads), piece.start, kept)
+        segments = piece.key // piece.length + torch.arange(piece.segments, device=q.device)
+        yield _Part(piece, heads // k.shape[1], numbered(problem, options, number, piece.heads, q.shape[0], segments))
+
+
+def numbered(
+    problem: Problem, options: Options, branch: int, heads: tuple[int, ...], batch: int, segments: Tensor
+) -> Problem:
+    """Return a problem with the dropout of these heads and segments of a branch, if there is dropout."""
+    if options.seed is None:
+        return problem
+    return problem._replace(
+        seed=branch_seed(options.seed, branch),
+        head_at=torch.tensor(heads, device=segments.device),
+        batch_at=segment_numbers(torch.arange(batch, device=segments.device), segments),
+    )
 
 
 def _signed(number: int) -> int:
@@ -112,31 +127,31 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _all_parts(q: Tensor, k: Tensor, options: _Options) -> Iterator[tuple[int, _Part]]:
+def _all_parts(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[int, _Part]]:
     """Yield every dense problem of a call with the number of its branch."""
     for number, branch in enumerate(options.branches):
         for part in _parts(branch, q, k, options, number):
             yield number, part
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, part: _Part, options: _Options) -> Call:
-    """Build the operator call of a part."""
-    text, index = part.rule.text or "", None
+def call_of(q: Tensor, k: Tensor, v: Tensor, problem: Problem, options: Options) -> Call:
+    """Build the operator call of a dense problem."""
+    text, index = problem.rule.text or "", None
     if not text:
-        lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2], "start": part.piece.start}
+        lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2], "start": problem.start}
         index = build_index(
-            part.rule, **lengths, num_heads=q.shape[1], batch=max(q.shape[0], 1), block=_BLOCK, device=q.device
+            problem.rule, **lengths, num_heads=q.shape[1], batch=max(q.shape[0], 1), block=_BLOCK, device=q.device
         )
     call = Call(
-        start=part.piece.start,
+        start=problem.start,
         block=_BLOCK,
         scale=options.scale,
         tiles=() if index is None else index.tensors(),
         pattern=text,
-        key_bits=None if part.key_mask is None else pack_keys(part.key_mask),
-        seed=part.seed,
-        head_at=part.head_at,
-        batch_at=part.batch_at,
+        key_bits=None if problem.key_mask is None else pack_keys(problem.key_mask),
+        seed=problem.seed,
+        head_at=problem.head_at,
+        batch_at=problem.batch_at,
         dropout_p=options.dropout_p,
         backend=options.backend or "",
     )
@@ -151,14 +166,14 @@ class _Merged(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         dtype = accumulator(q)
         out = new_out(q.new_empty(q.shape, dtype=dtype), v.shape[-1]).zero_()
         lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
         for branch, part in _all_parts(q, k, options):
-            problem = _compacted(q, k, v, part)
-            call = _call(*problem, part, options)
-            found, found_lse = torch.ops.ringtile.forward(*problem, *call)
+            tensors = _compacted(q, k, v, part)
+            call = call_of(*tensors, part.problem, options)
+            found, found_lse = torch.ops.ringtile.forward(*tensors, *call)
             for offset in part.piece.offsets:
                 mine = (query_view(out, part.piece, offset), query_view(lse, part.piece, offset))
                 theirs = [of_offset(x, part.piece, q.shape[0], offset) for x in (found, found_lse)]
@@ -179,16 +194,17 @@ class _Merged(torch.autograd.Function):
         if out_grad is None and lse_grad is None:
             return (None,) * 4
         if torch.is_grad_enabled():
-            return *_differentiable_backward(ctx.needs_input_grad[:3], out_grad, lse_grad, (q, k, v), ctx.options), None
+            results = _composed(q, k, v, ctx.options)
+            return *differentiable_grads(results, (q, k, v), ctx.needs_input_grad, (out_grad, lse_grad)), None
         if out_grad is None:
             out_grad = torch.zeros_like(out)
         totals = [torch.zeros(x.shape, dtype=accumulator(q), device=x.device) for x in (q, k, v)]
         for _, part in _all_parts(q, k, ctx.options):
             piece = part.piece
-            problem = _compacted(q, k, v, part)
+            tensors = _compacted(q, k, v, part)
             rows = [None if x is None else compact(x, piece) for x in (out_grad, lse_grad, out, lse)]
-            call = _call(*problem, part, ctx.options)
-            grads = torch.ops.ringtile.backward(rows[0], rows[1], *problem, rows[2], rows[3], *call)
+            call = call_of(*tensors, part.problem, ctx.options)
+            grads = torch.ops.ringtile.backward(rows[0], rows[1], *tensors, rows[2], rows[3], *call)
             add_compacted(totals[0], grads[0], piece)
             for total, grad in zip(totals[1:], grads[1:], strict=True):
                 add_compacted(total, grad, piece, keys=True, ratio=part.ratio)
@@ -200,67 +216,78 @@ def _compacted(q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Te
     return compact(q, part.piece), keys, values
 
 
-def _composed(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+def _composed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Compute the same with operations that differentiate to any order, vmap and compile, but use more memory."""
+    numbers = torch.arange(q.shape[1] * q.shape[2], device=q.device).view(1, *q.shape[1:3])
+    parts = (
+        (branch, _compacted(q, k, v, part), part.problem, compact(numbers, part.piece).flatten())
+        for branch, part in _all_parts(q, k, options)
+    )
+    return compose(q, v.shape[-1], parts, options)
+
+
+def compose(
+    q: Tensor,
+    value_dim: int,
+    parts: Iterable[tuple[int, tuple[Tensor, Tensor, Tensor], Problem, Tensor]],
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Merge dense problems of all branches into the output and lse of the queries ``[B, H, N, D]``.
+
+    A part is the number of its branch, its tensors, its problem and the number ``head * N + token`` of each row.
+    """
     batch, heads, n_queries = q.shape[:3]
-    dtype, rows = accumulator(q), heads * n_queries
-    outs = [torch.zeros(batch, rows, v.shape[-1], dtype=q.dtype, device=q.device) for _ in options.branches]
-    lses = [torch.full((batch, rows), -math.inf, dtype=dtype, device=q.device) for _ in options.branches]
-    numbers = torch.arange(rows, device=q.device).view(1, heads, n_queries)
-    for branch, part in _all_parts(q, k, options):
-        problem = _compacted(q, k, v, part)
+    rows, branches = heads * n_queries, options.branches
+    outs = [torch.zeros(batch, rows, value_dim, dtype=q.dtype, device=q.device) for _ in branches]
+    lses = [torch.full((batch, rows), -math.inf, dtype=accumulator(q), device=q.device) for _ in branches]
+    for branch, tensors, problem, places in parts:
         found = sparse_attention(
-            *problem,
-            part.rule,
-            key_mask=part.key_mask,
-            start=part.piece.start,
+            *tensors,
+            problem.rule,
+            key_mask=problem.key_mask,
+            start=problem.start,
             dropout_p=options.dropout_p,
-            seed=part.seed,
-            head_at=part.head_at,
-            batch_at=part.batch_at,
+            seed=problem.seed,
+            head_at=problem.head_at,
+            batch_at=problem.batch_at,
             scale=options.scale,
             enable_gqa=True,
             return_lse=True,
             backend=options.backend,
         )
-        places = compact(numbers, part.piece).flatten()
-        out, lse = (x.unflatten(0, (batch, part.piece.segments)).flatten(1, 3) for x in found)
-        outs[branch] = outs[branch].index_copy(1, places, out)
-        lses[branch] = lses[branch].index_copy(1, places, lse)
-    out, lse = merge_attention(
-        [x.unflatten(1, (heads, n_queries)) for x in outs], [x.unflatten(1, (heads, n_queries)) for x in lses]
-    )
-    return out, lse
+        out, lse = found
+        outs[branch] = outs[branch].index_copy(1, places, out.reshape(batch, len(places), value_dim))
+        lses[branch] = lses[branch].index_copy(1, places, lse.reshape(batch, len(places)))
+    shape = (heads, n_queries)
+    return merge_attention([x.unflatten(1, shape) for x in outs], [x.unflatten(1, shape) for x in lses])
 
 
-def _differentiable_backward(
+def differentiable_grads(
+    results: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     needed: Sequence[bool],
-    out_grad: Tensor | None,
-    lse_grad: Tensor | None,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    options: _Options,
+    result_grads: Sequence[Tensor | None],
 ) -> Iterator[Tensor | None]:
-    """Return the gradients of q, k and v with a graph, so that they differentiate again."""
-    results = _composed(*inputs, options)
-    given = [(y, grad) for y, grad in zip(results, (out_grad, lse_grad), strict=True) if grad is not None]
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
+    """Return the gradients of the needed inputs with a graph, so that they differentiate again."""
+    given = [(y, grad) for y, grad in zip(results, result_grads, strict=True) if grad is not None]
+    wanted = [x for x, need in zip(inputs, needed, strict=False) if need]
     ys, ys_grads = zip(*given, strict=True)
     found = iter(torch.autograd.grad(ys, wanted, ys_grads, create_graph=True, allow_unused=True))
-    return (next(found) if need else None for need in needed)
+    return (next(found) if need else None for _, need in zip(inputs, needed, strict=False))
 
 
-def _needs_composing(backend: str | None) -> bool:
+def needs_composing(backend: str | None) -> bool:
     """Return True if an autograd Function does not compose: torch.func, forward mode, compile, the reference."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return transformed or torch.compiler.is_compiling() or backend == "reference"
 
 
-def _disjoint(branches: Sequence[_Branch], pattern: Pattern | None) -> tuple[_Branch, ...] | None:
+def _disjoint(branches: Sequence[Branch], pattern: Pattern | None) -> tuple[Branch, ...] | None:
     """Return branches that together keep each pair of the union once, or None if segments do not nest.
 
     A branch leaves out the pairs of shorter ones. If their segments divide its own, that is a rule between its places.
     """
-    found: list[_Branch] = []
+    found: list[Branch] = []
     ascending = sorted({(branch.length, branch.dilation): branch for branch in branches}.items())
     for number, ((length, dilation), branch) in enumerate(ascending):
         earlier = [at for at, _ in ascending[:number]]
@@ -283,7 +310,7 @@ def _disjoint(branches: Sequence[_Branch], pattern: Pattern | None) -> tuple[_Br
             fresh = ~reduce(or_, taken)
             rule = fresh if rule == _DENSE else rule & fresh
         if pattern is not None or not any(_covers(at, length, dilation) for at in earlier):
-            found.append(_Branch(length, dilation, rule))
+            found.append(Branch(length, dilation, rule))
     return tuple(found)
 
 
@@ -303,6 +330,39 @@ def checked_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[in
     return list(zip(lengths, rates, strict=True))
 
 
+def rules_of(
+    at: Sequence[tuple[int, int]], pattern: Pattern | None, is_causal: bool, overlap: str, heads: int
+) -> tuple[Branch, ...] | None:
+    """Return the branches of a call with their rules, or None if only `union_of` keeps the pairs of a union."""
+    _check_pattern(pattern, heads)
+    if overlap not in ("mix", "union"):
+        raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
+    each = tuple(Branch(length, rate, pattern or _DENSE) for length, rate in at)
+    found = _disjoint(each, pattern) if overlap == "union" else each
+    if found is None or not is_causal:
+        return found
+    return tuple(part._replace(rule=_CAUSAL if part.rule == _DENSE else _CAUSAL & part.rule) for part in found)
+
+
+def union_of(at: Sequence[tuple[int, int]], pattern: Pattern | None) -> Pattern:
+    """Return the union of branches as one pattern over positions."""
+    return reduce(or_, [Segments(*each) if pattern is None else InSegments(*each, pattern) for each in at])
+
+
+def options_of(
+    query: Tensor,
+    branches: tuple[Branch, ...],
+    key_mask: Tensor | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    scale: float | None,
+    backend: str | None,
+) -> Options:
+    """Return the options of a call, with a seed if there is dropout and with a scale."""
+    drawn = drawn_seed(seed, query) if dropout_p else None
+    return Options(branches, key_mask, dropout_p, drawn, query.shape[-1] ** -0.5 if scale is None else scale, backend)
+
+
 def _check_pattern(pattern: Pattern | None, heads: int) -> None:
     if pattern is None:
         return
@@ -314,7 +374,7 @@ def _check_pattern(pattern: Pattern | None, heads: int) -> None:
         raise ValueError(f"pattern: expected one rule for all batch rows, got {pattern.batch_size=}")
 
 
-def _warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n_queries: int) -> None:
+def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n_queries: int) -> None:
     """Warn once per configuration about head offsets with tokens that no branch keeps."""
     if any(rate == 1 for _, rate in branches) or torch.compiler.is_compiling():
         return
@@ -444,24 +504,17 @@ def dilated_attention(
     """
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
-    branches = checked_branches(segment_lengths, dilation_rates)
-    _check_pattern(pattern, query.shape[1])
-    if overlap not in ("mix", "union"):
-        raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
-    _warn_of_uncovered(branches, query.shape[1], key.shape[2] - query.shape[2], query.shape[2])
-
-    inside = pattern or _DENSE
-    each = tuple(_Branch(length, rate, inside) for length, rate in branches)
-    parts = _disjoint(each, pattern) if overlap == "union" else each
+    at = checked_branches(segment_lengths, dilation_rates)
+    branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
+    warn_of_uncovered(at, query.shape[1], key.shape[2] - query.shape[2], query.shape[2])
     with without_autocast(query):
-        if parts is None:
+        if branches is None:
             # Segments that do not nest: one sparse pattern over positions.
-            kept = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
             out, lse = sparse_attention(
                 query,
                 key,
                 value,
-                reduce(or_, kept),
+                union_of(at, pattern),
                 is_causal=is_causal,
                 key_mask=key_mask,
                 dropout_p=dropout_p,
@@ -472,19 +525,8 @@ def dilated_attention(
                 backend=backend,
             )
         else:
-            if is_causal:
-                parts = tuple(
-                    part._replace(rule=_CAUSAL if part.rule == _DENSE else _CAUSAL & part.rule) for part in parts
-                )
-            options = _Options(
-                parts,
-                key_mask,
-                dropout_p,
-                drawn_seed(seed, query) if dropout_p else None,
-                query.shape[-1] ** -0.5 if scale is None else scale,
-                backend,
-            )
-            if _needs_composing(backend):
+            options = options_of(query, branches, key_mask, dropout_p, seed, scale, backend)
+            if needs_composing(backend):
                 out, lse = _composed(query, key, value, options)
             else:
                 out, lse = _Merged.apply(query, key, value, options)  # type: ignore[no-untyped-call]

@@ -1,0 +1,398 @@
+"""Who needs which dilated tokens of whom in LongNet, and the dense problems of each rank: pure functions on the host.
+
+Tokens are counted per key head: an *item* is the key and the value of one head and one token, number
+``head * tokens + token``. A rank needs the items of a branch at its head's offset, in the segments that its tokens lie
+in, and under a causal rule none behind its last query. If all of them lie in one run of its own tokens, a problem reads
+them there. Otherwise it reads a buffer, which has each item once, whatever number of branches need it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.distributed.exchange import Picks
+from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
+
+_CELLS = 1 << 22
+"""Largest number of runs of tokens inside a segment, over all ranks, times offsets."""
+
+
+class Shape(NamedTuple):
+    """A branch as the plan sees it."""
+
+    length: int
+    dilation: int
+    is_trimmed: bool
+    """True if no query keeps keys behind it."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """Segments and heads of a branch that form dense problems of ``n_queries`` by ``n_keys`` tokens.
+
+    The query heads that share a key head and an offset lie beside each other, equally many for each.
+    """
+
+    branch: int
+    length: int
+    dilation: int
+    heads: tuple[int, ...]
+    key_heads: tuple[tuple[int, int], ...]
+    """Key head and offset of each head of keys."""
+    segments: Tensor
+    """Number of each segment, int64 ``[S]``."""
+    bases: Tensor
+    """Number that the first token of each segment has or would have among the rank's own, int64 ``[S]``."""
+    first: int
+    """Place of the first query in its segment."""
+    n_queries: int
+    n_keys: int
+    is_local: bool
+    """True if the keys are read where they lie, False if they are read from the buffer."""
+
+    def rows(self, n_tokens: int) -> Tensor:
+        """Return the number ``head * n_tokens + token`` of each query, one segment after another, int64."""
+        heads = torch.tensor(self.heads, device=self.bases.device)
+        first = self.first * self.dilation
+        return _numbers(self.bases, heads * n_tokens, heads % self.dilation + first, self.n_queries, self.dilation)
+
+    def keys(self, n_tokens: int, plan: BranchPlan) -> Tensor:
+        """Return the number of each key among the rank's own items, of ``n_tokens`` per head, or its buffer's place."""
+        head, offset = torch.tensor(self.key_heads, device=self.bases.device).unbind(1)
+        if self.is_local:
+            return _numbers(self.bases, head * n_tokens, offset, self.n_keys, self.dilation)
+        head = head * plan.layout.n_tokens
+        wanted = _numbers(self.segments * self.length, head, offset, self.n_keys, self.dilation)
+        return plan.places[torch.searchsorted(plan.items, wanted)]
+
+    def on(self, device: torch.device) -> Piece:
+        """Return the piece with its tensors on a device."""
+        return replace(self, segments=self.segments.to(device), bases=self.bases.to(device))
+
+
+def _numbers(segments: Tensor, heads: Tensor, offsets: Tensor, count: int, dilation: int) -> Tensor:
+    places = torch.arange(count, device=segments.device) * dilation
+    return (segments[:, None, None] + (heads + offsets)[:, None] + places).flatten()
+
+
+@dataclass(eq=False)
+class BranchPlan:
+    """The exchange and the dense problems of one rank. It counts items as `RingPlan` counts tokens.
+
+    Items for one rank travel in ascending order, and follow the own ones in the buffer, rank by rank. They are never
+    broadcast: ranks that share a segment send about equally many.
+    """
+
+    layout: Layout
+    rank: int
+    n_tokens: int
+    """Number of items of this rank."""
+    fingerprint: str
+    """Hash of everything that the needs follow from: equal at all ranks."""
+    pieces: tuple[Piece, ...]
+    """The dense problems, those on the rank's own keys first."""
+    items: Tensor
+    """The number ``head * layout.n_tokens + position`` of each item of the buffer, ascending."""
+    places: Tensor
+    """The place of each of these items in the buffer."""
+    own: Picks
+    sent: tuple[Tensor, ...]
+    received: tuple[tuple[Run, ...], ...]
+    is_mixed: bool
+    """True if any rank reads keys outside one run of its own tokens."""
+
+    @property
+    def n_buffer(self) -> int:
+        """Number of items of the buffer."""
+        return len(self.items)
+
+    @property
+    def tokens_sent(self) -> tuple[int, ...]:
+        """Number of items that each rank gets from this one."""
+        return tuple(map(len, self.sent))
+
+    @property
+    def tokens_received(self) -> tuple[int, ...]:
+        """Number of items that this rank gets from each other."""
+        return tuple(map(count_tokens, self.received))
+
+    @property
+    def hot(self) -> tuple[Tensor, ...]:
+        """Nothing is broadcast."""
+        return ()
+
+    @property
+    def hot_copies(self) -> tuple[Picks, ...]:
+        """Nothing is broadcast."""
+        return ()
+
+    @property
+    def tokens_hot(self) -> tuple[int, ...]:
+        """Nothing is broadcast."""
+        return ()
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, BranchPlan]:
+        return {self.items.device: self}
+
+    def on(self, device: torch.device) -> BranchPlan:
+        """Return the plan with its tensors on a device."""
+        found = self._elsewhere.get(device)
+        if found is None:
+            found = self._elsewhere[device] = replace(
+                self,
+                pieces=tuple(piece.on(device) for piece in self.pieces),
+                items=self.items.to(device),
+                places=self.places.to(device),
+                own=Picks(*(x.to(device) for x in self.own)),
+                sent=tuple(x.to(device) for x in self.sent),
+            )
+        return found
+
+
+class _Runs(NamedTuple):
+    """All runs of a layout, in the order of positions."""
+
+    begin: Tensor
+    end: Tensor
+    rank: Tensor
+    place: Tensor
+    """Number of the first token among its rank's own."""
+
+
+def _runs_of(layout: Layout) -> _Runs:
+    every = sorted(
+        (begin, end, rank, place)
+        for rank, runs in enumerate(layout.runs)
+        for (begin, end), place in zip(runs, starts_of(runs), strict=True)
+    )
+    return _Runs(*torch.tensor(every).T.contiguous())
+
+
+class _Cells(NamedTuple):
+    """Runs cut by the segments of a branch: the tokens of a run in a segment. Tensors ``[C]`` and ``[C, offsets]``."""
+
+    rank: Tensor
+    segment: Tensor
+    base: Tensor
+    """Number that the segment's first token has or would have among the rank's own."""
+    first: Tensor
+    """Place of the first query of an offset."""
+    n_queries: Tensor
+    n_keys: Tensor
+    is_far: Tensor
+    """True if the keys do not all lie in the run."""
+
+    def where(self, chosen: Tensor) -> _Cells:
+        return _Cells(*(x[chosen] for x in self))
+
+
+def _cells(runs: _Runs, shape: Shape, n_tokens: int, n_offsets: int, rank: int) -> _Cells:
+    """Return the cells of a rank, and those of the others in segments that ranks share."""
+    length, dilation, is_trimmed = shape
+    count = (runs.end - 1) // length - runs.begin // length + 1
+    run = torch.arange(len(count)).repeat_interleave(count)
+    begin, end, owner, place = (x[run] for x in runs)
+    segment = begin // length + torch.arange(len(run)) - (count.cumsum(0) - count)[run]
+    origin = segment * length
+    kept = (owner == rank) | (begin > origin) | (end < (origin + length).clamp(max=n_tokens))
+    begin, end, owner, place, segment, origin = (x[kept] for x in (begin, end, owner, place, segment, origin))
+    offsets = torch.arange(n_offsets)
+
+    def places_before(position: Tensor) -> Tensor:
+        return ((position - origin).unsqueeze(1) - offsets + dilation - 1) // dilation
+
+    first = places_before(torch.maximum(begin, origin))
+    last = places_before(torch.minimum(end, origin + length))
+    n_keys = last if is_trimmed else places_before((origin + length).clamp(max=n_tokens))
+    lowest = origin.unsqueeze(1) + offsets
+    is_far = (begin.unsqueeze(1) > lowest) | (lowest + (n_keys - 1) * dilation >= end.unsqueeze(1))
+    n_queries = last - first
+    return _Cells(owner, segment, place + origin - begin, first, n_queries, n_keys, is_far & (n_queries > 0))
+
+
+@lru_cache(64)
+def make_branch_plan(
+    shapes: tuple[Shape, ...], layout: Layout, rank: int, num_heads: int, num_kv_heads: int, by_offset: bool
+) -> BranchPlan:
+    """Plan one rank's part of LongNet. Plans are cached.
+
+    Args:
+        shapes: The branches.
+        layout: Which tokens each rank holds.
+        rank: The rank, counted in the layout.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key heads, a divisor of ``num_heads``.
+        by_offset: Give each problem heads of one offset only, as key masks need.
+
+    Raises:
+        ValueError: If the ranks' runs are so short that the plan would be too large.
+
+    >>> plan = make_branch_plan((Shape(512, 1, True), Shape(1024, 4, True)), Layout.contiguous(1024, 2), 1, 4, 4, False)
+    >>> plan.tokens_received, plan.tokens_sent
+    ((512, 0), (0, 0))
+    >>> [(piece.heads, piece.n_queries, piece.n_keys, piece.is_local) for piece in plan.pieces]
+    [((0, 1, 2, 3), 512, 512, True), ((0, 1, 2, 3), 128, 256, False)]
+    """
+    runs, n_tokens, size = _runs_of(layout), layout.n_tokens, layout.size(rank)
+    n_offsets = [min(shape.dilation, shape.length, num_heads) for shape in shapes]
+    for shape, offsets in zip(shapes, n_offsets, strict=True):
+        cells = int(((runs.end - 1) // shape.length - runs.begin // shape.length + 1).sum()) * offsets
+        if cells > _CELLS:
+            raise ValueError(
+                f"layout: expected at most {_CELLS:,} runs of tokens in segments and offsets, got {cells:,} for the "
+                f"branch ({shape.length}, {shape.dilation}). Use longer runs or segments"
+            )
+    pieces: list[Piece] = []
+    needed_here = torch.zeros(num_kv_heads, n_tokens, dtype=torch.bool)
+    needed_there: dict[int, Tensor] = {}
+    is_mixed = False
+    for number, (shape, offsets) in enumerate(zip(shapes, n_offsets, strict=True)):
+        cells_of_all = _cells(runs, shape, n_tokens, offsets, rank)
+        is_mixed |= bool(cells_of_all.is_far.any())
+        is_own = cells_of_all.rank == rank
+        mine, others = cells_of_all.where(is_own), cells_of_all.where(~is_own & cells_of_all.is_far.any(1))
+        pieces += _pieces(number, shape, mine, num_heads, num_kv_heads, size, by_offset)
+        reads = _readers(shape, offsets, num_heads, num_kv_heads)
+        _add_own_needs(needed_here, mine, shape, reads)
+        _add_needs_of_others(needed_there, mine, others, shape, reads, size)
+    items = needed_here.flatten().nonzero().flatten()
+    # Items of a head and a run follow each other. The buffer has the own ones first, then those of each rank.
+    first = torch.arange(num_kv_heads).unsqueeze(1) * n_tokens + runs.begin
+    begins = torch.searchsorted(items, first.flatten())
+    counts = begins.diff(append=torch.tensor([len(items)]))
+    owner = torch.where(runs.rank == rank, -1, runs.rank).repeat(num_kv_heads)
+    order = owner.argsort(stable=True)
+    starts = torch.empty_like(begins)
+    starts[order] = counts[order].cumsum(0) - counts[order]
+    places = torch.arange(len(items)) + (starts - begins).repeat_interleave(counts)
+    tokens = torch.zeros(layout.n_ranks + 1, dtype=torch.int64).index_add_(0, owner + 1, counts)
+    bounds = list(pairwise([0, *tokens.cumsum(0).tolist()]))
+    received = tuple((run,) if run[0] < run[1] else () for run in bounds[1:])
+    is_own = places < bounds[0][1]
+    head, position = items[is_own] // n_tokens, items[is_own] % n_tokens
+    run = torch.searchsorted(runs.begin, position, right=True) - 1
+    own = head * size + runs.place[run] + position - runs.begin[run]
+    nowhere = torch.empty(0, dtype=torch.int64)
+    sent = [
+        needed_there[other].flatten().nonzero().flatten() if other in needed_there else nowhere
+        for other in range(layout.n_ranks)
+    ]
+    facts = repr((shapes, layout, num_heads, num_kv_heads))
+    return BranchPlan(
+        layout,
+        rank,
+        num_kv_heads * size,
+        hashlib.sha256(facts.encode()).hexdigest()[:16],
+        tuple(sorted(pieces, key=lambda piece: not piece.is_local)),
+        items,
+        places,
+        Picks(own, places[is_own]),
+        tuple(sent),
+        received,
+        is_mixed,
+    )
+
+
+def _readers(shape: Shape, n_offsets: int, num_heads: int, num_kv_heads: int) -> Tensor:
+    """Return which key heads have query heads of which offset, bool ``[Hkv, offsets]``."""
+    head = torch.arange(num_heads)
+    found = torch.zeros(num_kv_heads, shape.dilation, dtype=torch.bool)
+    found[head // (num_heads // num_kv_heads), head % shape.dilation] = True
+    return found[:, :n_offsets]
+
+
+def _add_own_needs(needed: Tensor, mine: _Cells, shape: Shape, reads: Tensor) -> None:
+    """Mark the items ``[Hkv, N]`` that problems read from the buffer."""
+    cell, offset = mine.is_far.nonzero().T
+    begins = mine.segment[cell] * shape.length + offset
+    ends = begins + (mine.n_keys[cell, offset] - 1) * shape.dilation + 1
+    for begin, end, at in zip(begins.tolist(), ends.tolist(), offset.tolist(), strict=True):
+        needed[:, begin : end : shape.dilation] |= reads[:, at : at + 1]
+
+
+def _add_needs_of_others(
+    needed: dict[int, Tensor], mine: _Cells, others: _Cells, shape: Shape, reads: Tensor, size: int
+) -> None:
+    """Mark this rank's items ``[Hkv, n]`` that the problems of each other rank read."""
+    segments = mine.segment.unique()
+    others = others.where(torch.isin(others.segment, segments))
+    mine = mine.where(torch.isin(mine.segment, others.segment))
+    if not len(others.rank):
+        return
+    cell, offset = (mine.n_queries > 0).nonzero().T
+    count, first = mine.n_queries[cell, offset], mine.first[cell, offset]
+    # The places of all tokens of the shared segments at the offsets that heads have.
+    which = torch.arange(len(cell)).repeat_interleave(count)
+    place = first[which] + torch.arange(len(which)) - (count.cumsum(0) - count)[which]
+    token = mine.base[cell][which] + offset[which] + place * shape.dilation
+    of_segment = torch.searchsorted(segments, mine.segment[cell])[which]
+    offset = offset[which]
+    for other in others.rank.unique().tolist():
+        theirs = others.where(others.rank == other)
+        bound = torch.zeros(len(segments), reads.shape[1], dtype=torch.int64)
+        far = theirs.n_keys.where(theirs.is_far, 0)
+        at = torch.searchsorted(segments, theirs.segment)
+        bound.scatter_reduce_(0, at.unsqueeze(1).expand_as(far), far, "amax")
+        is_read = place < bound[of_segment, offset]
+        if bool(is_read.any()):
+            marked = needed.setdefault(other, torch.zeros(len(reads), size, dtype=torch.bool))
+            marked[:, token[is_read]] |= reads[:, offset[is_read]]
+
+
+def _pieces(
+    branch: int, shape: Shape, mine: _Cells, num_heads: int, num_kv_heads: int, size: int, by_offset: bool
+) -> Iterator[Piece]:
+    """Yield a rank's problems of one branch: segments whose queries and keys have equal places form one."""
+    if not len(mine.segment):
+        return
+    table = torch.stack([mine.first, mine.n_queries, mine.n_keys, mine.is_far.long()], 2)
+    kinds, kind = table.flatten(1).unique(dim=0, return_inverse=True)
+    order = kind.argsort(stable=True).split(torch.bincount(kind).tolist())
+    for cells, row in zip(order, kinds.unflatten(1, (-1, 4)).tolist(), strict=True):
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for offset, (first, n_queries, n_keys, is_far) in enumerate(row):
+            if n_queries:
+                alike.setdefault((first, n_queries, n_keys, is_far, offset * by_offset), []).append(offset)
+        for (first, n_queries, n_keys, is_far, _), offsets in alike.items():
+            # The keys of a problem are copied, so it gets about as many as the rank holds.
+            for chunk in cells.split(max(size // n_keys, 1)):
+                for heads, key_heads in _shared_heads(offsets, shape.dilation, num_heads, num_kv_heads):
+                    yield Piece(
+                        branch,
+                        shape.length,
+                        shape.dilation,
+                        heads,
+                        key_heads,
+                        mine.segment[chunk],
+                        mine.base[chunk],
+                        first,
+                        n_queries,
+                        n_keys,
+                        not is_far,
+                    )
+
+
+def _shared_heads(
+    offsets: Sequence[int], dilation: int, num_heads: int, num_kv_heads: int
+) -> Iterator[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
+    """Yield query heads of these offsets, with their key heads and offsets, so that equally many share each.
+
+    >>> list(_shared_heads([0, 1], 2, 6, 2))
+    [((0, 2, 3, 5), ((0, 0), (1, 1))), ((1, 4), ((0, 1), (1, 0)))]
+    """
+    sharing: dict[tuple[int, int], list[int]] = {}
+    for head in range(num_heads):
+        if head % dilation in offsets:
+            sharing.setdefault((head // (num_heads // num_kv_heads), head % dilation), []).append(head)
+    for count in sorted({len(heads) for heads in sharing.values()}, reverse=True):
+        chosen = [key_head for key_head, heads in sorted(sharing.items()) if len(heads) == count]
+        yield tuple(head for key_head in chosen for head in sharing[key_head]), tuple(chosen)

@@ -271,12 +271,13 @@ def test_an_index_that_a_rank_cannot_build_is_refused() -> None:
 
 MEASURE = """
 import resource, sys
-from ringtile.distributed import Layout
+from ringtile.distributed import Layout, make_plan
 from ringtile.distributed.cost import HARDWARE, Sizes, estimate, survey
 from ringtile.patterns import parse
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for rule in sys.argv[1:]:
     estimate(survey(parse(rule), Layout.zigzag(1 << 20, 64), Sizes()), "exchange", HARDWARE["h100"])
+    make_plan(parse(rule), Layout.contiguous(1 << 20, 64), 63)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 

@@ -330,8 +330,9 @@ def _hot_tiles(asked: Tensor, n_ranks: int) -> Tensor:
 
 def _pieces(index: BlockIndex, needs: Tensor) -> tuple[list[Piece], Tensor]:
     """Cut a rank's row tiles into runs with and without remote keys. Return them and the buffer's columns, bool."""
-    number, _ = index.entries()
-    row, col = number // index.n_cols % max(index.n_rows, 1), number % index.n_cols
+    # A million tiles: short integers.
+    slot, col = (x.int() for x in index.slot_and_col(index.entries().number))
+    row = slot.remainder_(max(index.n_rows, 1))
     own_place = torch.full((index.n_cols,), -1)
     own_place[index.row_at.long()] = torch.arange(index.n_rows)
     is_far = torch.zeros(index.n_rows, dtype=torch.bool)

@@ -149,8 +149,8 @@ def needed(
         part = torch.repeat_interleave(parts, copies)
         lo, hi = cover.lo[order][place], cover.hi[order][place]
         part, lo, hi = (x[hi > lo] for x in (part, lo, hi))
-        one = torch.ones_like(lo, dtype=torch.int32)
-        change.index_put_((part, lo), one, accumulate=True).index_put_((part, hi), -one, accumulate=True)
+        one, begin = torch.ones_like(lo, dtype=torch.int32), part * (grid.n_cols + 1)
+        change.view(-1).index_add_(0, begin + lo, one).index_add_(0, begin + hi, one, alpha=-1)
     return change.cumsum(1, dtype=torch.int32)[:, :-1] > 0
 
 

@@ -50,23 +50,11 @@ def remap(index: BlockIndex, rows: Tensor, cols: Tensor) -> BlockIndex:
     col_cut[-1:] |= col_tail > 0 and not keeps_col_tail
 
     index = index.trimmed()
-    entries = index.entries()
-    slot, col = index.slot_and_col(entries.number)
-    group, row = slot // max(index.n_rows, 1), slot % max(index.n_rows, 1)
-    chosen = row_place[row] >= 0
-    missing = chosen & (col_place[col] < 0)
-    if missing.any():
-        raise ValueError(f"cols: expected all columns that the rows keep, column tile {col[missing][0]} is missing")
-    entries, bits = cut_to_lengths(index, entries, (chosen & (row_cut[row] | col_cut[col])).nonzero().flatten())
-    chosen &= entries.state != EMPTY
-    number = ((group * len(rows) + row_place[row]) * len(cols) + col_place[col])[chosen]
-    number, order = number.sort()
-    state = entries.state[chosen][order]
-    used, state[state >= 0] = torch.unique(state[state >= 0], return_inverse=True)
+    entries, bits = _moved(index, (row_place, row_cut, len(rows)), (col_place, col_cut, len(cols)))
     return index.from_entries(
         index.group,
-        Entries(number, state),
-        bits[used],
+        entries,
+        bits,
         TileGrid(
             block,
             lead * keeps_lead,
@@ -77,6 +65,29 @@ def remap(index: BlockIndex, rows: Tensor, cols: Tensor) -> BlockIndex:
         index.row_positions(rows),
         index.col_positions(cols),
     )
+
+
+def _moved(
+    index: BlockIndex, rows: tuple[Tensor, Tensor, int], cols: tuple[Tensor, Tensor, int]
+) -> tuple[Entries, Tensor]:
+    """Return the entries and the tile table from new places of tiles, which tiles to cut, and how many there are."""
+    (row_place, row_cut, n_rows), (col_place, col_cut, n_cols) = rows, cols
+    entries = index.entries()
+    slot, col = index.slot_and_col(entries.number)
+    group, row = slot // max(index.n_rows, 1), slot % max(index.n_rows, 1)
+    chosen = row_place[row] >= 0
+    missing = chosen & (col_place[col] < 0)
+    if missing.any():
+        raise ValueError(f"cols: expected all columns that the rows keep, column tile {col[missing][0]} is missing")
+    entries, bits = cut_to_lengths(index, entries, (chosen & (row_cut[row] | col_cut[col])).nonzero().flatten())
+    chosen &= entries.state != EMPTY
+    number = ((group * n_rows + row_place[row]) * n_cols + col_place[col])[chosen]
+    # Millions of tiles: the sort needs the memory.
+    del slot, col, group, row, missing
+    number, order = number.sort()
+    state = entries.state[chosen][order]
+    used, state[state >= 0] = torch.unique(state[state >= 0], return_inverse=True)
+    return Entries(number, state), bits[used]
 
 
 def coarsen(index: BlockIndex, block: int) -> BlockIndex:

@@ -76,7 +76,11 @@ class BlockPattern(Pattern):
         first, last = row * self.unit // grid.block, ((row + 1) * self.unit - 1) // grid.block
         step = torch.arange(max_met(self.unit, grid.block), device=rows.device).unsqueeze(1)
         tile = first + step
-        touched = (tile <= last) & torch.isin(tile, rows)
+        touched = tile <= last
+        if len(rows) and len(rows) > int(rows[-1] - rows[0]):
+            touched &= (tile >= rows[0]) & (tile <= rows[-1])
+        else:
+            touched &= torch.isin(tile, rows)
         return interval_cover(tile[touched], lo.expand_as(tile)[touched], hi.expand_as(tile)[touched], grid)
 
 

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from ringtile.distributed import faults
+from ringtile.distributed.errors import difference
 from ringtile.distributed.faults import (
     PlanMismatch,
     RankLost,
-    _difference,
     agree,
     first_nonfinite,
     handshakes,
@@ -409,7 +409,7 @@ def test_each_survivor_fails_within_the_timeout_with_one_line_that_names_the_ran
     for rank in survivors(outcome):
         assert outcome.exit_codes[rank] == 1, outcome.texts[rank]
         assert outcome.seconds[rank] < TIMEOUT + 1
-        raised = re.findall(r"^ringtile\.distributed\.faults\.RankLost: (.*)$", outcome.texts[rank], re.M)
+        raised = re.findall(r"^ringtile\.distributed\.errors\.RankLost: (.*)$", outcome.texts[rank], re.M)
         assert len(raised) == 1, outcome.texts[rank]
         assert re.fullmatch(NAMED[case], raised[0])
         printed = re.findall(r"^ringtile: (.*)$", outcome.texts[rank], re.M)
@@ -522,12 +522,12 @@ def test_an_uncaught_exception_of_a_program_is_published_over_any_store(tmp_path
     ],
 )
 def test_a_difference_is_told_in_one_short_line(given: list[dict[str, Any]], line: str | None) -> None:
-    assert _difference(dict(enumerate(given))) == line
+    assert difference(dict(enumerate(given))) == line
 
 
 def test_long_values_are_cut_to_the_part_that_differs() -> None:
     texts = ["window(4) | " * 40 + f"window({width})" + " | dense" * 40 for width in (5, 6)]
-    line = _difference({rank: {"pattern": text} for rank, text in enumerate(texts)})
+    line = difference({rank: {"pattern": text} for rank, text in enumerate(texts)})
     assert line is not None
     assert len(line) < 220
     assert "window(5)" in line

@@ -1,0 +1,64 @@
+"""What PyTorch knows of a process group, some of it by private names: its store, its timeout, the kind of a work."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STORES: Any = dist
+"""Where PyTorch documents its stores; its annotations leave them out."""
+
+_POINT_TO_POINT = (12, 13, 14)
+"""`OpType` of send, receive and receive from any rank."""
+
+
+def is_alone(group: dist.ProcessGroup) -> bool:
+    """Return True for a group of one rank and for PyTorch's fake backend."""
+    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+
+
+def is_registered(group: dist.ProcessGroup | None) -> bool:
+    """Return True until a group is destroyed."""
+    if group is None:
+        return False
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
+
+
+def is_point_to_point(work: Any) -> bool:
+    """Return True if a work is a send or a receive, or if this version of PyTorch does not tell."""
+    kind = getattr(work, "_get_op_type", None)
+    return kind is None or kind() in _POINT_TO_POINT
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the store of a group: the same for every backend and for threads, unlike `ProcessGroup.get_group_store`.
+
+    Raises RuntimeError if this version of PyTorch does not tell.
+    """
+    find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    if find is None:
+        raise RuntimeError(f"group: PyTorch {torch.__version__} does not tell the store of a process group")
+    return find(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the seconds after which the collectives of a group time out."""
+    try:
+        limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):
+        limit = store_of(group).timeout
+    return limit.total_seconds()
+
+
+def base_of(store: Any) -> Any:
+    """Return the store behind the prefixes."""
+    while isinstance(store, STORES.PrefixStore):
+        store = store.underlying_store
+    return store

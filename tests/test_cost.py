@@ -20,7 +20,8 @@ from test_distributed import LAYOUTS, PATTERNS
 from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
 from ringtile.distributed import plan as plan_module
-from ringtile.distributed.cost import HARDWARE, Cost, Hardware, Sizes, Work, estimate, survey
+from ringtile.distributed.cost import HARDWARE, Cost, Hardware, Sizes, Work, cheapest_layout, estimate, survey
+from ringtile.distributed.cost import LAYOUTS as NAMED_LAYOUTS
 from ringtile.distributed.plan import TRANSPORTS
 from ringtile.layout import build_index, build_rows, candidates
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Window, parse, per_head
@@ -202,7 +203,8 @@ def test_one_rank_sends_nothing() -> None:
 def hardware(**figures: float) -> Hardware:
     fast: dict[str, Any] = {"net_beta": 1e15, "node_beta": 1e15, "flops": 1e18, "memory": 1e18}
     slow = {"net_alpha": 1e-12, "node_alpha": 1e-12, "call": 1e-12}
-    return Hardware("test", "none", **{"ranks_per_node": 2, **fast, **slow, **figures})
+    shape = {"ranks_per_node": 2, "processors_per_node": 2, "has_trees": False}
+    return Hardware("test", "none", **{**shape, **fast, **slow, **figures})
 
 
 def seconds(pattern: Pattern, layout: Layout, transport: Any, **figures: float) -> tuple[float, float]:
@@ -236,6 +238,64 @@ def test_time_is_that_of_the_slowest_part() -> None:
     forward, backward = seconds(CAUSAL, layout, "ring", net_beta=1e9)
     assert forward == pytest.approx(3 * keys / 1e9, rel=1e-3)
     assert backward == pytest.approx(4 * 3 * keys / 1e9, rel=1e-3)
+
+
+def test_ranks_share_the_processors_of_their_node() -> None:
+    layout, window = Layout.contiguous(8192, 4), CAUSAL & Window(1024)
+    alone = seconds(window, layout, "exchange", flops=1e12)
+    for processors in (1, 2, 3, 4):
+        found = seconds(window, layout, "exchange", flops=1e12, ranks_per_node=4, processors_per_node=processors)
+        # Rank 0 has less work than the others.
+        pairs = survey(window, layout, Sizes()).pairs
+        turns = max(1.0, float(pairs.sum() / pairs.max()) / processors)
+        assert found[1] == pytest.approx(alone[1] * turns, rel=1e-3)
+    # Two nodes of two ranks: the third and fourth rank have a node of their own.
+    single = seconds(window, layout, "exchange", flops=1e12, processors_per_node=1)
+    assert single[1] == pytest.approx(2 * alone[1], rel=1e-3)
+    # Under causal, one rank computes longer than all others together need turns.
+    layout = Layout(8192, (((128, 8192),), ((0, 128),)))
+    long = [seconds(window, layout, "gather", flops=1e12, processors_per_node=n)[1] for n in (1, 2)]
+    assert long[0] == pytest.approx(long[1], rel=0.02)
+
+
+def test_trees_send_a_message_several_times() -> None:
+    layout = Layout.contiguous(8192, 8)
+    token, wide = 2 * 8 * 128 * 2, 2 * 8 * 128 * 4
+    whole = seconds(CAUSAL, layout, "gather", net_beta=1e9)
+    assert whole == pytest.approx((8192 * token / 1e9, 8192 * wide / 1e9), rel=1e-3)
+    trees = seconds(CAUSAL, layout, "gather", net_beta=1e9, has_trees=True)
+    assert trees == pytest.approx((3 * whole[0], 1.75 * whole[1]), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_ranks", "expected"),
+    [
+        ("causal & window(4096)", 8, "contiguous"),
+        ("causal", 8, "zigzag"),
+        ("causal & block_dilated([64], 40)", 64, "striped"),
+        ("dense", 1, "contiguous"),
+    ],
+)
+def test_the_cheapest_layout_has_the_least_time(
+    text: str, n_ranks: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule, n_tokens = parse(text), 1 << 18
+    found = cheapest_layout(rule, n_tokens, n_ranks)
+    assert found == NAMED_LAYOUTS[expected](n_tokens, n_ranks)
+    works = [survey(rule, make(n_tokens, n_ranks), Sizes()) for make in NAMED_LAYOUTS.values()]
+    times = [estimate(work, work.automatic, H100).seconds for work in works]
+    assert min(times) == times[list(NAMED_LAYOUTS).index(expected)]
+    assert cli.main(["plan", text, "--tokens", str(n_tokens), "--ranks", str(n_ranks)]) == 0
+    assert f"; cheapest_layout: {expected}\n" in capsys.readouterr().out
+
+
+def test_the_cheapest_layout_depends_on_the_hardware() -> None:
+    # Under a wide causal window, stripes have the most equal work and send the most.
+    rule, sizes = CAUSAL & Window(3000), Sizes(heads=8)
+    layouts = [cheapest_layout(rule, 8192, 4, sizes, hardware(flops=1e9 * f, net_beta=1e9)) for f in (1, 1e9)]
+    assert layouts == [Layout.striped(8192, 4), Layout.contiguous(8192, 4)]
+    with pytest.raises(ValueError, match="over max_bytes"):
+        cheapest_layout(~CAUSAL, 1 << 20, 1)
 
 
 def test_bad_input() -> None:
@@ -298,7 +358,7 @@ def test_plan_prints_a_table_for_each_number_of_ranks(capsys: pytest.CaptureFixt
     best = [line for line in lines if line.startswith("* ")]
     assert [line.split()[1:5] for line in best] == [["contiguous", "exchange", "16.0", "MiB"]] * 2
     assert out.count("no ring: transport 'ring': expected the pattern dense or causal") == 2
-    assert out.count("ring_attention with transport='auto': exchange\n") == 2
+    assert out.count("ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n") == 2
 
 
 def test_plan_prints_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -346,7 +406,10 @@ def test_figures_of_your_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     for text, expected in (
         ("{", "expected a JSON object, got Expecting"),
         ("[]", "got list"),
-        (json.dumps({**figures, "beta": 3}), "net_beta, flops, memory, call, got name,"),
+        (
+            json.dumps({**figures, "beta": 3}),
+            "net_beta, processors_per_node, has_trees, flops, memory, call, got name,",
+        ),
         (json.dumps({**figures, "net_beta": 0}), "net_beta: expected a positive number, got 0"),
         (json.dumps({**figures, "name": 3}), "name: expected a string, got 3"),
     ):

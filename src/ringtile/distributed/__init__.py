@@ -2,6 +2,9 @@
 
 from ringtile.distributed.attention import ring_attend as ring_attend
 from ringtile.distributed.attention import ring_attention as ring_attention
+from ringtile.distributed.cost import Hardware as Hardware
+from ringtile.distributed.cost import Sizes as Sizes
+from ringtile.distributed.cost import cheapest_layout as cheapest_layout
 from ringtile.distributed.dilated import ring_dilated_attention as ring_dilated_attention
 from ringtile.distributed.faults import PlanMismatch as PlanMismatch
 from ringtile.distributed.faults import RankLost as RankLost

@@ -2,7 +2,7 @@
 
 Bytes, messages and peers are exact. Work and memory come from the covers of the pattern, like plans. Times are a model:
 the slowest rank's copies, then its exchange beside the rows that need no other rank's keys, then its other rows. A
-message costs alpha plus its bytes / beta (Hockney, 1994).
+message costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its processors.
 """
 
 from __future__ import annotations
@@ -58,10 +58,15 @@ class Hardware:
     """Seconds per message between nodes."""
     net_beta: float
     """Bytes per second, rank and direction between nodes."""
+    processors_per_node: int
+    """Accelerators of a node, or cores with one thread per rank. More ranks than that share them."""
+    has_trees: bool
+    """True if a rank of a broadcast sends the whole message to several, one after another, as gloo does. False if the
+    message passes through all ranks in pieces, as in NCCL."""
     flops: float
-    """Matrix operations per second and rank that attention reaches."""
+    """Matrix operations per second and processor that attention reaches."""
     memory: float
-    """Bytes per second and rank that copies read or write."""
+    """Bytes per second and processor that copies read or write."""
     call: float
     """Seconds per attention call, before it computes."""
 
@@ -70,6 +75,8 @@ class Hardware:
             value = getattr(self, field.name)
             if field.type == "str":
                 is_valid, expected = isinstance(value, str), "a string"
+            elif field.type == "bool":
+                is_valid, expected = isinstance(value, bool), "true or false"
             elif field.type == "int":
                 is_valid, expected = type(value) is int and value > 0, "a positive integer"
             else:
@@ -104,6 +111,8 @@ def _accelerator(name: str, link: float, network: float, flops: float, memory: f
         node_beta=0.8e9 * link,
         net_alpha=14e-6,
         net_beta=0.8e9 * network,
+        processors_per_node=8,
+        has_trees=False,
         flops=0.4e9 * flops,
         memory=0.8e9 * memory,
         call=10e-6,
@@ -314,6 +323,38 @@ def estimate(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     return _exchange(work, transport, hardware)
 
 
+LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+"""Layouts by name."""
+
+
+def cheapest_layout(
+    pattern: Pattern, n_tokens: int, n_ranks: int, sizes: Sizes | None = None, hardware: Hardware = HARDWARE["h100"]
+) -> Layout:
+    """Return the layout with the least predicted time of both passes: contiguous, zigzag or striped.
+
+    It weighs work, balance and bytes with the transport that `ring_attention` takes by default. The same arguments
+    give the same layout, so ranks need not agree on it. ``sizes`` are those of `Sizes` by default. Raises ValueError
+    if no layout supports the pattern, with the reason.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> cheapest_layout(Causal() & Window(4096), 1 << 20, 8) == Layout.contiguous(1 << 20, 8)
+    True
+    >>> cheapest_layout(Causal(), 1 << 20, 8) == Layout.zigzag(1 << 20, 8)
+    True
+    """
+    found, reason = [], None
+    for name, make in LAYOUTS.items():
+        work = survey(pattern, make(n_tokens, n_ranks), sizes or Sizes(heads=pattern.num_heads or 32))
+        try:
+            found.append((estimate(work, work.automatic, hardware).seconds, name))
+        except ValueError as error:
+            reason = reason or error
+    if not found:
+        assert reason is not None
+        raise reason
+    return LAYOUTS[min(found, key=lambda pair: pair[0])[1]](n_tokens, n_ranks)
+
+
 def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     layout, sizes, grid, demand = work.layout, work.sizes, work.grid, work.demand
     n_ranks, block = layout.n_ranks, grid.block
@@ -340,15 +381,15 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     # A broadcast crosses every kind of link. They run one after another.
     alpha, beta = _slowest(n_ranks, hardware)
     steps = n_broadcasts * ceil(log2(n_ranks)) if n_ranks > 1 else 0
-    forward_wire = _all_to_all(cold * token, hardware) + steps * alpha + int(hot.sum()) * token / beta
-    backward_wire = _all_to_all(cold.T * token, hardware) + steps * alpha + int(hot.sum()) * wide / beta
+    times, times_back = _broadcast_times(n_ranks, hardware)
+    forward_wire = _all_to_all(cold * token, hardware) + steps * alpha + times * int(hot.sum()) * token / beta
+    backward_wire = _all_to_all(cold.T * token, hardware) + steps * alpha + times_back * int(hot.sum()) * wide / beta
     moved = sent + received + hot.sum() + n_buffer
-    copies = 2 * moved * token / hardware.memory
     per_pair, per_pair_backward = _flops_per_pair(sizes)
+    around = _shared(2 * moved * token / hardware.memory + work.calls * hardware.call, hardware)
     # Rows that read only their rank's own keys run beside the exchange.
-    interior = work.interior_pairs * per_pair / hardware.flops
-    boundary = (work.pairs - work.interior_pairs) * per_pair / hardware.flops
-    calls = work.calls * hardware.call
+    interior = _shared(work.interior_pairs * per_pair / hardware.flops, hardware)
+    boundary = _shared((work.pairs - work.interior_pairs) * per_pair / hardware.flops, hardware)
     return Cost(
         transport,
         (sent + hot) * token,
@@ -360,8 +401,8 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
         work.tiles,
         work.pairs.double() * per_pair,
         (sent + received + hot.sum() + n_buffer) * token,
-        copies + calls + torch.maximum(interior, forward_wire) + boundary,
-        copies + calls + work.pairs * per_pair_backward / hardware.flops + backward_wire,
+        around + torch.maximum(interior, forward_wire) + boundary,
+        around + _shared(work.pairs * per_pair_backward / hardware.flops, hardware) + backward_wire,
         traffic,
     )
 
@@ -385,8 +426,10 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
     ones = torch.ones(n_ranks, dtype=torch.int64)
     keys = alpha + longest * token / beta
     gradients = alpha + longest * wide / beta
-    step = (work.pairs * per_pair / hardware.flops + calls * hardware.call) / n_ranks
-    step_backward = (work.pairs * per_pair_backward / hardware.flops + calls * hardware.call) / n_ranks
+    step, step_backward = (
+        _shared(work.pairs * each / hardware.flops + calls * hardware.call, hardware) / n_ranks
+        for each in (per_pair, per_pair_backward)
+    )
     copies = 2 * longest * token / hardware.memory
     home = n_ranks if n_ranks > 1 else 0
     rank = torch.arange(n_ranks)
@@ -413,6 +456,24 @@ def _flops_per_pair(sizes: Sizes) -> tuple[int, int]:
     """Return the multiplications and additions per pair, forward (two matmuls) and backward (five)."""
     assert sizes.value_dim is not None
     return 2 * (sizes.head_dim + sizes.value_dim), 2 * (3 * sizes.head_dim + 2 * sizes.value_dim)
+
+
+def _shared(seconds: Tensor, hardware: Hardware) -> Tensor:
+    """Return when each rank ends, float64 ``[P]``, if the ranks of a node share its processors evenly."""
+    node = torch.arange(len(seconds)) // hardware.ranks_per_node
+    ranks = torch.bincount(node)[node]
+    work = torch.zeros(len(seconds), dtype=torch.float64).index_add_(0, node, seconds.double())[node]
+    # All take turns until the work is done, or until the longest has a processor of its own.
+    turns = (ranks / hardware.processors_per_node).clamp(min=1)
+    return torch.minimum(seconds * turns, torch.maximum(seconds, work / hardware.processors_per_node))
+
+
+def _broadcast_times(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
+    """Return how often a link carries the whole message of a broadcast and of a reduce to one rank."""
+    if not hardware.has_trees or n_ranks == 1:
+        return 1, 1
+    # A tree of sends, and a ring that leaves each rank a part of the sum, which it sends on.
+    return ceil(log2(n_ranks)), 2 * (n_ranks - 1) / n_ranks
 
 
 def _slowest(n_ranks: int, hardware: Hardware) -> tuple[float, float]:

@@ -14,9 +14,9 @@ import torch
 
 from ringtile.analysis.plot import FORMATS, missing_matplotlib, picture, plot_traffic
 from ringtile.analysis.units import bytes_text, count, count_text, duration_text
-from ringtile.distributed import Layout
 from ringtile.distributed.cost import (
     HARDWARE,
+    LAYOUTS,
     MAX_RANKS,
     Cost,
     Hardware,
@@ -27,7 +27,6 @@ from ringtile.distributed.cost import (
 from ringtile.distributed.plan import TRANSPORTS, Transport
 from ringtile.patterns import Pattern, parse
 
-LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 _MAX_TOKENS = 1 << 28
@@ -61,6 +60,12 @@ class Table(NamedTuple):
         if not possible:
             raise ValueError(f"--ranks {self.n_ranks}: {self.rows[0].reason}")
         return self.rows[min(possible)[1]]
+
+    @property
+    def layout(self) -> str | None:
+        """The layout with the least predicted time by these transports, as in `cheapest_layout`."""
+        default = [row for row in self.rows if row.cost is not None and row.transport == self.automatic[row.layout]]
+        return min(default, key=lambda row: row.cost.seconds if row.cost else 0).layout if default else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,7 +202,8 @@ def _lines(table: Table) -> Iterator[str]:
     for layout, default in table.automatic.items():
         taken.setdefault(default, []).append(layout)
     texts = [f"{default}{_named(layouts, table)}" for default, layouts in taken.items()]
-    yield f"  ring_attention with transport='auto': {', '.join(texts)}"
+    cheapest = "" if table.layout is None else f"; cheapest_layout: {table.layout}"
+    yield f"  ring_attention with transport='auto': {', '.join(texts)}{cheapest}"
 
 
 def _named(layouts: list[str], table: Table) -> str:
@@ -217,7 +223,7 @@ def _record(table: Table) -> dict[str, object]:
             found["balance"] = row.cost.balance
             found["model_seconds"] = {name: float(getattr(row.cost, name).max()) for name in ("forward", "backward")}
         rows.append(found)
-    return {"ranks": table.n_ranks, "auto": table.automatic, "rows": rows}
+    return {"ranks": table.n_ranks, "auto": table.automatic, "cheapest_layout": table.layout, "rows": rows}
 
 
 def _draw(tables: list[Table], title: str, path: Path) -> None:

@@ -227,6 +227,7 @@ def first_nonfinite(x: Tensor, tile: int) -> tuple[int, int, int] | None:
     "First" is the lowest tile, then batch element, then head. ``tile`` is the number of tokens per tile. The call reads
     ``x`` once, allocates nothing of its size, and synchronizes with a GPU.
 
+    >>> import torch
     >>> x = torch.zeros(2, 4, 300, 16)
     >>> x[1, 2, 150, 3] = torch.nan
     >>> first_nonfinite(x, 64)

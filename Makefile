@@ -25,7 +25,7 @@ demo: .venv/ready-plot .venv/ready-native
 	.venv/bin/ringtile demo --out .venv/demo $(ARGS)
 
 test: .venv/ready-dev .venv/ready-native
-	.venv/bin/python -m pytest -q --numprocesses=auto $(ARGS)
+	.venv/bin/python -m pytest -q --numprocesses=auto --dist=loadgroup $(ARGS)
 
 quick: .venv/ready-dev .venv/ready-native
 	.venv/bin/python -m pytest -q --numprocesses=auto $(QUICK) $(ARGS)

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ringtile.distributed import Layout, ring_attend, ring_attention
+from ringtile.distributed import Layout, ring_attend, ring_attention, ring_dilated_attention
 from ringtile.distributed.faults import PlanMismatch, RankLost, handshakes
-from ringtile.functional import sparse_attention
+from ringtile.functional import dilated_attention, sparse_attention
 from ringtile.modules import SparseTransformer
 from ringtile.patterns import Causal, GlobalTokens, Window
 
@@ -43,6 +44,69 @@ def gradients(function: Callable[..., Tensor], problem: Any, layout: Layout | No
 def check_equal(found: list[Tensor], whole: list[Tensor], layout: Layout) -> None:
     for x, expected in zip(found, whole, strict=True):
         assert relative_error(x, layout.shard(expected, dist.get_rank())) < 1e-13
+
+
+def check_checkpoints(attend: Callable[..., Tensor], problem: Any, whole: list[Tensor], layout: Layout) -> None:
+    """The documented policy repeats no exchange."""
+    saved = torch.ops.ringtile.cast_start.default, torch.ops.ringtile.group_cast.default
+
+    def policy(ctx: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for options, calls in (({}, 3), ({"context_fn": lambda: create_selective_checkpoint_contexts(policy)}, 2)):
+        with counted_traffic() as local:
+            found = gradients(lambda *x, o=options: checkpoint(attend, *x, use_reentrant=False, **o), problem, layout)
+            assert local.traffic.calls == ["all_to_all_single"] * calls
+        check_equal(found, whole, layout)
+
+
+def check_second_derivatives(
+    attend: Callable[..., Tensor], alone: Callable[..., Tensor], problem: Any, layout: Layout
+) -> None:
+    shards = [layout.shard(x, dist.get_rank()).clone().requires_grad_() for x in problem]
+    seconds = []
+    for tensors, function in ((shards, attend), ([x.clone().requires_grad_() for x in problem], alone)):
+        first = torch.autograd.grad(function(*tensors[:3]), tensors[:3], tensors[3], create_graph=True)
+        seconds.append(list(torch.autograd.grad(sum(x.square().sum() for x in first), tensors[:3])))
+    check_equal(*seconds, layout)
+
+
+def longnet(size: int) -> None:
+    """LongNet: compiled, with checkpoints, differentiated twice and in a module, against one process."""
+    problem, branches = make_inputs(1, 4, N_TOKENS, head_dim=8, kv_heads=2), ([64, 512], [1, 4])
+    # No other rank has tokens of the last one's segments: it receives none, and takes part all the same.
+    uneven = Layout(N_TOKENS, (((0, 200),), ((200, 512),), ((512, N_TOKENS),)))
+    for layout, is_causal in ((uneven, False), (Layout.zigzag(N_TOKENS, size), True)):
+        options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": True, "dropout_p": 0.2, "seed": 3}
+        mask = torch.rand(1, N_TOKENS, generator=torch.Generator().manual_seed(0)) < 0.8
+        mine = layout.shard(mask, dist.get_rank(), 1)
+
+        def alone(*x: Tensor, o: Any = options, m: Tensor | None = mask) -> Tensor:
+            return dilated_attention(*x, *branches, key_mask=m, **o)
+
+        def attend(*x: Tensor, o: Any = options, m: Tensor | None = mine, at: Layout = layout) -> Tensor:
+            return ring_dilated_attention(*x, *branches, key_mask=m, layout=at, **o)
+
+        whole = gradients(alone, problem)
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(attend, fullgraph=True, backend=counter)
+        for _ in range(2):
+            check_equal(gradients(compiled, problem, layout), whole, layout)
+        assert counter.frame_count == 1
+        check_second_derivatives(attend, alone, problem, layout)
+        # A key mask travels by a collective of its own.
+        check_checkpoints(partial(attend, m=None), problem, gradients(partial(alone, m=None), problem), layout)
+    how = {"segment_lengths": branches[0], "dilation_rates": branches[1]}
+    torch.manual_seed(0)
+    models = [
+        SparseTransformer(2, 32, 4, is_causal=True, attend=partial(function, **how, **more)).double()
+        for function, more in ((dilated_attention, {}), (ring_dilated_attention, {"layout": layout}))
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    x = torch.randn(1, N_TOKENS, 32, dtype=torch.float64)
+    out = models[1](layout.shard(x, dist.get_rank(), 1), positions=layout.positions(dist.get_rank()))
+    assert (out - layout.shard(models[0](x), dist.get_rank(), 1)).abs().max() < 1e-12
 
 
 def results(size: int) -> None:
@@ -68,38 +132,29 @@ def results(size: int) -> None:
     contiguous = Layout.contiguous(N_TOKENS, size)
     whole = gradients(lambda *x: sparse_attention(*x, window, start=0), problem)
 
-    def by_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q, k, v, window, layout=contiguous)
+    def by_window(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return ring_attention(q, k, v, window, layout=contiguous, key_mask=key_mask)
 
-    check_equal(gradients(by_window, problem, contiguous), whole, contiguous)
+    # No call of this plan before: tracing makes its exchange.
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(by_window, fullgraph=True, backend=counter)
     for _ in range(2):
         check_equal(gradients(compiled, problem, contiguous), whole, contiguous)
     assert counter.frame_count == 1
+    # A rank that reads no other rank's keys takes part in the collective of key masks, too.
+    mask = torch.rand(1, N_TOKENS, generator=torch.Generator().manual_seed(0)) < 0.8
+    masked = partial(by_window, key_mask=contiguous.shard(mask, dist.get_rank(), 1))
+    with counted_traffic() as local:
+        found = gradients(torch.compile(masked, fullgraph=True, backend="aot_eager"), problem, contiguous)
+        assert local.traffic.calls == ["all_to_all_single"] * 3
+    whole_masked = gradients(partial(sparse_attention, pattern=window, start=0, key_mask=mask), problem)
+    check_equal(found, whole_masked, contiguous)
 
-    saved = torch.ops.ringtile.cast_start.default, torch.ops.ringtile.group_cast.default
-
-    def policy(ctx: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    for options, calls in (({}, 3), ({"context_fn": lambda: create_selective_checkpoint_contexts(policy)}, 2)):
-        with counted_traffic() as local:
-            found = gradients(
-                lambda *x, o=options: checkpoint(by_window, *x, use_reentrant=False, **o), problem, contiguous
-            )
-            assert local.traffic.calls == ["all_to_all_single"] * calls
-        check_equal(found, whole, contiguous)
-
+    check_equal(gradients(by_window, problem, contiguous), whole, contiguous)
+    check_checkpoints(by_window, problem, whole, contiguous)
     # The derivative of the exchange is an exchange, and so is the derivative of that.
-    q, k, v, out_grad = (contiguous.shard(x, dist.get_rank()).clone().requires_grad_() for x in problem)
-    every = [x.clone().requires_grad_() for x in problem]
-    seconds = []
-    for tensors, function in (((q, k, v, out_grad), by_window), (every, lambda *x: sparse_attention(*x, window))):
-        first = torch.autograd.grad(function(*tensors[:3]), tensors[:3], tensors[3], create_graph=True)
-        seconds.append(torch.autograd.grad(sum(x.square().sum() for x in first), tensors[:3]))
-    check_equal(list(seconds[0]), list(seconds[1]), contiguous)
+    check_second_derivatives(by_window, lambda *x: sparse_attention(*x, window), problem, contiguous)
 
     torch.manual_seed(0)
     model = SparseTransformer(2, 32, 4, pattern=window, attend=ring_attend(None, contiguous)).double()
@@ -201,6 +256,10 @@ def run_processes(size: int, function: Callable[..., None], *arguments: Any) -> 
 
 def test_processes_compute_what_one_does() -> None:
     assert run_processes(2, results) == [0, 0]
+
+
+def test_processes_compute_the_longnet_of_one() -> None:
+    assert run_processes(3, longnet) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("what", ["tokens", "batch", "heads", "dtype", "pattern", "layout"])

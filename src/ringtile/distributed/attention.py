@@ -85,6 +85,12 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     return found
 
 
+def real_group(group: Any) -> dist.ProcessGroup:
+    """Return the process group behind Dynamo's stand-in for it, or the group itself."""
+    found: dist.ProcessGroup = getattr(group, "real_obj", group)
+    return found
+
+
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -188,7 +194,7 @@ def ring_attention(
         found.append(compute(query, key, value, key_mask=own_mask, return_lse=True, **options))
     out, lse = found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
     if all(piece.is_local for piece in pieces):
-        out, lse = tied(out, *buffers), tied(lse, *buffers)
+        out, lse = (tied(x, *buffers, buffer_mask) for x in (out, lse))
     return (out, lse) if return_lse else out
 
 
@@ -217,7 +223,7 @@ def _prepared(
     has_mask: bool,
 ) -> int | None:
     """Return the number of a call's exchange, after a comparison with the other ranks, or None for a ring."""
-    plan = None
+    ranks, plan = real_group(ranks), None
     if transport != "ring":
         sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
         gather = None if transport == "auto" else transport == "gather"

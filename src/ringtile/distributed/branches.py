@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -72,10 +72,6 @@ class Piece:
         head = head * plan.layout.n_tokens
         wanted = _numbers(self.segments * self.length, head, offset, self.n_keys, self.dilation)
         return plan.places[torch.searchsorted(plan.items, wanted)]
-
-    def on(self, device: torch.device) -> Piece:
-        """Return the piece with its tensors on a device."""
-        return replace(self, segments=self.segments.to(device), bases=self.bases.to(device))
 
 
 def _numbers(segments: Tensor, heads: Tensor, offsets: Tensor, count: int, dilation: int) -> Tensor:
@@ -138,24 +134,6 @@ class BranchPlan:
     def tokens_hot(self) -> tuple[int, ...]:
         """Nothing is broadcast."""
         return ()
-
-    @cached_property
-    def _elsewhere(self) -> dict[torch.device, BranchPlan]:
-        return {self.items.device: self}
-
-    def on(self, device: torch.device) -> BranchPlan:
-        """Return the plan with its tensors on a device."""
-        found = self._elsewhere.get(device)
-        if found is None:
-            found = self._elsewhere[device] = replace(
-                self,
-                pieces=tuple(piece.on(device) for piece in self.pieces),
-                items=self.items.to(device),
-                places=self.places.to(device),
-                own=Picks(*(x.to(device) for x in self.own)),
-                sent=tuple(x.to(device) for x in self.sent),
-            )
-        return found
 
 
 class _Runs(NamedTuple):
@@ -221,7 +199,13 @@ def _cells(runs: _Runs, shape: Shape, n_tokens: int, n_offsets: int, rank: int) 
 
 @lru_cache(64)
 def make_branch_plan(
-    shapes: tuple[Shape, ...], layout: Layout, rank: int, num_heads: int, num_kv_heads: int, by_offset: bool
+    shapes: tuple[Shape, ...],
+    layout: Layout,
+    rank: int,
+    num_heads: int,
+    num_kv_heads: int,
+    by_offset: bool,
+    device: torch.device | str = "cpu",
 ) -> BranchPlan:
     """Plan one rank's part of LongNet. Plans are cached.
 
@@ -232,6 +216,7 @@ def make_branch_plan(
         num_heads: Number of query heads.
         num_kv_heads: Number of key heads, a divisor of ``num_heads``.
         by_offset: Give each problem heads of one offset only, as key masks need.
+        device: Device of the plan's tensors.
 
     Raises:
         ValueError: If the ranks' runs are so short that the plan would be too large.
@@ -260,7 +245,7 @@ def make_branch_plan(
         is_mixed |= bool(cells_of_all.is_far.any())
         is_own = cells_of_all.rank == rank
         mine, others = cells_of_all.where(is_own), cells_of_all.where(~is_own & cells_of_all.is_far.any(1))
-        pieces += _pieces(number, shape, mine, num_heads, num_kv_heads, size, by_offset)
+        pieces += _pieces(number, shape, mine, num_heads, num_kv_heads, size, by_offset, device)
         reads = _readers(shape, offsets, num_heads, num_kv_heads)
         _add_own_needs(needed_here, mine, shape, reads)
         _add_needs_of_others(needed_there, mine, others, shape, reads, size)
@@ -293,10 +278,10 @@ def make_branch_plan(
         num_kv_heads * size,
         hashlib.sha256(facts.encode()).hexdigest()[:16],
         tuple(sorted(pieces, key=lambda piece: not piece.is_local)),
-        items,
-        places,
-        Picks(own, places[is_own]),
-        tuple(sent),
+        items.to(device),
+        places.to(device),
+        Picks(own.to(device), places[is_own].to(device)),
+        tuple(x.to(device) for x in sent),
         received,
         is_mixed,
     )
@@ -349,7 +334,14 @@ def _add_needs_of_others(
 
 
 def _pieces(
-    branch: int, shape: Shape, mine: _Cells, num_heads: int, num_kv_heads: int, size: int, by_offset: bool
+    branch: int,
+    shape: Shape,
+    mine: _Cells,
+    num_heads: int,
+    num_kv_heads: int,
+    size: int,
+    by_offset: bool,
+    device: torch.device | str,
 ) -> Iterator[Piece]:
     """Yield a rank's problems of one branch: segments whose queries and keys have equal places form one."""
     if not len(mine.segment):
@@ -372,8 +364,8 @@ def _pieces(
                         shape.dilation,
                         heads,
                         key_heads,
-                        mine.segment[chunk],
-                        mine.base[chunk],
+                        mine.segment[chunk].to(device),
+                        mine.base[chunk].to(device),
                         first,
                         n_queries,
                         n_keys,

@@ -18,6 +18,7 @@ from ringtile.distributed.attention import (
     compare,
     exchange_of,
     group_of,
+    real_group,
     ring_attention,
     shapes_of,
 )
@@ -27,7 +28,6 @@ from ringtile.distributed.layout import Layout
 from ringtile.functional.attention import check_options, checked_tensors, without_autocast
 from ringtile.functional.compacted import for_heads
 from ringtile.functional.dilated import (
-    Branch,
     Options,
     Problem,
     call_of,
@@ -142,9 +142,10 @@ def ring_dilated_attention(
         check_keys_finite(key, value, layout, ranks, check_finite)
     shapes = shapes_of(query, key, value)
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.
-    exchange = by_number[_prepared(branches, layout, ranks, shapes, str(key.dtype), is_causal, key_mask is not None)]
+    how = layout, ranks, shapes, str(key.dtype), key.device, key_mask is not None
+    exchange = by_number[_prepared(tuple(at), pattern, is_causal, overlap, *how)]
     assert isinstance(exchange.plan, BranchPlan)
-    plan = exchange.plan.on(query.device)
+    plan = exchange.plan
     masks = _Masks(None, None)
     if key_mask is not None:
         every = key_mask.unsqueeze(1).expand(-1, key.shape[1], -1).flatten(1)
@@ -167,18 +168,25 @@ class _Masks(NamedTuple):
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _prepared(
-    branches: tuple[Branch, ...],
+    at: tuple[tuple[int, int], ...],
+    pattern: Pattern | None,
+    is_causal: bool,
+    overlap: str,
     layout: Layout,
     ranks: dist.ProcessGroup,
     shapes: tuple[int, ...],
     dtype: str,
-    is_causal: bool,
+    device: torch.device,
     has_mask: bool,
 ) -> int:
     """Return the number of a call's exchange, after a comparison with the other ranks."""
+    # Dynamo passes on no rules that it has made.
+    branches = rules_of(at, pattern, is_causal, overlap, shapes[1])
+    assert branches is not None
+    ranks = real_group(ranks)
     # A rule for some lengths only does not fit a part of a segment.
-    planned = tuple(Shape(at.length, at.dilation, is_causal and at.rule.unbounded) for at in branches)
-    plan = make_branch_plan(planned, layout, ranks.rank(), shapes[1], shapes[2], has_mask)
+    planned = tuple(Shape(each.length, each.dilation, is_causal and each.rule.unbounded) for each in branches)
+    plan = make_branch_plan(planned, layout, ranks.rank(), shapes[1], shapes[2], has_mask, device)
     compare(
         ranks,
         "ring_dilated_attention",
@@ -186,7 +194,7 @@ def _prepared(
         shapes,
         dtype,
         branches=", ".join(
-            f"({at.length}, {at.dilation}): {at.rule.text or type(at.rule).__name__}" for at in branches
+            f"({length}, {dilation}): {rule.text or type(rule).__name__}" for length, dilation, rule in branches
         ),
         key_mask=has_mask,
         plan=plan.fingerprint,
@@ -329,5 +337,5 @@ def _composed(
     out, lse = compose(q, v.shape[-1], parts, options)
     if all(piece.is_local for piece in plan.pieces):
         # A rank without remote keys takes part in both passes all the same.
-        out, lse = tied(out, *buffers), tied(lse, *buffers)
+        out, lse = (tied(x, *buffers, masks.buffer) for x in (out, lse))
     return out, lse

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -78,10 +78,6 @@ class Routes(Protocol):
     @property
     def tokens_received(self) -> Sequence[int]: ...
 
-    def on(self, device: torch.device) -> Self:
-        """Return the routes with their tensors on a device."""
-        ...
-
 
 class Exchange:
     """The collectives of one plan in one process group. Operators know it by its number.
@@ -110,7 +106,7 @@ class Exchange:
 
     def start(self, xs: Tensors) -> tuple[Tensor, list[Any]]:
         """Begin to send. Return what will be received and the work to wait for."""
-        plan, width = self.plan.on(xs[0].device), _width(xs)
+        plan, width = self.plan, _width(xs)
         received = xs[0].new_empty(self.size_received(xs))
         hot, cold = received.split([n * width for n in (sum(plan.tokens_hot), sum(plan.tokens_received))])
         works = []
@@ -128,7 +124,7 @@ class Exchange:
 
     def finish(self, xs: Tensors, received: Tensor, works: Sequence[Any]) -> list[Tensor]:
         """Return the buffers ``[.., .., n_buffer, dim]``."""
-        plan, width = self.plan.on(xs[0].device), _width(xs)
+        plan, width = self.plan, _width(xs)
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
         _copy(buffers, xs, plan.own)
         for work in works[:-1]:
@@ -142,7 +138,7 @@ class Exchange:
 
     def reduce(self, grads: Tensors) -> list[Tensor]:
         """Return the gradients ``[.., .., n, dim]`` of this rank's tokens from those of all ranks' buffers."""
-        plan, width, works = self.plan.on(grads[0].device), _width(grads), []
+        plan, width, works = self.plan, _width(grads), []
         wide = accumulator(grads[0])
         # A sum over ranks, so in the accumulation type.
         hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=wide)
@@ -351,12 +347,13 @@ torch.library.register_fake("ringtile::tied", lambda x, keys, values: x.clone(),
 torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=_keep_buffers, lib=library)
 
 
-def tied(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def tied(x: Tensor, keys: Tensor, values: Tensor, key_mask: Tensor | None) -> Tensor:
     """Return ``x``, so that it depends on buffers that no row reads: both passes then take part in the collectives.
 
     Compilers drop operators whose results are not used, so they get an operator of its own.
     """
     if torch.compiler.is_compiling():
+        keys = keys if key_mask is None else keys * key_mask[:, None, :, None]
         return torch.ops.ringtile.tied(x, keys, values)  # type: ignore[no-any-return]
     return _Tied.apply(x, keys, values)  # type: ignore[no-untyped-call, no-any-return]
 

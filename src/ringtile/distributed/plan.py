@@ -98,10 +98,6 @@ class RingPlan:
         """Number of tokens of this rank."""
         return self.layout.size(self.rank)
 
-    def on(self, device: torch.device) -> RingPlan:
-        """Return the plan itself: it has no tensors that collectives read."""
-        return self
-
     @cached_property
     def n_buffer(self) -> int:
         """Number of tokens of the buffer."""

@@ -1,15 +1,24 @@
-"""Ranks as threads of one process, and the bytes that they give to collectives."""
+"""Ranks as threads of one process or as gloo processes, and the bytes that they give to collectives."""
 
 from __future__ import annotations
 
+import datetime
+import multiprocessing
+import os
 import queue
+import tempfile
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait as first_to_end
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
@@ -115,3 +124,96 @@ def counted_traffic() -> Iterator[Any]:
         for name in _original:
             patch.setattr(dist, name, counting(name))
         yield local
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the processes of `run_processes` ended, by rank."""
+
+    exit_codes: list[int | None]
+    texts: list[str]
+    """What each rank wrote to its standard error."""
+    ends: list[float]
+    """When each ended, by `time.monotonic`. Infinity for a rank that was killed here."""
+
+
+def run_processes(
+    n_ranks: int,
+    function: Callable[..., None],
+    *arguments: Any,
+    timeout: float = 20.0,
+    limit: float = 240.0,
+    host: int = 0,
+    spared: Collection[int] = (),
+) -> Outcome:
+    """Call ``function(rank, n_ranks, *arguments)`` in a gloo process per rank.
+
+    Collectives time out after ``timeout`` seconds. Rank ``host`` has the store. After ``limit`` seconds, or when only
+    ranks in ``spared`` are left, the rest is killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # Processes forked from one that has imported torch start in milliseconds.
+    context.set_forkserver_preload(["pytest", "torch._dynamo.testing", "ringtile.distributed"])
+    with tempfile.TemporaryDirectory() as folder:
+        options = function, arguments, n_ranks, Path(folder), timeout, host
+        processes = [context.Process(target=_enter, args=(rank, *options)) for rank in range(n_ranks)]
+        with _starting:
+            for process in processes:
+                process.start()
+        running = {process.sentinel: rank for rank, process in enumerate(processes)}
+        deadline, ends = time.monotonic() + limit, [float("inf")] * n_ranks
+        try:
+            while time.monotonic() < deadline and not set(spared).issuperset(running.values()):
+                for sentinel in first_to_end(list(running), timeout=0.2):
+                    ends[running.pop(sentinel)] = time.monotonic()
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        texts = [Path(folder, str(rank)).read_text() for rank in range(n_ranks)]
+        return Outcome([process.exitcode for process in processes], texts, ends)
+
+
+_starting = threading.Lock()
+_joining: tuple[Any, ...] = ()
+"""This process's store, rank, number of ranks and timeout."""
+
+
+def _enter(
+    rank: int,
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+    n_ranks: int,
+    folder: Path,
+    timeout: float,
+    host: int,
+) -> None:
+    with (folder / str(rank)).open("w") as file:
+        os.dup2(file.fileno(), 2)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    global _joining
+    _joining = _shared_store(rank == host, n_ranks, folder / "port"), rank, n_ranks, timeout
+    join_group()
+    function(rank, n_ranks, *arguments)
+
+
+def join_group(prefix: str = "") -> None:
+    """Join the gloo group of this process's ranks, again over keys with another prefix."""
+    store, rank, n_ranks, timeout = _joining
+    limit = datetime.timedelta(seconds=timeout)
+    store = dist.PrefixStore(prefix, store) if prefix else store
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=limit)
+
+
+def _shared_store(is_host: bool, n_ranks: int, place: Path) -> dist.TCPStore:
+    """Make the store, whose host tells its port in a file."""
+    if is_host:
+        store = dist.TCPStore("127.0.0.1", 0, n_ranks, True, wait_for_workers=False)
+        new = place.with_suffix(".new")
+        new.write_text(str(store.port))
+        new.rename(place)
+        return store
+    while not place.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(place.read_text()), n_ranks, False, wait_for_workers=False)

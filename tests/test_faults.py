@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import wait as first_to_end
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Outcome, join_group, run_processes
 
 from ringtile.distributed import faults
 from ringtile.distributed.errors import difference
@@ -37,13 +34,16 @@ from ringtile.distributed.faults import (
     watch,
 )
 
+# One worker runs all cases at once.
+pytestmark = pytest.mark.xdist_group("faults")
+
 TIMEOUT = 6.0
 HARD_LIMIT = 25.0
 WHAT = "keys and values, forward"
 FACTS: dict[str, str | int | float] = {"n": 131072, "heads": 8, "pattern": "causal & window(4096)", "layout": "zigzag"}
 
 
-# What the ranks do. Each function runs in a process per rank, after `enter`.
+# What the ranks do. Each function runs in a process per rank.
 
 
 def payload(rank: int, size: int, kill: int | None = None) -> None:
@@ -204,8 +204,7 @@ def peace(rank: int, size: int) -> None:
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(thread.is_alive() for thread in threads)
-    _stores[0] = dist.PrefixStore("again", _stores[0])
-    enter(rank, size)
+    join_group("again")
     watch()
     agree(None, "plan", FACTS | {"life": 2})
     payload(rank, size)
@@ -269,13 +268,6 @@ class Case:
     exit_at_once: bool = False
 
 
-@dataclass(frozen=True)
-class Outcome:
-    exit_codes: list[int | None]
-    texts: list[str]
-    seconds: list[float]
-
-
 CASES = {
     "killed before the payload": Case(killed, options=(("when", "before the payload"),)),
     "killed in the payload": Case(killed, options=(("when", "in the payload"),)),
@@ -300,27 +292,6 @@ CASES = {
     "fake": Case(fake_agrees, ranks=1, watched=False),
 }
 
-_stores: list[Any] = []
-_starting = threading.Lock()
-_folder = Path()
-_case = Case(killed)
-
-
-def enter(rank: int, size: int) -> None:
-    """Join the group over a store whose host tells its port in a file."""
-    place = _folder / "port"
-    if not _stores:
-        if rank == _case.host:
-            _stores.append(dist.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False))
-            (_folder / "port.new").write_text(str(_stores[0].port))
-            (_folder / "port.new").rename(place)
-        else:
-            while not place.exists():
-                time.sleep(0.01)
-            _stores.append(dist.TCPStore("127.0.0.1", int(place.read_text()), size, False, wait_for_workers=False))
-    limit = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", store=_stores[0], rank=rank, world_size=size, timeout=limit)
-
 
 def go() -> None:
     """Wait for all ranks, and note the time: the failure comes now."""
@@ -328,53 +299,35 @@ def go() -> None:
     print(f"go {time.monotonic()}", file=sys.stderr, flush=True)
 
 
-def run_rank(name: str, rank: int, folder: Path) -> None:
-    global _folder, _case
-    _folder, _case = folder, CASES[name]
-    with (folder / f"{rank}").open("w") as file:
-        os.dup2(file.fileno(), 2)
-    torch.set_num_threads(1)
-    enter(rank, _case.ranks)
-    if _case.watched:
-        watch(exit_at_once=_case.exit_at_once)
+def run_rank(rank: int, size: int, name: str) -> None:
+    case = CASES[name]
+    if case.watched:
+        watch(exit_at_once=case.exit_at_once)
         watch()
         agree(None, "begin", {"case": name})
     dist.barrier()
-    _case.run(rank, _case.ranks, **dict(_case.options))
+    case.run(rank, size, **dict(case.options))
 
 
 def run_case(name: str) -> Outcome:
-    # Processes forked from one that has imported torch start in milliseconds.
-    context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = range(CASES[name].ranks)
-        processes = [context.Process(target=run_rank, args=(name, rank, Path(folder))) for rank in ranks]
-        with _starting:
-            for process in processes:
-                process.start()
-        deadline = time.monotonic() + HARD_LIMIT
-        # A victim that sleeps or is stopped ends here, once the others have ended.
-        spared = {1} if name.startswith(("stalled", "stopped", "gives up")) else set()
-        running = {process.sentinel: rank for rank, process in enumerate(processes)}
-        ends = [deadline + HARD_LIMIT] * len(processes)
-        while time.monotonic() < deadline and not spared.issuperset(running.values()):
-            for sentinel in first_to_end(list(running), timeout=0.2):
-                ends[running.pop(sentinel)] = time.monotonic()
-        for process in processes:
-            process.kill()
-            process.join()
-        texts = [(Path(folder) / f"{rank}").read_text() for rank in ranks]
-        begin = [float(found[1]) if (found := re.search(r"^go ([\d.]+)$", text, re.M)) else 0.0 for text in texts]
-        seconds = [stop - start for start, stop in zip(begin, ends, strict=True)]
-        return Outcome([process.exitcode for process in processes], texts, seconds)
+    # A victim that sleeps or is stopped ends once the others have ended.
+    spared = [1] if name.startswith(("stalled", "stopped", "gives up")) else []
+    case = CASES[name]
+    return run_processes(case.ranks, run_rank, name, timeout=TIMEOUT, limit=HARD_LIMIT, host=case.host, spared=spared)
+
+
+def seconds_of(outcome: Outcome, rank: int) -> float:
+    """Time from `go` to a rank's end."""
+    begin = re.search(r"^go ([\d.]+)$", outcome.texts[rank], re.M)
+    return outcome.ends[rank] - (float(begin[1]) if begin else 0.0)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Outcome]]:
     """Run the cases of all chosen tests, four at a time: most of them wait."""
     chosen = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    names = [name for name in CASES if name in chosen]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "ringtile.distributed.faults"])
+    # Those that wait for the timeout first.
+    names = sorted(CASES.keys() & {*chosen}, key=lambda name: (not name.startswith("stalled"), name))
     with ThreadPoolExecutor(4) as pool:
         yield dict(zip(names, pool.map(run_case, names), strict=True))
 
@@ -408,7 +361,7 @@ def test_each_survivor_fails_within_the_timeout_with_one_line_that_names_the_ran
     outcome = outcomes[case]
     for rank in survivors(outcome):
         assert outcome.exit_codes[rank] == 1, outcome.texts[rank]
-        assert outcome.seconds[rank] < TIMEOUT + 1
+        assert seconds_of(outcome, rank) < TIMEOUT + 1
         raised = re.findall(r"^ringtile\.distributed\.errors\.RankLost: (.*)$", outcome.texts[rank], re.M)
         assert len(raised) == 1, outcome.texts[rank]
         assert re.fullmatch(NAMED[case], raised[0])
@@ -432,7 +385,7 @@ def test_exit_at_once_ends_ranks_that_wait_for_nothing(outcomes: dict[str, Outco
     outcome = outcomes[case]
     for rank in survivors(outcome):
         assert outcome.exit_codes[rank] == 1
-        assert outcome.seconds[rank] < TIMEOUT
+        assert seconds_of(outcome, rank) < TIMEOUT
         assert re.findall(r"^ringtile: rank 1 is lost: ", outcome.texts[rank], re.M) == ["ringtile: rank 1 is lost: "]
 
 
@@ -461,7 +414,7 @@ def test_a_mismatch_is_the_same_line_at_every_rank(outcomes: dict[str, Outcome],
         assert re.findall(r"^line: (.*)$", text, re.M) == [f"{name}: {lines[name]}" for name in names]
         assert text.rstrip().endswith("PlanMismatch: four: rank 3 has heads=4, the others heads=8")
         assert outcome.exit_codes[rank] == 1
-        assert outcome.seconds[rank] < TIMEOUT + 1
+        assert seconds_of(outcome, rank) < TIMEOUT + 1
 
 
 @pytest.mark.parametrize("case", ["peace", "threads", "fake"])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-import multiprocessing
+import itertools
 import os
+import re
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,18 +17,30 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 from oracle import make_inputs, relative_error
-from ranks import counted_traffic
+from ranks import Outcome, counted_traffic, run_processes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ringtile.distributed import Layout, ring_attend, ring_attention, ring_dilated_attention
+from ringtile.distributed import (
+    Layout,
+    RingPlan,
+    attention,
+    make_plan,
+    ring_attend,
+    ring_attention,
+    ring_dilated_attention,
+)
 from ringtile.distributed.faults import PlanMismatch, RankLost, handshakes
 from ringtile.functional import dilated_attention, sparse_attention
 from ringtile.modules import SparseTransformer
 from ringtile.patterns import Causal, GlobalTokens, Window
 
+# One worker runs the checks of all tests at once.
+pytestmark = pytest.mark.xdist_group("ring processes")
+
 N_TOKENS = 700
+WINDOW = Causal() & Window(150)
 PATTERN = Causal() & (Window(150) | GlobalTokens(20))
 
 
@@ -71,7 +82,7 @@ def check_second_derivatives(
     check_equal(*seconds, layout)
 
 
-def longnet(size: int) -> None:
+def longnet(rank: int, size: int) -> None:
     """LongNet: compiled, with checkpoints, differentiated twice and in a module, against one process."""
     problem, branches = make_inputs(1, 4, N_TOKENS, head_dim=8, kv_heads=2), ([64, 512], [1, 4])
     # No other rank has tokens of the last one's segments: it receives none, and takes part all the same.
@@ -109,8 +120,18 @@ def longnet(size: int) -> None:
     assert (out - layout.shard(models[0](x), dist.get_rank(), 1)).abs().max() < 1e-12
 
 
-def results(size: int) -> None:
-    """Every transport, compiled and not, with checkpoints, against one process."""
+def window_of(size: int) -> tuple[Any, Layout, Callable[..., Tensor]]:
+    """A problem, a contiguous layout, and the function of a rank's tokens by a window."""
+    contiguous = Layout.contiguous(N_TOKENS, size)
+
+    def by_window(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return ring_attention(q, k, v, WINDOW, layout=contiguous, key_mask=key_mask)
+
+    return make_inputs(1, 2, N_TOKENS, head_dim=8), contiguous, by_window
+
+
+def transports(size: int) -> None:
+    """Every transport is one process, and compares its facts once."""
     problem = make_inputs(1, 2, N_TOKENS, head_dim=8)
     layout = Layout.zigzag(N_TOKENS, size)
     for pattern, transport in ((PATTERN, "exchange"), (PATTERN, "gather"), (Causal(), "ring")):
@@ -128,19 +149,35 @@ def results(size: int) -> None:
     found = gradients(lambda *x: ring_attention(*x, Causal(), layout=layout, group=mesh["cp"]), problem, layout)
     check_equal(found, whole, layout)
 
-    window = Causal() & Window(150)
-    contiguous = Layout.contiguous(N_TOKENS, size)
-    whole = gradients(lambda *x: sparse_attention(*x, window, start=0), problem)
 
-    def by_window(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        return ring_attention(q, k, v, window, layout=contiguous, key_mask=key_mask)
+def bits(size: int) -> None:
+    """Threads, overlap and repetition change no bit."""
+    problem = make_inputs(1, 4, N_TOKENS, head_dim=8, kv_heads=2, dtype=torch.float32)
+    layout = Layout.zigzag(N_TOKENS, size)
+    for pattern, transport in ((PATTERN, "exchange"), (PATTERN, "gather"), (Causal(), "ring")):
+        found = []
+        for n_threads, overlap in itertools.product((1, 2), (True, False)):
+            torch.set_num_threads(n_threads)
+            how: dict[str, Any] = {"transport": transport, "overlap": overlap, "enable_gqa": True}
+            for _ in range(2):
+                found.append(
+                    gradients(lambda *x, p=pattern, h=how: ring_attention(*x, p, layout=layout, **h), problem, layout)
+                )
+        torch.set_num_threads(1)
+        for other in found[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(other, found[0], strict=True)), transport
 
+
+def compiled(size: int) -> None:
+    """One graph of the compiler, with the same gradients."""
+    problem, contiguous, by_window = window_of(size)
+    whole = gradients(lambda *x: sparse_attention(*x, WINDOW, start=0), problem)
     # No call of this plan before: tracing makes its exchange.
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    compiled = torch.compile(by_window, fullgraph=True, backend=counter)
+    function = torch.compile(by_window, fullgraph=True, backend=counter)
     for _ in range(2):
-        check_equal(gradients(compiled, problem, contiguous), whole, contiguous)
+        check_equal(gradients(function, problem, contiguous), whole, contiguous)
     assert counter.frame_count == 1
     # A rank that reads no other rank's keys takes part in the collective of key masks, too.
     mask = torch.rand(1, N_TOKENS, generator=torch.Generator().manual_seed(0)) < 0.8
@@ -148,17 +185,26 @@ def results(size: int) -> None:
     with counted_traffic() as local:
         found = gradients(torch.compile(masked, fullgraph=True, backend="aot_eager"), problem, contiguous)
         assert local.traffic.calls == ["all_to_all_single"] * 3
-    whole_masked = gradients(partial(sparse_attention, pattern=window, start=0, key_mask=mask), problem)
+    whole_masked = gradients(partial(sparse_attention, pattern=WINDOW, start=0, key_mask=mask), problem)
     check_equal(found, whole_masked, contiguous)
 
+
+def uncompiled(size: int) -> None:
+    """A window alone, with checkpoints, and differentiated twice."""
+    problem, contiguous, by_window = window_of(size)
+    whole = gradients(lambda *x: sparse_attention(*x, WINDOW, start=0), problem)
     check_equal(gradients(by_window, problem, contiguous), whole, contiguous)
     check_checkpoints(by_window, problem, whole, contiguous)
     # The derivative of the exchange is an exchange, and so is the derivative of that.
-    check_second_derivatives(by_window, lambda *x: sparse_attention(*x, window), problem, contiguous)
+    check_second_derivatives(by_window, lambda *x: sparse_attention(*x, WINDOW), problem, contiguous)
 
+
+def model(size: int) -> None:
+    """A transformer over the ranks has the outputs and the gradients of one process."""
+    contiguous = Layout.contiguous(N_TOKENS, size)
     torch.manual_seed(0)
-    model = SparseTransformer(2, 32, 4, pattern=window, attend=ring_attend(None, contiguous)).double()
-    alone = SparseTransformer(2, 32, 4, pattern=window).double()
+    model = SparseTransformer(2, 32, 4, pattern=WINDOW, attend=ring_attend(None, contiguous)).double()
+    alone = SparseTransformer(2, 32, 4, pattern=WINDOW).double()
     alone.load_state_dict(model.state_dict())
     for parameters in zip(model.parameters(), alone.parameters(), strict=True):
         with torch.no_grad():
@@ -177,33 +223,41 @@ def results(size: int) -> None:
         assert (total - parameters[1].grad).abs().max() < 1e-10 * (1 + parameters[1].grad.abs().max())
 
 
-def differs(size: int, what: str) -> None:
-    """One rank calls with other facts: no data moves, and all raise the same line."""
-    rank = dist.get_rank()
-    odd = rank == 1
-    n_tokens = 600 if odd and what == "tokens" else N_TOKENS
-    layout = (Layout.zigzag if odd and what == "layout" else Layout.contiguous)(n_tokens, size)
-    pattern = Causal() & Window(99 if odd and what == "pattern" else 150)
-    x = torch.randn(2 if odd and what == "batch" else 1, 4 if odd and what == "heads" else 2, layout.size(rank), 8)
-    x = x.double() if odd and what == "dtype" else x
-    with (
-        counted_traffic() as local,
-        pytest.raises(PlanMismatch, match=rf"rank 1 has .*{what}=.*, the others") as raised,
-    ):
-        ring_attention(x, x, x, pattern, layout=layout)
-    assert not hasattr(local, "traffic")
-    lines: list[Any] = [None] * size
-    dist.all_gather_object(lines, str(raised.value))
-    assert len(set(lines)) == 1
+def forged(plan: RingPlan, tokens: int) -> RingPlan:
+    """The plan of a rank that expects other tokens from rank 0 than come."""
+    (begin, end), *rest = plan.received[0]
+    return replace(plan, received=(((begin, end + tokens), *rest), *plan.received[1:]))
 
 
-def dies(size: int, how: str) -> None:
+DIFFERENCES = ["tokens", "batch", "heads", "dtype", "pattern", "layout", "more rows", "fewer rows"]
+
+
+def differs(rank: int, size: int) -> None:
+    """One rank calls with other facts: no data moves, and all raise the same line. Each rank prints it."""
+    for what in DIFFERENCES:
+        odd = what if rank == 1 else ""
+        n_tokens = 600 if odd == "tokens" else N_TOKENS
+        layout = (Layout.zigzag if odd == "layout" else Layout.contiguous)(n_tokens, size)
+        pattern = Causal() & Window(99 if odd == "pattern" else 150)
+        x = torch.randn(2 if odd == "batch" else 1, 4 if odd == "heads" else 2, layout.size(rank), 8)
+        x = x.double() if odd == "dtype" else x
+        with counted_traffic() as local, pytest.MonkeyPatch.context() as patch:
+            if odd in ("more rows", "fewer rows"):
+                more = 64 if odd == "more rows" else -64
+                patch.setattr(attention, "make_plan", lambda *args, n=more, **how: forged(make_plan(*args, **how), n))
+            with pytest.raises(PlanMismatch) as raised:
+                ring_attention(x, x, x, pattern, layout=layout, transport="exchange")
+        assert not hasattr(local, "traffic")
+        print(f"{what}: {raised.value}", file=sys.stderr, flush=True)
+
+
+def dies(rank: int, size: int, how: str) -> None:
     """A rank is killed, or fails, between two layers: the others raise a line that names it."""
     layout = Layout.contiguous(N_TOKENS, size)
-    x = torch.randn(1, 2, layout.size(dist.get_rank()), 8)
+    x = torch.randn(1, 2, layout.size(rank), 8)
     ring_attention(x, x, x, PATTERN, layout=layout)
     dist.barrier()
-    if dist.get_rank() == 1:
+    if rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raises":
@@ -216,57 +270,54 @@ def dies(size: int, how: str) -> None:
     sys.exit(3)
 
 
-def enter(function: Callable[..., None], arguments: tuple[Any, ...], rank: int, size: int, folder: str) -> None:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    sys.stderr = Path(folder, f"errors of {rank}").open("w")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{folder}/store", size),
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=20),
-    )
-    function(size, *arguments)
+CHECKS = (compiled, uncompiled, transports, bits, model)
+
+
+def run_checks(rank: int, size: int, names: list[str]) -> None:
+    """Run some checks one after another, and print the name of each that passed."""
+    for check in CHECKS:
+        if check.__name__ in names:
+            torch.manual_seed(0)
+            check(size)
+            print(f"passed: {check.__name__}", file=sys.stderr, flush=True)
     dist.destroy_process_group()
 
 
-def run_processes(size: int, function: Callable[..., None], *arguments: Any) -> list[int | None]:
-    """Run a function in a process per rank. Return their exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    # Processes forked from one that has imported torch start in milliseconds.
-    context.set_forkserver_preload(["pytest", "torch._dynamo.testing", "ringtile.distributed"])
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=enter, args=(function, arguments, rank, size, folder)) for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            for process in processes:
-                process.join(240)
-            codes = [process.exitcode for process in processes]
-            if codes != [0] * size:
-                print(*(path.read_text() for path in Path(folder).glob("errors*")), sep="\n")
-            return codes
-        finally:
-            for process in processes:
-                process.kill()
+@pytest.fixture(scope="module")
+def checked(request: pytest.FixtureRequest) -> Outcome:
+    """The outcome of the checks of all chosen tests."""
+    chosen = [item.callspec.params.get("check") for item in request.session.items if hasattr(item, "callspec")]
+    return run_processes(2, run_checks, [check.__name__ for check in CHECKS if check in chosen])
 
 
-def test_processes_compute_what_one_does() -> None:
-    assert run_processes(2, results) == [0, 0]
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_processes_compute_what_one_does(checked: Outcome, check: Callable[[int], None]) -> None:
+    for text in checked.texts:
+        assert f"passed: {check.__name__}\n" in text, text
 
 
-def test_processes_compute_the_longnet_of_one() -> None:
-    assert run_processes(3, longnet) == [0, 0, 0]
+def test_three_processes_compute_the_longnet_of_one() -> None:
+    outcome = run_processes(3, longnet)
+    assert outcome.exit_codes == [0, 0, 0], outcome.texts
 
 
-@pytest.mark.parametrize("what", ["tokens", "batch", "heads", "dtype", "pattern", "layout"])
-def test_ranks_that_differ_are_told_before_data_moves(what: str) -> None:
-    assert run_processes(3, differs, what) == [0, 0, 0]
+@pytest.fixture(scope="module")
+def differing() -> Outcome:
+    return run_processes(3, differs)
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_differ_are_told_before_data_moves(differing: Outcome, what: str) -> None:
+    lines = {tuple(re.findall(rf"^{what}: (.*)$", text, re.M)) for text in differing.texts}
+    assert len(lines) == 1, differing.texts
+    ((line,),) = lines
+    field = "plan" if "rows" in what else what
+    assert re.search(rf"rank 1 has (.*, )?{field}=.*, the others", line), line
+    assert "rows" not in what or line.count("rank 1 has") == 1
+    assert differing.exit_codes == [0, 0, 0], differing.texts
 
 
 @pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("raises", 1), ("nan", 1)])
 def test_a_rank_that_fails_is_named(how: str, code: int) -> None:
-    assert run_processes(3, dies, how) == [3, code, 3]
+    outcome = run_processes(3, dies, how)
+    assert outcome.exit_codes == [3, code, 3], outcome.texts

@@ -23,6 +23,7 @@ from ringtile.distributed.plan import (
     TRANSPORTS,
     Demand,
     Transport,
+    count_sent,
     find_demand,
     is_better_gathered,
     is_cut,
@@ -34,9 +35,6 @@ from ringtile.patterns.base import TileGrid
 
 MAX_RANKS = 4096
 """Traffic is a matrix of all pairs of ranks."""
-
-_CELLS = 1 << 20
-"""Elements of a temporary tensor while traffic is summed."""
 
 
 @dataclass(frozen=True)
@@ -360,13 +358,7 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     n_ranks, block = layout.n_ranks, grid.block
     if transport == "gather":
         demand = find_demand(work.pattern, layout, grid, gather=True)
-    tiles, ranks, tokens = layout.tiles(block)
-    is_hot = demand.is_hot[tiles]
-    hot = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, ranks[is_hot], tokens[is_hot])
-    cold = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
-    for some in (~is_hot).nonzero().flatten().split(max(1, _CELLS // n_ranks)):
-        cold.index_add_(0, ranks[some], demand.needs.T[tiles[some]] * tokens[some].unsqueeze(1))
-    cold.fill_diagonal_(0)
+    hot, cold = count_sent(layout, demand.needs, demand.is_hot, block)
     others_hot = hot.sum() - hot
     token = sizes.width * sizes.dtype.itemsize
     wide = sizes.width * sizes.accumulator.itemsize

@@ -34,6 +34,9 @@ MAX_PIECES = 8
 _HOT_RANKS = 3
 """Tiles that at least so many other ranks need, and more than half of all ranks, are broadcast."""
 
+_CELLS = 1 << 20
+"""Elements of a temporary tensor while messages are counted."""
+
 _RUNS = 256
 """Largest number of runs of a rank that begin or end inside a tile. Each is a call of its own."""
 
@@ -72,6 +75,8 @@ class RingPlan:
     block: int
     needs: Tensor
     """bool ``[P, C]``: the column tiles that each rank needs, its own included."""
+    is_hot: Tensor
+    """bool ``[C]``: the column tiles that are broadcast."""
     pieces: tuple[Piece, ...]
     """The calls, in the order of the tokens."""
     own: tuple[Copy, ...]
@@ -120,10 +125,15 @@ class RingPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the pattern's text, the layout and the needs of all ranks: equal at all ranks."""
+        """Hash of the pattern's text, the layout, the needs and the messages of all ranks: equal at all ranks."""
         digest = hashlib.sha256(repr((self.pattern.text, self.layout, self.block)).encode())
         words = pack_words(torch.nn.functional.pad(self.needs, (0, -self.needs.shape[1] % 32))).contiguous()
-        digest.update(ctypes.string_at(words.data_ptr(), words.nbytes))
+        _, sent = count_sent(self.layout, self.needs, self.is_hot, self.block)
+        # This rank's messages as it would send and receive them: a rank that expects other tokens than come reads
+        # memory that no rank has written.
+        sent[self.rank], sent[:, self.rank] = torch.tensor(self.tokens_sent), torch.tensor(self.tokens_received)
+        for x in (words, torch.cat([sent, torch.tensor(self.tokens_hot).unsqueeze(0)])):
+            digest.update(ctypes.string_at(x.data_ptr(), x.nbytes))
         return digest.hexdigest()[:16]
 
 
@@ -234,6 +244,7 @@ def _make_plan(
         rank,
         block,
         needs,
+        is_hot,
         tuple(pieces),
         _copies(places[rank], in_buffer),
         tuple(hot),
@@ -298,6 +309,17 @@ def find_demand(
     is_shared = holds.sum(0) > holds.long()
     is_mixed = bool((needs & is_shared & ~is_hot).any())
     return Demand(needs, holds, is_hot, int(sent.max()), is_mixed)
+
+
+def count_sent(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens that each rank broadcasts, int64 ``[P]``, and sends to each other rank, int64 ``[P, P]``."""
+    tiles, ranks, tokens = layout.tiles(block)
+    n_ranks, hot = layout.n_ranks, is_hot[tiles]
+    broadcast = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, ranks[hot], tokens[hot])
+    sent = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
+    for some in (~hot).nonzero().flatten().split(max(1, _CELLS // n_ranks)):
+        sent.index_add_(0, ranks[some], needs.T[tiles[some]] * tokens[some].unsqueeze(1))
+    return broadcast, sent.fill_diagonal_(0)
 
 
 def is_cut(layout: Layout, rank: int, block: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +26,13 @@ from ringtile.distributed.cost import HARDWARE, Cost, Hardware, Sizes, Work, che
 from ringtile.distributed.cost import LAYOUTS as NAMED_LAYOUTS
 from ringtile.distributed.plan import TRANSPORTS
 from ringtile.layout import build_index, build_rows, candidates
+from ringtile.measure import cluster
+from ringtile.measure import plan as plan_verb
+from ringtile.measure.cluster import fit_link
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Window, parse, per_head
 from ringtile.patterns.base import TileGrid
 
+ROOT = Path(__file__).parents[1]
 N_TOKENS = 700
 CAUSAL = Causal()
 H100 = HARDWARE["h100"]
@@ -233,11 +239,11 @@ def test_time_is_that_of_the_slowest_part() -> None:
     long = seconds(window, layout, "exchange", flops=1e12, net_beta=halo / (3 * interior))
     assert long == pytest.approx((4 * interior, 8 * interior), rel=1e-3)
     assert seconds(window, layout, "exchange", call=1.0)[0] == pytest.approx(2, rel=1e-3)
-    # Causal around a ring: three hops of keys, then four of keys and of gradients in float32.
+    # Causal around a ring: three hops of keys, then three of keys and four of gradients in float32.
     keys = 2048 * 2 * 8 * 128 * 2
     forward, backward = seconds(CAUSAL, layout, "ring", net_beta=1e9)
     assert forward == pytest.approx(3 * keys / 1e9, rel=1e-3)
-    assert backward == pytest.approx(4 * 3 * keys / 1e9, rel=1e-3)
+    assert backward == pytest.approx((3 + 4 * 2) * keys / 1e9, rel=1e-3)
 
 
 def test_ranks_share_the_processors_of_their_node() -> None:
@@ -422,6 +428,85 @@ def test_figures_of_your_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     file.write_text(json.dumps(figures))
     assert cli.main(argv) == 0
     assert "model of mine: none" in capsys.readouterr().out
+
+
+def test_a_link_is_fitted_by_latency_and_bandwidth() -> None:
+    sizes = [1 << bits for bits in range(8, 24, 3)]
+    alpha, beta = fit_link([(size, 3e-4 + size / 2e8) for size in sizes])
+    assert (alpha, beta) == (pytest.approx(3e-4), pytest.approx(2e8))
+    # Relative errors count: one slow large message does not move the latency.
+    alpha, _ = fit_link([(size, (3e-4 + size / 2e8) * (1.3 if size == sizes[-1] else 1)) for size in sizes])
+    assert alpha == pytest.approx(3e-4, rel=0.1)
+    assert fit_link([(1000, 0.001), (2000, 0.003)])[0] == 1e-9
+    with pytest.raises(ValueError, match="expected larger messages to take longer"):
+        fit_link([(1000, 0.002), (2000, 0.001)])
+
+
+def test_plan_measures_this_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its processes start in milliseconds.
+    context = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(cluster.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(cluster, "processors_of", lambda device: 2)
+    file = tmp_path / "mine.json"
+    argv = ["plan", "causal & window(300)", "--tokens", "16K", "--ranks", "4", "--json"]
+    assert cli.main([*argv, "--measure", str(file)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert list(tmp_path.iterdir()) == [file]
+    found = Hardware.read(file)
+    assert found.processors_per_node == 2
+    assert found.has_trees
+    assert 0 < found.net_alpha < 1
+    assert found.flops > 1e8
+    assert cli.main([*argv, "--hardware", str(file)]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_an_interrupt_while_measuring_leaves_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> Hardware:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_verb, "measure_machine", interrupted)
+    file = tmp_path / "mine.json"
+    file.write_text("old")
+    argv = ["plan", "causal", "--tokens", "16K", "--ranks", "4", "--measure", str(file)]
+    assert cli.main(argv) == 130
+    assert capsys.readouterr() == ("", "ringtile: interrupted\n")
+    assert list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == "old"
+    assert cli.main([*argv, "--hardware", "h100"]) == 2
+    assert "--measure: expected no --hardware beside it, got 'h100'" in capsys.readouterr().err
+    assert cli.main([*argv[:-1], str(tmp_path / "no" / "mine.json")]) == 2
+    assert "--measure: expected a file in a folder that exists" in capsys.readouterr().err
+
+
+def test_the_benchmark_compares_predictions_with_times() -> None:
+    spec = importlib.util.spec_from_file_location("ranks_benchmark", ROOT / "benchmarks" / "ranks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = benchmark
+    spec.loader.exec_module(benchmark)
+    runs = [(number, name) for number, case in enumerate(benchmark.CASES) for name in case.transports]
+    sizes, expected = Sizes(2, 2, 64, dtype=torch.float32), []
+    for number, name in runs:
+        case = benchmark.CASES[number]
+        work = survey(case.pattern(case.n_tokens), NAMED_LAYOUTS[case.layout](case.n_tokens, 4), sizes)
+        cost = estimate(work, name, H100)
+        expected.append([float(cost.forward.max()), float(cost.backward.max())])
+    exact = {"runs": runs, "seconds": [expected] * 3}
+    *_, median, order, _ = benchmark.predictions(exact, 4, H100, torch.float32)
+    assert median == "median error 0%, largest 0%"
+    assert order == "order of two transports right in 16 of 16 pairs"
+    # The first case's two transports the other way around.
+    turned = [expected[1], expected[0], *expected[2:]]
+    *_, order, clear = benchmark.predictions({"runs": runs, "seconds": [turned] * 3}, 4, H100, torch.float32)
+    assert order == "order of two transports right in 15 of 16 pairs, wrong: exchange and gather"
+    assert clear.endswith("by more than 20%, wrong: exchange and gather")
 
 
 @pytest.mark.parametrize(

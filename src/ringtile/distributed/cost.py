@@ -377,7 +377,7 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     forward_wire = _all_to_all(cold * token, hardware) + steps * alpha + times * int(hot.sum()) * token / beta
     backward_wire = _all_to_all(cold.T * token, hardware) + steps * alpha + times_back * int(hot.sum()) * wide / beta
     moved = sent + received + hot.sum() + n_buffer
-    per_pair, per_pair_backward = _flops_per_pair(sizes)
+    per_pair, per_pair_backward = flops_per_pair(sizes)
     around = _shared(2 * moved * token / hardware.memory + work.calls * hardware.call, hardware)
     # Rows that read only their rank's own keys run beside the exchange.
     interior = _shared(work.interior_pairs * per_pair / hardware.flops, hardware)
@@ -409,7 +409,7 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
     wide = sizes.width * sizes.accumulator.itemsize
     hops = n_ranks - 1
     alpha, beta = _slowest(n_ranks, hardware)
-    per_pair, per_pair_backward = _flops_per_pair(sizes)
+    per_pair, per_pair_backward = flops_per_pair(sizes)
     # A run of queries meets each run of keys, or each before it and itself, in a call of its own.
     every = sorted((begin, rank) for rank, runs in enumerate(layout.runs) for begin, _ in runs)
     met = torch.arange(1, len(every) + 1) if isinstance(work.pattern, Causal) else len(every)
@@ -424,6 +424,9 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
     )
     copies = 2 * longest * token / hardware.memory
     home = n_ranks if n_ranks > 1 else 0
+    # While a rank computes, the next keys and the gradients of the hop before travel. The last gradients follow.
+    backward = step_backward.clamp(min=keys) + step_backward.clamp(min=gradients) + gradients
+    backward += max(0, n_ranks - 2) * step_backward.clamp(min=keys + gradients)
     rank = torch.arange(n_ranks)
     traffic = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
     traffic[rank, (rank + 1) % n_ranks] = hops * longest * token
@@ -439,12 +442,12 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
         work.pairs.double() * per_pair,
         ones * longest * token * (2 if n_ranks > 1 else 1),
         copies + step + hops * step.clamp(min=keys),
-        copies + (n_ranks * step_backward.clamp(min=keys + gradients) if n_ranks > 1 else step_backward),
+        copies + (backward if n_ranks > 1 else step_backward),
         traffic,
     )
 
 
-def _flops_per_pair(sizes: Sizes) -> tuple[int, int]:
+def flops_per_pair(sizes: Sizes) -> tuple[int, int]:
     """Return the multiplications and additions per pair, forward (two matmuls) and backward (five)."""
     assert sizes.value_dim is not None
     return 2 * (sizes.head_dim + sizes.value_dim), 2 * (3 * sizes.head_dim + 2 * sizes.value_dim)

@@ -25,6 +25,9 @@ from ringtile.distributed.cost import (
     survey,
 )
 from ringtile.distributed.plan import TRANSPORTS, Transport
+from ringtile.measure.cluster import measure_machine
+from ringtile.measure.progress import Progress
+from ringtile.measure.record import write_whole
 from ringtile.patterns import Pattern, parse
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -83,7 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=1, metavar="B", help="batch elements (default: 1)")
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype on the wire (default: bfloat16)")
     names = ", ".join(HARDWARE)
-    add("--hardware", default="h100", metavar="NAME", help=f"{names}, or a JSON file with figures (default: h100)")
+    add("--hardware", metavar="NAME", help=f"{names}, or a JSON file with figures (default: h100)")
+    measured = "measure this machine first, with processes over gloo, and write its figures into this file"
+    add("--measure", type=Path, metavar="FILE", help=measured)
     add("--out", type=Path, metavar="FILE", help=f"also draw who sends to whom into this file ({', '.join(FORMATS)})")
     add("--json", action="store_true", help="print one JSON object instead")
 
@@ -129,6 +134,11 @@ def _checked(args: argparse.Namespace) -> tuple[Pattern, Sizes, Hardware]:
         raise ValueError(f"--tokens: expected at most {_MAX_TOKENS:,}, got {args.tokens:,}")
     if max(args.ranks) > MAX_RANKS:
         raise ValueError(f"--ranks: expected at most {MAX_RANKS:,}, got {max(args.ranks):,}")
+    if args.measure is not None:
+        if args.hardware is not None:
+            raise ValueError(f"--measure: expected no --hardware beside it, got {args.hardware!r}")
+        if not args.measure.absolute().parent.is_dir():
+            raise ValueError(f"--measure: expected a file in a folder that exists, got {str(args.measure)!r}")
     if args.out is not None:
         if args.out.suffix not in FORMATS:
             raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
@@ -138,7 +148,21 @@ def _checked(args: argparse.Namespace) -> tuple[Pattern, Sizes, Hardware]:
     kv_heads = args.kv_heads or (8 if heads % 8 == 0 else heads)
     dtype = getattr(torch, args.dtype)
     sizes = Sizes(heads, kv_heads, args.head_dim, args.value_dim, args.batch, dtype)
-    return rule, sizes, HARDWARE.get(args.hardware) or Hardware.read(Path(args.hardware))
+    return rule, sizes, _hardware(args)
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    if args.measure is None:
+        name = args.hardware or "h100"
+        return HARDWARE.get(name) or Hardware.read(Path(name))
+    progress = Progress(quiet=True)
+    progress.show("measuring links, attention and copies of this machine")
+    try:
+        found = measure_machine()
+    finally:
+        progress.clear()
+    write_whole(args.measure, json.dumps(asdict(found), indent=2) + "\n")
+    return found
 
 
 def _table(rule: Pattern, n_tokens: int, n_ranks: int, layouts: list[str], sizes: Sizes, hardware: Hardware) -> Table:

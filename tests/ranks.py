@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -89,6 +90,8 @@ class Traffic:
     def __init__(self) -> None:
         self.sent = self.received = 0
         self.calls: list[str] = []
+        self.poisoned: list[bool] = []
+        """True for each buffer that had only NaN when it was given to a collective to be filled."""
 
 
 _original = {name: getattr(dist, name) for name in ("all_to_all_single", "broadcast", "reduce", "batch_isend_irecv")}
@@ -105,6 +108,16 @@ def _bytes_of(name: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
     return (arguments[0].nbytes, 0) if sends else (0, arguments[0].nbytes)
 
 
+def _filled_by(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors of floats, with data, that a collective fills on this rank."""
+    if name == "batch_isend_irecv":
+        found = [operation.tensor for operation in arguments[0] if operation.op is dist.irecv]
+    else:
+        fills = name == "all_to_all_single" or (name == "broadcast" and dist.get_rank() != arguments[1])
+        found = [arguments[0]] if fills else []
+    return [x for x in found if x.is_floating_point() and x.numel() and not isinstance(x, FakeTensor)]
+
+
 @contextmanager
 def counted_traffic() -> Iterator[Any]:
     """Count at the collectives themselves. Each thread finds its `Traffic` as ``.traffic``."""
@@ -116,6 +129,7 @@ def counted_traffic() -> Iterator[Any]:
             sent, received = _bytes_of(name, arguments)
             traffic.sent, traffic.received = traffic.sent + sent, traffic.received + received
             traffic.calls.append(name)
+            traffic.poisoned += [bool(x.isnan().all()) for x in _filled_by(name, arguments)]
             return _original[name](*arguments, **keywords)
 
         return counted

@@ -201,6 +201,30 @@ def test_transports_take_the_options(transport: str) -> None:
     check_transport(transport, CAUSAL, layout, expected_of(CAUSAL, problem, **options), **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [("window", "exchange"), ("global tokens", "exchange"), ("causal", "gather"), ("dense", "ring")],
+)
+def test_buffers_have_only_nan_until_they_are_filled(name: str, transport: str) -> None:
+    """So the results of all tests here show that no rank reads what no rank has written."""
+    expected, layout = expected_of_named(name), Layout.zigzag(N_TOKENS, 4)
+
+    def run(rank: int) -> list[bool]:
+        attend_apart(expected.problem, expected.grad_lse, PATTERNS[name], layout, rank, transport=transport)
+        return local.traffic.poisoned
+
+    with counted_traffic() as local:
+        found = on_ranks(4, run)
+    assert sum(map(len, found)) >= 4
+    assert all(all(buffers) for buffers in found)
+
+
+def test_64_threads_are_64_ranks() -> None:
+    pattern = CAUSAL & (Window(90) | GlobalTokens(3))
+    expected, layout = expected_of(pattern, make_inputs(1, 1, 1024, head_dim=8)), Layout.contiguous(1024, 64, unit=16)
+    check_transport("exchange", pattern, layout, expected)
+
+
 def test_the_default_transport() -> None:
     def calls(pattern: Pattern, n_ranks: int, **options: Any) -> list[str]:
         layout = Layout.contiguous(N_TOKENS, n_ranks)

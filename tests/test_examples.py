@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -53,8 +57,17 @@ def test_packed_documents_equal_separate_ones() -> None:
     assert example("pack_documents").main(["--tokens", "600", "--steps", "5"]) < 1e-4
 
 
-def test_ranks_share_a_sequence() -> None:
-    assert example("train_ranks").main(["--context", "512", "--window", "64", "--steps", "5"]) < 7
+def test_ranks_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--context", "512", "--window", "64", "--steps", "5"]
+    assert example("train_ranks").main(words) < 7
+    alone = re.findall(r"^(step \d: .*) bits", capsys.readouterr().out, re.M)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples" / "train_ranks.py"), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert len(alone) == 5
+    assert re.findall(r"^(step \d: .*) bits", done.stdout, re.M) == alone
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -82,8 +82,7 @@ def test_ranks_compute_what_one_process_computes(branches: Any, options: Any, la
     check(LAYOUTS[layout](N_TOKENS, n_ranks), branches, **options)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "is_causal"), [("contiguous", False), ("equal zigzag", True), ("striped", False)])
 def test_options(layout: str, is_causal: bool) -> None:
     made, causal = LAYOUTS[layout](N_TOKENS, 3), {"is_causal": is_causal}
     mask = torch.rand(2, N_TOKENS, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -99,12 +98,8 @@ def test_options(layout: str, is_causal: bool) -> None:
 def test_patterns_inside_segments(overlap: str) -> None:
     layout = Layout.contiguous(N_TOKENS, 3, unit=1)
     heads = [Window(9), Causal(), Causal() & Window(20), ~Window(3)]
-    for pattern, options in (
-        (Window(11), {"is_causal": True}),
-        (per_head(heads), {"is_causal": True, "dropout_p": 0.2, "seed": 2}),
-        (per_head(heads), {}),
-    ):
-        check(layout, ([32, 96, 480], [2, 3, 1]), pattern=pattern, overlap=overlap, **options)
+    check(layout, ([32, 96, 480], [2, 3, 1]), pattern=Window(11), overlap=overlap, is_causal=True)
+    check(layout, ([32, 480], [2, 1]), pattern=per_head(heads), overlap=overlap, dropout_p=0.2, seed=2)
     # A rule for one length only needs whole segments.
     small = Layout.contiguous(384, 2, unit=1)
     inputs, grad_lse = make_inputs(1, 2, 384, head_dim=8), torch.randn(1, 2, 384, dtype=torch.float64)
@@ -263,7 +258,7 @@ def test_a_million_tokens_over_many_ranks() -> None:
             assert len(needed) < 0.02 * n_tokens * 8
             assert len(plan.pieces) <= 10
             tensors = [plan.items, plan.places, *plan.own, *plan.sent]
-            assert sum(x.nbytes for x in tensors) <= 8 * (4 * plan.n_buffer + sum(plan.tokens_sent))
+            assert sum(x.nbytes for x in tensors) <= 28 * plan.n_buffer + 4 * sum(plan.tokens_sent)
 
 
 def test_ranks_with_other_branches_fail_before_data_moves() -> None:
@@ -309,7 +304,11 @@ def test_wrong_calls_are_named_before_data_moves(change: dict[str, Any], words: 
     on_ranks(1, run)
 
 
-def test_runs_that_are_too_short_are_refused() -> None:
+def test_plans_that_are_too_large_are_refused_before_they_allocate() -> None:
     layout = Layout(1 << 14, tuple(tuple((x, x + 1) for x in range(rank, 1 << 14, 2)) for rank in range(2)))
     with pytest.raises(ValueError, match=r"layout: expected at most 4,194,304 runs .* for the branch \(512, 512\)"):
         make_branch_plan((Shape(512, 512, False),), layout, 0, 512, 1, False)
+    layout = Layout.contiguous(1 << 40, 2)
+    for rank, is_causal in ((0, True), (1, True), (0, False)):
+        with pytest.raises(ValueError, match=r"layout: a rank shares segments over .* tokens and 8 key heads, and the"):
+            make_branch_plan((Shape(1 << 40, 1, is_causal),), layout, rank, 8, 8, False)

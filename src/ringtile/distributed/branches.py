@@ -20,9 +20,12 @@ from torch import Tensor
 
 from ringtile.distributed.exchange import Picks
 from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
+from ringtile.layout.covers import MAX_BYTES
 
 _CELLS = 1 << 22
 """Largest number of runs of tokens inside a segment, over all ranks, times offsets."""
+_BYTES_PER_ITEM = 32
+"""Memory of a plan per token and key head of the segments that ranks share."""
 
 
 class Shape(NamedTuple):
@@ -219,7 +222,7 @@ def make_branch_plan(
         device: Device of the plan's tensors.
 
     Raises:
-        ValueError: If the ranks' runs are so short that the plan would be too large.
+        ValueError: If the ranks' runs are so short that the plan could be too large.
 
     >>> plan = make_branch_plan((Shape(512, 1, True), Shape(1024, 4, True)), Layout.contiguous(1024, 2), 1, 4, 4, False)
     >>> plan.tokens_received, plan.tokens_sent
@@ -237,7 +240,7 @@ def make_branch_plan(
                 f"branch ({shape.length}, {shape.dilation}). Use longer runs or segments"
             )
     pieces: list[Piece] = []
-    needed_here = torch.zeros(num_kv_heads, n_tokens, dtype=torch.bool)
+    needed: list[_Need] = []
     needed_there: dict[int, Tensor] = {}
     is_mixed = False
     for number, (shape, offsets) in enumerate(zip(shapes, n_offsets, strict=True)):
@@ -247,9 +250,9 @@ def make_branch_plan(
         mine, others = cells_of_all.where(is_own), cells_of_all.where(~is_own & cells_of_all.is_far.any(1))
         pieces += _pieces(number, shape, mine, num_heads, num_kv_heads, size, by_offset, device)
         reads = _readers(shape, offsets, num_heads, num_kv_heads)
-        _add_own_needs(needed_here, mine, shape, reads)
+        needed += _needs(mine, shape, reads)
         _add_needs_of_others(needed_there, mine, others, shape, reads, size)
-    items = needed_here.flatten().nonzero().flatten()
+    items = _items(needed, num_kv_heads, n_tokens)
     # Items of a head and a run follow each other. The buffer has the own ones first, then those of each rank.
     first = torch.arange(num_kv_heads).unsqueeze(1) * n_tokens + runs.begin
     begins = torch.searchsorted(items, first.flatten())
@@ -258,7 +261,8 @@ def make_branch_plan(
     order = owner.argsort(stable=True)
     starts = torch.empty_like(begins)
     starts[order] = counts[order].cumsum(0) - counts[order]
-    places = torch.arange(len(items)) + (starts - begins).repeat_interleave(counts)
+    short = torch.int32 if num_kv_heads * n_tokens < 2**31 else torch.int64
+    places = torch.arange(len(items), dtype=short) + (starts - begins).to(short).repeat_interleave(counts)
     tokens = torch.zeros(layout.n_ranks + 1, dtype=torch.int64).index_add_(0, owner + 1, counts)
     bounds = list(pairwise([0, *tokens.cumsum(0).tolist()]))
     received = tuple((run,) if run[0] < run[1] else () for run in bounds[1:])
@@ -266,9 +270,9 @@ def make_branch_plan(
     head, position = items[is_own] // n_tokens, items[is_own] % n_tokens
     run = torch.searchsorted(runs.begin, position, right=True) - 1
     own = head * size + runs.place[run] + position - runs.begin[run]
-    nowhere = torch.empty(0, dtype=torch.int64)
+    nowhere = torch.empty(0, dtype=short)
     sent = [
-        needed_there[other].flatten().nonzero().flatten() if other in needed_there else nowhere
+        needed_there[other].T.flatten().nonzero().flatten().to(short) if other in needed_there else nowhere
         for other in range(layout.n_ranks)
     ]
     facts = repr((shapes, layout, num_heads, num_kv_heads))
@@ -280,7 +284,7 @@ def make_branch_plan(
         tuple(sorted(pieces, key=lambda piece: not piece.is_local)),
         items.to(device),
         places.to(device),
-        Picks(own.to(device), places[is_own].to(device)),
+        Picks(own.to(device), places[is_own].long().to(device)),
         tuple(x.to(device) for x in sent),
         received,
         is_mixed,
@@ -295,19 +299,53 @@ def _readers(shape: Shape, n_offsets: int, num_heads: int, num_kv_heads: int) ->
     return found[:, :n_offsets]
 
 
-def _add_own_needs(needed: Tensor, mine: _Cells, shape: Shape, reads: Tensor) -> None:
-    """Mark the items ``[Hkv, N]`` that problems read from the buffer."""
+def _check_bytes(tokens: int, num_kv_heads: int) -> None:
+    """Raise ValueError if a plan for segments that ranks share takes too much memory."""
+    if (expected := tokens * num_kv_heads * _BYTES_PER_ITEM) > MAX_BYTES:
+        raise ValueError(
+            f"layout: a rank shares segments over {tokens:,} tokens and {num_kv_heads} key heads, and the plan could "
+            f"take {expected:,} bytes, more than {MAX_BYTES:,}. Use shorter segments or more ranks"
+        )
+
+
+class _Need(NamedTuple):
+    """Tokens that key heads read from the buffer."""
+
+    positions: slice
+    heads: Tensor
+    """bool ``[Hkv]``."""
+
+
+def _needs(mine: _Cells, shape: Shape, reads: Tensor) -> Iterator[_Need]:
+    """Yield the tokens that a rank's problems of a branch read from the buffer."""
     cell, offset = mine.is_far.nonzero().T
     begins = mine.segment[cell] * shape.length + offset
     ends = begins + (mine.n_keys[cell, offset] - 1) * shape.dilation + 1
-    for begin, end, at in zip(begins.tolist(), ends.tolist(), offset.tolist(), strict=True):
-        needed[:, begin : end : shape.dilation] |= reads[:, at : at + 1]
+    for begin, end, heads in zip(begins.tolist(), ends.tolist(), reads.T[offset].unbind(), strict=True):
+        yield _Need(slice(begin, end, shape.dilation), heads)
+
+
+def _items(needed: Sequence[_Need], num_kv_heads: int, n_tokens: int) -> Tensor:
+    """Return the number ``head * n_tokens + position`` of each item that is needed, once, ascending.
+
+    Raises ValueError if they lie so far apart that to find them takes too much memory.
+    """
+    if not needed:
+        return torch.empty(0, dtype=torch.int64)
+    first = min(need.positions.start for need in needed)
+    width = max(need.positions.stop for need in needed) - first
+    _check_bytes(width, num_kv_heads)
+    found = torch.zeros(num_kv_heads, width, dtype=torch.bool)
+    for positions, heads in needed:
+        found[:, positions.start - first : positions.stop - first : positions.step] |= heads.unsqueeze(1)
+    items: Tensor = found.flatten().nonzero().flatten()
+    return items.add_(items // width * (n_tokens - width)).add_(first)
 
 
 def _add_needs_of_others(
     needed: dict[int, Tensor], mine: _Cells, others: _Cells, shape: Shape, reads: Tensor, size: int
 ) -> None:
-    """Mark this rank's items ``[Hkv, n]`` that the problems of each other rank read."""
+    """Mark this rank's items ``[n, Hkv]`` that the problems of each other rank read."""
     segments = mine.segment.unique()
     others = others.where(torch.isin(others.segment, segments))
     mine = mine.where(torch.isin(mine.segment, others.segment))
@@ -315,22 +353,24 @@ def _add_needs_of_others(
         return
     cell, offset = (mine.n_queries > 0).nonzero().T
     count, first = mine.n_queries[cell, offset], mine.first[cell, offset]
+    _check_bytes(int(count.sum()), len(reads))
     # The places of all tokens of the shared segments at the offsets that heads have.
     which = torch.arange(len(cell)).repeat_interleave(count)
     place = first[which] + torch.arange(len(which)) - (count.cumsum(0) - count)[which]
     token = mine.base[cell][which] + offset[which] + place * shape.dilation
     of_segment = torch.searchsorted(segments, mine.segment[cell])[which]
-    offset = offset[which]
+    offset, heads = offset[which], reads.T.contiguous()
+    slot = of_segment * len(heads) + offset
     for other in others.rank.unique().tolist():
         theirs = others.where(others.rank == other)
         bound = torch.zeros(len(segments), reads.shape[1], dtype=torch.int64)
         far = theirs.n_keys.where(theirs.is_far, 0)
         at = torch.searchsorted(segments, theirs.segment)
         bound.scatter_reduce_(0, at.unsqueeze(1).expand_as(far), far, "amax")
-        is_read = place < bound[of_segment, offset]
-        if bool(is_read.any()):
-            marked = needed.setdefault(other, torch.zeros(len(reads), size, dtype=torch.bool))
-            marked[:, token[is_read]] |= reads[:, offset[is_read]]
+        read = (place < bound.flatten()[slot]).nonzero().flatten()
+        if len(read):
+            marked = needed.setdefault(other, torch.zeros(size, len(reads), dtype=torch.bool))
+            marked[token[read]] |= heads[offset[read]]
 
 
 def _pieces(

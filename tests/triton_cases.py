@@ -198,13 +198,13 @@ def long_rows_and_columns_in_pieces() -> float:
     longest, lists.LONGEST = lists.LONGEST, 1
     clear_cache()
     try:
-        index = build_index(SPLIT, 200, block=64)
+        index = build_index(SPLIT, 140, block=64)
         assert min(index.row_work[:, 3].max(), index.col_work[:, 3].max()) > 0, "nothing is cut"
         return max(
-            errors_of(SPLIT, make(2, 200)),
+            errors_of(SPLIT, make(2, 140)),
             errors_of(SPLIT, make(4, 140, kv_heads=2)),
-            errors_of(per_head([SPLIT, Causal()]), make(2, 200)),
-            errors_of(Causal(), make(4, 1, 300, kv_heads=2)),
+            errors_of(per_head([SPLIT, Causal()]), make(2, 140)),
+            errors_of(Causal(), make(4, 1, 200, kv_heads=2)),
         )
     finally:
         lists.LONGEST = longest

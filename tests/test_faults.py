@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import Outcome, join_group, run_processes
 
-from ringtile.distributed import faults
+from ringtile.distributed import faults, process_groups
 from ringtile.distributed.errors import difference
 from ringtile.distributed.faults import (
     PlanMismatch,
@@ -513,6 +513,19 @@ def test_bad_input_is_refused() -> None:
     for interval, silence in ((0.0, 1.0), (0.6, 1.0), (-1.0, 1.0)):
         with pytest.raises(ValueError, match="silence: expected at least 2 intervals"):
             watch(interval=interval, silence=silence)
+
+
+@pytest.mark.usefixtures("single")
+def test_another_pytorch_without_its_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = dist.group.WORLD
+    assert process_groups.timeout_of(group) == 1800
+    monkeypatch.delattr(dist.ProcessGroup, "_get_backend")
+    assert process_groups.timeout_of(group) > 0
+    monkeypatch.delattr(dist.distributed_c10d, "_get_process_group_store")
+    with pytest.raises(RuntimeError, match=r"group: PyTorch .* does not tell the store of a process group"):
+        process_groups.store_of(group)
+    # A thread of its own waits for what can be a receive.
+    assert process_groups.is_point_to_point(object())
 
 
 def test_a_group_is_needed() -> None:

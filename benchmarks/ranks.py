@@ -355,8 +355,9 @@ def ratios(args: argparse.Namespace) -> None:
     for title, values, base in (("CPU seconds", cpu, "one"), ("time", wall, "threads")):
         each = sorted(four / other for four, other in zip(values["four"], values[base], strict=True))
         print(
-            f"{title} of 4 processes over one with {kinds[base][1]} threads: {statistics.median(each):.2f} "
-            f"({each[0]:.2f} to {each[-1]:.2f}), {statistics.median(values['four']):.2f} s"
+            f"{title} of 4 processes over one of {kinds[base][1]} thread{'s' * (kinds[base][1] > 1)}: {statistics.median(each):.2f} "
+            f"({each[0]:.2f} to {each[-1]:.2f}), {statistics.median(values['four']):.2f} s",
+            flush=True,
         )
 
 
@@ -367,7 +368,10 @@ def memory(args: argparse.Namespace) -> None:
         max(rank["rounds"][0][2] for rank in run_ranks("counting", size, threads=threads, **problem))
         for size, threads in ((1, len(os.sched_getaffinity(0))), (4, 1))
     )
-    print(f"peak of a rank of 4: {four:.0f} MiB, of one process: {one:.0f} MiB, {4 * four / one:.2f} times a quarter")
+    print(
+        f"peak of a rank of 4: {four:.0f} MiB, of one process: {one:.0f} MiB, {4 * four / one:.2f} times a quarter",
+        flush=True,
+    )
 
 
 def nccl(args: argparse.Namespace) -> None:

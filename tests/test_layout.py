@@ -287,7 +287,7 @@ def test_needed_columns_are_exact_for_windows() -> None:
         needed(Causal(), rows, rows, len(rows), grid, max_bytes=1000)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.data())
 def test_an_intersection_needs_no_more_than_either_side(data: st.DataObject) -> None:
     grid = data.draw(grids())

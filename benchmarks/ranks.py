@@ -353,9 +353,10 @@ def ratios(args: argparse.Namespace) -> None:
             cpu[name].append(statistics.median(sum(rank[0] for rank in each) for each in rounds))
             wall[name].append(statistics.median(max(rank[1] for rank in each) for each in rounds))
     for title, values, base in (("CPU seconds", cpu, "one"), ("time", wall, "threads")):
+        threads = kinds[base][1]
         each = sorted(four / other for four, other in zip(values["four"], values[base], strict=True))
         print(
-            f"{title} of 4 processes over one of {kinds[base][1]} thread{'s' * (kinds[base][1] > 1)}: {statistics.median(each):.2f} "
+            f"{title} of 4 processes over one of {threads} thread{'s' * (threads > 1)}: {statistics.median(each):.2f} "
             f"({each[0]:.2f} to {each[-1]:.2f}), {statistics.median(values['four']):.2f} s",
             flush=True,
         )

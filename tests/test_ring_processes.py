@@ -295,12 +295,12 @@ def checked(request: pytest.FixtureRequest) -> Outcome:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_processes_compute_what_one_does(checked: Outcome, check: Callable[[int], None]) -> None:
+def test_processes_compute_what_one_does(checked: Outcome, check: Callable[[int], None]) -> None:
     for text in checked.texts:
         assert f"passed: {check.__name__}\n" in text, text
 
 
-def test_three_processes_compute_the_longnet_of_one() -> None:
+def test_processes_compute_the_longnet_of_one() -> None:
     outcome = run_processes(3, longnet)
     assert outcome.exit_codes == [0, 0, 0], outcome.texts
 

@@ -174,8 +174,8 @@ def counting(options: dict[str, Any]) -> dict[str, Any]:
     is_ring = options["size"] > 1
     layout = Layout.contiguous(n_tokens, options["size"])
     attend = _attend(pattern, layout, "auto") if is_ring else lambda q, k, v: sparse_attention(q, k, v, pattern)
-    found = []
-    for _ in range(options["rounds"] + 1):
+
+    def once() -> tuple[float, float, float]:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before = _peak()
@@ -184,7 +184,9 @@ def counting(options: dict[str, Any]) -> dict[str, Any]:
             dist.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         _train(attend, tensors)
-        found.append((time.process_time() - cpu, time.perf_counter() - wall, _peak() - before))
+        return time.process_time() - cpu, time.perf_counter() - wall, _peak() - before
+
+    found = [once() for _ in range(options["rounds"] + 1)]
     return {"rounds": found[1:]}
 
 

@@ -353,7 +353,7 @@ def traffic_of(
             k, v = (torch.empty(1, heads, plan.n_tokens, head_dim, dtype=dtype) for _ in range(2))
             buffers = exchange.finish((k, v), *exchange.start((k, v)))
             found.append((local.traffic.sent, local.traffic.received))
-            exchange.reduce(buffers)
+            exchange.finish_back(buffers, exchange.start_back(buffers))
             found.append((local.traffic.sent, local.traffic.received))
         return found
     finally:

@@ -14,21 +14,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.exchange import Exchange, Routes, cast_finish, cast_start, tied
+from ringtile.distributed.exchange import Exchange, Routes
 from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
+from ringtile.distributed.pieces import attend_pieces
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, make_plan
-from ringtile.distributed.ring import Ring, Settings, ring
-from ringtile.functional import sparse_attention
+from ringtile.distributed.ring import Ring, ring
 from ringtile.functional.attention import (
     Keywords,
     check_options,
     check_rows,
     checked_tensors,
+    make_call,
     rule_of,
     with_sinks,
     without_autocast,
 )
+from ringtile.kernels.contracts import Call, lacking
 from ringtile.patterns import Causal, Pattern
 
 _SILENCE = 5.0
@@ -143,58 +145,45 @@ def ring_attention(
     ranks = group_of(group)
     if transport not in CHOICES:
         raise ValueError(f"transport: expected one of {CHOICES}, got {transport!r}")
-    query, key, value = checked_tensors(query, key, value, options.get("enable_gqa", False))
+    rest: dict[str, Any] = {**options}
+    key_mask, lengths, sinks = (rest.pop(name, None) for name in ("key_mask", "key_lengths", "sinks"))
+    query, key, value = checked_tensors(query, key, value, rest.pop("enable_gqa", False))
     check_shard(query, key, layout, ranks)
-    rule = rule_of(pattern, options.pop("is_causal", False), None)
+    rule = rule_of(pattern, rest.pop("is_causal", False), None)
     check_options(
         query,
         key,
-        key_mask=options.get("key_mask"),
+        key_mask=key_mask,
         dropout_p=options.get("dropout_p", 0.0),
         seed=options.get("seed"),
         scale=options.get("scale"),
         backend=options.get("backend"),
     )
-    lengths, slopes = options.get("key_lengths"), options.get("alibi_slopes")
-    check_rows(query, layout.n_tokens, lengths, options.get("softcap", 0.0), slopes, options.get("sinks"))
-    against = _reasons_against_ring(rule, options)
+    check_rows(query, layout.n_tokens, lengths, options.get("softcap", 0.0), options.get("alibi_slopes"), sinks)
+    call = make_call(query, **rest)
+    against = _reasons_against_ring(rule, call)
     if transport == "ring" and against:
         raise ValueError(f"transport 'ring' does not support this call: {'; '.join(against)}")
     if check_finite:
         check_keys_finite(key, value, layout, ranks, check_finite)
     shapes = shapes_of(query, key, value)
     mode = "ring" if transport == "auto" and not against and ranks.size() > 1 else transport
-    number = _prepared(rule, layout, ranks, mode, shapes, str(key.dtype), options.get("key_mask") is not None)
+    number = _prepared(rule, layout, ranks, mode, shapes, str(key.dtype), key_mask is not None)
+    own_mask = _with_lengths(key_mask, lengths, layout.runs[ranks.rank()], key)
     if number is None:
-        return _pass_around(query, key, value, rule, layout, ranks, options, return_lse)
-    # Not the result of the call: Dynamo reads tensors only from places that it can find again.
-    exchange = by_number[number]
-    assert isinstance(exchange.plan, RingPlan)
-    pieces = exchange.plan.pieces
-    own_mask, buffer_mask = _masks(key, options, exchange.plan, exchange.number)
-    compute: Any = sparse_attention
-    queries = query.split([piece.end - piece.begin for piece in pieces], 2) if pieces else ()
-    found: list[Any] = [None] * len(pieces)
-
-    def compute_pieces(is_local: bool, keys: Tensor, values: Tensor, key_mask: Tensor | None) -> None:
-        for place, piece in enumerate(pieces):
-            if piece.is_local == is_local:
-                how = {"key_mask": key_mask, "return_lse": True, **options}
-                found[place] = compute(queries[place], keys, values, piece.index, **how)
-
-    started = cast_start(key, value, exchange)
-    if overlap:
-        compute_pieces(True, key, value, own_mask)
-    buffers = cast_finish(key, value, started, exchange)
-    if not overlap:
-        compute_pieces(True, key, value, own_mask)
-    compute_pieces(False, *buffers, buffer_mask)
-    if not found:
-        # A rank without tokens has empty results that depend on its tensors.
-        found.append(compute(query, key, value, key_mask=own_mask, return_lse=True, **options))
-    out, lse = found[0] if len(found) == 1 else (torch.cat(parts, 2) for parts in zip(*found, strict=True))
-    if all(piece.is_local for piece in pieces):
-        out, lse = (tied(x, *buffers, buffer_mask) for x in (out, lse))
+        place = Ring(layout, ranks.rank(), ranks, isinstance(rule, Causal))
+        with without_autocast(query):
+            out, lse = ring(query, key, value, own_mask, place, call)
+    else:
+        # Not the result of the call: Dynamo reads tensors only from places that it can find again.
+        exchange = by_number[number]
+        plan = exchange.plan
+        assert isinstance(plan, RingPlan)
+        buffer_mask = None if key_mask is None else torch.ops.ringtile.cast_bits(key_mask, number)
+        buffer_mask = _with_lengths(buffer_mask, lengths, plan.buffer, key)
+        out, lse = attend_pieces(query, key, value, plan, exchange, own_mask, buffer_mask, call, overlap)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -281,43 +270,16 @@ def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, ranks: dist.Pr
             )
 
 
-def _reasons_against_ring(pattern: Pattern, options: Options) -> list[str]:
+def _reasons_against_ring(pattern: Pattern, call: Call) -> list[str]:
     """Return the reasons why keys cannot pass around a ring."""
-    reasons = []
+    reasons = lacking(call, "alibi_slopes", "dropout_p")
     if not isinstance(pattern, RING_PATTERNS):
         reasons.append(f"supports the patterns dense and causal, got {pattern!r}")
-    if options.get("alibi_slopes") is not None:
-        reasons.append("does not support alibi_slopes")
-    if options.get("dropout_p"):
-        reasons.append("does not support dropout_p")
-    if options.get("backend") == "reference":
+    if call.backend == "reference":
         reasons.append("does not support backend='reference'")
     if torch.compiler.is_compiling():
         reasons.append("does not support torch.compile")
     return reasons
-
-
-def _pass_around(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    layout: Layout,
-    ranks: dist.ProcessGroup,
-    options: Options,
-    return_lse: bool,
-) -> Any:
-    place = Ring(layout, ranks.rank(), ranks, isinstance(pattern, Causal))
-    mask = _with_lengths(options.get("key_mask"), options.get("key_lengths"), layout.runs[place.rank], key)
-    scale = options.get("scale")
-    settings = Settings(
-        query.shape[3] ** -0.5 if scale is None else scale, options.get("softcap", 0.0), options.get("backend") or ""
-    )
-    with without_autocast(query):
-        out, lse = ring(query, key, value, mask, place, settings)
-    sinks = options.get("sinks")
-    out = out if sinks is None else with_sinks(out, lse, sinks)
-    return (out, lse) if return_lse else out
 
 
 def _with_lengths(key_mask: Tensor | None, lengths: Tensor | None, runs: Iterable[Run], key: Tensor) -> Tensor | None:
@@ -340,13 +302,3 @@ def ring_attend(group: dist.ProcessGroup | DeviceMesh | None, layout: Layout, **
     >>> model = SparseTransformer(64, 4, 2, pattern=Causal() & Window(256), attend=ring_attend(None, layout))
     """
     return partial(ring_attention, layout=layout, group=group, **options)
-
-
-def _masks(key: Tensor, options: Options, plan: RingPlan, exchange: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the masks of the rank's own keys and of its buffer, from ``key_mask`` and ``key_lengths``."""
-    key_mask, lengths = options.pop("key_mask", None), options.pop("key_lengths", None)
-    buffer = None
-    if key_mask is not None:
-        buffer = torch.ops.ringtile.cast_bits(key_mask, exchange)
-    own = _with_lengths(key_mask, lengths, plan.layout.runs[plan.rank], key)
-    return own, _with_lengths(buffer, lengths, plan.buffer, key)

@@ -136,12 +136,11 @@ class Exchange:
             _scatter(buffers, _cut(wire, xs), plan.received[rank])
         return buffers
 
-    def reduce(self, grads: Tensors) -> list[Tensor]:
-        """Return the gradients ``[.., .., n, dim]`` of this rank's tokens from those of all ranks' buffers."""
+    def start_back(self, grads: Tensors) -> tuple[Tensor, Tensor, list[Any]]:
+        """Begin to send home the gradients of the buffers. Return what `finish_back` needs."""
         plan, width, works = self.plan, _width(grads), []
-        wide = accumulator(grads[0])
         # A sum over ranks, so in the accumulation type.
-        hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=wide)
+        hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=accumulator(grads[0]))
         for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
             _copy(_cut(wire, grads), grads, _back(plan.hot_copies[owner]))
             goal = dist.get_global_rank(self.group, owner)
@@ -152,17 +151,35 @@ class Exchange:
         received = sent.new_empty(sum(plan.tokens_sent) * width)
         if plan.is_mixed:
             works.append(self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width))
-        sums = [x.new_zeros(*x.shape[:2], plan.n_tokens, x.shape[3], dtype=wide) for x in grads]
-        _copy(sums, grads, _back(plan.own))
-        for work in works:
+        # The work does not keep what it sends.
+        return received, hot, [*works, sent]
+
+    def finish_back(
+        self, grads: Tensors, started: tuple[Tensor, Tensor, list[Any]], own: Tensors | None = None
+    ) -> list[Tensor]:
+        """Return the gradients ``[.., .., n, dim]`` of this rank's tokens: ``own`` and those of all ranks' buffers.
+
+        It adds to ``own`` in place if its dtype is that of sums.
+        """
+        plan, width, (received, hot, works) = self.plan, _width(grads), started
+        for work in works[:-1]:
             wait(work, self.group, "gradients of keys and values, backward")
-        # In the order of the ranks, so that every run adds alike.
-        for rank, wire in _of_ranks(received, width, plan.tokens_sent):
-            _scatter(sums, _cut(wire, grads), plan.sent[rank], add=True)
-        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
-            if owner == plan.rank:
-                _scatter(sums, _cut(wire, grads), plan.hot[owner], add=True)
-        return [total.to(x.dtype) for total, x in zip(sums, grads, strict=True)]
+        sums = []
+        for place, x in enumerate(grads):
+            wide = accumulator(x)
+            if own is None:
+                total = x.new_zeros(*x.shape[:2], plan.n_tokens, x.shape[3], dtype=wide)
+            else:
+                total = own[place].to(wide)
+            _copy([total], [x], _back(plan.own), add=True)
+            # In the order of the ranks, so that every run adds alike.
+            for rank, wire in _of_ranks(received, width, plan.tokens_sent):
+                _scatter([total], [_cut(wire, grads)[place]], plan.sent[rank], add=True)
+            for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
+                if owner == plan.rank:
+                    _scatter([total], [_cut(wire, grads)[place]], plan.hot[owner], add=True)
+            sums.append(total.to(x.dtype))
+        return sums
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, received_tokens: Sequence[int], sent_tokens: Sequence[int], width: int
@@ -198,14 +215,27 @@ def _back(copies: Copies) -> Copies:
     return [Copy(target, source, length) for source, target, length in copies]
 
 
-def _copy(targets: Tensors, sources: Tensors, copies: Copies) -> None:
+def _copy(targets: Tensors, sources: Tensors, copies: Copies, *, add: bool = False) -> None:
+    """Copy tokens to other places, or add them."""
     if isinstance(copies, Picks):
         for there, here in zip(targets, sources, strict=True):
-            there.index_copy_(2, copies.target, here.index_select(2, copies.source).to(there.dtype))
+            _put_at(there, copies.target, here.index_select(2, copies.source), add)
         return
     for source, target, length in copies:
         for there, here in zip(targets, sources, strict=True):
-            there[:, :, target : target + length] = here[:, :, source : source + length]
+            _put(there[:, :, target : target + length], here[:, :, source : source + length], add)
+
+
+def _put(target: Tensor, source: Tensor, add: bool) -> None:
+    if add:
+        target += source
+    else:
+        target.copy_(source)
+
+
+def _put_at(target: Tensor, places: Tensor, source: Tensor, add: bool) -> None:
+    # No place occurs twice, so the sums do not depend on the order of threads.
+    (target.index_add_ if add else target.index_copy_)(2, places, source.to(target.dtype))
 
 
 def _gather(targets: Tensors, sources: Tensors, places: Places) -> None:
@@ -225,17 +255,12 @@ def _scatter(targets: Tensors, sources: Tensors, places: Places, *, add: bool = 
     """Copy tokens that lie one after another in ``sources`` to their places in ``targets``, or add them."""
     if isinstance(places, Tensor):
         for target, source in zip(targets, sources, strict=True):
-            # No place occurs twice, so the sums do not depend on the order of threads.
-            (target.index_add_ if add else target.index_copy_)(2, places, source.to(target.dtype))
+            _put_at(target, places, source, add)
         return
     at = 0
     for begin, end in places:
         for target, source in zip(targets, sources, strict=True):
-            part = source[:, :, at : at + end - begin]
-            if add:
-                target[:, :, begin:end] += part
-            else:
-                target[:, :, begin:end] = part
+            _put(target[:, :, begin:end], source[:, :, at : at + end - begin], add)
         at += end - begin
 
 
@@ -254,7 +279,8 @@ def _cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -
 
 
 def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    k, v = _exchanges[number].reduce((k_grad, v_grad))
+    exchange, grads = _exchanges[number], (k_grad, v_grad)
+    k, v = exchange.finish_back(grads, exchange.start_back(grads))
     return k, v
 
 

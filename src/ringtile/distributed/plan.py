@@ -7,7 +7,7 @@ import hashlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from threading import Lock
@@ -102,6 +102,18 @@ class RingPlan:
     def n_tokens(self) -> int:
         """Number of tokens of this rank."""
         return self.layout.size(self.rank)
+
+    def pieces_on(self, device: torch.device) -> tuple[Piece, ...]:
+        """Return the pieces with their indices on a device. They are moved once."""
+        if device.type == "cpu":
+            return self.pieces
+        if device not in self._moved:
+            self._moved[device] = tuple(replace(piece, index=piece.index.to(device)) for piece in self.pieces)
+        return self._moved[device]
+
+    @cached_property
+    def _moved(self) -> dict[torch.device, tuple[Piece, ...]]:
+        return {}
 
     @cached_property
     def n_buffer(self) -> int:

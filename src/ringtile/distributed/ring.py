@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,14 +66,6 @@ def _slices(layout: Layout, rank: int) -> list[slice]:
     return [slice(at, at + end - begin) for (begin, end), at in zip(runs, starts_of(runs), strict=True)]
 
 
-class Settings(NamedTuple):
-    """Options of the calls."""
-
-    scale: float
-    softcap: float
-    backend: str
-
-
 def _wires(ring: Ring, k: Tensor, v: Tensor, key_mask: Tensor | None) -> list[Tensor]:
     """Return keys and values ``[B, Hkv, longest, D + Dv]``, and the bits of the key mask."""
     padding = ring.longest - k.shape[2]
@@ -84,22 +76,21 @@ def _wires(ring: Ring, k: Tensor, v: Tensor, key_mask: Tensor | None) -> list[Te
 
 
 def _calls(
-    ring: Ring, q: Tensor, wires: list[Tensor], head_dim: int, owner: int, settings: Settings
+    ring: Ring, q: Tensor, wires: list[Tensor], head_dim: int, owner: int, call: Call
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Call]]:
     keys, values = wires[0].split([head_dim, wires[0].shape[3] - head_dim], 3)
     mask = unpack_words(wires[1], ring.longest) if len(wires) > 1 else None
     for rows, cols, pattern in ring.parts(owner):
         part, k, v = q[:, :, rows], keys[:, :, cols], values[:, :, cols]
         bits = None if mask is None else pack_keys(mask[:, cols].contiguous())
-        call = Call(0, 128, settings.scale, pattern=pattern, key_bits=bits, softcap=settings.softcap)
-        call = call._replace(backend=settings.backend)
-        yield rows, cols, part, k, v, call._replace(backend=select(part, k, v, call))
+        mine = call._replace(pattern=pattern, key_bits=bits)
+        yield rows, cols, part, k, v, mine._replace(backend=select(part, k, v, mine))
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, ring: Ring, settings: Settings
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, ring: Ring, call: Call
     ) -> tuple[Tensor, Tensor]:
         n_ranks, wide = ring.layout.n_ranks, accumulator(q)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
@@ -107,13 +98,13 @@ class _RingAttention(torch.autograd.Function):
         wires = _wires(ring, k, v, key_mask)
         for hop in range(n_ranks):
             coming, works = ring.pass_on(*wires) if hop < n_ranks - 1 else ([], [])
-            for rows, _, *tensors, call in _calls(ring, q, wires, k.shape[3], (ring.rank - hop) % n_ranks, settings):
-                found, found_lse = torch.ops.ringtile.forward(*tensors, *call)
+            for rows, _, *tensors, mine in _calls(ring, q, wires, k.shape[3], (ring.rank - hop) % n_ranks, call):
+                found, found_lse = torch.ops.ringtile.forward(*tensors, *mine)
                 merge_into(out[:, :, rows], lse[:, :, rows], found, found_lse)
             ring.finish(works, "keys and values, forward")
             wires = coming
         out = out.to(q.dtype)
-        ctx.ring, ctx.settings = ring, settings
+        ctx.ring, ctx.call = ring, call
         ctx.save_for_backward(q, k, v, key_mask, out, lse)
         return out, lse
 
@@ -130,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
             coming, key_works = ring.pass_on(*wires) if hop < n_ranks - 1 else ([], [])
             mine = torch.zeros_like(grads)
             owner = (ring.rank - hop) % n_ranks
-            for rows, cols, *tensors, call in _calls(ring, q, wires, k.shape[3], owner, ctx.settings):
+            for rows, cols, *tensors, call in _calls(ring, q, wires, k.shape[3], owner, ctx.call):
                 row_tensors = out_grad[:, :, rows], lse_grad[:, :, rows]
                 results = out[:, :, rows], lse[:, :, rows].contiguous()
                 found = torch.ops.ringtile.backward(*row_tensors, *tensors, *results, *call)
@@ -148,9 +139,7 @@ class _RingAttention(torch.autograd.Function):
         return q_grad.to(q.dtype), k_grad, v_grad, None, None, None
 
 
-def ring(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, place: Ring, settings: Settings
-) -> tuple[Tensor, Tensor]:
+def ring(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, place: Ring, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the lse of the rank's tokens."""
-    out, lse = _RingAttention.apply(q, k, v, key_mask, place, settings)  # type: ignore[no-untyped-call]
+    out, lse = _RingAttention.apply(q, k, v, key_mask, place, call)  # type: ignore[no-untyped-call]
     return out, lse

@@ -191,6 +191,35 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext()
 
 
+def make_call(
+    query: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    head_at: Tensor | None = None,
+    batch_at: Tensor | None = None,
+    backend: str | None = None,
+) -> Call:
+    """Return a call over no pattern yet, with its seed drawn."""
+    head_at = _checked_numbers("head_at", head_at, query.shape[1], query)
+    batch_at = _checked_numbers("batch_at", batch_at, query.shape[0], query)
+    return Call(
+        start=0,
+        block=128,
+        scale=query.shape[3] ** -0.5 if scale is None else scale,
+        seed=drawn_seed(seed, query) if dropout_p else None,
+        alibi_slopes=alibi_slopes,
+        head_at=head_at if dropout_p else None,
+        batch_at=batch_at if dropout_p else None,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        backend=backend or "",
+    )
+
+
 def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
     """Return the dropout seed as one int64 element. None draws one from PyTorch's generator."""
     if seed is None:
@@ -320,12 +349,22 @@ def sparse_attention(
     """
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
-    (batch, heads, n_queries, head_dim), n_keys = query.shape, key.shape[2]
+    (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
     check_rows(query, n_keys, key_lengths, softcap, alibi_slopes, sinks)
-    head_at = _checked_numbers("head_at", head_at, heads, query)
-    batch_at = _checked_numbers("batch_at", batch_at, batch, query)
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
         raise ValueError(f"start: expected an integer or None, got {start!r}")
+
+    call = make_call(
+        query,
+        dropout_p=dropout_p,
+        seed=seed,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        head_at=head_at,
+        batch_at=batch_at,
+        backend=backend,
+    )
 
     index: BlockIndex | None = None
     if isinstance(pattern, BlockIndex):
@@ -356,12 +395,6 @@ def sparse_attention(
                 device=query.device,
             )
 
-    seed = drawn_seed(seed, query) if dropout_p else None
-    if not dropout_p:
-        head_at = batch_at = None
-    if scale is None:
-        scale = head_dim**-0.5
-
     if backend == "reference":
         out, lse = attention_reference(
             query,
@@ -372,32 +405,24 @@ def sparse_attention(
             key_mask=key_mask,
             key_lengths=key_lengths,
             dropout_p=dropout_p,
-            seed=seed,
-            scale=scale,
+            seed=call.seed,
+            scale=call.scale,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
-            head_at=head_at,
-            batch_at=batch_at,
+            head_at=call.head_at,
+            batch_at=call.batch_at,
         )
         out = out.to(query.dtype)
         if query.dtype != torch.float64:
             lse = lse.float()
     else:
-        call = Call(
+        call = call._replace(
             start=first,
             block=block,
-            scale=scale,
             tiles=() if index is None else index.tensors(),
             pattern=text,
             key_bits=None if key_mask is None else pack_keys(key_mask),
             key_lengths=key_lengths,
-            seed=seed,
-            alibi_slopes=alibi_slopes,
-            head_at=head_at,
-            batch_at=batch_at,
-            dropout_p=dropout_p,
-            softcap=softcap,
-            backend=backend or "",
         )
         with without_autocast(query):
             out, lse = attention(query, key, value, call._replace(backend=select(query, key, value, call)))

@@ -528,3 +528,11 @@ def test_wrong_calls_are_named_before_data_moves(change: dict[str, Any], words: 
 def test_wrong_layouts_and_plans_are_named(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_indices_are_moved_to_the_device_once() -> None:
+    plan = make_plan(CAUSAL & Window(200), Layout.contiguous(N_TOKENS, 3), 1)
+    assert plan.pieces_on(torch.device("cpu")) is plan.pieces
+    moved = plan.pieces_on(torch.device("meta"))
+    assert [piece.index.device.type for piece in moved] == ["meta"] * len(plan.pieces)
+    assert plan.pieces_on(torch.device("meta")) is moved

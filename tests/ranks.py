@@ -184,7 +184,8 @@ def run_processes(
             for process in processes:
                 process.kill()
                 process.join()
-        texts = [Path(folder, str(rank)).read_text() for rank in range(n_ranks)]
+        written = [Path(folder, str(rank)) for rank in range(n_ranks)]
+        texts = [path.read_text() if path.exists() else "never started" for path in written]
         return Outcome([process.exitcode for process in processes], texts, ends)
 
 

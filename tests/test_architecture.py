@@ -118,7 +118,7 @@ def test_the_package_keeps_the_house_rules() -> None:
 def test_every_room_is_looked_at() -> None:
     rooms = {room_of(module_name(PACKAGE, path)) for path in PACKAGE.rglob("*.py")}
     assert rooms >= {"patterns", "layout", "kernels", "functional", "modules", "distributed", "analysis", "measure"}
-    assert rooms >= {"demo", "cli", FACE}
+    assert rooms >= {"demo", "cli", "integrations", FACE}
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def ring_attention(
         plan = exchange.plan
         assert isinstance(plan, RingPlan)
         buffer_mask = None if key_mask is None else torch.ops.ringtile.cast_bits(key_mask, number)
-        buffer_mask = _with_lengths(buffer_mask, lengths, plan.buffer, key)
+        buffer_mask = _with_lengths(buffer_mask, lengths, sum(plan.buffer, ()), key)
         out, lse = attend_pieces(query, key, value, plan, exchange, own_mask, buffer_mask, call, overlap)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)

@@ -21,19 +21,33 @@ from ringtile.distributed.layout import Run
 from ringtile.distributed.plan import Copy
 from ringtile.kernels.contracts import accumulator
 
+_FORWARD = "keys and values, forward"
+
 _numbers = itertools.count()
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
-_in_flight: dict[int, tuple[Any, ...]] = {}
+_in_flight: dict[int, Works] = {}
 
 library = torch.library.Library("ringtile", "FRAGMENT")
 library.define("cast_start(Tensor k, Tensor v, int exchange) -> (Tensor, Tensor)")
 library.define("group_cast(Tensor k, Tensor v, Tensor received, Tensor ticket, int exchange) -> (Tensor, Tensor)")
+library.define("cast_hot(Tensor k, Tensor v, Tensor received, Tensor ticket, int exchange) -> (Tensor, Tensor)")
+library.define("cast_cold(Tensor(a!) keys, Tensor(b!) values, Tensor received, Tensor ticket, int exchange) -> ()")
 library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Tensor, Tensor)")
 library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
 library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
 
 Tensors = Sequence[Tensor]
 """Tensors of one dtype, ``[.., .., tokens, dim]``, that travel together."""
+
+
+class Works(NamedTuple):
+    """What to wait for."""
+
+    hot: Sequence[Any] = ()
+    """Broadcasts or reduces."""
+    cold: Sequence[Any] = ()
+    sent: Tensor | None = None
+    """What travels. The works do not keep it."""
 
 
 Places = Sequence[Run] | Tensor
@@ -104,66 +118,85 @@ class Exchange:
         """Return the elements that this rank receives, its own broadcast included."""
         return (sum(self.plan.tokens_hot) + sum(self.plan.tokens_received)) * _width(xs)
 
-    def start(self, xs: Tensors) -> tuple[Tensor, list[Any]]:
+    def start(self, xs: Tensors) -> tuple[Tensor, Works]:
         """Begin to send. Return what will be received and the work to wait for."""
         plan, width = self.plan, _width(xs)
         received = xs[0].new_empty(self.size_received(xs))
-        hot, cold = received.split([n * width for n in (sum(plan.tokens_hot), sum(plan.tokens_received))])
-        works = []
+        hot, cold = self._hot_and_cold(received, width)
+        broadcasts = []
         for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
             if owner == plan.rank:
                 _gather(_cut(wire, xs), xs, plan.hot[owner])
-            works.append(dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True))
+            source = dist.get_global_rank(self.group, owner)
+            broadcasts.append(dist.broadcast(wire, source, self.group, async_op=True))
         sent = xs[0].new_empty(sum(plan.tokens_sent) * width)
         for rank, wire in _of_ranks(sent, width, plan.tokens_sent):
             _gather(_cut(wire, xs), xs, plan.sent[rank])
-        if plan.is_mixed:
-            works.append(self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width))
-        # The work does not keep what it sends.
-        return received, [*works, sent]
+        return received, Works(
+            broadcasts, self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width), sent
+        )
 
-    def finish(self, xs: Tensors, received: Tensor, works: Sequence[Any]) -> list[Tensor]:
+    def finish(self, xs: Tensors, received: Tensor, works: Works) -> list[Tensor]:
         """Return the buffers ``[.., .., n_buffer, dim]``."""
+        buffers = self.finish_hot(xs, received, works)
+        self.finish_cold(buffers, received, works)
+        return buffers
+
+    def finish_hot(self, xs: Tensors, received: Tensor, works: Works) -> list[Tensor]:
+        """Return the buffers with the own and the broadcast tokens."""
         plan, width = self.plan, _width(xs)
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
         _copy(buffers, xs, plan.own)
-        for work in works[:-1]:
-            wait(work, self.group, "keys and values, forward")
-        hot, cold = received.split([n * width for n in (sum(plan.tokens_hot), sum(plan.tokens_received))])
-        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
+        self._wait(works.hot, _FORWARD)
+        for owner, wire in _of_ranks(self._hot_and_cold(received, width)[0], width, plan.tokens_hot):
             _copy(buffers, _cut(wire, xs), plan.hot_copies[owner])
-        for rank, wire in _of_ranks(cold, width, plan.tokens_received):
-            _scatter(buffers, _cut(wire, xs), plan.received[rank])
         return buffers
 
-    def start_back(self, grads: Tensors) -> tuple[Tensor, Tensor, list[Any]]:
-        """Begin to send home the gradients of the buffers. Return what `finish_back` needs."""
-        plan, width, works = self.plan, _width(grads), []
-        # A sum over ranks, so in the accumulation type.
-        hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=accumulator(grads[0]))
-        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
-            _copy(_cut(wire, grads), grads, _back(plan.hot_copies[owner]))
-            goal = dist.get_global_rank(self.group, owner)
-            works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
+    def finish_cold(self, buffers: Tensors, received: Tensor, works: Works) -> None:
+        """Write the other tokens into the buffers."""
+        plan, width = self.plan, _width(buffers)
+        self._wait(works.cold, _FORWARD)
+        for rank, wire in _of_ranks(self._hot_and_cold(received, width)[1], width, plan.tokens_received):
+            _scatter(buffers, _cut(wire, buffers), plan.received[rank])
+
+    def start_cold_back(self, grads: Tensors) -> tuple[Tensor, Works]:
+        """Begin to send home the gradients of tokens that were not broadcast.
+
+        ``grads`` are those of the buffers, or of a beginning that has these tokens.
+        """
+        plan, width = self.plan, _width(grads)
         sent = grads[0].new_empty(sum(plan.tokens_received) * width)
         for rank, wire in _of_ranks(sent, width, plan.tokens_received):
             _gather(_cut(wire, grads), grads, plan.received[rank])
         received = sent.new_empty(sum(plan.tokens_sent) * width)
-        if plan.is_mixed:
-            works.append(self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width))
-        # The work does not keep what it sends.
-        return received, hot, [*works, sent]
+        works = self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width)
+        return received, Works(cold=works, sent=sent)
+
+    def start_hot_back(self, grads: Tensors) -> tuple[Tensor, Works]:
+        """Begin to add up the gradients of broadcast tokens at their owners, from those of the buffers."""
+        plan, width, works = self.plan, _width(grads), []
+        # A sum over ranks, so in the accumulation type.
+        hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=accumulator(grads[0]))
+        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
+            _copy(_cut(wire, grads), grads, _back(plan.hot_copies[owner]), add=True)
+            goal = dist.get_global_rank(self.group, owner)
+            works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
+        return hot, Works(hot=works)
 
     def finish_back(
-        self, grads: Tensors, started: tuple[Tensor, Tensor, list[Any]], own: Tensors | None = None
+        self,
+        grads: Tensors,
+        cold_started: tuple[Tensor, Works],
+        hot_started: tuple[Tensor, Works],
+        own: Tensors | None = None,
     ) -> list[Tensor]:
         """Return the gradients ``[.., .., n, dim]`` of this rank's tokens: ``own`` and those of all ranks' buffers.
 
         It adds to ``own`` in place if its dtype is that of sums.
         """
-        plan, width, (received, hot, works) = self.plan, _width(grads), started
-        for work in works[:-1]:
-            wait(work, self.group, "gradients of keys and values, backward")
+        plan, width = self.plan, _width(grads)
+        (received, cold_works), (hot, hot_works) = cold_started, hot_started
+        self._wait([*cold_works.cold, *hot_works.hot], "gradients of keys and values, backward")
         sums = []
         for place, x in enumerate(grads):
             wide = accumulator(x)
@@ -181,11 +214,20 @@ class Exchange:
             sums.append(total.to(x.dtype))
         return sums
 
+    def _hot_and_cold(self, received: Tensor, width: int) -> list[Tensor]:
+        return list(received.split([sum(self.plan.tokens_hot) * width, sum(self.plan.tokens_received) * width]))
+
+    def _wait(self, works: Sequence[Any], what: str) -> None:
+        for work in works:
+            wait(work, self.group, what)
+
     def _all_to_all(
         self, received: Tensor, sent: Tensor, received_tokens: Sequence[int], sent_tokens: Sequence[int], width: int
-    ) -> Any:
+    ) -> list[Any]:
+        if not self.plan.is_mixed:
+            return []
         received_sizes, sent_sizes = ([n * width for n in tokens] for tokens in (received_tokens, sent_tokens))
-        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self.group, async_op=True)
+        return [dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self.group, async_op=True)]
 
 
 def _width(xs: Tensors) -> int:
@@ -267,20 +309,28 @@ def _scatter(targets: Tensors, sources: Tensors, places: Places, *, add: bool = 
 def _start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
     received, works = _exchanges[number].start((k, v))
     ticket = next(_numbers)
-    _in_flight[ticket] = tuple(works)
+    _in_flight[ticket] = works
     return received, torch.tensor([ticket])
 
 
 def _cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    # A checkpoint that saved the result of `cast_start` but not this one has nothing left to wait for.
-    works = _in_flight.pop(int(ticket), ())
-    keys, values = _exchanges[number].finish((k, v), received, works)
+    # If they were received before, as in a checkpoint, there is nothing to wait for.
+    keys, values = _exchanges[number].finish((k, v), received, _in_flight.pop(int(ticket), Works()))
     return keys, values
+
+
+def _cast_hot(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    keys, values = _exchanges[number].finish_hot((k, v), received, _in_flight.get(int(ticket), Works()))
+    return keys, values
+
+
+def _cast_cold(keys: Tensor, values: Tensor, received: Tensor, ticket: Tensor, number: int) -> None:
+    _exchanges[number].finish_cold((keys, values), received, _in_flight.pop(int(ticket), Works()))
 
 
 def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:
     exchange, grads = _exchanges[number], (k_grad, v_grad)
-    k, v = exchange.finish_back(grads, exchange.start_back(grads))
+    k, v = exchange.finish_back(grads, exchange.start_cold_back(grads), exchange.start_hot_back(grads))
     return k, v
 
 
@@ -333,6 +383,8 @@ def _reduce_backward(ctx: Any, k_cot: Tensor, v_cot: Tensor) -> tuple[Tensor | N
 for _name, _implementation, _fake in (
     ("cast_start", _start, _fake_start),
     ("group_cast", _cast, _fake_cast),
+    ("cast_hot", _cast_hot, _fake_cast),
+    ("cast_cold", _cast_cold, lambda *tensors_and_number: None),
     ("group_reduce", _reduce, _fake_reduce),
     ("cast_bits", _cast_bits, _fake_cast_bits),
 ):

@@ -31,6 +31,8 @@ RING_PATTERNS = (Causal, Dense)
 MAX_PIECES = 8
 """If rows with and without remote keys alternate more often than this, all rows read the buffer."""
 
+_SOURCES: tuple[Source, ...] = ("own", "hot", "all")
+
 _HOT_RANKS = 3
 """Tiles that at least so many other ranks need, and more than half of all ranks, are broadcast."""
 
@@ -41,6 +43,11 @@ _RUNS = 256
 """Largest number of runs of a rank that begin or end inside a tile. Each is a call of its own."""
 
 
+Source = Literal["own", "hot", "all"]
+"""Where a call reads keys: the rank's own where they lie, or a part of the buffer. The part "hot" has own and broadcast
+keys, so its rows need not wait for others."""
+
+
 @dataclass(eq=False)
 class Piece:
     """Consecutive tokens of a rank that one call computes."""
@@ -48,8 +55,7 @@ class Piece:
     begin: int
     """First token, counted in the rank's own tokens."""
     end: int
-    is_local: bool
-    """True if the call reads the rank's own keys where they lie, False if it reads the buffer."""
+    source: Source
     index: BlockIndex
 
 
@@ -65,8 +71,9 @@ class Copy(NamedTuple):
 class RingPlan:
     """The exchange and the calls of one rank. Every rank makes the plan of the same pattern, layout and heads.
 
-    Keys travel in ascending order of their positions. The buffer of a rank holds the keys of other ranks that its rows
-    need, and those of its own that the same rows need.
+    Keys travel in ascending order of their positions. The buffer of a rank has two parts. The first holds the keys of
+    other ranks that its rows need, and those of its own that the same rows need. The second holds the broadcast keys and
+    the own ones of rows that need no others.
     """
 
     pattern: Pattern
@@ -89,8 +96,8 @@ class RingPlan:
     """For each rank the runs of own tokens that it gets."""
     received: tuple[tuple[Run, ...], ...]
     """For each rank the runs of the buffer that it fills."""
-    buffer: tuple[Run, ...]
-    """The runs of positions that the buffer holds, one after another."""
+    buffer: tuple[tuple[Run, ...], tuple[Run, ...]]
+    """The runs of positions that each part of the buffer holds, one after another."""
     most_sent: int
     """The most tokens that a rank sends to others, broadcasts counted once."""
     is_gathered: bool
@@ -118,7 +125,12 @@ class RingPlan:
     @cached_property
     def n_buffer(self) -> int:
         """Number of tokens of the buffer."""
-        return count_tokens(self.buffer)
+        return sum(map(count_tokens, self.buffer))
+
+    def part(self, source: Source) -> slice:
+        """Return the places of a part of the buffer."""
+        first = count_tokens(self.buffer[0])
+        return slice(first) if source == "all" else slice(first, None)
 
     @cached_property
     def tokens_hot(self) -> tuple[int, ...]:
@@ -181,8 +193,8 @@ def make_plan(
     >>> plan = make_plan(Causal() & Window(300, 0), Layout.contiguous(2048, 4), 1)
     >>> plan.received, plan.sent
     ((((0, 384),), (), (), ()), ((), (), ((128, 512),), ()))
-    >>> tuple((piece.begin, piece.end, piece.is_local) for piece in plan.pieces)
-    ((0, 384, False), (384, 512, True))
+    >>> tuple((piece.begin, piece.end, piece.source) for piece in plan.pieces)
+    ((0, 384, 'all'), (384, 512, 'own'))
     """
     if not isinstance(pattern, Pattern):
         raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
@@ -229,17 +241,19 @@ def _make_plan(
     needs, holds, is_hot, most_sent, is_mixed = demand
     sizes: dict[str, Any] = {**heads, "block": block}
     if is_cut(layout, rank, block):
-        cols, pieces, at = needs[rank], [], 0
+        cols, pieces, at = [needs[rank], torch.zeros_like(is_hot)], [], 0
         for begin, end in runs:
             index = build_index(pattern, end - begin, n_tokens, start=begin, **sizes)
             every = torch.arange(index.n_rows)
-            pieces.append(Piece(at, at + end - begin, False, index.remapped(every, cols.nonzero().flatten())))
+            pieces.append(Piece(at, at + end - begin, "all", index.remapped(every, cols[0].nonzero().flatten())))
             at += end - begin
     else:
-        pieces, cols = _pieces(build_rows(pattern, holds[rank].nonzero().flatten(), n_tokens, **sizes), needs[rank])
+        index = build_rows(pattern, holds[rank].nonzero().flatten(), n_tokens, **sizes)
+        pieces, cols = _pieces(index, needs[rank], is_hot)
     places = [_with_starts(held) for held in layout.runs]
-    buffer = _intervals(cols, grid)
-    in_buffer = _with_starts(buffer)
+    buffer = [_intervals(part, grid) for part in cols]
+    first = _with_starts(buffer[0])
+    parts = first, [(run, place + count_tokens(buffer[0])) for run, place in _with_starts(buffer[1])]
     hot_runs = _intervals(is_hot, grid)
     cold_runs = _intervals(~is_hot, grid)
     sent, received, hot, hot_copies = [], [], [], []
@@ -247,9 +261,9 @@ def _make_plan(
         apart = other != rank
         hot.append(_placed(hot_runs, places[other]))
         broadcast = _overlaps(hot_runs, held) if apart else []
-        hot_copies.append(_copies(_with_starts(broadcast), in_buffer))
+        hot_copies.append(tuple(copy for part in parts for copy in _copies(_with_starts(broadcast), part)))
         sent.append(_placed(_intervals(needs[other] & ~is_hot, grid) if apart else [], places[rank]))
-        received.append(_placed(_overlaps(cold_runs, held) if apart else [], in_buffer))
+        received.append(_placed(_overlaps(cold_runs, held) if apart else [], first))
     return RingPlan(
         pattern,
         layout,
@@ -258,12 +272,12 @@ def _make_plan(
         needs,
         is_hot,
         tuple(pieces),
-        _copies(places[rank], in_buffer),
+        tuple(copy for part in parts for copy in _copies(places[rank], part)),
         tuple(hot),
         tuple(hot_copies),
         tuple(sent),
         tuple(received),
-        tuple(buffer),
+        (tuple(buffer[0]), tuple(buffer[1])),
         most_sent,
         bool(gather),
         is_mixed,
@@ -358,30 +372,37 @@ def _hot_tiles(asked: Tensor, n_ranks: int) -> Tensor:
     return is_hot
 
 
-def _pieces(index: BlockIndex, needs: Tensor) -> tuple[list[Piece], Tensor]:
-    """Cut a rank's row tiles into runs with and without remote keys. Return them and the buffer's columns, bool."""
+def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piece], list[Tensor]]:
+    """Cut a rank's row tiles into runs with one source. Return them and the columns of the buffer's parts, bool."""
     # A million tiles: short integers.
     slot, col = (x.int() for x in index.slot_and_col(index.entries().number))
     row = slot.remainder_(max(index.n_rows, 1))
     own_place = torch.full((index.n_cols,), -1)
     own_place[index.row_at.long()] = torch.arange(index.n_rows)
-    is_far = torch.zeros(index.n_rows, dtype=torch.bool)
-    is_far[row[own_place[col] < 0]] = True
-    bounds = [0, *(is_far.diff().nonzero().flatten() + 1).tolist(), index.n_rows]
-    if len(bounds) - 1 > MAX_PIECES:
-        is_far[:], bounds = True, [0, index.n_rows]
-    in_buffer = needs & (own_place < 0)
-    in_buffer[col[is_far[row]]] = True
-    cols, pieces = in_buffer.nonzero().flatten(), []
+    is_remote = own_place < 0
+    source = torch.zeros(index.n_rows, dtype=torch.uint8)
+    source[row[is_remote[col]]] = 1
+    source[row[(is_remote & ~is_hot)[col]]] = 2
+    for merged in (1, 0):
+        bounds = [0, *(source.diff().nonzero().flatten() + 1).tolist(), index.n_rows]
+        if len(bounds) - 1 <= MAX_PIECES:
+            break
+        source[source >= merged] = 2
+    else:
+        bounds = [0, index.n_rows]
+    in_parts = [needs & is_remote & ~is_hot, torch.zeros_like(is_hot)]
+    for part, number in zip(in_parts, (2, 1), strict=True):
+        part[col[(source == number)[row]]] = True
+    columns = index.row_at.long(), in_parts[1].nonzero().flatten(), in_parts[0].nonzero().flatten()
+    pieces: list[Piece] = []
     for first, last in pairwise(bounds):
         if first == last:
             continue
-        is_local = not is_far[first]
-        rows = torch.arange(first, last)
-        part = index.remapped(rows, index.row_at.long() if is_local else cols)
+        number = int(source[first])
+        mine = index.remapped(torch.arange(first, last), columns[number])
         begin = first * index.block
-        pieces.append(Piece(begin, begin + part.n_queries, is_local, part))
-    return pieces, in_buffer
+        pieces.append(Piece(begin, begin + mine.n_queries, _SOURCES[number], mine))
+    return pieces, in_parts
 
 
 def _intervals(tiles: Tensor, grid: TileGrid) -> list[Run]:

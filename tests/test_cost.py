@@ -22,7 +22,7 @@ from test_distributed import LAYOUTS, PATTERNS
 from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
 from ringtile.distributed import plan as plan_module
-from ringtile.distributed.cost import HARDWARE, Cost, Hardware, Sizes, Work, cheapest_layout, estimate, survey
+from ringtile.distributed.cost import HARDWARE, Cost, Hardware, Sizes, Work, cheapest_layout, estimate, split, survey
 from ringtile.distributed.cost import LAYOUTS as NAMED_LAYOUTS
 from ringtile.distributed.plan import TRANSPORTS
 from ringtile.layout import build_index, build_rows, candidates
@@ -98,6 +98,7 @@ def test_collectives_get_the_predicted_bytes(name: str, transport: Any, layout: 
 def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:
     """Messages, traffic and transport are those of the plans; work and buffers at least."""
     cost = estimate(work, "gather" if plans[0].is_gathered else "exchange", H100)
+    parts = split(work, gather=plans[0].is_gathered)
     token = work.sizes.width * work.sizes.dtype.itemsize
     for rank, plan in enumerate(plans):
         hot = sum(plan.tokens_hot)
@@ -107,15 +108,16 @@ def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:
         heads = work.sizes.heads * work.sizes.batch
         tiles = [piece.index.kept_tiles * heads // piece.index.group.numel() for piece in plan.pieces]
         buffered = (sum(plan.tokens_sent) + sum(plan.tokens_received) + hot + plan.n_buffer) * token
-        interior = sum(
-            n for piece, n in zip(plan.pieces, tiles, strict=True) if piece.is_local and plan.n_tokens % 128 == 0
-        )
+        pairs = [
+            128 * 128 * sum(n for piece, n in zip(plan.pieces, tiles, strict=True) if piece.source == source)
+            for source in ("own", "hot")
+        ]
         if is_exact:
             assert int(cost.tiles[rank]) == sum(tiles)
             assert int(cost.buffer[rank]) == buffered
-            assert int(work.calls[rank]) == len(plan.pieces)
+            assert int(parts.calls[rank]) == len(plan.pieces)
             if plan.n_tokens % 128 == 0:
-                assert int(work.interior_pairs[rank]) == interior * 128 * 128
+                assert [int(parts.own_pairs[rank]), int(parts.hot_pairs[rank])] == pairs
         else:
             assert int(cost.tiles[rank]) >= sum(tiles)
     sent = [sum(plan.tokens_sent) + plan.tokens_hot[rank] for rank, plan in enumerate(plans)]
@@ -235,10 +237,16 @@ def test_time_is_that_of_the_slowest_part() -> None:
     alone = seconds(window, layout, "exchange", flops=1e12)
     assert alone == pytest.approx((2 * interior, 5 * interior), rel=1e-3)
     short = seconds(window, layout, "exchange", flops=1e12, net_beta=halo / (0.5 * interior))
-    assert short == pytest.approx((2 * interior, 5.5 * interior), rel=1e-3)
+    assert short == pytest.approx((2 * interior, 5 * interior), rel=1e-3)
     long = seconds(window, layout, "exchange", flops=1e12, net_beta=halo / (3 * interior))
-    assert long == pytest.approx((4 * interior, 8 * interior), rel=1e-3)
+    assert long == pytest.approx((4 * interior, 5.5 * interior), rel=1e-3)
     assert seconds(window, layout, "exchange", call=1.0)[0] == pytest.approx(2, rel=1e-3)
+    # Rows that also read broadcast tokens, 10 tiles each, wait for a tree of two steps and run beside the all-to-all.
+    part = 10 * flops / 9 * 8 / 1e12
+    for alpha, expected in ((0.25, (2.5, 5.5)), (2, (7, 9))):
+        sinks = CAUSAL & (Window(1024) | GlobalTokens(128))
+        found = seconds(sinks, layout, "exchange", flops=1e12, net_alpha=alpha * part, node_alpha=alpha * part)
+        assert found == pytest.approx([part * times for times in expected], rel=1e-3)
     # Causal around a ring: three hops of keys, then three of keys and four of gradients in float32.
     keys = 2048 * 2 * 8 * 128 * 2
     forward, backward = seconds(CAUSAL, layout, "ring", net_beta=1e9)

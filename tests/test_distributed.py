@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,12 +19,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ringtile.distributed import Layout, make_plan, ring_attention
+from ringtile.distributed import Layout, make_plan, pieces, ring_attention
 from ringtile.distributed import plan as plan_module
 from ringtile.distributed.attention import group_of
 from ringtile.distributed.exchange import Exchange
 from ringtile.distributed.layout import positions_of
 from ringtile.functional import sparse_attention
+from ringtile.kernels.contracts import Call
+from ringtile.kernels.select import select
 from ringtile.patterns import (
     Blocks,
     Causal,
@@ -436,6 +439,37 @@ def test_global_tokens_are_broadcast() -> None:
     plan = make_plan(PATTERNS["global tokens"], Layout.contiguous(N_TOKENS, 5), 2, num_heads=4)
     assert plan.tokens_hot == (128, 0, 0, 0, 0)
     assert plan.tokens_received[0] == 0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_rows_of_broadcast_tokens_wait_for_no_others(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, made = CAUSAL & (Window(60) | GlobalTokens(40)), LAYOUTS[layout](3072, 4)
+    problem, mask = make_inputs(1, 4, 3072, head_dim=8, kv_heads=2, value_dim=4), torch.rand(1, 3072) < 0.9
+    expected = expected_of(pattern, problem, key_mask=mask)
+    check_ranks(pattern, made, expected, key_mask=mask)
+    check_transport("gather", pattern, made, expected, key_mask=mask)
+    events = threading.local()
+    finish_cold = Exchange.finish_cold
+
+    def selected(query: Tensor, key: Tensor, value: Tensor, call: Call) -> str:
+        events.found.append(query.shape[2])
+        return select(query, key, value, call)
+
+    def finished(*arguments: Any) -> None:
+        events.found.append("arrived")
+        finish_cold(*arguments)
+
+    monkeypatch.setattr(pieces, "select", selected)
+    monkeypatch.setattr(Exchange, "finish_cold", finished)
+
+    def run(rank: int) -> list[int | str]:
+        events.found = []
+        q, k, v = (made.shard(x, rank) for x in problem[:3])
+        ring_attention(q, k, v, pattern, layout=made, enable_gqa=True, transport="exchange")
+        return list(events.found)
+
+    # Zigzag ranks have the first half of their rows in one chunk, and a row tile with a halo in each.
+    assert on_ranks(4, run)[2] == ([640, "arrived", 128] if layout == "contiguous" else [256, 256, "arrived", 128, 128])
 
 
 def test_gradients_in_bfloat16_keep_their_digits_with_more_ranks() -> None:

@@ -1,8 +1,8 @@
 """Bytes, work and memory of each rank, and a model of the time: pure functions on the host, without communication.
 
 Bytes, messages and peers are exact. Work and memory come from the covers of the pattern, like plans. Times are a model:
-the slowest rank's copies, then its exchange beside the rows that need no other rank's keys, then its other rows. A
-message costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its processors.
+the slowest rank's copies, then its exchange beside the rows that do not wait for it, then its other rows. A message
+costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its processors.
 """
 
 from __future__ import annotations
@@ -163,6 +163,21 @@ class Sizes:
         return torch.promote_types(self.dtype, torch.float32)
 
 
+class Split(NamedTuple):
+    """A rank's rows, cut as a plan cuts them."""
+
+    calls: Tensor
+    """int64 ``[P]``: attention calls."""
+    own_pairs: Tensor
+    """int64 ``[P]``: pairs of rows that read only their rank's own keys."""
+    hot_pairs: Tensor
+    """int64 ``[P]``: pairs of rows that also read broadcast keys, and no others."""
+    needs_hot: Tensor
+    """bool ``[P, C]``: column tiles that these rows need."""
+    needs_all: Tensor
+    """bool ``[P, C]``: column tiles that the other rows need."""
+
+
 class Work(NamedTuple):
     """Tiles that each rank computes, and tokens that it buffers, from the covers: upper bounds of a plan's."""
 
@@ -171,16 +186,16 @@ class Work(NamedTuple):
     sizes: Sizes
     grid: TileGrid
     demand: Demand
+    row_tiles: Tensor
+    """int64 ``[R]``: tiles of each row tile, for all heads and batch elements."""
     tiles: Tensor
-    """int64 ``[P]``: tiles of all heads and batch elements."""
+    """int64 ``[P]``: the same of each rank."""
     pairs: Tensor
     """int64 ``[P]``: pairs in these tiles."""
-    interior_pairs: Tensor
-    """int64 ``[P]``: pairs of rows that read only their rank's own keys."""
-    calls: Tensor
-    """int64 ``[P]``: attention calls of an exchange."""
-    needs_far: Tensor
-    """bool ``[P, C]``: column tiles that rows with remote keys need."""
+    sources: Tensor
+    """int64 ``[R]``: 0 for row tiles that read only their rank's own keys, 1 if also broadcast ones, otherwise 2."""
+    is_cut: Tensor
+    """bool ``[P]``: the ranks whose runs begin or end inside a tile."""
     reason: str
     """Why ranks cannot build their indices, or an empty text."""
 
@@ -217,17 +232,23 @@ def survey(pattern: Pattern, layout: Layout, sizes: Sizes, *, block: int = 128, 
     heads: dict[str, Any] = {"num_heads": sizes.heads, "batch": sizes.batch, "max_bytes": max_bytes}
     demand = find_demand(pattern, layout, grid, **heads)
     rank_of_row = torch.empty(grid.n_rows, dtype=torch.int64).index_put_((rows,), ranks)
-    own = (ranks * (grid.n_cols + 1) + rows).sort().values
-    is_far = torch.zeros(grid.n_rows, dtype=torch.bool)
+    is_hot = demand.is_hot
+    own, own_cold = ((ranks * (grid.n_cols + 1) + rows)[chosen].sort().values for chosen in (rows >= 0, ~is_hot[rows]))
+    hot_before = torch.nn.functional.pad(is_hot.cumsum(0), (1, 0))
+    is_remote, is_cold = torch.zeros(2, grid.n_rows, dtype=torch.bool)
     tiles = torch.zeros(grid.n_rows, dtype=torch.int64)
     listed = torch.zeros(n_ranks, dtype=torch.int64)
     for copies, cover in candidates(pattern, grid, **heads):
         length = cover.hi - cover.lo
         tiles.index_add_(0, cover.row, copies * length)
         first = rank_of_row[cover.row] * (grid.n_cols + 1)
-        # How many tiles of the interval the row's rank holds.
-        held = torch.searchsorted(own, first + cover.hi) - torch.searchsorted(own, first + cover.lo)
-        is_far[cover.row[held < length]] = True
+        # How many tiles of the interval the row's rank holds, and how many it holds or gets by a broadcast.
+        held, held_cold = (
+            torch.searchsorted(mine, first + cover.hi) - torch.searchsorted(mine, first + cover.lo)
+            for mine in (own, own_cold)
+        )
+        is_remote[cover.row[held < length]] = True
+        is_cold[cover.row[held_cold + hot_before[cover.hi] - hot_before[cover.lo] < length]] = True
         of_rank = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, rank_of_row[cover.row], length)
         listed = torch.maximum(listed, of_rank)
     reason = ""
@@ -236,28 +257,45 @@ def survey(pattern: Pattern, layout: Layout, sizes: Sizes, *, block: int = 128, 
         cut = torch.tensor([is_cut(layout, rank, block) for rank in range(n_ranks)])
     except ValueError as error:
         reason, cut = str(error), torch.ones(n_ranks, dtype=torch.bool)
-    order = (ranks * grid.n_rows + rows).argsort()
-    rows, ranks, tokens = rows[order], ranks[order], tokens[order]
-    far = is_far[rows] | cut[ranks]
-    changes = (far[1:] != far[:-1]) & (ranks[1:] == ranks[:-1])
-    calls = 1 + torch.bincount(ranks[1:][changes], minlength=n_ranks)
-    far |= (calls > MAX_PIECES)[ranks]
-    runs = torch.tensor([len(held) for held in layout.runs])
-    calls = torch.where(cut, runs, torch.where(calls > MAX_PIECES, 1, calls)).where(runs > 0, 0)
-    pairs = tiles[rows] * tokens * block
-    zeros = torch.zeros(n_ranks, dtype=torch.int64)
+    of_rank = torch.zeros(n_ranks, dtype=torch.int64)
     return Work(
         pattern,
         layout,
         sizes,
         grid,
         demand,
-        zeros.index_add(0, ranks, tiles[rows]),
-        zeros.index_add(0, ranks, pairs),
-        zeros.index_add(0, ranks, pairs * ~far),
-        calls,
-        needed(pattern, rows[far], ranks[far], n_ranks, grid, **heads),
+        tiles,
+        of_rank.index_add(0, ranks, tiles[rows]),
+        of_rank.index_add(0, ranks, tiles[rows] * tokens * block),
+        is_remote.long() + is_cold,
+        cut,
         reason,
+    )
+
+
+def split(work: Work, *, gather: bool = False) -> Split:
+    """Return the calls of an exchange, or of a gather, in which all remote keys are broadcast."""
+    layout, sizes, grid = work.layout, work.sizes, work.grid
+    n_ranks = layout.n_ranks
+    rows, ranks, tokens = layout.tiles(grid.block)
+    order = (ranks * grid.n_rows + rows).argsort()
+    rows, ranks, tokens = rows[order], ranks[order], tokens[order]
+    source = (work.sources.clamp(max=1) if gather else work.sources)[rows].where(~work.is_cut[ranks], 2)
+    for merged in (1, 0, None):
+        changes = (source[1:] != source[:-1]) & (ranks[1:] == ranks[:-1])
+        calls = 1 + torch.bincount(ranks[1:][changes], minlength=n_ranks)
+        if merged is not None:
+            source = source.where((calls <= MAX_PIECES)[ranks] | (source < merged), 2)
+    runs = torch.tensor([len(held) for held in layout.runs])
+    pairs, of_rank = work.row_tiles[rows] * tokens * grid.block, torch.zeros(n_ranks, dtype=torch.int64)
+    columns = (
+        needed(work.pattern, rows[chosen], ranks[chosen], n_ranks, grid, num_heads=sizes.heads, batch=sizes.batch)
+        for chosen in (source == 1, source == 2)
+    )
+    return Split(
+        torch.where(work.is_cut, runs, calls).where(runs > 0, 0),
+        *(of_rank.index_add(0, ranks, pairs * (source == number)) for number in (0, 1)),
+        *columns,
     )
 
 
@@ -363,9 +401,11 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     token = sizes.width * sizes.dtype.itemsize
     wide = sizes.width * sizes.accumulator.itemsize
     sent, received = cold.sum(1), cold.sum(0)
-    is_cut_rank = torch.tensor([is_cut(layout, rank, block) for rank in range(n_ranks)])
-    in_buffer = work.needs_far | (demand.needs & (~demand.holds | is_cut_rank.unsqueeze(1)))
-    n_buffer = in_buffer.sum(1) * block - in_buffer[:, -1] * (-grid.n_keys % block)
+    parts = split(work, gather=transport == "gather")
+    arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
+    n_buffer = torch.zeros(n_ranks, dtype=torch.int64)
+    for part in (parts.needs_all | arrives, parts.needs_hot):
+        n_buffer += part.sum(1) * block - part[:, -1] * (-grid.n_keys % block)
     n_broadcasts = int((hot > 0).sum())
     linked = (cold > 0) | (cold.T > 0) | (hot > 0) | (hot > 0).unsqueeze(1)
     peers = linked.fill_diagonal_(False).sum(1)
@@ -374,14 +414,21 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     alpha, beta = _slowest(n_ranks, hardware)
     steps = n_broadcasts * ceil(log2(n_ranks)) if n_ranks > 1 else 0
     times, times_back = _broadcast_times(n_ranks, hardware)
-    forward_wire = _all_to_all(cold * token, hardware) + steps * alpha + times * int(hot.sum()) * token / beta
-    backward_wire = _all_to_all(cold.T * token, hardware) + steps * alpha + times_back * int(hot.sum()) * wide / beta
+    cold_wire, cold_wire_back = (_all_to_all(traffic * token, hardware) for traffic in (cold, cold.T))
+    hot_wire = steps * alpha + times * int(hot.sum()) * token / beta
+    hot_wire_back = steps * alpha + times_back * int(hot.sum()) * wide / beta
     moved = sent + received + hot.sum() + n_buffer
-    per_pair, per_pair_backward = flops_per_pair(sizes)
-    around = _shared(2 * moved * token / hardware.memory + work.calls * hardware.call, hardware)
-    # Rows that read only their rank's own keys run beside the exchange.
-    interior = _shared(work.interior_pairs * per_pair / hardware.flops, hardware)
-    boundary = _shared((work.pairs - work.interior_pairs) * per_pair / hardware.flops, hardware)
+    around = _shared(2 * moved * token / hardware.memory + parts.calls * hardware.call, hardware)
+    # Seconds per multiplication or addition of ranks that share processors.
+    turn = _shared(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
+    pairs = parts.own_pairs, parts.hot_pairs, work.pairs - parts.own_pairs - parts.hot_pairs
+    times_of = ([n * each * turn for n in pairs] for each in flops_per_pair(sizes))
+    (own, with_hot, rest), (own_back, with_hot_back, rest_back) = times_of
+    # Own rows run beside the broadcasts, and rows with broadcast keys beside the other exchange.
+    forward = torch.maximum(own.clamp(min=hot_wire) + with_hot, hot_wire + cold_wire) + rest
+    # Backward the other way around.
+    backward = torch.maximum(with_hot_back, cold_wire_back)
+    backward = torch.maximum(with_hot_back + own_back, backward + hot_wire_back)
     return Cost(
         transport,
         (sent + hot) * token,
@@ -391,10 +438,10 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
         (cold > 0).sum(1) + (hot > 0),
         peers,
         work.tiles,
-        work.pairs.double() * per_pair,
+        work.pairs.double() * flops_per_pair(sizes)[0],
         (sent + received + hot.sum() + n_buffer) * token,
-        around + torch.maximum(interior, forward_wire) + boundary,
-        around + _shared(work.pairs * per_pair_backward / hardware.flops, hardware) + backward_wire,
+        around + forward,
+        around + rest_back + backward,
         traffic,
     )
 

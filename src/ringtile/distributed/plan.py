@@ -72,7 +72,7 @@ class RingPlan:
     """The exchange and the calls of one rank. Every rank makes the plan of the same pattern, layout and heads.
 
     Keys travel in ascending order of their positions. The buffer of a rank has two parts. The first holds the keys of
-    other ranks that its rows need, and those of its own that the same rows need. The second holds the broadcast keys and
+    other ranks that its rows need, and the own ones that the same rows need. The second holds the broadcast keys, and
     the own ones of rows that need no others.
     """
 

@@ -239,20 +239,22 @@ def make_branch_plan(
                 f"layout: expected at most {_CELLS:,} runs of tokens in segments and offsets, got {cells:,} for the "
                 f"branch ({shape.length}, {shape.dilation}). Use longer runs or segments"
             )
+    readers = [_readers(*each, num_heads, num_kv_heads) for each in zip(shapes, n_offsets, strict=True)]
+    # Key heads that query heads of the same offsets share need the same tokens: find these once.
+    kinds, kind_of = torch.cat(readers, 1).unique(dim=0, return_inverse=True)
     pieces: list[Piece] = []
     needed: list[_Need] = []
     needed_there: dict[int, Tensor] = {}
     is_mixed = False
-    for number, (shape, offsets) in enumerate(zip(shapes, n_offsets, strict=True)):
+    for number, (shape, offsets, reads) in enumerate(zip(shapes, n_offsets, kinds.split(n_offsets, 1), strict=True)):
         cells_of_all = _cells(runs, shape, n_tokens, offsets, rank)
         is_mixed |= bool(cells_of_all.is_far.any())
         is_own = cells_of_all.rank == rank
         mine, others = cells_of_all.where(is_own), cells_of_all.where(~is_own & cells_of_all.is_far.any(1))
         pieces += _pieces(number, shape, mine, num_heads, num_kv_heads, size, by_offset, device)
-        reads = _readers(shape, offsets, num_heads, num_kv_heads)
         needed += _needs(mine, shape, reads)
-        _add_needs_of_others(needed_there, mine, others, shape, reads, size)
-    items = _items(needed, num_kv_heads, n_tokens)
+        _add_needs_of_others(needed_there, mine, others, shape, reads, size, num_kv_heads)
+    items = _of_heads(_needed_tokens(needed, len(kinds), num_kv_heads), kind_of, n_tokens)
     # Items of a head and a run follow each other. The buffer has the own ones first, then those of each rank.
     first = torch.arange(num_kv_heads).unsqueeze(1) * n_tokens + runs.begin
     begins = torch.searchsorted(items, first.flatten())
@@ -272,7 +274,9 @@ def make_branch_plan(
     own = head * size + runs.place[run] + position - runs.begin[run]
     nowhere = torch.empty(0, dtype=short)
     sent = [
-        needed_there[other].T.flatten().nonzero().flatten().to(short) if other in needed_there else nowhere
+        _of_heads([kept.nonzero().flatten() for kept in needed_there[other].T], kind_of, size).to(short)
+        if other in needed_there
+        else nowhere
         for other in range(layout.n_ranks)
     ]
     facts = repr((shapes, layout, num_heads, num_kv_heads))
@@ -312,8 +316,8 @@ class _Need(NamedTuple):
     """Tokens that key heads read from the buffer."""
 
     positions: slice
-    heads: Tensor
-    """bool ``[Hkv]``."""
+    kinds: Tensor
+    """bool ``[kinds]``: kinds of key heads."""
 
 
 def _needs(mine: _Cells, shape: Shape, reads: Tensor) -> Iterator[_Need]:
@@ -321,31 +325,35 @@ def _needs(mine: _Cells, shape: Shape, reads: Tensor) -> Iterator[_Need]:
     cell, offset = mine.is_far.nonzero().T
     begins = mine.segment[cell] * shape.length + offset
     ends = begins + (mine.n_keys[cell, offset] - 1) * shape.dilation + 1
-    for begin, end, heads in zip(begins.tolist(), ends.tolist(), reads.T[offset].unbind(), strict=True):
-        yield _Need(slice(begin, end, shape.dilation), heads)
+    for begin, end, kinds in zip(begins.tolist(), ends.tolist(), reads.T[offset].unbind(), strict=True):
+        yield _Need(slice(begin, end, shape.dilation), kinds)
 
 
-def _items(needed: Sequence[_Need], num_kv_heads: int, n_tokens: int) -> Tensor:
-    """Return the number ``head * n_tokens + position`` of each item that is needed, once, ascending.
+def _needed_tokens(needed: Sequence[_Need], n_kinds: int, num_kv_heads: int) -> list[Tensor]:
+    """Return the tokens that each kind of key heads needs, once, ascending.
 
     Raises ValueError if they lie so far apart that to find them takes too much memory.
     """
     if not needed:
-        return torch.empty(0, dtype=torch.int64)
+        return [torch.empty(0, dtype=torch.int64)] * n_kinds
     first = min(need.positions.start for need in needed)
     width = max(need.positions.stop for need in needed) - first
     _check_bytes(width, num_kv_heads)
-    found = torch.zeros(num_kv_heads, width, dtype=torch.bool)
-    for positions, heads in needed:
-        found[:, positions.start - first : positions.stop - first : positions.step] |= heads.unsqueeze(1)
-    items: Tensor = found.flatten().nonzero().flatten()
-    return items.add_(items // width * (n_tokens - width)).add_(first)
+    found = torch.zeros(n_kinds, width, dtype=torch.bool)
+    for positions, kinds in needed:
+        found[:, positions.start - first : positions.stop - first : positions.step] |= kinds.unsqueeze(1)
+    return [kept.nonzero().flatten().add_(first) for kept in found]
+
+
+def _of_heads(tokens: Sequence[Tensor], kind_of: Tensor, n_tokens: int) -> Tensor:
+    """Return the items of all key heads, ascending, from the tokens of each kind."""
+    return torch.cat([tokens[kind] + head * n_tokens for head, kind in enumerate(kind_of.tolist())])
 
 
 def _add_needs_of_others(
-    needed: dict[int, Tensor], mine: _Cells, others: _Cells, shape: Shape, reads: Tensor, size: int
+    needed: dict[int, Tensor], mine: _Cells, others: _Cells, shape: Shape, reads: Tensor, size: int, num_kv_heads: int
 ) -> None:
-    """Mark this rank's items ``[n, Hkv]`` that the problems of each other rank read."""
+    """Mark this rank's tokens ``[n, kinds]`` that the problems of each other rank read."""
     segments = mine.segment.unique()
     others = others.where(torch.isin(others.segment, segments))
     mine = mine.where(torch.isin(mine.segment, others.segment))
@@ -353,24 +361,25 @@ def _add_needs_of_others(
         return
     cell, offset = (mine.n_queries > 0).nonzero().T
     count, first = mine.n_queries[cell, offset], mine.first[cell, offset]
-    _check_bytes(int(count.sum()), len(reads))
+    _check_bytes(int(count.sum()), num_kv_heads)
     # The places of all tokens of the shared segments at the offsets that heads have.
     which = torch.arange(len(cell)).repeat_interleave(count)
     place = first[which] + torch.arange(len(which)) - (count.cumsum(0) - count)[which]
     token = mine.base[cell][which] + offset[which] + place * shape.dilation
     of_segment = torch.searchsorted(segments, mine.segment[cell])[which]
-    offset, heads = offset[which], reads.T.contiguous()
-    slot = of_segment * len(heads) + offset
-    for other in others.rank.unique().tolist():
-        theirs = others.where(others.rank == other)
+    offset, kinds = offset[which], reads.T.contiguous()
+    slot = of_segment * len(kinds) + offset
+    others = others.where(others.rank.argsort(stable=True))
+    ranks, counts = others.rank.unique_consecutive(return_counts=True)
+    far = others.n_keys.where(others.is_far, 0).split(counts.tolist())
+    at = torch.searchsorted(segments, others.segment).unsqueeze(1).expand(-1, far[0].shape[1]).split(counts.tolist())
+    for other, keys, theirs in zip(ranks.tolist(), far, at, strict=True):
         bound = torch.zeros(len(segments), reads.shape[1], dtype=torch.int64)
-        far = theirs.n_keys.where(theirs.is_far, 0)
-        at = torch.searchsorted(segments, theirs.segment)
-        bound.scatter_reduce_(0, at.unsqueeze(1).expand_as(far), far, "amax")
+        bound.scatter_reduce_(0, theirs, keys, "amax")
         read = (place < bound.flatten()[slot]).nonzero().flatten()
         if len(read):
-            marked = needed.setdefault(other, torch.zeros(size, len(reads), dtype=torch.bool))
-            marked[token[read]] |= heads[offset[read]]
+            marked = needed.setdefault(other, torch.zeros(size, len(kinds.T), dtype=torch.bool))
+            marked[token[read]] |= kinds[offset[read]]
 
 
 def _pieces(

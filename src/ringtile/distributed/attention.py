@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+import ringtile
 from ringtile.distributed.exchange import Exchange, Routes
 from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
@@ -125,8 +126,8 @@ def ring_attention(
             parts are merged by lse. It is for all pairs and causal, without dropout, ALiBi, second derivatives and
             ``torch.compile``. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send
             more tokens than there are: then "gather".
-        overlap: Compute rows that need no other rank's keys while keys travel. The results are the same bits. A ring
-            always overlaps.
+        overlap: While keys travel, compute the rows that do not need them. The results are the same bits. A ring always
+            overlaps.
         check_finite: Look for NaN and infinity in the rank's keys and values before they travel. A string names the
             layer in the error. It reads both once, and synchronizes with a GPU.
         return_lse: Also return the log-sum-exp (natural log) ``[B, H, n]``.
@@ -246,6 +247,7 @@ def compare(
         "dtype": dtype,
         "layout": layout.text,
         **more,
+        "ringtile": ringtile.__version__,
         "torch": torch.__version__,
     }
     place = (name, *facts.values())

@@ -1,0 +1,204 @@
+"""The attention function that transformers calls, on `ringtile.sparse_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Union
+
+import torch
+from torch import Tensor, nn
+
+from ringtile.functional import sparse_attention
+from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, moves_along, pairs
+from ringtile.integrations.transformers.shifted import Shifted
+from ringtile.patterns import Causal, Dense, Documents, Pattern, from_mask
+
+LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Pattern | None], None]  # noqa: UP007
+"""A pattern for all layers, one per kind of layer (``config.layer_types``), or a function of the attention module."""
+
+_REFUSED = {
+    "position_bias": "a bias on the scores",
+    "indices": "keys chosen by an indexer",
+    "block_indices": "blocks chosen by an indexer",
+    "topk_indices": "keys chosen by an indexer",
+    "sinks": "learned keys and values",
+    "cache": "a paged cache",
+    "head_mask": "a mask of heads",
+    "layer_head_mask": "a mask of heads",
+    "output_attentions": "attention weights as an output",
+}
+"""Arguments of attention functions that change the result and that ringtile does not support."""
+
+
+def check_pattern(pattern: LayerPattern) -> None:
+    """Raise ValueError if this is no pattern for the layers of a model."""
+    each = pattern.values() if isinstance(pattern, Mapping) else () if isinstance(pattern, Pattern) else None
+    if each is None and not callable(pattern) and pattern is not None:
+        raise ValueError(
+            f"pattern: expected a Pattern, a dict of layer kinds or a function of a layer, got {pattern!r}"
+        )
+    for one in (pattern,) if isinstance(pattern, Pattern) else each or ():
+        if one is not None and not isinstance(one, Pattern):
+            raise ValueError(f"pattern: expected a Pattern or None for each kind of layer, got {one!r}")
+        if one is not None and one.batch_size is not None:
+            raise ValueError(f"pattern: expected one for all batch elements, got {one.batch_size=}")
+
+
+def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None:
+    """Return the pattern of one attention module, or None if it keeps the pairs of its own mask.
+
+    Raises ValueError if the module has no known kind, or if the pattern cannot be meant for it.
+    """
+    if pattern is None or (callable(pattern) and not isinstance(pattern, Pattern)):
+        found = None if pattern is None else pattern(module)
+        check_pattern(found)
+        return found
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ValueError(
+            "pattern: expected a function of the attention module for a model with cross attention, which returns None "
+            f"for these layers, got {pattern!r}"
+        )
+    if isinstance(pattern, Pattern):
+        return pattern
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is None or layer is None:
+        raise ValueError(f"pattern: expected one Pattern or a function, {type(module).__name__} has no kind of layer")
+    if unknown := set(pattern) - set(kinds):
+        raise ValueError(f"pattern: expected kinds of layers among {sorted(set(kinds))}, got {sorted(unknown)}")
+    return pattern.get(kinds[layer])
+
+
+@lru_cache(maxsize=1024)
+def _both(first: Pattern, second: Pattern, origins: tuple[int, ...]) -> Pattern:
+    if len(set(origins)) == 1:
+        origins = origins[:1]
+    return first & (second if origins == (0,) else Shifted(second, origins))
+
+
+def _alike(pattern: Pattern, heads: int) -> bool:
+    return pattern.num_heads is None and len({pattern.head_class(head) for head in range(heads)}) == 1
+
+
+def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -> KeptPairs:
+    """Return the pairs that a pattern keeps too. Its position 0 is the first real token of each batch element."""
+    origins: tuple[int, ...] = (0,)
+    if not moves_along(pattern):
+        if torch.compiler.is_compiling():
+            if kept.key_mask is not None:
+                message = "pattern counts tokens from the first real one: torch.compile needs padding on the right"
+                torch._assert_async(kept.key_mask[:, 0].all(), message)
+        else:
+            origins = tuple(lead - kept.first for lead in kept.leading or (0,))
+    heads, n_queries = query.shape[1:3]
+    placed = kept.pattern == Dense() or kept.start == int(kept.offset)
+    both = _both(kept.pattern, pattern, origins) if placed else None
+    if n_queries == 1 and both is not None and (isinstance(kept.offset, Tensor) or both.text is None):
+        # One query has a mask of keys, and needs no index.
+        row = pairs(both, kept.offset, 1, n_keys, query.device, 1 if _alike(pattern, heads) else heads)[:, :, 0]
+        row = row if kept.key_mask is None else row & kept.key_mask[:, None]
+        return kept._replace(pattern=Dense(), key_mask=row.expand(len(query), -1, n_keys))
+    offset = int(kept.offset)
+    if both is None:
+        # The mask was evaluated, aligned to the last key, and the cache has room after it.
+        more = pairs(_both(Dense(), pattern, origins), offset, n_queries, n_keys, query.device, heads)
+        mask = pairs(kept.pattern, kept.start, n_queries, n_keys, query.device, kept.pattern.num_heads or 1)
+        return kept._replace(pattern=from_mask(mask & more))
+    return kept._replace(pattern=both, start=offset)
+
+
+def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is_causal: bool | None) -> KeptPairs:
+    """Return the kept pairs of a call from its mask, or from the module's causality if there is no mask."""
+    if isinstance(mask, PatternMask):
+        return mask.kept
+    if mask is not None:
+        return kept_by_mask(mask, query.shape[2], n_keys)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # Without a mask, the first query is at the first key, and a single query is the last one.
+    start = 0 if query.shape[2] > 1 else n_keys - 1
+    return KeptPairs(Causal() if causal else Dense(), start, None, start)
+
+
+def attend(
+    pattern: LayerPattern,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer of a model.
+
+    Args:
+        pattern: Which of the pairs of the model's mask to keep.
+        module: The attention module.
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, Nk, D]``.
+        value: ``[B, Hkv, Nk, Dv]``.
+        attention_mask: The mask that `pattern_mask` made, a bool or float mask of all pairs, or None.
+        dropout: Probability of dropping a weight.
+        scaling: Factor for the scores.
+        softcap: Bound of the scores.
+        s_aux: ``[H]``, the sinks.
+        is_causal: True if a call without a mask is causal. Default: ``module.is_causal``.
+        options: Other arguments of the model.
+
+    Returns:
+        The output ``[B, Nq, H, Dv]``, and None in place of the weights.
+
+    Raises:
+        ValueError: If the model passes an argument or a mask that ringtile does not support.
+    """
+    for name, meaning in _REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{name}: ringtile does not support {meaning}; use attn_implementation='eager'")
+    n_keys = key.shape[2]
+    if query.shape[0] == 1 < key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)
+    kept = _kept(module, attention_mask, query, n_keys, is_causal)
+    if options.get("cu_seq_lens_q") is not None:
+        kept = _packed(kept, query, n_keys, options)
+    if (of_layer := pattern_of_layer(pattern, module)) is not None:
+        kept = intersected(kept, of_layer, query, n_keys)
+    options = {
+        "dropout_p": dropout,
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": None if s_aux is None else s_aux.flatten(),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
+    if kept.key_mask is not None and kept.key_mask.dim() == 3:
+        out = _by_head(query, key, value, kept.key_mask, options)
+    else:
+        out = sparse_attention(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: dict[str, Any]) -> Tensor:
+    """Compute the attention of one query, with a mask of keys per head, or one for all heads: ``[B, 1 or H, Nk]``."""
+    if masks.shape[1] == 1:
+        out: Tensor = sparse_attention(query, key, value, key_mask=masks[:, 0], **options)
+        return out
+    outs = []
+    sinks, shared = options["sinks"], query.shape[1] // key.shape[1]
+    for head in range(query.shape[1]):
+        of_key = slice(head // shared, head // shared + 1)
+        parts = query[:, head : head + 1], key[:, of_key], value[:, of_key]
+        options["sinks"] = None if sinks is None else sinks[head : head + 1]
+        outs.append(sparse_attention(*parts, key_mask=masks[:, head], **options))
+    return torch.cat(outs, 1)
+
+
+def _packed(kept: KeptPairs, query: Tensor, n_keys: int, options: Mapping[str, Any]) -> KeptPairs:
+    """Return the kept pairs inside the sequences whose bounds came as an argument, as for flash attention."""
+    bounds, of_keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
+    if len(query) != 1 or query.shape[2] != n_keys or (of_keys is not None and not torch.equal(bounds, of_keys)):
+        raise ValueError(f"cu_seq_lens_q: expected bounds of one row of {n_keys} tokens, got {query.shape=}")
+    return kept._replace(pattern=kept.pattern & Documents(cu_seqlens=bounds))

@@ -1,0 +1,308 @@
+"""Masks of transformers as patterns: the rule is read, and the mask of all pairs is not built.
+
+transformers describes a mask by a function of positions and calls a registered function (here `pattern_mask`) to make a
+mask of it. The result travels through the model to the attention function. It must be a four-dimensional tensor, so it
+is one without memory, a `PatternMask`, that carries the kept pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
+from operator import and_, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns import Causal, Dense, Documents, Pattern, Segments, Window, from_mask
+from ringtile.patterns.base import LARGEST, And, Not, Or, PerHead
+from ringtile.patterns.offsets import OffsetPattern
+
+MaskFunction = Callable[..., Any]
+
+_DROPPED = -1e4
+"""A float mask drops pairs by this value or less: the smallest of its dtype, -inf, or -1e4 in older models."""
+
+
+class KeptPairs(NamedTuple):
+    """The pairs that the mask of a model keeps."""
+
+    pattern: Pattern
+    """The rule. Key 0 of the call is at position 0."""
+    start: int
+    """Position of query 0 in the rule."""
+    key_mask: Tensor | None
+    """``[B, Nk]`` bool, True for keys to attend to, or ``[B, 1 or H, Nk]`` for a single query."""
+    offset: int | Tensor
+    """Position of query 0 minus that of key 0 in the sequence. It can differ from ``start`` if a mask was given."""
+    first: int = 0
+    """Position of key 0 in the sequence: a sliding cache has dropped the keys before it."""
+    leading: tuple[int, ...] | None = None
+    """Number of padding tokens before the first real one, per batch element. None if there are none."""
+
+
+def pairs(
+    pattern: Pattern, start: int | Tensor, n_queries: int, n_keys: int, device: torch.device, heads: int = 1
+) -> Tensor:
+    """Return the kept pairs as bool ``[B or 1, heads, Nq, Nk]``."""
+    head = torch.arange(heads, device=device)[:, None, None]
+    query = (torch.arange(n_queries, device=device) + start)[:, None]
+    key = torch.arange(n_keys, device=device)
+    rows = [pattern] if pattern.batch_size is None else [pattern.batch_row(b) for b in range(pattern.batch_size)]
+    return torch.stack([row.allowed(head, query, key) for row in rows])
+
+
+class PatternMask(Tensor):
+    """A mask ``[B, 1, Nq, Nk]`` that carries its kept pairs instead of one bool per pair.
+
+    A model that computes with the mask gets the bool mask itself, as it would from transformers' own sdpa.
+    """
+
+    kept: KeptPairs
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _UNCHANGED or (name == "to" and _keeps_dtype(args, kwargs)):
+            return args[0]
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+            raise ValueError(f"attention_mask: expected a model that leaves its mask unchanged, got a call of {name}")
+        if name in _ABOUT or (name.startswith("_") and not name.startswith("__")):
+            found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            if not isinstance(found, Tensor):
+                return found
+        dense = [x.dense() if isinstance(x, PatternMask) else x for x in args]
+        return func(*dense, **{k: x.dense() if isinstance(x, PatternMask) else x for k, x in kwargs.items()})
+
+    def dense(self) -> Tensor:
+        """Return the mask as bool ``[B, 1, Nq, Nk]``."""
+        kept, (batch, _, n_queries, n_keys) = self.kept, self.shape
+        found = pairs(kept.pattern, kept.start, n_queries, n_keys, self.device)
+        if kept.key_mask is not None:
+            found = found & kept.key_mask[:, None, None]
+        return found.expand(batch, 1, n_queries, n_keys)
+
+
+_UNCHANGED = {"contiguous", "detach", "bool"}
+_ABOUT = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "__len__", "__hash__"}
+"""Methods that return facts about a tensor, and not its values."""
+
+
+def _keeps_dtype(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    mask = args[0]
+    for value in (*args[1:], *kwargs.values()):
+        dtype = value.dtype if isinstance(value, Tensor) else value if isinstance(value, torch.dtype) else torch.bool
+        device = value.device if isinstance(value, Tensor) else value
+        if dtype != torch.bool or (isinstance(device, str | torch.device) and torch.device(device) != mask.device):
+            return False
+    return True
+
+
+def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: torch.device | str) -> Tensor:
+    """Return the kept pairs as a mask that transformers hands through to the attention function."""
+    # In a graph, a mask that has lost its pairs must not look like a mask.
+    size = 0 if torch.compiler.is_compiling() else n_keys
+    mask = torch.zeros((), dtype=torch.bool, device=device).expand(batch, 1, n_queries, size).as_subclass(PatternMask)
+    mask.kept = kept
+    return mask
+
+
+def _closure(function: MaskFunction) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def read_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern | None:
+    """Return the pattern of a mask function, whose key 0 is at position ``first``, or None if it is not known."""
+    if function.__module__ != "transformers.masking_utils":
+        return None
+    name, values = function.__qualname__.partition(".")[0], _closure(function)
+    here = slice(first, first + n_keys)
+    match name:
+        case "causal_mask_function":
+            return Causal()
+        case "bidirectional_mask_function":
+            return Dense()
+        case "and_masks":
+            return _joined(and_, [read_rule(each, first, n_keys) for each in values["mask_functions"]])
+        case "or_masks":
+            parts = [read_rule(each, first, n_keys) for each in values["mask_functions"]]
+            if any(part is not None and _keeps_self(part) for part in parts):
+                groups = [_groups(each, here) for each in values["mask_functions"]]
+                parts = [group if part is None else part for part, group in zip(parts, groups, strict=True)]
+            return _joined(or_, parts)
+        case "sliding_window_overlay":
+            return Window(values["sliding_window"] - 1, LARGEST)
+        case "sliding_window_bidirectional_overlay":
+            return Window(values["sliding_window"])
+        case "chunked_overlay":
+            return _chunks(values["chunk_size"], values["left_padding"], first, n_keys)
+        case "packed_sequence_mask_function":
+            return Documents(ids=values["packed_sequence_mask"][:, here])
+        case "remap_positions_for_packed_sequence":
+            rule = read_rule(values["mask_function"], 0, n_keys)
+            # Positions rise by one inside a document, so a rule of distances does not change.
+            return rule if rule is not None and moves_along(rule) else None
+    return None
+
+
+def _joined(join: Callable[[Pattern, Pattern], Pattern], parts: list[Pattern | None]) -> Pattern | None:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not known:
+        return None
+    if join is and_ and Causal() in known:
+        # The causal rule bounds the right side of a window anyway.
+        known = [Window(part.left) if isinstance(part, Window) and part.right == LARGEST else part for part in known]
+        known.sort(key=lambda part: part != Causal())
+    return reduce(join, known)
+
+
+def _keeps_self(pattern: Pattern) -> bool:
+    """Return True if it is certain that each token attends to itself."""
+    match pattern:
+        case And(first=first, second=second):
+            return _keeps_self(first) and _keeps_self(second)
+        case Or(first=first, second=second):
+            return _keeps_self(first) or _keeps_self(second)
+        case Segments(dilation=dilation):
+            return dilation == 1
+    return isinstance(pattern, Causal | Dense | Documents | Window)
+
+
+def _groups(function: MaskFunction, here: slice) -> Pattern | None:
+    """Return the rule of tokens, such as those of an image, that all attend to their group, and each to itself."""
+    if not function.__qualname__.startswith("blockwise_overlay."):
+        return None
+    ids = _closure(function)["block_sequence_ids"][:, here].long()
+    alone = -2 - torch.arange(ids.shape[1], device=ids.device)
+    try:
+        return Documents(ids=torch.where(ids < 0, alone, ids))
+    except ValueError:
+        # A group whose tokens are apart.
+        return None
+
+
+def _chunks(size: int, left_padding: Tensor, first: int, n_keys: int) -> Pattern:
+    """Return the rule of chunks that begin at the first real token of each batch element."""
+    if first % size == 0 and not bool(left_padding.any()):
+        return Segments(size)
+    position = torch.arange(first, first + n_keys, device=left_padding.device)
+    return Documents(ids=(position - left_padding[:, None]) // size)
+
+
+@lru_cache(maxsize=256)
+def moves_along(pattern: Pattern) -> bool:
+    """Return True if a pattern keeps the same pairs after all positions move by the same number."""
+    match pattern:
+        case And(first=first, second=second) | Or(first=first, second=second):
+            return moves_along(first) and moves_along(second)
+        case Not(inner=inner):
+            return moves_along(inner)
+        case PerHead(patterns=patterns):
+            return all(map(moves_along, patterns))
+        case OffsetPattern(unit=unit):
+            return unit == 1
+    return isinstance(pattern, Dense)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern:
+    """Read a rule while a graph is traced, in which closures cannot be read."""
+    rule = read_rule(function, first, n_keys)
+    if rule is None or rule.text is None:
+        raise ValueError("attention mask: torch.compile supports causal, sliding and chunked rules, got another one")
+    return rule
+
+
+def pattern_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Tensor:
+    """Return the mask of a mask function, as transformers' mask interface asks for it.
+
+    A rule that is not known is evaluated, and its bool mask becomes a pattern.
+    """
+    from transformers import masking_utils
+
+    if mask_function is None:
+        mask_function = masking_utils.causal_mask_function
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    tracing = torch.compiler.is_compiling()
+    leading = None
+    if padding is not None and not tracing:
+        if padding.all():
+            padding = None
+        elif bool((~padding[:, 0]).any()):
+            leading = tuple(padding.long().argmax(1).tolist())
+    key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
+    offset = q_offset - kv_offset
+    rule = (_constant_rule if tracing else read_rule)(mask_function, kv_offset, kv_length)
+    start = 0
+    if rule is None:
+        found = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        rule, start = from_mask(found), kv_length - q_length
+    elif q_length == 1 and (isinstance(offset, Tensor) or rule.text is None):
+        # One query has a mask of keys, and needs no index.
+        row = pairs(rule, offset, 1, kv_length, torch.device(device))[:, 0, 0]
+        key_mask = row.expand(batch_size, kv_length) if key_mask is None else row & key_mask
+        rule = Dense()
+    else:
+        start = offset = int(offset)
+    kept = KeptPairs(rule, start, key_mask, offset, kv_offset, leading)
+    return carrier(kept, batch_size, q_length, kv_length, device)
+
+
+def kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
+    """Return the pairs that a mask of the model or its caller keeps: bool, or float with 0 and very small values.
+
+    The result is remembered until the mask changes. Raises ValueError for other shapes and values.
+    """
+    known = getattr(mask, "_ringtile", None)
+    if known is not None and known[0] == mask._version:
+        found: KeptPairs = known[1]
+        return found
+    if mask.dim() != 4 or mask.shape[2] not in (1, n_queries) or mask.shape[3] != n_keys:
+        raise ValueError(
+            f"attention_mask: expected [B, 1 or H, {n_queries}, {n_keys}] of all pairs in the model's attention, "
+            f"got {mask.shape=}; register masks and attention together, by ringtile.integrations.transformers.register"
+        )
+    keep = mask
+    if mask.dtype != torch.bool:
+        keep = mask == 0
+        if not mask.is_floating_point() or not bool((keep | (mask <= _DROPPED)).all()):
+            raise ValueError(
+                "attention_mask: expected bool, or a float mask of 0 and values of -1e4 or less, got other values in "
+                f"{mask.dtype}; a bias on the scores is not supported"
+            )
+    if torch.compiler.is_compiling():
+        raise ValueError("attention_mask: torch.compile needs a mask [B, N] of the tokens, got one of all pairs")
+    start = n_keys - n_queries
+    if n_queries == 1 and keep.shape[1] == 1:
+        kept = KeptPairs(Dense(), start, keep[:, 0, 0], start)
+    else:
+        kept = KeptPairs(from_mask(keep.expand(-1, -1, n_queries, -1)), start, None, start)
+    mask._ringtile = (mask._version, kept)  # type: ignore[attr-defined]
+    return kept

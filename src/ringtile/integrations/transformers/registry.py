@@ -1,0 +1,102 @@
+"""Register ringtile with transformers, and switch models to it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ringtile.integrations.transformers.attention import LayerPattern, attend, check_pattern
+from ringtile.integrations.transformers.masks import pattern_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    Model = TypeVar("Model", bound=PreTrainedModel)
+
+_names: list[tuple[LayerPattern, str]] = []
+"""The patterns of `use_ringtile`, and the name that each is registered under."""
+
+
+def register(name: str = "ringtile", pattern: LayerPattern = None) -> None:
+    """Register ringtile as an attention implementation of transformers, together with its masks.
+
+    Afterwards ``attn_implementation="ringtile"`` selects it in ``from_pretrained``, and
+    ``model.set_attn_implementation("ringtile")`` in a model. Outputs and gradients are those of eager attention over
+    the pairs of the model's own mask: causal, sliding, chunked, packed, with padding, or given by you.
+
+    Args:
+        name: Name of the implementation. Names that contain "flash", "sdpa", "flex", "paged", "eager", "/" or "|" have
+            a meaning in transformers.
+        pattern: A `Pattern` that makes the model sparse: attention keeps the pairs that it and the model's mask keep. A
+            dict gives one per kind of layer, as in ``config.layer_types``. A function gets the attention module and
+            returns one, or None for the model's own mask. Positions count from the first real token, so global tokens
+            are the first of the text and not of its padding.
+
+    Raises:
+        ImportError: If transformers is missing or too old.
+        ValueError: If the name has another meaning, or if the pattern is none.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, MistralConfig
+        >>> register()
+        >>> sizes = dict(vocab_size=9, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+        >>> config = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=1024)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="ringtile")
+    """
+    check_pattern(pattern)
+    taken = [word for word in ("flash", "sdpa", "flex", "paged", "eager", "/", "|") if word in name]
+    if taken or not name:
+        raise ValueError(f"name: expected one without {', '.join(map(repr, taken)) or 'being empty'}, got {name!r}")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    # Without the second, transformers drops every mask and says nothing.
+    AttentionInterface.register(name, partial(attend, pattern))
+    AttentionMaskInterface.register(name, pattern_mask)
+
+
+def use_ringtile(model: Model, pattern: LayerPattern = None) -> Model:
+    """Switch a model of transformers to ringtile, in place, and return it.
+
+    Args:
+        model: The model, with or without a head.
+        pattern: Makes the model sparse, see `register`.
+
+    Raises:
+        ImportError: If transformers is missing or too old.
+        ValueError: If a part of the model computes attention by itself, or if the pattern is none.
+
+    Example:
+        >>> from ringtile.patterns import GlobalTokens, Window
+        >>> from transformers import BertConfig, BertModel
+        >>> model = BertModel(BertConfig(num_hidden_layers=1))
+        >>> model = use_ringtile(model, Window(256) | GlobalTokens(1))
+    """
+    name = _name_of(pattern)
+    register(name, pattern)
+    before = {id(part): part.config._attn_implementation for part in _parts(model)}
+    model.set_attn_implementation(name)
+    stayed = sorted({type(part).__name__ for part in _parts(model) if part.config._attn_implementation != name})
+    if stayed:
+        for part in _parts(model):
+            part.config._attn_implementation_internal = before[id(part)]
+        raise ValueError(
+            f"model: expected parts that use transformers' attention interface, got {', '.join(stayed)}, whose "
+            "attention is written by hand"
+        )
+    return model
+
+
+def _parts(model: Any) -> list[Any]:
+    from transformers import PreTrainedModel
+
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
+def _name_of(pattern: LayerPattern) -> str:
+    if pattern is None:
+        return "ringtile"
+    for known, name in _names:
+        if known is pattern or known == pattern:
+            return name
+    _names.append((pattern, f"ringtile-{len(_names) + 1}"))
+    return _names[-1][1]

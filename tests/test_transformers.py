@@ -1,0 +1,424 @@
+"""Models of Hugging Face transformers on ringtile: outputs, gradients, masks, caches and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+from transformers import masking_utils
+
+from ringtile.integrations.transformers import register, use_ringtile
+from ringtile.integrations.transformers.attention import attend
+from ringtile.integrations.transformers.masks import PatternMask
+from ringtile.layout import cache_info
+from ringtile.patterns import Causal, GlobalTokens, Pattern, Segments, Window, per_head
+
+TOLERANCE = 5e-6
+TOKENS = 61
+DECODER = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+ENCODER = {name: value for name, value in DECODER.items() if name not in ("num_key_value_heads", "head_dim")}
+MIXED = dict(DECODER, sliding_window=20, layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+
+MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
+    "Llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER)),
+    "Mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(**DECODER, sliding_window=20)),
+    "Qwen3": lambda: (hf.Qwen3ForCausalLM, hf.Qwen3Config(**DECODER)),
+    "Gemma2": lambda: (hf.Gemma2ForCausalLM, hf.Gemma2Config(**MIXED, query_pre_attn_scalar=16)),
+    "Gemma3": lambda: (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**MIXED)),
+    "gpt-oss": lambda: (hf.GptOssForCausalLM, hf.GptOssConfig(**MIXED, **EXPERTS, rope_parameters=ROPE)),
+    "Mixtral": lambda: (hf.MixtralForCausalLM, hf.MixtralConfig(**DECODER, **EXPERTS)),
+    "GPT-2": lambda: (
+        hf.GPT2LMHeadModel,
+        hf.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=512, pad_token_id=0, bos_token_id=1),
+    ),
+    "BERT": lambda: (hf.BertForMaskedLM, hf.BertConfig(**ENCODER)),
+    "ModernBERT": lambda: (
+        hf.ModernBertForMaskedLM,
+        hf.ModernBertConfig(
+            **dict(ENCODER, num_hidden_layers=4), local_attention=16, global_attn_every_n_layers=2, cls_token_id=1
+        ),
+    ),
+    "ViT": lambda: (
+        hf.ViTModel,
+        hf.ViTConfig(**IMAGES, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96),
+    ),
+    "BART": lambda: (
+        hf.BartForConditionalGeneration,
+        hf.BartConfig(
+            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+            **dict(vocab_size=97, d_model=64, max_position_embeddings=128, pad_token_id=0, bos_token_id=1),
+            **dict(eos_token_id=2, forced_eos_token_id=None, decoder_start_token_id=2),
+        ),
+    ),
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+IMAGES = {"image_size": 32, "patch_size": 4}
+ENCODERS = ["BERT", "ModernBERT"]
+DECODERS = ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "gpt-oss", "Mixtral", "GPT-2"]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register()
+    yield
+    # A mapping per class, for all models: leave it as it was.
+    for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
+        for name in [name for name in interface._global_mapping if name.startswith("ringtile")]:
+            del interface._global_mapping[name]
+
+
+def randomized(model: nn.Module) -> Any:
+    """Weights that make attention sharp, sinks and biases included."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * (0.1 if weight.dim() > 1 else 0.3))
+    return model.eval()
+
+
+def model_of(made: Any, config: Any, implementation: str) -> Any:
+    torch.manual_seed(0)
+    return randomized(made._from_config(copy.deepcopy(config), attn_implementation=implementation))
+
+
+def both(name: str) -> tuple[Any, Any]:
+    made, config = MODELS[name]()
+    return model_of(made, config, "eager"), model_of(made, config, "ringtile")
+
+
+def padding(kind: str, rows: int = 3, tokens: int = TOKENS) -> Tensor:
+    """A ragged batch: True for real tokens. The last row has no padding."""
+    mask = torch.ones(rows, tokens, dtype=torch.bool)
+    for row, count in enumerate((9, 33)):
+        mask[row, : count if kind == "left" else 0] = False
+        mask[row, tokens - (count if kind == "right" else 0) :] = False
+    return mask
+
+
+def assert_equal_models(first: Any, second: Any, real: Tensor, tolerance: float = TOLERANCE, **inputs: Any) -> None:
+    """The same outputs for real tokens and the same gradients of all parameters, relative to the largest."""
+    outputs = [model(**inputs)[0] for model in (first, second)]
+    torch.testing.assert_close(outputs[1][real], outputs[0][real], rtol=0, atol=tolerance)
+    probe = torch.randn_like(outputs[0]) * real.unsqueeze(-1)
+    for model, output in zip((first, second), outputs, strict=True):
+        model.zero_grad()
+        (output * probe).sum().backward()
+    grads = {name: weight.grad for name, weight in first.named_parameters() if weight.grad is not None}
+    found = {name: weight.grad for name, weight in second.named_parameters() if weight.grad is not None}
+    assert grads.keys() == found.keys()
+    for name, grad in grads.items():
+        # A bias counts with its weights: that of keys has a gradient of exactly zero, and only rounding differs.
+        of_layer = [grad, *(grads[other] for other in [name.removesuffix("bias") + "weight"] if other in grads)]
+        scale = max(each.abs().max() for each in of_layer)
+        assert (found[name] - grad).abs().max() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("kind", ["no", "left", "right"])
+def test_a_model_computes_what_it_does_with_eager(name: str, kind: str) -> None:
+    tokens = torch.randint(3, 97, (3, TOKENS))
+    mask = padding(kind)
+    inputs = {} if kind == "no" else {"attention_mask": mask.long()}
+    assert_equal_models(*both(name), mask, input_ids=tokens, **inputs)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Mixtral"])
+def test_packed_rows(name: str) -> None:
+    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([30, 1, 30], [7, 54])])
+    inputs = {"input_ids": torch.randint(3, 97, places.shape), "position_ids": places, "use_cache": False}
+    first, second = both(name)
+    assert_equal_models(first, second, torch.ones_like(places, dtype=torch.bool), **inputs)
+    # Otherwise packing was lost by both.
+    alone = first(input_ids=inputs["input_ids"][:1, 31:], use_cache=False)[0]
+    torch.testing.assert_close(second(**inputs)[0][:1, 31:], alone, rtol=0, atol=TOLERANCE)
+
+
+def test_an_image_encoder() -> None:
+    pixels = torch.randn(2, 3, 32, 32)
+    assert_equal_models(*both("ViT"), torch.ones(2, 65, dtype=torch.bool), pixel_values=pixels)
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    first, second = both("BART")
+    mask = padding("right")
+    inputs = {"input_ids": torch.randint(3, 97, (3, TOKENS)), "attention_mask": mask.long()}
+    tokens = torch.randint(3, 97, (3, 40))
+    assert_equal_models(first, second, torch.ones(3, 40, dtype=torch.bool), decoder_input_ids=tokens, **inputs)
+    found = [model.generate(**inputs, max_new_tokens=12, num_beams=2, do_sample=False) for model in (first, second)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generated_tokens(name: str, cache: str) -> None:
+    first, second = both(name)
+    tokens = torch.randint(3, 97, (3, 30))
+    options = {"max_new_tokens": 32, "do_sample": False, "cache_implementation": cache}
+    mask = padding("left", tokens=30)
+    mask[1, 29] = True
+    for inputs in ({"attention_mask": torch.ones_like(tokens)}, {"attention_mask": mask.long()}):
+        found = [
+            model.generate(tokens, **inputs, **options, return_dict_in_generate=True, output_logits=True)
+            for model in (first, second)
+        ]
+        assert torch.equal(found[0].sequences, found[1].sequences)
+        torch.testing.assert_close(torch.stack(found[1].logits), torch.stack(found[0].logits), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3, "do_sample": False}, {"do_sample": True}])
+def test_beams_and_samples(options: dict[str, Any]) -> None:
+    tokens, mask = torch.randint(3, 97, (2, 30)), padding("left", 2, 30)
+    mask[1, 29] = True
+    found = []
+    for model in both("Mistral"):
+        torch.manual_seed(1)
+        found.append(model.generate(tokens, attention_mask=mask.long(), max_new_tokens=24, **options))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+def test_a_prompt_in_chunks(name: str) -> None:
+    first, second = both(name)
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")
+    whole = first(tokens, attention_mask=mask.long()).logits
+    cache = hf.DynamicCache(config=second.config)
+    found = []
+    for begin, end in ((0, 25), (25, 26), (26, 55), (55, TOKENS)):
+        part = second(tokens[:, begin:end], attention_mask=mask[:, :end].long(), past_key_values=cache)
+        found.append(part.logits)
+    torch.testing.assert_close(torch.cat(found, 1)[mask], whole[mask], rtol=0, atol=TOLERANCE)
+
+
+# Masks: every kind that transformers can make.
+
+QUERIES, KEYS = 150, 150
+GROUPS = torch.full((2, KEYS), -1)
+GROUPS[0, 5:25], GROUPS[0, 60:140], GROUPS[1, 0:9], GROUPS[1, 30:40] = 0, 1, 0, 3
+APART = torch.where(torch.arange(KEYS) % 7 == 0, 0, -1).expand(2, -1)
+"""One group whose tokens are apart."""
+PLACES = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([40, 1, 109], [131, 19])])
+
+
+def odd_keys(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return (key % 2 == 1) & (query > batch * 50)
+
+
+def mask_config(implementation: str) -> Any:
+    config = hf.MistralConfig(**DECODER, sliding_window=20)
+    config.attention_chunk_size = 48
+    config._attn_implementation = implementation
+    return config
+
+
+def filled_cache(kind: str, config: Any, seen: int) -> Any:
+    cache = hf.DynamicCache(config=config) if kind == "dynamic" else hf.StaticCache(config=config, max_cache_len=KEYS)
+    cache.update(*torch.zeros(2, 2, 2, seen, 16), 0)
+    return cache
+
+
+KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "causal": lambda config: {},
+    "causal or": lambda config: {"or_mask_function": odd_keys},
+    "causal and": lambda config: {"and_mask_function": odd_keys},
+    "causal, packed": lambda config: {"position_ids": PLACES},
+    "causal, groups": lambda config: {"block_sequence_ids": GROUPS},
+    "causal, groups apart": lambda config: {"block_sequence_ids": APART},
+    "sliding": lambda config: {},
+    "sliding or": lambda config: {"or_mask_function": odd_keys},
+    "sliding, packed": lambda config: {"position_ids": PLACES},
+    "sliding, groups": lambda config: {"block_sequence_ids": GROUPS},
+    "sliding, dynamic cache": lambda config: {"past_key_values": filled_cache("dynamic", config, 70)},
+    "sliding, static cache": lambda config: {"past_key_values": filled_cache("static", config, 11)},
+    "chunked": lambda config: {},
+    "chunked and": lambda config: {"and_mask_function": odd_keys},
+    "chunked, packed": lambda config: {"position_ids": PLACES},
+    "bidirectional": lambda config: {},
+    "bidirectional and": lambda config: {"and_mask_function": odd_keys},
+    "bidirectional, other tokens": lambda config: {"encoder_hidden_states": torch.empty(2, 90, 64)},
+    "bidirectional sliding": lambda config: {},
+    "bidirectional sliding or": lambda config: {"or_mask_function": odd_keys},
+}
+MAKERS = {
+    "causal": "create_causal_mask",
+    "sliding": "create_sliding_window_causal_mask",
+    "chunked": "create_chunked_causal_mask",
+    "bidirectional": "create_bidirectional_mask",
+    "bidirectional sliding": "create_bidirectional_sliding_window_mask",
+}
+
+
+def mask_of(kind: str, implementation: str, queries: int, padded: str) -> Tensor:
+    """The mask of a kind, made by transformers for an implementation."""
+    config = mask_config(implementation)
+    options = KINDS[kind](config)
+    words = kind.split(",")[0].removesuffix(" or").removesuffix(" and")
+    seen = 0 if (cache := options.get("past_key_values")) is None else int(cache.get_query_offset(0))
+    other = options.get("encoder_hidden_states")
+    tokens = seen + queries if other is None else other.shape[1]
+    attention_mask = None if padded == "no" else padding(padded, 2, tokens).long()
+    if words in ("causal", "sliding", "chunked"):
+        options = {"past_key_values": None, **options}
+    make = getattr(masking_utils, MAKERS[words])
+    return make(config=config, inputs_embeds=torch.empty(2, queries, 64), attention_mask=attention_mask, **options)
+
+
+def attended(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None) -> Tensor:
+    return attend(pattern, nn.Identity(), q, k, v, mask)[0].transpose(1, 2)
+
+
+def softmax_over(kept: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~kept, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0) @ v
+
+
+@pytest.mark.parametrize("padded", ["no", "left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bit_of_a_mask_is_lost(kind: str, padded: str) -> None:
+    queries = 150 if "cache" not in kind else 30
+    mask = mask_of(kind, "ringtile", queries, padded)
+    assert isinstance(mask, PatternMask)
+    kept = mask_of(kind, "eager", queries, padded)
+    # None means that all pairs are kept.
+    kept = torch.ones(mask.shape, dtype=torch.bool) if kept is None else kept == 0
+    assert mask.shape == kept.shape
+    assert torch.equal(mask.dense(), kept)
+    q = torch.randn(2, 2, queries, 16, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, kept.shape[3], 16, dtype=torch.float64)
+    found = attended(mask, q, k, v)
+    torch.testing.assert_close(found, softmax_over(kept, q, k, v), rtol=0, atol=1e-12)
+    # The same mask with one bit flipped, as bools and as floats, changes the output of its row and of no other.
+    flipped = kept.clone()
+    row, column = int(torch.randint(40, queries, ()) if queries > 40 else 17), int(torch.randint(kept.shape[3], ()))
+    flipped[1, 0, row, column] ^= True
+    for given in (flipped, torch.zeros(flipped.shape).masked_fill(~flipped, torch.finfo(torch.float32).min)):
+        other = attended(given, q, k, v)
+        changed = (other - found).abs().amax(-1) > 1e-7
+        assert changed[1, :, row].all()
+        assert changed.sum() == 2
+        torch.testing.assert_close(other, softmax_over(flipped, q, k, v), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("padded", ["no", "left"])
+@pytest.mark.parametrize("kind", ["causal", "sliding", "chunked", "causal or"])
+@pytest.mark.parametrize("pattern", [GlobalTokens(2) | Window(5), Segments(16), Segments(16, 2), Causal() & Window(9)])
+def test_a_pattern_counts_from_the_first_real_token(kind: str, padded: str, pattern: Pattern) -> None:
+    mask, kept = mask_of(kind, "ringtile", 150, padded), mask_of(kind, "eager", 150, padded) == 0
+    place = torch.arange(150)
+    origins = padding(padded, 2, 150).long().argmax(1)
+    of_row = [pattern.allowed(torch.arange(2)[:, None, None], (place - n)[:, None], place - n) for n in origins]
+    real = (place >= origins[:, None])[:, None, :, None]
+    q, k, v = torch.randn(3, 2, 2, 150, 16, dtype=torch.float64)
+    expected = softmax_over(kept & torch.stack(of_row), q, k, v)
+    found = attended(mask, q, k, v, pattern)
+    torch.testing.assert_close(found * real, expected * real, rtol=0, atol=1e-12)
+
+
+def eager_and_sparse(name: str, pattern: Pattern) -> tuple[Any, Any]:
+    made, config = MODELS[name]()
+    return model_of(made, config, "eager"), use_ringtile(model_of(made, config, "eager"), pattern)
+
+
+@pytest.mark.parametrize("pattern", [GlobalTokens(3) | Window(6), per_head([Window(5), Segments(8)] * 2)])
+def test_a_dense_model_made_sparse(pattern: Pattern) -> None:
+    first, second = eager_and_sparse("Llama", pattern)
+    kept = pattern.allowed(torch.arange(4)[:, None, None], torch.arange(TOKENS)[:, None], torch.arange(TOKENS))
+    kept = (kept & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril())[None]
+    tokens, real = torch.randint(3, 97, (2, TOKENS)), torch.ones(2, TOKENS, dtype=torch.bool)
+    given = torch.zeros(kept.shape).masked_fill(~kept, torch.finfo(torch.float32).min)
+    outputs = [first(tokens, attention_mask=given).logits, second(tokens).logits]
+    torch.testing.assert_close(outputs[1][real], outputs[0][real], rtol=0, atol=TOLERANCE)
+    # The mask of all pairs means the same to ringtile, as bools and as floats.
+    for mask in (given, kept):
+        plain = model_of(*MODELS["Llama"](), "ringtile")(tokens, attention_mask=mask).logits
+        torch.testing.assert_close(plain, outputs[0], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "gpt-oss"])
+@pytest.mark.parametrize("pattern", [GlobalTokens(2) | Segments(11), Segments(16, 2) | Window(3)])
+def test_a_sparse_model_generates_what_it_computes_without_a_cache(pattern: Pattern, name: str, cache: str) -> None:
+    _, model = eager_and_sparse(name, pattern)
+    tokens, mask = torch.randint(3, 97, (3, 40)), padding("left", tokens=40)
+    found = model.generate(
+        tokens, attention_mask=mask.long(), max_new_tokens=24, do_sample=False, cache_implementation=cache
+    )
+    whole = model(found, attention_mask=F.pad(mask.long(), (0, 24), value=1)).logits
+    assert torch.equal(whole[:, 39:-1].argmax(-1), found[:, 40:])
+
+
+@pytest.mark.parametrize("pattern", [None, GlobalTokens(2) | Window(20), Segments(64, 2)])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", ["no", "left"])
+def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, padded: str) -> None:
+    made, config = MODELS["Gemma3"]()
+    model = use_ringtile(model_of(made, config, "eager"), pattern)
+    tokens, mask = torch.randint(3, 97, (3, 40)), padding(padded, tokens=40)
+    builds: list[int] = []
+
+    class Count(hf.StoppingCriteria):
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            builds.append(cache_info().misses)
+            return torch.zeros(3, dtype=torch.bool)
+
+    options = {"max_new_tokens": 65, "do_sample": False, "cache_implementation": cache}
+    model.generate(tokens, attention_mask=mask.long(), stopping_criteria=[Count()], **options)
+    assert len(builds) == 65
+    # The second call finds the indices of the first, which serve 128 tokens each and kind of layer.
+    assert builds[-1] - builds[0] <= 2
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("padded", ["no", "left"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_a_compiled_model_is_one_graph(name: str, padded: str) -> None:
+    model = model_of(*MODELS[name](), "ringtile")
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(padded)
+    inputs = {} if padded == "no" else {"attention_mask": mask.long()}
+    expected, found = model(tokens, **inputs).logits, compiled(tokens, **inputs).logits
+    assert len(graphs) == 1
+    torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=0)
+    grads = [torch.autograd.grad(output[mask].sum(), list(model.parameters())) for output in (expected, found)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith((" or", " and", " apart"))])
+def test_a_known_rule_is_not_evaluated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking_utils, "sdpa_mask", None)
+    if kind == "chunked, packed":
+        # Its chunks begin anew in each document.
+        with pytest.raises(TypeError, match="not callable"):
+            mask_of(kind, "ringtile", 150, "no")
+    else:
+        assert isinstance(mask_of(kind, "ringtile", 150 if "cache" not in kind else 30, "left"), PatternMask)

@@ -86,8 +86,9 @@ def flash_attn_func(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor:
-    """flash-attn 2: the last query is at the last key, and a side of -1 has no limit."""
+    """flash-attn 2 and 4: the last query is at the last key, and a side of -1 has no limit."""
     assert not dropout_p
     q, k, v = heads_first(q, k, v)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -103,6 +104,10 @@ def flash_attn_func(
         kept &= ahead >= -left
     if right >= 0:
         kept &= ahead <= right
+    if learnable_sink is not None:
+        # One more key for each query, whose value is zero.
+        scores = torch.cat([scores, learnable_sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        kept, v = F.pad(kept, (0, 1), value=True), F.pad(v, (0, 0, 0, 1))
     return weigh(scores, kept, v).transpose(1, 2)
 
 
@@ -114,6 +119,9 @@ def flash_attn_varlen_func(
     assert max_k == cu_k.diff().max()
     parts = zip(q.tensor_split(cu_q[1:-1]), k.tensor_split(cu_k[1:-1]), v.tensor_split(cu_k[1:-1]), strict=True)
     return torch.cat([flash_attn_func(*(x[None] for x in part), **how)[0] for part in parts])
+
+
+varlen_attn = flash_attn_varlen_func
 
 
 def flash_attn_with_kvcache(
@@ -250,6 +258,7 @@ def variables(n_queries: int, n_keys: int) -> dict[str, Any]:
         "padding": torch.arange(n_keys) < torch.tensor([n_keys, n_keys - 30])[:, None],
         "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64),
         "distance": ends_aligned(n_queries, n_keys).abs(),
+        "sink": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64),
         "window": 20,
         "left": 20,
         "right": 9,
@@ -316,10 +325,12 @@ TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
         "flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)": EVERY,
         "flash_attn_func(q, k, v, softmax_scale=0.3)": EVERY,
         "flash_attn_func(q, k, v)": EVERY,
+        "flash_attn_func(q, k, v, causal=True, learnable_sink=sink)": EVERY,
         "flash_attn_func(q, k, v, deterministic=True)": EVERY,
         "flash_attn_varlen_func(q, k, v, cu_q, cu_q, max_q, max_q)": (SAME,),
         "flash_attn_varlen_func(q, k, v, cu_q, cu_q, max_q, max_q, causal=True)": (SAME,),
         "flash_attn_varlen_func(q, k, v, cu_q, cu_q, max_q, max_q, causal=True, window_size=(left, 0))": (SAME,),
+        "varlen_attn(q, k, v, cu_q, cu_q, max_q, max_q, window_size=(-1, 0))": (SAME,),
         "flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)": (SHORT, LONG),
         "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True)": (FEW,),
         "flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True, window_size=(left, 0))": (
@@ -347,7 +358,7 @@ TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
     },
 }
 """Each row that the page must have, with the lengths that it is run at."""
-
+GROUPED = {"F.scaled_dot_product_attention(q, k, v, enable_gqa=True)", "flash_attn_func(q, k, v)"}
 CASES = [(heading, row, sizes) for heading, rows in TABLE.items() for row, shapes in rows.items() for sizes in shapes]
 
 
@@ -383,7 +394,7 @@ def test_a_row_is_the_same_attention(heading: str, row: str, sizes: tuple[int, i
     n_queries, n_keys = sizes
     names = {**variables(n_queries, n_keys), **page_names()}
     batch = 1 if "varlen" in row or heading == "attn_bias" else 2
-    key_heads = 2 if "enable_gqa" in ROWS[heading, row] else HEADS
+    key_heads = 2 if row in GROUPED else HEADS
     if heading == "attn_bias":
         names["lengths"] = document_lengths(n_keys)
     q = torch.randn(batch, HEADS, n_queries, DIM, dtype=torch.float64, requires_grad=True)

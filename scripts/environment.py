@@ -22,8 +22,8 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 TOOLS = {
     "plot": "matplotlib with numpy and pillow, about 40 MB",
-    "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, pytorch-lightning, transformers, matplotlib, about\n"
-    "130 MB, and triton, about 190 MB",
+    "dev": "pytest, hypothesis, ruff, mypy, mkdocs with material, pytorch-lightning, transformers, diffusers,\n"
+    "matplotlib, about 140 MB, and triton, about 190 MB",
 }
 
 PROBE = """

@@ -251,6 +251,17 @@ def test_the_wrapped_processor_has_the_signature_and_copies() -> None:
         assert twin.processor is not processor.processor
 
 
+def test_checkpointing_recomputes_over_the_pattern() -> None:
+    model = wan().train()
+    use_ringtile(model, PATTERN)
+    results = []
+    for _ in range(2):
+        out = images(model)
+        results.append((out, *torch.autograd.grad(out.sum(), model.parameters(), allow_unused=True)))
+        model.enable_gradient_checkpointing()
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_one_graph() -> None:
     attention = processors.Attention(query_dim=16, heads=2, dim_head=8)

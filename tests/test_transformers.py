@@ -18,9 +18,9 @@ from transformers import masking_utils
 
 from ringtile.integrations.transformers import register, use_ringtile
 from ringtile.integrations.transformers.attention import attend
-from ringtile.integrations.transformers.masks import PatternMask
+from ringtile.integrations.transformers.masks import PatternMask, pairs
 from ringtile.layout import cache_info
-from ringtile.patterns import Causal, GlobalTokens, Pattern, Segments, Window, per_head
+from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Segments, Window, per_head
 
 TOLERANCE = 5e-6
 TOKENS = 61
@@ -286,6 +286,11 @@ def mask_of(kind: str, implementation: str, queries: int, padded: str) -> Tensor
     return make(config=config, inputs_embeds=torch.empty(2, queries, 64), attention_mask=attention_mask, **options)
 
 
+def bits_of(mask: PatternMask) -> Tensor:
+    found = pairs(mask.kept.pattern, mask.kept.start, *mask.shape[2:], mask.device)
+    return (found if mask.kept.key_mask is None else found & mask.kept.key_mask[:, None, None]).expand(mask.shape)
+
+
 def attended(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None) -> Tensor:
     return attend(pattern, nn.Identity(), q, k, v, mask)[0].transpose(1, 2)
 
@@ -305,7 +310,7 @@ def test_no_bit_of_a_mask_is_lost(kind: str, padded: str) -> None:
     # None means that all pairs are kept.
     kept = torch.ones(mask.shape, dtype=torch.bool) if kept is None else kept == 0
     assert mask.shape == kept.shape
-    assert torch.equal(mask.dense(), kept)
+    assert torch.equal(bits_of(mask), kept)
     q = torch.randn(2, 2, queries, 16, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, kept.shape[3], 16, dtype=torch.float64)
     found = attended(mask, q, k, v)
@@ -422,3 +427,170 @@ def test_a_known_rule_is_not_evaluated(kind: str, monkeypatch: pytest.MonkeyPatc
             mask_of(kind, "ringtile", 150, "no")
     else:
         assert isinstance(mask_of(kind, "ringtile", 150 if "cache" not in kind else 30, "left"), PatternMask)
+
+
+# Refusals.
+
+BLOOM = dict(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
+T5 = dict(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
+
+
+def test_a_model_that_computes_with_its_mask_is_refused() -> None:
+    tokens = torch.randint(3, 97, (2, 20))
+    model = hf.BloomForCausalLM._from_config(hf.BloomConfig(**BLOOM), attn_implementation="ringtile")
+    with pytest.raises(ValueError, match="attention_mask: expected a model that hands its mask"):
+        model(tokens)
+    model = hf.BloomForCausalLM(hf.BloomConfig(**BLOOM))
+    with pytest.raises(ValueError, match=r"model: expected parts that use .* got BloomForCausalLM, BloomModel"):
+        use_ringtile(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda mask: mask + 1.0,
+        lambda mask: 1.0 - mask,
+        lambda mask: mask[:, :, :, :3],
+        lambda mask: torch.where(mask, 0.0, -1.0),
+        lambda mask: torch.zeros(2, 2, 150, 150).masked_fill(~mask, 0),
+        lambda mask: torch.zeros(2, 2, 150, 150).masked_fill(mask, 0),
+        lambda mask: mask.to(torch.float32),
+        lambda mask: mask.float(),
+        lambda mask: mask.to(torch.zeros(2)),
+        lambda mask: mask.mT,
+        lambda mask: mask.all(),
+        lambda mask: bool(mask),
+        lambda mask: mask.tolist(),
+        lambda mask: mask.clone(),
+        lambda mask: mask.repeat_interleave(2, 0),
+        lambda mask: torch.cat([mask, mask]),
+        lambda mask: mask.__setitem__(0, True),
+    ],
+)
+def test_a_mask_has_no_values_to_compute_with(compute: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(ValueError, match="got one that computes with it"):
+        compute(mask_of("sliding", "ringtile", 150, "left"))
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda mask: mask,
+        lambda mask: mask.contiguous(),
+        lambda mask: mask.detach(),
+        lambda mask: mask.bool(),
+        lambda mask: mask.to(torch.bool),
+        lambda mask: mask.to("cpu"),
+        lambda mask: mask.to(device="cpu", dtype=torch.bool),
+    ],
+)
+def test_a_mask_keeps_its_pairs(keep: Callable[[Tensor], Tensor]) -> None:
+    mask = mask_of("sliding", "ringtile", 150, "left")
+    kept = keep(mask)
+    assert kept.kept is mask.kept
+    moved = mask.to("meta", non_blocking=True)
+    assert (moved.device.type, moved.kept.key_mask.device.type, moved.shape) == ("meta", "meta", mask.shape)
+    assert (kept.shape, kept.dtype, kept.dim(), kept.ndim) == ((2, 1, 150, 150), torch.bool, 4, 4)
+
+
+def test_a_bias_on_the_scores_is_refused() -> None:
+    model = hf.T5ForConditionalGeneration._from_config(hf.T5Config(**T5), attn_implementation="ringtile")
+    with pytest.raises(ValueError, match="position_bias: ringtile does not support a bias on the scores"):
+        model(torch.randint(3, 97, (1, 20)), decoder_input_ids=torch.randint(3, 97, (1, 5)))
+    model = model_of(*MODELS["Llama"](), "ringtile")
+    with pytest.raises(ValueError, match="a bias on the scores is not supported"):
+        model(torch.randint(3, 97, (1, 20)), attention_mask=torch.randn(1, 1, 20, 20))
+
+
+def test_attention_weights_are_refused() -> None:
+    model = model_of(*MODELS["Llama"](), "ringtile")
+    with pytest.raises(ValueError, match="output_attentions: ringtile does not support attention weights"):
+        model(torch.randint(3, 97, (1, 20)), output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(2, 20, dtype=torch.bool), r"got mask.shape=torch.Size\(\[2, 20\]\)"),
+        (torch.ones(2, 1, 20, 19, dtype=torch.bool), "expected .* 20, 20"),
+        (torch.ones(2, 1, 20, 20, dtype=torch.long), "expected bool, or a float mask"),
+        (torch.ones(2, 1, 20, 20), "expected bool, or a float mask"),
+    ],
+)
+def test_other_masks_are_refused(mask: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attended(mask, *torch.randn(3, 2, 2, 20, 16))
+
+
+@pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks", "cache", "head_mask"])
+def test_arguments_that_change_the_result_are_refused(name: str) -> None:
+    q = torch.randn(1, 2, 20, 16)
+    attend(None, nn.Identity(), q, q, q, None, **{name: None})
+    with pytest.raises(ValueError, match=f"{name}: ringtile does not support"):
+        attend(None, nn.Identity(), q, q, q, None, **{name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (3, "expected a Pattern, a dict of layer kinds or a function"),
+        ({"full_attention": 3}, "expected a Pattern or None for each kind of layer"),
+        (Documents(ids=torch.tensor([[0, 1], [0, 0]])), "expected one for all batch elements"),
+    ],
+)
+def test_a_pattern_that_is_none_is_refused(pattern: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register(pattern=pattern)
+
+
+@pytest.mark.parametrize("name", ["", "flash_ringtile", "my/ringtile", "ringtile|paged"])
+def test_a_name_with_a_meaning_in_transformers_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name: expected"):
+        register(name)
+
+
+def test_a_pattern_for_kinds_of_layers() -> None:
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    plain = model_of(*MODELS["Gemma3"](), "ringtile")(tokens).logits
+    by_kind = eager_and_sparse("Gemma3", {"full_attention": Window(5)})[1](tokens).logits
+    by_layer = eager_and_sparse("Gemma3", lambda layer: Window(5) if layer.layer_idx == 1 else None)[1](tokens).logits
+    assert torch.equal(by_kind, by_layer)
+    assert (by_kind - plain).abs().max() > 1e-2
+    with pytest.raises(ValueError, match=r"expected kinds of layers among .*, got \['all'\]"):
+        eager_and_sparse("Gemma3", {"all": Window(5)})[1](tokens)
+    with pytest.raises(ValueError, match="GPT2Attention has no kind of layer"):
+        eager_and_sparse("GPT-2", {"full_attention": Window(5)})[1](tokens)
+
+
+def test_a_pattern_for_a_model_with_cross_attention_is_a_function() -> None:
+    tokens = torch.randint(3, 97, (2, 40))
+    with pytest.raises(ValueError, match="expected a function of the attention module for a model with cross att"):
+        eager_and_sparse("BART", Window(5))[1](tokens, decoder_input_ids=tokens)
+    in_encoder = eager_and_sparse("BART", lambda layer: None if layer.is_decoder else Window(5))[1]
+    out = in_encoder(tokens, decoder_input_ids=tokens)[0]
+    assert (out - model_of(*MODELS["BART"](), "ringtile")(tokens, decoder_input_ids=tokens)[0]).abs().max() > 1e-3
+
+
+def test_a_model_switches_back_and_forth() -> None:
+    model, tokens = model_of(*MODELS["Mistral"](), "eager"), torch.randint(3, 97, (2, TOKENS))
+    eager = model(tokens).logits
+    assert use_ringtile(model) is model
+    assert model.config._attn_implementation == "ringtile"
+    torch.testing.assert_close(model(tokens).logits, eager, rtol=0, atol=TOLERANCE)
+    sparse = use_ringtile(model, Window(3))(tokens).logits
+    assert (sparse - eager).abs().max() > 1e-2
+    assert torch.equal(use_ringtile(model, Window(3))(tokens).logits, sparse)
+    model.set_attn_implementation("eager")
+    assert torch.equal(model(tokens).logits, eager)
+
+
+def test_bounds_of_sequences_as_for_flash_attention() -> None:
+    bounds = torch.tensor([0, 7, 40, 61])
+    q, k, v = torch.randn(3, 1, 2, 61, 16, dtype=torch.float64)
+    number = torch.bucketize(torch.arange(61), bounds[1:-1], right=True)
+    kept = (number[:, None] == number) & torch.ones(61, 61, dtype=torch.bool).tril()
+    found = attend(None, nn.Identity(), q, k, v, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)[0].transpose(1, 2)
+    torch.testing.assert_close(found, softmax_over(kept, q, k, v), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected bounds of one row of 61 tokens"):
+        attend(None, nn.Identity(), q, k, v, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds + 1)

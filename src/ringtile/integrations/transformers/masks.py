@@ -56,7 +56,7 @@ def pairs(
 class PatternMask(Tensor):
     """A mask ``[B, 1, Nq, Nk]`` that carries its kept pairs instead of one bool per pair.
 
-    A model that computes with the mask gets the bool mask itself, as it would from transformers' own sdpa.
+    It has no values. Models whose attention is written by hand compute with their mask, and get an error.
     """
 
     kept: KeptPairs
@@ -67,24 +67,22 @@ class PatternMask(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _UNCHANGED or (name == "to" and _keeps_dtype(args, kwargs)):
+        if name in _UNCHANGED:
             return args[0]
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
-            raise ValueError(f"attention_mask: expected a model that leaves its mask unchanged, got a call of {name}")
+        if name == "to" and (device := _moved_to(*args, **kwargs)) is not None:
+            mask, kept = args[0], args[0].kept
+            if device == mask.device:
+                return mask
+            moved = {part: x.to(device) for part, x in kept._asdict().items() if isinstance(x, Tensor)}
+            return carrier(kept._replace(**moved), mask.shape[0], mask.shape[2], mask.shape[3], device)
         if name in _ABOUT or (name.startswith("_") and not name.startswith("__")):
             found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             if not isinstance(found, Tensor):
                 return found
-        dense = [x.dense() if isinstance(x, PatternMask) else x for x in args]
-        return func(*dense, **{k: x.dense() if isinstance(x, PatternMask) else x for k, x in kwargs.items()})
-
-    def dense(self) -> Tensor:
-        """Return the mask as bool ``[B, 1, Nq, Nk]``."""
-        kept, (batch, _, n_queries, n_keys) = self.kept, self.shape
-        found = pairs(kept.pattern, kept.start, n_queries, n_keys, self.device)
-        if kept.key_mask is not None:
-            found = found & kept.key_mask[:, None, None]
-        return found.expand(batch, 1, n_queries, n_keys)
+        raise ValueError(
+            "attention_mask: expected a model that hands its mask to transformers' attention interface, got one that "
+            f"computes with it ({name}); use attn_implementation='eager'"
+        )
 
 
 _UNCHANGED = {"contiguous", "detach", "bool"}
@@ -92,14 +90,17 @@ _ABOUT = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "is_floa
 """Methods that return facts about a tensor, and not its values."""
 
 
-def _keeps_dtype(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    mask = args[0]
-    for value in (*args[1:], *kwargs.values()):
-        dtype = value.dtype if isinstance(value, Tensor) else value if isinstance(value, torch.dtype) else torch.bool
-        device = value.device if isinstance(value, Tensor) else value
-        if dtype != torch.bool or (isinstance(device, str | torch.device) and torch.device(device) != mask.device):
-            return False
-    return True
+def _moved_to(mask: Tensor, *targets: Any, **options: Any) -> torch.device | None:
+    """Return the device of ``mask.to(...)``, or None if its dtype changes, too."""
+    device = mask.device
+    for target in (*targets, options.get("device"), options.get("dtype")):
+        if isinstance(target, str | torch.device):
+            device = torch.device(target)
+        elif isinstance(target, torch.dtype | Tensor):
+            if (target.dtype if isinstance(target, Tensor) else target) != torch.bool:
+                return None
+            device = target.device if isinstance(target, Tensor) else device
+    return device
 
 
 def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: torch.device | str) -> Tensor:
@@ -135,7 +136,7 @@ def read_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern | None
                 groups = [_groups(each, here) for each in values["mask_functions"]]
                 parts = [group if part is None else part for part, group in zip(parts, groups, strict=True)]
             return _joined(or_, parts)
-        case "sliding_window_overlay":
+        case "sliding_window_overlay" if values["sliding_window"] > 0:
             return Window(values["sliding_window"] - 1, LARGEST)
         case "sliding_window_bidirectional_overlay":
             return Window(values["sliding_window"])

@@ -443,8 +443,8 @@ def test_global_tokens_are_broadcast() -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_rows_of_broadcast_tokens_wait_for_no_others(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern, made = CAUSAL & (Window(60) | GlobalTokens(40)), LAYOUTS[layout](3072, 4)
-    problem, mask = make_inputs(1, 4, 3072, head_dim=8, kv_heads=2, value_dim=4), torch.rand(1, 3072) < 0.9
+    pattern, made = CAUSAL & (Window(60) | GlobalTokens(40)), LAYOUTS[layout](2048, 4)
+    problem, mask = make_inputs(1, 2, 2048, head_dim=8, kv_heads=1, value_dim=4), torch.rand(1, 2048) < 0.9
     expected = expected_of(pattern, problem, key_mask=mask)
     check_ranks(pattern, made, expected, key_mask=mask)
     check_transport("gather", pattern, made, expected, key_mask=mask)
@@ -469,7 +469,21 @@ def test_rows_of_broadcast_tokens_wait_for_no_others(layout: str, monkeypatch: p
         return list(events.found)
 
     # Zigzag ranks have the first half of their rows in one chunk, and a row tile with a halo in each.
-    assert on_ranks(4, run)[2] == ([640, "arrived", 128] if layout == "contiguous" else [256, 256, "arrived", 128, 128])
+    assert on_ranks(4, run)[2] == ([384, "arrived", 128] if layout == "contiguous" else [128, 128, "arrived", 128, 128])
+
+
+def test_what_was_received_is_saved_and_no_buffer() -> None:
+    pattern, layout = CAUSAL & (Window(60) | GlobalTokens(40)), Layout.contiguous(3072, 4)
+
+    def run(rank: int) -> int:
+        q, k, v = torch.randn(3, 1, 2, layout.size(rank), 8, requires_grad=True).unbind()
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            out, lse = ring_attention(q, k, v, pattern, layout=layout, return_lse=True)
+        return sum(x.numel() for x in saved) - sum(x.numel() for x in (q, k, v, out, lse))
+
+    # A tile of global tokens at all ranks, the owner's too, and a halo of one tile.
+    assert on_ranks(4, run) == [128 * 2 * 16] + [2 * 128 * 2 * 16] * 3
 
 
 def test_gradients_in_bfloat16_keep_their_digits_with_more_ranks() -> None:

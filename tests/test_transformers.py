@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
+import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,9 +25,12 @@ from transformers import masking_utils
 from ringtile.integrations.transformers import register, use_ringtile
 from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import PatternMask, pairs
+from ringtile.integrations.transformers.registry import OLDEST
 from ringtile.layout import cache_info
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Segments, Window, per_head
 
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
 TOLERANCE = 5e-6
 TOKENS = 61
 DECODER = dict(
@@ -49,11 +58,25 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     "Gemma3": lambda: (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**MIXED)),
     "gpt-oss": lambda: (hf.GptOssForCausalLM, hf.GptOssConfig(**MIXED, **EXPERTS, rope_parameters=ROPE)),
     "Mixtral": lambda: (hf.MixtralForCausalLM, hf.MixtralConfig(**DECODER, **EXPERTS)),
+    "Llama 4": lambda: (
+        hf.Llama4ForCausalLM,
+        hf.Llama4TextConfig(
+            **dict(DECODER, num_hidden_layers=4),
+            attention_chunk_size=24,
+            intermediate_size_mlp=96,
+            num_local_experts=2,
+            layer_types=["chunked_attention", "full_attention"] * 2,
+        ),
+    ),
+    "Phi-3": lambda: (hf.Phi3ForCausalLM, hf.Phi3Config(**DECODER, sliding_window=20)),
+    "OLMo 3": lambda: (hf.Olmo3ForCausalLM, hf.Olmo3Config(**MIXED)),
+    "DeepSeek-V2": lambda: (hf.DeepseekV2ForCausalLM, hf.DeepseekV2Config(**ENCODER, **LATENT)),
     "GPT-2": lambda: (
         hf.GPT2LMHeadModel,
         hf.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=512, pad_token_id=0, bos_token_id=1),
     ),
     "BERT": lambda: (hf.BertForMaskedLM, hf.BertConfig(**ENCODER)),
+    "RoBERTa": lambda: (hf.RobertaForMaskedLM, hf.RobertaConfig(**ENCODER)),
     "ModernBERT": lambda: (
         hf.ModernBertForMaskedLM,
         hf.ModernBertConfig(
@@ -77,8 +100,13 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 IMAGES = {"image_size": 32, "patch_size": 4}
-ENCODERS = ["BERT", "ModernBERT"]
-DECODERS = ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "gpt-oss", "Mixtral", "GPT-2"]
+LATENT = dict(
+    **dict(kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16),
+    **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, topk_method="greedy"),
+)
+ENCODERS = ["BERT", "RoBERTa", "ModernBERT"]
+DECODERS = ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "gpt-oss", "Mixtral", "Llama 4", "GPT-2"]
+ALSO_DECODERS = ["Phi-3", "OLMo 3", "DeepSeek-V2"]
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +165,7 @@ def assert_equal_models(first: Any, second: Any, real: Tensor, tolerance: float 
         assert (found[name] - grad).abs().max() <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("name", [*DECODERS, *ALSO_DECODERS, *ENCODERS])
 @pytest.mark.parametrize("kind", ["no", "left", "right"])
 def test_a_model_computes_what_it_does_with_eager(name: str, kind: str) -> None:
     tokens = torch.randint(3, 97, (3, TOKENS))
@@ -262,6 +290,9 @@ KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bidirectional sliding": lambda config: {},
     "bidirectional sliding or": lambda config: {"or_mask_function": odd_keys},
 }
+if "block_sequence_ids" not in inspect.signature(masking_utils.create_causal_mask).parameters:
+    # Older versions have no groups.
+    KINDS = {kind: make for kind, make in KINDS.items() if "groups" not in kind}
 MAKERS = {
     "causal": "create_causal_mask",
     "sliding": "create_sliding_window_causal_mask",
@@ -276,7 +307,7 @@ def mask_of(kind: str, implementation: str, queries: int, padded: str) -> Tensor
     config = mask_config(implementation)
     options = KINDS[kind](config)
     words = kind.split(",")[0].removesuffix(" or").removesuffix(" and")
-    seen = 0 if (cache := options.get("past_key_values")) is None else int(cache.get_query_offset(0))
+    seen = 0 if (cache := options.get("past_key_values")) is None else int(cache.get_seq_length())
     other = options.get("encoder_hidden_states")
     tokens = seen + queries if other is None else other.shape[1]
     attention_mask = None if padded == "no" else padding(padded, 2, tokens).long()
@@ -418,15 +449,13 @@ def test_a_compiled_model_is_one_graph(name: str, padded: str) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith((" or", " and", " apart"))])
+KNOWN = [kind for kind in KINDS if not kind.endswith((" or", " and", " apart", "chunked, packed"))]
+
+
+@pytest.mark.parametrize("kind", KNOWN)
 def test_a_known_rule_is_not_evaluated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "sdpa_mask", None)
-    if kind == "chunked, packed":
-        # Its chunks begin anew in each document.
-        with pytest.raises(TypeError, match="not callable"):
-            mask_of(kind, "ringtile", 150, "no")
-    else:
-        assert isinstance(mask_of(kind, "ringtile", 150 if "cache" not in kind else 30, "left"), PatternMask)
+    assert isinstance(mask_of(kind, "ringtile", 150 if "cache" not in kind else 30, "left"), PatternMask)
 
 
 # Refusals.
@@ -496,7 +525,7 @@ def test_a_mask_keeps_its_pairs(keep: Callable[[Tensor], Tensor]) -> None:
 
 def test_a_bias_on_the_scores_is_refused() -> None:
     model = hf.T5ForConditionalGeneration._from_config(hf.T5Config(**T5), attn_implementation="ringtile")
-    with pytest.raises(ValueError, match="position_bias: ringtile does not support a bias on the scores"):
+    with pytest.raises(ValueError, match=r"position_bias: ringtile does not support a bias|one that computes with it"):
         model(torch.randint(3, 97, (1, 20)), decoder_input_ids=torch.randint(3, 97, (1, 5)))
     model = model_of(*MODELS["Llama"](), "ringtile")
     with pytest.raises(ValueError, match="a bias on the scores is not supported"):
@@ -542,6 +571,32 @@ def test_arguments_that_change_the_result_are_refused(name: str) -> None:
 def test_a_pattern_that_is_none_is_refused(pattern: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         register(pattern=pattern)
+
+
+def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A lazy module, which replaces the one that this file imported.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.3.0")
+    with pytest.raises(ImportError, match=r"transformers: expected 5\.4 or newer, got 5\.3\.0"):
+        register()
+
+
+def test_the_oldest_version_is_told_once() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["transformers"] == [f"transformers>={'.'.join(map(str, OLDEST))},<6"]
+    assert f"transformers {'.'.join(map(str, OLDEST))} to 5.23" in PAGE
+
+
+def test_the_page_lists_the_models_that_are_tested() -> None:
+    table = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", PAGE, re.M)
+    assert {name for row in table[1:] for name in row.strip().split(", ")} >= set(MODELS)
+    assert len(MODELS) == sum(len(row.strip().split(", ")) for row in table[1:])
+
+
+def test_importing_the_integration_loads_no_transformers() -> None:
+    probe = (
+        "import sys, ringtile.integrations.transformers as it; it.register; assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True)
 
 
 @pytest.mark.parametrize("name", ["", "flash_ringtile", "my/ringtile", "ringtile|paged"])

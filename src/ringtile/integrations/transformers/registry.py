@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=PreTrainedModel)
 
+OLDEST = (5, 4)
+"""The oldest version of transformers whose mask interface is the one that `pattern_mask` implements."""
+
 _names: list[tuple[LayerPattern, str]] = []
 """The patterns of `use_ringtile`, and the name that each is registered under."""
 
@@ -47,8 +50,12 @@ def register(name: str = "ringtile", pattern: LayerPattern = None) -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "paged", "eager", "/", "|") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {', '.join(map(repr, taken)) or 'being empty'}, got {name!r}")
+    import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(f"transformers: expected {oldest} or newer, got {transformers.__version__}")
     # Without the second, transformers drops every mask and says nothing.
     AttentionInterface.register(name, partial(attend, pattern))
     AttentionMaskInterface.register(name, pattern_mask)

@@ -2,6 +2,7 @@
 
     python scripts/matrix.py                                   the pairs of PAIRS
     python scripts/matrix.py --python 3.11 --torch 2.8 2.10    other pairs, every combination
+    python scripts/matrix.py --transformers 5.4 -- tests/test_transformers.py
     python scripts/matrix.py --without-numpy                   this interpreter and its torch, without numpy
     python scripts/matrix.py -- tests/test_layout.py -x        pytest gets the arguments after --
 
@@ -47,8 +48,8 @@ def packages_of(folder: Path) -> Path:
     return packages
 
 
-def fill(folder: Path, torch: str) -> str:
-    """Install a torch and the tools of the tests. Return the reason if pip does not find them."""
+def fill(folder: Path, torch: str, transformers: str) -> str:
+    """Install a torch, the tools of the tests and a transformers, if named. Return the reason if pip does not."""
 
     def pip(verb: str, *words: object) -> bool:
         command = [folder / "bin/python", "-m", "pip", verb, "--quiet", *words]
@@ -62,8 +63,11 @@ def fill(folder: Path, torch: str) -> str:
         pip("uninstall", "--yes", "triton")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = [word for extra in extras.values() for word in extra if not word.startswith(("ringtile", "triton"))]
-    pins = folder / "constraints.txt"
-    pins.write_text(re.sub(r"^(torch|triton)==.*\n", "", CONSTRAINTS.read_text(), flags=re.MULTILINE))
+    pins, free = folder / "constraints.txt", "torch|triton"
+    if transformers:
+        free += "|transformers|huggingface-hub|safetensors|tokenizers"
+        wanted.append(f"transformers=={transformers}.*")
+    pins.write_text(re.sub(rf"^({free})==.*\n", "", CONSTRAINTS.read_text(), flags=re.MULTILINE))
     return "" if pip("install", "-c", pins, *wanted) else "pip does not find all tools of the tests"
 
 
@@ -78,10 +82,10 @@ def share_all_but_numpy(folder: Path) -> str:
     return ""
 
 
-def tested(folder: Path, python: str, torch: str, arguments: list[str]) -> tuple[bool, str]:
+def tested(folder: Path, python: str, torch: str, transformers: str, arguments: list[str]) -> tuple[bool, str]:
     """Make an environment in a folder and run the tests in it. Return True if none failed, and the result to print."""
     subprocess.run([python, "-m", "venv", *(() if torch else ("--without-pip",)), folder], check=True)
-    if reason := fill(folder, torch) if torch else share_all_but_numpy(folder):
+    if reason := fill(folder, torch, transformers) if torch else share_all_but_numpy(folder):
         return True, reason
     (packages_of(folder) / "ringtile.pth").write_text(f"{ROOT / 'src'}\n{ROOT / 'compat'}\n")
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -102,6 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests on other Pythons and torch versions.")
     parser.add_argument("--python", nargs="+", metavar="X.Y", help="Pythons (default: see PAIRS)")
     parser.add_argument("--torch", nargs="+", metavar="X.Y", help="torch versions (default: see PAIRS)")
+    parser.add_argument("--transformers", default="", metavar="X.Y", help="a transformers (default: that of make test)")
     parser.add_argument("--without-numpy", action="store_true", help="this interpreter and its torch, without numpy")
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="arguments for pytest")
     args = parser.parse_args()
@@ -120,7 +125,9 @@ def main() -> int:
         if python := sys.executable if args.without_numpy else interpreter(version):
             with tempfile.TemporaryDirectory() as folder:
                 default = WITHOUT_NUMPY if args.without_numpy else ()
-                passed, found = tested(Path(folder, "environment"), python, torch, args.arguments or list(default))
+                passed, found = tested(
+                    Path(folder, "environment"), python, torch, args.transformers, args.arguments or list(default)
+                )
         result, *failed = found.split("\n")
         print(f"| {version} | {torch or 'shared, without numpy'} | {result} |", *failed, sep="\n", flush=True)
         all_passed &= passed

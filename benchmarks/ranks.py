@@ -44,7 +44,8 @@ import torch.distributed as dist  # noqa: E402
 
 from ringtile import sparse_attention  # noqa: E402
 from ringtile.distributed import Hardware, Layout, Sizes, ring_attention  # noqa: E402
-from ringtile.distributed.cost import LAYOUTS, MAX_RANKS, estimate, survey  # noqa: E402
+from ringtile.distributed.cost import LAYOUTS, estimate  # noqa: E402
+from ringtile.distributed.work import MAX_RANKS, survey  # noqa: E402
 from ringtile.measure.cluster import Figures, measure_figures, processors_of  # noqa: E402
 from ringtile.patterns import Causal, Documents, Pattern, Window, parse  # noqa: E402
 

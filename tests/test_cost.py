@@ -22,9 +22,11 @@ from test_distributed import LAYOUTS, PATTERNS
 from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
 from ringtile.distributed import plan as plan_module
-from ringtile.distributed.cost import HARDWARE, Cost, Hardware, Sizes, Work, cheapest_layout, estimate, split, survey
 from ringtile.distributed.cost import LAYOUTS as NAMED_LAYOUTS
+from ringtile.distributed.cost import Cost, cheapest_layout, estimate
+from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
 from ringtile.distributed.plan import TRANSPORTS
+from ringtile.distributed.work import Work, split, survey
 from ringtile.layout import build_index, build_rows, candidates
 from ringtile.measure import cluster
 from ringtile.measure import plan as plan_verb
@@ -346,7 +348,9 @@ def test_an_index_that_a_rank_cannot_build_is_refused() -> None:
 MEASURE = """
 import resource, sys
 from ringtile.distributed import Layout, make_plan
-from ringtile.distributed.cost import HARDWARE, Sizes, estimate, survey
+from ringtile.distributed.cost import estimate
+from ringtile.distributed.hardware import HARDWARE, Sizes
+from ringtile.distributed.work import survey
 from ringtile.patterns import parse
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for rule in sys.argv[1:]:

@@ -2,13 +2,13 @@
 
 from ringtile.distributed.attention import ring_attend as ring_attend
 from ringtile.distributed.attention import ring_attention as ring_attention
-from ringtile.distributed.cost import Hardware as Hardware
-from ringtile.distributed.cost import Sizes as Sizes
 from ringtile.distributed.cost import cheapest_layout as cheapest_layout
 from ringtile.distributed.dilated import ring_dilated_attention as ring_dilated_attention
 from ringtile.distributed.faults import PlanMismatch as PlanMismatch
 from ringtile.distributed.faults import RankLost as RankLost
 from ringtile.distributed.faults import watch as watch
+from ringtile.distributed.hardware import Hardware as Hardware
+from ringtile.distributed.hardware import Sizes as Sizes
 from ringtile.distributed.layout import Layout as Layout
 from ringtile.distributed.plan import RingPlan as RingPlan
 from ringtile.distributed.plan import make_plan as make_plan

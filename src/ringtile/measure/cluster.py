@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ringtile.distributed.cost import MAX_RANKS, Hardware, Sizes, flops_per_pair
+from ringtile.distributed.hardware import Hardware, Sizes, flops_per_pair
+from ringtile.distributed.work import MAX_RANKS
 from ringtile.functional import sparse_attention
 from ringtile.layout import build_index
 from ringtile.measure.machine import machine_facts

@@ -14,17 +14,10 @@ import torch
 
 from ringtile.analysis.plot import FORMATS, missing_matplotlib, picture, plot_traffic
 from ringtile.analysis.units import bytes_text, count, count_text, duration_text
-from ringtile.distributed.cost import (
-    HARDWARE,
-    LAYOUTS,
-    MAX_RANKS,
-    Cost,
-    Hardware,
-    Sizes,
-    estimate,
-    survey,
-)
+from ringtile.distributed.cost import LAYOUTS, Cost, estimate
+from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
 from ringtile.distributed.plan import TRANSPORTS, Transport
+from ringtile.distributed.work import MAX_RANKS, survey
 from ringtile.measure.cluster import measure_machine
 from ringtile.measure.progress import Progress
 from ringtile.measure.record import write_whole

@@ -1,0 +1,141 @@
+"""Figures of a cluster, and the sizes of a call, for predictions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Figures of a cluster that predictions use. Links inside a node and between nodes work at the same time.
+
+    Raises ValueError if a figure is not a positive number.
+    """
+
+    name: str
+    assumption: str
+    """Source of the figures, in one line."""
+    ranks_per_node: int
+    node_alpha: float
+    """Seconds per message inside a node."""
+    node_beta: float
+    """Bytes per second, rank and direction inside a node."""
+    net_alpha: float
+    """Seconds per message between nodes."""
+    net_beta: float
+    """Bytes per second, rank and direction between nodes."""
+    processors_per_node: int
+    """Accelerators of a node, or cores with one thread per rank. More ranks than that share them."""
+    has_trees: bool
+    """True if a rank of a broadcast sends the whole message to several, one after another, as gloo does. False if the
+    message passes through all ranks in pieces, as in NCCL."""
+    flops: float
+    """Matrix operations per second and processor that attention reaches."""
+    memory: float
+    """Bytes per second and processor that copies read or write."""
+    call: float
+    """Seconds per attention call, before it computes."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "str":
+                is_valid, expected = isinstance(value, str), "a string"
+            elif field.type == "bool":
+                is_valid, expected = isinstance(value, bool), "true or false"
+            elif field.type == "int":
+                is_valid, expected = type(value) is int and value > 0, "a positive integer"
+            else:
+                is_valid = type(value) in (int, float) and 0 < value < float("inf")
+                expected = "a positive number"
+            if not is_valid:
+                raise ValueError(f"{field.name}: expected {expected}, got {value!r}")
+
+    @classmethod
+    def read(cls, path: Path) -> Hardware:
+        """Read a JSON object with all fields. Raises ValueError if the file has other content."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: expected a JSON object, got {error}") from None
+        names = [field.name for field in fields(cls)]
+        if not isinstance(found, dict) or sorted(found) != sorted(names):
+            got = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+            raise ValueError(f"{path}: expected an object with {', '.join(names)}, got {got}")
+        return cls(**found)
+
+
+def _accelerator(name: str, link: float, network: float, flops: float, memory: float) -> Hardware:
+    """Return a cluster of eight accelerators per node, from figures of the vendor in units of 10^9."""
+    return Hardware(
+        name,
+        f"8 per node, {link:g} GB/s per direction inside and {network:g} GB/s between nodes, {flops / 1e3:g} TFLOP/s "
+        f"dense bfloat16, {memory / 1e3:g} TB/s memory (vendor's figures); 80% of each link and of memory and 40% of "
+        "the matrix rate reached, 12 and 14 us per message, 10 us per call (assumed)",
+        ranks_per_node=8,
+        node_alpha=12e-6,
+        node_beta=0.8e9 * link,
+        net_alpha=14e-6,
+        net_beta=0.8e9 * network,
+        processors_per_node=8,
+        has_trees=False,
+        flops=0.4e9 * flops,
+        memory=0.8e9 * memory,
+        call=10e-6,
+    )
+
+
+HARDWARE = {
+    "a100": _accelerator("a100", 300, 25, 312e3, 2.0e3),
+    "h100": _accelerator("h100", 450, 50, 989e3, 3.35e3),
+    "b200": _accelerator("b200", 900, 50, 2250e3, 8.0e3),
+}
+"""Clusters by name, from data sheets: NVLink 3, 4 and 5, with a HDR or NDR InfiniBand port per accelerator."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes and dtype of a call. ``value_dim`` is ``head_dim`` by default.
+
+    Raises ValueError if a size is not a positive integer, or query heads are no multiple of key heads.
+    """
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    value_dim: int | None = None
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        for name in ("heads", "kv_heads", "head_dim", "value_dim", "batch"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: expected a divisor of heads={self.heads}, got {self.kv_heads}")
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"dtype: expected a floating-point dtype, got {self.dtype}")
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's keys and values."""
+        assert self.value_dim is not None
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The dtype of sums over ranks."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+def flops_per_pair(sizes: Sizes) -> tuple[int, int]:
+    """Return the multiplications and additions per pair, forward (two matmuls) and backward (five)."""
+    assert sizes.value_dim is not None
+    return 2 * (sizes.head_dim + sizes.value_dim), 2 * (3 * sizes.head_dim + 2 * sizes.value_dim)

@@ -459,6 +459,59 @@ def test_a_known_rule_is_not_evaluated(kind: str, monkeypatch: pytest.MonkeyPatc
     assert isinstance(mask_of(kind, "ringtile", 150 if "cache" not in kind else 30, "left"), PatternMask)
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("places", [None, PLACES[:1, :TOKENS]])
+def test_a_compiled_model_without_a_cache_reads_packed_rows_outside_graphs(places: Tensor | None) -> None:
+    first, second = both("Mistral")
+    inputs = {"input_ids": torch.randint(3, 97, (1, TOKENS)), "position_ids": places, "use_cache": False}
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(second, backend="eager")(**inputs).logits
+    torch.testing.assert_close(found, first(**inputs).logits, rtol=0, atol=TOLERANCE)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="packed rows are read outside graphs"):
+        torch.compile(second, backend="eager", fullgraph=True)(**inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_a_compiled_step_serves_all_tokens() -> None:
+    model = model_of(*MODELS["Gemma3"](), "ringtile")
+    tokens, mask = torch.randint(3, 97, (3, 30)), padding("left", tokens=30)
+    mask[1, 29] = True
+    options = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    expected = model.generate(tokens, attention_mask=mask.long(), **options)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    assert torch.equal(model.generate(tokens, attention_mask=mask.long(), **options), expected)
+    # The prompt, and a token.
+    assert len(graphs) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", ["BERT", "gpt-oss"])
+def test_gradient_checkpoints(name: str, use_reentrant: bool) -> None:
+    made, config = MODELS[name]()
+    for dropout in ("attention_probs_dropout_prob", "hidden_dropout_prob"):
+        if hasattr(config, dropout):
+            setattr(config, dropout, 0.0)
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")
+    inputs = {"attention_mask": mask.long(), "labels": tokens, **({"use_cache": False} if name == "gpt-oss" else {})}
+    grads = []
+    for enabled in (False, True):
+        model = model_of(made, config, "ringtile").train()
+        if enabled:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        model(tokens, **inputs).loss.backward()
+        grads.append([weight.grad for weight in model.parameters() if weight.grad is not None])
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
 # Refusals.
 
 BLOOM = dict(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)

@@ -177,8 +177,16 @@ def attend(
     if kept.key_mask is not None and kept.key_mask.dim() == 3:
         out = _by_head(query, key, value, kept.key_mask, options)
     else:
-        out = sparse_attention(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **options)
+        in_graph = kept.pattern.text is not None or not torch.compiler.is_compiling()
+        compute: Any = sparse_attention if in_graph else _outside_graphs
+        out = compute(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+_outside_graphs = torch.compiler.disable(
+    sparse_attention,
+    reason="masks without a text form, such as packed rows, need an index that is built outside graphs",
+)
 
 
 def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: dict[str, Any]) -> Tensor:

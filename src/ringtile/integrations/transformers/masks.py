@@ -69,16 +69,20 @@ class PatternMask(Tensor):
         name = getattr(func, "__name__", "")
         if name in _UNCHANGED:
             return args[0]
+        if name == "__set__" and args[1] is False:
+            # Checkpoints that recompute a layer set requires_grad.
+            return None
         if name == "to" and (device := _moved_to(*args, **kwargs)) is not None:
             mask, kept = args[0], args[0].kept
             if device == mask.device:
                 return mask
             moved = {part: x.to(device) for part, x in kept._asdict().items() if isinstance(x, Tensor)}
             return carrier(kept._replace(**moved), mask.shape[0], mask.shape[2], mask.shape[3], device)
-        if name in _ABOUT or (name.startswith("_") and not name.startswith("__")):
-            found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            if not isinstance(found, Tensor):
-                return found
+        about = name in _ABOUT or name.startswith("is_") or (name.startswith("_") and not name.startswith("__"))
+        if name == "__get__":
+            about = func.__self__.__name__ not in _VALUES
+        if about:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         raise ValueError(
             "attention_mask: expected a model that hands its mask to transformers' attention interface, got one that "
             f"computes with it ({name}); use attn_implementation='eager'"
@@ -86,7 +90,12 @@ class PatternMask(Tensor):
 
 
 _UNCHANGED = {"contiguous", "detach", "bool"}
-_ABOUT = {"__get__", "size", "dim", "stride", "numel", "is_contiguous", "is_floating_point", "__len__", "__hash__"}
+_VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
+"""Attributes that are tensors with its values."""
+_ABOUT = {
+    *("size", "dim", "stride", "storage_offset", "untyped_storage", "numel", "element_size"),
+    *("__len__", "__hash__"),
+}
 """Methods that return facts about a tensor, and not its values."""
 
 
@@ -143,7 +152,8 @@ def read_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern | None
         case "chunked_overlay":
             return _chunks(values["chunk_size"], values["left_padding"], first, n_keys)
         case "packed_sequence_mask_function":
-            return Documents(ids=values["packed_sequence_mask"][:, here])
+            ids = values["packed_sequence_mask"][:, here]
+            return Documents(ids=ids) if bool((ids != ids[:, :1]).any()) else Dense()
         case "remap_positions_for_packed_sequence":
             rule = read_rule(values["mask_function"], 0, n_keys)
             # Positions rise by one inside a document, so a rule of distances does not change.
@@ -159,6 +169,8 @@ def _joined(join: Callable[[Pattern, Pattern], Pattern], parts: list[Pattern | N
         # The causal rule bounds the right side of a window anyway.
         known = [Window(part.left) if isinstance(part, Window) and part.right == LARGEST else part for part in known]
         known.sort(key=lambda part: part != Causal())
+    if join is and_ and len(known) > 1:
+        known = [part for part in known if part != Dense()] or known[:1]
     return reduce(join, known)
 
 
@@ -219,7 +231,21 @@ def _constant_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern:
     return rule
 
 
-def pattern_mask(
+def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Return the mask of a mask function, as transformers' mask interface asks for it.
+
+    A rule that is not known is evaluated, and its bool mask becomes a pattern.
+    """
+    if torch.compiler.is_compiling() and attention_mask is None and options["q_length"] != 1:
+        # In a graph, transformers prepares for packed rows unless it may skip a causal mask. Bidirectional masks have
+        # no packed rows.
+        if not options.get("allow_is_causal_skip", True) and "allow_is_bidirectional_skip" not in options:
+            found: Tensor = _outside_graphs(**options)
+            return found
+    return _pattern_mask(attention_mask=attention_mask, **options)
+
+
+def _pattern_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -232,10 +258,6 @@ def pattern_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> Tensor:
-    """Return the mask of a mask function, as transformers' mask interface asks for it.
-
-    A rule that is not known is evaluated, and its bool mask becomes a pattern.
-    """
     from transformers import masking_utils
 
     if mask_function is None:
@@ -274,6 +296,12 @@ def pattern_mask(
         start = offset = int(offset)
     kept = KeptPairs(rule, start, key_mask, offset, kv_offset, leading)
     return carrier(kept, batch_size, q_length, kv_length, device)
+
+
+_outside_graphs = torch.compiler.disable(
+    _pattern_mask,
+    reason="packed rows are read outside graphs: pass attention_mask, or leave the cache on (use_cache=True)",
+)
 
 
 def kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:

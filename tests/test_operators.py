@@ -375,6 +375,18 @@ def test_one_graph_serves_all_lengths(pattern: Pattern, graphs: Callable[[], int
 
 
 @compiles
+def test_one_graph_takes_the_same_tensor_as_query_key_and_value() -> None:
+    for attend in (
+        lambda x, y: sparse_attention(x, x, x, PATTERN),
+        lambda x, y: sparse_attention(x, y, x, PATTERN),
+        lambda x, y: sparse_attention(x, y, y, PATTERN),
+    ):
+        leaves = leaves_of(1, 4, 100, 8)[:2]
+        with_y = lambda x, y, attend=attend: attend(x, y) + y  # noqa: E731
+        assert worst(gradients(compile_whole(with_y), leaves), gradients(with_y, leaves)) < 1e-14
+
+
+@compiles
 def test_one_graph_serves_decoding(graphs: Callable[[], int]) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor) -> Tensor:
         return sparse_attention(q, k, v, PATTERN, key_lengths=key_lengths, start=k.shape[2] - 3)

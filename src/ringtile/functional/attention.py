@@ -76,6 +76,10 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     if heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0):
         wanted = "a divisor of the query's heads" if enable_gqa else "the query's heads (or enable_gqa=True)"
         raise ValueError(f"key: expected {wanted}, got {key.shape=} with {query.shape=}, {enable_gqa=}")
+    if torch.compiler.is_compiling():
+        # Dynamo does not pass a tensor twice to a function with a derivative of its own.
+        value = value.view_as(value) if value is key or value is query else value
+        key = key.view_as(key) if key is query else key
     return query, key, value
 
 

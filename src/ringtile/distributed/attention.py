@@ -32,7 +32,7 @@ from ringtile.functional.attention import (
     without_autocast,
 )
 from ringtile.kernels.contracts import Call, lacking
-from ringtile.patterns import Causal, Pattern
+from ringtile.patterns import Causal, Pattern, parse
 
 _SILENCE = 5.0
 """Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
@@ -169,7 +169,9 @@ def ring_attention(
         check_keys_finite(key, value, layout, ranks, check_finite)
     shapes = shapes_of(query, key, value)
     mode = "ring" if transport == "auto" and not against and ranks.size() > 1 else transport
-    number = _prepared(rule, layout, ranks, mode, shapes, str(key.dtype), key_mask is not None)
+    # Dynamo passes on no pattern that it has made, but its text.
+    planned = rule.text if torch.compiler.is_compiling() and rule.text else rule
+    number = _prepared(planned, layout, ranks, mode, shapes, str(key.dtype), key_mask is not None)
     own_mask = _with_lengths(key_mask, lengths, layout.runs[ranks.rank()], key)
     if number is None:
         place = Ring(layout, ranks.rank(), ranks, isinstance(rule, Causal))
@@ -204,7 +206,7 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDic
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _prepared(
-    pattern: Pattern,
+    pattern: Pattern | str,
     layout: Layout,
     ranks: dist.ProcessGroup,
     transport: str,
@@ -214,6 +216,7 @@ def _prepared(
 ) -> int | None:
     """Return the number of a call's exchange, after a comparison with the other ranks, or None for a ring."""
     ranks, plan = real_group(ranks), None
+    pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if transport != "ring":
         sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
         gather = None if transport == "auto" else transport == "gather"

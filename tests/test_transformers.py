@@ -512,6 +512,36 @@ def test_gradient_checkpoints(name: str, use_reentrant: bool) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
 
+LONGFORMER = dict(ENCODER, attention_window=[16, 8], max_position_embeddings=258)
+
+
+@pytest.mark.parametrize("tokens_at", [(), (0,), (0, 3, 40)])
+@pytest.mark.parametrize("kind", ["no", "left", "right"])
+def test_a_longformer_keeps_its_weights_and_its_results(kind: str, tokens_at: tuple[int, ...]) -> None:
+    models = [model_of(hf.LongformerForMaskedLM, hf.LongformerConfig(**LONGFORMER), "eager") for _ in range(2)]
+    assert use_ringtile(models[1]) is models[1]
+    assert not any(type(module).__name__ == "LongformerSelfAttention" for module in models[1].modules())
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(kind)
+    at_global = torch.zeros(3, TOKENS, dtype=torch.long)
+    at_global[:2, list(tokens_at)] = 1
+    at_global &= mask
+    inputs = {"attention_mask": mask.long(), "global_attention_mask": at_global}
+    assert_equal_models(*models, mask, input_ids=tokens, **inputs)
+    other = model_of(hf.LongformerForMaskedLM, hf.LongformerConfig(**LONGFORMER), "eager")
+    other.load_state_dict(models[1].state_dict())
+    assert use_ringtile(models[1]) is models[1]
+
+
+def test_a_longformer_refuses_what_it_cannot_compute() -> None:
+    model = hf.LongformerModel(hf.LongformerConfig(**LONGFORMER))
+    with pytest.raises(ValueError, match="pattern: Longformer has its own"):
+        use_ringtile(model, Window(3))
+    with pytest.raises(ValueError, match="output_attentions: ringtile does not support"):
+        use_ringtile(model)(torch.randint(3, 97, (1, 20)), output_attentions=True)
+    with pytest.raises(ValueError, match=r"is_index_masked, .* got None"):
+        model.encoder.layer[0].attention.self(torch.randn(1, 16, 64))
+
+
 # Refusals.
 
 BLOOM = dict(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)

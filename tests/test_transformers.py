@@ -534,12 +534,39 @@ def test_a_longformer_keeps_its_weights_and_its_results(kind: str, tokens_at: tu
 
 def test_a_longformer_refuses_what_it_cannot_compute() -> None:
     model = hf.LongformerModel(hf.LongformerConfig(**LONGFORMER))
-    with pytest.raises(ValueError, match="pattern: Longformer has its own"):
+    with pytest.raises(ValueError, match="pattern: longformer has its own"):
         use_ringtile(model, Window(3))
     with pytest.raises(ValueError, match="output_attentions: ringtile does not support"):
         use_ringtile(model)(torch.randint(3, 97, (1, 20)), output_attentions=True)
     with pytest.raises(ValueError, match=r"is_index_masked, .* got None"):
         model.encoder.layer[0].attention.self(torch.randn(1, 16, 64))
+
+
+BIG_BIRD = dict(ENCODER, block_size=16, num_random_blocks=2, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize(("tokens", "block"), [(192, 16), (187, 16), (400, 16), (1024, 64)])
+def test_a_big_bird_keeps_its_weights_and_its_results(tokens: int, block: int, is_training: bool) -> None:
+    config = hf.BigBirdConfig(**dict(BIG_BIRD, block_size=block, max_position_embeddings=1024))
+    models = [model_of(hf.BigBirdForMaskedLM, config, "eager").train(is_training) for _ in range(2)]
+    assert use_ringtile(models[1]) is models[1]
+    names = [list(model.state_dict()) for model in models]
+    assert names[0] == names[1]
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    mask[0, tokens - 50 :] = False
+    assert_equal_models(*models, mask, input_ids=torch.randint(3, 97, (2, tokens)), attention_mask=mask.long())
+    assert models[1].bert.attention_type == "block_sparse"
+
+
+def test_a_big_bird_refuses_what_it_cannot_compute() -> None:
+    model = hf.BigBirdModel(hf.BigBirdConfig(**BIG_BIRD))
+    with pytest.raises(ValueError, match="pattern: big_bird has its own"):
+        use_ringtile(model, Window(3))
+    with pytest.raises(ValueError, match="output_attentions: ringtile does not support"):
+        use_ringtile(model)(torch.randint(3, 97, (1, 400)), output_attentions=True)
+    with pytest.raises(ValueError, match="hidden_states: expected a multiple of 16 tokens with masks"):
+        model.encoder.layer[0].attention.self(torch.randn(1, 25, 64))
 
 
 # Refusals.

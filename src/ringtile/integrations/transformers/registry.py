@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ringtile.integrations.transformers.attention import LayerPattern, attend, check_pattern
+from ringtile.integrations.transformers.big_bird import convert_big_bird
 from ringtile.integrations.transformers.longformer import convert_longformer
 from ringtile.integrations.transformers.masks import pattern_mask
 
@@ -65,7 +66,7 @@ def register(name: str = "ringtile", pattern: LayerPattern = None) -> None:
 def use_ringtile(model: Model, pattern: LayerPattern = None) -> Model:
     """Switch a model of transformers to ringtile, in place, and return it.
 
-    The attention of Longformer, which is written by hand, is replaced, and its weights are kept.
+    Longformer and BigBird write their attention by hand. It is replaced, and their weights are kept.
 
     Args:
         model: The model, with or without a head.
@@ -83,10 +84,11 @@ def use_ringtile(model: Model, pattern: LayerPattern = None) -> Model:
     """
     name = _name_of(pattern)
     register(name, pattern)
-    if model.config.model_type == "longformer":
+    kind = model.config.model_type
+    if kind in ("longformer", "big_bird"):
         if pattern is not None:
-            raise ValueError(f"pattern: Longformer has its own, config.attention_window, got {pattern!r}")
-        convert_longformer(model)
+            raise ValueError(f"pattern: {kind} has its own, got {pattern!r}")
+        (convert_longformer if kind == "longformer" else convert_big_bird)(model)
         return model
     before = {id(part): part.config._attn_implementation for part in _parts(model)}
     model.set_attn_implementation(name)

@@ -83,9 +83,35 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
             **dict(ENCODER, num_hidden_layers=4), local_attention=16, global_attn_every_n_layers=2, cls_token_id=1
         ),
     ),
+    "Gemma3 with images": lambda: (
+        hf.Gemma3ForConditionalGeneration,
+        hf.Gemma3Config(
+            vision_config=hf.SiglipVisionConfig(**PICTURES),
+            text_config=hf.Gemma3TextConfig(**MIXED),
+            **dict(image_token_id=95, mm_tokens_per_image=16, boi_token_index=94, eoi_token_index=93),
+        ),
+    ),
+    "LLaVA": lambda: (
+        hf.LlavaForConditionalGeneration,
+        hf.LlavaConfig(
+            vision_config=hf.CLIPVisionConfig(**PICTURES),
+            text_config=hf.LlamaConfig(**DECODER),
+            **dict(image_token_index=95, image_seq_length=16),
+        ),
+    ),
+    "Whisper": lambda: (
+        hf.WhisperForConditionalGeneration,
+        hf.WhisperConfig(
+            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+            **dict(vocab_size=97, d_model=64, num_mel_bins=16, max_source_positions=50, max_target_positions=100),
+            **dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
+        ),
+    ),
     "ViT": lambda: (
         hf.ViTModel,
-        hf.ViTConfig(**IMAGES, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96),
+        hf.ViTConfig(**VISION, image_size=32, patch_size=4),
     ),
     "BART": lambda: (
         hf.BartForConditionalGeneration,
@@ -100,7 +126,8 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
 }
 STARCODER = {name: value for name, value in DECODER.items() if name != "head_dim"} | {"sliding_window": 20}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-IMAGES = {"image_size": 32, "patch_size": 4}
+VISION = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+PICTURES = dict(VISION, image_size=32, patch_size=8)
 LATENT = dict(
     **dict(kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16),
     **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, topk_method="greedy"),
@@ -151,6 +178,7 @@ def padding(kind: str, rows: int = 3, tokens: int = TOKENS) -> Tensor:
 def assert_equal_models(first: Any, second: Any, real: Tensor, tolerance: float = TOLERANCE, **inputs: Any) -> None:
     """The same outputs for real tokens and the same gradients of all parameters, relative to the largest."""
     outputs = [model(**inputs)[0] for model in (first, second)]
+    assert outputs[0].shape[:2] == real.shape
     torch.testing.assert_close(outputs[1][real], outputs[0][real], rtol=0, atol=tolerance)
     probe = torch.randn_like(outputs[0]) * real.unsqueeze(-1)
     for model, output in zip((first, second), outputs, strict=True):
@@ -189,6 +217,25 @@ def test_packed_rows(name: str) -> None:
 def test_an_image_encoder() -> None:
     pixels = torch.randn(2, 3, 32, 32)
     assert_equal_models(*both("ViT"), torch.ones(2, 65, dtype=torch.bool), pixel_values=pixels)
+
+
+@pytest.mark.parametrize("name", ["Gemma3 with images", "LLaVA"])
+def test_text_with_images(name: str) -> None:
+    tokens, mask = torch.randint(3, 90, (3, TOKENS)), padding("left")
+    # 16 tokens per image, which attend to one another in Gemma3.
+    tokens[:, 40:56] = 95
+    inputs = {"input_ids": tokens, "attention_mask": mask.long(), "pixel_values": torch.randn(3, 3, 32, 32)}
+    if "Gemma" in name:
+        inputs["token_type_ids"] = (tokens == 95).long()
+    assert_equal_models(*both(name), mask, **inputs)
+
+
+def test_speech() -> None:
+    # In float32, the gradients of its keys, which have no bias, cancel to 1e-5 with either attention.
+    first, second = (model.double() for model in both("Whisper"))
+    sound, tokens = torch.randn(2, 16, 100, dtype=torch.float64), torch.randint(3, 97, (2, 20))
+    real = torch.ones(2, 20, dtype=torch.bool)
+    assert_equal_models(first, second, real, 1e-12, input_features=sound, decoder_input_ids=tokens)
 
 
 def test_an_encoder_and_a_decoder() -> None:

@@ -11,6 +11,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ringtile.integrations.transformers import use_ringtile
+from ringtile.patterns import GlobalTokens, Window
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -68,6 +76,52 @@ def test_ranks_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert len(alone) == 5
     assert re.findall(r"^(step \d: .*) bits", done.stdout, re.M) == alone
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_lora_is_trained_saved_and_resumed(tmp_path: Path) -> None:
+    def weights(name: str, *steps: str) -> dict[str, Tensor]:
+        for count in steps:
+            words = ["--context", "512", "--window", "64", "--steps", count, "--save", str(tmp_path / name)]
+            assert example("finetune_lora").main(words) < 6
+        return load_file(tmp_path / name / "adapter_model.safetensors")
+
+    whole, resumed = weights("whole", "6"), weights("resumed", "5", "6")
+    assert all(torch.equal(x, resumed[name]) for name, x in whole.items())
+    torch.manual_seed(0)
+    model = use_ringtile(example("finetune_lora").new_model(None, 512), Window(64) | GlobalTokens(4)).eval()
+    rows = example("finetune_lora").rows_of(example("finetune_lora").read_text(None), None, 512)
+    before = model(rows[:1], labels=rows[:1]).loss
+    trained = PeftModel.from_pretrained(model, tmp_path / "whole")
+    assert trained(rows[:1], labels=rows[:1]).loss < before - 0.05
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("words", [["--context", "16384"], ["--context", "512", "--bf16"]], ids=" ".join)
+def test_lora_trains_on_long_rows_and_in_bfloat16(words: list[str], tmp_path: Path) -> None:
+    words = [*words, "--window", "256", "--steps", "1", "--save", str(tmp_path)]
+    assert example("finetune_lora").main(words) < 6
+
+
+def test_packed_documents_train_by_accelerate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps in ("2", "3"):
+        words = ["--tokens", "1024", "--window", "64", "--steps", steps, "--save", str(tmp_path)]
+        assert abs(example("train_accelerate").main(words)) < 2e-6
+    assert re.findall(r"^step (\d)", capsys.readouterr().out, re.M) == ["1", "2", "3"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="ringtile")
+    assert model.config.sliding_window == 64
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains_saves_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [
+        example("train_lightning").main(
+            ["--context", "512", "--window", "64", "--steps", steps, "--save", str(tmp_path)]
+        )
+        for steps in ("3", "5")
+    ]
+    assert losses[1] < losses[0] < 5.5
+    assert re.findall(r"^step (\d)", capsys.readouterr().out, re.M) == ["1", "2", "3", "4", "5"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,6 +19,7 @@ VERBS = {
     "show": ("ringtile.analysis.show", "draw a pattern and print its density, memory and work"),
     "plan": ("ringtile.measure.plan", "predict traffic, balance, memory and time of attention over many ranks"),
     "bench": ("ringtile.measure.bench", "time sparse attention against baselines, correctness first"),
+    "hf": ("ringtile.measure.hf", "check and time a model of Hugging Face transformers, and print its loss"),
     "profile": ("ringtile.measure.profile", "show where the time of one call goes, from index to gradients"),
     "doctor": ("ringtile.measure.doctor", "print versions, devices and backends, and why a backend is not available"),
 }

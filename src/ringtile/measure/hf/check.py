@@ -1,0 +1,111 @@
+"""The correctness check of a model: its logits and its loss against eager attention."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.integrations.transformers import use_ringtile
+from ringtile.integrations.transformers.masks import pairs
+from ringtile.patterns import Pattern
+
+RINGTILE, EAGER = "ringtile", "eager"
+NAMES = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention"}
+"""Baselines, and their names in transformers."""
+FLOAT32_BOUND = 2e-5
+"""The largest error of float32 logits that counts as rounding."""
+LOW_PRECISION = 2.0
+"""In low precision, the bound is the error of eager attention in the same dtype, times this."""
+_MOST_BYTES = 8 << 30
+
+
+def switch(model: Any, peer: str, pattern: Pattern | None = None) -> None:
+    """Switch a model to ringtile, or to a baseline.
+
+    Raises:
+        ValueError: If the model does not support it.
+    """
+    if peer == RINGTILE:
+        use_ringtile(model, pattern)
+        return
+    model.set_attn_implementation(NAMES[peer])
+    if model.config._attn_implementation != NAMES[peer]:
+        raise ValueError(f"the model does not support {NAMES[peer]}")
+
+
+def _budget() -> int:
+    """Return the bytes that the check can use: half of what is free."""
+    if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return _MOST_BYTES // 4
+    return min(_MOST_BYTES, int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 2)
+
+
+def tokens_for_eager(n_tokens: int, heads: int) -> int:
+    """Return how many of the tokens eager attention has memory for.
+
+    >>> tokens_for_eager(64, 4)
+    64
+    """
+    # Scores, their softmax and copies of both for each head, and the mask, in float32.
+    return max(1, min(n_tokens, math.isqrt(_budget() // (4 * (4 * heads + 2)))))
+
+
+def checked_positions(n_tokens: int, vocab_size: int) -> Tensor:
+    """Return the positions whose logits fit into memory: all, or evenly spaced ones that include both ends."""
+    fitting = max(2, min(n_tokens, _budget() // (4 * 4 * vocab_size)))
+    return torch.linspace(0, n_tokens - 1, fitting).long()
+
+
+@contextmanager
+def eager_masks(pattern: Pattern | None, heads: int) -> Iterator[None]:
+    """Make eager attention keep only the pairs of a pattern, too: an independent reference, with N x N masks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+
+    if pattern is None:
+        yield
+        return
+
+    def sparse_mask(*args: Any, **options: Any) -> Tensor:
+        options["allow_is_bidirectional_skip"] = False
+        mask: Tensor = eager_mask(*args, **options)
+        start = int(options.get("q_offset", 0)) - options.get("kv_offset", 0)
+        kept = pairs(pattern, start, mask.shape[2], mask.shape[3], mask.device, pattern.num_heads or 1)
+        mask = torch.where(kept, mask, torch.finfo(mask.dtype).min)
+        if empty := int((mask < 0).all(-1).sum()):
+            raise ValueError(f"--pattern: expected a key for every query, got {empty} queries without keys")
+        return mask
+
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = sparse_mask
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the logits ``[positions, V]`` in float32."""
+    found: Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=positions).logits
+    return found[0].float()
+
+
+def worst_error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest relative L2 error of a row, or infinity if it is not finite."""
+    error = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+    return error if math.isfinite(error) else math.inf
+
+
+@torch.no_grad()
+def loss(model: Any, ids: Tensor, vocab_size: int) -> tuple[float, int]:
+    """Return the mean cross entropy of the last tokens whose logits fit into memory, and how many they are."""
+    n_last = max(1, min(ids.shape[1] - 1, _budget() // (4 * 4 * vocab_size)))
+    options = {"attention_mask": torch.ones_like(ids), "use_cache": False}
+    scores = model(ids, logits_to_keep=n_last + 1, **options).logits[0, :-1].float()
+    return float(F.cross_entropy(scores, ids[0, -n_last:])), n_last

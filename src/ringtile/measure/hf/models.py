@@ -1,0 +1,132 @@
+"""Models of Hugging Face transformers and the text that they read, from local files or the hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.integrations.transformers import register
+
+
+class Loaded(NamedTuple):
+    """A causal language model in float32 with eager attention, and a text."""
+
+    name: str
+    model: Any
+    ids: Tensor
+    """``[1, N]`` int64, the tokens of the text."""
+    text: str
+    """The source of the tokens."""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _attempt(what: str, load: Callable[[], Any]) -> Any:
+    """Return the result of a loader of transformers, or raise ValueError with one line."""
+    try:
+        return load()
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
+        raise ValueError(f"{what}: {_first_line(error)}") from None
+
+
+def _quiet_transformers() -> Any:
+    """Import transformers without progress bars and advice."""
+    _attempt("ringtile hf needs transformers (pip install 'ringtile[transformers]')", register)
+    import huggingface_hub
+    import transformers
+
+    # An error of theirs is raised, too.
+    transformers.utils.logging.set_verbosity(logging.CRITICAL)
+    huggingface_hub.logging.set_verbosity(logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def load(
+    source: str | None, random_weights: Path | None, n_tokens: int, text: Path | None = None, seed: int = 0
+) -> Loaded:
+    """Load a model and the first tokens of a text.
+
+    Args:
+        source: A folder of ``save_pretrained``, a GGUF file, or a name on the hub.
+        random_weights: A ``config.json`` or its folder, instead of ``source``: the model gets random weights.
+        n_tokens: The number of tokens.
+        text: A text file in UTF-8. Default: the topics of Python's ``help()``.
+        seed: Seed of the random weights.
+
+    Raises:
+        ValueError: If something is missing or too short.
+    """
+    if (source is None) == (random_weights is None):
+        raise ValueError("MODEL: expected a model or --random-weights CONFIG, got " + ("both" if source else "neither"))
+    if random_weights is not None and not random_weights.exists():
+        raise ValueError(f"--random-weights: expected a config.json or its folder, got {str(random_weights)!r}")
+    if text is not None and not text.is_file():
+        raise ValueError(f"--text: expected a text file, got {str(text)!r}")
+    transformers = _quiet_transformers()
+    # Weights are cast later: the check needs them in float32.
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    where: dict[str, Any] = {}
+    if random_weights is not None:
+        what, name, source = "--random-weights", f"random weights of {random_weights}", str(random_weights)
+        config = _attempt(what, lambda: transformers.AutoConfig.from_pretrained(source))
+        torch.manual_seed(seed)
+        model = _attempt(what, lambda: transformers.AutoModelForCausalLM.from_config(config, **options))
+    else:
+        assert source is not None
+        what, name = "MODEL", source
+        path = Path(source)
+        if path.is_file():
+            name = path.name
+            source, where = str(path.parent), {"gguf_file": path.name}
+        elif not path.exists():
+            what = f"MODEL: {source!r} is no local file or folder, and the hub gave none"
+        # transformers shows the conversion of GGUF files by a bar of its own.
+        before = os.environ.get("TQDM_DISABLE")
+        os.environ["TQDM_DISABLE"] = "1"
+        try:
+            load_it = transformers.AutoModelForCausalLM.from_pretrained
+            model = _attempt(what, lambda: load_it(source, **where, **options))
+        finally:
+            os.environ.pop("TQDM_DISABLE")
+            if before is not None:
+                os.environ["TQDM_DISABLE"] = before
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and n_tokens > longest:
+        raise ValueError(f"--tokens: expected at most {longest}, the model's max_position_embeddings, got {n_tokens}")
+    words, title = _text(text)
+    tokenizer = None
+    if random_weights is None:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
+        except (OSError, ValueError, KeyError, ImportError):
+            # A folder without a tokenizer.
+            tokenizer = None
+    if tokenizer is None:
+        title += ", one token per byte"
+        found = [byte % config.vocab_size for byte in words.encode()[:n_tokens]]
+    else:
+        found = tokenizer(words[: 16 * n_tokens], add_special_tokens=False, verbose=False)["input_ids"][:n_tokens]
+    if len(found) < n_tokens:
+        raise ValueError(f"--tokens: expected at most {len(found)}, the length of {title}, got {n_tokens}")
+    return Loaded(name, model.eval(), torch.tensor([found]), title)
+
+
+def _text(path: Path | None) -> tuple[str, str]:
+    if path is not None:
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--text: expected UTF-8 in {str(path)!r}, got {error}") from None
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)), "Python's documentation (pydoc_data.topics)"

@@ -1,0 +1,197 @@
+"""The measurement of one model: the check, the losses, and interleaved times with peak memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ringtile.analysis.units import bytes_text, duration_text
+from ringtile.measure.bench import seconds_of
+from ringtile.measure.hf import check
+from ringtile.measure.hf.check import EAGER, FLOAT32_BOUND, LOW_PRECISION, RINGTILE, switch
+from ringtile.measure.hf.models import Loaded
+from ringtile.measure.memory import peak_memory
+from ringtile.measure.progress import Progress
+from ringtile.patterns import Pattern
+
+PREFILL, TRAINING = "prefill", "training step"
+SDPA = "sdpa"
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return a dtype without the name of the module.
+
+    >>> dtype_text(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass
+class Timing:
+    """The times of one pass."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    """Beyond weights and results."""
+    reason: str = ""
+    """Why there are no times."""
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass
+class Entrant:
+    """An attention implementation in the model, and its results."""
+
+    peer: str
+    pattern: str | None = None
+    error: float | None = None
+    """Worst relative L2 error of the logits of one token, against eager attention."""
+    error_bound: float | None = None
+    loss: float | None = None
+    reason: str = ""
+    """Why it is left out."""
+    passes: dict[str, Timing] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.peer if self.pattern is None else f"{self.peer}, --pattern"
+
+
+class Study:
+    """Measures a model with its own mask, and with ``pattern`` if there is one."""
+
+    def __init__(
+        self, loaded: Loaded, pattern: Pattern | None, dtype: torch.dtype, peers: tuple[str, ...], rounds: int
+    ) -> None:
+        self.loaded, self.pattern, self.dtype, self.rounds = loaded, pattern, dtype, rounds
+        self.model = loaded.model
+        config = self.model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.heads: int = config.num_attention_heads
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.title = (
+            f"{loaded.name}: {type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters, "
+            f"{config.num_hidden_layers} layers, {self.heads} heads"
+        )
+        self.checked_tokens = check.tokens_for_eager(loaded.ids.shape[1], self.heads)
+        self.entrants = [Entrant(peer) for peer in peers] + [Entrant(RINGTILE)]
+        if pattern is not None:
+            self.entrants.append(Entrant(RINGTILE, repr(pattern)))
+
+    @property
+    def ours(self) -> list[Entrant]:
+        """Ringtile with the model's own mask, and with the pattern."""
+        return [entrant for entrant in self.entrants if entrant.peer == RINGTILE]
+
+    @property
+    def complaints(self) -> list[str]:
+        """Return a line for each wrong result of ringtile."""
+        return [f"{entrant.name}: {entrant.reason}" for entrant in self.ours if entrant.reason]
+
+    def _pattern(self, entrant: Entrant) -> Pattern | None:
+        return None if entrant.pattern is None else self.pattern
+
+    def _switch(self, entrant: Entrant) -> None:
+        switch(self.model, entrant.peer, self._pattern(entrant))
+
+    @contextmanager
+    def _refusals(self, entrant: Entrant, into: Entrant | Timing) -> Iterator[None]:
+        """Keep the reason of a baseline that fails. Ringtile's own errors are raised."""
+        try:
+            yield
+        except (RuntimeError, ValueError, ImportError, TypeError, AttributeError) as error:
+            if entrant.peer == RINGTILE:
+                raise
+            into.reason = str(error).strip().partition("\n")[0] or type(error).__name__
+
+    def run(self, progress: Progress) -> None:
+        """Check, then measure. If ringtile is wrong, nothing is timed."""
+        self._check(progress)
+        if self.complaints:
+            return
+        self._losses(progress)
+        self._measure(PREFILL, self._prefill, progress)
+
+    def _check(self, progress: Progress) -> None:
+        ids = self.loaded.ids[:, : self.checked_tokens]
+        at = check.checked_positions(ids.shape[1], self.vocab_size)
+        # The reference has the rounded weights, so that only the arithmetic differs.
+        self.model.to(self.dtype)
+        # A wrong mask that the rounding of the dtype hides shows in float32.
+        dtypes = dict.fromkeys((torch.float32, self.dtype))
+        for entrant in self.ours:
+            expected = None
+            for dtype in dtypes:
+                progress.show(f"check {entrant.name} against eager attention")
+                with check.eager_masks(self._pattern(entrant), self.heads):
+                    switch(self.model.to(dtype), EAGER)
+                    eager = check.logits(self.model, ids, at)
+                expected = eager if expected is None else expected
+                self._switch(entrant)
+                entrant.error = check.worst_error(check.logits(self.model, ids, at), expected)
+                entrant.error_bound = max(FLOAT32_BOUND, LOW_PRECISION * check.worst_error(eager, expected))
+                if entrant.error > entrant.error_bound:
+                    entrant.reason = f"wrong: error {entrant.error:.1e} of the logits, over {entrant.error_bound:.1e}"
+                    break
+                progress.say(
+                    f"{entrant.name}: logits of {len(at):,} of {len(ids[0]):,} tokens against eager attention: "
+                    f"error {entrant.error:.1e}, bound {entrant.error_bound:.1e}, {dtype_text(dtype)}"
+                )
+
+    def _losses(self, progress: Progress) -> None:
+        for entrant in self.entrants:
+            progress.show(f"loss with {entrant.name}")
+            with self._refusals(entrant, entrant):
+                self._switch(entrant)
+                entrant.loss, n_last = check.loss(self.model, self.loaded.ids, self.vocab_size)
+                progress.say(f"{entrant.name}: loss {entrant.loss:.6f}, mean of {n_last:,} tokens")
+
+    @torch.no_grad()
+    def _prefill(self) -> Tensor:
+        ids = self.loaded.ids
+        found: Tensor = self.model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1).logits
+        return found
+
+    def _measure(self, name: str, call: Callable[[], Tensor], progress: Progress) -> None:
+        ready: list[tuple[Entrant, Timing]] = []
+        for entrant in self.entrants:
+            timing = entrant.passes.setdefault(name, Timing(reason=entrant.reason))
+            if timing.reason:
+                continue
+            progress.show(f"{name} with {entrant.name}: memory")
+            with self._refusals(entrant, timing):
+                self._switch(entrant)
+                timing.peak_bytes = peak_memory(call, None, self.loaded.ids.device).forward
+                ready.append((entrant, timing))
+        for done in range(self.rounds):
+            for place in range(len(ready)):
+                entrant, timing = ready[(place + done) % len(ready)]
+                progress.show(f"{name} with {entrant.name}: round {done + 1} of {self.rounds}")
+                self._switch(entrant)
+                timing.seconds.append(seconds_of(call, 1, self.loaded.ids.device))
+        self._say(name, progress)
+
+    def _say(self, name: str, progress: Progress) -> None:
+        progress.say(f"{name}: median of {self.rounds} interleaved rounds [least, most]; peak beyond weights")
+        base = next((e.passes[name].median for e in self.entrants if e.peer == SDPA), None)
+        for entrant in self.entrants:
+            timing = entrant.passes[name]
+            if timing.median is None:
+                progress.say(f"  {entrant.name:<20}{timing.reason}")
+                continue
+            assert timing.peak_bytes is not None
+            ratio = "" if base is None else f"{base / timing.median:.2f}x"
+            span = f"[{duration_text(min(timing.seconds))}, {duration_text(max(timing.seconds))}]"
+            progress.say(
+                f"  {entrant.name:<20}{duration_text(timing.median):>9}  {span:<20}{ratio:>7}"
+                f"{bytes_text(timing.peak_bytes):>12}"
+            )

@@ -1,0 +1,198 @@
+"""`ringtile hf`: a tiny model with random weights, its check, its losses, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers
+
+from ringtile import cli
+from ringtile.integrations.transformers import registry
+from ringtile.integrations.transformers.attention import attend
+from ringtile.integrations.transformers.masks import KeptPairs
+from ringtile.measure.hf.check import eager_masks, logits, worst_error
+from ringtile.patterns import Causal, Window
+
+MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 40,
+    "max_position_embeddings": 512,
+}
+SHORT = ["--tokens", "150", "--rounds", "1", "--peers", "sdpa"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
+    return tmp_path
+
+
+def record_of(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, Any]:
+    assert cli.main(["hf", *words, "--json"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_model_is_checked_and_measured(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--random-weights", str(config), *SHORT, "--pattern", "window(9) | global_tokens(2)"]
+    record = record_of(words, capsys)
+    sdpa, ours, sparse = record["entrants"]
+    assert [entrant["peer"] for entrant in record["entrants"]] == ["sdpa", "ringtile", "ringtile"]
+    assert record["checked_tokens"] == 150
+    for entrant in (ours, sparse):
+        assert entrant["error"] <= 1e-6 < entrant["error_bound"]
+    assert ours["loss"] == pytest.approx(sdpa["loss"], abs=1e-6)
+    assert abs(sparse["loss"] - sdpa["loss"]) > 1e-5
+    for entrant in record["entrants"]:
+        for timing in entrant["passes"].values():
+            assert len(timing["seconds"]) == 1
+            assert timing["peak_bytes"] > 0
+    assert sparse["pattern"] == "window(9) | global_tokens(2)"
+    assert record["versions"]["transformers"] == transformers.__version__
+
+
+def test_the_report_has_a_line_per_result(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["hf", "--random-weights", str(config), *SHORT]) == 0
+    out = capsys.readouterr().out
+    assert "MistralForCausalLM, 0.0M parameters, 2 layers, 4 heads, float32" in out
+    assert "150 tokens of Python's documentation" in out
+    check = r"^ringtile: logits of 150 of 150 tokens against eager attention: error \S+, bound 2.0e-05, float32$"
+    assert re.search(check, out, re.M)
+    assert re.findall(r"^(\w+): loss \d\.\d{6}, mean of 149 tokens$", out, re.M) == ["sdpa", "ringtile"]
+    assert re.search(r"^  ringtile +\S+ \w+ +\[.+\] +\S+x +\S+ \w?i?B$", out, re.M)
+
+
+def test_the_loss_is_that_of_the_model(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox. " * 10)
+    record = record_of(["--random-weights", str(config), *SHORT, "--text", str(text)], capsys)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(config)).eval()
+    ids = torch.tensor([[byte % 97 for byte in text.read_bytes()[:150]]])
+    expected = float(model(ids, labels=ids).loss.detach())
+    assert [entrant["loss"] for entrant in record["entrants"]] == pytest.approx([expected] * 2, abs=1e-5)
+
+
+def lost(kept: KeptPairs) -> KeptPairs:
+    return kept._replace(pattern=Causal())
+
+
+def one_too_wide(kept: KeptPairs) -> KeptPairs:
+    return kept._replace(pattern=Causal() & Window(40))
+
+
+@pytest.mark.parametrize("fault", [lost, one_too_wide])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_adapter_fails_the_check_and_is_not_timed(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[KeptPairs], KeptPairs],
+    dtype: str,
+) -> None:
+    def wrong(pattern: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        before = mask.kept
+        mask.kept = fault(before)
+        found = attend(pattern, module, query, key, value, mask, **options)
+        mask.kept = before
+        return found
+
+    monkeypatch.setattr(registry, "attend", wrong)
+    words = ["hf", "--random-weights", str(config), *SHORT, "--dtype", dtype]
+    assert cli.main(words) == 1
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"ringtile hf: ringtile: wrong: error \S+ of the logits, over \S+\n", err)
+    assert "loss" not in out
+    assert "prefill" not in out
+
+
+def test_a_lost_pattern_fails_the_check(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "attend", lambda pattern, *call, **options: attend(None, *call, **options))
+    assert cli.main(["hf", "--random-weights", str(config), *SHORT, "--pattern", "window(9)"]) == 1
+    assert capsys.readouterr().err.startswith("ringtile hf: ringtile, --pattern: wrong: error ")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_dtypes_are_checked_in_float32_first(
+    config: Path, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    assert cli.main(["hf", "--random-weights", str(config), *SHORT, "--dtype", dtype]) == 0
+    lines = re.findall(r"^ringtile: logits of .*, (\w+)$", capsys.readouterr().out, re.M)
+    assert lines == ["float32", dtype]
+
+
+def test_eager_attention_keeps_the_pairs_of_a_pattern(config: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(config)).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.randint(97, (1, 60))
+    at = torch.arange(60)
+    before = logits(model, ids, at)
+    with eager_masks(Window(4), 4):
+        narrow = logits(model, ids, at)
+    assert worst_error(narrow[:5], before[:5]) < 1e-6
+    assert worst_error(narrow, before) > 1e-3
+    assert torch.equal(logits(model, ids, at), before)
+    model.config.sliding_window = 5
+    assert worst_error(narrow, logits(model, ids, at)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "MODEL: expected a model or --random-weights CONFIG, got neither"),
+        (["somewhere", "--random-weights", "there"], "MODEL: expected a model or --random-weights CONFIG, got both"),
+        (["--random-weights", "there"], "--random-weights: expected a config.json or its folder, got 'there'"),
+        (["owner/model"], "MODEL: 'owner/model' is no local file or folder, and the hub gave none: "),
+        (["EMPTY"], "MODEL: "),
+        (["--random-weights", "EMPTY"], "--random-weights: "),
+        (["--random-weights", "CONFIG", "--tokens", "1K"], "--tokens: expected at most 512, the model's max_position_"),
+        (["--random-weights", "CONFIG", "--tokens", "9", "--text", "no"], "--text: expected a text file, got 'no'"),
+        (["--random-weights", "CONFIG", "--tokens", "99", "--text", "SHORT"], "--tokens: expected at most 5, the len"),
+        (["--random-weights", "CONFIG", "--tokens", "60", "--pattern", "~window(9)"], "--pattern: expected a key for"),
+    ],
+)
+def test_bad_input_is_one_line(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").write_text("abcde")
+    names = {"CONFIG": config, "EMPTY": tmp_path / "empty", "SHORT": tmp_path / "short"}
+    assert cli.main(["hf", *(str(names.get(word, word)) for word in words)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith(f"ringtile: error: {complaint}")
+
+
+def test_transformers_is_named_if_it_is_missing(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["hf", "--random-weights", str(config)]) == 2
+    assert "pip install 'ringtile[transformers]'" in capsys.readouterr().err
+
+
+def test_the_arguments_are_read_without_transformers() -> None:
+    program = "import sys; from ringtile import cli; cli.parse(['hf', 'm']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "ringtile.measure.hf" in done.stdout.split()
+    assert "transformers" not in done.stdout.split()

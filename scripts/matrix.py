@@ -2,7 +2,7 @@
 
     python scripts/matrix.py                                   the pairs of PAIRS
     python scripts/matrix.py --python 3.11 --torch 2.8 2.10    other pairs, every combination
-    python scripts/matrix.py --transformers 5.4 -- tests/test_transformers.py
+    python scripts/matrix.py --transformers 5.5 -- tests/test_transformers.py
     python scripts/matrix.py --without-numpy                   this interpreter and its torch, without numpy
     python scripts/matrix.py -- tests/test_layout.py -x        pytest gets the arguments after --
 

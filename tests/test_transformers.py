@@ -520,6 +520,18 @@ def test_a_compiled_model_without_a_cache_reads_packed_rows_outside_graphs(place
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_a_compiled_model_reads_chunks_outside_graphs() -> None:
+    first, second = both("Llama 4")
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(second, backend="eager")(tokens, attention_mask=mask.long()).logits
+    torch.testing.assert_close(
+        found[mask], first(tokens, attention_mask=mask.long()).logits[mask], rtol=0, atol=TOLERANCE
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_a_compiled_step_serves_all_tokens() -> None:
     model = model_of(*MODELS["Gemma3"](), "ringtile")
     tokens, mask = torch.randint(3, 97, (3, 30)), padding("left", tokens=30)
@@ -742,8 +754,8 @@ def test_a_pattern_that_is_none_is_refused(pattern: Any, message: str) -> None:
 
 def test_an_old_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # A lazy module, which replaces the one that this file imported.
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.3.0")
-    with pytest.raises(ImportError, match=r"transformers: expected 5\.4 or newer, got 5\.3\.0"):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.4.0")
+    with pytest.raises(ImportError, match=r"transformers: expected 5\.5 or newer, got 5\.4\.0"):
         register()
 
 

@@ -227,7 +227,7 @@ def _constant_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern:
     """Read a rule while a graph is traced, in which closures cannot be read."""
     rule = read_rule(function, first, n_keys)
     if rule is None or rule.text is None:
-        raise ValueError("attention mask: torch.compile supports causal, sliding and chunked rules, got another one")
+        raise ValueError("attention mask: torch.compile supports causal and sliding rules, got another one")
     return rule
 
 
@@ -236,11 +236,14 @@ def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Ten
 
     A rule that is not known is evaluated, and its bool mask becomes a pattern.
     """
-    if torch.compiler.is_compiling() and attention_mask is None and options["q_length"] != 1:
+    if torch.compiler.is_compiling():
         # In a graph, transformers prepares for packed rows unless it may skip a causal mask. Bidirectional masks have
-        # no packed rows.
-        if not options.get("allow_is_causal_skip", True) and "allow_is_bidirectional_skip" not in options:
-            found: Tensor = _outside_graphs(**options)
+        # no packed rows. Chunks begin at tensors.
+        is_causal = "allow_is_bidirectional_skip" not in options and not options.get("allow_is_causal_skip", True)
+        may_be_packed = is_causal and attention_mask is None and options["q_length"] != 1
+        chunk = getattr(options.get("config"), "attention_chunk_size", None)
+        if may_be_packed or (chunk is not None and options.get("local_size") == chunk):
+            found: Tensor = _outside_graphs(attention_mask=attention_mask, **options)
             return found
     return _pattern_mask(attention_mask=attention_mask, **options)
 
@@ -300,7 +303,7 @@ def _pattern_mask(
 
 _outside_graphs = torch.compiler.disable(
     _pattern_mask,
-    reason="packed rows are read outside graphs: pass attention_mask, or leave the cache on (use_cache=True)",
+    reason="packed rows are read outside graphs: pass attention_mask, or leave the cache on. Chunks are, too.",
 )
 
 

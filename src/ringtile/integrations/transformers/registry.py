@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=PreTrainedModel)
 
-OLDEST = (5, 4)
+OLDEST = (5, 5)
 """The oldest version of transformers whose mask interface is the one that `pattern_mask` implements."""
 
 _names: list[tuple[LayerPattern, str]] = []

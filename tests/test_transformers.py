@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -828,3 +829,21 @@ def test_bounds_of_sequences_as_for_flash_attention() -> None:
     torch.testing.assert_close(found, softmax_over(kept, q, k, v), rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="cu_seq_lens_q: expected bounds of one row of 61 tokens"):
         attend(None, nn.Identity(), q, k, v, None, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds + 1)
+
+
+@pytest.mark.parametrize("n_queries", [1, 6])
+def test_masks_are_read_in_inference_mode_and_not_kept(n_queries: int) -> None:
+    tensors = [torch.randn(1, 2, n, 8) for n in (n_queries, 6, 6)]
+    with torch.inference_mode():
+        mask = torch.rand(1, 1, n_queries, 6) < 0.5
+        for _ in range(2):
+            found, _ = attend(None, nn.Module(), *tensors, mask)
+            keep = mask | ~mask.any(-1, keepdim=True)
+            expected = F.scaled_dot_product_attention(*tensors, attn_mask=keep) * mask.any(-1, keepdim=True)
+            assert (found.transpose(1, 2) - expected).abs().max() < 1e-6
+            mask[..., 0].logical_not_()
+    mask = torch.rand(1, 1, n_queries, 6) < 0.5
+    attend(None, nn.Module(), *tensors, mask)
+    gone = weakref.ref(mask)
+    del mask
+    assert gone() is None

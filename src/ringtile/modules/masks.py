@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,25 @@ class AttnMask(NamedTuple):
     pattern: Pattern | None = None
 
 
-class _Reading(NamedTuple):
-    state: tuple[object, ...]
-    found: AttnMask
-
+T = TypeVar("T")
 
 _readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Cached readings: all layers of a model get the same mask."""
+"""The last reading of each mask, with its state: all layers of a model get the same mask."""
+
+
+def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
+    """Return ``read(mask, *arguments)``, made once until the values of the mask change.
+
+    Inference tensors do not count their changes, so they are always read.
+    """
+    if mask.is_inference():
+        return read(mask, *arguments)
+    state = (read, mask._version, mask.data_ptr(), mask.shape, arguments, _fingerprint(mask))
+    reading = _readings.get(mask)
+    if reading is None or reading[0] != state:
+        reading = _readings[mask] = state, read(mask, *arguments)
+    found: T = reading[1]
+    return found
 
 
 def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> AttnMask:
@@ -53,13 +66,7 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Att
             "attn_mask: a traced graph cannot look at its values: expected is_causal=True with the square causal mask, "
             f"or pattern= for the kept pairs, got {is_causal=}"
         )
-    if mask.is_inference():
-        return _read(mask, batch, heads)
-    state = (mask._version, mask.data_ptr(), mask.shape, batch, heads, _fingerprint(mask))
-    reading: _Reading | None = _readings.get(mask)
-    if reading is None or reading.state != state:
-        reading = _readings[mask] = _Reading(state, _read(mask, batch, heads))
-    return reading.found
+    return read_once(mask, _read, batch, heads)
 
 
 @cache

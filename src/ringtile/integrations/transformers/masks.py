@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringtile.modules.masks import read_once
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Segments, Window, from_mask
 from ringtile.patterns.base import LARGEST, And, Not, Or, PerHead
 from ringtile.patterns.offsets import OffsetPattern
@@ -312,10 +313,12 @@ def kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
 
     The result is remembered until the mask changes. Raises ValueError for other shapes and values.
     """
-    known = getattr(mask, "_ringtile", None)
-    if known is not None and known[0] == mask._version:
-        found: KeptPairs = known[1]
-        return found
+    if torch.compiler.is_compiling():
+        raise ValueError("attention_mask: torch.compile needs a mask [B, N] of the tokens, got one of all pairs")
+    return read_once(mask, _kept_by_mask, n_queries, n_keys)
+
+
+def _kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
     if mask.dim() != 4 or mask.shape[2] not in (1, n_queries) or mask.shape[3] != n_keys:
         raise ValueError(
             f"attention_mask: expected [B, 1 or H, {n_queries}, {n_keys}] of all pairs in the model's attention, "
@@ -329,12 +332,8 @@ def kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
                 "attention_mask: expected bool, or a float mask of 0 and values of -1e4 or less, got other values in "
                 f"{mask.dtype}; a bias on the scores is not supported"
             )
-    if torch.compiler.is_compiling():
-        raise ValueError("attention_mask: torch.compile needs a mask [B, N] of the tokens, got one of all pairs")
     start = n_keys - n_queries
     if n_queries == 1 and keep.shape[1] == 1:
-        kept = KeptPairs(Dense(), start, keep[:, 0, 0], start)
-    else:
-        kept = KeptPairs(from_mask(keep.expand(-1, -1, n_queries, -1)), start, None, start)
-    mask._ringtile = (mask._version, kept)  # type: ignore[attr-defined]
-    return kept
+        # What is remembered must not keep the mask.
+        return KeptPairs(Dense(), start, keep[:, 0, 0].clone(), start)
+    return KeptPairs(from_mask(keep.expand(-1, -1, n_queries, -1)), start, None, start)

@@ -204,7 +204,7 @@ def test_a_model_computes_what_it_does_with_eager(name: str, kind: str) -> None:
     assert_equal_models(*both(name), mask, input_ids=tokens, **inputs)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Mixtral"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "Mixtral", "GPT-2"])
 def test_packed_rows(name: str) -> None:
     places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([30, 1, 30], [7, 54])])
     inputs = {"input_ids": torch.randint(3, 97, places.shape), "position_ids": places, "use_cache": False}
@@ -277,7 +277,7 @@ def test_beams_and_samples(options: dict[str, Any]) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
+@pytest.mark.parametrize("name", DECODERS)
 def test_a_prompt_in_chunks(name: str) -> None:
     first, second = both(name)
     tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")

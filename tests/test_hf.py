@@ -58,10 +58,16 @@ def test_a_model_is_checked_and_measured(config: Path, capsys: pytest.CaptureFix
     assert [entrant["peer"] for entrant in record["entrants"]] == ["sdpa", "ringtile", "ringtile"]
     assert record["checked_tokens"] == 150
     for entrant in (ours, sparse):
-        assert entrant["error"] <= 1e-6 < entrant["error_bound"]
+        assert [(check["what"], check["tokens"]) for check in entrant["checks"]] == [
+            ("logits", 150),
+            ("gradients", 150),
+        ]
+        assert all(check["error"] <= 1e-6 < check["bound"] for check in entrant["checks"])
+        assert (entrant["same_tokens"], entrant["greedy_tokens"]) == (64, 64)
     assert ours["loss"] == pytest.approx(sdpa["loss"], abs=1e-6)
     assert abs(sparse["loss"] - sdpa["loss"]) > 1e-5
     for entrant in record["entrants"]:
+        assert list(entrant["passes"]) == ["prefill", "training"]
         for timing in entrant["passes"].values():
             assert len(timing["seconds"]) == 1
             assert timing["peak_bytes"] > 0
@@ -70,14 +76,18 @@ def test_a_model_is_checked_and_measured(config: Path, capsys: pytest.CaptureFix
 
 
 def test_the_report_has_a_line_per_result(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["hf", "--random-weights", str(config), *SHORT]) == 0
+    words = ["--random-weights", str(config), *SHORT, "--pattern", "window(30)", "--out", str(config / "speed.png")]
+    assert cli.main(["hf", *words]) == 0
+    assert (config / "speed.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "MistralForCausalLM, 0.0M parameters, 2 layers, 4 heads, float32" in out
     assert "150 tokens of Python's documentation" in out
     check = r"^ringtile: logits of 150 of 150 tokens against eager attention: error \S+, bound 2.0e-05, float32$"
     assert re.search(check, out, re.M)
     assert re.findall(r"^(\w+): loss \d\.\d{6}, mean of 149 tokens$", out, re.M) == ["sdpa", "ringtile"]
-    assert re.search(r"^  ringtile +\S+ \w+ +\[.+\] +\S+x +\S+ \w?i?B$", out, re.M)
+    assert "\nringtile, --pattern: loss " in out
+    assert "\nringtile: greedy decoding: the first 64 of 64 tokens are those of eager attention\n" in out
+    assert len(re.findall(r"^  ringtile +\S+ \w+ +\[.+\] +\S+x +\S+ \w?i?B$", out, re.M)) == 2
 
 
 def test_the_loss_is_that_of_the_model(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -132,13 +142,29 @@ def test_a_lost_pattern_fails_the_check(
     assert capsys.readouterr().err.startswith("ringtile hf: ringtile, --pattern: wrong: error ")
 
 
+def test_wrong_gradients_fail_the_check(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_gradient(pattern: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        return attend(pattern, module, query, key.detach(), value, mask, **options)
+
+    monkeypatch.setattr(registry, "attend", without_gradient)
+    words = ["hf", "--random-weights", str(config), *SHORT]
+    assert cli.main(words) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("ringtile hf: ringtile: wrong: error ")
+    assert "of the gradients" in err
+    assert "loss" not in out
+    assert cli.main([*words, "--passes", "prefill"]) == 0
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_other_dtypes_are_checked_in_float32_first(
     config: Path, capsys: pytest.CaptureFixture[str], dtype: str
 ) -> None:
     assert cli.main(["hf", "--random-weights", str(config), *SHORT, "--dtype", dtype]) == 0
-    lines = re.findall(r"^ringtile: logits of .*, (\w+)$", capsys.readouterr().out, re.M)
-    assert lines == ["float32", dtype]
+    lines = re.findall(r"^ringtile: (\w+) of .*, (\w+)$", capsys.readouterr().out, re.M)
+    assert lines == [(what, name) for name in ("float32", dtype) for what in ("logits", "gradients")]
 
 
 def test_eager_attention_keeps_the_pairs_of_a_pattern(config: Path) -> None:
@@ -149,11 +175,11 @@ def test_eager_attention_keeps_the_pairs_of_a_pattern(config: Path) -> None:
     before = logits(model, ids, at)
     with eager_masks(Window(4), 4):
         narrow = logits(model, ids, at)
-    assert worst_error(narrow[:5], before[:5]) < 1e-6
-    assert worst_error(narrow, before) > 1e-3
+    assert worst_error([narrow[:5]], [before[:5]]) < 1e-6
+    assert worst_error([narrow], [before]) > 1e-3
     assert torch.equal(logits(model, ids, at), before)
     model.config.sliding_window = 5
-    assert worst_error(narrow, logits(model, ids, at)) < 1e-6
+    assert worst_error([narrow], [logits(model, ids, at)]) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -165,6 +191,8 @@ def test_eager_attention_keeps_the_pairs_of_a_pattern(config: Path) -> None:
         (["owner/model"], "MODEL: 'owner/model' is no local file or folder, and the hub gave none: "),
         (["EMPTY"], "MODEL: "),
         (["--random-weights", "EMPTY"], "--random-weights: "),
+        (["--random-weights", "CONFIG", "--out", "x.txt"], "--out: expected a file name ending in .png, .svg, .pdf"),
+        (["--random-weights", "CONFIG", "--tokens", "1"], "--tokens: expected at least 2, got 1"),
         (["--random-weights", "CONFIG", "--tokens", "1K"], "--tokens: expected at most 512, the model's max_position_"),
         (["--random-weights", "CONFIG", "--tokens", "9", "--text", "no"], "--text: expected a text file, got 'no'"),
         (["--random-weights", "CONFIG", "--tokens", "99", "--text", "SHORT"], "--tokens: expected at most 5, the len"),

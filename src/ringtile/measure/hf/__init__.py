@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ringtile.analysis.plot import FORMATS, missing_matplotlib
 from ringtile.analysis.units import count
 from ringtile.measure.hf.check import NAMES
 from ringtile.measure.machine import commit, machine_facts, versions
@@ -18,6 +19,7 @@ from ringtile.measure.progress import Progress, threads_text
 from ringtile.measure.record import DTYPES
 from ringtile.patterns import Pattern, parse
 
+PASSES = ("prefill", "training")
 DEFAULT_PEERS = ("sdpa", "flex")
 
 
@@ -37,8 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", nargs="*", default=DEFAULT_PEERS, choices=tuple(NAMES), metavar="NAME",
         help=f"baselines among {', '.join(NAMES)} (default: {' '.join(DEFAULT_PEERS)})",
     )  # fmt: skip
+    add("--passes", nargs="+", default=PASSES, choices=PASSES, help="passes to measure (default: both)")
     add("--rounds", type=count, default=3, metavar="R", help="timed rounds of each pass (default: 3)")
     add("--seed", type=int, default=0, help="seed of random weights (default: 0)")
+    add("--out", type=Path, metavar="PICTURE", help=f"also draw time and memory into this file ({', '.join(FORMATS)})")
     add("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -48,17 +52,26 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: If an argument is invalid, or if the model, its text or transformers is missing.
     """
+    if args.out is not None:
+        if args.out.suffix not in FORMATS:
+            raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
+        if (reason := missing_matplotlib()) is not None:
+            raise ValueError(f"--out: {reason}")
     pattern: Pattern | None = None if args.pattern is None else parse(args.pattern)
+    from ringtile.measure.hf.drawing import draw
     from ringtile.measure.hf.models import load
     from ringtile.measure.hf.study import Study
 
     progress = Progress(quiet=args.json)
     progress.show("load the model")
     loaded = load(args.model, args.random_weights, args.tokens, args.text, args.seed)
-    study = Study(loaded, pattern, getattr(torch, args.dtype), tuple(args.peers), args.rounds)
+    study = Study(loaded, pattern, getattr(torch, args.dtype), args.peers, args.passes, args.rounds)
     progress.say(f"{study.title}, {args.dtype}, {threads_text()}")
     progress.say(f"{args.tokens:,} tokens of {loaded.text}")
     study.run(progress)
+    if args.out is not None and not study.complaints:
+        draw(study, args.out)
+        progress.say(f"picture: {args.out}")
     if args.json:
         print(json.dumps(_record(study, args), indent=1))
     for complaint in study.complaints:

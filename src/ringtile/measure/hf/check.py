@@ -23,6 +23,8 @@ FLOAT32_BOUND = 2e-5
 """The largest error of float32 logits that counts as rounding."""
 LOW_PRECISION = 2.0
 """In low precision, the bound is the error of eager attention in the same dtype, times this."""
+PROMPT_TOKENS, NEW_TOKENS = 256, 64
+"""The most tokens of greedy decoding."""
 _MOST_BYTES = 8 << 30
 
 
@@ -75,8 +77,10 @@ def eager_masks(pattern: Pattern | None, heads: int) -> Iterator[None]:
     def sparse_mask(*args: Any, **options: Any) -> Tensor:
         options["allow_is_bidirectional_skip"] = False
         mask: Tensor = eager_mask(*args, **options)
-        start = int(options.get("q_offset", 0)) - options.get("kv_offset", 0)
-        kept = pairs(pattern, start, mask.shape[2], mask.shape[3], mask.device, pattern.num_heads or 1)
+        # A sliding cache has dropped the keys before kv_offset.
+        first, n_keys = options.get("kv_offset", 0), mask.shape[3]
+        start = int(options.get("q_offset", 0))
+        kept = pairs(pattern, start, mask.shape[2], first + n_keys, mask.device, pattern.num_heads or 1)[..., first:]
         mask = torch.where(kept, mask, torch.finfo(mask.dtype).min)
         if empty := int((mask < 0).all(-1).sum()):
             raise ValueError(f"--pattern: expected a key for every query, got {empty} queries without keys")
@@ -96,9 +100,34 @@ def logits(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     return found[0].float()
 
 
-def worst_error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest relative L2 error of a row, or infinity if it is not finite."""
-    error = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+def training_loss(model: Any, ids: Tensor) -> Tensor:
+    """Return the model's own loss on all tokens, for a backward pass."""
+    found: Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, labels=ids).loss
+    return found
+
+
+def gradients(model: Any, loss: Tensor) -> list[Tensor]:
+    """Return the gradients of all parameters, zero if the loss does not depend on one."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(torch.autograd.grad(loss, parameters, materialize_grads=True))
+
+
+def training_gradients(model: Any, ids: Tensor) -> list[Tensor]:
+    """Return the gradients of the model's own loss."""
+    return gradients(model, training_loss(model, ids))
+
+
+def gradient_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the relative L2 error over all parameters, or infinity if it is not finite."""
+    pairs_of = list(zip(found, expected, strict=True))
+    squares = [((ours.double() - theirs).square().sum(), theirs.double().square().sum()) for ours, theirs in pairs_of]
+    error = math.sqrt(sum(float(a) for a, _ in squares) / sum(float(b) for _, b in squares))
+    return error if math.isfinite(error) else math.inf
+
+
+def worst_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative L2 error of a row of one tensor, or infinity if it is not finite."""
+    error = float(((found[0] - expected[0]).norm(dim=1) / expected[0].norm(dim=1)).max())
     return error if math.isfinite(error) else math.inf
 
 
@@ -109,3 +138,13 @@ def loss(model: Any, ids: Tensor, vocab_size: int) -> tuple[float, int]:
     options = {"attention_mask": torch.ones_like(ids), "use_cache": False}
     scores = model(ids, logits_to_keep=n_last + 1, **options).logits[0, :-1].float()
     return float(F.cross_entropy(scores, ids[0, -n_last:])), n_last
+
+
+@torch.no_grad()
+def greedy(model: Any, ids: Tensor) -> Tensor:
+    """Return the tokens that greedy decoding appends to the beginning of the text: 64, or as many as fit into it."""
+    prompt = ids[:, : min(PROMPT_TOKENS, max(1, ids.shape[1] // 2))]
+    n_new = min(NEW_TOKENS, ids.shape[1] - prompt.shape[1])
+    options = {"do_sample": False, "min_new_tokens": n_new, "max_new_tokens": n_new}
+    found: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return found[0, prompt.shape[1] :]

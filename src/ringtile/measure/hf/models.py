@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +66,8 @@ def load(
     """
     if (source is None) == (random_weights is None):
         raise ValueError("MODEL: expected a model or --random-weights CONFIG, got " + ("both" if source else "neither"))
+    if n_tokens < 2:
+        raise ValueError(f"--tokens: expected at least 2, got {n_tokens}")
     if random_weights is not None and not random_weights.exists():
         raise ValueError(f"--random-weights: expected a config.json or its folder, got {str(random_weights)!r}")
     if text is not None and not text.is_file():
@@ -89,16 +90,8 @@ def load(
             source, where = str(path.parent), {"gguf_file": path.name}
         elif not path.exists():
             what = f"MODEL: {source!r} is no local file or folder, and the hub gave none"
-        # transformers shows the conversion of GGUF files by a bar of its own.
-        before = os.environ.get("TQDM_DISABLE")
-        os.environ["TQDM_DISABLE"] = "1"
-        try:
-            load_it = transformers.AutoModelForCausalLM.from_pretrained
-            model = _attempt(what, lambda: load_it(source, **where, **options))
-        finally:
-            os.environ.pop("TQDM_DISABLE")
-            if before is not None:
-                os.environ["TQDM_DISABLE"] = before
+        load_it = transformers.AutoModelForCausalLM.from_pretrained
+        model = _attempt(what, lambda: load_it(source, **where, **options))
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and n_tokens > longest:

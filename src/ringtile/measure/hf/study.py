@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,23 +14,26 @@ from torch import Tensor
 from ringtile.analysis.units import bytes_text, duration_text
 from ringtile.measure.bench import seconds_of
 from ringtile.measure.hf import check
-from ringtile.measure.hf.check import EAGER, FLOAT32_BOUND, LOW_PRECISION, RINGTILE, switch
+from ringtile.measure.hf.check import EAGER, FLOAT32_BOUND, LOW_PRECISION, RINGTILE, gradients, switch, training_loss
 from ringtile.measure.hf.models import Loaded
 from ringtile.measure.memory import peak_memory
 from ringtile.measure.progress import Progress
 from ringtile.patterns import Pattern
 
-PREFILL, TRAINING = "prefill", "training step"
+PREFILL, TRAINING = "prefill", "training"
 SDPA = "sdpa"
 
 
-def dtype_text(dtype: torch.dtype) -> str:
-    """Return a dtype without the name of the module.
+@dataclass
+class Check:
+    """A comparison with eager attention in float32."""
 
-    >>> dtype_text(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
+    what: str
+    tokens: int
+    dtype: str
+    error: float
+    """Relative L2 error: the largest of the logits of one token, or of all gradients together."""
+    bound: float
 
 
 @dataclass
@@ -53,10 +57,11 @@ class Entrant:
 
     peer: str
     pattern: str | None = None
-    error: float | None = None
-    """Worst relative L2 error of the logits of one token, against eager attention."""
-    error_bound: float | None = None
+    checks: list[Check] = field(default_factory=list)
     loss: float | None = None
+    same_tokens: int | None = None
+    """How many tokens of greedy decoding come before the first that differs from eager attention's."""
+    greedy_tokens: int | None = None
     reason: str = ""
     """Why it is left out."""
     passes: dict[str, Timing] = field(default_factory=dict)
@@ -70,17 +75,24 @@ class Study:
     """Measures a model with its own mask, and with ``pattern`` if there is one."""
 
     def __init__(
-        self, loaded: Loaded, pattern: Pattern | None, dtype: torch.dtype, peers: tuple[str, ...], rounds: int
+        self,
+        loaded: Loaded,
+        pattern: Pattern | None,
+        dtype: torch.dtype,
+        peers: Sequence[str],
+        passes: Sequence[str],
+        rounds: int,
     ) -> None:
-        self.loaded, self.pattern, self.dtype, self.rounds = loaded, pattern, dtype, rounds
+        self.loaded, self.pattern, self.dtype, self.passes, self.rounds = loaded, pattern, dtype, passes, rounds
         self.model = loaded.model
         config = self.model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.heads: int = config.num_attention_heads
+        self.layers: int = config.num_hidden_layers
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.title = (
             f"{loaded.name}: {type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters, "
-            f"{config.num_hidden_layers} layers, {self.heads} heads"
+            f"{self.layers} layers, {self.heads} heads"
         )
         self.checked_tokens = check.tokens_for_eager(loaded.ids.shape[1], self.heads)
         self.entrants = [Entrant(peer) for peer in peers] + [Entrant(RINGTILE)]
@@ -119,33 +131,53 @@ class Study:
         if self.complaints:
             return
         self._losses(progress)
-        self._measure(PREFILL, self._prefill, progress)
+        self._greedy(progress)
+        if PREFILL in self.passes:
+            self._measure(PREFILL, self._prefill, None, progress)
+        if TRAINING in self.passes:
+            forward, backward = partial(training_loss, self.model, self.loaded.ids), partial(gradients, self.model)
+            self._measure(TRAINING, forward, backward, progress)
 
     def _check(self, progress: Progress) -> None:
-        ids = self.loaded.ids[:, : self.checked_tokens]
-        at = check.checked_positions(ids.shape[1], self.vocab_size)
         # The reference has the rounded weights, so that only the arithmetic differs.
         self.model.to(self.dtype)
-        # A wrong mask that the rounding of the dtype hides shows in float32.
-        dtypes = dict.fromkeys((torch.float32, self.dtype))
         for entrant in self.ours:
-            expected = None
-            for dtype in dtypes:
-                progress.show(f"check {entrant.name} against eager attention")
-                with check.eager_masks(self._pattern(entrant), self.heads):
-                    switch(self.model.to(dtype), EAGER)
-                    eager = check.logits(self.model, ids, at)
-                expected = eager if expected is None else expected
-                self._switch(entrant)
-                entrant.error = check.worst_error(check.logits(self.model, ids, at), expected)
-                entrant.error_bound = max(FLOAT32_BOUND, LOW_PRECISION * check.worst_error(eager, expected))
-                if entrant.error > entrant.error_bound:
-                    entrant.reason = f"wrong: error {entrant.error:.1e} of the logits, over {entrant.error_bound:.1e}"
-                    break
+            for found in self._checks(entrant, progress):
+                entrant.checks.append(found)
                 progress.say(
-                    f"{entrant.name}: logits of {len(at):,} of {len(ids[0]):,} tokens against eager attention: "
-                    f"error {entrant.error:.1e}, bound {entrant.error_bound:.1e}, {dtype_text(dtype)}"
+                    f"{entrant.name}: {found.what} of {found.tokens:,} of {self.loaded.ids.shape[1]:,} tokens "
+                    "against eager attention: "
+                    f"error {found.error:.1e}, bound {found.bound:.1e}, {found.dtype}"
                 )
+                if found.error > found.bound:
+                    entrant.reason = f"wrong: error {found.error:.1e} of the {found.what}, over {found.bound:.1e}"
+                    break
+
+    def _checks(self, entrant: Entrant, progress: Progress) -> Iterator[Check]:
+        ids = self.loaded.ids[:, : self.checked_tokens]
+        # For its backward pass, eager attention keeps the scores of all layers.
+        few = ids[:, : check.tokens_for_eager(ids.shape[1], self.heads * self.layers)]
+        at = check.checked_positions(ids.shape[1], self.vocab_size)
+        computed: list[tuple[str, int, Callable[[], list[Tensor]], Callable[[list[Tensor], list[Tensor]], float]]] = [
+            ("logits", len(at), lambda: [check.logits(self.model, ids, at)], check.worst_error)
+        ]
+        if TRAINING in self.passes:
+            call = partial(check.training_gradients, self.model, few)
+            computed.append(("gradients", few.shape[1], call, check.gradient_error))
+        expected: dict[str, list[Tensor]] = {}
+        # A wrong mask that the rounding of the dtype hides shows in float32.
+        for dtype in dict.fromkeys((torch.float32, self.dtype)):
+            self.model.to(dtype)
+            for what, tokens, compute, error_of in computed:
+                progress.show(f"check the {what} of {entrant.name}")
+                with check.eager_masks(self._pattern(entrant), self.heads):
+                    switch(self.model, EAGER)
+                    eager = compute()
+                reference = expected.setdefault(what, eager)
+                self._switch(entrant)
+                error = error_of(compute(), reference)
+                bound = max(FLOAT32_BOUND, LOW_PRECISION * error_of(eager, reference))
+                yield Check(what, tokens, str(dtype).removeprefix("torch."), error, bound)
 
     def _losses(self, progress: Progress) -> None:
         for entrant in self.entrants:
@@ -155,13 +187,36 @@ class Study:
                 entrant.loss, n_last = check.loss(self.model, self.loaded.ids, self.vocab_size)
                 progress.say(f"{entrant.name}: loss {entrant.loss:.6f}, mean of {n_last:,} tokens")
 
+    def _greedy(self, progress: Progress) -> None:
+        for entrant in self.ours:
+            progress.show(f"greedy decoding with {entrant.name}")
+            with check.eager_masks(self._pattern(entrant), self.heads):
+                switch(self.model, EAGER)
+                expected = check.greedy(self.model, self.loaded.ids)
+            self._switch(entrant)
+            equal = (check.greedy(self.model, self.loaded.ids) == expected).cumprod(0)
+            entrant.same_tokens, entrant.greedy_tokens = int(equal.sum()), len(expected)
+            same = f"{entrant.same_tokens} of {entrant.greedy_tokens}"
+            progress.say(f"{entrant.name}: greedy decoding: the first {same} tokens are those of eager attention")
+
     @torch.no_grad()
     def _prefill(self) -> Tensor:
         ids = self.loaded.ids
         found: Tensor = self.model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1).logits
         return found
 
-    def _measure(self, name: str, call: Callable[[], Tensor], progress: Progress) -> None:
+    def _measure(
+        self,
+        name: str,
+        forward: Callable[[], Tensor],
+        backward: Callable[[Tensor], list[Tensor]] | None,
+        progress: Progress,
+    ) -> None:
+        def call() -> None:
+            out = forward()
+            if backward is not None:
+                backward(out)
+
         ready: list[tuple[Entrant, Timing]] = []
         for entrant in self.entrants:
             timing = entrant.passes.setdefault(name, Timing(reason=entrant.reason))
@@ -170,7 +225,8 @@ class Study:
             progress.show(f"{name} with {entrant.name}: memory")
             with self._refusals(entrant, timing):
                 self._switch(entrant)
-                timing.peak_bytes = peak_memory(call, None, self.loaded.ids.device).forward
+                peaks = peak_memory(forward, backward, self.loaded.ids.device)
+                timing.peak_bytes = max(peaks.forward, peaks.backward or 0)
                 ready.append((entrant, timing))
         for done in range(self.rounds):
             for place in range(len(ready)):

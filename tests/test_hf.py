@@ -101,6 +101,32 @@ def test_the_loss_is_that_of_the_model(config: Path, capsys: pytest.CaptureFixtu
     assert [entrant["loss"] for entrant in record["entrants"]] == pytest.approx([expected] * 2, abs=1e-5)
 
 
+def test_a_folder_and_a_gguf_file_are_loaded(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(config))
+    model.save_pretrained(config / "saved")
+    words = [*SHORT, "--passes", "prefill", "--text", __file__]
+    record = record_of([str(config / "saved"), *words], capsys)
+    assert record["text"] == f"{__file__}, one token per byte"
+    calls = []
+
+    def load_gguf(folder: str, gguf_file: str, **options: Any) -> Any:
+        calls.append((folder, gguf_file))
+        if options:
+            return model.from_pretrained(config / "saved", **options)
+        raise OSError("no tokenizer")
+
+    for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(loader, "from_pretrained", load_gguf)
+    (config / "model.gguf").touch()
+    again = record_of([str(config / "model.gguf"), *words], capsys)
+    assert calls == [(str(config), "model.gguf")] * 2
+    assert again["model"].startswith("model.gguf: MistralForCausalLM")
+    for before, after in zip(record["entrants"], again["entrants"], strict=True):
+        assert before["loss"] == after["loss"]
+
+
 def lost(kept: KeptPairs) -> KeptPairs:
     return kept._replace(pattern=Causal())
 

@@ -237,6 +237,14 @@ def test_bad_input_is_one_line(
     assert err.startswith(f"ringtile: error: {complaint}")
 
 
+def test_a_model_without_attention_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", **sizes}))
+    assert cli.main(["hf", "--random-weights", str(tmp_path), "--tokens", "9"]) == 2
+    complaint = "--random-weights: expected a model with attention, got MambaForCausalLM"
+    assert capsys.readouterr().err == f"ringtile: error: {complaint}\n"
+
+
 def test_transformers_is_named_if_it_is_missing(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

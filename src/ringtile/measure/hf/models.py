@@ -93,6 +93,8 @@ def load(
         load_it = transformers.AutoModelForCausalLM.from_pretrained
         model = _attempt(what, lambda: load_it(source, **where, **options))
     config = model.config.get_text_config()
+    if not hasattr(config, "num_attention_heads"):
+        raise ValueError(f"{what}: expected a model with attention, got {type(model).__name__}")
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and n_tokens > longest:
         raise ValueError(f"--tokens: expected at most {longest}, the model's max_position_embeddings, got {n_tokens}")

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.patterns import Pattern, from_mask
 from ringtile.patterns.mask import one_of_equals
-
-_SMALL = 1 << 24
-"""Bytes of a mask that is read on every call: a few milliseconds, if attention takes tens."""
+from ringtile.patterns.readings import read_once
 
 
 class AttnMask(NamedTuple):
@@ -24,27 +18,6 @@ class AttnMask(NamedTuple):
 
     is_causal: bool
     pattern: Pattern | None = None
-
-
-T = TypeVar("T")
-
-_readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The last reading of each mask, with its state: all layers of a model get the same mask."""
-
-
-def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
-    """Return ``read(mask, *arguments)``, made once until the values of the mask change.
-
-    Inference tensors do not count their changes, so they are always read.
-    """
-    if mask.is_inference():
-        return read(mask, *arguments)
-    state = (read, mask._version, mask.data_ptr(), mask.shape, arguments, _fingerprint(mask))
-    reading = _readings.get(mask)
-    if reading is None or reading[0] != state:
-        reading = _readings[mask] = state, read(mask, *arguments)
-    found: T = reading[1]
-    return found
 
 
 def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> AttnMask:
@@ -67,35 +40,6 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Att
             f"or pattern= for the kept pairs, got {is_causal=}"
         )
     return read_once(mask, _read, batch, heads)
-
-
-@cache
-def _multipliers() -> Tensor:
-    """Return odd random numbers for three rounds of `_fingerprint`: enough for 4096**3 words."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (3, 4096), generator=generator, device="cpu").mul_(2).add_(1)
-
-
-def _fingerprint(mask: Tensor) -> int | None:
-    """Return a hash of the values, or None if `_version` has to tell.
-
-    Writes through numpy, another process or ``.data`` do not change the version. Memory that PyTorch did not allocate,
-    or has shared with numpy, is not resizable.
-    """
-    with torch.no_grad():
-        for dim, stride in enumerate(mask.stride()):
-            mask = mask if stride else mask[(slice(None),) * dim + (slice(1),)]
-        if mask.device.type != "cpu" or (mask.nbytes > _SMALL and mask.untyped_storage().resizable()):
-            return None
-        data = mask.contiguous().flatten().view(torch.uint8)
-        if len(data) % 8 or data.storage_offset() % 8:
-            data = F.pad(data, (0, -len(data) % 8))
-        words = data.view(torch.int64)
-        for multipliers in _multipliers():
-            if missing := -len(words) % len(multipliers):
-                words = F.pad(words, (0, missing))
-            words = words.unflatten(0, (-1, len(multipliers))).mv(multipliers)
-        return int(words.sum())
 
 
 def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.modules.masks import read_once
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Segments, Window, from_mask
 from ringtile.patterns.base import LARGEST, And, Not, Or, PerHead
 from ringtile.patterns.offsets import OffsetPattern
+from ringtile.patterns.readings import read_once
 
 MaskFunction = Callable[..., Any]
 

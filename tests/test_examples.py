@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,6 +28,8 @@ NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    # A process has one precision for all of its accelerators, and each example is a process.
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def example(name: str) -> ModuleType:

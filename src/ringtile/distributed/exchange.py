@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Run
-from ringtile.distributed.plan import Copy
+from ringtile.distributed.runs import Copy
 from ringtile.kernels.contracts import accumulator
 
 _FORWARD = "keys and values, forward"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
+from ringtile.distributed.layout import Layout, Run, count_tokens
+from ringtile.distributed.runs import Copy, copies, intervals, overlaps, placed, with_starts
 from ringtile.layout import BlockIndex, build_index, build_rows, needed
 from ringtile.layout.covers import MAX_BYTES
 from ringtile.layout.tiles import pack_words
@@ -57,14 +56,6 @@ class Piece:
     end: int
     source: Source
     index: BlockIndex
-
-
-class Copy(NamedTuple):
-    """A run of tokens that is copied from one place to another."""
-
-    source: int
-    target: int
-    length: int
 
 
 @dataclass(eq=False)
@@ -250,20 +241,20 @@ def _make_plan(
     else:
         index = build_rows(pattern, holds[rank].nonzero().flatten(), n_tokens, **sizes)
         pieces, cols = _pieces(index, needs[rank], is_hot)
-    places = [_with_starts(held) for held in layout.runs]
-    buffer = [_intervals(part, grid) for part in cols]
-    first = _with_starts(buffer[0])
-    parts = first, [(run, place + count_tokens(buffer[0])) for run, place in _with_starts(buffer[1])]
-    hot_runs = _intervals(is_hot, grid)
-    cold_runs = _intervals(~is_hot, grid)
+    places = [with_starts(held) for held in layout.runs]
+    buffer = [intervals(part, grid) for part in cols]
+    first = with_starts(buffer[0])
+    parts = first, [(run, place + count_tokens(buffer[0])) for run, place in with_starts(buffer[1])]
+    hot_runs = intervals(is_hot, grid)
+    cold_runs = intervals(~is_hot, grid)
     sent, received, hot, hot_copies = [], [], [], []
     for other, held in enumerate(layout.runs):
         apart = other != rank
-        hot.append(_placed(hot_runs, places[other]))
-        broadcast = _overlaps(hot_runs, held) if apart else []
-        hot_copies.append(tuple(copy for part in parts for copy in _copies(_with_starts(broadcast), part)))
-        sent.append(_placed(_intervals(needs[other] & ~is_hot, grid) if apart else [], places[rank]))
-        received.append(_placed(_overlaps(cold_runs, held) if apart else [], first))
+        hot.append(placed(hot_runs, places[other]))
+        broadcast = overlaps(hot_runs, held) if apart else []
+        hot_copies.append(tuple(copy for part in parts for copy in copies(with_starts(broadcast), part)))
+        sent.append(placed(intervals(needs[other] & ~is_hot, grid) if apart else [], places[rank]))
+        received.append(placed(overlaps(cold_runs, held) if apart else [], first))
     return RingPlan(
         pattern,
         layout,
@@ -272,7 +263,7 @@ def _make_plan(
         needs,
         is_hot,
         tuple(pieces),
-        tuple(copy for part in parts for copy in _copies(places[rank], part)),
+        tuple(copy for part in parts for copy in copies(places[rank], part)),
         tuple(hot),
         tuple(hot_copies),
         tuple(sent),
@@ -403,53 +394,3 @@ def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piec
         begin = first * index.block
         pieces.append(Piece(begin, begin + mine.n_queries, _SOURCES[number], mine))
     return pieces, in_parts
-
-
-def _intervals(tiles: Tensor, grid: TileGrid) -> list[Run]:
-    """Return the runs of positions in these tiles, a bool vector."""
-    edges = torch.nn.functional.pad(tiles.int(), (1, 1)).diff().nonzero().flatten() * grid.block
-    bounds = edges.clamp(max=grid.n_keys).tolist()
-    return list(zip(bounds[::2], bounds[1::2], strict=True))
-
-
-def _with_starts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
-    """Return runs that follow each other, each with its place."""
-    return list(zip(runs, starts_of(runs), strict=True))
-
-
-def _overlaps(wanted: Sequence[Run], held: Sequence[Run]) -> list[Run]:
-    """Return the positions that both have. Both ascend."""
-    found: list[Run] = []
-    number = 0
-    for begin, end in wanted:
-        while number < len(held) and held[number][1] <= begin:
-            number += 1
-        for low, high in held[number:]:
-            if low >= end:
-                break
-            found.append((max(begin, low), min(end, high)))
-    return found
-
-
-def _place(run: Run, held: Sequence[tuple[Run, int]]) -> int:
-    """Return the place of a run's first position, which is held."""
-    (low, _), place = held[bisect_right(held, run[0], key=lambda pair: pair[0][0]) - 1]
-    return place + run[0] - low
-
-
-def _copies(source: Sequence[tuple[Run, int]], target: Sequence[tuple[Run, int]]) -> tuple[Copy, ...]:
-    """Return the copies of all positions that both have."""
-    common = _overlaps([run for run, _ in source], [run for run, _ in target])
-    return tuple(Copy(_place(run, source), _place(run, target), run[1] - run[0]) for run in common)
-
-
-def _placed(wanted: Sequence[Run], held: Sequence[tuple[Run, int]]) -> tuple[Run, ...]:
-    """Return the places of the positions in ``wanted`` that are held, in ascending order of position."""
-    found: list[Run] = []
-    for run in _overlaps(wanted, [run for run, _ in held]):
-        begin = _place(run, held)
-        end = begin + run[1] - run[0]
-        if found and found[-1][1] == begin:
-            begin = found.pop()[0]
-        found.append((begin, end))
-    return tuple(found)

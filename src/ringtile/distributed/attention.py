@@ -20,6 +20,7 @@ from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.pieces import attend_pieces
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, make_plan
+from ringtile.distributed.process_groups import axes_of
 from ringtile.distributed.ring import Ring, ring
 from ringtile.functional.attention import (
     Keywords,
@@ -73,11 +74,23 @@ def exchange_of(plan: Routes, group: dist.ProcessGroup) -> Exchange:
         return found
 
 
-def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """Return the process group of a mesh with one dimension, or the default group."""
+_MESH_TRANSPORTS = ("ulysses", "hierarchy")
+"""Transports for a mesh with two dimensions."""
+
+Ranks = dist.ProcessGroup | DeviceMesh
+"""Process group, or a mesh with two dimensions, whose ranks count row by row."""
+
+
+def group_of(group: dist.ProcessGroup | DeviceMesh | None, transport: str = "") -> Ranks:
+    """Return the ranks that share a sequence: the default group if None, the group of a mesh with one dimension."""
     if isinstance(group, DeviceMesh):
+        if group.ndim == 2 and transport in _MESH_TRANSPORTS:
+            return group
         if group.ndim != 1:
-            raise ValueError(f"group: expected a mesh with one dimension, mesh['cp'] for example, got {group!r}")
+            raise ValueError(
+                f"group: expected a mesh with one dimension, mesh['cp'] for example, or with two for the transports "
+                f"{_MESH_TRANSPORTS}, got {group!r}"
+            )
         return group.get_group()
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
@@ -88,10 +101,22 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     return found
 
 
-def real_group(group: Any) -> dist.ProcessGroup:
-    """Return the process group behind Dynamo's stand-in for it, or the group itself."""
-    found: dist.ProcessGroup = getattr(group, "real_obj", group)
+def place_of(ranks: Ranks) -> tuple[int, int]:
+    """Return the number of this rank and the number of ranks."""
+    found: tuple[int, int] = _place_in_mesh(ranks) if isinstance(ranks, DeviceMesh) else (ranks.rank(), ranks.size())
     return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _place_in_mesh(mesh: DeviceMesh) -> tuple[int, int]:
+    group = real_group(mesh)
+    return group.rank(), group.size()
+
+
+def real_group(ranks: Any) -> dist.ProcessGroup:
+    """Return the process group of all ranks. Dynamo has stand-ins for groups and meshes."""
+    found: Ranks = getattr(ranks, "real_obj", ranks)
+    return axes_of(found).every if isinstance(found, DeviceMesh) else found
 
 
 def ring_attention(
@@ -143,13 +168,13 @@ def ring_attention(
             compare them once, before the first data moves.
         RankLost: If a rank fails, dies or does not come. The message names it.
     """
-    ranks = group_of(group)
+    ranks = group_of(group, transport)
     if transport not in CHOICES:
         raise ValueError(f"transport: expected one of {CHOICES}, got {transport!r}")
     rest: dict[str, Any] = {**options}
     key_mask, lengths, sinks = (rest.pop(name, None) for name in ("key_mask", "key_lengths", "sinks"))
     query, key, value = checked_tensors(query, key, value, rest.pop("enable_gqa", False))
-    check_shard(query, key, layout, ranks)
+    rank, n_ranks = check_shard(query, key, layout, ranks)
     rule = rule_of(pattern, rest.pop("is_causal", False), None)
     check_options(
         query,
@@ -166,15 +191,15 @@ def ring_attention(
     if transport == "ring" and against:
         raise ValueError(f"transport 'ring' does not support this call: {'; '.join(against)}")
     if check_finite:
-        check_keys_finite(key, value, layout, ranks, check_finite)
+        check_keys_finite(key, value, layout, rank, check_finite)
     shapes = shapes_of(query, key, value)
-    mode = "ring" if transport == "auto" and not against and ranks.size() > 1 else transport
+    mode = "ring" if transport == "auto" and not against and n_ranks > 1 else transport
     # Dynamo passes on no pattern that it has made, but its text.
     planned = rule.text if torch.compiler.is_compiling() and rule.text else rule
     number = _prepared(planned, layout, ranks, mode, shapes, str(key.dtype), key_mask is not None)
-    own_mask = _with_lengths(key_mask, lengths, layout.runs[ranks.rank()], key)
+    own_mask = _with_lengths(key_mask, lengths, layout.runs[rank], key)
     if number is None:
-        place = Ring(layout, ranks.rank(), ranks, isinstance(rule, Causal))
+        place = Ring(layout, rank, real_group(ranks), isinstance(rule, Causal))
         with without_autocast(query):
             out, lse = ring(query, key, value, own_mask, place, call)
     else:
@@ -190,14 +215,18 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: dist.ProcessGroup) -> None:
-    """Raise ValueError if the layout does not fit the group, or the tensors do not have the rank's tokens."""
-    rank = ranks.rank()
-    if not isinstance(layout, Layout) or layout.n_ranks != ranks.size():
-        raise ValueError(f"layout: expected a Layout for {ranks.size()} ranks, got {layout!r}")
+def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: Ranks) -> tuple[int, int]:
+    """Return the number of this rank and the number of ranks.
+
+    Raises ValueError if the layout does not fit the ranks, or the tensors do not have the rank's tokens.
+    """
+    rank, n_ranks = place_of(ranks)
+    if not isinstance(layout, Layout) or layout.n_ranks != n_ranks:
+        raise ValueError(f"layout: expected a Layout for {n_ranks} ranks, got {layout!r}")
     for name, x in (("query", query), ("key", key)):
         if x.shape[2] != layout.size(rank):
             raise ValueError(f"{name}: expected the {layout.size(rank)} tokens of rank {rank}, got {x.shape=}")
+    return rank, n_ranks
 
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
@@ -208,21 +237,21 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDic
 def _prepared(
     pattern: Pattern | str,
     layout: Layout,
-    ranks: dist.ProcessGroup,
+    ranks: Ranks,
     transport: str,
     shapes: tuple[int, ...],
     dtype: str,
     has_mask: bool,
 ) -> int | None:
     """Return the number of a call's exchange, after a comparison with the other ranks, or None for a ring."""
-    ranks, plan = real_group(ranks), None
+    group, plan = real_group(ranks), None
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if transport != "ring":
         sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
         gather = None if transport == "auto" else transport == "gather"
-        plan = make_plan(pattern, layout, ranks.rank(), gather=gather, **sizes)
+        plan = make_plan(pattern, layout, group.rank(), gather=gather, **sizes)
     compare(
-        ranks,
+        group,
         "ring_attention",
         layout,
         shapes,
@@ -232,7 +261,7 @@ def _prepared(
         key_mask=has_mask,
         plan="" if plan is None else plan.fingerprint,
     )
-    return None if plan is None else exchange_of(plan, ranks).number
+    return None if plan is None else exchange_of(plan, group).number
 
 
 def shapes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
@@ -262,12 +291,13 @@ def compare(
         agreed.add(place)
 
 
-def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, ranks: dist.ProcessGroup, layer: bool | str) -> None:
+def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, rank: int, layer: bool | str) -> None:
+    """Raise ValueError with the place of the first NaN or infinity."""
     for name, x in (("key", key), ("value", value)):
         found = first_nonfinite(x, 128)
         if found is not None:
             batch, head, tile = found
-            position = int(layout.positions(ranks.rank())[tile * 128])
+            position = int(layout.positions(rank)[tile * 128])
             where = f" of {layer}" if isinstance(layer, str) else ""
             raise ValueError(
                 f"{name}: expected finite numbers, got NaN or infinity at rank {dist.get_rank()}{where}, batch element "

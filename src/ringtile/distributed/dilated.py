@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed.attention import (
+    Ranks,
     by_number,
     check_keys_finite,
     check_shard,
@@ -115,7 +116,7 @@ def ring_dilated_attention(
     """
     ranks = group_of(group)
     query, key, value = checked_tensors(query, key, value, enable_gqa)
-    check_shard(query, key, layout, ranks)
+    rank, _ = check_shard(query, key, layout, ranks)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     at = checked_branches(segment_lengths, dilation_rates)
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
@@ -139,7 +140,7 @@ def ring_dilated_attention(
         )
     warn_of_uncovered(at, query.shape[1], 0, layout.n_tokens)
     if check_finite:
-        check_keys_finite(key, value, layout, ranks, check_finite)
+        check_keys_finite(key, value, layout, rank, check_finite)
     shapes = shapes_of(query, key, value)
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.
     how = layout, ranks, shapes, str(key.dtype), key.device, key_mask is not None
@@ -173,7 +174,7 @@ def _prepared(
     is_causal: bool,
     overlap: str,
     layout: Layout,
-    ranks: dist.ProcessGroup,
+    ranks: Ranks,
     shapes: tuple[int, ...],
     dtype: str,
     device: torch.device,
@@ -183,12 +184,12 @@ def _prepared(
     # Dynamo passes on no rules that it has made.
     branches = rules_of(at, pattern, is_causal, overlap, shapes[1])
     assert branches is not None
-    ranks = real_group(ranks)
+    group = real_group(ranks)
     # A rule for some lengths only does not fit a part of a segment.
     planned = tuple(Shape(each.length, each.dilation, is_causal and each.rule.unbounded) for each in branches)
-    plan = make_branch_plan(planned, layout, ranks.rank(), shapes[1], shapes[2], has_mask, device)
+    plan = make_branch_plan(planned, layout, group.rank(), shapes[1], shapes[2], has_mask, device)
     compare(
-        ranks,
+        group,
         "ring_dilated_attention",
         layout,
         shapes,
@@ -199,7 +200,7 @@ def _prepared(
         key_mask=has_mask,
         plan=plan.fingerprint,
     )
-    return exchange_of(plan, ranks).number
+    return exchange_of(plan, group).number
 
 
 def _items(x: Tensor) -> Tensor:

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 STORES: Any = dist
 """Where PyTorch documents its stores; its annotations leave them out."""
 
 _POINT_TO_POINT = (12, 13, 14)
 """`OpType` of send, receive and receive from any rank."""
+
+_wholes: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+"""The group of all ranks of a mesh, by the groups of its dimensions: a mesh is made anew whenever it is sliced."""
+
+
+class Axes(NamedTuple):
+    """The groups of a mesh with two dimensions that this rank is in. `every` has all ranks, row by row."""
+
+    every: dist.ProcessGroup
+    outer: dist.ProcessGroup
+    """The ranks along the first dimension."""
+    inner: dist.ProcessGroup
+    """The ranks along the second dimension, usually neighbors with fast links."""
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """Return the groups of a mesh with two dimensions. The first call makes the group of all ranks.
+
+    All ranks of the mesh make this first call at the same place in their program. Raises ValueError if the mesh's ranks
+    do not ascend row by row.
+    """
+    outer, inner = mesh.get_group(0), mesh.get_group(1)
+    found = _wholes.setdefault(outer, WeakKeyDictionary())
+    if inner not in found:
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(f"group: expected a mesh whose ranks ascend row by row, got {mesh!r}")
+        is_world = ranks == list(range(dist.get_world_size()))
+        # The group that PyTorch makes of a mesh is private, and every rank of the program would have to make it.
+        whole = dist.group.WORLD if is_world else dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(whole, dist.ProcessGroup)
+        found[inner] = whole
+    return Axes(found[inner], outer, inner)
 
 
 def is_alone(group: dist.ProcessGroup) -> bool:

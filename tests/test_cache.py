@@ -17,8 +17,9 @@ from strategies import compositions, primitives
 from torch import Tensor
 
 from ringtile.functional import merge_attention, sparse_attention
+from ringtile.functional.cache import LayerCache, Reach, pattern_reach
 from ringtile.layout import cache_info
-from ringtile.modules.cache import KVCache, LayerCache, Reach, pattern_reach
+from ringtile.modules.cache import KVCache
 from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.longnet import longnet_attend
 from ringtile.modules.transformer import SparseTransformer

@@ -11,11 +11,11 @@ import torch
 from oracle import make_inputs, relative_error
 
 from ringtile import build_index, sparse_attention
+from ringtile.functional.cache import LayerCache
 from ringtile.layout import BlockIndex, cache_info, clear_cache, schedule
 from ringtile.layout.index import TENSOR_FIELDS
 from ringtile.layout.schedule import derived, schedule_of
 from ringtile.layout.tiles import derive_tables
-from ringtile.modules.cache import LayerCache
 from ringtile.patterns import Causal, Dilated, GlobalTokens, Pattern, Window
 
 BACKENDS = ["native", "blockwise"]

@@ -1,7 +1,8 @@
 """Attention over sequences that several ranks share, on torch.distributed."""
 
-from ringtile.distributed.attention import ring_attend as ring_attend
+from ringtile.distributed.attend import ring_attend as ring_attend
 from ringtile.distributed.attention import ring_attention as ring_attention
+from ringtile.distributed.cache import RingCache as RingCache
 from ringtile.distributed.cost import cheapest_layout as cheapest_layout
 from ringtile.distributed.dilated import ring_dilated_attention as ring_dilated_attention
 from ringtile.distributed.faults import PlanMismatch as PlanMismatch

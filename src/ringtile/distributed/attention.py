@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from threading import Lock
 from typing import Any, Literal, Unpack
 from weakref import WeakKeyDictionary, ref
@@ -323,17 +322,3 @@ def _with_lengths(key_mask: Tensor | None, lengths: Tensor | None, runs: Iterabl
         return key_mask
     inside = positions_of(runs, key.device) < lengths[:, None]
     return inside if key_mask is None else key_mask & inside
-
-
-def ring_attend(group: dist.ProcessGroup | DeviceMesh | None, layout: Layout, **options: Any) -> Callable[..., Any]:
-    """Return `ring_attention` in a group with a layout, as the ``attend=`` of the modules.
-
-    ``options`` are more arguments of `ring_attention`, for example ``transport``. Give the module the rank's tokens and
-    their positions, ``layout.positions(rank)``.
-
-    >>> from ringtile.modules import SparseTransformer
-    >>> from ringtile.patterns import Causal, Window
-    >>> layout = Layout.zigzag(1024, 2)
-    >>> model = SparseTransformer(64, 4, 2, pattern=Causal() & Window(256), attend=ring_attend(None, layout))
-    """
-    return partial(ring_attention, layout=layout, group=group, **options)

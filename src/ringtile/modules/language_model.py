@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringtile.modules.cache import KVCache, pattern_reach
+from ringtile.functional.cache import pattern_reach
+from ringtile.modules.cache import KVCache
 from ringtile.modules.transformer import SparseTransformer
 
 
@@ -66,7 +68,8 @@ class SparseLanguageModel(nn.Module):
         """Continue each row by ``n_new`` tokens, one by one, with a cache of the keys that the patterns can still keep.
 
         Args:
-            tokens: ``[B, N]`` integers, at least one per row.
+            tokens: ``[B, N]`` integers, at least one per row. With ``attend=ring_attend(...)``, the rank's own tokens
+                of the prompt.
             n_new: Number of tokens to add.
             key_mask: ``[B, N]`` bool, False for the padding of shorter prompts (on the left).
             temperature: Divides the logits before a token is drawn. Default: 0, the most likely token.
@@ -78,8 +81,6 @@ class SparseLanguageModel(nn.Module):
         Raises:
             ValueError: If there is no prompt, a value is out of range, or the model is in training mode.
         """
-        if tokens.dim() != 2 or not tokens.shape[1]:
-            raise ValueError(f"tokens: expected [B, N] of at least one token, got {tokens.shape=}")
         if type(n_new) is not int or n_new < 0:
             raise ValueError(f"n_new: expected an integer >= 0, got {n_new!r}")
         if not 0 <= temperature < float("inf"):
@@ -87,13 +88,20 @@ class SparseLanguageModel(nn.Module):
         if self.training:
             raise ValueError("generate: expected a model in eval mode, got model.training=True")
         cache = self.transformer.new_cache()
+        # A rank can have no token of a prompt that ranks share.
+        if tokens.dim() != 2 or not (tokens.shape[1] or cache.positions is not None):
+            raise ValueError(f"tokens: expected [B, N] of at least one token, got {tokens.shape=}")
         new = tokens
         for _ in range(n_new):
-            logits = self(new, key_mask, cache)[:, -1]
-            if temperature:
-                weights = (logits.float() / temperature).softmax(-1)
-                new = torch.multinomial(weights, 1, generator=generator).to(tokens.dtype)
-            else:
-                new = logits.argmax(-1, keepdim=True).to(tokens.dtype)
+            logits = self(new, key_mask, cache)
+            new = cache.drawn(partial(_draw, logits, temperature, generator), tokens)
             tokens, key_mask = torch.cat([tokens, new], 1), None
         return tokens
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """Return the tokens ``[B, 1]`` that follow the last."""
+    last = logits[:, -1]
+    if temperature:
+        return torch.multinomial((last.float() / temperature).softmax(-1), 1, generator=generator)
+    return last.argmax(-1, keepdim=True)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import as_pattern
-from ringtile.modules.cache import KVCache, LayerCache
+from ringtile.functional.cache import LayerCache
+from ringtile.modules.cache import KVCache
 from ringtile.modules.longnet import LongNet
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.recompute import recomputed
@@ -130,13 +131,18 @@ class SparseTransformerLayer(nn.Module):
         """Return an empty cache for generation.
 
         Raises ValueError if the layer is not causal, or ``attend`` is neither `sparse_attention` nor made by
-        `longnet_attend`.
+        `longnet_attend` or `ring_attend`.
         """
         if isinstance(self.attend, LongNet):
             whole = partial(self.attend, pattern=self.pattern, is_causal=self.is_causal)
             return LayerCache(*self._rules, attend=whole)
+        if (make := getattr(self.attend, "new_cache", None)) is not None:
+            cache: LayerCache = make(self.rule)
+            return cache
         if self.attend is not sparse_attention:
-            raise ValueError(f"attend: a cache needs sparse_attention or longnet_attend(...), got {self.attend!r}")
+            raise ValueError(
+                f"attend: a cache needs sparse_attention, longnet_attend(...) or ring_attend(...), got {self.attend!r}"
+            )
         return LayerCache(self.rule)
 
     def angles(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Angles | None:
@@ -157,6 +163,10 @@ class SparseTransformerLayer(nn.Module):
         cos, sin = rotary_angles(x.shape[1], self.head_dim, start=start, positions=positions, like=x)
         # Each batch element has angles of its own, shared by its heads.
         return (cos, sin) if cos.dim() == 2 else (cos.unsqueeze(1), sin.unsqueeze(1))
+
+    def cached_angles(self, x: Tensor, cache: LayerCache | KVCache) -> Angles | None:
+        """Return `angles` for tokens that follow the cached ones."""
+        return self.angles(x, cache.length, cache.positions if self.rotary else None)
 
     def forward(
         self,
@@ -189,7 +199,7 @@ class SparseTransformerLayer(nn.Module):
         if cache is not None and self.training and self.dropout:
             raise ValueError(f"cache: expected a layer in eval mode, got {self.training=} with {self.dropout=}")
         if angles is None:
-            angles = self.angles(x, 0 if cache is None else cache.length, positions)
+            angles = self.angles(x, 0, positions) if cache is None else self.cached_angles(x, cache)
         x = x + self._dropped(self.output(self._attention(self.attention_norm(x), key_mask, cache, angles)))
         return x + self._dropped(self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh")))
 
@@ -330,7 +340,10 @@ class SparseTransformer(nn.Module):
         if cache is not None and len(cache.layers) != len(layers):
             raise ValueError(f"cache: expected {len(layers)} layers, got {len(cache.layers)}")
         caches: Sequence[LayerCache | None] = [None] * len(layers) if cache is None else cache.layers
-        angles = layers[0].angles(x, 0 if cache is None else cache.length, positions)
+        if cache is None:
+            angles = layers[0].angles(x, 0, positions)
+        else:
+            angles = layers[0].cached_angles(x, cache)
         for layer, layer_cache in zip(layers, caches, strict=True):
             if self.gradient_checkpointing and layer_cache is None:
                 x = recomputed(layer, x, key_mask, None, angles)

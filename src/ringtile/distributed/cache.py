@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.attention import compare, group_of, ring_attention, shapes_of
+from ringtile.distributed.attention import compare, group_of, real_group, ring_attention, shapes_of
 from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Layout
 from ringtile.functional import merge_attention, sparse_attention
@@ -69,6 +69,10 @@ class RingCache(LayerCache):
         """The rank with the end of the prompt."""
 
     @property
+    def _ranks(self) -> dist.ProcessGroup:
+        return real_group(group_of(self.group, self._options.get("transport", "")))
+
+    @property
     def held(self) -> int:
         """Number of keys that this rank holds now."""
         return self._count
@@ -76,11 +80,11 @@ class RingCache(LayerCache):
     @property
     def positions(self) -> Tensor | None:
         """Positions of this rank's tokens of the prompt, before the first call."""
-        return None if self.length else self.layout.positions(group_of(self.group).rank())
+        return None if self.length else self.layout.positions(self._ranks.rank())
 
     def drawn(self, draw: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Return the next tokens ``[B, 1]`` that the rank with the end of the prompt draws, at every rank."""
-        ranks = group_of(self.group)
+        ranks = self._ranks
         new = draw().to(like.dtype) if ranks.rank() == self._home else like.new_empty(len(like), 1)
         work = dist.broadcast(new, dist.get_global_rank(ranks, self._home), ranks, async_op=True)
         wait(work, ranks, "new tokens")
@@ -103,7 +107,7 @@ class RingCache(LayerCache):
             PlanMismatch: At every rank, if ranks give different shapes.
             RankLost: If a rank fails, dies or does not come.
         """
-        ranks = group_of(self.group)
+        ranks = self._ranks
         if not self.length:
             return self._attend_prompt(query, key, value, key_mask, ranks)
         self._check(query, key, value, key_mask)

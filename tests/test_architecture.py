@@ -21,7 +21,7 @@ _GROUND = set(ROOMS_BELOW) | {"functional"}
 FACE = "__init__"
 ROOMS_BELOW |= {"modules": _GROUND, FACE: _GROUND | {"modules"}}
 ROOMS_BELOW |= {room: _GROUND | {FACE} for room in ("analysis", "distributed", "adaptive")}
-ROOMS_BELOW["integrations"] = _GROUND | {FACE}
+ROOMS_BELOW["integrations"] = _GROUND | {FACE, "distributed"}
 ROOMS_BELOW["measure"] = _GROUND | {FACE, "analysis", "distributed", "integrations"}
 _WINGS = _GROUND | {FACE, "modules", "analysis", "measure", "distributed", "adaptive"}
 ROOMS_BELOW |= {room: _WINGS for room in ("demo", "compat")}
@@ -146,6 +146,11 @@ def test_every_room_is_looked_at() -> None:
         ("distributed/cost.py", "from ringtile.measure import plan", "distributed may not import measure"),
         ("distributed/ring.py", "from ringtile.adaptive import gate", "distributed may not import adaptive"),
         ("distributed/ring.py", "from ringtile.modules import multihead", "distributed may not import modules"),
+        (
+            "distributed/ring.py",
+            "from ringtile.integrations import diffusers",
+            "distributed may not import integrations",
+        ),
         ("modules/multihead.py", "from ringtile.distributed import faults", "modules may not import distributed"),
         ("demo/act.py", "from ringtile.cli import main", "demo may not import cli"),
         ("stray.py", "import ringtile.patterns", "in no known room"),

@@ -120,6 +120,13 @@ def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is
     return KeptPairs(Causal() if causal else Dense(), start, None, start)
 
 
+def check_arguments(options: Mapping[str, Any]) -> None:
+    """Raise ValueError if a model passes an argument that changes the result and that ringtile does not support."""
+    for name, meaning in _REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{name}: ringtile does not support {meaning}; use attn_implementation='eager'")
+
+
 def attend(
     pattern: LayerPattern,
     module: nn.Module,
@@ -156,9 +163,7 @@ def attend(
     Raises:
         ValueError: If the model passes an argument or a mask that ringtile does not support.
     """
-    for name, meaning in _REFUSED.items():
-        if options.get(name) is not None and options[name] is not False:
-            raise ValueError(f"{name}: ringtile does not support {meaning}; use attn_implementation='eager'")
+    check_arguments(options)
     n_keys = key.shape[2]
     if query.shape[0] == 1 < key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)

@@ -8,7 +8,7 @@ is one without memory, a `PatternMask`, that carries the kept pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import and_, or_
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ class KeptPairs(NamedTuple):
     """Position of key 0 in the sequence: a sliding cache has dropped the keys before it."""
     leading: tuple[int, ...] | None = None
     """Number of padding tokens before the first real one, per batch element. None if there are none."""
+    is_packed: bool = False
+    """True if the model keeps packed documents apart and ``pattern`` does not, because it was read on a shard."""
 
 
 def pairs(
@@ -127,22 +129,27 @@ def _closure(function: MaskFunction) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-def read_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern | None:
-    """Return the pattern of a mask function, whose key 0 is at position ``first``, or None if it is not known."""
+def read_rule(function: MaskFunction, first: int, n_keys: int, *, on_shard: bool = False) -> Pattern | None:
+    """Return the pattern of a mask function, whose key 0 is at position ``first``, or None if it is not known.
+
+    Documents and groups of tokens follow from the tokens of the call. On a shard of a sequence they mean nothing:
+    documents are left out, and groups are not known.
+    """
     if function.__module__ != "transformers.masking_utils":
         return None
     name, values = function.__qualname__.partition(".")[0], _closure(function)
     here = slice(first, first + n_keys)
+    read = partial(read_rule, first=first, n_keys=n_keys, on_shard=on_shard)
     match name:
         case "causal_mask_function":
             return Causal()
         case "bidirectional_mask_function":
             return Dense()
         case "and_masks":
-            return _joined(and_, [read_rule(each, first, n_keys) for each in values["mask_functions"]])
+            return _joined(and_, [read(each) for each in values["mask_functions"]])
         case "or_masks":
-            parts = [read_rule(each, first, n_keys) for each in values["mask_functions"]]
-            if any(part is not None and _keeps_self(part) for part in parts):
+            parts = [read(each) for each in values["mask_functions"]]
+            if not on_shard and any(part is not None and _keeps_self(part) for part in parts):
                 groups = [_groups(each, here) for each in values["mask_functions"]]
                 parts = [group if part is None else part for part, group in zip(parts, groups, strict=True)]
             return _joined(or_, parts)
@@ -152,14 +159,23 @@ def read_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern | None
             return Window(values["sliding_window"])
         case "chunked_overlay":
             return _chunks(values["chunk_size"], values["left_padding"], first, n_keys)
+        case "packed_sequence_mask_function" if on_shard:
+            return Dense()
         case "packed_sequence_mask_function":
             ids = values["packed_sequence_mask"][:, here]
             return Documents(ids=ids) if bool((ids != ids[:, :1]).any()) else Dense()
         case "remap_positions_for_packed_sequence":
-            rule = read_rule(values["mask_function"], 0, n_keys)
+            rule = read_rule(values["mask_function"], 0, n_keys, on_shard=on_shard)
             # Positions rise by one inside a document, so a rule of distances does not change.
-            return rule if rule is not None and moves_along(rule) else None
+            return rule if on_shard or (rule is not None and moves_along(rule)) else None
     return None
+
+
+def is_packed(function: MaskFunction) -> bool:
+    """Return True if a mask function keeps packed documents apart."""
+    return function.__qualname__.startswith("packed_sequence_mask_function") or (
+        function.__qualname__.startswith("and_masks") and any(map(is_packed, _closure(function)["mask_functions"]))
+    )
 
 
 def _joined(join: Callable[[Pattern, Pattern], Pattern], parts: list[Pattern | None]) -> Pattern | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,6 +53,11 @@ def register(name: str = "ringtile", pattern: LayerPattern = None) -> None:
     taken = [word for word in ("flash", "sdpa", "flex", "paged", "eager", "/", "|") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {', '.join(map(repr, taken)) or 'being empty'}, got {name!r}")
+    register_pair(name, partial(attend, pattern), pattern_mask)
+
+
+def register_pair(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Register an attention function and its masks. Raises ImportError if transformers is missing or too old."""
     import transformers
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -59,8 +65,8 @@ def register(name: str = "ringtile", pattern: LayerPattern = None) -> None:
         oldest = ".".join(map(str, OLDEST))
         raise ImportError(f"transformers: expected {oldest} or newer, got {transformers.__version__}")
     # Without the second, transformers drops every mask and says nothing.
-    AttentionInterface.register(name, partial(attend, pattern))
-    AttentionMaskInterface.register(name, pattern_mask)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
 
 
 def use_ringtile(model: Model, pattern: LayerPattern = None) -> Model:
@@ -90,17 +96,31 @@ def use_ringtile(model: Model, pattern: LayerPattern = None) -> Model:
             raise ValueError(f"pattern: {kind} has its own, got {pattern!r}")
         (convert_longformer if kind == "longformer" else convert_big_bird)(model)
         return model
-    before = {id(part): part.config._attn_implementation for part in _parts(model)}
+    switch(model, name)
+    return model
+
+
+def switch(model: Any, name: str) -> Callable[[], None]:
+    """Switch all parts of a model to an attention implementation. Return a function that switches back.
+
+    Raises ValueError if a part computes attention by itself.
+    """
+    parts = _parts(model)
+    before = [part.config._attn_implementation for part in parts]
+
+    def switch_back() -> None:
+        for part, was in zip(parts, before, strict=True):
+            part.config._attn_implementation_internal = was
+
     model.set_attn_implementation(name)
-    stayed = sorted({type(part).__name__ for part in _parts(model) if part.config._attn_implementation != name})
+    stayed = sorted({type(part).__name__ for part in parts if part.config._attn_implementation != name})
     if stayed:
-        for part in _parts(model):
-            part.config._attn_implementation_internal = before[id(part)]
+        switch_back()
         raise ValueError(
             f"model: expected parts that use transformers' attention interface, got {', '.join(stayed)}, whose "
             "attention is written by hand"
         )
-    return model
+    return switch_back
 
 
 def _parts(model: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.kernels.contracts import Call, attention, pack_keys
@@ -45,6 +46,17 @@ class _Keywords(Keywords, total=False):
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DENSE, _CAUSAL = Dense(), Causal()
+_SDPA = F.scaled_dot_product_attention
+
+
+def check_whole() -> None:
+    """Raise ValueError inside PyTorch's `context_parallel`: a rank's tensors look like whole sequences there."""
+    # Others replace this function, too. Dynamo compares functions, but does not read their module.
+    if F.scaled_dot_product_attention is not _SDPA and "context_parallel" in F.scaled_dot_product_attention.__module__:
+        raise ValueError(
+            "query: expected all tokens, got those of one rank: inside torch's context_parallel, ringtile's attention "
+            "needs attend=ring_attend(mesh, shards_of(n_tokens, mesh)), see ringtile.integrations.torch_shards"
+        )
 
 
 def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -351,6 +363,8 @@ def sparse_attention(
         >>> sparse_attention(q, k, v, Causal() & (Window(256) | GlobalTokens(16))).shape
         torch.Size([1, 4, 1000, 64])
     """
+    if not isinstance(pattern, BlockIndex):
+        check_whole()
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]

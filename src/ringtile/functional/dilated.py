@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from ringtile.functional.attention import (
     Keywords,
     check_options,
+    check_whole,
     checked_tensors,
     drawn_seed,
     sparse_attention,
@@ -502,6 +503,7 @@ def dilated_attention(
         >>> dilated_attention(q, k, v, [128, 256, 512], [1, 2, 4], is_causal=True).shape
         torch.Size([1, 4, 1000, 64])
     """
+    check_whole()
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     at = checked_branches(segment_lengths, dilation_rates)

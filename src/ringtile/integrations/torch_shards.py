@@ -1,0 +1,84 @@
+"""PyTorch's own context parallelism: its shards as a `Layout`, and a `Layout` as its load balancer.
+
+All that PyTorch keeps private is used here and nowhere else: its load balancers, 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringtile.distributed.layout import Layout
+
+
+def shards_of(n_tokens: int, mesh: DeviceMesh, balancer: Any = "default") -> Layout:
+    """Return the tokens that each rank of a mesh gets from PyTorch's context parallelism.
+
+    Give it to `ring_attention` or `ring_attend`, which are exact inside ``context_parallel``, for any pattern and on a
+    CPU. `sparse_attention` raises there: a rank has only its own tokens.
+
+    Args:
+        n_tokens: Number of tokens of all ranks.
+        mesh: Mesh with one dimension, as for ``context_parallel``.
+        balancer: PyTorch's load balancer, or None for equal runs. Default: the load balancer of ``context_parallel``.
+
+    Raises:
+        ValueError: If the tokens cannot be dealt out equally, a batch element has shards of its own, or the tokens of a
+            rank do not ascend.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> shards_of(1024, dist.init_device_mesh("cpu", (1,)))
+    Layout(n_tokens=1024, runs=(((0, 1024),),))
+    >>> dist.destroy_process_group()
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, mesh['cp'] for example, got {mesh!r}")
+    n_ranks = mesh.size()
+    if balancer == "default":
+        from torch.distributed.tensor.experimental._context_parallel import _load_balancer
+
+        balancer = _load_balancer._create_default_load_balancer(n_tokens, n_ranks, "cpu")
+    if n_tokens % n_ranks:
+        raise ValueError(f"n_tokens: expected a multiple of {n_ranks} for PyTorch's shards, got {n_tokens}")
+    indices = torch.arange(n_tokens).unsqueeze(0) if balancer is None else balancer._generate_indices().cpu()
+    if indices.shape != (1, n_tokens):
+        raise ValueError(
+            f"balancer: expected one that shards {n_tokens} tokens of all batch elements alike, got {indices.shape=}"
+        )
+    return Layout(n_tokens, tuple(_runs(each) for each in indices[0].long().chunk(n_ranks)))
+
+
+def _runs(tokens: Tensor) -> tuple[tuple[int, int], ...]:
+    steps = tokens.diff()
+    if bool((steps <= 0).any()):
+        raise ValueError(f"balancer: expected the tokens of a rank in ascending order, got {tokens}")
+    ends = (steps != 1).nonzero().flatten()
+    begins = tokens[torch.cat([ends.new_zeros(1), ends + 1])].tolist()
+    return tuple(zip(begins, [*(tokens[ends] + 1).tolist(), int(tokens[-1]) + 1], strict=True))
+
+
+def balancer_of(layout: Layout, device: torch.device | str = "cpu") -> Any:
+    """Return a load balancer that makes PyTorch deal out the tokens of a layout.
+
+    Give it to PyTorch's ``_context_parallel_shard`` and ``context_parallel_unshard``. ``device`` holds the buffers that
+    it shards. Raises ValueError if ranks have different numbers of tokens: PyTorch's shards are equal.
+
+    >>> layout = Layout.striped(16, 2, unit=2)
+    >>> balancer_of(layout)._generate_indices()[0, :8].tolist()
+    [0, 1, 4, 5, 8, 9, 12, 13]
+    """
+    sizes = {layout.size(rank) for rank in range(layout.n_ranks)}
+    if len(sizes) > 1:
+        raise ValueError(f"layout: expected equally many tokens at each rank, got {sorted(sizes)}")
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer
+
+    class LayoutBalancer(_load_balancer._LoadBalancer):
+        def _generate_indices(self, restore: bool = False) -> Tensor:
+            tokens = torch.cat([layout.positions(rank, device) for rank in range(layout.n_ranks)])
+            return (tokens.argsort() if restore else tokens).unsqueeze(0)
+
+    return LayoutBalancer()

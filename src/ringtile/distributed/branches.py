@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.exchange import Picks
 from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
+from ringtile.distributed.wires import Picks
 from ringtile.layout.covers import MAX_BYTES
 
 _CELLS = 1 << 22

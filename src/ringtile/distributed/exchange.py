@@ -7,8 +7,7 @@ so every copy moves whole runs of tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary, ref
 
@@ -17,11 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringtile.distributed.faults import wait
-from ringtile.distributed.layout import Run
-from ringtile.distributed.runs import Copy
+from ringtile.distributed.wires import (
+    Copies,
+    Places,
+    Tensors,
+    all_to_all,
+    back,
+    copy,
+    cut,
+    gather,
+    gathered,
+    of_ranks,
+    scatter,
+    width_of,
+)
 from ringtile.kernels.contracts import accumulator
 
-_FORWARD = "keys and values, forward"
+FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
 
 _numbers = itertools.count()
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
@@ -36,9 +47,6 @@ library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Ten
 library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
 library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
 
-Tensors = Sequence[Tensor]
-"""Tensors of one dtype, ``[.., .., tokens, dim]``, that travel together."""
-
 
 class Works(NamedTuple):
     """What to wait for."""
@@ -46,22 +54,10 @@ class Works(NamedTuple):
     hot: Sequence[Any] = ()
     """Broadcasts or reduces."""
     cold: Sequence[Any] = ()
-    sent: Tensor | None = None
+    sent: Sequence[Tensor] = ()
     """What travels. The works do not keep it."""
-
-
-Places = Sequence[Run] | Tensor
-"""Runs of tokens, or the number of each token, int64."""
-
-
-class Picks(NamedTuple):
-    """Tokens that are copied one by one."""
-
-    source: Tensor
-    target: Tensor
-
-
-Copies = Sequence[Copy] | Picks
+    next: tuple[Tensor, Sequence[Any]] | None = None
+    """What this rank will hand on, and the work to wait for before it can."""
 
 
 class Routes(Protocol):
@@ -109,32 +105,26 @@ class Exchange:
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group."""
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the process group of this attention was destroyed")
-        return group
+        return there(self._group)
 
     def size_received(self, xs: Tensors) -> int:
         """Return the elements that this rank receives, its own broadcast included."""
-        return (sum(self.plan.tokens_hot) + sum(self.plan.tokens_received)) * _width(xs)
+        return (sum(self.plan.tokens_hot) + sum(self.plan.tokens_received)) * width_of(xs)
 
     def start(self, xs: Tensors) -> tuple[Tensor, Works]:
         """Begin to send. Return what will be received and the work to wait for."""
-        plan, width = self.plan, _width(xs)
+        plan, width = self.plan, width_of(xs)
         received = xs[0].new_empty(self.size_received(xs))
         hot, cold = self._hot_and_cold(received, width)
         broadcasts = []
-        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
+        for owner, wire in of_ranks(hot, width, plan.tokens_hot):
             if owner == plan.rank:
-                _gather(_cut(wire, xs), xs, plan.hot[owner])
+                gather(cut(wire, xs), xs, plan.hot[owner])
             source = dist.get_global_rank(self.group, owner)
             broadcasts.append(dist.broadcast(wire, source, self.group, async_op=True))
-        sent = xs[0].new_empty(sum(plan.tokens_sent) * width)
-        for rank, wire in _of_ranks(sent, width, plan.tokens_sent):
-            _gather(_cut(wire, xs), xs, plan.sent[rank])
-        return received, Works(
-            broadcasts, self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width), sent
-        )
+        sent = gathered(xs, plan.sent, plan.tokens_sent)
+        works = self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width)
+        return received, Works(broadcasts, works, [sent])
 
     def finish(self, xs: Tensors, received: Tensor, works: Works) -> list[Tensor]:
         """Return the buffers ``[.., .., n_buffer, dim]``."""
@@ -144,41 +134,47 @@ class Exchange:
 
     def finish_hot(self, xs: Tensors, received: Tensor, works: Works) -> list[Tensor]:
         """Return the buffers with the own and the broadcast tokens."""
-        plan, width = self.plan, _width(xs)
+        plan, width = self.plan, width_of(xs)
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
-        _copy(buffers, xs, plan.own)
-        self._wait(works.hot, _FORWARD)
-        for owner, wire in _of_ranks(self._hot_and_cold(received, width)[0], width, plan.tokens_hot):
-            _copy(buffers, _cut(wire, xs), plan.hot_copies[owner])
+        copy(buffers, xs, plan.own)
+        self._wait(works.hot, FORWARD)
+        for owner, wire in self._broadcast(received, width, works):
+            copy(buffers, cut(wire, xs), plan.hot_copies[owner])
         return buffers
+
+    def _broadcast(self, received: Tensor, width: int, works: Works) -> Iterator[tuple[int, Tensor]]:
+        """Yield the broadcasts, each with its owner."""
+        return of_ranks(self._hot_and_cold(received, width)[0], width, self.plan.tokens_hot)
 
     def finish_cold(self, buffers: Tensors, received: Tensor, works: Works) -> None:
         """Write the other tokens into the buffers."""
-        plan, width = self.plan, _width(buffers)
-        self._wait(works.cold, _FORWARD)
-        for rank, wire in _of_ranks(self._hot_and_cold(received, width)[1], width, plan.tokens_received):
-            _scatter(buffers, _cut(wire, buffers), plan.received[rank])
+        plan, width = self.plan, width_of(buffers)
+        self._wait(works.cold, FORWARD)
+        for rank, wire in of_ranks(self._hot_and_cold(received, width)[1], width, plan.tokens_received):
+            scatter(buffers, cut(wire, buffers), plan.received[rank])
 
     def start_cold_back(self, grads: Tensors) -> tuple[Tensor, Works]:
         """Begin to send home the gradients of tokens that were not broadcast.
 
         ``grads`` are those of the buffers, or of a beginning that has these tokens.
         """
-        plan, width = self.plan, _width(grads)
-        sent = grads[0].new_empty(sum(plan.tokens_received) * width)
-        for rank, wire in _of_ranks(sent, width, plan.tokens_received):
-            _gather(_cut(wire, grads), grads, plan.received[rank])
+        plan, width = self.plan, width_of(grads)
+        sent = gathered(grads, plan.received, plan.tokens_received)
         received = sent.new_empty(sum(plan.tokens_sent) * width)
         works = self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width)
-        return received, Works(cold=works, sent=sent)
+        return received, Works(cold=works, sent=[sent])
+
+    def hand_on_back(self, grads: Tensors, started: tuple[Tensor, Works]) -> tuple[Tensor, Works]:
+        """Hand on what `start_cold_back` sent to this rank for others. Return the new state. Here all go straight."""
+        return started
 
     def start_hot_back(self, grads: Tensors) -> tuple[Tensor, Works]:
         """Begin to add up the gradients of broadcast tokens at their owners, from those of the buffers."""
-        plan, width, works = self.plan, _width(grads), []
+        plan, width, works = self.plan, width_of(grads), []
         # A sum over ranks, so in the accumulation type.
         hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=accumulator(grads[0]))
-        for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
-            _copy(_cut(wire, grads), grads, _back(plan.hot_copies[owner]), add=True)
+        for owner, wire in of_ranks(hot, width, plan.tokens_hot):
+            copy(cut(wire, grads), grads, back(plan.hot_copies[owner]), add=True)
             goal = dist.get_global_rank(self.group, owner)
             works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
         return hot, Works(hot=works)
@@ -194,30 +190,36 @@ class Exchange:
 
         It adds to ``own`` in place if its dtype is that of sums.
         """
-        plan, width = self.plan, _width(grads)
-        (received, cold_works), (hot, hot_works) = cold_started, hot_started
-        self._wait([*cold_works.cold, *hot_works.hot], "gradients of keys and values, backward")
+        arrived = self._arrived_back(cold_started, hot_started, width_of(grads))
         sums = []
         for place, x in enumerate(grads):
             wide = accumulator(x)
             if own is None:
-                total = x.new_zeros(*x.shape[:2], plan.n_tokens, x.shape[3], dtype=wide)
+                total = x.new_zeros(*x.shape[:2], self.plan.n_tokens, x.shape[3], dtype=wide)
             else:
                 total = own[place].to(wide)
-            _copy([total], [x], _back(plan.own), add=True)
+            copy([total], [x], back(self.plan.own), add=True)
             # In the order of the ranks, so that every run adds alike.
-            for rank, wire in _of_ranks(received, width, plan.tokens_sent):
-                _scatter([total], [_cut(wire, grads)[place]], plan.sent[rank], add=True)
-            for owner, wire in _of_ranks(hot, width, plan.tokens_hot):
-                if owner == plan.rank:
-                    _scatter([total], [_cut(wire, grads)[place]], plan.hot[owner], add=True)
+            for wire, places in arrived:
+                scatter([total], [cut(wire, grads)[place]], places, add=True)
             sums.append(total.to(x.dtype))
         return sums
+
+    def _arrived_back(
+        self, cold_started: tuple[Tensor, Works], hot_started: tuple[Tensor, Works], width: int
+    ) -> list[tuple[Tensor, Places]]:
+        """Wait for the gradients of other ranks, and return them with the places of their tokens."""
+        plan = self.plan
+        (received, cold_works), (hot, hot_works) = cold_started, hot_started
+        self._wait([*cold_works.cold, *hot_works.hot], BACKWARD)
+        cold = [(wire, plan.sent[rank]) for rank, wire in of_ranks(received, width, plan.tokens_sent)]
+        mine = (wire for owner, wire in of_ranks(hot, width, plan.tokens_hot) if owner == plan.rank)
+        return [*cold, *((wire, plan.hot[plan.rank]) for wire in mine)]
 
     def _hot_and_cold(self, received: Tensor, width: int) -> list[Tensor]:
         return list(received.split([sum(self.plan.tokens_hot) * width, sum(self.plan.tokens_received) * width]))
 
-    def _wait(self, works: Sequence[Any], what: str) -> None:
+    def _wait(self, works: Iterable[Any], what: str) -> None:
         for work in works:
             wait(work, self.group, what)
 
@@ -226,84 +228,15 @@ class Exchange:
     ) -> list[Any]:
         if not self.plan.is_mixed:
             return []
-        received_sizes, sent_sizes = ([n * width for n in tokens] for tokens in (received_tokens, sent_tokens))
-        return [dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self.group, async_op=True)]
+        return [all_to_all(received, sent, received_tokens, sent_tokens, width, self.group)]
 
 
-def _width(xs: Tensors) -> int:
-    """Return the elements per token on the wire."""
-    return sum(x.shape[0] * x.shape[1] * x.shape[3] for x in xs)
-
-
-def _of_ranks(wire: Tensor, width: int, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank that has tokens in a vector on the wire, and its part."""
-    at = 0
-    for rank, count in enumerate(tokens):
-        if count:
-            yield rank, wire[at : at + count * width]
-            at += count * width
-
-
-def _cut(wire: Tensor, xs: Tensors) -> list[Tensor]:
-    """Return views ``[.., .., tokens, dim]`` of a rank's part."""
-    shapes = [(*x.shape[:2], len(wire) // _width(xs), x.shape[3]) for x in xs]
-    return [part.view(shape) for part, shape in zip(wire.split([prod(s) for s in shapes]), shapes, strict=True)]
-
-
-def _back(copies: Copies) -> Copies:
-    """Return the copies from the targets to the sources."""
-    if isinstance(copies, Picks):
-        return Picks(copies.target, copies.source)
-    return [Copy(target, source, length) for source, target, length in copies]
-
-
-def _copy(targets: Tensors, sources: Tensors, copies: Copies, *, add: bool = False) -> None:
-    """Copy tokens to other places, or add them."""
-    if isinstance(copies, Picks):
-        for there, here in zip(targets, sources, strict=True):
-            _put_at(there, copies.target, here.index_select(2, copies.source), add)
-        return
-    for source, target, length in copies:
-        for there, here in zip(targets, sources, strict=True):
-            _put(there[:, :, target : target + length], here[:, :, source : source + length], add)
-
-
-def _put(target: Tensor, source: Tensor, add: bool) -> None:
-    if add:
-        target += source
-    else:
-        target.copy_(source)
-
-
-def _put_at(target: Tensor, places: Tensor, source: Tensor, add: bool) -> None:
-    # No place occurs twice, so the sums do not depend on the order of threads.
-    (target.index_add_ if add else target.index_copy_)(2, places, source.to(target.dtype))
-
-
-def _gather(targets: Tensors, sources: Tensors, places: Places) -> None:
-    """Copy tokens one after another into ``targets``."""
-    if isinstance(places, Tensor):
-        for target, source in zip(targets, sources, strict=True):
-            torch.index_select(source, 2, places, out=target)
-        return
-    at = 0
-    for begin, end in places:
-        for target, source in zip(targets, sources, strict=True):
-            target[:, :, at : at + end - begin] = source[:, :, begin:end]
-        at += end - begin
-
-
-def _scatter(targets: Tensors, sources: Tensors, places: Places, *, add: bool = False) -> None:
-    """Copy tokens that lie one after another in ``sources`` to their places in ``targets``, or add them."""
-    if isinstance(places, Tensor):
-        for target, source in zip(targets, sources, strict=True):
-            _put_at(target, places, source, add)
-        return
-    at = 0
-    for begin, end in places:
-        for target, source in zip(targets, sources, strict=True):
-            _put(target[:, :, begin:end], source[:, :, at : at + end - begin], add)
-        at += end - begin
+def there(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return a process group, or raise RuntimeError if it was destroyed."""
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group of this attention was destroyed")
+    return found
 
 
 def _start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -330,7 +263,8 @@ def _cast_cold(keys: Tensor, values: Tensor, received: Tensor, ticket: Tensor, n
 
 def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:
     exchange, grads = _exchanges[number], (k_grad, v_grad)
-    k, v = exchange.finish_back(grads, exchange.start_cold_back(grads), exchange.start_hot_back(grads))
+    cold_started = exchange.hand_on_back(grads, exchange.start_cold_back(grads))
+    k, v = exchange.finish_back(grads, cold_started, exchange.start_hot_back(grads))
     return k, v
 
 

@@ -187,7 +187,7 @@ def publish_failure(group: dist.ProcessGroup | None, error: BaseException) -> No
         store.compare_set(key, OPEN, failure(member, error))
 
 
-def wait(work: dist.Work, group: dist.ProcessGroup | None, what: str) -> None:
+def wait(work: dist.Work | None, group: dist.ProcessGroup | None, what: str) -> None:
     """Wait for a collective, and raise within about a second if the watcher knows that a rank is lost.
 
     On gloo it waits in steps and looks at the watcher in between. Sends and receives wait in a thread of their own,
@@ -196,8 +196,8 @@ def wait(work: dist.Work, group: dist.ProcessGroup | None, what: str) -> None:
     same order: the watcher counts them to find the rank that is late.
 
     Args:
-        work: Result of a call with ``async_op=True``.
-        group: Its process group. None: the default group.
+        work: Result of a call with ``async_op=True``. None: this rank has no part in it, but counts the wait.
+        group: The process group that is watched, usually the one of the call. None: the default group.
         what: Name of the data, for the message: "keys and values, forward".
 
     Raises:
@@ -206,10 +206,10 @@ def wait(work: dist.Work, group: dist.ProcessGroup | None, what: str) -> None:
     group = _group(group)
     watcher = _watcher(group)
     try:
-        if watcher is None:
-            work.wait()
-        else:
+        if watcher is not None:
             watcher.wait(work, what)
+        elif work is not None:
+            work.wait()
     except RuntimeError as error:
         if not isinstance(error, RankLost):
             if "gloo" not in dist.get_backend_config(group):

@@ -178,6 +178,7 @@ class _Pieces(torch.autograd.Function):
         grads = differentiate("all", *buffers)
         cold_started = exchange.start_cold_back(grads)
         hot = hot or differentiate("hot", *buffers)
+        cold_started = exchange.hand_on_back(grads, cold_started)
         del buffers
         if not grads[0].shape[2]:
             grads = hot

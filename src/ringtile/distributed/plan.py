@@ -331,12 +331,18 @@ def find_demand(
 def count_sent(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return the tokens that each rank broadcasts, int64 ``[P]``, and sends to each other rank, int64 ``[P, P]``."""
     tiles, ranks, tokens = layout.tiles(block)
-    n_ranks, hot = layout.n_ranks, is_hot[tiles]
-    broadcast = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, ranks[hot], tokens[hot])
-    sent = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
-    for some in (~hot).nonzero().flatten().split(max(1, _CELLS // n_ranks)):
-        sent.index_add_(0, ranks[some], needs.T[tiles[some]] * tokens[some].unsqueeze(1))
-    return broadcast, sent.fill_diagonal_(0)
+    hot = is_hot[tiles]
+    broadcast = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, ranks[hot], tokens[hot])
+    return broadcast, count_cold(layout, needs, is_hot, block).fill_diagonal_(0)
+
+
+def count_cold(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> Tensor:
+    """Return the tokens of each rank that each row of ``needs`` ``[K, C]`` needs without broadcast, ``[P, K]``."""
+    tiles, ranks, tokens = layout.tiles(block)
+    found = torch.zeros(layout.n_ranks, len(needs), dtype=torch.int64)
+    for some in (~is_hot[tiles]).nonzero().flatten().split(max(1, _CELLS // len(needs))):
+        found.index_add_(0, ranks[some], needs.T[tiles[some]] * tokens[some].unsqueeze(1))
+    return found
 
 
 def is_cut(layout: Layout, rank: int, block: int) -> bool:

@@ -84,10 +84,12 @@ class Watcher(threading.Thread):
         self._quiet: dict[int, float] = {}
         self._before, self._doubt = time.monotonic(), False
 
-    def wait(self, work: dist.Work, what: str) -> None:
+    def wait(self, work: dist.Work | None, what: str) -> None:
         """Wait for a collective. Raise RankLost if there is a verdict before its end."""
         # The others read how far this rank has come.
         self._waits, self._what = self._waits + 1, what
+        if work is None:
+            return
         if not self._gloo:
             work.wait()
         elif is_point_to_point(work):

@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringtile
 from ringtile.distributed.exchange import Exchange, Routes
 from ringtile.distributed.faults import agree, first_nonfinite, watch
+from ringtile.distributed.hierarchy import Hierarchy
 from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.pieces import attend_pieces
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, make_plan
-from ringtile.distributed.process_groups import axes_of
+from ringtile.distributed.process_groups import Axes, axes_of
+from ringtile.distributed.relays import Relays, make_relays
 from ringtile.distributed.ring import Ring, ring
 from ringtile.functional.attention import (
     Keywords,
@@ -52,19 +54,20 @@ class Options(Keywords, total=False):
     batch_at: Tensor | None
 
 
-_exchanges: OrderedDict[tuple[Routes, ref[dist.ProcessGroup]], Exchange] = OrderedDict()
+_exchanges: OrderedDict[tuple[Any, ...], Exchange] = OrderedDict()
 by_number: dict[int, Exchange] = {}
 _lock = Lock()
 _EXCHANGES = 256
 
 
-def exchange_of(plan: Routes, group: dist.ProcessGroup) -> Exchange:
-    """Return the exchange of a plan in a process group, made once."""
-    place = plan, ref(group)
+def exchange_of(plan: Routes | Relays, *groups: dist.ProcessGroup) -> Exchange:
+    """Return the exchange of a plan in a process group, or of relays in the groups of `Axes`, made once."""
+    place = plan, *map(ref, groups)
     with _lock:
         found = _exchanges.get(place)
         if found is None:
-            found = _exchanges[place] = Exchange(plan, group)
+            found = Hierarchy(plan, Axes(*groups)) if isinstance(plan, Relays) else Exchange(plan, *groups)
+            _exchanges[place] = found
             by_number[found.number] = found
             if len(_exchanges) > _EXCHANGES:
                 del by_number[_exchanges.popitem(last=False)[1].number]
@@ -82,6 +85,11 @@ Ranks = dist.ProcessGroup | DeviceMesh
 
 def group_of(group: dist.ProcessGroup | DeviceMesh | None, transport: str = "") -> Ranks:
     """Return the ranks that share a sequence: the default group if None, the group of a mesh with one dimension."""
+    if transport == "hierarchy" and not (isinstance(group, DeviceMesh) and group.ndim == 2):
+        raise ValueError(
+            "group: expected a mesh of nodes and their ranks for the transport 'hierarchy', for example "
+            f"init_device_mesh('cuda', (nodes, ranks_per_node)), got {group!r}"
+        )
     if isinstance(group, DeviceMesh):
         if group.ndim == 2 and transport in _MESH_TRANSPORTS:
             return group
@@ -112,9 +120,14 @@ def _place_in_mesh(mesh: DeviceMesh) -> tuple[int, int]:
     return group.rank(), group.size()
 
 
+def real_mesh(ranks: Any) -> Any:
+    """Return the group or mesh that Dynamo has a stand-in for."""
+    return getattr(ranks, "real_obj", ranks)
+
+
 def real_group(ranks: Any) -> dist.ProcessGroup:
-    """Return the process group of all ranks. Dynamo has stand-ins for groups and meshes."""
-    found: Ranks = getattr(ranks, "real_obj", ranks)
+    """Return the process group of all ranks."""
+    found: Ranks = real_mesh(ranks)
     return axes_of(found).every if isinstance(found, DeviceMesh) else found
 
 
@@ -126,7 +139,7 @@ def ring_attention(
     *,
     layout: Layout,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    transport: Literal["auto", "exchange", "gather", "ring"] = "auto",
+    transport: Literal["auto", "exchange", "gather", "ring", "hierarchy"] = "auto",
     overlap: bool = True,
     check_finite: bool | str = False,
     return_lse: bool = False,
@@ -144,12 +157,15 @@ def ring_attention(
         value: ``[B, Hkv, n, Dv]``.
         pattern: Which pairs to keep, by position. Default: all.
         layout: Which tokens each rank holds.
-        group: Process group with as many ranks as the layout, or a mesh with one dimension. Default: all ranks.
+        group: Process group with as many ranks as the layout, or a mesh with one dimension. Default: all ranks. A
+            "hierarchy" needs a mesh with two, ``init_device_mesh(device, (nodes, ranks_per_node))``, and the layout
+            counts the ranks node by node.
         transport: How keys travel. "exchange": each rank sends to each other what that one needs, all at once.
             "gather": every rank gets all keys. "ring": keys pass from rank to rank, in memory for two ranks' keys, and
             parts are merged by lse. It is for all pairs and causal, without dropout, ALiBi, second derivatives and
-            ``torch.compile``. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send
-            more tokens than there are: then "gather".
+            ``torch.compile``. "hierarchy": an exchange on a mesh of nodes and their ranks. A token crosses to a node
+            once, and is handed on inside it. Default: "ring" if it supports the call, otherwise "exchange", unless a
+            rank would send more tokens than there are: then "gather".
         overlap: While keys travel, compute the rows that do not need them. The results are the same bits. A ring always
             overlaps.
         check_finite: Look for NaN and infinity in the rank's keys and values before they travel. A string names the
@@ -243,12 +259,19 @@ def _prepared(
     has_mask: bool,
 ) -> int | None:
     """Return the number of a call's exchange, after a comparison with the other ranks, or None for a ring."""
-    group, plan = real_group(ranks), None
+    group = real_group(ranks)
+    groups: tuple[dist.ProcessGroup, ...] = (group,)
+    routes: RingPlan | Relays | None = None
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if transport != "ring":
         sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
         gather = None if transport == "auto" else transport == "gather"
-        plan = make_plan(pattern, layout, group.rank(), gather=gather, **sizes)
+        routes = plan = make_plan(pattern, layout, group.rank(), gather=gather, **sizes)
+        if transport == "hierarchy":
+            groups = axes = axes_of(real_mesh(ranks))
+            routes = make_relays(plan, axes.inner.size())
+        else:
+            transport = "gather" if plan.is_gathered else "exchange"
     compare(
         group,
         "ring_attention",
@@ -256,11 +279,11 @@ def _prepared(
         shapes,
         dtype,
         pattern=pattern.text or type(pattern).__name__,
-        transport="ring" if plan is None else "gather" if plan.is_gathered else "exchange",
+        transport=transport,
         key_mask=has_mask,
-        plan="" if plan is None else plan.fingerprint,
+        plan="" if routes is None else routes.fingerprint,
     )
-    return None if plan is None else exchange_of(plan, group).number
+    return None if routes is None else exchange_of(routes, *groups).number
 
 
 def shapes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:

@@ -181,8 +181,9 @@ class Hierarchy(Exchange):
         self, received: Tensor, sent: Tensor, n_in: Sequence[int], n_out: Sequence[int], width: int
     ) -> list[Any]:
         """Begin to exchange tokens between nodes, if any rank has some."""
-        sizes = n_in, n_out, width
-        return [all_to_all(received, sent, *sizes, there(self._outer))] if self._relays.is_crossing else []
+        if not self._relays.is_crossing:
+            return []
+        return [all_to_all(received, sent, n_in, n_out, width, there(self._outer))]
 
     def _inside(
         self, received: Tensor, sent: Tensor, n_in: Sequence[int], n_out: Sequence[int], width: int, *, direct: bool

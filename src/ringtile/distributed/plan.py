@@ -22,8 +22,8 @@ from ringtile.layout.tiles import pack_words
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid
 
-Transport = Literal["exchange", "gather", "ring"]
-TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring")
+Transport = Literal["exchange", "gather", "ring", "hierarchy"]
+TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy")
 RING_PATTERNS = (Causal, Dense)
 """Patterns whose keys can pass around a ring."""
 
@@ -202,12 +202,12 @@ def make_plan(
     plan = _make_plan(pattern, layout, rank, num_heads, batch, block, gather, max_bytes)
     with _lock:
         plan = _plans.setdefault(key, plan)
-        if len(_plans) > _PLANS:
+        if len(_plans) > PLANS:
             _plans.popitem(last=False)
     return plan
 
 
-_PLANS = 64
+PLANS = 64
 _plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
 _lock = Lock()
 

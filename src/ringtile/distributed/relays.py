@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens
-from ringtile.distributed.plan import RingPlan, count_cold
+from ringtile.distributed.plan import PLANS, RingPlan, count_cold
 from ringtile.distributed.runs import Copy, copies, intervals, overlaps, placed, with_starts
 from ringtile.patterns.base import TileGrid
 
@@ -103,8 +103,9 @@ class Relays:
         return digest.hexdigest()[:16]
 
 
+@lru_cache(maxsize=PLANS)
 def make_relays(plan: RingPlan, per_node: int) -> Relays:
-    """Return the messages of a plan's rank on two levels, with ``per_node`` ranks per node.
+    """Return the messages of a plan's rank on two levels, with ``per_node`` ranks per node. They are cached.
 
     Raises ValueError if nodes do not have equally many ranks.
 

@@ -90,8 +90,29 @@ class Traffic:
     def __init__(self) -> None:
         self.sent = self.received = 0
         self.calls: list[str] = []
+        self.links: list[tuple[str, dict[int, int]]] = []
+        """For each call its name and the bytes that go to each other rank, or by a broadcast or reduce at its root."""
         self.poisoned: list[bool] = []
         """True for each buffer that had only NaN when it was given to a collective to be filled."""
+
+    @property
+    def messages(self) -> int:
+        """Messages that this rank sent, a broadcast counted once."""
+        return sum(1 if name == "broadcast" else len(sizes) for name, sizes in self.links if sizes)
+
+    def to(self, other: int) -> int:
+        """Bytes for another rank."""
+        return sum(sizes.get(other, 0) for _, sizes in self.links)
+
+    def between(self, me: int, per_node: int) -> int:
+        """Bytes for other nodes. A broadcast crosses to each of them once, and a reduce from each."""
+        total = 0
+        for name, sizes in self.links:
+            across = {rank: size for rank, size in sizes.items() if rank // per_node != me // per_node}
+            if name in ("broadcast", "reduce"):
+                across = {rank // per_node: size for rank, size in across.items()}
+            total += sum(across.values())
+        return total
 
 
 _original = {name: getattr(dist, name) for name in ("all_to_all_single", "broadcast", "reduce", "batch_isend_irecv")}
@@ -100,12 +121,28 @@ _original = {name: getattr(dist, name) for name in ("all_to_all_single", "broadc
 def _bytes_of(name: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
     """Bytes that a rank sends and receives by a collective."""
     if name == "all_to_all_single":
-        return arguments[1].nbytes, arguments[0].nbytes
+        received, sent, _, sizes, group = arguments
+        # What a rank sends to itself is copied.
+        own = sizes[group.rank()] * sent.itemsize
+        return sent.nbytes - own, received.nbytes - own
     if name == "batch_isend_irecv":
         sizes = [(operation.op is dist.isend, operation.tensor.nbytes) for operation in arguments[0]]
         return sum(n for sends, n in sizes if sends), sum(n for sends, n in sizes if not sends)
     sends = (dist.get_rank() == arguments[1]) == (name == "broadcast")
     return (arguments[0].nbytes, 0) if sends else (0, arguments[0].nbytes)
+
+
+def _links_of(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[int, int]:
+    """Bytes that go from this rank to each other, or by a broadcast or reduce of this rank."""
+    if name == "batch_isend_irecv":
+        return {each.peer: each.tensor.nbytes for each in arguments[0] if each.op is dist.isend}
+    group = keywords["group"] if name == "reduce" else arguments[-1]
+    ranks = dist.get_process_group_ranks(group)
+    if name == "all_to_all_single":
+        sizes = [n * arguments[1].itemsize for n in arguments[3]]
+    else:
+        sizes = [arguments[0].nbytes if arguments[1] == dist.get_rank() else 0] * len(ranks)
+    return {rank: size for rank, size in zip(ranks, sizes, strict=True) if size and rank != dist.get_rank()}
 
 
 def _filled_by(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -129,6 +166,7 @@ def counted_traffic() -> Iterator[Any]:
             sent, received = _bytes_of(name, arguments)
             traffic.sent, traffic.received = traffic.sent + sent, traffic.received + received
             traffic.calls.append(name)
+            traffic.links.append((name, _links_of(name, arguments, keywords)))
             traffic.poisoned += [bool(x.isnan().all()) for x in _filled_by(name, arguments)]
             return _original[name](*arguments, **keywords)
 

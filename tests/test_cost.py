@@ -375,6 +375,8 @@ def test_plan_prints_a_table_for_each_number_of_ranks(capsys: pytest.CaptureFixt
     lines = out.splitlines()
     best = [line for line in lines if line.startswith("* ")]
     assert [line.split()[1:5] for line in best] == [["contiguous", "exchange", "16.0", "MiB"]] * 2
+    assert out.count("  between nodes") == 2
+    assert [line.split()[:2] for line in lines].count(["contiguous", "hierarchy"]) == 1
     assert out.count("no ring: transport 'ring': expected the pattern dense or causal") == 2
     assert out.count("ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n") == 2
 
@@ -391,14 +393,17 @@ def test_plan_prints_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path
     assert record["hardware"]["name"] == "h100"
     assert [table["ranks"] for table in record["tables"]] == [1, 300]
     for table in record["tables"]:
-        assert len(table["rows"]) == 6
-        totals = [sum(row["model_seconds"].values()) for row in table["rows"]]
+        # A hierarchy needs more ranks than a node has.
+        assert len(table["rows"]) == (6 if table["ranks"] == 1 else 8)
+        totals = [sum(row["model_seconds"].values()) if "reason" not in row else float("inf") for row in table["rows"]]
         assert table["rows"][totals.index(min(totals))]["best"]
         assert sum(row["best"] for row in table["rows"]) == 1
     work = survey(parse("causal"), Layout.zigzag(16384, 300), Sizes(dtype=torch.float32))
     row = record["tables"][1]["rows"][2]
     assert (row["layout"], row["transport"]) == ("zigzag", "ring")
     assert row["most_received"] == int(estimate(work, "ring", H100).received.max())
+    row = record["tables"][1]["rows"][3]
+    assert row["reason"] == "transport 'hierarchy': expected nodes of 8 ranks, got 300 ranks"
     assert file.read_bytes()[1:4] == b"PNG"
 
 

@@ -17,6 +17,7 @@ from ranks import Traffic, counted_traffic, on_ranks
 from strategies import patterns
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ringtile.distributed import Layout, make_plan, pieces, ring_attention
@@ -177,13 +178,18 @@ def test_every_rank_gets_all_keys(name: str, layout: str, n_ranks: int) -> None:
 
 
 def check_transport(
-    transport: str, pattern: Pattern, layout: Layout, expected: Expected, **options: Any
+    transport: str,
+    pattern: Pattern,
+    layout: Layout,
+    expected: Expected,
+    nodes: tuple[int, int] | None = None,
+    **options: Any,
 ) -> list[dict[str, Tensor]]:
     """The results of float64, and the same bits twice."""
     problem, grad_lse, _, exact = expected
 
     def run(rank: int) -> list[dict[str, Tensor]]:
-        how = {"transport": transport, **options}
+        how = {"transport": transport, "group": nodes and init_device_mesh("cpu", nodes), **options}
         return [attend_apart(problem, grad_lse, pattern, layout, rank, **how) for _ in range(2)]
 
     found, again = (list(results) for results in zip(*on_ranks(layout.n_ranks, run), strict=True))

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from oracle import relative_error
-from ranks import on_ranks
-from test_distributed import LAYOUTS, N_TOKENS, PATTERNS, attend_apart, expected_of_named, split_results
+import torch._dynamo.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import make_inputs, relative_error
+from ranks import Traffic, counted_traffic, on_ranks, run_processes
+from strategies import patterns
+from test_cost import hardware, seconds
+from test_distributed import (
+    CAUSAL,
+    LAYOUTS,
+    N_TOKENS,
+    PATTERNS,
+    attend_apart,
+    check_transport,
+    expected_of,
+    expected_of_named,
+    split_results,
+)
+from test_ring_processes import check_checkpoints, check_equal, check_second_derivatives, gradients
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+
+from ringtile.distributed import Layout, PlanMismatch, Sizes, attention, make_plan, ring_attention
+from ringtile.distributed.cost import estimate
+from ringtile.distributed.layout import positions_of
+from ringtile.distributed.relays import count_levels, make_relays
+from ringtile.distributed.work import survey
+from ringtile.functional import sparse_attention
+from ringtile.patterns import GlobalTokens, Pattern, Window
+from ringtile.patterns.base import TileGrid
 
 NODES = ((2, 2), (2, 4), (4, 2), (3, 1), (1, 3))
 
@@ -20,8 +46,9 @@ NODES = ((2, 2), (2, 4), (4, 2), (3, 1), (1, 3))
     [
         (name, layout, NODES[(row + column) % 5])
         for row, name in enumerate(PATTERNS)
-        for column, layout in enumerate(["contiguous", "striped", "equal zigzag"])
-    ],
+        for column, layout in enumerate(["striped", "equal zigzag"])
+    ]
+    + [("global tokens", layout, (2, 2)) for layout in ("contiguous", "equal zigzag")],
 )
 def test_nodes_give_the_bits_of_one_process(name: str, layout: str, nodes: tuple[int, int]) -> None:
     problem, grad_lse, whole, exact = expected_of_named(name)
@@ -38,3 +65,200 @@ def test_nodes_give_the_bits_of_one_process(name: str, layout: str, nodes: tuple
     for name, x in results.items():
         assert relative_error(x, exact[name]) < 1e-12, name
         assert all(torch.equal(x, found[name]) for found in others), name
+
+
+def traffic_of(pattern: Pattern, layout: Layout, nodes: tuple[int, int], transport: Any) -> list[list[int]]:
+    """Bytes that each rank sends to other nodes, forward and in both passes."""
+
+    def run(rank: int) -> list[int]:
+        x = torch.ones(1, 1, layout.size(rank), 2, dtype=torch.bfloat16).requires_grad_()
+        group = init_device_mesh("cpu", nodes) if transport == "hierarchy" else None
+        out = ring_attention(x, x, x, pattern, layout=layout, group=group, transport=transport)
+        traffic = local.__dict__.setdefault("traffic", Traffic())
+        forward = traffic.between(rank, nodes[1])
+        out.sum().backward()
+        return [forward, traffic.between(rank, nodes[1])]
+
+    with counted_traffic() as local:
+        return on_ranks(layout.n_ranks, run)
+
+
+@pytest.mark.parametrize("nodes", [(2, 4), (2, 8)])
+def test_a_window_over_four_ranks_crosses_between_nodes_once(nodes: tuple[int, int]) -> None:
+    layout = Layout.contiguous(1024 * nodes[0] * nodes[1], nodes[0] * nodes[1])
+    token = 2 * 2 * 2
+    flat, hierarchy = (traffic_of(CAUSAL & Window(4096), layout, nodes, how) for how in ("exchange", "hierarchy"))
+    # Ranks 4 to 1 before the second node send to 1 to 4 ranks of it, or to one.
+    assert [sum(found) for found in zip(*flat, strict=True)] == [10 * 1024 * token, 20 * 1024 * token]
+    assert [sum(found) for found in zip(*hierarchy, strict=True)] == [4 * 1024 * token, 8 * 1024 * token]
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "layout"),
+    [
+        (name, transport, ("contiguous", "striped", "equal zigzag")[(row + column) % 3])
+        for row, name in enumerate(["window", "global tokens", "documents", "a rule"])
+        for column, transport in enumerate(["hierarchy", "exchange", "gather"])
+    ]
+    + [("causal", "ring", "zigzag"), ("global tokens", "hierarchy", "contiguous")],
+)
+def test_bytes_inside_and_between_nodes_are_predicted(name: str, transport: Any, layout: str) -> None:
+    made, shape = LAYOUTS[layout](N_TOKENS, 6), (3, 2)
+    q, k, v, grad_out = (x.bfloat16() for x in make_inputs(2, 4, N_TOKENS, head_dim=8, kv_heads=2, value_dim=4))
+    figures = hardware(ranks_per_node=2)
+    cost = estimate(survey(PATTERNS[name], made, Sizes(4, 2, 8, 4, batch=2)), transport, figures)
+
+    def run(rank: int) -> dict[str, Any]:
+        leaves = [made.shard(x, rank).clone().requires_grad_() for x in (q, k, v)]
+        group = init_device_mesh("cpu", shape) if transport == "hierarchy" else None
+        how: dict[str, Any] = {"layout": made, "transport": transport, "group": group, "enable_gqa": True}
+        out = ring_attention(*leaves, PATTERNS[name], **how)
+        traffic = local.__dict__.setdefault("traffic", Traffic())
+        sizes = [traffic.to(other) for other in range(6)]
+        found = {"between": traffic.between(rank, 2), "traffic": sizes, "sent": traffic.sent}
+        found |= {"received": traffic.received, "messages": traffic.messages}
+        out.backward(made.shard(grad_out, rank))
+        return found | {"both": [traffic.sent, traffic.received]}
+
+    with counted_traffic() as local:
+        ranks = on_ranks(6, run)
+    for key in ("between", "traffic", "sent", "received", "messages"):
+        assert getattr(cost, key).tolist() == [found[key] for found in ranks], key
+    both = zip(
+        (cost.sent + cost.sent_backward).tolist(), (cost.received + cost.received_backward).tolist(), strict=True
+    )
+    assert list(map(list, both)) == [found["both"] for found in ranks]
+    node = torch.arange(6) // 2
+    mates = cost.traffic.where(node.unsqueeze(1) == node, 0)
+    # A node has two ranks, so a broadcast goes to one other of them.
+    assert torch.equal(cost.inside, mates.sum(1))
+
+
+def test_tokens_cross_first_and_are_handed_on_afterwards() -> None:
+    # Nodes of two ranks: rank 3 gets the tokens of rank 1, and hands them to rank 2, which also needs those of rank 0.
+    layout, window, shard = Layout.contiguous(8192, 8), CAUSAL & Window(2048), 1024 * 2 * 8 * 128 * 2
+    assert seconds(window, layout, "exchange", net_beta=1e9)[0] == pytest.approx(2 * shard / 1e9, rel=1e-3)
+    for passed in seconds(window, layout, "hierarchy", net_beta=1e9):
+        assert passed == pytest.approx(shard / 1e9, rel=1e-3)
+    # Inside the node its own tokens travel first. Backward both travel at once.
+    assert seconds(window, layout, "hierarchy", node_beta=1e9) == pytest.approx(
+        (2 * shard / 1e9, shard / 1e9), rel=1e-3
+    )
+    slow = seconds(window, layout, "hierarchy", node_beta=1e9, net_beta=1e8)
+    assert slow == pytest.approx((11 * shard / 1e9, 11 * shard / 1e9), rel=1e-3)
+    assert seconds(window, layout, "hierarchy", net_alpha=2.0, node_alpha=1.0) == pytest.approx((3, 3), rel=1e-3)
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_relays_of_all_ranks_fit_together(data: st.DataObject) -> None:
+    n_tokens, n_nodes, per_node = (data.draw(st.integers(1, most)) for most in (300, 3, 3))
+    n_ranks, grid = n_nodes * per_node, TileGrid(16, 0, n_tokens, n_tokens)
+    pattern = data.draw(patterns(grid, operators=1))
+    layout = data.draw(st.sampled_from([Layout.contiguous, Layout.zigzag, Layout.striped]))(
+        n_tokens, n_ranks, unit=data.draw(st.sampled_from([1, 5, 16, 32]))
+    )
+    plans = [make_plan(pattern, layout, rank, block=16) for rank in range(n_ranks)]
+    relays = [make_relays(plan, per_node) for plan in plans]
+    assert len({each.fingerprint for each in relays}) == 1
+    levels = count_levels(layout, plans[0].needs, plans[0].is_hot, 16, per_node)
+    assert levels.crossing.tolist() == [list(each.tokens_crossing) for each in relays]
+    assert levels.handed.tolist() == [list(each.tokens_handed) for each in relays]
+    assert levels.direct.tolist() == [[each.plan.tokens_sent[mate] for mate in each.mates] for each in relays]
+    assert {each.is_crossing for each in relays} == {bool(levels.crossing.any())}
+    assert {each.is_direct for each in relays} == {bool(levels.direct.any())}
+    for each in relays:
+        node, number = divmod(each.plan.rank, per_node)
+        # The positions of the tokens that arrive from each node are those that its rank sends, and the tokens that
+        # this rank hands on are those that its mates expect from their owners.
+        owners = [relays[other * per_node + number] for other in range(n_nodes)]
+        arrived = [
+            torch.cat([x[:0], *(x[a:b] for a, b in owner.crossing[node])])
+            for owner, x in ((owner, layout.positions(owner.plan.rank)) for owner in owners)
+        ]
+        assert each.arriving == tuple(map(len, arrived))
+        assert not each.arriving[node]
+        for mate, parts in zip(each.mates, each.handed, strict=True):
+            wire = torch.full((relays[mate].tokens_relayed[number],), -1)
+            for positions, copies in zip(arrived, parts, strict=True):
+                for source, target, length in copies:
+                    wire[target : target + length] = positions[source : source + length]
+            buffer = positions_of(plans[mate].buffer[0])
+            expected = torch.cat([buffer[:0], *(buffer[a:b] for a, b in relays[mate].relayed[number])])
+            assert torch.equal(wire, expected)
+
+
+def test_ranks_that_would_send_other_messages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.contiguous(1024, 4)
+
+    def forged(plan: Any, per_node: int) -> Any:
+        found = make_relays(plan, per_node)
+        return replace(found, crossing=((), ((0, 128),))) if plan.rank == 1 else found
+
+    monkeypatch.setattr(attention, "make_relays", forged)
+
+    def run(rank: int) -> None:
+        x, mesh = torch.randn(1, 1, 256, 4), init_device_mesh("cpu", (2, 2))
+        with pytest.raises(PlanMismatch, match="ring_attention: rank 1 has plan="):
+            ring_attention(x, x, x, CAUSAL & Window(600), layout=layout, group=mesh, transport="hierarchy")
+
+    on_ranks(4, run)
+
+
+def test_a_hierarchy_needs_a_mesh_of_nodes() -> None:
+    def run(rank: int) -> None:
+        x, layout = torch.randn(1, 1, 256, 4), Layout.contiguous(1024, 4)
+        for group in (None, init_device_mesh("cpu", (4,))):
+            with pytest.raises(ValueError, match="group: expected a mesh of nodes and their ranks for the transport"):
+                ring_attention(x, x, x, layout=layout, group=group, transport="hierarchy")
+
+    on_ranks(4, run)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "equal"])
+def test_masks_lengths_and_dropout_cross_between_nodes(layout: str) -> None:
+    problem, mask = make_inputs(3, 2, N_TOKENS, head_dim=8), torch.rand(3, N_TOKENS) < 0.8
+    lengths, made = torch.tensor([N_TOKENS, 0, 450]), LAYOUTS[layout](N_TOKENS, 6)
+    pattern = CAUSAL & (Window(150) | GlobalTokens(40))
+    for options in ({"key_mask": mask, "key_lengths": lengths}, {"dropout_p": 0.3, "seed": 7, "softcap": 2.0}):
+        check_transport("hierarchy", pattern, made, expected_of(pattern, problem, **options), nodes=(3, 2), **options)
+
+
+def nodes(rank: int, size: int) -> None:
+    """Between processes: bits from run to run, one graph, checkpoints and second derivatives."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("node", "gpu"))
+    problem, layout = make_inputs(1, 4, N_TOKENS, head_dim=8, kv_heads=2), Layout.contiguous(N_TOKENS, size)
+    mask = torch.rand(1, N_TOKENS, generator=torch.Generator().manual_seed(0)) < 0.8
+    mine = layout.shard(mask, rank, 1)
+    how: dict[str, Any] = {"layout": layout, "group": mesh["node", "gpu"], "transport": "hierarchy", "enable_gqa": True}
+    pattern = CAUSAL & (Window(200) | GlobalTokens(20))
+
+    def attend(*x: Tensor) -> Tensor:
+        return ring_attention(*x, pattern, key_mask=mine, **how)  # type: ignore[no-any-return]
+
+    def alone(*x: Tensor) -> Tensor:
+        return sparse_attention(*x, pattern, start=0, key_mask=mask, enable_gqa=True)
+
+    whole = gradients(alone, problem)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(attend, fullgraph=True, backend=counter)
+    for _ in range(2):
+        check_equal(gradients(function, problem, layout), whole, layout)
+    assert counter.frame_count == 1
+    found = []
+    for n_threads in (1, 2, 1):
+        torch.set_num_threads(n_threads)
+        found.append(gradients(attend, problem, layout))
+    check_equal(found[0], whole, layout)
+    for others in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(others, found[0], strict=True))
+    check_second_derivatives(attend, alone, problem, layout)
+    window = CAUSAL & Window(150)
+    whole = gradients(lambda *x: sparse_attention(*x, window, start=0, enable_gqa=True), problem)
+    # Three collectives a pass: between nodes, inside, and inside once more.
+    check_checkpoints(lambda *x: ring_attention(*x, window, **how), problem, whole, layout, 3, 3)
+
+
+def test_nodes_of_processes() -> None:
+    outcome = run_processes(4, nodes)
+    assert outcome.exit_codes == [0] * 4, "\n".join(outcome.texts)

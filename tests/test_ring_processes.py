@@ -58,7 +58,12 @@ def check_equal(found: list[Tensor], whole: list[Tensor], layout: Layout) -> Non
 
 
 def check_checkpoints(
-    attend: Callable[..., Tensor], problem: Any, whole: list[Tensor], layout: Layout, forward: int = 1
+    attend: Callable[..., Tensor],
+    problem: Any,
+    whole: list[Tensor],
+    layout: Layout,
+    forward: int = 1,
+    backward: int = 1,
 ) -> None:
     """The documented policy repeats none of the collectives of the forward pass."""
     operators = torch.ops.ringtile
@@ -68,7 +73,7 @@ def check_checkpoints(
         return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     selective = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
-    for options, calls in (({}, 2 * forward + 1), (selective, forward + 1)):
+    for options, calls in (({}, 2 * forward + backward), (selective, forward + backward)):
         with counted_traffic() as local:
             found = gradients(lambda *x, o=options: checkpoint(attend, *x, use_reentrant=False, **o), problem, layout)
             assert local.traffic.calls == ["all_to_all_single"] * calls

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes, flops_per_pair
 from ringtile.distributed.layout import Layout
-from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Transport, count_sent, find_demand
+from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_sent, find_demand
+from ringtile.distributed.relays import count_levels
 from ringtile.distributed.work import Work, split, survey
 from ringtile.patterns import Causal, Pattern
 
@@ -32,6 +33,10 @@ class Cost(NamedTuple):
     received: Tensor
     sent_backward: Tensor
     received_backward: Tensor
+    inside: Tensor
+    """int64 ``[P]``: bytes that each rank sends to ranks of its node in the forward pass, a broadcast counted once."""
+    between: Tensor
+    """int64 ``[P]``: bytes that each rank sends to other nodes in the forward pass, a broadcast once per node."""
     messages: Tensor
     """int64 ``[P]``: messages that each rank sends in the forward pass, a broadcast counted once."""
     peers: Tensor
@@ -61,9 +66,10 @@ class Cost(NamedTuple):
 
 
 def estimate(work: Work, transport: Transport, hardware: Hardware) -> Cost:
-    """Return the cost of one transport.
+    """Return the cost of one transport. A hierarchy has the nodes of the hardware.
 
-    Raises ValueError if the transport does not support the pattern, or ranks cannot build their indices.
+    Raises ValueError if the transport does not support the pattern or the number of ranks, or ranks cannot build their
+    indices.
 
     >>> from ringtile.patterns import Causal, Window
     >>> work = survey(Causal() & Window(4096), Layout.contiguous(1 << 20, 64), Sizes())
@@ -77,7 +83,7 @@ def estimate(work: Work, transport: Transport, hardware: Hardware) -> Cost:
         return _ring(work, hardware)
     if work.reason:
         raise ValueError(work.reason)
-    return _exchange(work, transport, hardware)
+    return _hierarchy(work, hardware) if transport == "hierarchy" else _exchange(work, transport, hardware)
 
 
 LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
@@ -112,58 +118,149 @@ def cheapest_layout(
     return LAYOUTS[min(found, key=lambda pair: pair[0])[1]](n_tokens, n_ranks)
 
 
+class _Rows(NamedTuple):
+    """Seconds of each rank for its rows, float64 ``[P]``, and the tokens of its buffer."""
+
+    own: Tensor
+    """Rows that read the rank's own keys only."""
+    hot: Tensor
+    """Rows that also read broadcast keys."""
+    rest: Tensor
+    n_buffer: Tensor
+    calls: Tensor
+
+    @classmethod
+    def of(cls, work: Work, demand: Demand, hardware: Hardware, *, gather: bool) -> tuple[_Rows, _Rows]:
+        """Return those of the forward and of the backward pass."""
+        grid, parts = work.grid, split(work, gather=gather)
+        arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
+        n_buffer = torch.zeros(work.layout.n_ranks, dtype=torch.int64)
+        for part in (parts.needs_all | arrives, parts.needs_hot):
+            n_buffer += part.sum(1) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
+        # Seconds per multiplication or addition of ranks that share processors.
+        turn = _shared(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
+        pairs = parts.own_pairs, parts.hot_pairs, work.pairs - parts.own_pairs - parts.hot_pairs
+
+        def rows(per_pair: int) -> _Rows:
+            own, hot, rest = (n * per_pair * turn for n in pairs)
+            return cls(own, hot, rest, n_buffer, parts.calls)
+
+        forward, backward = flops_per_pair(work.sizes)
+        return rows(forward), rows(backward)
+
+    def around(self, moved: Tensor, token: int, hardware: Hardware) -> Tensor:
+        """Return the seconds of copies and calls, float64 ``[P]``."""
+        return _shared(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
+
+
 def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     layout, sizes, grid, demand = work.layout, work.sizes, work.grid, work.demand
-    n_ranks, block = layout.n_ranks, grid.block
-    if transport == "gather":
+    n_ranks, is_gather = layout.n_ranks, transport == "gather"
+    if is_gather:
         demand = find_demand(work.pattern, layout, grid, gather=True)
-    hot, cold = count_sent(layout, demand.needs, demand.is_hot, block)
+    hot, cold = count_sent(layout, demand.needs, demand.is_hot, grid.block)
     others_hot = hot.sum() - hot
     token = sizes.width * sizes.dtype.itemsize
     wide = sizes.width * sizes.accumulator.itemsize
     sent, received = cold.sum(1), cold.sum(0)
-    parts = split(work, gather=transport == "gather")
-    arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
-    n_buffer = torch.zeros(n_ranks, dtype=torch.int64)
-    for part in (parts.needs_all | arrives, parts.needs_hot):
-        n_buffer += part.sum(1) * block - part[:, -1] * (-grid.n_keys % block)
-    n_broadcasts = int((hot > 0).sum())
+    rows, back = _Rows.of(work, demand, hardware, gather=is_gather)
     linked = (cold > 0) | (cold.T > 0) | (hot > 0) | (hot > 0).unsqueeze(1)
     peers = linked.fill_diagonal_(False).sum(1)
     traffic = (cold + hot.unsqueeze(1)).fill_diagonal_(0) * token
+    node = _nodes(n_ranks, hardware)
+    is_inside = node.unsqueeze(1) == node
+    n_mates = is_inside.sum(1)
     # A broadcast crosses every kind of link. They run one after another.
-    alpha, beta = _slowest(n_ranks, hardware)
-    steps = n_broadcasts * ceil(log2(n_ranks)) if n_ranks > 1 else 0
-    times, times_back = _broadcast_times(n_ranks, hardware)
+    link, n_broadcasts = _slowest(n_ranks, hardware), int((hot > 0).sum())
+    hot_wire, hot_wire_back = _broadcasts(n_ranks, n_broadcasts, int(hot.sum()), token, wide, link, hardware)
     cold_wire, cold_wire_back = (_all_to_all(traffic * token, hardware) for traffic in (cold, cold.T))
-    hot_wire = steps * alpha + times * int(hot.sum()) * token / beta
-    hot_wire_back = steps * alpha + times_back * int(hot.sum()) * wide / beta
-    moved = sent + received + hot.sum() + n_buffer
-    around = _shared(2 * moved * token / hardware.memory + parts.calls * hardware.call, hardware)
-    # Seconds per multiplication or addition of ranks that share processors.
-    turn = _shared(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
-    pairs = parts.own_pairs, parts.hot_pairs, work.pairs - parts.own_pairs - parts.hot_pairs
-    times_of = ([n * each * turn for n in pairs] for each in flops_per_pair(sizes))
-    (own, with_hot, rest), (own_back, with_hot_back, rest_back) = times_of
+    moved = sent + received + hot.sum() + rows.n_buffer
+    around = rows.around(moved, token, hardware)
     # Own rows run beside the broadcasts, and rows with broadcast keys beside the other exchange.
-    forward = torch.maximum(own.clamp(min=hot_wire) + with_hot, hot_wire + cold_wire) + rest
+    forward = torch.maximum(rows.own.clamp(min=hot_wire) + rows.hot, hot_wire + cold_wire) + rows.rest
     # Backward the other way around.
-    backward = torch.maximum(with_hot_back, cold_wire_back)
-    backward = torch.maximum(with_hot_back + own_back, backward + hot_wire_back)
+    backward = torch.maximum(back.hot, cold_wire_back)
+    backward = torch.maximum(back.hot + back.own, backward + hot_wire_back)
     return Cost(
         transport,
         (sent + hot) * token,
         (received + others_hot) * token,
         received * token + others_hot * wide,
         sent * token + hot * wide,
+        ((cold * is_inside).sum(1) + hot * (n_mates > 1)) * token,
+        ((cold * ~is_inside).sum(1) + hot * int(node.max())) * token,
         (cold > 0).sum(1) + (hot > 0),
         peers,
         work.tiles,
         work.pairs.double() * flops_per_pair(sizes)[0],
-        (sent + received + hot.sum() + n_buffer) * token,
+        moved * token,
         around + forward,
-        around + rest_back + backward,
+        around + back.rest + backward,
         traffic,
+    )
+
+
+def _hierarchy(work: Work, hardware: Hardware) -> Cost:
+    layout, sizes, demand = work.layout, work.sizes, work.demand
+    n_ranks, per_node = layout.n_ranks, min(hardware.ranks_per_node, layout.n_ranks)
+    if n_ranks % per_node:
+        raise ValueError(f"transport 'hierarchy': expected nodes of {per_node} ranks, got {n_ranks} ranks")
+    n_nodes = n_ranks // per_node
+    token = sizes.width * sizes.dtype.itemsize
+    wide = sizes.width * sizes.accumulator.itemsize
+    hot, _ = count_sent(layout, demand.needs, demand.is_hot, work.grid.block)
+    crossing, direct, kept_or_handed = count_levels(layout, demand.needs, demand.is_hot, work.grid.block, per_node)
+    # From node, from number, to node or number. What a rank hands to itself does not travel.
+    shape = (n_nodes, per_node)
+    n_kept = kept_or_handed.unflatten(0, shape).diagonal(dim1=1, dim2=2).flatten()
+    handed = kept_or_handed.clone()
+    handed.unflatten(0, shape).diagonal(dim1=1, dim2=2).zero_()
+    arriving = crossing.unflatten(0, shape).permute(2, 1, 0).flatten(0, 1)
+    direct_in, handed_in = (x.unflatten(0, shape).transpose(1, 2).flatten(0, 1) for x in (direct, handed))
+    # The broadcasts of all ranks with one number, for each rank.
+    of_number = hot.view(shape).sum(0).repeat(n_nodes)
+    sent = crossing.sum(1) + direct.sum(1) + handed.sum(1)
+    received = arriving.sum(1) + direct_in.sum(1) + handed_in.sum(1)
+    others_hot = hot.sum() - hot
+    net, node = (hardware.net_alpha, hardware.net_beta), (hardware.node_alpha, hardware.node_beta)
+    across = _wires(crossing, arriving, token, net)
+    straight, inside = (_wires(*way, token, node) for way in ((direct, direct_in), (handed, handed_in)))
+    n_outer, n_inner = int((hot.view(shape) > 0).sum(0).max()), int((of_number[:per_node] > 0).sum())
+    outer, outer_back = _broadcasts(n_nodes, n_outer, int(of_number.max()), token, wide, net, hardware)
+    inner, inner_back = _broadcasts(per_node, n_inner, int(hot.sum()), token, wide, node, hardware)
+    rows, back = _Rows.of(work, demand, hardware, gather=False)
+    moved = sent + received + 2 * n_kept + hot.sum() + rows.n_buffer
+    around = rows.around(moved, token, hardware)
+    # Own rows run beside all that leaves at once, and rows with broadcast keys beside all but the broadcasts.
+    forward = torch.maximum(rows.own.clamp(min=outer) + inner + rows.hot, outer + across)
+    forward = torch.maximum(forward, straight) + inside + rows.rest
+    # Backward the other way around.
+    backward = torch.maximum(back.hot, inside) + inner_back
+    backward = torch.maximum(backward + torch.maximum(back.own, across + outer_back), straight)
+    traffic = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
+    by_level = traffic.view(*shape, *shape)
+    # From node, from number, to node, to number.
+    to_nodes = (crossing + hot.unsqueeze(1)).unflatten(0, shape)
+    to_mates = (direct + handed + of_number.unsqueeze(1)).unflatten(0, shape)
+    by_level.diagonal(dim1=1, dim2=3).add_(to_nodes.transpose(1, 2))
+    by_level.diagonal(dim1=0, dim2=2).add_(to_mates.permute(1, 2, 0))
+    traffic.fill_diagonal_(0)
+    return Cost(
+        "hierarchy",
+        (sent + hot + of_number) * token,
+        (received + others_hot) * token,
+        received * token + others_hot * wide,
+        sent * token + (hot + of_number) * wide,
+        (direct.sum(1) + handed.sum(1) + of_number * (per_node > 1)) * token,
+        (crossing.sum(1) + hot * (n_nodes - 1)) * token,
+        sum((x > 0).sum(1) for x in (crossing, direct, handed)) + (hot > 0) + (of_number > 0),
+        ((traffic > 0) | (traffic.T > 0)).sum(1),
+        work.tiles,
+        work.pairs.double() * flops_per_pair(sizes)[0],
+        moved * token,
+        around + forward,
+        around + back.rest + backward,
+        traffic * token,
     )
 
 
@@ -198,12 +295,16 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
     rank = torch.arange(n_ranks)
     traffic = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
     traffic[rank, (rank + 1) % n_ranks] = hops * longest * token
+    node = _nodes(n_ranks, hardware)
+    stays = node == node.roll(-1)
     return Cost(
         "ring",
         ones * hops * longest * token,
         ones * hops * longest * token,
         ones * longest * (hops * token + home * wide),
         ones * longest * (hops * token + home * wide),
+        stays * hops * longest * token,
+        ~stays * hops * longest * token,
         ones * hops,
         ones * min(hops, 2),
         work.tiles,
@@ -217,7 +318,7 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
 
 def _shared(seconds: Tensor, hardware: Hardware) -> Tensor:
     """Return when each rank ends, float64 ``[P]``, if the ranks of a node share its processors evenly."""
-    node = torch.arange(len(seconds)) // hardware.ranks_per_node
+    node = _nodes(len(seconds), hardware)
     ranks = torch.bincount(node)[node]
     work = torch.zeros(len(seconds), dtype=torch.float64).index_add_(0, node, seconds.double())[node]
     # All take turns until the work is done, or until the longest has a processor of its own.
@@ -225,9 +326,32 @@ def _shared(seconds: Tensor, hardware: Hardware) -> Tensor:
     return torch.minimum(seconds * turns, torch.maximum(seconds, work / hardware.processors_per_node))
 
 
+def _nodes(n_ranks: int, hardware: Hardware) -> Tensor:
+    """Return the node of each rank, int64 ``[P]``."""
+    return torch.arange(n_ranks) // hardware.ranks_per_node
+
+
+def _wires(sent: Tensor, received: Tensor, token: int, link: tuple[float, float]) -> Tensor:
+    """Return the seconds of each rank for the tokens that it sends to others and receives, float64 ``[P]``."""
+    messages = torch.maximum((sent > 0).sum(1), (received > 0).sum(1))
+    alpha, beta = link
+    return messages.double() * alpha + torch.maximum(sent.sum(1), received.sum(1)) * token / beta
+
+
+def _broadcasts(
+    n_ranks: int, count: int, tokens: int, token: int, wide: int, link: tuple[float, float], hardware: Hardware
+) -> tuple[float, float]:
+    """Return the seconds of broadcasts one after another, and of the sums on the ways back."""
+    if n_ranks == 1:
+        return 0.0, 0.0
+    times, times_back = _broadcast_times(n_ranks, hardware)
+    (alpha, beta), steps = link, count * ceil(log2(n_ranks))
+    return steps * alpha + times * tokens * token / beta, steps * alpha + times_back * tokens * wide / beta
+
+
 def _broadcast_times(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
     """Return how often a link carries the whole message of a broadcast and of a reduce to one rank."""
-    if not hardware.has_trees or n_ranks == 1:
+    if not hardware.has_trees:
         return 1, 1
     # A tree of sends, and a ring that leaves each rank a part of the sum, which it sends on.
     return ceil(log2(n_ranks)), 2 * (n_ranks - 1) / n_ranks
@@ -242,7 +366,7 @@ def _slowest(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
 
 def _all_to_all(traffic: Tensor, hardware: Hardware) -> Tensor:
     """Return the seconds of each rank, float64 ``[P]``, for bytes ``[P, P]`` from rank to rank."""
-    node = torch.arange(len(traffic)) // hardware.ranks_per_node
+    node = _nodes(len(traffic), hardware)
     inside = node.unsqueeze(1) == node
     seconds = []
     for part, alpha, beta in (

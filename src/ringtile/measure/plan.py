@@ -29,7 +29,31 @@ _MAX_TOKENS = 1 << 28
 """A striped layout of more tokens has millions of runs."""
 
 _WIDTH = 118
-_COLUMNS = ("layout", "transport", "received", "sent", "messages", "peers", "balance", "buffer", "forward", "backward")
+_COLUMNS = (
+    "layout",
+    "transport",
+    "received",
+    "sent",
+    "between nodes",
+    "messages",
+    "peers",
+    "balance",
+    "buffer",
+    "forward",
+    "backward",
+)
+
+_MOST = (
+    "sent",
+    "received",
+    "sent_backward",
+    "received_backward",
+    "inside",
+    "between",
+    "messages",
+    "peers",
+    "buffer",
+)
 
 
 class Row(NamedTuple):
@@ -165,6 +189,8 @@ def _table(rule: Pattern, n_tokens: int, n_ranks: int, layouts: list[str], sizes
         work = survey(rule, LAYOUTS[name](n_tokens, n_ranks), sizes)
         automatic[name] = work.automatic
         for transport in TRANSPORTS:
+            if transport == "hierarchy" and n_ranks <= hardware.ranks_per_node:
+                continue
             try:
                 rows.append(Row(name, estimate(work, transport, hardware), transport, ""))
             except ValueError as error:
@@ -189,7 +215,7 @@ def _cells(row: Row) -> Iterator[str]:
     cost = row.cost
     assert cost is not None
     yield from (row.layout, row.transport)
-    yield from (bytes_text(int(x.max())) for x in (cost.received, cost.sent))
+    yield from (bytes_text(int(x.max())) for x in (cost.received, cost.sent, cost.between))
     yield from (f"{int(x.max()):,}" for x in (cost.messages, cost.peers))
     yield f"{cost.balance:.2f}"
     yield bytes_text(int(cost.buffer.max()))
@@ -235,8 +261,19 @@ def _record(table: Table) -> dict[str, object]:
         if row.cost is None:
             found["reason"] = row.reason
         else:
-            for name in ("sent", "received", "sent_backward", "received_backward", "messages", "peers", "buffer"):
+            for name in (
+                "sent",
+                "received",
+                "sent_backward",
+                "received_backward",
+                "inside",
+                "between",
+                "messages",
+                "peers",
+                "buffer",
+            ):
                 found[f"most_{name}"] = int(getattr(row.cost, name).max())
+            found["total_between"] = int(row.cost.between.sum())
             found["balance"] = row.cost.balance
             found["model_seconds"] = {name: float(getattr(row.cost, name).max()) for name in ("forward", "backward")}
         rows.append(found)

@@ -23,6 +23,9 @@ from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, make_
 from ringtile.distributed.process_groups import Axes, axes_of
 from ringtile.distributed.relays import Relays, make_relays
 from ringtile.distributed.ring import Ring, ring
+from ringtile.distributed.ulysses import HeadPlan, HeadTrade
+from ringtile.distributed.wires import from_octets, to_octets
+from ringtile.functional import sparse_attention
 from ringtile.functional.attention import (
     Keywords,
     check_options,
@@ -34,13 +37,15 @@ from ringtile.functional.attention import (
     without_autocast,
 )
 from ringtile.kernels.contracts import Call, lacking
+from ringtile.layout.build import check_counts
 from ringtile.patterns import Causal, Pattern, parse
+from ringtile.patterns.base import TileGrid
 
 _SILENCE = 5.0
 """Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
 that are busy or swap stand still for a second."""
 
-CHOICES = ("auto", *TRANSPORTS)
+CHOICES = ("auto", *TRANSPORTS, "ulysses")
 
 
 class Options(Keywords, total=False):
@@ -54,19 +59,22 @@ class Options(Keywords, total=False):
     batch_at: Tensor | None
 
 
-_exchanges: OrderedDict[tuple[Any, ...], Exchange] = OrderedDict()
-by_number: dict[int, Exchange] = {}
+_exchanges: OrderedDict[tuple[Any, ...], Exchange | HeadTrade] = OrderedDict()
+by_number: dict[int, Any] = {}
 _lock = Lock()
 _EXCHANGES = 256
 
 
-def exchange_of(plan: Routes | Relays, *groups: dist.ProcessGroup) -> Exchange:
-    """Return the exchange of a plan in a process group, or of relays in the groups of `Axes`, made once."""
+def exchange_of(plan: Routes | Relays | HeadPlan, *groups: dist.ProcessGroup) -> Exchange | HeadTrade:
+    """Return the exchange of a plan in its groups, made once."""
     place = plan, *map(ref, groups)
     with _lock:
         found = _exchanges.get(place)
         if found is None:
-            found = Hierarchy(plan, Axes(*groups)) if isinstance(plan, Relays) else Exchange(plan, *groups)
+            if isinstance(plan, HeadPlan):
+                found = HeadTrade(plan, *groups)
+            else:
+                found = Hierarchy(plan, Axes(*groups)) if isinstance(plan, Relays) else Exchange(plan, *groups)
             _exchanges[place] = found
             by_number[found.number] = found
             if len(_exchanges) > _EXCHANGES:
@@ -139,7 +147,7 @@ def ring_attention(
     *,
     layout: Layout,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    transport: Literal["auto", "exchange", "gather", "ring", "hierarchy"] = "auto",
+    transport: Literal["auto", "exchange", "gather", "ring", "hierarchy", "ulysses"] = "auto",
     overlap: bool = True,
     check_finite: bool | str = False,
     return_lse: bool = False,
@@ -158,14 +166,16 @@ def ring_attention(
         pattern: Which pairs to keep, by position. Default: all.
         layout: Which tokens each rank holds.
         group: Process group with as many ranks as the layout, or a mesh with one dimension. Default: all ranks. A
-            "hierarchy" needs a mesh with two, ``init_device_mesh(device, (nodes, ranks_per_node))``, and the layout
-            counts the ranks node by node.
+            "hierarchy" needs a mesh with two, ``init_device_mesh(device, (nodes, ranks_per_node))``, and "ulysses"
+            accepts one. The layout counts its ranks row by row.
         transport: How keys travel. "exchange": each rank sends to each other what that one needs, all at once.
             "gather": every rank gets all keys. "ring": keys pass from rank to rank, in memory for two ranks' keys, and
             parts are merged by lse. It is for all pairs and causal, without dropout, ALiBi, second derivatives and
             ``torch.compile``. "hierarchy": an exchange on a mesh of nodes and their ranks. A token crosses to a node
-            once, and is handed on inside it. Default: "ring" if it supports the call, otherwise "exchange", unless a
-            rank would send more tokens than there are: then "gather".
+            once, and is handed on inside it. "ulysses": ranks exchange heads for tokens, and each computes H / P heads
+            of all tokens. On a mesh with two dimensions the ranks of a row do, and keys travel between rows as by
+            default. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send more tokens
+            than there are: then "gather".
         overlap: While keys travel, compute the rows that do not need them. The results are the same bits. A ring always
             overlaps.
         check_finite: Look for NaN and infinity in the rank's keys and values before they travel. A string names the
@@ -178,7 +188,8 @@ def ring_attention(
         The output ``[B, H, n, Dv]``. With ``return_lse``, also the lse.
 
     Raises:
-        ValueError: If an argument is invalid, or a key or value is not finite and ``check_finite`` is set.
+        ValueError: If an argument is invalid, the ranks that exchange heads do not divide them, or a key or value is
+            not finite and ``check_finite`` is set.
         PlanMismatch: At every rank, if ranks call with different patterns, layouts, shapes, dtypes or transports. They
             compare them once, before the first data moves.
         RankLost: If a rank fails, dies or does not come. The message names it.
@@ -208,6 +219,9 @@ def ring_attention(
     if check_finite:
         check_keys_finite(key, value, layout, rank, check_finite)
     shapes = shapes_of(query, key, value)
+    if transport == "ulysses":
+        rows = key_mask, lengths, sinks
+        return _by_heads((query, key, value), rule, layout, ranks, rows, call, overlap, return_lse)
     mode = "ring" if transport == "auto" and not against and n_ranks > 1 else transport
     # Dynamo passes on no pattern that it has made, but its text.
     planned = rule.text if torch.compiler.is_compiling() and rule.text else rule
@@ -228,6 +242,94 @@ def ring_attention(
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def _by_heads(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    rule: Pattern,
+    layout: Layout,
+    ranks: Ranks,
+    rows: tuple[Tensor | None, Tensor | None, Tensor | None],
+    call: Call,
+    overlap: bool,
+    return_lse: bool,
+) -> Any:
+    """Attend with heads exchanged for tokens. ``rows`` are the key mask, the key lengths and the sinks."""
+    operators, shapes = torch.ops.ringtile, shapes_of(*tensors)
+    key_mask, lengths, sinks = rows
+    planned = rule.text if torch.compiler.is_compiling() and rule.text else rule
+    facts = shapes, str(tensors[0].dtype), key_mask is not None, return_lse
+    compiled_on = tensors[0].device if torch.compiler.is_compiling() else None
+    trade = by_number[_dealt(planned, layout, ranks, *facts, compiled_on)]
+    query, key, value = operators.to_heads(tensors, "qkk", trade.number)
+    if trade.key_at is not None:
+        key, value = (x[:, trade.key_at] for x in (key, value))
+    if key_mask is not None:
+        (octets,) = operators.to_heads([to_octets(key_mask)], "m", trade.number)
+        key_mask = from_octets(octets, len(key_mask))
+    begin, end = trade.heads
+    head_at = torch.arange(shapes[1], device=query.device) if call.head_at is None else call.head_at
+    options: dict[str, Any] = {
+        "key_mask": key_mask,
+        "key_lengths": lengths,
+        "sinks": None if sinks is None else sinks[begin:end],
+        "alibi_slopes": None if call.alibi_slopes is None else call.alibi_slopes[begin:end],
+        "head_at": head_at[begin:end],
+        **{name: getattr(call, name) for name in ("dropout_p", "seed", "scale", "softcap", "batch_at")},
+        "backend": call.backend or None,
+        "enable_gqa": True,
+        "return_lse": True,
+    }
+    if isinstance(ranks, DeviceMesh):
+        place: dict[str, Any] = {"layout": trade.rows, "group": ranks.get_group(0), "overlap": overlap}
+        out, lse = ring_attention(query, key, value, trade.rule, **place, **options)
+    else:
+        out, lse = sparse_attention(query, key, value, trade.index or trade.rule, start=0, **options)
+    if not return_lse:
+        return operators.to_tokens([out], "q", trade.number)[0]
+    lse = lse.unsqueeze(-1)
+    if out.dtype == lse.dtype:
+        out, lse = operators.to_tokens([out, lse], "qq", trade.number)
+    else:
+        out, lse = (operators.to_tokens([x], "q", trade.number)[0] for x in (out, lse))
+    return out, lse.squeeze(-1)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _dealt(
+    pattern: Pattern | str,
+    layout: Layout,
+    ranks: Ranks,
+    shapes: tuple[int, ...],
+    dtype: str,
+    has_mask: bool,
+    returns_lse: bool,
+    compiled_on: torch.device | None,
+) -> int:
+    """Return the number of a call's exchange of heads, after a comparison with the other ranks."""
+    pattern = parse(pattern) if isinstance(pattern, str) else pattern
+    found, every = real_mesh(ranks), real_group(ranks)
+    row = axes_of(found).inner if isinstance(found, DeviceMesh) else every
+    check_counts(pattern, shapes[1], shapes[0])
+    pattern.validate(TileGrid(128, 0, layout.n_tokens, layout.n_tokens))
+    plan = HeadPlan(pattern, layout, every.rank(), row.size(), *shapes[:3])
+    compare(
+        every,
+        "ring_attention",
+        layout,
+        shapes,
+        dtype,
+        pattern=pattern.text or type(pattern).__name__,
+        transport="ulysses",
+        ranks_per_row=row.size(),
+        key_mask=has_mask,
+        return_lse=returns_lse,
+    )
+    trade = exchange_of(plan, row, every)
+    assert isinstance(trade, HeadTrade)
+    if compiled_on is not None and row is every:
+        trade.build(compiled_on)
+    return trade.number
 
 
 def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: Ranks) -> tuple[int, int]:

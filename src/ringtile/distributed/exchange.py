@@ -24,17 +24,19 @@ from ringtile.distributed.wires import (
     back,
     copy,
     cut,
+    from_octets,
     gather,
     gathered,
     of_ranks,
     scatter,
+    to_octets,
     width_of,
 )
 from ringtile.kernels.contracts import accumulator
 
 FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
 
-_numbers = itertools.count()
+numbers = itertools.count()
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 _in_flight: dict[int, Works] = {}
 
@@ -99,7 +101,7 @@ class Exchange:
         self.plan = plan
         # A group that was destroyed keeps its connections as long as it is referred to.
         self._group = ref(group)
-        self.number = next(_numbers)
+        self.number = next(numbers)
         _exchanges[self.number] = self
 
     @property
@@ -241,7 +243,7 @@ def there(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 def _start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
     received, works = _exchanges[number].start((k, v))
-    ticket = next(_numbers)
+    ticket = next(numbers)
     _in_flight[ticket] = works
     return received, torch.tensor([ticket])
 
@@ -269,14 +271,10 @@ def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor
 
 
 def _cast_bits(keep: Tensor, number: int) -> Tensor:
-    """Exchange bool ``[B, n]``, eight batch elements to a byte."""
-    places = 2 ** torch.arange(8, device=keep.device)
-    octets = torch.nn.functional.pad(keep.T, (0, -len(keep) % 8)).unflatten(1, (-1, 8))
-    words = ((octets * places).sum(2).to(torch.uint8)[None, None],)
-    exchange = _exchanges[number]
+    """Exchange bool ``[B, n]``."""
+    exchange, words = _exchanges[number], (to_octets(keep),)
     (buffer,) = exchange.finish(words, *exchange.start(words))
-    bits = buffer[0, 0].unsqueeze(2).long() // places % 2
-    return bits.flatten(1)[:, : len(keep)].T.bool()
+    return from_octets(buffer, len(keep))
 
 
 def _fake_start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -262,6 +262,9 @@ def _missing(store: Any, keys: Sequence[str], seconds: float) -> list[int]:
 
 def _lost(watcher: Watcher | None, what: str, error: RuntimeError) -> RankLost:
     line = watcher.blame(error) if watcher else None
+    if line is None and watcher:
+        # The rank at the other end can have left because of one that only another group watches.
+        line = next((other.verdict for other in _watchers() if other.verdict), None)
     if line is None:
         hint = "" if watcher else "; watch() on every rank tells which"
         line = f"{what}: a rank is lost{hint}: {first_line(error)}"
@@ -273,7 +276,7 @@ def _publishing(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         previous(kind, error, trace)
-        watchers = [member.watcher for member in list(_members.values()) if member.watcher]
+        watchers = _watchers()
         for watcher in watchers:
             watcher.fail(error)
             watcher.leave()
@@ -282,6 +285,10 @@ def _publishing(previous: Callable[..., Any]) -> Callable[..., Any]:
 
     hook.publishes_failures = True  # type: ignore[attr-defined]
     return hook
+
+
+def _watchers() -> list[Watcher]:
+    return [member.watcher for member in list(_members.values()) if member.watcher]
 
 
 def _leave_at_exit(watcher: Watcher) -> None:

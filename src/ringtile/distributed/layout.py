@@ -81,6 +81,19 @@ class Layout:
         """Number of ranks."""
         return len(self.runs)
 
+    def merged(self, size: int) -> Layout:
+        """Return the layout in which ``size`` ranks that follow each other are one, with the tokens of all of them.
+
+        Raises ValueError if ``size`` does not divide the number of ranks.
+
+        >>> Layout.striped(8, 4, unit=1).merged(2).runs
+        (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+        """
+        if type(size) is not int or size < 1 or self.n_ranks % size:
+            raise ValueError(f"size: expected a divisor of {self.n_ranks} ranks, got {size!r}")
+        rows = (self.runs[first : first + size] for first in range(0, self.n_ranks, size))
+        return Layout(self.n_tokens, tuple(tuple(sorted(sum(runs, ()))) for runs in rows))
+
     def size(self, rank: int) -> int:
         """Return the number of tokens of a rank."""
         return count_tokens(self.runs[rank])

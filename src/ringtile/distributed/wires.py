@@ -125,3 +125,19 @@ def scatter(targets: Tensors, sources: Tensors, places: Places, *, add: bool = F
         for target, source in zip(targets, sources, strict=True):
             _put(target[:, :, begin:end], source[:, :, at : at + end - begin], add)
         at += end - begin
+
+
+def to_octets(keep: Tensor) -> Tensor:
+    """Return bool ``[B, n]`` as bytes ``[1, 1, n, ceil(B / 8)]``, eight batch elements to each."""
+    octets: Tensor = torch.nn.functional.pad(keep.T, (0, -len(keep) % 8)).unflatten(1, (-1, 8))
+    return (octets * _places(keep)).sum(2).to(torch.uint8)[None, None]
+
+
+def from_octets(octets: Tensor, batch: int) -> Tensor:
+    """Return what `to_octets` was given."""
+    bits = octets[0, 0].unsqueeze(2).long() // _places(octets) % 2
+    return bits.flatten(1)[:, :batch].T.bool()
+
+
+def _places(x: Tensor) -> Tensor:
+    return torch.pow(2, torch.arange(8, device=x.device))

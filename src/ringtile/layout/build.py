@@ -309,9 +309,7 @@ def build_index(
     _checked_count("num_heads", num_heads, 1, MAX_HEADS)
     _checked_count("batch", batch, 1)
     _checked_count("max_bytes", max_bytes, 1)
-    for name, count, expected in (("num_heads", num_heads, pattern.num_heads), ("batch", batch, pattern.batch_size)):
-        if expected is not None and count != expected:
-            raise ValueError(f"{name}: {shortened(pattern)} is written for {expected}, got {name}={count}")
+    check_counts(pattern, num_heads, batch)
     if block == "auto":
         return _choose_block(pattern, n_queries, n_keys, start, num_heads, batch, device, max_bytes)
     if type(block) is not int or block not in BLOCKS:
@@ -333,6 +331,13 @@ def build_index(
             index = _build(pattern, grid, num_heads, batch, rows, budget, grid)
         index = _cache.put(key, lengths, index)
     return index
+
+
+def check_counts(pattern: Pattern, num_heads: int, batch: int) -> None:
+    """Raise ValueError if a pattern is written for other numbers of heads or batch elements."""
+    for name, count, expected in (("num_heads", num_heads, pattern.num_heads), ("batch", batch, pattern.batch_size)):
+        if expected is not None and count != expected:
+            raise ValueError(f"{name}: {shortened(pattern)} is written for {expected}, got {name}={count}")
 
 
 def _choose_block(

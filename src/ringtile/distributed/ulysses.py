@@ -1,0 +1,262 @@
+"""Exchange heads for tokens (DeepSpeed Ulysses): ranks that hold other tokens come to hold other heads of all these.
+
+On a mesh with two dimensions the ranks of a row exchange heads, and then hold the tokens of the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringtile.distributed.exchange import library, numbers, there
+from ringtile.distributed.faults import wait
+from ringtile.distributed.layout import Layout, Run, count_tokens
+from ringtile.distributed.runs import placed, with_starts
+from ringtile.distributed.wires import Tensors, all_to_all, cut, gather, of_ranks, scatter, width_of
+from ringtile.functional.compacted import for_heads
+from ringtile.kernels.contracts import accumulator
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Pattern
+
+# `kinds` has a letter per tensor: "q" if its heads are those of the queries, "k" for those of the keys, and "m" for one
+# head that all ranks get, as of a key mask.
+library.define("to_heads(Tensor[] xs, str kinds, int trade) -> Tensor[]")
+library.define("to_tokens(Tensor[] xs, str kinds, int trade) -> Tensor[]")
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Which heads and tokens a rank exchanges with the others of its row."""
+
+    pattern: Pattern
+    """Pattern of all heads."""
+    layout: Layout
+    """Tokens of the ranks of all rows."""
+    rank: int
+    """This rank, counted in the layout."""
+    n_ranks: int
+    """Number of ranks of a row."""
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.n_ranks:
+            degrees = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0)
+            raise ValueError(
+                f"query: expected a number of heads that {self.n_ranks} ranks can share equally, got {self.num_heads}; "
+                f"degrees that divide it: {degrees}"
+            )
+
+    @property
+    def me(self) -> int:
+        """This rank, counted in its row."""
+        return self.rank % self.n_ranks
+
+    @cached_property
+    def rows(self) -> Layout:
+        """Tokens of each row."""
+        return self.layout.merged(self.n_ranks)
+
+    @property
+    def row(self) -> int:
+        """Number of this rank's row."""
+        return self.rank // self.n_ranks
+
+    @cached_property
+    def places(self) -> tuple[tuple[Run, ...], ...]:
+        """The places of each rank's tokens in those of the row."""
+        held = with_starts(self.rows.runs[self.row])
+        first = self.row * self.n_ranks
+        return tuple(placed(runs, held) for runs in self.layout.runs[first : first + self.n_ranks])
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Number of tokens of each rank of the row."""
+        return tuple(map(count_tokens, self.places))
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of this rank."""
+        return self.tokens[self.me]
+
+    @property
+    def n_row(self) -> int:
+        """Number of tokens of this rank's row."""
+        return sum(self.tokens)
+
+    @cached_property
+    def heads(self) -> dict[str, tuple[Run, ...]]:
+        """For each kind the heads that each rank gets."""
+        count, shared = self.num_heads // self.n_ranks, self.num_heads // self.num_kv_heads
+        queries = tuple((rank * count, rank * count + count) for rank in range(self.n_ranks))
+        keys = tuple((begin // shared, (end - 1) // shared + 1) for begin, end in queries)
+        return {"q": queries, "k": keys, "m": ((0, 1),) * self.n_ranks}
+
+    @property
+    def is_shared(self) -> bool:
+        """True if several ranks have the same key head."""
+        return self.num_kv_heads % self.n_ranks > 0
+
+    @cached_property
+    def key_at(self) -> list[int] | None:
+        """The own key head of each group of query heads, if not equally many query heads share each; otherwise None.
+
+        >>> from ringtile.patterns import Dense
+        >>> HeadPlan(Dense(), Layout.contiguous(1024, 4), 1, 4, 1, 12, 6).key_at
+        [0, 1, 1]
+        """
+        (begin, end), (first, last) = (self.heads[kind][self.me] for kind in "qk")
+        shared = self.num_heads // self.num_kv_heads
+        alike = gcd(end - begin, shared)
+        found = [head // shared - first for head in range(begin, end, alike)]
+        return None if found == list(range(last - first)) else found
+
+    @cached_property
+    def rule(self) -> Pattern:
+        """The pattern of this rank's heads."""
+        return for_heads(self.pattern, tuple(range(*self.heads["q"][self.me])), self.num_heads)
+
+
+_trades: WeakValueDictionary[int, HeadTrade] = WeakValueDictionary()
+
+
+class HeadTrade:
+    """The collectives of one `HeadPlan` among the ranks of a row. Operators know it by its number."""
+
+    def __init__(self, plan: HeadPlan, row: dist.ProcessGroup, every: dist.ProcessGroup) -> None:
+        self.plan = plan
+        # Computed here: Dynamo reads them.
+        self.heads, self.key_at = plan.heads["q"][plan.me], plan.key_at
+        self.rows, self.rule = plan.rows, plan.rule
+        self.index: BlockIndex | None = None
+        # A group that was destroyed keeps its connections as long as it is referred to.
+        self._row, self._every = ref(row), ref(every)
+        self.number = next(numbers)
+        _trades[self.number] = self
+
+    def build(self, device: torch.device) -> None:
+        """Build the index of a pattern without text: Dynamo can read an index, and cannot build one."""
+        if self.rule.text is None and self.index is None:
+            heads, n_tokens = self.heads[1] - self.heads[0], self.plan.layout.n_tokens
+            sizes: dict[str, int] = {"num_heads": heads, "batch": max(self.plan.batch, 1)}
+            self.index = build_index(self.rule, n_tokens, start=0, device=device, **sizes)
+
+    def to_heads(self, xs: Tensors, kinds: str) -> list[Tensor]:
+        """Return this rank's heads of the row's tokens, from all heads of its own tokens."""
+        plan = self.plan
+        parts = self._of_ranks(xs, kinds)
+        found = [x.new_empty(*x.shape[:2], plan.n_row, x.shape[3]) for x in parts[plan.me]]
+        sent, sizes = self._wire(xs, [width_of(part) * plan.n_tokens for part in parts])
+        for rank, wire in of_ranks(sent, 1, sizes):
+            gather(cut(wire, parts[rank]), parts[rank], [(0, plan.n_tokens)])
+        works, received = self._start(sent, sizes, [width_of(found) * count for count in plan.tokens])
+        scatter(found, parts[plan.me], plan.places[plan.me])
+        self._wait(works)
+        for rank, wire in received:
+            scatter(found, cut(wire, found), plan.places[rank])
+        return found
+
+    def to_tokens(self, xs: Tensors, kinds: str) -> list[Tensor]:
+        """Return all heads of this rank's tokens, from its heads of the row's tokens.
+
+        If ranks share a key head, these are sums over the ranks, in float32 or better and in their order.
+        """
+        plan = self.plan
+        is_sum = "k" in kinds and plan.is_shared
+        counts = {"q": plan.num_heads, "k": plan.num_kv_heads}
+        found = [
+            (x.new_zeros if is_sum else x.new_empty)(
+                x.shape[0], counts[kind], plan.n_tokens, x.shape[3], dtype=accumulator(x) if is_sum else x.dtype
+            )
+            for x, kind in zip(xs, kinds, strict=True)
+        ]
+        parts = self._of_ranks(found, kinds)
+        sent, sizes = self._wire(xs, [width_of(xs) * count for count in plan.tokens])
+        for rank, wire in of_ranks(sent, 1, sizes):
+            gather(cut(wire, xs), xs, plan.places[rank])
+        works, received = self._start(sent, sizes, [width_of(part) * plan.n_tokens for part in parts])
+        gather(parts[plan.me], xs, plan.places[plan.me])
+        self._wait(works)
+        for rank, wire in received:
+            scatter(parts[rank], cut(wire, parts[rank]), [(0, plan.n_tokens)], add=is_sum)
+        return [total.to(x.dtype) for total, x in zip(found, xs, strict=True)]
+
+    def _of_ranks(self, xs: Tensors, kinds: str) -> list[list[Tensor]]:
+        """Return the heads of each rank of the row, of tensors with all heads."""
+        heads = [self.plan.heads[kind] for kind in kinds]
+        return [[x[:, slice(*of[rank])] for x, of in zip(xs, heads, strict=True)] for rank in range(self.plan.n_ranks)]
+
+    def _others(self, sizes: Iterable[int]) -> list[int]:
+        """Return the elements for the other ranks: own ones do not travel."""
+        return [0 if rank == self.plan.me else size for rank, size in enumerate(sizes)]
+
+    def _wire(self, xs: Tensors, sizes: Iterable[int]) -> tuple[Tensor, list[int]]:
+        """Return a vector with room for the elements to each other rank, and their numbers."""
+        sizes = self._others(sizes)
+        return xs[0].new_empty(sum(sizes)), sizes
+
+    def _start(
+        self, sent: Tensor, sent_sizes: list[int], received_sizes: Iterable[int]
+    ) -> tuple[list[Any], Iterator[tuple[int, Tensor]]]:
+        """Begin to exchange. Return the work to wait for, and what each other rank will have sent."""
+        sizes = self._others(received_sizes)
+        received = sent.new_empty(sum(sizes))
+        is_alone = self.plan.n_ranks == 1
+        works = [] if is_alone else [all_to_all(received, sent, sizes, sent_sizes, 1, there(self._row))]
+        return works, of_ranks(received, 1, sizes)
+
+    def _wait(self, works: list[Any]) -> None:
+        # All ranks, not only those of a row, make the same waits in the same order.
+        for work in works:
+            wait(work, there(self._every), "an exchange of heads for tokens")
+
+
+def _to_heads(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
+    return _trades[number].to_heads(xs, kinds)
+
+
+def _to_tokens(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
+    return _trades[number].to_tokens(xs, kinds)
+
+
+def _fake_to_heads(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
+    plan = _trades[number].plan
+    counts = {kind: runs[plan.me][1] - runs[plan.me][0] for kind, runs in plan.heads.items()}
+    return [x.new_empty(x.shape[0], counts[kind], plan.n_row, x.shape[3]) for x, kind in zip(xs, kinds, strict=True)]
+
+
+def _fake_to_tokens(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
+    plan = _trades[number].plan
+    counts = {"q": plan.num_heads, "k": plan.num_kv_heads}
+    return [x.new_empty(x.shape[0], counts[kind], plan.n_tokens, x.shape[3]) for x, kind in zip(xs, kinds, strict=True)]
+
+
+def _keep_trade(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # A plan can leave its cache before the backward pass.
+    ctx.kinds, ctx.trade = inputs[1], _trades[inputs[2]]
+
+
+def _to_heads_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
+    return torch.ops.ringtile.to_tokens(grads, ctx.kinds, ctx.trade.number), None, None
+
+
+def _to_tokens_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
+    return torch.ops.ringtile.to_heads(grads, ctx.kinds, ctx.trade.number), None, None
+
+
+for _name, _implementation, _fake, _backward in (
+    ("to_heads", _to_heads, _fake_to_heads, _to_heads_backward),
+    ("to_tokens", _to_tokens, _fake_to_tokens, _to_tokens_backward),
+):
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
+    torch.library.register_autograd(f"ringtile::{_name}", _backward, setup_context=_keep_trade, lib=library)

@@ -195,7 +195,7 @@ SHARES = [(2, "contiguous"), (4, "zigzag")]
 
 
 @pytest.mark.parametrize(("ranks", "layout"), SHARES)
-@pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
+@pytest.mark.parametrize("kind", ["left", "right", "packed"])
 @pytest.mark.parametrize("name", HEADLINE)
 def test_logits_and_gradients_are_those_of_one_process_in_float64(
     name: str, kind: str, ranks: int, layout: str, monkeypatch: pytest.MonkeyPatch

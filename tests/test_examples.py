@@ -81,6 +81,19 @@ def test_ranks_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.findall(r"^(step \d: .*) bits", done.stdout, re.M) == alone
 
 
+def test_ranks_share_the_rows_of_a_transformers_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--context", "1024", "--window", "64", "--steps", "3", "--save", str(tmp_path)]
+    alone = example("train_context_parallel").main(words)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples" / "train_context_parallel.py"), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    shared = re.findall(r"'loss': '?([\d.]+)", done.stdout)
+    assert [float(loss) for loss in shared] == pytest.approx(alone, abs=1e-3)
+    assert re.findall(r"^causal & window\(63\): receives ([\d,]+)", done.stdout, re.M) == ["65,536"]
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_lora_is_trained_saved_and_resumed(tmp_path: Path) -> None:
     def weights(name: str, *steps: str) -> dict[str, Tensor]:

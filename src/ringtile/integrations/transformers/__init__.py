@@ -1,5 +1,6 @@
 """Hugging Face transformers: ``attn_implementation="ringtile"`` for the models that use its attention interface."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringtile.integrations.transformers.registry import register, use_ringtile
@@ -7,13 +8,15 @@ from ringtile.integrations.transformers.registry import register, use_ringtile
 if TYPE_CHECKING:
     from ringtile.integrations.transformers.parallel import ContextParallel, context_parallel
 
-__all__ = ["ContextParallel", "context_parallel", "register", "use_ringtile"]
+    CPTrainer: Any
+
+__all__ = ["CPTrainer", "ContextParallel", "context_parallel", "register", "use_ringtile"]
+
+# A model on one process does not need torch.distributed, and a loop of your own no Trainer.
+_LATER = {"ContextParallel": "parallel", "context_parallel": "parallel", "CPTrainer": "trainer"}
 
 
 def __getattr__(name: str) -> Any:
-    # A model on one process does not need torch.distributed.
-    if name in ("ContextParallel", "context_parallel"):
-        from ringtile.integrations.transformers import parallel
-
-        return getattr(parallel, name)
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

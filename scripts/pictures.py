@@ -50,6 +50,7 @@ PICTURES: dict[str, list[Panel]] = {
         "random_blocks(2)",
         ("causal & random_blocks(2), head 1", parse("causal & random_blocks(2)"), 1),
     ],
+    "sampled-blocks": ["sampled_blocks(1, 4, 512, block=64)", "sampled_blocks(1, 4, 256, 1024, block=64)"],
     "segments": [("segments(512, 4), head 0", parse("segments(512, 4)"), 0), "segments(512)"],
     "documents": [
         "documents([700, 300, 1048])",
@@ -61,6 +62,10 @@ PICTURES: dict[str, list[Panel]] = {
         ("Elements(log_sparse) | window(64, 0)", Elements(log_sparse) | Window(64, 0), 0),
     ],
     "presets": ["longformer(128, 64)", "bigbird(1)", "streaming(64, 256)", "longnet_union([256, 2048], [1, 4])"],
+    "hierarchical": [
+        ("hierarchical(256, 1024, block=32)", parse("hierarchical(256, 1024, block=32)"), 0),
+        ("causal & the same", parse("causal & hierarchical(256, 1024, block=32)"), 0),
+    ],
     "algebra": [
         "causal & ~window(255) | window(64)",
         ("per_head: head 0", Causal() & per_head([Window(128), Strided(512)]), 0),

@@ -18,6 +18,7 @@ from ringtile.patterns import (
     GlobalTokens,
     Pattern,
     RandomBlocks,
+    SampledBlocks,
     Segments,
     Strided,
     TileGrid,
@@ -70,11 +71,20 @@ def worded_patterns(grid: TileGrid | None = None) -> SearchStrategy[Pattern]:
         st.builds(Strided, st.integers(1, 300)),
         st.builds(GlobalTokens, sizes),
         st.builds(RandomBlocks, st.integers(0, 6), st.integers(0, 2**64 - 1), units.filter(lambda unit: unit > 1)),
+        sampled_blocks(units),
         st.builds(Segments, st.integers(1, 300), st.sampled_from([1, 1, 2, 3, 17, 150]), st.integers(0, 5)),
     ]
     if grid is not None and 0 <= grid.start <= grid.n_keys - grid.n_queries:
         options.append(st.builds(Documents, document_lengths(grid.n_keys)))
     return st.one_of(options)
+
+
+@st.composite
+def sampled_blocks(draw: DrawFn, units: SearchStrategy[int]) -> Pattern:
+    """Some of the blocks of other segments, with or without a bound."""
+    keep, more = draw(st.integers(1, 4)), draw(st.integers(0, 9))
+    block, blocks, segments = draw(units), draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    return SampledBlocks(keep, keep + more, block * blocks, block * blocks * segments, block)
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,13 +30,14 @@ from test_ring_processes import check_checkpoints, check_equal, check_second_der
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringtile.distributed import Layout, PlanMismatch, Sizes, attention, make_plan, ring_attention
+from ringtile.distributed import Layout, PlanMismatch, Sizes, attention, make_plan, ring_attend, ring_attention
 from ringtile.distributed.cost import estimate
 from ringtile.distributed.layout import positions_of
 from ringtile.distributed.relays import count_levels, make_relays
 from ringtile.distributed.work import survey
 from ringtile.functional import sparse_attention
-from ringtile.patterns import GlobalTokens, Pattern, Window
+from ringtile.modules import SparseTransformer
+from ringtile.patterns import GlobalTokens, Pattern, Window, hierarchical
 from ringtile.patterns.base import TileGrid
 
 NODES = ((2, 2), (2, 4), (4, 2), (3, 1), (1, 3))
@@ -222,6 +224,39 @@ def test_masks_lengths_and_dropout_cross_between_nodes(layout: str) -> None:
     pattern = CAUSAL & (Window(150) | GlobalTokens(40))
     for options in ({"key_mask": mask, "key_lengths": lengths}, {"dropout_p": 0.3, "seed": 7, "softcap": 2.0}):
         check_transport("hierarchy", pattern, made, expected_of(pattern, problem, **options), nodes=(3, 2), **options)
+
+
+def test_the_number_of_ranks_does_not_change_the_model() -> None:
+    pattern, n_tokens = CAUSAL & hierarchical(256, 512, block=64), 1500
+    torch.manual_seed(0)
+    model = SparseTransformer(2, 16, 2, pattern=pattern).double()
+    x = torch.randn(1, n_tokens, 16, dtype=torch.float64)
+    expected = model(x)
+
+    def run(rank: int, layout: Layout, shape: tuple[int, int] | None) -> Tensor:
+        how = {"group": init_device_mesh("cpu", shape), "transport": "hierarchy"} if shape else {"group": None}
+        apart = SparseTransformer(2, 16, 2, pattern=pattern, attend=ring_attend(layout=layout, **how)).double()
+        apart.load_state_dict(model.state_dict())
+        found: Tensor = apart(layout.shard(x, rank, 1), positions=layout.positions(rank))
+        return found.detach()
+
+    for layout, shape in (
+        (Layout.contiguous(n_tokens, 2), None),
+        (Layout.zigzag(n_tokens, 3), None),
+        (Layout.contiguous(n_tokens, 4), (2, 2)),
+    ):
+        shards = on_ranks(layout.n_ranks, partial(run, layout=layout, shape=shape))
+        assert (layout.unshard(shards, 1) - expected).abs().max() < 1e-12
+
+
+def test_the_density_between_nodes_is_the_fraction_of_keys_that_cross() -> None:
+    pattern, token = hierarchical(2560, 10240, 0.5, 0.2, 0.05), 2 * 8 * 2
+    work = survey(pattern, Layout.contiguous(20480, 8), Sizes(1, 1, 8))
+    costs = {how: estimate(work, how, hardware(ranks_per_node=4)) for how in ("exchange", "hierarchy")}
+    assert int(costs["hierarchy"].between.sum()) == 0.05 * 20480 * token
+    # All ranks of a node need the same keys of others.
+    assert 4 * int(costs["hierarchy"].between.sum()) >= int(costs["exchange"].between.sum())
+    assert int(costs["hierarchy"].received.max()) <= (0.05 * 10240 + 0.2 * 3 * 2560) * token + 2560 * token
 
 
 def nodes(rank: int, size: int) -> None:

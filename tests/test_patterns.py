@@ -30,12 +30,14 @@ from ringtile.patterns import (
     GlobalTokens,
     Pattern,
     RandomBlocks,
+    SampledBlocks,
     Segments,
     Strided,
     TileGrid,
     Window,
     bigbird,
     from_mask,
+    hierarchical,
     longformer,
     longnet_union,
     offsets,
@@ -230,6 +232,10 @@ DEFINITIONS: dict[str, Rule] = {
     ),
     "strided(5)": lambda i, j: abs(i - j) < 5 or (i - j) % 5 == 0,
     "global_tokens(2)": lambda i, j: i < 2 or j < 2,
+    "sampled_blocks(1, 3, 8, block=4)": lambda i, j: i // 8 != j // 8 and (i // 8 - j // 4) % 3 < 1,
+    "sampled_blocks(2, 5, 4, 12, block=2)": lambda i, j: (
+        i // 4 != j // 4 and i // 12 == j // 12 and (i // 4 - j // 2) % 5 < 2
+    ),
     "segments(7, 2)": lambda i, j: i // 7 == j // 7 and i % 7 % 2 == j % 7 % 2 == 0,
     "segments(7, 3, 2)": lambda i, j: i // 7 == j // 7 and i % 7 % 3 == j % 7 % 3 == 2,
 }
@@ -261,6 +267,56 @@ def test_presets() -> None:
     assert bigbird(2, 5, 6, 16) == Window(5) | GlobalTokens(6) | RandomBlocks(2, block=16)
     assert longnet_union([8, 16], [1, 2]) == Segments(8) | Segments(16, 2)
     assert streaming(3, 7) == Causal() & (Window(7) | GlobalTokens(3))
+    parts = Segments(4), SampledBlocks(3, 4, 4, 16, 4), SampledBlocks(2, 5, 16, 32, 4)
+    assert hierarchical(16, 32, 0.75, 0.4, 0, 4) == (parts[0] | parts[1]) | parts[2]
+    assert parse("hierarchical(16, 32, 0.75, 0.4, 0, 4)") == hierarchical(16, 32, 0.75, 0.4, 0, 4)
+    assert parse("hierarchical(inter_node_density=0.1)") == hierarchical(inter_node_density=0.1)
+
+
+def densities(pattern: Pattern, local: int, node: int, n_tokens: int) -> list[float]:
+    """The fractions of pairs that are kept inside ``local`` tokens, inside ``node`` tokens, and beyond."""
+    kept, place = kept_of(pattern, n_tokens), torch.arange(n_tokens)
+    same = [place.unsqueeze(1) // length == place // length for length in (local, node)]
+    return [float(kept[chosen].float().mean()) for chosen in (same[0], same[1] & ~same[0], ~same[1])]
+
+
+@pytest.mark.parametrize("wanted", [(0.5, 0.2, 0.05), (0.4, 0.1, 0.05), (1, 0.25, 0), (0.25, 1, 0.2), (0.75, 0, 0.1)])
+def test_hierarchical_densities_are_exact(wanted: tuple[float, float, float]) -> None:
+    local, node = 40, 160
+    pattern = hierarchical(local, node, *wanted, block=1)
+    assert densities(pattern, local, node, 480) == pytest.approx(wanted, abs=1e-6)
+    # Queries of a segment share the keys of other segments, so they are the keys that travel.
+    kept = kept_of(pattern, 480).unflatten(0, (-1, local)).any(1)
+    place, first = torch.arange(480), torch.arange(0, 480, local).unsqueeze(1)
+    inside, beyond = place // node == first // node, place // node != first // node
+    assert kept[inside & (place // local != first // local)].float().mean() == pytest.approx(wanted[1], abs=1e-6)
+    assert kept[beyond].float().mean() == pytest.approx(wanted[2], abs=1e-6)
+
+
+def test_hierarchical_densities_of_other_lengths_are_off_by_a_block_per_row() -> None:
+    for local, wanted in ((28, (0.3, 0.3, 0.07)), (9, (0.5, 0.2, 0.05))):
+        found = densities(hierarchical(local, 3 * local, *wanted, block=1), local, 3 * local, 9 * local)
+        for have, want, blocks in zip(found, wanted, (local, local, 3 * local), strict=True):
+            assert abs(have - want) <= 1 / blocks
+    causal = Causal() & hierarchical(40, 160, block=1)
+    kept, place = kept_of(causal, 160), torch.arange(160)
+    triangle = (place.unsqueeze(1) // 40 == place // 40) & (place <= place.unsqueeze(1))
+    # Of 20.5 blocks on average, half and half a block more.
+    assert float(kept[triangle].float().mean()) == pytest.approx((0.5 * 20.5 + 0.5) / 20.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((100, 400), "expects a multiple of block=128, got local=100"),
+        ((128, 200), "expects a multiple of local=128, got node=200"),
+        ((128, 256, 1.5), "expects 0 <= local_density <= 1, got local_density=1.5"),
+        ((128, 256, 0.5, float("nan")), "expects 0 <= node_density <= 1, got node_density=nan"),
+    ],
+)
+def test_hierarchical_names_what_is_wrong(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hierarchical(*arguments)
 
 
 def test_allowed_broadcasts_over_heads() -> None:
@@ -406,6 +462,9 @@ def test_tiles_of_per_head_and_batched_patterns(data: st.DataObject) -> None:
         "dilated([700], 5)",
         "block_dilated([9], 3, block=100)",
         "segments(900, 400)",
+        "sampled_blocks(2, 7, 300, 900, block=100)",
+        "sampled_blocks(3, 5, 96, block=32)",
+        "sampled_blocks(4, 4, 100, 700, block=50)",
         "random_blocks(2)",
         "causal & (dilated([1, 600], 40) | strided(512))",
     ],
@@ -480,6 +539,8 @@ def test_tiles_of_documents_with_one_and_with_several_in_common_differ() -> None
         "random_blocks(2, block=8)",
         "random_blocks(2, block=10)",
         "random_blocks(2, block=40)",
+        "sampled_blocks(1, 2, 16, block=8)",
+        "sampled_blocks(2, 3, 40, block=20)",
         "~(causal & window(20))",
         "segments(40) | global_tokens(20)",
     ],
@@ -504,6 +565,7 @@ LONG = TileGrid(128, 0, 1 << 20, 1 << 20)
         ("causal & (window(512) | global_tokens(64) | random_blocks(3))", (5 + 1 + 3) * 8192 + 300, 6),
         ("dilated([1, 2, 4, 8], 512)", 65 * 8192, 11),
         ("block_dilated([1, 2], 8, block=100)", 28 * 8192, 506),
+        ("sampled_blocks(1, 5, 4096, 32768)", 46 * 8192, 2),
         ("causal & segments(8191, 2)", 34 * 8192, 509),
         ("strided(65536) & window(1024)", 17 * 8192, 2),
         ("bigbird", 140_000, 45),

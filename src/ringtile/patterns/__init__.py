@@ -7,8 +7,9 @@ from ringtile.patterns.documents import Documents
 from ringtile.patterns.grammar import parse
 from ringtile.patterns.local import Causal, GlobalTokens, Strided, Window
 from ringtile.patterns.mask import from_mask
-from ringtile.patterns.presets import bigbird, longformer, longnet_union, streaming
+from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
+from ringtile.patterns.sampled import SampledBlocks
 
 __all__ = [
     "BlockDilated",
@@ -22,12 +23,14 @@ __all__ = [
     "GlobalTokens",
     "Pattern",
     "RandomBlocks",
+    "SampledBlocks",
     "Segments",
     "Strided",
     "TileGrid",
     "Window",
     "bigbird",
     "from_mask",
+    "hierarchical",
     "longformer",
     "longnet_union",
     "parse",

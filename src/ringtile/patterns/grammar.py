@@ -13,8 +13,9 @@ from ringtile.patterns.base import Dense, Pattern, per_head
 from ringtile.patterns.dilated import BlockDilated, Dilated, Segments
 from ringtile.patterns.documents import Documents
 from ringtile.patterns.local import Causal, GlobalTokens, Strided, Window
-from ringtile.patterns.presets import bigbird, longformer, longnet_union, streaming
+from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
+from ringtile.patterns.sampled import SampledBlocks
 
 
 class _Word(NamedTuple):
@@ -24,6 +25,7 @@ class _Word(NamedTuple):
     is_preset: bool = False
 
 
+_DENSITIES = ("local_density", "node_density", "inter_node_density")
 _WORDS = {
     "dense": _Word(Dense),
     "causal": _Word(Causal),
@@ -33,6 +35,7 @@ _WORDS = {
     "strided": _Word(Strided, ("stride",), 1),
     "global_tokens": _Word(GlobalTokens, ("tokens",), 1),
     "random_blocks": _Word(RandomBlocks, ("per_row", "seed", "block"), 1),
+    "sampled_blocks": _Word(SampledBlocks, ("keep", "of", "segment", "within", "block"), 3),
     "segments": _Word(Segments, ("length", "dilation", "shift"), 1),
     "documents": _Word(Documents, ("lengths",), 1),
     "per_head": _Word(per_head, ("patterns",), 1),
@@ -40,6 +43,7 @@ _WORDS = {
     "bigbird": _Word(bigbird, ("random", "window", "global_tokens", "block"), is_preset=True),
     "longnet_union": _Word(longnet_union, ("segment_lengths", "dilation_rates"), is_preset=True),
     "streaming": _Word(streaming, ("sinks", "window"), is_preset=True),
+    "hierarchical": _Word(hierarchical, ("local", "node", *_DENSITIES, "block"), is_preset=True),
 }
 _SHOWN = 80
 """Characters of a long text to show on each side of a mistake."""
@@ -197,7 +201,9 @@ def _call(node: ast.Call, name: str, word: _Word) -> Pattern:
         raise _Mistake(message, blamed.col_offset) from None
 
 
-def _value(parameter: str, node: ast.expr) -> int | list[int] | list[Pattern]:
+def _value(parameter: str, node: ast.expr) -> int | float | list[int] | list[Pattern]:
+    if parameter in _DENSITIES and isinstance(node, ast.Constant) and isinstance(node.value, float):
+        return node.value
     if parameter != "patterns" and parameter not in _LISTS:
         return _number(node)
     if not isinstance(node, ast.List):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import reduce
 from operator import or_
 
-from ringtile.patterns.base import Pattern, checked_ints
+from ringtile.patterns.base import Pattern, checked_int, checked_ints
 from ringtile.patterns.dilated import Segments
 from ringtile.patterns.local import Causal, GlobalTokens, Window
 from ringtile.patterns.random import RandomBlocks
+from ringtile.patterns.sampled import SampledBlocks
 
 
 def longformer(window: int = 512, global_tokens: int = 64) -> Pattern:
@@ -63,3 +65,51 @@ def streaming(sinks: int = 4, window: int = 1024) -> Pattern:
     causal & (window(1024) | global_tokens(4))
     """
     return Causal() & (Window(window) | GlobalTokens(sinks))
+
+
+def hierarchical(
+    local: int = 4096,
+    node: int = 32768,
+    local_density: float = 0.5,
+    node_density: float = 0.2,
+    inter_node_density: float = 0.05,
+    block: int = 128,
+) -> Pattern:
+    """Return a pattern with a density for the pairs inside ``local`` tokens, inside ``node`` tokens, and beyond.
+
+    It is one pattern with one softmax, a function of positions and of these two lengths. They belong to the model: with
+    another number of ranks it computes the same. If a rank holds ``local`` tokens and a node ``node``, the last two
+    densities are also the fractions of keys that travel inside and between nodes, because all queries of a segment
+    share the keys that they keep of other segments. A query always keeps its own block of ``block`` tokens.
+
+    Densities are exact for all pairs, to the percent, if ``local`` is a multiple of ``block`` times the denominators of
+    the densities, twice that of ``local_density``. Otherwise each row of blocks is off by at most a block per level and
+    side. Under `Causal` the half squares on the diagonal keep more, by half a block per row.
+
+    Raises ValueError if ``local`` is no multiple of ``block``, ``node`` is no multiple of ``local``, or a density is
+    not in ``[0, 1]``.
+
+    >>> hierarchical(4096, 32768)
+    segments(128) | sampled_blocks(2, 4, 128, 4096) | sampled_blocks(1, 5, 4096, 32768) | sampled_blocks(1, 20, 32768)
+    """
+    block = checked_int("hierarchical", "block", block, 1)
+    local = checked_int("hierarchical", "local", local, 1)
+    node = checked_int("hierarchical", "node", node, 1)
+    if local % block:
+        raise ValueError(f"hierarchical expects a multiple of block={block}, got local={local}")
+    if node % local:
+        raise ValueError(f"hierarchical expects a multiple of local={local}, got node={node}")
+    levels: list[Pattern] = [Segments(block)]
+    for name, density, segment, within in (
+        ("local_density", local_density, block, local),
+        ("node_density", node_density, local, node),
+        ("inter_node_density", inter_node_density, node, 0),
+    ):
+        if not 0 <= density <= 1:
+            raise ValueError(f"hierarchical expects 0 <= {name} <= 1, got {name}={density!r}")
+        part = Fraction(density).limit_denominator(100)
+        # Pairs of blocks, so that a query also keeps the block before its own.
+        times = 2 if segment == block and part.numerator == 1 < part.denominator else 1
+        if part:
+            levels.append(SampledBlocks(part.numerator * times, part.denominator * times, segment, within, block))
+    return reduce(or_, levels)

@@ -75,6 +75,8 @@ def counted(
                 ("window", "gather"),
                 ("causal", "ring"),
                 ("dense", "ring"),
+                ("window", "ulysses"),
+                ("per head", "ulysses"),
             ]
         )
         for column, layout in enumerate(["contiguous", "striped", "equal zigzag"])
@@ -394,7 +396,7 @@ def test_plan_prints_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path
     assert [table["ranks"] for table in record["tables"]] == [1, 300]
     for table in record["tables"]:
         # A hierarchy needs more ranks than a node has.
-        assert len(table["rows"]) == (6 if table["ranks"] == 1 else 8)
+        assert len(table["rows"]) == (8 if table["ranks"] == 1 else 10)
         totals = [sum(row["model_seconds"].values()) if "reason" not in row else float("inf") for row in table["rows"]]
         assert table["rows"][totals.index(min(totals))]["best"]
         assert sum(row["best"] for row in table["rows"]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,11 +30,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ringtile.distributed import Layout, PlanMismatch, RankLost, ring_attention
+from ringtile.distributed import Layout, PlanMismatch, RankLost, Sizes, ring_attend, ring_attention
 from ringtile.distributed.attention import group_of, place_of, real_group
+from ringtile.distributed.cost import estimate
+from ringtile.distributed.hardware import HARDWARE
+from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.process_groups import axes_of
-from ringtile.distributed.ulysses import HeadPlan
+from ringtile.distributed.work import survey
 from ringtile.functional import sparse_attention
+from ringtile.layout import build_index
+from ringtile.modules import SparseTransformer
 from ringtile.patterns import Causal, Dense, Documents, Pattern, RandomBlocks, Window, per_head
 
 SHAPES: list[tuple[int, ...]] = [(2,), (4,), (2, 2), (3, 2), (1, 4), (2, 1), (2, 4)]
@@ -183,7 +189,6 @@ def test_bytes_are_those_of_the_formula(kv_heads: int, value_dim: int, dtype: to
         how: dict[str, Any] = {"layout": layout, "transport": "ulysses", "return_lse": return_lse}
         found = ring_attention(*leaves, CAUSAL, enable_gqa=True, **how)
         forward = local.traffic.sent
-        assert forward == local.traffic.sent
         torch.autograd.grad(found[0].sum() + found[1].sum() if return_lse else found.sum(), leaves)
         assert all(local.traffic.poisoned)
         return forward, local.traffic.sent, local.traffic.calls
@@ -242,6 +247,45 @@ def test_gradients_of_a_shared_key_head_are_summed_in_float32() -> None:
         error = relative_error(results[name], exact.grads[name])
         assert results[name].dtype == torch.bfloat16
         assert error < 2.1 * relative_error(alone, exact.grads[name]), name
+
+
+def test_the_model_has_the_work_of_heads_and_the_bytes_of_both_exchanges() -> None:
+    layout = Layout.zigzag(4096, 4)
+    heads = [Window(100), *[CAUSAL & Window(300 * head) for head in range(1, 7)], CAUSAL]
+    work = survey(per_head(heads), layout, Sizes(8, 4, 16))
+    cost = estimate(work, "ulysses", HARDWARE["h100"])
+    of_head = [build_index(head, 4096).kept_tiles for head in heads]
+    assert cost.tiles.tolist() == [sum(of_head[2 * rank : 2 * rank + 2]) for rank in range(4)]
+    assert int(cost.tiles.sum()) == int(work.tiles.sum())
+    assert cost.balance == pytest.approx(4 * sum(of_head[6:]) / sum(of_head))
+    # A pass over slow links takes as long as its bytes: (2 Hq + 2 Hkv) D b n (P - 1) / P of each rank.
+    slow = replace(HARDWARE["h100"], node_beta=1e3)
+    forward = (2 * 8 + 2 * 4) * 16 * 2 * 1024 * 3 // 4
+    assert cost.sent.tolist() == cost.sent_backward.tolist() == [forward] * 4
+    for seconds in estimate(work, "ulysses", slow)[12:14]:
+        assert float(seconds.max()) == pytest.approx(forward / 1e3, rel=1e-2)
+
+
+def test_a_transformer_on_a_mesh_has_the_outputs_of_one_process() -> None:
+    layout, pattern = Layout.zigzag(N_TOKENS, 4), CAUSAL & (Window(100) | RandomBlocks(1))
+    torch.manual_seed(0)
+    alone = SparseTransformer(2, 32, 4, num_kv_heads=2, pattern=pattern).double()
+    x = torch.randn(1, N_TOKENS, 32, dtype=torch.float64)
+    weights = alone.state_dict()
+
+    def run(rank: int) -> tuple[Tensor, list[Tensor]]:
+        attend = ring_attend(group_for((2, 2)), layout, transport="ulysses")
+        model = SparseTransformer(2, 32, 4, num_kv_heads=2, pattern=pattern, attend=attend).double()
+        model.load_state_dict(weights)
+        out = model(layout.shard(x, rank, 1), positions=layout.positions(rank))
+        return out.detach(), list(torch.autograd.grad(out.square().sum(), model.parameters()))
+
+    outs, grads = zip(*on_ranks(4, run), strict=True)
+    whole = alone(x)
+    assert relative_error(layout.unshard(outs, 1), whole) < 1e-12
+    exact = torch.autograd.grad(whole.square().sum(), alone.parameters())
+    for of_ranks, expected in zip(zip(*grads, strict=True), exact, strict=True):
+        assert relative_error(sum(of_ranks), expected) < 1e-12
 
 
 @pytest.mark.parametrize(

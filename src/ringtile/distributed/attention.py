@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringtile
 from ringtile.distributed.exchange import Exchange, Routes
 from ringtile.distributed.faults import agree, first_nonfinite, watch
+from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.hierarchy import Hierarchy
 from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.pieces import attend_pieces
@@ -23,7 +24,7 @@ from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, make_
 from ringtile.distributed.process_groups import Axes, axes_of
 from ringtile.distributed.relays import Relays, make_relays
 from ringtile.distributed.ring import Ring, ring
-from ringtile.distributed.ulysses import HeadPlan, HeadTrade
+from ringtile.distributed.ulysses import HeadTrade
 from ringtile.distributed.wires import from_octets, to_octets
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import (
@@ -45,7 +46,7 @@ _SILENCE = 5.0
 """Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
 that are busy or swap stand still for a second."""
 
-CHOICES = ("auto", *TRANSPORTS, "ulysses")
+CHOICES = ("auto", *TRANSPORTS)
 
 
 class Options(Keywords, total=False):

@@ -1,12 +1,14 @@
 """Bytes, work and memory of each rank, and a model of the time: pure functions on the host, without communication.
 
 Bytes, messages and peers are exact. Work and memory come from the covers of the pattern, like plans. Times are a model:
-the slowest rank's copies, then its exchange beside the rows that do not wait for it, then its other rows. A message
-costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its processors.
+the slowest rank's copies, then its exchange beside the rows that do not wait for it, then its other rows. Nothing runs
+beside an exchange of heads. A message costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its
+processors.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, log2
 from typing import NamedTuple
 
@@ -14,10 +16,13 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes, flops_per_pair
+from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_sent, find_demand
 from ringtile.distributed.relays import count_levels
 from ringtile.distributed.work import Work, split, survey
+from ringtile.layout import candidates
+from ringtile.layout.covers import check_candidates
 from ringtile.patterns import Causal, Pattern
 
 
@@ -81,6 +86,8 @@ def estimate(work: Work, transport: Transport, hardware: Hardware) -> Cost:
         raise ValueError(f"transport: expected one of {TRANSPORTS}, got {transport!r}")
     if transport == "ring":
         return _ring(work, hardware)
+    if transport == "ulysses":
+        return _ulysses(work, hardware)
     if work.reason:
         raise ValueError(work.reason)
     return _hierarchy(work, hardware) if transport == "hierarchy" else _exchange(work, transport, hardware)
@@ -314,6 +321,74 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
         copies + (backward if n_ranks > 1 else step_backward),
         traffic,
     )
+
+
+def _ulysses(work: Work, hardware: Hardware) -> Cost:
+    layout, sizes = work.layout, work.sizes
+    n_ranks, value_dim = layout.n_ranks, sizes.value_dim
+    assert value_dim is not None
+    plan = HeadPlan(work.pattern, layout, 0, n_ranks, sizes.batch, sizes.heads, sizes.kv_heads)
+    tokens = torch.tensor(plan.tokens)
+    heads, key_heads = (torch.tensor([end - begin for begin, end in plan.heads[kind]]) for kind in "qk")
+    tiles, pairs = _of_heads(work, plan)
+    # Bytes of a token's queries, keys and values that each rank gets, and of its outputs that it returns.
+    into = (heads * sizes.head_dim + key_heads * (sizes.head_dim + value_dim)) * sizes.batch * sizes.dtype.itemsize
+    home = heads * value_dim * sizes.batch * sizes.dtype.itemsize
+    inputs, outputs = (tokens.unsqueeze(1) * into).fill_diagonal_(0), (tokens * home.unsqueeze(1)).fill_diagonal_(0)
+    traffic = inputs + outputs
+    sent, received = traffic.sum(1), traffic.sum(0)
+    buffer = inputs.sum(1) + inputs.sum(0) + layout.n_tokens * into
+    moved = buffer + outputs.sum(1) + outputs.sum(0) + tokens * home.sum()
+    around = _shared(2 * moved / hardware.memory + hardware.call, hardware)
+    forward, backward = (
+        around
+        + _shared(pairs * per_pair / hardware.flops, hardware)
+        + _all_to_all(there, hardware)
+        + _all_to_all(back, hardware)
+        for per_pair, there, back in zip(flops_per_pair(sizes), (inputs, outputs.T), (outputs, inputs.T), strict=True)
+    )
+    node = _nodes(n_ranks, hardware)
+    is_inside = node.unsqueeze(1) == node
+    return Cost(
+        "ulysses",
+        sent,
+        received,
+        received,
+        sent,
+        (traffic * is_inside).sum(1),
+        (traffic * ~is_inside).sum(1),
+        (inputs > 0).sum(1) + (outputs > 0).sum(1),
+        ((traffic > 0) | (traffic.T > 0)).sum(1),
+        tiles,
+        pairs.double() * flops_per_pair(sizes)[0],
+        buffer,
+        forward,
+        backward,
+        traffic,
+    )
+
+
+def _of_heads(work: Work, plan: HeadPlan) -> tuple[Tensor, Tensor]:
+    """Return the tiles and the pairs of each rank's heads, int64 ``[P]``."""
+    grid, n_ranks = work.grid, plan.n_ranks
+    found: list[Tensor] = []
+    tokens = (grid.n_keys - grid.block * torch.arange(grid.n_rows)).clamp(max=grid.block)
+    for rank in range(n_ranks):
+        rule = replace(plan, rank=rank).rule
+        if rank and rule == work.pattern:
+            # All ranks have the same.
+            found.append(found[0])
+            continue
+        tiles = torch.zeros(grid.n_rows, dtype=torch.int64)
+        listed = 0
+        for copies, cover in candidates(rule, grid, num_heads=plan.num_heads // n_ranks, batch=plan.batch):
+            tiles.index_add_(0, cover.row, copies * (cover.hi - cover.lo))
+            listed = max(listed, int((cover.hi - cover.lo).sum()))
+        if not isinstance(rule, RING_PATTERNS):
+            check_candidates(rule, grid, listed)
+        found.append(torch.stack([tiles.sum(), (tiles * tokens).sum() * grid.block]))
+    every = torch.stack(found)
+    return every[:, 0], every[:, 1]
 
 
 def _shared(seconds: Tensor, hardware: Hardware) -> Tensor:

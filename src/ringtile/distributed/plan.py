@@ -22,8 +22,8 @@ from ringtile.layout.tiles import pack_words
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid
 
-Transport = Literal["exchange", "gather", "ring", "hierarchy"]
-TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy")
+Transport = Literal["exchange", "gather", "ring", "hierarchy", "ulysses"]
+TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy", "ulysses")
 RING_PATTERNS = (Causal, Dense)
 """Patterns whose keys can pass around a ring."""
 

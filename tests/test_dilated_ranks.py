@@ -177,6 +177,27 @@ def kept_by(shape: Shape, n_tokens: int, head: int) -> Tensor:
     return kept & (key <= query) if shape.is_trimmed else kept
 
 
+def test_the_bytes_of_longnet_are_those_of_its_formula() -> None:
+    n_tokens, n_ranks, heads, dim = 16_384, 4, 4, 4
+    branches = [1024, 4096, 16_384], [1, 4, 16]
+    layout = Layout.contiguous(n_tokens, n_ranks)
+    own = n_tokens // n_ranks
+    # Two key heads, each shared by two query heads of other offsets: dilated tokens of each are sent.
+    expected = sum((max(length, own) - own) // rate for length, rate in zip(*branches, strict=True)) * heads
+    with counted_traffic() as local:
+
+        def forward(rank: int) -> tuple[int, int]:
+            q, k, v = torch.randn(3, 1, heads, own, dim).unbind()
+            ring_dilated_attention(q, k[:, :2], v[:, :2], *branches, layout=layout, enable_gqa=True)
+            return local.traffic.sent, local.traffic.received
+
+        found = on_ranks(n_ranks, forward)
+    token = 2 * dim * 4
+    gathered = (n_tokens - own) * 2 * token
+    assert found == [(expected * token, expected * token)] * n_ranks
+    assert expected * token <= 0.2 * gathered
+
+
 @settings(max_examples=25)
 @given(st.data())
 def test_ranks_get_each_token_that_they_need_once_and_no_other(data: st.DataObject) -> None:

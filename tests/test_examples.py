@@ -94,6 +94,19 @@ def test_ranks_share_the_rows_of_a_transformers_model(tmp_path: Path, capsys: py
     assert re.findall(r"^causal & window\(63\): receives ([\d,]+)", done.stdout, re.M) == ["65,536"]
 
 
+def test_ranks_share_weights_and_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--context", "512", "--window", "64", "--steps", "3", "--accumulate", "2", "--clip", "1"]
+    assert example("train_fsdp").main([*words, "--shard", "ddp"]) < 7.5
+    alone = re.findall(r"^(step \d: .*),", capsys.readouterr().out, re.M)
+    assert len(alone) == 3
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += [str(ROOT / "examples" / "train_fsdp.py"), *words, "--cp", "2", "--shard", "hsdp", "--checkpoint"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(step \d: .*),", done.stdout, re.M) == alone
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_lora_is_trained_saved_and_resumed(tmp_path: Path) -> None:
     def weights(name: str, *steps: str) -> dict[str, Tensor]:

@@ -48,6 +48,7 @@ library.define("cast_cold(Tensor(a!) keys, Tensor(b!) values, Tensor received, T
 library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Tensor, Tensor)")
 library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
 library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
+library.define("tied_grads(Tensor grad, Tensor keys, Tensor values) -> (Tensor, Tensor)")
 
 
 class Works(NamedTuple):
@@ -352,9 +353,19 @@ def _keep_buffers(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-library.impl("tied", lambda x, keys, values: x.clone(), "CompositeExplicitAutograd")
-torch.library.register_fake("ringtile::tied", lambda x, keys, values: x.clone(), lib=library)
-torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=_keep_buffers, lib=library)
+def _compiled_tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    # Zeros that depend on the gradient and on the buffers. Compilers move what does not depend on a gradient to the
+    # forward pass, and do not recompute what no operator reads: then ranks would differ in the order of collectives.
+    return grad, *torch.ops.ringtile.tied_grads(grad, *ctx.saved_tensors)
+
+
+for _name, _same in (
+    ("tied", lambda x, keys, values: x.clone()),
+    ("tied_grads", lambda grad, keys, values: (torch.zeros_like(keys), torch.zeros_like(values))),
+):
+    library.impl(_name, _same, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringtile::{_name}", _same, lib=library)
+torch.library.register_autograd("ringtile::tied", _compiled_tied_backward, setup_context=_keep_buffers, lib=library)
 
 
 def tied(x: Tensor, keys: Tensor, values: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -308,6 +308,7 @@ def test_a_plan_of_documents_is_compared_once_per_batch_and_kind_of_layer() -> N
         counts = []
         for kind in ("plain", "plain", "packed", "packed"):
             before = handshakes()
+            dist.barrier()
             with torch.no_grad():
                 models[rank](**cp.shard_batch(batch_of(kind)))
             dist.barrier()

@@ -13,3 +13,4 @@ from ringtile.distributed.hardware import Sizes as Sizes
 from ringtile.distributed.layout import Layout as Layout
 from ringtile.distributed.plan import RingPlan as RingPlan
 from ringtile.distributed.plan import make_plan as make_plan
+from ringtile.distributed.roll import roll as roll

@@ -348,7 +348,10 @@ def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: Ranks) -> tup
 
 
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""What each group has compared. It is never forgotten, so that ranks with and without a cached plan do the same."""
+"""What each group has compared, whether or not a rank has a cached plan."""
+
+_AGREED = 1 << 16
+"""When a group has compared so many calls, its ranks forget them, in the same call. Packed batches differ each time."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -400,7 +403,7 @@ def compare(
     """Compare the facts of a call with the other ranks, once. Raise PlanMismatch if they differ."""
     facts: dict[str, str | int] = {
         "tokens": layout.n_tokens,
-        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=True)),
+        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=bool(shapes))),
         "dtype": dtype,
         "layout": layout.text,
         **more,
@@ -413,6 +416,8 @@ def compare(
     if place not in agreed:
         watch(ranks, silence=_SILENCE)
         agree(ranks, name, facts)
+        if len(agreed) >= _AGREED:
+            agreed.clear()
         agreed.add(place)
 
 

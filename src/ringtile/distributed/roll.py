@@ -1,0 +1,140 @@
+"""`torch.roll` over a sequence that ranks share: only the tokens that change their rank travel."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringtile.distributed.attention import compare, group_of, real_group
+from ringtile.distributed.faults import wait
+from ringtile.distributed.layout import Layout, Run
+from ringtile.distributed.runs import Copy, copies, with_starts
+
+
+class _Moves(NamedTuple):
+    """A rank's tokens that stay, and those that it sends to and receives from each rank, in the order on the wire."""
+
+    kept: list[Copy]
+    sent: list[list[Copy]]
+    received: list[list[Copy]]
+
+
+def roll(
+    x: Tensor,
+    shifts: int,
+    layout: Layout,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    dim: int = 1,
+    fill: float | None = None,
+) -> Tensor:
+    """Return this rank's part of ``torch.roll`` of all tokens, differentiable in ``x``.
+
+    ``roll(labels, -1, layout, fill=-100)`` gives each token the label of the next one, and
+    ``roll(hidden, -2, layout)`` the hidden state of the one after that, for example for multi-token prediction. Only
+    tokens that change their rank travel, by one all-to-all, and a rank needs memory for its own tokens and theirs.
+
+    Args:
+        x: This rank's tokens in dimension ``dim``, of any dtype, such as ``[B, n]`` or ``[B, n, E]``.
+        shifts: Tokens move to positions higher by this number.
+        layout: Which tokens each rank holds.
+        group: The ranks, as in `ring_attention`.
+        dim: Dimension of the tokens.
+        fill: Value of the tokens to which none moves. Default: tokens that leave at one end come in at the other.
+
+    Raises:
+        ValueError: If an argument is invalid.
+        PlanMismatch: At every rank, if ranks call with other arguments. They compare them once.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> layout = Layout.contiguous(5, 1)
+    >>> roll(torch.arange(5)[None], -1, layout, fill=-100)
+    tensor([[   1,    2,    3,    4, -100]])
+    >>> dist.destroy_process_group()
+    """
+    ranks = real_group(group_of(group))
+    if type(shifts) is not int:
+        raise ValueError(f"shifts: expected an integer, got {shifts!r}")
+    if not isinstance(layout, Layout) or layout.n_ranks != ranks.size():
+        raise ValueError(f"layout: expected a Layout for {ranks.size()} ranks, got {layout!r}")
+    n_tokens, size = layout.n_tokens, layout.size(ranks.rank())
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
+        raise ValueError(f"x: expected the {size} tokens of rank {ranks.rank()} in dimension {dim}, got {x.shape=}")
+    others = [count for place, count in enumerate(x.shape) if place != dim % x.dim()]
+    compare(
+        ranks, "roll", layout, (), str(x.dtype), shape=str(others), shifts=shifts, dim=dim % x.dim(), fill=str(fill)
+    )
+    shifts = shifts % n_tokens if fill is None else max(-n_tokens, min(shifts, n_tokens))
+    rolled: Tensor = _Roll.apply(x, shifts, layout, ranks, dim, fill)  # type: ignore[no-untyped-call]
+    return rolled
+
+
+class _Roll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shifts: int, layout: Layout, group: dist.ProcessGroup, dim: int, fill: float | None
+    ) -> Tensor:
+        ctx.call = shifts, layout, group, dim, fill
+        moves = _moves_of(layout, group.rank(), shifts, fill is None)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if fill is not None:
+            out.fill_(fill)
+        target, source = out.movedim(dim, 0), x.movedim(dim, 0)
+        work, received = None, source[:0]
+        if group.size() > 1:
+            sent_sizes, received_sizes = ([sum(c.length for c in part) for part in way] for way in moves[1:])
+            sent = torch.cat(
+                [source[:0], *(source[c.source : c.source + c.length] for part in moves.sent for c in part)]
+            )
+            received = x.new_empty(sum(received_sizes), *source.shape[1:])
+            # Not every backend sends bool.
+            into, out_of = (wire.view(torch.uint8) if x.dtype == torch.bool else wire for wire in (received, sent))
+            work = dist.all_to_all_single(into, out_of, received_sizes, sent_sizes, group, async_op=True)
+        for copy in moves.kept:
+            target[copy.target : copy.target + copy.length] = source[copy.source : copy.source + copy.length]
+        if work is not None:
+            wait(work, group, "rolled tokens")
+        at = 0
+        for copy in (copy for part in moves.received for copy in part):
+            target[copy.target : copy.target + copy.length] = received[at : at + copy.length]
+            at += copy.length
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shifts, layout, group, dim, fill = ctx.call
+        # Each token moves to at most one place.
+        back = _Roll.apply(grad, -shifts, layout, group, dim, None if fill is None else 0.0)  # type: ignore[no-untyped-call]
+        return back, None, None, None, None, None
+
+
+@lru_cache(maxsize=64)
+def _moves_of(layout: Layout, rank: int, shifts: int, wraps: bool) -> _Moves:
+    n_tokens = layout.n_tokens
+    steps = {shifts % n_tokens, shifts % n_tokens - n_tokens} if wraps else {shifts}
+    held = [with_starts(runs) for runs in layout.runs]
+
+    def between(source: int, target: int) -> list[Copy]:
+        return [copy for step in sorted(steps) for copy in copies(_moved(held[source], step, n_tokens), held[target])]
+
+    every = range(layout.n_ranks)
+    return _Moves(
+        between(rank, rank),
+        [between(rank, other) if other != rank else [] for other in every],
+        [between(other, rank) if other != rank else [] for other in every],
+    )
+
+
+def _moved(held: list[tuple[Run, int]], step: int, n_tokens: int) -> list[tuple[Run, int]]:
+    """Return the runs at higher positions, as far as these exist, each with its place."""
+    found = []
+    for (begin, end), place in held:
+        low, high = max(begin + step, 0), min(end + step, n_tokens)
+        if low < high:
+            found.append(((low, high), place + low - begin - step))
+    return found

@@ -226,6 +226,19 @@ def test_bytes_on_a_mesh_are_those_of_both_dimensions() -> None:
     assert sent == [of_heads + of_tiles, of_heads + of_tiles, of_heads, of_heads]
 
 
+def test_no_batch_elements() -> None:
+    layout = Layout.contiguous(256, 2)
+
+    def run(rank: int) -> None:
+        q, k = (torch.randn(0, heads, 128, 8, requires_grad=True) for heads in (4, 2))
+        mask = torch.ones(0, 128, dtype=torch.bool)
+        out = ring_attention(q, k, k, CAUSAL, layout=layout, transport="ulysses", key_mask=mask, enable_gqa=True)
+        assert out.shape == (0, 4, 128, 8)
+        assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k))] == [q.shape, k.shape]
+
+    on_ranks(2, run)
+
+
 def test_gradients_of_a_shared_key_head_are_summed_in_float32() -> None:
     """In bfloat16, as far from float64 as one process."""
     problem = make_inputs(1, 8, N_TOKENS, head_dim=16, kv_heads=1, dtype=torch.bfloat16)
@@ -315,12 +328,16 @@ def test_wrong_calls_are_named_before_data_moves(change: dict[str, Any], words: 
         on_ranks(4, run)
 
 
-def test_ranks_that_differ_are_told_before_data_moves() -> None:
+@pytest.mark.parametrize("field", ["transport", "pattern"])
+def test_ranks_that_differ_are_told_before_data_moves(field: str) -> None:
     def run(rank: int) -> None:
         x, layout = torch.randn(1, 4, 64, 8), Layout.contiguous(256, 4, unit=64)
-        group, transport = group_for((2, 2)), "hierarchy" if rank == 2 else "ulysses"
-        with pytest.raises(PlanMismatch, match="rank 2 has transport='hierarchy', the others transport='ulysses'"):
-            ring_attention(x, x, x, CAUSAL & Window(9), layout=layout, transport=transport, group=group)
+        # Documents of ids have no text form.
+        lengths = 100 + (rank == 2 and field == "pattern")
+        pattern = CAUSAL & Documents(ids=torch.arange(256) // lengths)
+        transport: Any = "hierarchy" if rank == 2 and field == "transport" else "ulysses"
+        with pytest.raises(PlanMismatch, match=f"rank 2 has {field}='.*', the others {field}='"):
+            ring_attention(x, x, x, pattern, layout=layout, transport=transport, group=group_for((2, 2)))
         assert not hasattr(local, "traffic")
 
     with counted_traffic() as local:

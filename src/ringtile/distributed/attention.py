@@ -41,6 +41,7 @@ from ringtile.kernels.contracts import Call, lacking
 from ringtile.layout.build import check_counts
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
+from ringtile.patterns.content import described
 
 _SILENCE = 5.0
 """Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
@@ -103,10 +104,8 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None, transport: str = "") 
         if group.ndim == 2 and transport in _MESH_TRANSPORTS:
             return group
         if group.ndim != 1:
-            raise ValueError(
-                f"group: expected a mesh with one dimension, mesh['cp'] for example, or with two for the transports "
-                f"{_MESH_TRANSPORTS}, got {group!r}"
-            )
+            more = f", or with two for the transports {_MESH_TRANSPORTS}" if transport else ""
+            raise ValueError(f"group: expected a mesh with one dimension, mesh['cp'] for example{more}, got {group!r}")
         return group.get_group()
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
@@ -320,7 +319,7 @@ def _dealt(
         layout,
         shapes,
         dtype,
-        pattern=pattern.text or type(pattern).__name__,
+        pattern=described(pattern),
         transport="ulysses",
         ranks_per_row=row.size(),
         key_mask=has_mask,
@@ -384,7 +383,7 @@ def _prepared(
         layout,
         shapes,
         dtype,
-        pattern=pattern.text or type(pattern).__name__,
+        pattern=described(pattern),
         transport=transport,
         key_mask=has_mask,
         plan="" if routes is None else routes.fingerprint,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from dataclasses import fields, is_dataclass
 
 from torch import Tensor
 
@@ -35,3 +36,29 @@ class Content:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+def described(x: object) -> str:
+    """Return the text of a pattern, or one of its fields: equal in all processes for equal patterns.
+
+    Functions have their names only.
+
+    >>> import torch
+    >>> from ringtile.patterns import Blocks, Causal, Window
+    >>> described(Causal() & Window(9))
+    'causal & window(9)'
+    >>> described(Blocks(torch.ones(2, 2) > 0)) == described(Blocks(torch.eye(2) > 0))
+    False
+    """
+    text = getattr(x, "text", None)
+    if isinstance(text, str):
+        return text
+    if isinstance(x, Content):
+        return x.digest.hex()
+    if isinstance(x, tuple):
+        return f"({', '.join(map(described, x))})"
+    if is_dataclass(x):
+        values = (described(getattr(x, field.name)) for field in fields(x) if field.compare)
+        return f"{type(x).__name__}({', '.join(values)})"
+    # Other objects can have their addresses in their text.
+    return repr(x) if isinstance(x, int | float | str | None) else getattr(x, "__qualname__", type(x).__name__)

@@ -18,7 +18,8 @@ from ringtile.layout.allowed import count_allowed
 from ringtile.layout.drawing import draw_tiles
 from ringtile.layout.lists import Entries, check_lists, pointer, slot_of_entries, work_list
 from ringtile.layout.rearrange import coarsen, cut_to_lengths, remap
-from ringtile.layout.tiles import BLOCKS, EMPTY, FULL, derive_tables, popcount, unpack_words
+from ringtile.layout.restrict import restrict, restrict_rows
+from ringtile.layout.tiles import BLOCKS, EMPTY, FULL, TileTable, derive_tables, popcount, unpack_words
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 
 _DENSE_LIMIT = 1 << 28
@@ -87,7 +88,7 @@ class BlockIndex:
         cls,
         group: Tensor,
         entries: Entries,
-        bits: Tensor,
+        bits: Tensor | TileTable,
         grid: TileGrid,
         envelopes: tuple[Pattern, ...] = (Dense(),),
         row_at: Tensor | None = None,
@@ -116,7 +117,7 @@ class BlockIndex:
         return cls(
             group=group,
             **lists,
-            **derive_tables(bits)._asdict(),
+            **(bits if isinstance(bits, TileTable) else derive_tables(bits))._asdict(),
             row_work=work_list(lists["full_row_ptr"], lists["part_row_ptr"]),
             col_work=work_list(lists["full_col_ptr"], lists["part_col_ptr"]),
             row_at=row_at,
@@ -337,6 +338,11 @@ class BlockIndex:
             slot_of_entries(self.part_row_ptr, self.part_col.numel()),
         )
 
+    @property
+    def table(self) -> TileTable:
+        """The distinct partial tiles."""
+        return TileTable(self.bits, self.bits_t, self.rows_any, self.cols_any)
+
     def entries(self) -> Entries:
         """Return the kept tiles, full ones first."""
         full_slot, part_slot = self.row_of_entries()
@@ -365,6 +371,43 @@ class BlockIndex:
         dense = dense.reshape(self.n_groups, rows * block, cols * block)
         skipped = self.start - self.first_row * block
         return dense[:, skipped : skipped + self.n_queries, : self.n_keys][self.group.long()]
+
+    @torch.inference_mode(False)
+    def restricted(self, keep: Tensor) -> BlockIndex:
+        """Return the index of the tiles that ``keep`` also keeps, bool ``[B or 1, H or 1, n_rows, n_cols]``.
+
+        Batch elements and heads of ``keep`` each have a group of their own, unless it has one of both.
+
+        Raises ValueError if ``keep`` does not match.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal
+        >>> every_other = torch.arange(4) % 2 == torch.arange(4)[:, None] % 2
+        >>> print(build_index(Causal(), 512).restricted(every_other[None, None]).draw())
+        ▒···
+        ·▒··
+        █·▒·
+        ·█·▒
+        """
+        return restrict(self, keep)
+
+    @torch.inference_mode(False)
+    def restricted_rows(self, keep: Tensor) -> BlockIndex:
+        """Return the index of the tiles that each query also keeps, bool ``[B or 1, H or 1, n_queries, n_cols]``.
+
+        A tile that only some of its queries keep has their bits, so its cost is that of the whole tile.
+
+        Raises ValueError if ``keep`` does not match.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal
+        >>> keep = torch.ones(1, 1, 256, 2, dtype=torch.bool)
+        >>> keep[0, 0, 200, 0] = False
+        >>> restricted = build_index(Causal(), 256).restricted_rows(keep)
+        >>> restricted.kept_pairs - build_index(Causal(), 256).kept_pairs
+        -128
+        """
+        return restrict_rows(self, keep)
 
     @torch.inference_mode(False)
     def slice(self, rows: slice | range) -> BlockIndex:

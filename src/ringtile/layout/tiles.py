@@ -92,6 +92,13 @@ def distinct_tiles(bits: Tensor, digests: Tensor) -> tuple[Tensor, Tensor]:
     return first, inverse
 
 
+def merge_equal(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct tiles of ``[K, b, w]`` words, and the place of each tile in them."""
+    words = bits.flatten(1)
+    first, inverse = distinct_tiles(bits, (words * _multipliers(words.shape[1], words.device)).sum(1))
+    return bits[first], inverse
+
+
 class TileCollector:
     """Collects partial tiles and merges equal ones. `add` returns provisional numbers, and `finish` translates them."""
 

@@ -261,12 +261,12 @@ def _by_heads(
     facts = shapes, str(tensors[0].dtype), key_mask is not None, return_lse
     compiled_on = tensors[0].device if torch.compiler.is_compiling() else None
     trade = by_number[_dealt(planned, layout, ranks, *facts, compiled_on)]
-    query, key, value = operators.to_heads(tensors, "qkk", trade.number)
+    masks = () if key_mask is None else (to_octets(key_mask),)
+    query, key, value, *octets = operators.to_heads([*tensors, *masks], "qkk" + "m" * len(masks), trade.number)
     if trade.key_at is not None:
         key, value = (x[:, trade.key_at] for x in (key, value))
     if key_mask is not None:
-        (octets,) = operators.to_heads([to_octets(key_mask)], "m", trade.number)
-        key_mask = from_octets(octets, len(key_mask))
+        key_mask = from_octets(octets[0], len(key_mask))
     begin, end = trade.heads
     head_at = torch.arange(shapes[1], device=query.device) if call.head_at is None else call.head_at
     options: dict[str, Any] = {
@@ -287,11 +287,7 @@ def _by_heads(
         out, lse = sparse_attention(query, key, value, trade.index or trade.rule, start=0, **options)
     if not return_lse:
         return operators.to_tokens([out], "q", trade.number)[0]
-    lse = lse.unsqueeze(-1)
-    if out.dtype == lse.dtype:
-        out, lse = operators.to_tokens([out, lse], "qq", trade.number)
-    else:
-        out, lse = (operators.to_tokens([x], "q", trade.number)[0] for x in (out, lse))
+    out, lse = operators.to_tokens([out, lse.unsqueeze(-1)], "qq", trade.number)
     return out, lse.squeeze(-1)
 
 

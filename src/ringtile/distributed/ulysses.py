@@ -5,7 +5,7 @@ On a mesh with two dimensions the ranks of a row exchange heads, and then hold t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -20,8 +20,8 @@ from ringtile.distributed.wires import Tensors, all_to_all, cut, gather, of_rank
 from ringtile.kernels.contracts import accumulator
 from ringtile.layout import BlockIndex, build_index
 
-# `kinds` has a letter per tensor: "q" if its heads are those of the queries, "k" for those of the keys, and "m" for one
-# head that all ranks get, as of a key mask.
+# `kinds` has a letter per tensor: "q" if its heads are those of the queries, "k" for those of the keys. The last can be
+# "m", for one head that all ranks get, as of a key mask.
 library.define("to_heads(Tensor[] xs, str kinds, int trade) -> Tensor[]")
 library.define("to_tokens(Tensor[] xs, str kinds, int trade) -> Tensor[]")
 
@@ -121,11 +121,21 @@ class HeadTrade:
 
 
 def _to_heads(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
-    return _trades[number].to_heads(xs, kinds)
+    return _by_dtype(_trades[number].to_heads, xs, kinds)
 
 
 def _to_tokens(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
-    return _trades[number].to_tokens(xs, kinds)
+    return _by_dtype(_trades[number].to_tokens, xs, kinds)
+
+
+def _by_dtype(move: Callable[[Tensors, str], list[Tensor]], xs: Tensors, kinds: str) -> list[Tensor]:
+    """Send a message for each dtype. In one operator, so that compilers keep the same order at all ranks."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in xs):
+        places = [place for place, x in enumerate(xs) if x.dtype == dtype]
+        moved = move([xs[place] for place in places], "".join(kinds[place] for place in places))
+        found.update(zip(places, moved, strict=True))
+    return [found[place] for place in range(len(xs))]
 
 
 def _fake_to_heads(xs: Tensors, kinds: str, number: int) -> list[Tensor]:
@@ -145,8 +155,10 @@ def _keep_trade(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.kinds, ctx.trade = inputs[1], _trades[inputs[2]]
 
 
-def _to_heads_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
-    return torch.ops.ringtile.to_tokens(grads, ctx.kinds, ctx.trade.number), None, None
+def _to_heads_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor | None], None, None]:
+    kinds = ctx.kinds.rstrip("m")
+    found = torch.ops.ringtile.to_tokens(grads[: len(kinds)], kinds, ctx.trade.number)
+    return [*found, *[None] * (len(grads) - len(kinds))], None, None
 
 
 def _to_tokens_backward(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:

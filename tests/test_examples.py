@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,14 @@ def test_ranks_share_the_rows_of_a_transformers_model(tmp_path: Path, capsys: py
     shared = re.findall(r"'loss': '?([\d.]+)", done.stdout)
     assert [float(loss) for loss in shared] == pytest.approx(alone, abs=1e-3)
     assert re.findall(r"^causal & window\(63\): receives ([\d,]+)", done.stdout, re.M) == ["65,536"]
+
+
+def test_a_run_continues_where_it_was_saved(tmp_path: Path) -> None:
+    words = [str(tmp_path), "--context", "256", "--pattern", "window(32)", "--steps", "4"]
+    whole = example("train_elastic").main(words)
+    shutil.rmtree(tmp_path / "4")
+    assert example("train_elastic").main(words) == {step: whole[step] for step in (3, 4)}
+    assert whole[4] < whole[1]
 
 
 def test_ranks_share_weights_and_sequences(capsys: pytest.CaptureFixture[str]) -> None:

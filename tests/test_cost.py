@@ -23,7 +23,7 @@ from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
 from ringtile.distributed import plan as plan_module
 from ringtile.distributed.cost import LAYOUTS as NAMED_LAYOUTS
-from ringtile.distributed.cost import Cost, cheapest_layout, estimate
+from ringtile.distributed.cost import Cost, cheapest_for_model, cheapest_layout, cost_of_model, estimate
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
 from ringtile.distributed.plan import TRANSPORTS
 from ringtile.distributed.work import Work, split, survey
@@ -316,6 +316,36 @@ def test_the_cheapest_layout_depends_on_the_hardware() -> None:
         cheapest_layout(~CAUSAL, 1 << 20, 1)
 
 
+def test_a_model_has_one_layout_and_a_transport_for_each_pattern() -> None:
+    window, sizes = CAUSAL & Window(4096), Sizes()
+    for layers, n_ranks, chosen in (
+        ({window: 10, CAUSAL: 2}, 64, "hierarchy"),
+        ({window: 1, CAUSAL: 1}, 8, "exchange"),
+    ):
+        found = cheapest_for_model(layers, 1 << 16, n_ranks)
+        assert found.transports[window] == chosen
+        totals = []
+        for make in NAMED_LAYOUTS.values():
+            works = {rule: survey(rule, make(1 << 16, n_ranks), sizes) for rule in layers}
+            names = ["exchange", "gather", *(["hierarchy"] if n_ranks > 8 else [])]
+            best = {
+                rule: min((estimate(work, how, H100).seconds, how) for how in [*names, *(["ring"] * (rule == CAUSAL))])
+                for rule, work in works.items()
+            }
+            total = sum(count * best[rule][0] for rule, count in layers.items())
+            totals.append((total, {rule: how for rule, (_, how) in best.items()}, make(1 << 16, n_ranks)))
+        assert (found.seconds, found.transports, found.layout) == min(totals, key=lambda each: each[0])
+    without = cheapest_for_model({window: 10, CAUSAL: 2}, 1 << 16, 64, transports=("exchange",))
+    assert set(without.transports.values()) == {"exchange"}
+    # One layout for all: a few causal layers outweigh many windows.
+    assert cheapest_layout({CAUSAL & Window(1024): 100}, 1 << 18, 8) == Layout.contiguous(1 << 18, 8)
+    assert cheapest_layout({CAUSAL & Window(1024): 10, CAUSAL: 2}, 1 << 18, 8) == Layout.zigzag(1 << 18, 8)
+    with pytest.raises(ValueError, match="layers: expected a positive number of layers of each pattern, got"):
+        cheapest_for_model({CAUSAL: 0}, 1 << 16, 8)
+    with pytest.raises(ValueError, match="transport 'ring': expected the pattern dense or causal"):
+        cheapest_for_model({window: 1}, 1 << 16, 8, transports=("ring",))
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="kv_heads: expected a divisor of heads=6, got 4"):
         Sizes(6, 4)
@@ -381,6 +411,36 @@ def test_plan_prints_a_table_for_each_number_of_ranks(capsys: pytest.CaptureFixt
     assert [line.split()[:2] for line in lines].count(["contiguous", "hierarchy"]) == 1
     assert out.count("no ring: transport 'ring': expected the pattern dense or causal") == 2
     assert out.count("ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n") == 2
+
+
+def test_plan_prints_the_layouts_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "window(1024)", "dense", "--causal", "--layers", "20", "4", "--tokens", "64K", "--ranks", "1", "16"]
+    assert cli.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 120
+    assert out.startswith("20 x causal & window(1024), 4 x causal & dense\n")
+    layers = {CAUSAL & Window(1024): 20, CAUSAL & parse("dense"): 4}
+    costs = {name: cost_of_model(layers, make(1 << 16, 16), Sizes(), H100) for name, make in NAMED_LAYOUTS.items()}
+    best = min(costs, key=lambda name: costs[name].seconds)
+    marked = [line.split() for line in out.splitlines() if line.startswith("* ")]
+    assert len(marked) == 2
+    assert marked[1][1:4] == [best, *", ".join(costs[best].transports.values()).split()]
+    assert cli.main([*argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    for change, words in (
+        (["dense", "--layers", "3"], "--layers: expected a positive number for each of 2 patterns, got [3]"),
+        (["causal"], "PATTERN: expected different patterns, got [causal, causal]"),
+        (["dense", "--out", "plan.png"], "--out: expected one pattern, got 2"),
+    ):
+        assert cli.main(["plan", "causal", *change, "--tokens", "64K", "--ranks", "4"]) == 2
+        assert capsys.readouterr().err.startswith(f"ringtile: error: {words}")
+    assert record["layers"] == {"causal & window(1024)": 20, "causal & dense": 4}
+    (row,) = [row for row in record["tables"][1]["rows"] if row["best"]]
+    assert row["transports"] == list(costs[best].transports.values())
+    assert row["model_seconds"] == costs[best].seconds
+    sent = sum(n * costs[best].costs[rule].between for rule, n in layers.items())
+    assert row["most_between"] == int(sent.max())
 
 
 def test_plan_prints_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

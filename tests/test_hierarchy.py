@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import make_inputs, relative_error
@@ -247,6 +248,45 @@ def test_the_number_of_ranks_does_not_change_the_model() -> None:
     ):
         shards = on_ranks(layout.n_ranks, partial(run, layout=layout, shape=shape))
         assert (layout.unshard(shards, 1) - expected).abs().max() < 1e-12
+
+
+def test_each_layer_has_its_transport() -> None:
+    window, layout = CAUSAL & Window(300), Layout.zigzag(1500, 4)
+    torch.manual_seed(0)
+    model = SparseTransformer(2, 16, 2, pattern=[window, CAUSAL]).double()
+    x = torch.randn(1, 1500, 16, dtype=torch.float64)
+    expected = model(x)
+
+    def run(rank: int) -> tuple[Tensor, set[str]]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        attend = ring_attend(mesh, layout, transport={window: "hierarchy", CAUSAL: "ring"})
+        apart = SparseTransformer(2, 16, 2, pattern=[window, CAUSAL], attend=attend).double()
+        apart.load_state_dict(model.state_dict())
+        found = apart(layout.shard(x, rank, 1), positions=layout.positions(rank)).detach()
+        q = torch.randn(1, 2, layout.size(rank), 8)
+        with pytest.raises(ValueError, match=r"transport: expected one for the pattern window\(5\), got"):
+            attend(q, q, q, pattern=Window(5))
+        return found, set(local.traffic.calls)
+
+    with counted_traffic() as local:
+        results = on_ranks(4, run)
+    assert (layout.unshard([found for found, _ in results], 1) - expected).abs().max() < 1e-12
+    assert all(calls >= {"all_to_all_single", "batch_isend_irecv"} for _, calls in results)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_graph_has_layers_with_several_plans() -> None:
+    layout, first, second = Layout.contiguous(300, 1), CAUSAL & Window(37), CAUSAL & Window(73)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        attend = ring_attend(None, layout, transport={first: "exchange", second: "gather"})
+        model = SparseTransformer(2, 16, 2, pattern=[first, second], attend=attend)
+        x = torch.randn(1, 300, 16)
+        # No call before: tracing makes both exchanges.
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+        assert torch.allclose(found, model(x))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_density_between_nodes_is_the_fraction_of_keys_that_cross() -> None:

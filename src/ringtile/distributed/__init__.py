@@ -3,6 +3,8 @@
 from ringtile.distributed.attend import ring_attend as ring_attend
 from ringtile.distributed.attention import ring_attention as ring_attention
 from ringtile.distributed.cache import RingCache as RingCache
+from ringtile.distributed.cost import ModelCost as ModelCost
+from ringtile.distributed.cost import cheapest_for_model as cheapest_for_model
 from ringtile.distributed.cost import cheapest_layout as cheapest_layout
 from ringtile.distributed.dilated import ring_dilated_attention as ring_dilated_attention
 from ringtile.distributed.faults import PlanMismatch as PlanMismatch

@@ -62,7 +62,22 @@ class Options(Keywords, total=False):
 
 
 _exchanges: OrderedDict[tuple[Any, ...], Exchange | HeadTrade] = OrderedDict()
-by_number: dict[int, Any] = {}
+
+
+class _ByNumber:
+    """Exchanges as attributes. Dynamo sees the ones that were added while it traces, which in a dict it does not."""
+
+    def __getitem__(self, number: int) -> Any:
+        return getattr(self, f"_{number}")
+
+    def __setitem__(self, number: int, exchange: Any) -> None:
+        setattr(self, f"_{number}", exchange)
+
+    def __delitem__(self, number: int) -> None:
+        delattr(self, f"_{number}")
+
+
+by_number = _ByNumber()
 _lock = Lock()
 _EXCHANGES = 256
 

@@ -8,6 +8,7 @@ processors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, log2
 from typing import NamedTuple
@@ -97,32 +98,117 @@ LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": 
 """Layouts by name."""
 
 
+class ModelCost(NamedTuple):
+    """A layout for all layers of a model, and a transport for each pattern."""
+
+    layout: Layout
+    transports: dict[Pattern, Transport]
+    costs: dict[Pattern, Cost]
+    """Cost of one layer of each pattern."""
+    seconds: float
+    """Predicted seconds of the forward and the backward pass of all layers, by the model of time."""
+
+
 def cheapest_layout(
-    pattern: Pattern, n_tokens: int, n_ranks: int, sizes: Sizes | None = None, hardware: Hardware = HARDWARE["h100"]
+    pattern: Pattern | Mapping[Pattern, int],
+    n_tokens: int,
+    n_ranks: int,
+    sizes: Sizes | None = None,
+    hardware: Hardware = HARDWARE["h100"],
 ) -> Layout:
     """Return the layout with the least predicted time of both passes: contiguous, zigzag or striped.
 
     It weighs work, balance and bytes with the transport that `ring_attention` takes by default. The same arguments
-    give the same layout, so ranks need not agree on it. ``sizes`` are those of `Sizes` by default. Raises ValueError
-    if no layout supports the pattern, with the reason.
+    give the same layout, so ranks need not agree on it. For a model whose layers differ, pass the number of layers of
+    each pattern. ``sizes`` are those of `Sizes` by default. Raises ValueError if no layout supports the patterns, with
+    the reason.
 
     >>> from ringtile.patterns import Causal, Window
     >>> cheapest_layout(Causal() & Window(4096), 1 << 20, 8) == Layout.contiguous(1 << 20, 8)
     True
-    >>> cheapest_layout(Causal(), 1 << 20, 8) == Layout.zigzag(1 << 20, 8)
+    >>> cheapest_layout({Causal() & Window(4096): 20, Causal(): 4}, 1 << 20, 8) == Layout.zigzag(1 << 20, 8)
     True
     """
+    layers = {pattern: 1} if isinstance(pattern, Pattern) else pattern
+    return _cheapest(layers, n_tokens, n_ranks, sizes, hardware, None).layout
+
+
+def cheapest_for_model(
+    layers: Mapping[Pattern, int],
+    n_tokens: int,
+    n_ranks: int,
+    sizes: Sizes | None = None,
+    hardware: Hardware = HARDWARE["h100"],
+    transports: Sequence[Transport] = TRANSPORTS,
+) -> ModelCost:
+    """Return one layout for all layers of a model, and a transport for each pattern, with the least predicted time.
+
+    ``layers`` has the number of layers of each pattern. Pass the result's ``transports`` to `ring_attend`. The choice
+    is among ``transports``: leave out "ring" if you use dropout or compile, and "hierarchy" if you have no mesh of
+    nodes. It is only considered if the ranks span nodes. Raises ValueError if a number of layers is not positive, or a
+    pattern has no possible transport, with the reason.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> found = cheapest_for_model({Causal() & Window(1024): 20, Causal(): 4}, 1 << 18, 8)
+    >>> found.layout == Layout.zigzag(1 << 18, 8)
+    True
+    >>> found.transports
+    {causal & window(1024): 'exchange', causal: 'ring'}
+    """
+    return _cheapest(layers, n_tokens, n_ranks, sizes, hardware, transports)
+
+
+def _cheapest(
+    layers: Mapping[Pattern, int],
+    n_tokens: int,
+    n_ranks: int,
+    sizes: Sizes | None,
+    hardware: Hardware,
+    transports: Sequence[Transport] | None,
+) -> ModelCost:
+    if not layers or not all(type(count) is int and count > 0 for count in layers.values()):
+        raise ValueError(f"layers: expected a positive number of layers of each pattern, got {dict(layers)}")
+    heads = next((pattern.num_heads for pattern in layers if pattern.num_heads is not None), 32)
     found, reason = [], None
-    for name, make in LAYOUTS.items():
-        work = survey(pattern, make(n_tokens, n_ranks), sizes or Sizes(heads=pattern.num_heads or 32))
+    for make in LAYOUTS.values():
         try:
-            found.append((estimate(work, work.automatic, hardware).seconds, name))
+            layout = make(n_tokens, n_ranks)
+            found.append(cost_of_model(layers, layout, sizes or Sizes(heads=heads), hardware, transports))
         except ValueError as error:
             reason = reason or error
     if not found:
         assert reason is not None
         raise reason
-    return LAYOUTS[min(found, key=lambda pair: pair[0])[1]](n_tokens, n_ranks)
+    return min(found, key=lambda cost: cost.seconds)
+
+
+def cost_of_model(
+    layers: Mapping[Pattern, int],
+    layout: Layout,
+    sizes: Sizes,
+    hardware: Hardware,
+    transports: Sequence[Transport] | None = TRANSPORTS,
+) -> ModelCost:
+    """Return the cost of a model's layers in one layout, each pattern with its cheapest of these transports.
+
+    None: the transport that `ring_attention` takes by default. Raises ValueError as `cheapest_for_model`.
+    """
+    costs = {}
+    for pattern in layers:
+        work = survey(pattern, layout, sizes)
+        found, reason = [], None
+        for transport in (work.automatic,) if transports is None else transports:
+            if transport == "hierarchy" and layout.n_ranks <= hardware.ranks_per_node:
+                continue
+            try:
+                found.append(estimate(work, transport, hardware))
+            except ValueError as error:
+                reason = reason or error
+        if not found:
+            raise reason or ValueError(f"transports: expected one for {pattern!r}, got {list(transports or ())}")
+        costs[pattern] = min(found, key=lambda cost: cost.seconds)
+    chosen = {pattern: cost.transport for pattern, cost in costs.items()}
+    return ModelCost(layout, chosen, costs, sum(count * costs[pattern].seconds for pattern, count in layers.items()))
 
 
 class _Rows(NamedTuple):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringtile.analysis.plot import FORMATS, missing_matplotlib, picture, plot_traffic
 from ringtile.analysis.units import bytes_text, count, count_text, duration_text
-from ringtile.distributed.cost import LAYOUTS, Cost, estimate
+from ringtile.distributed.cost import LAYOUTS, Cost, ModelCost, cost_of_model, estimate
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
 from ringtile.distributed.plan import TRANSPORTS, Transport
 from ringtile.distributed.work import MAX_RANKS, survey
@@ -91,7 +92,9 @@ class Table(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ringtile plan``."""
     add = parser.add_argument
-    add("pattern", metavar="PATTERN", help='such as "causal & window(4096)" or longformer')
+    patterns = 'such as "causal & window(4096)" or longformer. Several: those of a model\'s layers'
+    add("patterns", nargs="+", metavar="PATTERN", help=patterns)
+    add("--layers", type=count, nargs="+", metavar="N", help="number of layers of each pattern (default: 1)")
     add("--tokens", type=count, required=True, metavar="N", help="number of tokens of all ranks, such as 1M")
     add("--ranks", type=count, nargs="+", required=True, metavar="P", help="numbers of ranks, a table for each")
     add("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="layouts (default: all)")
@@ -117,13 +120,16 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is invalid, no layout and transport supports the pattern, or a plan would be too
             large.
     """
-    rule, sizes, hardware = _checked(args)
+    rules, sizes, hardware = _checked(args)
+    if len(rules) > 1 or args.layers:
+        return _run_model(dict(zip(rules, args.layers or [1] * len(rules), strict=True)), args, sizes, hardware)
+    rule = rules[0]
     tables: list[Table] = []
     for n_ranks in args.ranks:
         table = _table(rule, args.tokens, n_ranks, args.layout, sizes, hardware)
         if not args.json:
             # Table by table: many ranks take seconds.
-            lines = [] if tables else list(_header(rule, args.tokens, sizes, args.dtype, hardware))
+            lines = [] if tables else list(_header(repr(rule), args.tokens, sizes, args.dtype, hardware))
             print("\n".join([*lines, "", *_lines(table)]), flush=True)
         tables.append(table)
     if args.out is not None:
@@ -143,10 +149,84 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(args: argparse.Namespace) -> tuple[Pattern, Sizes, Hardware]:
-    rule = parse(args.pattern)
+def _run_model(layers: dict[Pattern, int], args: argparse.Namespace, sizes: Sizes, hardware: Hardware) -> int:
+    """Print a table of layouts for each number of ranks, with the cheapest transport of each pattern."""
+    records = []
+    for n_ranks in args.ranks:
+        found: dict[str, ModelCost | str] = {}
+        for name in args.layout:
+            try:
+                found[name] = cost_of_model(layers, LAYOUTS[name](args.tokens, n_ranks), sizes, hardware)
+            except ValueError as error:
+                found[name] = str(error)
+        costs = {name: cost for name, cost in found.items() if isinstance(cost, ModelCost)}
+        if not costs:
+            raise ValueError(f"--ranks {n_ranks}: {next(iter(found.values()))}")
+        best = min(costs, key=lambda name: costs[name].seconds)
+        records.append(_model_record(n_ranks, layers, found, best))
+        if not args.json:
+            lines = []
+            if n_ranks == args.ranks[0]:
+                texts = ", ".join(f"{n} x {rule!r}" for rule, n in layers.items())
+                lines = list(_header(texts, args.tokens, sizes, args.dtype, hardware))
+            print("\n".join([*lines, "", *_model_lines(n_ranks, layers, costs, best)]), flush=True)
+    if args.json:
+        shared = {"tokens": args.tokens, "sizes": {**asdict(sizes), "dtype": args.dtype}, "hardware": asdict(hardware)}
+        patterns = {repr(rule): n for rule, n in layers.items()}
+        print(json.dumps({"layers": patterns, **shared, "tables": records}, indent=2))
+    return 0
+
+
+def _of_layers(layers: dict[Pattern, int], cost: ModelCost, name: str) -> Tensor:
+    """Return a figure of each rank, summed over all layers."""
+    return torch.stack([n * getattr(cost.costs[rule], name) for rule, n in layers.items()]).sum(0)
+
+
+_SUMMED = ("received", "sent", "between")
+
+
+def _model_lines(n_ranks: int, layers: dict[Pattern, int], costs: dict[str, ModelCost], best: str) -> Iterator[str]:
+    cells: list[Sequence[str]] = [
+        ("layout", "transports", "received", "sent", "between nodes", "buffer", "forward", "backward")
+    ]
+    for name, cost in costs.items():
+        sums = [bytes_text(int(_of_layers(layers, cost, figure).max())) for figure in _SUMMED]
+        buffer = bytes_text(max(int(each.buffer.max()) for each in cost.costs.values()))
+        times = [
+            duration_text(sum(n * float(getattr(cost.costs[rule], name).max()) for rule, n in layers.items()))
+            for name in ("forward", "backward")
+        ]
+        cells.append((name, ", ".join(cost.transports.values()), *sums, buffer, *times))
+    yield f"{n_ranks:,} {'rank' if n_ranks == 1 else 'ranks'}, sums over all layers (* least time, by the model)"
+    yield from _aligned(cells, [" ", *("*" if name == best else " " for name in costs)])
+
+
+def _model_record(
+    n_ranks: int, layers: dict[Pattern, int], found: dict[str, ModelCost | str], best: str
+) -> dict[str, object]:
+    rows: list[dict[str, object]] = []
+    for name, cost in found.items():
+        row: dict[str, object] = {"layout": name, "best": name == best}
+        if isinstance(cost, str):
+            row["reason"] = cost
+        else:
+            row["transports"] = list(cost.transports.values())
+            row |= {f"most_{figure}": int(_of_layers(layers, cost, figure).max()) for figure in _SUMMED}
+            row["model_seconds"] = cost.seconds
+        rows.append(row)
+    return {"ranks": n_ranks, "rows": rows}
+
+
+def _checked(args: argparse.Namespace) -> tuple[list[Pattern], Sizes, Hardware]:
+    rules = [parse(text) for text in args.patterns]
     if args.causal:
-        rule = parse("causal") & rule
+        rules = [parse("causal") & rule for rule in rules]
+    if len(set(rules)) < len(rules):
+        raise ValueError(f"PATTERN: expected different patterns, got {rules}. Give their numbers by --layers")
+    if args.layers and (len(args.layers) != len(rules) or min(args.layers) < 1):
+        raise ValueError(f"--layers: expected a positive number for each of {len(rules)} patterns, got {args.layers}")
+    if len(rules) > 1 and args.out is not None:
+        raise ValueError(f"--out: expected one pattern, got {len(rules)}")
     if args.tokens > _MAX_TOKENS:
         raise ValueError(f"--tokens: expected at most {_MAX_TOKENS:,}, got {args.tokens:,}")
     if max(args.ranks) > MAX_RANKS:
@@ -161,11 +241,11 @@ def _checked(args: argparse.Namespace) -> tuple[Pattern, Sizes, Hardware]:
             raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
         if (reason := missing_matplotlib()) is not None:
             raise ValueError(f"--out: {reason}")
-    heads = args.heads or rule.num_heads or 32
+    heads = args.heads or next((rule.num_heads for rule in rules if rule.num_heads), 32)
     kv_heads = args.kv_heads or (8 if heads % 8 == 0 else heads)
     dtype = getattr(torch, args.dtype)
     sizes = Sizes(heads, kv_heads, args.head_dim, args.value_dim, args.batch, dtype)
-    return rule, sizes, _hardware(args)
+    return rules, sizes, _hardware(args)
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
@@ -200,10 +280,10 @@ def _table(rule: Pattern, n_tokens: int, n_ranks: int, layouts: list[str], sizes
     return table
 
 
-def _header(rule: Pattern, n_tokens: int, sizes: Sizes, dtype: str, hardware: Hardware) -> Iterator[str]:
+def _header(what: str, n_tokens: int, sizes: Sizes, dtype: str, hardware: Hardware) -> Iterator[str]:
     shapes = f"{sizes.heads} query heads, {sizes.kv_heads} key heads, head_dim {sizes.head_dim}, {dtype}"
     for text in (
-        repr(rule),
+        what,
         f"{n_tokens:,} tokens, {shapes}. The tables list the largest figures of any rank. Bytes are exact, times are a "
         "model.",
         f"model of {hardware.name}: {hardware.assumption}",
@@ -226,14 +306,8 @@ def _lines(table: Table) -> Iterator[str]:
     best = table.best
     cells = [_COLUMNS, *(tuple(_cells(row)) for row in table.rows if row.cost is not None)]
     marks = [" ", *("*" if row is best else " " for row in table.rows if row.cost is not None)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     yield f"{table.n_ranks:,} {'rank' if table.n_ranks == 1 else 'ranks'} (* least time, by the model)"
-    for mark, line in zip(marks, cells, strict=True):
-        texts = [
-            f"{text:<{width}}" if n < 2 else f"{text:>{width}}"
-            for n, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        yield f"{mark} {'  '.join(texts)}"
+    yield from _aligned(cells, marks)
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in table.rows:
         if row.reason:
@@ -247,6 +321,16 @@ def _lines(table: Table) -> Iterator[str]:
     texts = [f"{default}{_named(layouts, table)}" for default, layouts in taken.items()]
     cheapest = "" if table.layout is None else f"; cheapest_layout: {table.layout}"
     yield f"  ring_attention with transport='auto': {', '.join(texts)}{cheapest}"
+
+
+def _aligned(cells: Sequence[Sequence[str]], marks: Sequence[str]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for mark, line in zip(marks, cells, strict=True):
+        texts = [
+            f"{text:<{width}}" if n < 2 else f"{text:>{width}}"
+            for n, (text, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        yield f"{mark} {'  '.join(texts)}"
 
 
 def _named(layouts: list[str], table: Table) -> str:

@@ -109,7 +109,8 @@ def in_float64() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "to", kept_to)
-        patch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else to(x, torch.float32))
+        narrow = (torch.float16, torch.bfloat16, torch.float32)
+        patch.setattr(Tensor, "float", lambda x: to(x, torch.float32 if x.dtype in narrow else torch.float64))
         patch.setattr(nn.functional, "softmax", kept_softmax)
         yield
 
@@ -242,6 +243,11 @@ def keep_documents_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_and_gradients_are_those_of_one_process_in_float32(
     name: str, kind: str, ranks: int, layout: str
 ) -> None:
+    model = new_model(name)
+    register()
+    model.set_attn_implementation("ringtile")
+    if model.config._attn_implementation != "ringtile":
+        pytest.skip(f"transformers {hf.__version__} does not switch the attention of {name}")
     wanted = expected(name, torch.float32, kind)
     found = step_shared([new_model(name) for _ in range(ranks)], kind, layout)
     logits, grads = error_of(found, wanted, kind)
@@ -397,7 +403,7 @@ def with_forward(forward: Callable[..., Any]) -> Any:
         ),
         (
             lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)),
-            r"model: expected layers of attention, got \['linear_attention'\] in MambaForCausalLM",
+            r"model: expected layers of attention, got \['(linear_attention|mamba)'\] in MambaForCausalLM",
         ),
         (
             lambda: with_part(nn.Conv1d(64, 64, 3)),
@@ -537,7 +543,7 @@ def test_labels_are_shifted_over_the_whole_row_and_counted_for_all_ranks() -> No
 
 
 def test_labels_of_a_model_whose_loss_is_no_sum_over_tokens_are_refused() -> None:
-    model = hf.ModernBertForSequenceClassification(MODELS["ModernBERT"]()[1])
+    model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**SIZES))
     gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4))
 
     def run(rank: int) -> None:

@@ -110,7 +110,7 @@ def trained(folder: str, steps: int, accumulation: int, **options: Any) -> Any:
         folder,
         max_steps=steps,
         per_device_train_batch_size=1,
-        per_device_eval_batch_size=2 if accumulation == 4 else 1,
+        per_device_eval_batch_size=1,
         gradient_accumulation_steps=accumulation,
         optim="sgd",
         learning_rate=0.5,
@@ -127,7 +127,7 @@ def trained(folder: str, steps: int, accumulation: int, **options: Any) -> Any:
     )
     rows = uneven_rows(12)
     kind = CPTrainer if "cp" in options else hf.Trainer
-    return kind(args=args, train_dataset=rows, eval_dataset=rows[:4], **options)
+    return kind(args=args, train_dataset=rows, eval_dataset=rows[:5], **options)
 
 
 def logged(trainer: Any, name: str) -> list[float]:

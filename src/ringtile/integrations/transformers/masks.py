@@ -178,6 +178,13 @@ def is_packed(function: MaskFunction) -> bool:
     )
 
 
+def chunks_begin_at_documents() -> bool:
+    """Return True if this transformers counts the positions of packed rows from the begin of each document."""
+    from transformers import masking_utils
+
+    return hasattr(masking_utils, "remap_positions_for_packed_sequence")
+
+
 def _joined(join: Callable[[Pattern, Pattern], Pattern], parts: list[Pattern | None]) -> Pattern | None:
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not known:

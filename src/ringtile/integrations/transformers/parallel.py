@@ -26,7 +26,15 @@ from ringtile.integrations.transformers.attention import (
     check_pattern,
     pattern_of_layer,
 )
-from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier, is_packed, moves_along, read_rule
+from ringtile.integrations.transformers.masks import (
+    KeptPairs,
+    PatternMask,
+    carrier,
+    chunks_begin_at_documents,
+    is_packed,
+    moves_along,
+    read_rule,
+)
 from ringtile.integrations.transformers.registry import register_pair, switch
 from ringtile.integrations.transformers.shifted import Shifted
 from ringtile.patterns import Documents, Pattern, Segments
@@ -67,7 +75,7 @@ class BatchFacts:
     layout: Layout
     documents: Documents | None
     positions: Tensor | None
-    """``[B, N]``, the position ids of all tokens, if there are documents."""
+    """``[B, N]``, the position ids of all tokens, if chunks begin at documents."""
     key_mask: Tensor | None
     """``[B, n]`` bool, True for this rank's keys to attend to."""
     key_lengths: Tensor | None
@@ -93,7 +101,7 @@ class BatchFacts:
         return Shifted(pattern, self.leading if len(set(self.leading)) > 1 else self.leading[:1])
 
     def _in_documents(self, rule: Pattern) -> Pattern:
-        """Count the positions of chunks from the begin of each document."""
+        """Count the positions of chunks from the begin of each document, if transformers does."""
         if isinstance(rule, And):
             return self._in_documents(rule.first) & self._in_documents(rule.second)
         if isinstance(rule, Segments) and self.positions is not None:
@@ -101,7 +109,7 @@ class BatchFacts:
             begins = _begins(self.positions)
             begins[:, 1:] |= chunk[:, 1:] != chunk[:, :-1]
             return Documents(ids=begins.cumsum(1))
-        return rule
+        return self._from_first(rule)
 
 
 class _Probe:
@@ -320,7 +328,7 @@ class ContextParallel:
             self,
             layout,
             documents,
-            None if documents is None else positions.cpu(),
+            positions.cpu() if documents is not None and chunks_begin_at_documents() else None,
             None if real is None or lengths is not None else mine(real).to(device),
             None if lengths is None else lengths.to(device),
             leading,

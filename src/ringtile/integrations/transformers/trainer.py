@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ringtile.integrations.transformers.parallel import ContextParallel
@@ -88,7 +89,14 @@ def trainer_class() -> type:
                     use_stateful_dataloader=accelerator.use_stateful_dataloader,
                 )
 
+            def gather(x: Any, use_gather_object: bool = False) -> Any:
+                """Return the losses of one rank per group, without the rows that fill up the last batch."""
+                every = accelerator.gather(x).unflatten(0, (len(firsts), -1))[groups].flatten(0, 1)
+                state = accelerator.gradient_state
+                return every[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else every
+
             accelerator.prepare_data_loader = prepare
+            accelerator.gather_for_metrics = self.gather_function = gather
 
         def get_batch_samples(self, epoch_iterator: Iterator[Any], *arguments: Any, **named: Any) -> Any:
             # Not in the dataloader: Accelerate makes another one to resume in the middle of an epoch.
@@ -99,7 +107,12 @@ def trainer_class() -> type:
         ) -> Any:
             if not prediction_loss_only:
                 raise ValueError("prediction_loss_only: expected True, got False; logits are those of a shard")
-            return super().prediction_step(model, self.cp.shard_batch(inputs), True, ignore_keys)
+            batch = self._prepare_inputs(self.cp.shard_batch(inputs))
+            if "labels" not in batch:
+                raise ValueError(f"labels: expected them in the rows of an evaluation, got {sorted(inputs)}")
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss = model(**batch).loss
+            return self.cp.loss(loss), None, None
 
     return CPTrainer
 

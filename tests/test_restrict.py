@@ -47,6 +47,8 @@ def test_a_restricted_index_keeps_the_pairs_of_both(base: tuple[Pattern, TileGri
     found.validate()
     expected = index.to_dense() & tokens_of(keep, index, rows=rows)
     assert torch.equal(found.to_dense().expand(expected.shape), expected)
+    some = torch.randint(grid.n_queries, (5,))
+    assert torch.equal(found.keys_of(some).expand(*expected.shape[:2], -1, -1), expected[:, :, some])
     assert found.kept_pairs == int(expected.sum()) * found.group.numel() // (expected.shape[0] * expected.shape[1])
     assert found.allowed_pairs == index.allowed_pairs // index.group.numel() * found.group.numel()
 
@@ -81,3 +83,5 @@ def test_masks_that_do_not_match_are_refused() -> None:
     per_head_index = build_index(per_head([Causal(), Window(3)]), 300, num_heads=2)
     with pytest.raises(ValueError, match=r"for \(1, 2\) batch elements and heads"):
         per_head_index.restricted(torch.ones(1, 3, 3, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="queries: expected int64"):
+        index.keys_of(torch.tensor([300]))

@@ -18,7 +18,7 @@ from ringtile.layout.allowed import count_allowed
 from ringtile.layout.drawing import draw_tiles
 from ringtile.layout.lists import Entries, check_lists, pointer, slot_of_entries, work_list
 from ringtile.layout.rearrange import coarsen, cut_to_lengths, remap
-from ringtile.layout.restrict import restrict, restrict_rows
+from ringtile.layout.restrict import keys_of, restrict, restrict_rows
 from ringtile.layout.tiles import BLOCKS, EMPTY, FULL, TileTable, derive_tables, popcount, unpack_words
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 
@@ -408,6 +408,18 @@ class BlockIndex:
         -128
         """
         return restrict_rows(self, keep)
+
+    def keys_of(self, queries: Tensor) -> Tensor:
+        """Return the keys that some queries keep, bool ``[B or 1, H or 1, len(queries), n_keys]``.
+
+        ``queries`` are numbers counted from 0, int64, in any order. Raises ValueError if one is out of range.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Window
+        >>> build_index(Window(1, 0), 4).keys_of(torch.tensor([2]))[0, 0].int().tolist()
+        [[0, 1, 1, 0]]
+        """
+        return keys_of(self, queries)
 
     @torch.inference_mode(False)
     def slice(self, rows: slice | range) -> BlockIndex:

@@ -1,4 +1,4 @@
-"""Indices that keep some tiles of others: what a selector chooses, without patterns, hashing or loops over tiles."""
+"""Some tiles of an index, as another index, and some rows of it: without patterns, hashing or loops over tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringtile.layout.lists import Entries
-from ringtile.layout.tiles import EMPTY, TileTable, merge_equal
+from ringtile.layout.tiles import EMPTY, TileTable, merge_equal, unpack_words
 
 if TYPE_CHECKING:
     from ringtile.layout.index import BlockIndex
@@ -46,6 +46,33 @@ def restrict_rows(index: BlockIndex, keep: Tensor) -> BlockIndex:
     state[cut] = torch.where(empty[place], EMPTY, place + len(index.bits))
     kept = state != EMPTY
     return _with(index, group, Entries(number[kept], state[kept]), torch.cat([index.bits, found]))
+
+
+def keys_of(index: BlockIndex, queries: Tensor) -> Tensor:
+    """Return the keys of `BlockIndex.keys_of`."""
+    inside = queries.dim() == 1 and queries.dtype == torch.int64
+    if not inside or ((queries < 0) | (queries >= index.n_queries)).any():
+        raise ValueError(f"queries: expected int64 [any] of numbers below {index.n_queries}, got {queries!r}")
+    block, groups, cols = index.block, index.n_groups, index.n_cols
+    position = index.start + queries
+    row, place = position // block - index.first_row, position % block
+    slot = (torch.arange(groups, device=index.device).unsqueeze(1) * index.n_rows + row).flatten()
+    found = torch.zeros(len(slot) * cols, block, dtype=torch.bool, device=index.device)
+    for kind in ("full", "part"):
+        begins, column = getattr(index, f"{kind}_row_ptr").long(), getattr(index, f"{kind}_col").long()
+        count = begins[slot + 1] - begins[slot]
+        number = torch.arange(len(slot), device=index.device).repeat_interleave(count)
+        entry = (
+            begins[slot][number] + torch.arange(len(number), device=index.device) - (count.cumsum(0) - count)[number]
+        )
+        target = number * cols + column[entry]
+        if kind == "full":
+            found[target] = True
+        else:
+            words = index.bits[index.part_tile[entry].long(), place.repeat(groups)[number]]
+            found[target] = unpack_words(words, block)
+    kept = found.view(groups, len(queries), cols * block)[..., : index.n_keys]
+    return kept[index.group.long()]
 
 
 def _check(index: BlockIndex, keep: Tensor, shape: tuple[int, int]) -> None:

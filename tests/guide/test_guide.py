@@ -20,7 +20,7 @@ import torch
 from oracle import oracle, relative_error
 from ringtile import compat
 from ringtile.layout import build_index
-from ringtile.patterns import Blocks, Causal
+from ringtile.patterns import Blocks, Causal, hierarchical, longnet_union
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -31,12 +31,10 @@ ROOT = HERE.parents[1]
 BLOCKS = {int(path.stem[-2:]): path.read_text(encoding="utf-8") for path in sorted(HERE.glob("block_*.py"))}
 DIGEST = "07dd1a80df825005d7906f98c0ee0de486a6beb5f3ce0555f7950ec9ac1b4014"
 
-ADAPTIVE, DISTRIBUTED = "patterns that follow the content", "attention divided over ranks"
+ADAPTIVE = "patterns that follow the content"
 PENDING: dict[int, tuple[str, type[Exception], str]] = {
     4: (ADAPTIVE, ValueError, "use_adaptive_sparsity"),
-    7: (DISTRIBUTED, ImportError, "BlockSparseRingAdvancedDistributedDilatedAttention"),
     9: (ADAPTIVE, ValueError, "quality_threshold"),
-    10: (DISTRIBUTED, ImportError, "BlockSparseRingAdvancedDistributedDilatedAttention"),
     19: (ADAPTIVE, AttributeError, "enable_adaptive_sparsity"),
 }
 """Blocks that need what is not here, with how each ends: one that ends otherwise has to leave this table."""
@@ -89,6 +87,21 @@ def test_all_blocks_are_here_as_printed() -> None:
 @pytest.mark.parametrize("number", sorted(BLOCKS))
 def test_a_prelude_defines_what_the_block_leaves_undefined(number: int) -> None:
     assert set(PRELUDES[number]()) == undefined(BLOCKS[number])
+
+
+def test_block_07_a_hierarchy_of_densities() -> None:
+    attention = run(7)["attention"]
+    assert attention.pattern == hierarchical(2048, 8192, 0.4, 0.1, 0.05) | longnet_union([2048, 4096, 8192], [1, 2, 4])
+
+
+def test_block_10_example_3_in_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    names = run(10, BLOCKS[10].replace("nccl", "gloo"))
+    torch.distributed.destroy_process_group()
+    q, k, v = (names[f"{name}_local"].transpose(1, 2) for name in "qkv")
+    expected = oracle(q, k, v, names["attention"].pattern)[0].transpose(1, 2)
+    assert relative_error(names["output"], expected) < 1e-5
 
 
 @pytest.mark.parametrize("number", sorted(PENDING))

@@ -10,6 +10,13 @@ from ringtile.compat.attention import RingDilatedAttentionV2 as RingDilatedAtten
 from ringtile.compat.attention import hierarchical_sparse_attention as hierarchical_sparse_attention
 from ringtile.compat.config import PatternConfig as PatternConfig
 from ringtile.compat.config import SparsePatternConfig as SparsePatternConfig
+from ringtile.compat.distributed import (
+    BlockSparseRingAdvancedDistributedDilatedAttention as BlockSparseRingAdvancedDistributedDilatedAttention,
+)
+from ringtile.compat.distributed import DistributedSparseConfig as DistributedSparseConfig
+from ringtile.compat.distributed import DistributedSparsePattern as DistributedSparsePattern
+from ringtile.compat.distributed import GradientCompression as GradientCompression
+from ringtile.compat.distributed import compress_gradients as compress_gradients
 from ringtile.compat.generator import PersistentPatternCache as PersistentPatternCache
 from ringtile.compat.generator import SparsePatternGenerator as SparsePatternGenerator
 from ringtile.compat.multihead import (

@@ -1,0 +1,275 @@
+"""Attention over ranks and compressed gradients under their old names: tensors are ``[B, N, H, D]`` here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringtile.compat.attention import self_attention_if_alone
+from ringtile.distributed import Layout, Sizes, cheapest_layout, ring_attention
+from ringtile.functional import sparse_attention
+from ringtile.functional.dilated import checked_branches
+from ringtile.kernels.philox import dropout_threshold
+from ringtile.patterns import Causal, Pattern, hierarchical, longnet_union
+
+_START = 2
+"""First step with PowerSGD. DDP builds its buckets anew after the first."""
+
+
+class DistributedSparsePattern(Enum):
+    """The kinds of patterns of `DistributedSparseConfig`."""
+
+    HIERARCHICAL = "hierarchical"
+
+
+@dataclass(frozen=True)
+class DistributedSparseConfig:
+    """Densities inside and between ranks, and how work and gradients are shared.
+
+    Each density is the fraction of pairs that is kept, of the pairs that the level adds. Levels are lengths in tokens:
+    the first and the last of ``segment_lengths``. So another number of ranks does not change the model.
+
+    Args:
+        pattern_type: ``DistributedSparsePattern.HIERARCHICAL``.
+        local_sparsity: Density inside the first segment length. Default: 0.4.
+        global_sparsity: Density inside the last segment length. Default: 0.1.
+        inter_node_sparsity: Density beyond. Default: 0.05.
+        enable_load_balancing: True to choose the tokens of each rank by the predicted time. It never changes the mask.
+        enable_gradient_compression: True to let `compress_gradients` register PyTorch's hooks.
+        compression_ratio: Elements sent per element of the gradients, by PowerSGD. Default: None, float16.
+
+    Raises:
+        ValueError: If a value is out of range, or ``compression_ratio`` is set without compression.
+
+    >>> DistributedSparseConfig(local_sparsity=0.5).pattern_type
+    <DistributedSparsePattern.HIERARCHICAL: 'hierarchical'>
+    """
+
+    pattern_type: DistributedSparsePattern = DistributedSparsePattern.HIERARCHICAL
+    local_sparsity: float = 0.4
+    global_sparsity: float = 0.1
+    inter_node_sparsity: float = 0.05
+    enable_load_balancing: bool = False
+    enable_gradient_compression: bool = False
+    compression_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern_type, DistributedSparsePattern):
+            raise ValueError(f"pattern_type: expected a DistributedSparsePattern, got {self.pattern_type!r}")
+        for name in ("local_sparsity", "global_sparsity", "inter_node_sparsity"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a density in [0, 1], got {getattr(self, name)!r}")
+        ratio = self.compression_ratio
+        if ratio is not None and not (self.enable_gradient_compression and 0 < ratio < 1):
+            raise ValueError(
+                "compression_ratio: expected a number between 0 and 1 with enable_gradient_compression=True, got "
+                f"{ratio!r} with {self.enable_gradient_compression=}"
+            )
+
+
+class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
+    """Exact attention over a sequence that ranks share: the pairs of a hierarchy and of LongNet's branches.
+
+    The kept pairs are ``hierarchical(segment_lengths[0], segment_lengths[-1], ...)`` with the densities of the
+    configuration, joined with ``longnet_union(segment_lengths, dilation_rates)``, in one softmax. All ranks hold
+    equally many tokens: the parts of `layout`, which is contiguous without load balancing.
+
+    Args:
+        segment_lengths: Tokens per segment, for each branch, ascending.
+        dilation_rates: One rate for each branch.
+        distributed_config: Default: ``DistributedSparseConfig()``.
+        dropout: Probability of dropping a weight after the softmax in training.
+        enable_deepspeed_integration: True for DeepSpeed's sequence-parallel group, if DeepSpeed has made one.
+        group: Process group of the ranks. Default: all ranks, or a single process.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> attention = BlockSparseRingAdvancedDistributedDilatedAttention([128, 256], [1, 2])
+        >>> attention(torch.randn(1, 512, 2, 16)).shape
+        torch.Size([1, 512, 2, 16])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        distributed_config: DistributedSparseConfig | None = None,
+        *,
+        dropout: float = 0.0,
+        enable_deepspeed_integration: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        branches = checked_branches(segment_lengths, dilation_rates)
+        dropout_threshold(dropout)
+        self.config = config = distributed_config or DistributedSparseConfig()
+        self.dropout, self.enable_deepspeed_integration = dropout, enable_deepspeed_integration
+        lengths = [length for length, _ in branches]
+        densities = config.local_sparsity, config.global_sparsity, config.inter_node_sparsity
+        self.pattern: Pattern = hierarchical(lengths[0], lengths[-1], *densities) | longnet_union(
+            lengths, [rate for _, rate in branches]
+        )
+        self._group = group
+
+    def extra_repr(self) -> str:
+        return repr(self.pattern)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks; None for all ranks, or a single process."""
+        if self._group is None and self.enable_deepspeed_integration and "deepspeed" in sys.modules:
+            groups: Any = sys.modules["deepspeed"].utils.groups
+            return groups._get_sequence_parallel_group()  # type: ignore[no-any-return]
+        return self._group
+
+    def layout(self, n_tokens: int, is_causal: bool = False) -> Layout:
+        """Return the tokens of each rank: contiguous, or of the least predicted time with load balancing.
+
+        >>> config = DistributedSparseConfig(enable_load_balancing=True)
+        >>> BlockSparseRingAdvancedDistributedDilatedAttention([128], [1], config).layout(256)
+        Layout(n_tokens=256, runs=(((0, 256),),))
+        """
+        ranks = dist.get_world_size(self.group) if dist.is_initialized() else 1
+        if not self.config.enable_load_balancing:
+            return Layout.contiguous(n_tokens, ranks, unit=1)
+        return _balanced(Causal() & self.pattern if is_causal else self.pattern, n_tokens, ranks)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention ``[B, N, H, D]`` of this rank's N tokens to the tokens of all ranks.
+
+        Args:
+            query: ``[B, N, H, D]``, the rank's part of `layout`.
+            key: ``[B, N, H, D]``. Default: the query, if value is None too.
+            value: ``[B, N, H, Dv]``.
+            is_causal: True to keep only keys at or before the query's position.
+            key_mask: ``[B, N]`` bool, True for this rank's keys to attend to.
+
+        Raises:
+            ValueError: If shapes are invalid, or the rank's part has another number of tokens.
+        """
+        key, value = self_attention_if_alone(query, key, value)
+        heads_first = [x.transpose(1, 2) for x in (query, key, value)]
+        options: dict[str, Any] = {
+            "is_causal": is_causal,
+            "key_mask": key_mask,
+            "dropout_p": self.dropout if self.training else 0.0,
+        }
+        if not dist.is_initialized():
+            return sparse_attention(*heads_first, self.pattern, **options).transpose(1, 2)
+        layout = self.layout(query.shape[1] * dist.get_world_size(self.group), is_causal)
+        out: Tensor = ring_attention(*heads_first, self.pattern, layout=layout, group=self.group, **options)
+        return out.transpose(1, 2)
+
+    def compress_gradients(self, model: DistributedDataParallel) -> GradientCompression:
+        """Compress the gradients of a model's parameters as the configuration tells, see `compress_gradients`."""
+        return compress_gradients(model, self.config)
+
+
+@lru_cache(maxsize=64)
+def _balanced(pattern: Pattern, n_tokens: int, n_ranks: int) -> Layout:
+    layout = cheapest_layout(pattern, n_tokens, n_ranks, Sizes(heads=pattern.num_heads or 8, kv_heads=1))
+    if len({layout.size(rank) for rank in range(n_ranks)}) > 1:
+        # Ranks know the length of the sequence from their own part.
+        return Layout.contiguous(n_tokens, n_ranks, unit=1)
+    return layout
+
+
+class Savings(NamedTuple):
+    """Elements of all gradients, and the float32 elements sent for them, since the hook compresses."""
+
+    before: int
+    after: float
+
+    @property
+    def ratio(self) -> float:
+        """Elements sent per element."""
+        return self.after / self.before if self.before else 1.0
+
+
+class GradientCompression:
+    """The compression of a model's gradients by PyTorch's hooks, and what it saves. `compress_gradients` makes it."""
+
+    def __init__(self, kind: str, rank: int | None, state: Any) -> None:
+        self.kind, self.rank, self._state = kind, rank, state
+
+    @property
+    def savings(self) -> Savings:
+        """The elements that PowerSGD counted. float16 sends half of the bytes, and counts nothing."""
+        if self.rank is None:
+            return Savings(2, 1.0)
+        _, before, after = self._state.compression_stats()
+        return Savings(before, after)
+
+    def __repr__(self) -> str:
+        rank = "" if self.rank is None else f" of rank {self.rank} with error feedback"
+        return f"GradientCompression({self.kind}{rank}, sends {self.savings.ratio:.3f} of the elements)"
+
+
+def compress_gradients(model: DistributedDataParallel, config: DistributedSparseConfig) -> GradientCompression:
+    """Register PyTorch's hook for a configuration on a model. The gradients of keys and values are never compressed.
+
+    With a ratio: PowerSGD with error feedback (Vogels et al., arXiv:1905.13727), from the third step on, of the rank
+    whose share of elements is closest to the ratio. Without: float16. bfloat16 needs NCCL.
+
+    Raises:
+        TypeError: If the model is no `DistributedDataParallel`. FSDP2 reduces gradients without such hooks.
+        ValueError: If the configuration does not compress.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"model: expected a DistributedDataParallel, got {type(model).__name__}: PyTorch has no PowerSGD for others"
+        )
+    if not config.enable_gradient_compression:
+        raise ValueError(f"config: expected enable_gradient_compression=True, got {config}")
+    if config.compression_ratio is None:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return GradientCompression("float16", None, None)
+    shapes = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
+    rank = rank_of(shapes, config.compression_ratio)
+    state = powerSGD_hook.PowerSGDState(
+        model.process_group,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=_START,
+        min_compression_rate=1,
+        use_error_feedback=True,
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return GradientCompression("PowerSGD", rank, state)
+
+
+def rank_of(shapes: Sequence[torch.Size], ratio: float) -> int:
+    """Return the rank of PowerSGD whose share of elements is closest to a ratio. Vectors are sent as they are.
+
+    >>> rank_of([torch.Size([100, 100])], 0.1)
+    5
+    """
+    matrices = [(shape[0], shape[1:].numel()) for shape in shapes if len(shape) > 1]
+    vectors = sum(shape.numel() for shape in shapes if len(shape) <= 1)
+    total = vectors + sum(rows * cols for rows, cols in matrices)
+
+    def share(rank: int) -> float:
+        return (vectors + sum(min(rows * cols, rank * (rows + cols)) for rows, cols in matrices)) / total
+
+    largest = max((min(matrix) for matrix in matrices), default=1)
+    return min(range(1, largest + 1), key=lambda rank: abs(share(rank) - ratio))

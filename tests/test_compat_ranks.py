@@ -1,0 +1,161 @@
+"""`ringtile.compat` over ranks: Example 3 of the guide under torchrun, and compressed gradients."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_processes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringtile.compat import (
+    BlockSparseRingAdvancedDistributedDilatedAttention,
+    DistributedSparseConfig,
+    DistributedSparsePattern,
+    compress_gradients,
+)
+from ringtile.distributed import Layout
+from ringtile.patterns import hierarchical, longnet_union
+
+ROOT = Path(__file__).parents[1]
+
+BEFORE = """
+import torch, torch.distributed as dist
+from ringtile import sparse_attention
+whole = torch.randn(3, 1, 4096, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+class Names(dict):
+    # The block makes the group and the attention before it reads its inputs.
+    def __missing__(self, name):
+        if name not in ("q_local", "k_local", "v_local"):
+            raise KeyError(name)
+        part = whole["qkv".index(name[0])]
+        return self["attention"].layout(4096).shard(part, dist.get_rank(), 1)
+names = Names()
+exec(compile(BLOCK, "block_10.py", "exec"), names)
+q, k, v = (x.transpose(1, 2) for x in whole)
+expected = sparse_attention(q, k, v, names["attention"].pattern).transpose(1, 2)
+mine = names["attention"].layout(4096).shard(expected, dist.get_rank(), 1)
+found = names["output"]
+is_equal = bool((found - mine).abs().max() < 1e-12)
+print("rank", dist.get_rank(), "of", dist.get_world_size(), tuple(found.shape), is_equal)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_example_3_of_the_guide_runs_under_torchrun(n_ranks: int, tmp_path: Path) -> None:
+    block = (ROOT / "tests" / "guide" / "block_10.py").read_text(encoding="utf-8")
+    assert block.count("backend='nccl'") == 1
+    program = tmp_path / "example.py"
+    program.write_text(f"BLOCK = {block.replace('nccl', 'gloo')!r}\n" + BEFORE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
+    paths = os.pathsep.join([str(ROOT / "compat"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run([*command, str(program)], env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    lines = [f"rank {rank} of {n_ranks} (1, {4096 // n_ranks}, 2, 8) True" for rank in range(n_ranks)]
+    assert sorted(re.findall("rank .* (?:True|False)", done.stdout)) == lines
+
+
+def test_the_pattern_joins_the_hierarchy_and_the_branches() -> None:
+    config = DistributedSparseConfig(DistributedSparsePattern.HIERARCHICAL, 0.5, 0.2, 0.05, enable_load_balancing=True)
+    attention = BlockSparseRingAdvancedDistributedDilatedAttention([2048, 8192], [1, 4], config)
+    assert attention.pattern == hierarchical(2048, 8192, 0.5, 0.2, 0.05) | longnet_union([2048, 8192], [1, 4])
+    plain = DistributedSparseConfig(local_sparsity=0.5, global_sparsity=0.2)
+    # Load balancing chooses tokens, and never the pairs.
+    assert BlockSparseRingAdvancedDistributedDilatedAttention([2048, 8192], [1, 4], plain).pattern == attention.pattern
+
+
+def balanced(rank: int, size: int) -> None:
+    for enabled in (False, True):
+        # Causal alone is balanced by another layout than the contiguous one.
+        densities = dict.fromkeys(("local_sparsity", "global_sparsity", "inter_node_sparsity"), 1.0)
+        config = DistributedSparseConfig(**densities, enable_load_balancing=enabled)
+        attention = BlockSparseRingAdvancedDistributedDilatedAttention([128], [1], config)
+        layouts = Layout.contiguous(2048, size, unit=1), attention.layout(2048, is_causal=True)
+        assert (layouts[0] == layouts[1]) == (not enabled)
+        # Equal parts of a length that has no whole tiles.
+        assert {attention.layout(2 * 333, is_causal=True).size(r) for r in range(size)} == {333}
+
+
+def compressed(rank: int, size: int) -> None:
+    """Train with and without, and print what the hook counted."""
+    losses, target = {}, nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 16))
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.2)
+    held_out = torch.randn(2000, 64, generator=torch.Generator().manual_seed(9))
+    for config in (
+        None,
+        DistributedSparseConfig(enable_gradient_compression=True),
+        DistributedSparseConfig(enable_gradient_compression=True, compression_ratio=0.1),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
+        shared = DistributedDataParallel(model)
+        found = None if config is None else compress_gradients(shared, config)
+        optimizer = torch.optim.SGD(shared.parameters(), 0.05, momentum=0.9)
+        draws = torch.Generator().manual_seed(rank)
+        for _ in range(200):
+            x = torch.randn(64, 64, generator=draws)
+            optimizer.zero_grad()
+            (shared(x) - target(x).detach()).square().mean().backward()
+            optimizer.step()
+        name = "none" if found is None else found.kind
+        losses[name] = float((model(held_out) - target(held_out)).detach().square().mean())
+        print(f"{found}: loss {losses[name]:.5f}", file=sys.stderr, flush=True)
+        if found is not None and found.rank is not None:
+            assert found._state.use_error_feedback
+            assert found._state.error_dict
+            assert found._state.start_powerSGD_iter >= 2
+            assert found.savings.before == 198 * sum(x.numel() for x in model.parameters())
+            assert found.savings.ratio == pytest.approx(0.1, rel=0.2)
+    assert losses["PowerSGD"] == pytest.approx(losses["none"], rel=0.02)
+    assert losses["float16"] == pytest.approx(losses["none"], rel=0.02)
+    start = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 16))
+    assert losses["none"] < 0.5 * float((start(held_out) - target(held_out)).detach().square().mean())
+
+
+def run_checks(rank: int, size: int) -> None:
+    balanced(rank, size)
+    compressed(rank, size)
+    dist.destroy_process_group()
+
+
+def test_ranks_balance_and_compress() -> None:
+    outcome = run_processes(2, run_checks)
+    assert outcome.exit_codes == [0, 0], outcome.texts
+    assert re.search(r"of rank \d+ with error feedback, sends 0\.\d+ of the elements\): loss", outcome.texts[0])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compression_ratio: expected a number between 0 and 1 with enable_grad"):
+        DistributedSparseConfig(compression_ratio=0.1)
+    with pytest.raises(ValueError, match=r"local_sparsity: expected a density in \[0, 1\], got 2"):
+        DistributedSparseConfig(local_sparsity=2)
+    with pytest.raises(ValueError, match="pattern_type: expected a DistributedSparsePattern, got 'ring'"):
+        DistributedSparseConfig("ring")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a DistributedDataParallel, got Linear"):
+        compress_gradients(nn.Linear(2, 2), DistributedSparseConfig())  # type: ignore[arg-type]
+
+
+def test_deepspeeds_group_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = object()
+    groups = SimpleNamespace(_get_sequence_parallel_group=lambda: group)
+    made = {
+        enabled: BlockSparseRingAdvancedDistributedDilatedAttention([128], [1], enable_deepspeed_integration=enabled)
+        for enabled in (False, True)
+    }
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    assert made[True].group is None
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=SimpleNamespace(groups=groups)))
+    assert made[True].group is group
+    assert made[False].group is None

@@ -167,16 +167,18 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
             ValueError: If shapes are invalid, or the rank's part has another number of tokens.
         """
         key, value = self_attention_if_alone(query, key, value)
-        heads_first = [x.transpose(1, 2) for x in (query, key, value)]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         options: dict[str, Any] = {
             "is_causal": is_causal,
             "key_mask": key_mask,
             "dropout_p": self.dropout if self.training else 0.0,
         }
         if not dist.is_initialized():
-            return sparse_attention(*heads_first, self.pattern, **options).transpose(1, 2)
+            alone: Any = sparse_attention
+            whole: Tensor = alone(q, k, v, self.pattern, **options)
+            return whole.transpose(1, 2)
         layout = self.layout(query.shape[1] * dist.get_world_size(self.group), is_causal)
-        out: Tensor = ring_attention(*heads_first, self.pattern, layout=layout, group=self.group, **options)
+        out: Tensor = ring_attention(q, k, v, self.pattern, layout=layout, group=self.group, **options)
         return out.transpose(1, 2)
 
     def compress_gradients(self, model: DistributedDataParallel) -> GradientCompression:

@@ -40,7 +40,7 @@ from ringtile.distributed.work import survey
 from ringtile.functional import sparse_attention
 from ringtile.layout import build_index
 from ringtile.modules import SparseTransformer
-from ringtile.patterns import Causal, Dense, Documents, Pattern, RandomBlocks, Window, per_head
+from ringtile.patterns import Dense, Documents, Pattern, RandomBlocks, Window, per_head
 
 SHAPES: list[tuple[int, ...]] = [(2,), (4,), (2, 2), (3, 2), (1, 4), (2, 1), (2, 4)]
 """Ranks that exchange heads, or a mesh: ranks along the sequence and ranks that exchange heads."""
@@ -63,9 +63,8 @@ def check_ranks(pattern: Pattern, layout: Layout, shape: tuple[int, ...], expect
         assert relative_error(x, exact[name]) < 1e-12, name
     along = 1 if len(shape) == 1 else shape[0]
     whole_tiles = all(begin % 128 == 0 and end % 128 in (0, N_TOKENS % 128) for begin, end in layout.runs[0])
-    # Rings merge parts of a row, and a part of a tile can be another kernel's.
-    rings = isinstance(pattern, Causal | Dense) and not options.get("dropout_p")
-    same = ["out", "lse", "q"] if along == 1 or (whole_tiles and not rings) else []
+    # A part of a tile can be another kernel's.
+    same = ["out", "lse", "q"] if along == 1 or whole_tiles else []
     # If each key head is at one rank, its gradient is no sum over ranks.
     same += ["k", "v"] if along == 1 and problem.k.shape[1] % shape[-1] == 0 else []
     for name in same:

@@ -188,9 +188,9 @@ def ring_attention(
             parts are merged by lse. It is for all pairs and causal, without dropout, ALiBi, second derivatives and
             ``torch.compile``. "hierarchy": an exchange on a mesh of nodes and their ranks. A token crosses to a node
             once, and is handed on inside it. "ulysses": ranks exchange heads for tokens, and each computes H / P heads
-            of all tokens. On a mesh with two dimensions the ranks of a row do, and keys travel between rows as by
-            default. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send more tokens
-            than there are: then "gather".
+            of all tokens. On a mesh with two dimensions the ranks of a row do, and keys travel between rows by an
+            exchange. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send more
+            tokens than there are: then "gather".
         overlap: While keys travel, compute the rows that do not need them. The results are the same bits. A ring always
             overlaps.
         check_finite: Look for NaN and infinity in the rank's keys and values before they travel. A string names the
@@ -296,8 +296,9 @@ def _by_heads(
         "return_lse": True,
     }
     if isinstance(ranks, DeviceMesh):
-        place: dict[str, Any] = {"layout": trade.rows, "group": ranks.get_group(0), "overlap": overlap}
-        out, lse = ring_attention(query, key, value, trade.rule, **place, **options)
+        # Not a ring, whose merges by lse round: the bits are those of one process.
+        place: dict[str, Any] = {"layout": trade.rows, "group": ranks.get_group(0), "transport": "exchange"}
+        out, lse = ring_attention(query, key, value, trade.rule, overlap=overlap, **place, **options)
     else:
         out, lse = sparse_attention(query, key, value, trade.index or trade.rule, start=0, **options)
     if not return_lse:

@@ -1,5 +1,7 @@
 """Attention over sequences that several ranks share, on torch.distributed."""
 
+from ringtile.distributed.ahead import prefetched as prefetched
+from ringtile.distributed.ahead import prepare as prepare
 from ringtile.distributed.attend import ring_attend as ring_attend
 from ringtile.distributed.attention import ring_attention as ring_attention
 from ringtile.distributed.cache import RingCache as RingCache

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringtile
+from ringtile.distributed.ahead import routes_of
 from ringtile.distributed.exchange import Exchange, Routes
 from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.hierarchy import Hierarchy
 from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.pieces import attend_pieces
-from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan, make_plan
+from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan
 from ringtile.distributed.process_groups import Axes, axes_of
-from ringtile.distributed.relays import Relays, make_relays
+from ringtile.distributed.relays import Relays
 from ringtile.distributed.ring import Ring, ring
 from ringtile.distributed.ulysses import HeadTrade
 from ringtile.distributed.wires import from_octets, to_octets
@@ -381,14 +382,13 @@ def _prepared(
     routes: RingPlan | Relays | None = None
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     if transport != "ring":
-        sizes: dict[str, Any] = {"num_heads": shapes[1], "batch": shapes[0]}
-        gather = None if transport == "auto" else transport == "gather"
-        routes = plan = make_plan(pattern, layout, group.rank(), gather=gather, **sizes)
+        per_node = None
         if transport == "hierarchy":
             groups = axes = axes_of(real_mesh(ranks))
-            routes = make_relays(plan, axes.inner.size())
-        else:
-            transport = "gather" if plan.is_gathered else "exchange"
+            per_node = axes.inner.size()
+        routes = routes_of(pattern, layout, group.rank(), transport, shapes[1], shapes[0], per_node)
+        if isinstance(routes, RingPlan):
+            transport = "gather" if routes.is_gathered else "exchange"
     compare(
         group,
         "ring_attention",

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_processes
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringtile.compat import (
@@ -124,8 +126,35 @@ def compressed(rank: int, size: int) -> None:
     assert losses["none"] < 0.5 * float((start(held_out) - target(held_out)).detach().square().mean())
 
 
+def compressed_between_replicas(rank: int, size: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (size, 1), mesh_dim_names=("replica", "shard"))
+    config = DistributedSparseConfig(enable_gradient_compression=True)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+    for sums in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+        expected = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for other in range(size):
+            rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(other))
+            grads = torch.autograd.grad(model(rows).square().sum(), list(model.parameters()))
+            for total, grad in zip(expected, grads, strict=True):
+                total += grad if sums else grad / size
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=mesh["shard"])
+        compress_gradients(model, config, replicas=mesh.get_group("replica"), sums=sums)
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            model(x).square().sum().backward()
+        sent = sum(call.args[0].nbytes for call in all_reduce.call_args_list)
+        assert sent == 2 * sum(wanted.numel() for wanted in expected)
+        for parameter, wanted in zip(model.parameters(), expected, strict=True):
+            error = parameter.grad.full_tensor() - wanted
+            # float16 has 11 bits. Without the hook, the replicas' gradients would differ.
+            assert 0 < float(error.abs().max()) < 2**-10 * float(wanted.abs().max())
+
+
 def run_checks(rank: int, size: int) -> None:
     balanced(rank, size)
+    compressed_between_replicas(rank, size)
     compressed(rank, size)
     dist.destroy_process_group()
 
@@ -144,6 +173,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="pattern_type: expected a DistributedSparsePattern, got 'ring'"):
         DistributedSparseConfig("ring")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a DistributedDataParallel, got Linear"):
+        compress_gradients(nn.Linear(2, 2), DistributedSparseConfig(enable_gradient_compression=True))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="config: expected enable_gradient_compression=True"):
         compress_gradients(nn.Linear(2, 2), DistributedSparseConfig())  # type: ignore[arg-type]
 
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import checked_branches
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.patterns import Causal, Pattern, hierarchical, longnet_union
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 _START = 2
 """First step with PowerSGD. DDP builds its buckets anew after the first."""
@@ -226,24 +229,51 @@ class GradientCompression:
         return f"GradientCompression({self.kind}{rank}, sends {self.savings.ratio:.3f} of the elements)"
 
 
-def compress_gradients(model: DistributedDataParallel, config: DistributedSparseConfig) -> GradientCompression:
+def compress_gradients(
+    model: DistributedDataParallel | FSDPModule,
+    config: DistributedSparseConfig,
+    *,
+    replicas: dist.ProcessGroup | None = None,
+    sums: bool = False,
+) -> GradientCompression:
     """Register PyTorch's hook for a configuration on a model. The gradients of keys and values are never compressed.
 
     With a ratio: PowerSGD with error feedback (Vogels et al., arXiv:1905.13727), from the third step on, of the rank
     whose share of elements is closest to the ratio. Without: float16. bfloat16 needs NCCL.
 
+    A model of ``fully_shard`` is compressed between replicas alone, as in HSDP: shard it over one dimension of a mesh,
+    and pass the group of the other. The sums inside the shards keep their dtype. It has no PowerSGD.
+
+    Args:
+        model: A model of DDP, or of FSDP2.
+        config: The configuration.
+        replicas: For FSDP2, the ranks that hold the same shard.
+        sums: For FSDP2, True to add up the replicas' gradients, as with ``set_gradient_divide_factor(1.0)``. Default:
+            their mean.
+
     Raises:
-        TypeError: If the model is no `DistributedDataParallel`. FSDP2 reduces gradients without such hooks.
-        ValueError: If the configuration does not compress.
+        TypeError: If the model is of neither, or PowerSGD is asked for on FSDP2.
+        ValueError: If the configuration does not compress, or ``replicas`` does not fit the model.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.fsdp import FSDPModule
 
-    if not isinstance(model, DistributedDataParallel):
+    if not config.enable_gradient_compression:
+        raise ValueError(f"config: expected enable_gradient_compression=True, got {config}")
+    is_sharded = isinstance(model, FSDPModule)
+    if is_sharded != (replicas is not None):
+        raise ValueError(f"replicas: expected a group for FSDP2 and None for others, got {replicas} for {type(model)}")
+    if not isinstance(model, DistributedDataParallel) and not (is_sharded and config.compression_ratio is None):
         raise TypeError(
             f"model: expected a DistributedDataParallel, got {type(model).__name__}: PyTorch has no PowerSGD for others"
         )
-    if not config.enable_gradient_compression:
-        raise ValueError(f"config: expected enable_gradient_compression=True, got {config}")
+    if isinstance(model, FSDPModule):
+        assert replicas is not None
+        assert isinstance(model, nn.Module)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(partial(_reduce_in_half, replicas, sums))
+        return GradientCompression("float16", None, None)
     if config.compression_ratio is None:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return GradientCompression("float16", None, None)
@@ -258,6 +288,16 @@ def compress_gradients(model: DistributedDataParallel, config: DistributedSparse
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return GradientCompression("PowerSGD", rank, state)
+
+
+def _reduce_in_half(replicas: dist.ProcessGroup, sums: bool, grads: Tensor) -> None:
+    """Replace gradients by the mean or the sum over replicas, which travel in float16."""
+    # Divided first, so that sums do not overflow.
+    half = (grads / replicas.size()).half()
+    dist.all_reduce(half, group=replicas)
+    grads.copy_(half)
+    if sums:
+        grads.mul_(replicas.size())
 
 
 def rank_of(shapes: Sequence[torch.Size], ratio: float) -> int:

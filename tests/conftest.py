@@ -57,7 +57,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         parser.addini("cache_dir", "unknown without its plugin, so -p no:cacheprovider would fail")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
+    if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in grouped):
+        # Each worker would start the processes of a group again. pytest-xdist 3.8 does so with pytest 9.2.
+        raise pytest.UsageError(f"pytest {pytest.__version__} with this pytest-xdist does not keep groups of tests")
     if not torch.cuda.is_available():
         no_gpu = pytest.mark.skip(reason="no CUDA device on this machine")
         for item in items:

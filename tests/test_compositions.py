@@ -25,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_fsdp
 
 RANKS, N_TOKENS, STEPS = 4, 520, 6
+# One worker starts the processes that several tests read.
+pytestmark = pytest.mark.xdist_group("compositions")
+
 PATTERN = Window(150) | GlobalTokens(20)
 LIMIT = 1e-12
 

@@ -26,6 +26,9 @@ from ringtile.patterns import Window, parse
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_elastic
 
+# One worker starts the processes that several tests read.
+pytestmark = pytest.mark.xdist_group("elastic")
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -69,6 +72,7 @@ def test_other_ranks_continue_the_loss_curve(
     assert found[8] < found[5]
 
 
+@pytest.mark.filterwarnings("ignore:.*assuming the intent is to load in a single process:UserWarning")
 def test_a_checkpoint_has_the_text_of_the_pattern_and_no_plan(saved: tuple[Path, dict[int, float]]) -> None:
     metadata = dcp.FileSystemReader(saved[0] / "4").read_metadata()
     assert {name.split(".")[0] for name in metadata.state_dict_metadata} == {"run", "weights", "moments"}

@@ -214,7 +214,7 @@ NAMES = [*(case.name for case in CASES), *(check.__name__ for check in MORE)]
 def checked(request: pytest.FixtureRequest) -> Outcome:
     """The outcome of the checks of all chosen tests."""
     chosen = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
-    return run_processes(RANKS, run_checks, [name for name in NAMES if name in chosen], timeout=30)
+    return run_processes(RANKS, run_checks, [name for name in NAMES if name in chosen], timeout=90)
 
 
 @pytest.mark.parametrize("name", NAMES)

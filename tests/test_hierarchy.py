@@ -335,5 +335,5 @@ def nodes(rank: int, size: int) -> None:
 
 
 def test_nodes_of_processes() -> None:
-    outcome = run_processes(4, nodes)
+    outcome = run_processes(4, nodes, timeout=90.0)
     assert outcome.exit_codes == [0] * 4, "\n".join(outcome.texts)

@@ -1,0 +1,1 @@
+"""`ringtile quality`: how much of a model's quality sparse attention keeps, task by task."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from ranks import counted_traffic, on_ranks
+from test_transformers import DECODER
 from torch import Tensor, nn
 
 from ringtile.distributed import Layout
@@ -26,19 +27,7 @@ from ringtile.patterns import GlobalTokens, Window
 
 TOKENS = 1000
 WINDOW = 40
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=4096,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
+SIZES = dict(DECODER, max_position_embeddings=4096)
 MIXED = dict(SIZES, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ENCODER = {name: x for name, x in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
@@ -426,7 +415,7 @@ def test_models_that_cannot_be_shared_are_refused(make: Callable[[], Any], words
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"layout": "spiral"}, "layout: expected one of zigzag, contiguous, striped or a function, got 'spiral'"),
+        ({"layout": "spiral"}, "layout: expected one of contiguous, zigzag, striped or a function, got 'spiral'"),
         ({"documents": "yes"}, "documents: expected True, False or None, got 'yes'"),
         ({"pattern": 3}, "pattern: expected a Pattern"),
         ({"group": "all"}, "group: expected a ProcessGroup, a DeviceMesh or None, got str"),

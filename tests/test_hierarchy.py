@@ -31,7 +31,7 @@ from test_ring_processes import check_checkpoints, check_equal, check_second_der
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringtile.distributed import Layout, PlanMismatch, Sizes, ahead, make_plan, ring_attend, ring_attention
+from ringtile.distributed import Layout, PlanMismatch, Sizes, make_plan, relays, ring_attend, ring_attention
 from ringtile.distributed.cost import estimate
 from ringtile.distributed.layout import positions_of
 from ringtile.distributed.relays import count_levels, make_relays
@@ -198,7 +198,7 @@ def test_ranks_that_would_send_other_messages_are_named(monkeypatch: pytest.Monk
         found = make_relays(plan, per_node)
         return replace(found, crossing=((), ((0, 128),))) if plan.rank == 1 else found
 
-    monkeypatch.setattr(ahead, "make_relays", forged)
+    monkeypatch.setattr(relays, "make_relays", forged)
 
     def run(rank: int) -> None:
         x, mesh = torch.randn(1, 1, 256, 4), init_device_mesh("cpu", (2, 2))

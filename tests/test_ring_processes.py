@@ -25,8 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ringtile.distributed import (
     Layout,
     RingPlan,
-    ahead,
     make_plan,
+    relays,
     ring_attend,
     ring_attention,
     ring_dilated_attention,
@@ -258,7 +258,7 @@ def differs(rank: int, size: int) -> None:
         with counted_traffic() as local, pytest.MonkeyPatch.context() as patch:
             if odd in ("more rows", "fewer rows"):
                 more = 64 if odd == "more rows" else -64
-                patch.setattr(ahead, "make_plan", lambda *args, n=more, **how: forged(make_plan(*args, **how), n))
+                patch.setattr(relays, "make_plan", lambda *args, n=more, **how: forged(make_plan(*args, **how), n))
             with pytest.raises(PlanMismatch) as raised:
                 ring_attention(x, x, x, pattern, layout=layout, transport="exchange")
         assert not hasattr(local, "traffic")

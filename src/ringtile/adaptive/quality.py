@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.functional.attention import checked_tensors
+from ringtile.functional.attention import attend_scores, checked_tensors
 from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
 
@@ -163,13 +163,13 @@ def audit(
             allowed = allowed & key_mask[:, None, None]
         kept = index.keys_of(some) & allowed
         scores = query[:, :, some].to(wide) @ keys.mT * scale
-        (exact, lse), (out, kept_lse) = (_attend(scores, pairs, safe) for pairs in (allowed, kept))
-        recall = (kept_lse - lse).exp().double().masked_fill(lse == -math.inf, math.nan)
+        (exact, lse), (out, kept_lse) = (attend_scores(scores, pairs, safe) for pairs in (allowed, kept))
+        recall = (kept_lse - lse).exp().double().clamp(max=1).masked_fill(lse == -math.inf, math.nan)
         largest = norms.unsqueeze(2).masked_fill(~allowed, 0).amax(3).double()
         error, norm = (x.norm(dim=3).double() for x in (exact - out, exact))
         # A row that sees a value without a number has no number either.
         spoilt = recall.isnan() | largest.isnan() | largest.isinf()
-        figures = recall.clamp(max=1), error, norm, 2 * (1 - recall.clamp(max=1)) * largest
+        figures = recall, error, norm, 2 * (1 - recall) * largest
         found.append(tuple(x.masked_fill(spoilt, math.nan) for x in figures))
     recall, error, norm, bound = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
     return QualityReport(drawn, recall, error, norm, bound)
@@ -194,14 +194,6 @@ def _rules(index: BlockIndex, reference: Pattern | None) -> Iterator[Pattern]:
         yield reference
     else:
         yield from map(reference.batch_row, range(reference.batch_size))
-
-
-def _attend(scores: Tensor, pairs: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and the lse of rows, 0 and -inf if they keep no key."""
-    masked = scores.masked_fill(~pairs, -math.inf)
-    lse = masked.logsumexp(3)
-    shift = lse.masked_fill(lse == -math.inf, 0)
-    return (masked - shift.unsqueeze(3)).exp() @ value, lse
 
 
 @lru_cache(4096)

@@ -260,20 +260,18 @@ def compress_gradients(
 
     if not config.enable_gradient_compression:
         raise ValueError(f"config: expected enable_gradient_compression=True, got {config}")
-    is_sharded = isinstance(model, FSDPModule)
-    if is_sharded != (replicas is not None):
+    if isinstance(model, FSDPModule) != (replicas is not None):
         raise ValueError(f"replicas: expected a group for FSDP2 and None for others, got {replicas} for {type(model)}")
-    if not isinstance(model, DistributedDataParallel) and not (is_sharded and config.compression_ratio is None):
-        raise TypeError(
-            f"model: expected a DistributedDataParallel, got {type(model).__name__}: PyTorch has no PowerSGD for others"
-        )
-    if isinstance(model, FSDPModule):
-        assert replicas is not None
+    if replicas is not None and config.compression_ratio is None:
         assert isinstance(model, nn.Module)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(partial(_reduce_in_half, replicas, sums))
         return GradientCompression("float16", None, None)
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"model: expected a DistributedDataParallel, got {type(model).__name__}: PyTorch has no PowerSGD for others"
+        )
     if config.compression_ratio is None:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return GradientCompression("float16", None, None)

@@ -7,30 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 from ringtile.distributed.layout import Layout
-from ringtile.distributed.plan import RING_PATTERNS, RingPlan, make_plan
-from ringtile.distributed.relays import Relays, make_relays
+from ringtile.distributed.plan import RING_PATTERNS
+from ringtile.distributed.relays import routes_of
 from ringtile.patterns import Pattern
 
 T = TypeVar("T")
-
-
-def routes_of(
-    pattern: Pattern,
-    layout: Layout,
-    rank: int,
-    transport: str,
-    num_heads: int,
-    batch: int,
-    ranks_per_node: int | None,
-) -> RingPlan | Relays:
-    """Return the plan of an exchange, a gather or a hierarchy, from the caches if it was made before."""
-    gather = None if transport == "auto" else transport == "gather"
-    plan = make_plan(pattern, layout, rank, num_heads=num_heads, batch=batch, gather=gather)
-    if transport != "hierarchy":
-        return plan
-    if ranks_per_node is None:
-        raise ValueError("ranks_per_node: expected the number of ranks per node for the transport 'hierarchy'")
-    return make_relays(plan, ranks_per_node)
 
 
 def prepare(

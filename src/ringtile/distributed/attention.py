@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringtile
-from ringtile.distributed.ahead import routes_of
 from ringtile.distributed.exchange import Exchange, Routes
 from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.heads import HeadPlan
@@ -23,7 +22,7 @@ from ringtile.distributed.layout import Layout, Run, positions_of
 from ringtile.distributed.pieces import attend_pieces
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan
 from ringtile.distributed.process_groups import Axes, axes_of
-from ringtile.distributed.relays import Relays
+from ringtile.distributed.relays import Relays, routes_of
 from ringtile.distributed.ring import Ring, ring
 from ringtile.distributed.ulysses import HeadTrade
 from ringtile.distributed.wires import from_octets, to_octets
@@ -345,14 +344,19 @@ def _dealt(
     return trade.number
 
 
+def check_layout(layout: Layout, n_ranks: int) -> None:
+    """Raise ValueError if the layout does not fit the number of ranks."""
+    if not isinstance(layout, Layout) or layout.n_ranks != n_ranks:
+        raise ValueError(f"layout: expected a Layout for {n_ranks} ranks, got {layout!r}")
+
+
 def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: Ranks) -> tuple[int, int]:
     """Return the number of this rank and the number of ranks.
 
     Raises ValueError if the layout does not fit the ranks, or the tensors do not have the rank's tokens.
     """
     rank, n_ranks = place_of(ranks)
-    if not isinstance(layout, Layout) or layout.n_ranks != n_ranks:
-        raise ValueError(f"layout: expected a Layout for {n_ranks} ranks, got {layout!r}")
+    check_layout(layout, n_ranks)
     for name, x in (("query", query), ("key", key)):
         if x.shape[2] != layout.size(rank):
             raise ValueError(f"{name}: expected the {layout.size(rank)} tokens of rank {rank}, got {x.shape=}")

@@ -14,6 +14,7 @@ from ringtile.distributed.attention import compare, group_of, real_group, ring_a
 from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Layout
 from ringtile.functional import merge_attention, sparse_attention
+from ringtile.functional.attention import attend_scores
 from ringtile.functional.cache import HeldKeys, LayerCache
 from ringtile.kernels.contracts import accumulator
 from ringtile.patterns import Pattern
@@ -191,7 +192,5 @@ class RingCache(LayerCache):
         rows = max(1, _SCORES // (len(query) * heads * len(seen.position)))
         for part, q, pairs in zip(found.split(rows, 2), query.split(rows, 2), mask.split(rows, 2), strict=True):
             scores = (q.to(wide) * q.shape[3] ** -0.5) @ key.mT
-            lse = scores.masked_fill_(~pairs, -torch.inf).logsumexp(-1)
-            shift = lse.masked_fill(lse == -torch.inf, 0)
-            part[..., :-1], part[..., -1] = (scores - shift.unsqueeze(-1)).exp() @ value, lse
+            part[..., :-1], part[..., -1] = attend_scores(scores, pairs, value)
         return found

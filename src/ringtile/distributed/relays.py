@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens
-from ringtile.distributed.plan import PLANS, RingPlan, count_cold
+from ringtile.distributed.plan import PLANS, RingPlan, count_cold, make_plan
 from ringtile.distributed.runs import Copy, copies, intervals, overlaps, placed, with_starts
+from ringtile.patterns import Pattern
 from ringtile.patterns.base import TileGrid
 
 
@@ -109,7 +110,6 @@ def make_relays(plan: RingPlan, per_node: int) -> Relays:
 
     Raises ValueError if nodes do not have equally many ranks.
 
-    >>> from ringtile.distributed import make_plan
     >>> from ringtile.patterns import Causal, Window
     >>> plan = make_plan(Causal() & Window(4096), Layout.contiguous(8192, 8), 3)
     >>> relays = make_relays(plan, 4)
@@ -152,6 +152,25 @@ def make_relays(plan: RingPlan, per_node: int) -> Relays:
         bool((of_node & (in_node.sum(0) > in_node)).any()),
         bool((needs & others.flatten(0, 1)).any()),
     )
+
+
+def routes_of(
+    pattern: Pattern,
+    layout: Layout,
+    rank: int,
+    transport: str,
+    num_heads: int,
+    batch: int,
+    ranks_per_node: int | None,
+) -> RingPlan | Relays:
+    """Return the plan of an exchange, a gather or a hierarchy, from the caches if it was made before."""
+    gather = None if transport == "auto" else transport == "gather"
+    plan = make_plan(pattern, layout, rank, num_heads=num_heads, batch=batch, gather=gather)
+    if transport != "hierarchy":
+        return plan
+    if ranks_per_node is None:
+        raise ValueError("ranks_per_node: expected the number of ranks per node for the transport 'hierarchy'")
+    return make_relays(plan, ranks_per_node)
 
 
 class Levels(NamedTuple):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.attention import compare, group_of, real_group
+from ringtile.distributed.attention import check_layout, compare, group_of, real_group
 from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Layout, Run
 from ringtile.distributed.runs import Copy, copies, with_starts
@@ -60,8 +60,7 @@ def roll(
     ranks = real_group(group_of(group))
     if type(shifts) is not int:
         raise ValueError(f"shifts: expected an integer, got {shifts!r}")
-    if not isinstance(layout, Layout) or layout.n_ranks != ranks.size():
-        raise ValueError(f"layout: expected a Layout for {ranks.size()} ranks, got {layout!r}")
+    check_layout(layout, ranks.size())
     n_tokens, size = layout.n_tokens, layout.size(ranks.rank())
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
         raise ValueError(f"x: expected the {size} tokens of rank {ranks.rank()} in dimension {dim}, got {x.shape=}")

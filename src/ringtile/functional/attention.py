@@ -243,6 +243,14 @@ def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
     return seed if isinstance(seed, Tensor) else torch.tensor([seed], dtype=torch.int64, device=query.device)
 
 
+def attend_scores(scores: Tensor, pairs: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and the lse of a few rows from all of their scores ``[B, H, R, N]``, over the kept pairs."""
+    masked = scores.masked_fill(~pairs, -math.inf)
+    lse = masked.logsumexp(3)
+    shift = lse.masked_fill(lse == -math.inf, 0)
+    return (masked - shift.unsqueeze(3)).exp() @ value, lse
+
+
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Scale the output by the keys' share of the softmax denominator, which the sinks add to."""
     empty = lse == -math.inf

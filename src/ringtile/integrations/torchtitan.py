@@ -35,11 +35,9 @@ def __getattr__(name: str) -> Any:
 @cache
 def _attention_class() -> Any:
     from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.experimental._context_parallel import _load_balancer
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
-    from ringtile.distributed import ring_attention
-    from ringtile.integrations.torch_shards import shards_of
+    from ringtile.distributed import Layout, ring_attention
 
     class SparseAttention(ScaledDotProductAttention):  # type: ignore[misc]
         """Attention over the kept pairs of a pattern, as torchtitan's ``inner_attention``.
@@ -93,11 +91,14 @@ def _attention_class() -> Any:
                     raise ValueError(
                         f"q: expected tokens that one mesh dimension shares, got {q.placements=} on {mesh}"
                     )
-                balancer, n_tokens = None, q.shape[1]
-                if self.balancer is not None:
-                    balancer = _load_balancer._HeadTailLoadBalancer(n_tokens, mesh.size(), "cpu")
+                n_tokens, n_ranks = q.shape[1], mesh.size()
+                # PyTorch's shards are equal, whole tiles or not.
+                if self.balancer is None:
+                    layout = Layout.contiguous(n_tokens, n_ranks, unit=n_tokens // n_ranks)
+                else:
+                    layout = Layout.zigzag(n_tokens, n_ranks, unit=n_tokens // (2 * n_ranks))
                 compute = ring_attention
-                keywords.update(layout=shards_of(n_tokens, mesh, balancer), group=mesh)
+                keywords.update(layout=layout, group=mesh)
                 q, k, v = q.to_local(), k.to_local(), v.to_local()
             tensors = (x.transpose(1, 2) for x in (q, k, v))
             out, lse = compute(*tensors, rule, return_lse=True, **keywords)

@@ -345,17 +345,7 @@ def _record(table: Table) -> dict[str, object]:
         if row.cost is None:
             found["reason"] = row.reason
         else:
-            for name in (
-                "sent",
-                "received",
-                "sent_backward",
-                "received_backward",
-                "inside",
-                "between",
-                "messages",
-                "peers",
-                "buffer",
-            ):
+            for name in _MOST:
                 found[f"most_{name}"] = int(getattr(row.cost, name).max())
             found["total_between"] = int(row.cost.between.sum())
             found["balance"] = row.cost.balance

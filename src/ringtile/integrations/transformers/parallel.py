@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import Layout, make_plan, ring_attention
 from ringtile.distributed.attention import group_of, real_group
+from ringtile.distributed.cost import LAYOUTS
 from ringtile.distributed.plan import RING_PATTERNS
 from ringtile.integrations.transformers.attention import (
     LayerPattern,
@@ -46,7 +47,6 @@ NAME = "ringtile_cp"
 LayoutName = Literal["zigzag", "contiguous", "striped"]
 Layouts = Union[LayoutName, Callable[[int], Layout]]  # noqa: UP007
 
-_LAYOUTS = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous, "striped": Layout.striped}
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _LOCAL_ROPE = {"dynamic", "longrope"}
 _SHIFTED_LOSS, _LOSSES = "ForCausalLM", {"ForCausalLM", "ForMaskedLM", "ForTokenClassification"}
@@ -233,8 +233,8 @@ class ContextParallel:
     ) -> None:
         self.group = real_group(group_of(group))
         self.rank, self.size = self.group.rank(), self.group.size()
-        if not callable(layout) and layout not in _LAYOUTS:
-            raise ValueError(f"layout: expected one of {', '.join(_LAYOUTS)} or a function, got {layout!r}")
+        if not callable(layout) and layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)} or a function, got {layout!r}")
         if documents not in (True, False, None):
             raise ValueError(f"documents: expected True, False or None, got {documents!r}")
         check_pattern(pattern)
@@ -265,7 +265,7 @@ class ContextParallel:
         if callable(self._layout):
             found = self._layout(n_tokens)
         else:
-            found = _LAYOUTS[self._layout](n_tokens, self.size)
+            found = LAYOUTS[self._layout](n_tokens, self.size)
         if not isinstance(found, Layout) or (found.n_ranks, found.n_tokens) != (self.size, n_tokens):
             raise ValueError(f"layout: expected one of {n_tokens} tokens for {self.size} ranks, got {found!r}")
         if empty := [rank for rank in range(self.size) if not found.size(rank)]:

@@ -238,6 +238,25 @@ class BlockIndex:
         """
         return int(self._counts[2][self.group.long()].expand(batch, heads).sum())
 
+    @cached_property
+    @torch.inference_mode(False)
+    def tiles(self) -> Tensor:
+        """Bool ``[B or 1, H or 1, n_rows, n_cols]``: the tiles in the lists, with those that keep only bits outside."""
+        kept = torch.zeros(self.n_groups * self.n_rows * self.n_cols, dtype=torch.bool, device=self.device)
+        kept.index_fill_(0, self.entries().number, True)
+        return kept.view(self.n_groups, self.n_rows, self.n_cols)[self.group.long()]
+
+    @cached_property
+    def looks_ahead(self) -> bool:
+        """True if a query keeps a later key. Synchronizes with the device, once."""
+        number, state = self.entries()
+        slot, col = self.slot_and_col(number)
+        ahead = self.col_positions(col) - self.row_positions(slot % max(self.n_rows, 1))
+        # Inside a tile on the diagonal, key k of query q is later if k > q.
+        later = unpack_words(self.bits, self.block).triu(1).flatten(1).any(1)
+        later = torch.cat((later, later.new_tensor([self.block > 1])))
+        return bool(((ahead > 0) | ((ahead == 0) & later[state])).any())
+
     def slot_and_col(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row slot and the column tile of each number of `Entries`."""
         return number // max(self.n_cols, 1), number % max(self.n_cols, 1)

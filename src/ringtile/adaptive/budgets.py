@@ -1,0 +1,141 @@
+"""Budgets: how many of the best tiles each row keeps. No row decides about another."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Budget(ABC):
+    """Base class: ``budget.keep(scores, allowed, forced)`` chooses tiles for each row by itself."""
+
+    @abstractmethod
+    def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        """Return the kept tiles of each row, bool in the shape of ``scores``.
+
+        Args:
+            scores: float32 ``[B, H, R, C]`` that sum to 1 over the allowed tiles of a row, see `Scores`.
+            allowed: Bool ``[B or 1, H or 1, R, C]``, the tiles to choose from.
+            forced: Bool ``[R, C]``, tiles that are kept if they are allowed. They count.
+        """
+
+
+class _Counted(Budget):
+    """A budget whose number of tiles follows from how many are allowed and forced."""
+
+    @abstractmethod
+    def wanted(self, allowed: Tensor, heads: int) -> Tensor:
+        """Return the number of tiles ``[B or 1, H or 1, R]`` of rows with so many allowed tiles."""
+
+    @abstractmethod
+    def most(self, cols: int) -> int:
+        """Return the largest number that `wanted` returns for ``cols`` allowed tiles."""
+
+    def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        forced = allowed & forced
+        cols = scores.shape[3]
+        wanted = self.wanted(allowed.sum(3), scores.shape[1]).maximum(forced.sum(3))
+        # Scores are at most 1. A tile that is not allowed comes last.
+        order = (scores + 2.0 * forced).masked_fill(~allowed, -1).sort(dim=3, descending=True, stable=True).indices
+        first = (torch.arange(cols, device=scores.device) < wanted.unsqueeze(3)).expand_as(scores)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, order, first) & allowed
+
+
+@dataclass(frozen=True)
+class TopK(_Counted):
+    """Keep ``k`` tiles of each row, fewer only if fewer are allowed.
+
+    Args:
+        k: Number of tiles, with the forced ones.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if type(self.k) is not int or self.k < 1:
+            raise ValueError(f"k: expected a positive integer, got {self.k!r}")
+
+    def wanted(self, allowed: Tensor, heads: int) -> Tensor:
+        return allowed.clamp(max=self.k)
+
+    def most(self, cols: int) -> int:
+        return min(self.k, cols)
+
+
+@dataclass(frozen=True)
+class Density(_Counted):
+    """Keep a fraction of the allowed tiles of each row, rounded up.
+
+    Args:
+        density: A number from 0 to 1, or one per head.
+    """
+
+    density: float | tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.density, Sequence | Tensor):
+            object.__setattr__(self, "density", tuple(float(x) for x in self.density))
+        if not self._each or not all(0 <= x <= 1 for x in self._each):
+            raise ValueError(f"density: expected numbers from 0 to 1, got {self.density!r}")
+
+    @property
+    def _each(self) -> tuple[float, ...]:
+        return self.density if isinstance(self.density, tuple) else (self.density,)
+
+    def wanted(self, allowed: Tensor, heads: int) -> Tensor:
+        if isinstance(self.density, tuple) and len(self.density) != heads:
+            raise ValueError(f"density: expected one number, or one for each of {heads} heads, got {self.density}")
+        each = torch.tensor(self._each, dtype=torch.float64, device=allowed.device)
+        # 0.1 * 30 is more than 3.
+        return (each.unsqueeze(1) * allowed - 1e-9).ceil().clamp(min=0).long()
+
+    def most(self, cols: int) -> int:
+        return max(0, math.ceil(max(self._each) * cols - 1e-9))
+
+
+@dataclass(frozen=True)
+class TopP(Budget):
+    """Keep the best tiles of each row until their scores sum to ``p``, with the tile that crosses it.
+
+    Args:
+        p: Part of the row's score, above 0 and at most 1.
+    """
+
+    p: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 1:
+            raise ValueError(f"p: expected a number above 0 and at most 1, got {self.p!r}")
+
+    def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        if self.p == 1:
+            return allowed.expand_as(scores)
+        forced = allowed & forced
+        priority = (scores + 2.0 * forced).masked_fill(~allowed, -1)
+        order = priority.sort(dim=3, descending=True, stable=True).indices
+        inside = scores.masked_fill(~allowed, 0).gather(3, order)
+        first = inside.cumsum(3) - inside < self.p
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, order, first & (inside > 0)) & allowed | forced
+
+
+@dataclass(frozen=True)
+class Threshold(Budget):
+    """Keep the tiles whose score is at least a number.
+
+    Args:
+        least: Part of the row's score, from 0 to 1.
+    """
+
+    least: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= 1:
+            raise ValueError(f"least: expected a number from 0 to 1, got {self.least!r}")
+
+    def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        return allowed & (forced | (scores >= self.least))

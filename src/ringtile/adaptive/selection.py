@@ -1,0 +1,197 @@
+"""Choose tiles by scores and a budget, and attend over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringtile.adaptive.budgets import Budget, Density
+from ringtile.adaptive.scores import Blend, Probe, Scores, Sum
+from ringtile.functional import sparse_attention
+from ringtile.functional.attention import checked_tensors, rule_of
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Pattern
+
+DEFAULT_SCORES = Sum(Probe(), Blend())
+
+
+def select(
+    query: Tensor,
+    key: Tensor,
+    budget: Budget = Density(0.25),  # noqa: B008
+    *,
+    base: BlockIndex | Pattern | None = None,
+    is_causal: bool = False,
+    scores: Scores = DEFAULT_SCORES,
+    block: int = 128,
+    sinks: int = 1,
+    local: int = 1,
+    last_dense: int = 0,
+    min_length: int = 0,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    allow_future: bool = False,
+) -> BlockIndex:
+    """Choose tiles for each head and each row of tiles, and return their index.
+
+    Nothing is learned, no gradient flows through the choice, and attention over the index is exact. Each row chooses by
+    itself.
+
+    Args:
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        budget: How many tiles a row keeps: `Density`, `TopK`, `TopP` or `Threshold`.
+        base: The pairs to choose from, a pattern or an index. Default: all pairs.
+        is_causal: Choose only from keys at or before the query's position, as in `sparse_attention`. Not available with
+            an index.
+        scores: Which tiles are best. Default: ``Sum(Probe(), Blend())``.
+        block: Tile side in tokens, 16, 32, 64 or 128, if ``base`` is no index.
+        sinks: Number of first tiles that every row keeps.
+        local: Number of tiles on each side of a row's own that it keeps, beside its own.
+        last_dense: Number of last queries whose tiles of rows keep all of ``base``.
+        min_length: Number of keys below which all rows keep all of ``base``.
+        key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
+        scale: Factor for the scores. Default: ``D ** -0.5``.
+        allow_future: Allow a causal choice that looks at later tokens while gradients are recorded.
+
+    Raises:
+        ValueError: If an argument is out of range or does not match, or if gradients are recorded, ``base`` is causal,
+            and the scores of a query depend on later tokens: a model would learn from what it cannot see later.
+
+    Example:
+        >>> q, k = torch.randn(2, 1, 4, 2048, 64, generator=torch.Generator().manual_seed(0)).unbind()
+        >>> index = select(q, k, Density(0.25), is_causal=True)
+        >>> round(index.tile_density, 2)
+        0.36
+    """
+    query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
+    for name, count in (("sinks", sinks), ("local", local), ("last_dense", last_dense), ("min_length", min_length)):
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{name}: expected an integer of at least 0, got {count!r}")
+    (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
+    if key_mask is not None and (key_mask.shape != (batch, n_keys) or key_mask.dtype != torch.bool):
+        raise ValueError(f"key_mask: expected bool {(batch, n_keys)}, got {key_mask.dtype=}, {key_mask.shape=}")
+    if isinstance(base, BlockIndex):
+        if is_causal:
+            raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
+        if (base.n_queries, base.n_keys) != (n_queries, n_keys) or base.device != query.device:
+            raise ValueError(f"base: {base!r} does not match {query.shape=}, {key.shape=} on {query.device}")
+        sizes = zip(base.group.shape, (batch, heads), strict=True)
+        if not all(size in (1, wanted) for size, wanted in sizes):
+            raise ValueError(f"base: its groups {base.group.shape=} do not match {query.shape=}")
+        index = base
+    else:
+        rule = rule_of(base, is_causal, None)
+        index = build_index(
+            rule, n_queries, n_keys, num_heads=heads, batch=max(batch, 1), block=block, device=query.device
+        )
+    recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    if recorded and not allow_future and not scores.causal_safe and not index.looks_ahead:
+        raise ValueError(
+            f"scores: {scores!r} chooses by later tokens, which training must not see; expected causal-safe "
+            "scores, such as Probe('first'), or allow_future=True"
+        )
+    if n_keys < min_length or not query.numel():
+        return index
+    with torch.no_grad():
+        found = scores(query.detach(), key.detach(), index, key_mask=key_mask, scale=scale)
+        row, col = (torch.arange(count, device=query.device) for count in (index.n_rows, index.n_cols))
+        row, col = index.row_positions(row).unsqueeze(1), index.col_positions(col)
+        forced = (col < sinks) | ((col - row).abs() <= local)
+        tokens = torch.arange(n_queries, device=query.device)
+        of_token = (index.start + tokens) // index.block - index.first_row
+        dense = tokens >= n_queries - last_dense
+        allowed = index.tiles
+        if scores.per_token:
+            allowed, forced = allowed[:, :, of_token], forced[of_token]
+        else:
+            dense = dense.new_zeros(index.n_rows).index_fill_(
+                0, of_token[n_queries - min(last_dense, n_queries) :], True
+            )
+        keep = budget.keep(found, allowed, forced)
+        if last_dense:
+            keep = keep | (allowed & dense.unsqueeze(1))
+        return index.restricted_rows(keep) if scores.per_token else index.restricted(keep)
+
+
+class AdaptiveAttention(nn.Module):
+    """Attention over the tiles that scores and a budget choose, as ``attend=`` of a module.
+
+    Args:
+        scores: See `select`.
+        budget: See `select`.
+        block, sinks, local, last_dense, min_length, allow_future: See `select`.
+
+    Raises:
+        ValueError: As `select`, when called.
+
+    Example:
+        >>> from ringtile import SparseTransformer
+        >>> attend = AdaptiveAttention(budget=Density(0.1), block=32)
+        >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend).eval()
+        >>> with torch.no_grad():
+        ...     model(torch.randn(1, 1000, 64)).shape
+        torch.Size([1, 1000, 64])
+    """
+
+    def __init__(
+        self,
+        scores: Scores = DEFAULT_SCORES,
+        budget: Budget = Density(0.25),  # noqa: B008
+        *,
+        block: int = 128,
+        sinks: int = 1,
+        local: int = 1,
+        last_dense: int = 0,
+        min_length: int = 0,
+        allow_future: bool = False,
+    ) -> None:
+        super().__init__()
+        self.scores, self.budget, self.block = scores, budget, block
+        self.sinks, self.local, self.last_dense, self.min_length = sinks, local, last_dense, min_length
+        self.allow_future = allow_future
+
+    def extra_repr(self) -> str:
+        return f"{self.scores!r}, {self.budget!r}, block={self.block}"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern | BlockIndex | None = None,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Compute the attention as `sparse_attention` does, over the chosen tiles of the pattern.
+
+        ``options`` are those of `sparse_attention` that do not change which pairs are kept.
+        """
+        if taken := {"key_lengths", "start"} & options.keys():
+            raise ValueError(f"{sorted(taken)[0]}: adaptive attention takes a key_mask and queries at the end instead")
+        checked_tensors(query, key, value, enable_gqa)
+        index = select(
+            query,
+            key,
+            self.budget,
+            base=pattern,
+            is_causal=is_causal,
+            scores=self.scores,
+            block=self.block,
+            sinks=self.sinks,
+            local=self.local,
+            last_dense=self.last_dense,
+            min_length=self.min_length,
+            key_mask=key_mask,
+            scale=scale,
+            allow_future=self.allow_future,
+        )
+        return sparse_attention(
+            query, key, value, index, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa, **options
+        )

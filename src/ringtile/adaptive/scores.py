@@ -458,7 +458,8 @@ def _padded_rows(query: Tensor, base: BlockIndex) -> Tensor:
     """Return the queries ``[B, H, R, block, D]`` of each tile, 0 outside the lengths."""
     lead = base.start - base.first_row * base.block
     rest = base.n_rows * base.block - lead - base.n_queries
-    return F.pad(query, (0, 0, lead, rest)).unflatten(2, (base.n_rows, base.block))
+    padded: Tensor = F.pad(query, (0, 0, lead, rest)).unflatten(2, (base.n_rows, base.block))
+    return padded
 
 
 def _rows_of_tiles(base: BlockIndex) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,225 @@
+"""Masses of segments of keys, pooled over rows, against a plain softmax in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringtile.kernels.masses import pooled_masses
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ERRORS = {torch.float32: 2e-6, torch.float64: 1e-7, torch.bfloat16: 2e-6, torch.float16: 2e-6}
+"""Inputs of half types are exact in float64, and sums are float32 for all."""
+
+
+class Case(NamedTuple):
+    """One problem."""
+
+    query: Tensor
+    key: Tensor
+    options: dict[str, Any]
+
+
+def draw(number: int, dtype: torch.dtype) -> Case:
+    """Draw ragged segments, odd lengths, shared key heads, hidden keys and empty groups."""
+    rng, generator = random.Random(number), torch.Generator().manual_seed(number)
+    batch, key_heads, ratio = rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((1, 2, 3))
+    rows, n_keys = rng.choice((1, 5, 64, 129, 300)), rng.choice((1, 17, 128, 200, 700))
+    head_dim, by_sign = rng.choice((1, 8, 15, 33, 64)), rng.random() < 0.4
+    query = torch.randn(batch, rows, key_heads * ratio, head_dim + number % 3, generator=generator)
+    query = query.to(dtype)[..., :head_dim].transpose(1, 2)
+    key = torch.randn(batch, key_heads, n_keys, head_dim * (1 + by_sign), generator=generator).to(dtype)
+    if number % 2:
+        seen = (torch.arange(rows) * n_keys // rows + 1).clamp(max=n_keys)
+    else:
+        seen = torch.randint(-2, n_keys + 3, (rows,), generator=generator)
+    size = rng.choice((1, 2, 7, 128, 400))
+    ends = [0, 0, *range(size, rows, size), rows] if number % 3 else sorted(rng.choices(range(rows + 1), k=6))
+    bias = None
+    if rng.random() < 0.6:
+        bias = torch.randn(batch, rng.choice((1, key_heads)), n_keys, generator=generator)
+        bias[torch.rand(bias.shape, generator=generator) < 0.3] = -math.inf
+    return Case(
+        query,
+        key,
+        {
+            "segment": rng.choice((1, 3, 16, 64, 128, 200)),
+            "seen": seen,
+            "groups": torch.tensor(ends, dtype=torch.int32),
+            "pool": rng.choice(("mean", "max")),
+            "bias": bias,
+            "by_sign": by_sign,
+            "scale": rng.choice((None, 0.7, -0.3, 0.0)),
+        },
+    )
+
+
+def plain(
+    query: Tensor,
+    key: Tensor,
+    *,
+    segment: int,
+    seen: Tensor,
+    groups: Tensor,
+    pool: str = "mean",
+    bias: Tensor | None = None,
+    by_sign: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The definition, row by row and segment by segment."""
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    ratio = query.shape[1] // key.shape[1]
+    query, key = query.double(), key.double().repeat_interleave(ratio, 1)
+    if by_sign:
+        query = torch.cat([query.clamp(min=0), (-query).clamp(min=0)], 3)
+    scores = query @ key.mT * scale
+    if bias is not None:
+        scores = scores + bias.double().repeat_interleave(query.shape[1] // bias.shape[1], 1).unsqueeze(2)
+    scores = scores.masked_fill(torch.arange(key.shape[2]) >= seen[:, None], -math.inf)
+    weights = scores.softmax(3).masked_fill((scores == -math.inf).all(3, keepdim=True), 0)
+    masses = torch.stack([part.sum(3) for part in weights.split(segment, 3)], 3)
+    out = []
+    for first, last in zip(groups.tolist(), groups.tolist()[1:], strict=False):
+        some = masses[:, :, first:last]
+        if first == last:
+            out.append(torch.zeros_like(masses[:, :, 0]))
+        elif pool == "max":
+            out.append(some.amax(2))
+        else:
+            out.append(some.sum(2) / (some.sum(3) > 0).sum(2).clamp(min=1)[..., None])
+    return torch.stack(out, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masses_are_those_of_the_definition(dtype: torch.dtype) -> None:
+    for number in range(24):
+        query, key, options = draw(number, dtype)
+        found = pooled_masses(query, key, **options)
+        assert found.dtype == torch.float32
+        expected = plain(query, key, **options)
+        assert found.shape == expected.shape
+        assert (found.double() - expected).abs().max() < ERRORS[dtype], (number, query.shape, key.shape, options)
+
+
+def test_many_keys_and_few_rows() -> None:
+    """Chunks of rows, and scores whose maximum comes late."""
+    query, key = torch.randn(1, 2, 96, 16), torch.randn(1, 1, 60_000, 16) * torch.linspace(0.1, 3, 60_000)[:, None]
+    options: dict[str, Any] = {
+        "segment": 128,
+        "seen": torch.linspace(1, 60_000, 96).long(),
+        "groups": torch.arange(0, 97, 3, dtype=torch.int32),
+    }
+    found = pooled_masses(query, key, **options)
+    assert (found - plain(query, key, **options)).abs().max() < 5e-6
+    assert (found.sum(3) - 1).abs().max() < 1e-5
+
+
+HIDE: dict[str, Any] = {"segment": 4, "groups": torch.arange(0, 21, 4, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_a_nan_that_a_row_does_not_see_never_reaches_it(pool: str) -> None:
+    query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
+    bias = torch.zeros(1, 1, 40)
+    bias[..., 3::5] = -math.inf
+    options = {**HIDE, "seen": torch.arange(1, 21), "pool": pool}
+    hidden = pooled_masses(query, key, bias=bias, **options)
+    poisoned = key.clone()
+    poisoned[:, :, 3::5] = math.nan
+    poisoned[:, :, 20:] = math.nan
+    torch.testing.assert_close(pooled_masses(query, poisoned, bias=bias, **options), hidden, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_a_nan_that_a_row_sees_makes_its_group_nan(pool: str) -> None:
+    query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
+    clean = pooled_masses(query, key, **HIDE, seen=torch.arange(1, 21), pool=pool)
+    key[0, 0, 9, 3] = math.nan
+    found = pooled_masses(query, key, **HIDE, seen=torch.arange(1, 21), pool=pool)
+    torch.testing.assert_close(found[:, :, :2], clean[:, :, :2], rtol=0, atol=0)
+    assert found[:, :, 2:].isnan().all()
+
+
+def test_rows_that_see_nothing_do_not_count() -> None:
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 10, 8)
+    groups = torch.tensor([0, 2, 2, 4], dtype=torch.int32)
+    found = pooled_masses(query, key, segment=5, seen=torch.tensor([0, 10, 0, -1]), groups=groups)
+    alone = pooled_masses(query[:, :, 1:2], key, segment=5, seen=torch.tensor([10]), groups=groups[:2].clamp(max=1))
+    torch.testing.assert_close(found[:, :, 0], alone[:, :, 0], rtol=0, atol=0)
+    assert (found[:, :, 1:] == 0).all()
+
+
+def test_batch_elements_and_heads_do_not_meet() -> None:
+    query, key, options = draw(5, torch.float32)
+    query, key = query[:, :2].repeat(3, 1, 1, 1), key[:, :1].repeat(3, 2, 1, 1)
+    options["bias"] = None
+    whole = pooled_masses(query, key, **options)
+    key[1, 0], query[2, 1] = math.nan, math.nan
+    found = pooled_masses(query, key, **options)
+    for b, h in ((0, 0), (0, 1), (1, 1), (2, 0)):
+        torch.testing.assert_close(found[b, h], whole[b, h], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)], ids=str)
+def test_nothing_to_pool(shape: tuple[int, ...]) -> None:
+    query, key = torch.randn(shape), torch.randn(shape[0], 1, 10, 8)
+    groups = torch.tensor([0, shape[2]], dtype=torch.int32)
+    found = pooled_masses(query, key, segment=4, seen=torch.ones(shape[2], dtype=torch.int64), groups=groups)
+    assert found.shape == (shape[0], 2, 1, 3)
+    assert not found.any()
+    none = pooled_masses(query, key[:, :, :0], segment=4, seen=torch.ones(shape[2], dtype=torch.int64), groups=groups)
+    assert none.shape == (shape[0], 2, 1, 0)
+
+
+def test_one_operator_in_a_graph() -> None:
+    query, key, options = draw(7, torch.float32)
+
+    def call(query: Tensor, key: Tensor) -> Tensor:
+        return pooled_masses(query, key, **options)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key), call(query, key), rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(call(query, key), pooled_masses(query, key, **options), rtol=0, atol=0)
+    assert not call(query.requires_grad_(), key).requires_grad
+
+
+Q, K = torch.zeros(2, 4, 10, 16), torch.zeros(2, 2, 30, 16)
+FINE: dict[str, Any] = {
+    "segment": 4,
+    "seen": torch.ones(10, dtype=torch.int64),
+    "groups": torch.tensor([0, 4, 10]).int(),
+}
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "changes", "message"),
+    [
+        (Q[0], K, {}, "four dimensions"),
+        (Q, K.half(), {}, "one floating-point dtype"),
+        (Q.int(), K.int(), {}, "one floating-point dtype"),
+        (Q, K[..., :8], {}, r"^key: expected \[2, a divisor of 4, K, 16\]"),
+        (Q, K[:1], {}, "^key: "),
+        (Q[:, :3], K, {}, "^key: "),
+        (Q, K, {"by_sign": True}, "K, 32"),
+        (Q, K, {"segment": 0}, "^segment: "),
+        (Q, K, {"pool": "sum"}, "^pool: "),
+        (Q, K, {"seen": torch.ones(9, dtype=torch.int64)}, "^seen: "),
+        (Q, K, {"seen": torch.ones(10)}, "^seen: "),
+        (Q, K, {"groups": torch.tensor([0, 4, 10])}, "^groups: "),
+        (Q, K, {"groups": torch.tensor([0, 4, 11]).int()}, "^groups: "),
+        (Q, K, {"groups": torch.tensor([-1, 4]).int()}, "^groups: "),
+        (Q, K, {"groups": torch.tensor([0, 5, 4]).int()}, "^groups: "),
+        (Q, K, {"groups": torch.tensor([]).int()}, "^groups: "),
+        (Q, K, {"bias": torch.zeros(2, 4, 30)}, "^bias: "),
+        (Q, K, {"bias": torch.zeros(2, 1, 30).double()}, "^bias: "),
+    ],
+)
+def test_what_does_not_fit_is_refused(query: Tensor, key: Tensor, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pooled_masses(query, key, **{**FINE, **changes})

@@ -151,7 +151,7 @@ def test_a_wrong_adapter_fails_the_check_and_is_not_timed(
         mask.kept = before
         return found
 
-    monkeypatch.setattr(registry, "attend", wrong)
+    monkeypatch.setattr(registry, "attend_layer", wrong)
     words = ["hf", "--random-weights", str(config), *SHORT, "--dtype", dtype]
     assert cli.main(words) == 1
     out, err = capsys.readouterr()
@@ -163,7 +163,7 @@ def test_a_wrong_adapter_fails_the_check_and_is_not_timed(
 def test_a_lost_pattern_fails_the_check(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "attend", lambda pattern, *call, **options: attend(None, *call, **options))
+    monkeypatch.setattr(registry, "attend_layer", lambda pattern, *call, **options: attend(None, *call, **options))
     assert cli.main(["hf", "--random-weights", str(config), *SHORT, "--pattern", "window(9)"]) == 1
     assert capsys.readouterr().err.startswith("ringtile hf: ringtile, --pattern: wrong: error ")
 
@@ -174,7 +174,7 @@ def test_wrong_gradients_fail_the_check(
     def without_gradient(pattern: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         return attend(pattern, module, query, key.detach(), value, mask, **options)
 
-    monkeypatch.setattr(registry, "attend", without_gradient)
+    monkeypatch.setattr(registry, "attend_layer", without_gradient)
     words = ["hf", "--random-weights", str(config), *SHORT]
     assert cli.main(words) == 1
     out, err = capsys.readouterr()

@@ -176,6 +176,10 @@ class AdaptiveAttention(nn.Module):
         if taken := {"key_lengths", "start"} & options.keys():
             raise ValueError(f"{sorted(taken)[0]}: adaptive attention takes a key_mask and queries at the end instead")
         checked_tensors(query, key, value, enable_gqa)
+        if key.shape[2] < self.min_length and not isinstance(pattern, BlockIndex):
+            # The index of a pattern is cached, and PyTorch's own kernel may be the fastest for it.
+            options |= {"is_causal": is_causal, "key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
+            return sparse_attention(query, key, value, pattern, **options)
         index = select(
             query,
             key,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Union
 
@@ -13,9 +13,13 @@ from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, moves_along, pairs
 from ringtile.integrations.transformers.shifted import Shifted
 from ringtile.patterns import Causal, Dense, Documents, Pattern, from_mask
+from ringtile.patterns.base import And
 
 LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Pattern | None], None]  # noqa: UP007
 """A pattern for all layers, one per kind of layer (``config.layer_types``), or a function of the attention module."""
+
+LayerAttend = Union[Callable[..., Tensor], Sequence[Callable[..., Tensor] | None], nn.ModuleList, None]  # noqa: UP007
+"""A function that computes the attention of all layers, or one per layer, or None for `sparse_attention`."""
 
 _REFUSED = {
     "position_bias": "a bias on the scores",
@@ -68,6 +72,35 @@ def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None
     if unknown := set(pattern) - set(kinds):
         raise ValueError(f"pattern: expected kinds of layers among {sorted(set(kinds))}, got {sorted(unknown)}")
     return pattern.get(kinds[layer])
+
+
+def check_attend(attend: LayerAttend) -> None:
+    """Raise ValueError if this is neither a function nor one function or None per layer."""
+    several = isinstance(attend, Sequence | nn.ModuleList)
+    if attend is not None and not several and not callable(attend):
+        raise ValueError(f"attend: expected a function of query, key and value, or one per layer, got {attend!r}")
+    for one in attend if several else ():  # type: ignore[union-attr]
+        if one is not None and not callable(one):
+            raise ValueError(f"attend: expected a function of query, key and value, or None, per layer, got {one!r}")
+
+
+def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Callable[..., Tensor] | None:
+    """Return the function that computes the attention of one module, or None for `sparse_attention`.
+
+    Raises ValueError if the module has no function of its own, or cross attention.
+    """
+    if attend is None:
+        return None
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ValueError(f"attend: expected a model without cross attention, got {type(module).__name__}")
+    if not isinstance(attend, Sequence | nn.ModuleList):
+        return attend
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or layer >= len(attend):
+        raise ValueError(f"attend: expected one function per layer, got {len(attend)} for {layer=} of {type(module)}")
+    found: Callable[..., Tensor] | None = attend[layer]
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -139,6 +172,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    by: LayerAttend = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer of a model.
@@ -155,6 +189,7 @@ def attend(
         softcap: Bound of the scores.
         s_aux: ``[H]``, the sinks.
         is_causal: True if a call without a mask is causal. Default: ``module.is_causal``.
+        by: Computes the attention in place of `sparse_attention`, unless there is only one query.
         options: Other arguments of the model.
 
     Returns:
@@ -172,6 +207,10 @@ def attend(
         kept = _packed(kept, query, n_keys, options)
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
         kept = intersected(kept, of_layer, query, n_keys)
+    if (by_layer := attend_of_layer(by, module)) is not None and query.shape[2] > 1:
+        limits = {"softcap": softcap or None, "s_aux": s_aux}
+        found = _adapted(by_layer, query, key, value, kept, limits, dropout, scaling)
+        return found.transpose(1, 2).contiguous(), None
     options = {
         "dropout_p": dropout,
         "scale": scaling,
@@ -192,6 +231,54 @@ _outside_graphs = torch.compiler.disable(
     sparse_attention,
     reason="masks without a text form, such as packed rows, need an index that is built outside graphs",
 )
+
+
+@torch.compiler.disable(reason="attention that follows the content needs an index that is built outside graphs")  # type: ignore[untyped-decorator]
+def _adapted(
+    compute: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept: KeptPairs,
+    limits: Mapping[str, Any],
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask.
+
+    Raises ValueError if the layer has a softcap or sinks, or if its queries are not the last tokens.
+    """
+    if refused := [name for name, limit in limits.items() if limit is not None]:
+        raise ValueError(f"{refused[0]}: expected a layer without softcap and sinks for attend=, got {limits!r}")
+    pattern, key_mask, end = kept.pattern, kept.key_mask, kept.start + query.shape[2]
+    if end < key.shape[2] and sees_no_future(pattern):
+        # A static cache has room after the last query.
+        key, value = key[:, :, :end], value[:, :, :end]
+        key_mask = None if key_mask is None else key_mask[:, :end]
+    if end != key.shape[2]:
+        raise ValueError(
+            f"attend: expected queries that end with the keys, got {query.shape=} at {kept.start}, {key.shape=}"
+        )
+    rule = None if pattern in (Dense(), Causal()) else pattern
+    return compute(
+        query,
+        key,
+        value,
+        pattern=rule,
+        is_causal=pattern == Causal(),
+        key_mask=key_mask,
+        dropout_p=dropout,
+        enable_gqa=query.shape[1] != key.shape[1],
+        scale=scaling,
+    )
+
+
+def sees_no_future(pattern: Pattern) -> bool:
+    """Return True if it is certain that a pattern keeps no key after its query."""
+    bounds = pattern.envelope()
+    return bounds == Causal() or (
+        isinstance(bounds, And) and (sees_no_future(bounds.first) or sees_no_future(bounds.second))
+    )
 
 
 def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: dict[str, Any]) -> Tensor:

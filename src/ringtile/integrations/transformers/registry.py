@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ringtile.integrations.transformers.attention import LayerPattern, attend, check_pattern
+from torch import nn
+
+from ringtile.integrations.transformers.attention import (
+    LayerAttend,
+    LayerPattern,
+    check_attend,
+    check_pattern,
+)
+from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.big_bird import convert_big_bird
 from ringtile.integrations.transformers.longformer import convert_longformer
 from ringtile.integrations.transformers.masks import pattern_mask
@@ -19,11 +27,11 @@ if TYPE_CHECKING:
 OLDEST = (5, 5)
 """The oldest version of transformers whose mask interface is the one that `pattern_mask` implements."""
 
-_names: list[tuple[LayerPattern, str]] = []
-"""The patterns of `use_ringtile`, and the name that each is registered under."""
+_names: list[tuple[LayerPattern, LayerAttend, str]] = []
+"""The arguments of `use_ringtile`, and the name that each pair is registered under."""
 
 
-def register(name: str = "ringtile", pattern: LayerPattern = None) -> None:
+def register(name: str = "ringtile", pattern: LayerPattern = None, attend: LayerAttend = None) -> None:
     """Register ringtile as an attention implementation of transformers, together with its masks.
 
     Afterwards ``attn_implementation="ringtile"`` selects it in ``from_pretrained``, and
@@ -37,10 +45,13 @@ def register(name: str = "ringtile", pattern: LayerPattern = None) -> None:
             dict gives one per kind of layer, as in ``config.layer_types``. A function gets the attention module and
             returns one, or None for the model's own mask. Positions count from the first real token, so global tokens
             are the first of the text and not of its padding.
+        attend: A function in place of `sparse_attention`, with the same arguments, for all layers. A list has one per
+            layer, or None. It gets the kept pairs as ``pattern`` and ``is_causal``, and padding as ``key_mask``. Calls
+            with one query, as in decoding, ignore it: they compute all kept pairs.
 
     Raises:
         ImportError: If transformers is missing or too old.
-        ValueError: If the name has another meaning, or if the pattern is none.
+        ValueError: If the name has another meaning, or if the pattern or ``attend`` is invalid.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, MistralConfig
@@ -50,10 +61,11 @@ def register(name: str = "ringtile", pattern: LayerPattern = None) -> None:
         >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="ringtile")
     """
     check_pattern(pattern)
+    check_attend(attend)
     taken = [word for word in ("flash", "sdpa", "flex", "paged", "eager", "/", "|") if word in name]
     if taken or not name:
         raise ValueError(f"name: expected one without {', '.join(map(repr, taken)) or 'being empty'}, got {name!r}")
-    register_pair(name, partial(attend, pattern), pattern_mask)
+    register_pair(name, partial(attend_layer, pattern, by=attend), pattern_mask)
 
 
 def register_pair(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -69,7 +81,7 @@ def register_pair(name: str, attention: Callable[..., Any], mask: Callable[..., 
     AttentionMaskInterface.register(name, mask)
 
 
-def use_ringtile(model: Model, pattern: LayerPattern = None) -> Model:
+def use_ringtile(model: Model, pattern: LayerPattern = None, attend: LayerAttend = None) -> Model:
     """Switch a model of transformers to ringtile, in place, and return it.
 
     Longformer and BigBird write their attention by hand. It is replaced, and their weights are kept.
@@ -77,10 +89,12 @@ def use_ringtile(model: Model, pattern: LayerPattern = None) -> Model:
     Args:
         model: The model, with or without a head.
         pattern: Makes the model sparse, see `register`.
+        attend: Computes the attention, one function or one per layer, see `register`. Layers with a softcap, sinks or
+            cross attention raise a ValueError in their first call.
 
     Raises:
         ImportError: If transformers is missing or too old.
-        ValueError: If a part of the model computes attention by itself, or if the pattern is none.
+        ValueError: If a part of the model computes attention by itself, or if the pattern or ``attend`` is invalid.
 
     Example:
         >>> from ringtile.patterns import GlobalTokens, Window
@@ -88,12 +102,16 @@ def use_ringtile(model: Model, pattern: LayerPattern = None) -> Model:
         >>> model = BertModel(BertConfig(num_hidden_layers=1))
         >>> model = use_ringtile(model, Window(256) | GlobalTokens(1))
     """
-    name = _name_of(pattern)
-    register(name, pattern)
     kind = model.config.model_type
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    check_attend(attend)
+    if isinstance(attend, Sequence | nn.ModuleList) and len(attend) != layers:
+        raise ValueError(f"attend: expected one function per layer for {layers} layers, got {len(attend)}")
+    name = _name_of(pattern, attend)
+    register(name, pattern, attend)
     if kind in ("longformer", "big_bird"):
-        if pattern is not None:
-            raise ValueError(f"pattern: {kind} has its own, got {pattern!r}")
+        if pattern is not None or attend is not None:
+            raise ValueError(f"pattern, attend: {kind} has its own, got {pattern!r}, {attend!r}")
         (convert_longformer if kind == "longformer" else convert_big_bird)(model)
         return model
     switch(model, name)
@@ -129,11 +147,11 @@ def _parts(model: Any) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
 
 
-def _name_of(pattern: LayerPattern) -> str:
-    if pattern is None:
+def _name_of(pattern: LayerPattern, attend: LayerAttend) -> str:
+    if pattern is None and attend is None:
         return "ringtile"
-    for known, name in _names:
-        if known is pattern or known == pattern:
+    for known, known_attend, name in _names:
+        if (known is pattern or known == pattern) and (known_attend is attend or known_attend == attend):
             return name
-    _names.append((pattern, f"ringtile-{len(_names) + 1}"))
-    return _names[-1][1]
+    _names.append((pattern, attend, f"ringtile-{len(_names) + 1}"))
+    return _names[-1][2]

@@ -1,0 +1,343 @@
+"""Attention of yours inside models of Hugging Face transformers: the pairs it gets, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from ringtile import sparse_attention
+from ringtile.adaptive import AdaptiveAttention, Blend, Density, Probe, Scores, Sum
+from ringtile.integrations.transformers import register, use_ringtile
+from ringtile.integrations.transformers.attention import sees_no_future
+from ringtile.layout import build_index
+from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, Window
+
+TOKENS = 150
+BLOCK = 16
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+MIXED = dict(SIZES, head_dim=16, sliding_window=40, layer_types=["sliding_attention", "full_attention"])
+MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
+    "Llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**SIZES)),
+    "Mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(**SIZES, sliding_window=40)),
+    "Gemma3": lambda: (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**MIXED)),
+    "BERT": lambda: (
+        hf.BertForMaskedLM,
+        hf.BertConfig(**{name: value for name, value in SIZES.items() if name != "num_key_value_heads"}),
+    ),
+}
+
+
+def made(name: str) -> Any:
+    kind, config = MODELS[name]()
+    torch.manual_seed(1)
+    model = kind(config).eval()
+    # Random weights this large make attention that differs from the mean of the values.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)
+    return model
+
+
+def tokens(batch: int = 2, n_tokens: int = TOKENS) -> Tensor:
+    return torch.randint(2, 97, (batch, n_tokens), generator=torch.Generator().manual_seed(2))
+
+
+def padding(side: str, ids: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[1, slice(0, 37) if side == "left" else slice(-37, None)] = 0
+    return mask
+
+
+@torch.no_grad()
+def hidden(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    found: Tensor = model(ids, output_hidden_states=True, **options).hidden_states[-1]
+    return found
+
+
+class Random(nn.Module):
+    """Keeps a random half of the tiles of its pairs, and remembers what it was given and what it kept."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.seed, self.calls = seed, []
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        rule = options["pattern"] or Dense()
+        rule = Causal() & rule if options["is_causal"] else rule
+        (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
+        index = build_index(rule, n_queries, n_keys, num_heads=heads, batch=batch, block=BLOCK)
+        drawn = torch.Generator().manual_seed(self.seed)
+        keep = torch.rand(batch, heads, index.n_rows, index.n_cols, generator=drawn) < 0.5
+        keep |= torch.eye(index.n_rows, index.n_cols, dtype=torch.bool)
+        index = index.restricted(keep)
+        self.calls.append((options, index.to_dense().expand(batch, heads, -1, -1)))
+        given = {name: value for name, value in options.items() if name not in ("pattern", "is_causal")}
+        out: Tensor = sparse_attention(query, key, value, index, **given)
+        return out
+
+
+def eager_over(monkeypatch: pytest.MonkeyPatch, kept: list[Tensor]) -> None:
+    """Make eager attention keep only these pairs, one matrix of all heads per layer."""
+    from transformers import AttentionInterface
+
+    def dense(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        scores = query.double() @ key.mT.double() * options["scaling"]
+        layer = module.layer_idx
+        allowed = kept[layer] if mask is None else kept[layer] & (mask == 0 if mask.dtype != torch.bool else mask)
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0)
+        return (weights @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("oracle", dense)
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    AttentionMaskInterface.register("oracle", eager_mask)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tiles_inside_the_models_own_mask(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = made(name), tokens()
+    mask = torch.ones_like(ids) if side == "none" else padding(side, ids)
+    each = [Random(0), Random(1)]
+    found = hidden(use_ringtile(model, attend=each), ids, attention_mask=mask)
+    assert all(len(attend.calls) == 1 for attend in each)
+    assert (each[0].calls[0][0]["key_mask"] is None) == (side == "none")
+    eager_over(monkeypatch, [attend.calls[0][1] for attend in each])
+    model.set_attn_implementation("oracle")
+    expected = hidden(model, ids, attention_mask=mask)
+    real = mask.bool()
+    torch.testing.assert_close(found[real], expected[real], atol=2e-4, rtol=2e-4)
+    model.set_attn_implementation("eager")
+    assert (hidden(model, ids, attention_mask=mask) - expected)[real].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sparse_attention_as_attend_changes_no_bit(name: str) -> None:
+    ids = tokens()
+    for side in ("left", "right"):
+        mask = padding(side, ids)
+        expected = hidden(use_ringtile(made(name)), ids, attention_mask=mask)
+        found = hidden(use_ringtile(made(name), attend=sparse_attention), ids, attention_mask=mask)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_full_budget_is_eager_attention_and_a_small_one_is_not(name: str) -> None:
+    model, ids = made(name), tokens()
+    mask = padding("left", ids)
+    real = mask.bool()
+    model.set_attn_implementation("eager")
+    expected = hidden(model, ids, attention_mask=mask)[real]
+    for density, near in ((1.0, True), (0.1, False)):
+        attend = AdaptiveAttention(budget=Density(density), block=BLOCK, sinks=0, local=0)
+        found = hidden(use_ringtile(model, attend=attend), ids, attention_mask=mask)[real]
+        assert torch.allclose(found, expected, atol=2e-4, rtol=2e-4) is near
+
+
+def test_short_inputs_take_the_old_path_bit_for_bit() -> None:
+    model, ids = made("Mistral"), tokens()
+    mask = padding("right", ids)
+    for n_tokens, same in ((TOKENS, False), (TOKENS - 1, True)):
+        attend = AdaptiveAttention(budget=Density(0.1), block=BLOCK, sinks=0, local=0, min_length=TOKENS)
+        some = {"attention_mask": mask[:, :n_tokens]}
+        found = hidden(use_ringtile(model, attend=attend), ids[:, :n_tokens], **some)
+        assert torch.equal(found, hidden(use_ringtile(model), ids[:, :n_tokens], **some)) is same
+
+
+SAFE = Sum(Probe("first"))
+
+
+@pytest.mark.parametrize(("scores", "safe"), [(SAFE, True), (Blend(None), True), (Sum(Probe(), Blend()), False)])
+def test_training_needs_scores_that_see_no_future(scores: Scores, safe: bool) -> None:
+    model = use_ringtile(made("Mistral"), attend=AdaptiveAttention(scores, Density(0.3), block=BLOCK))
+    if not safe:
+        with pytest.raises(ValueError, match="chooses by later tokens, which training must not see"):
+            model(tokens(1))
+        return
+    before = model(tokens(1), use_cache=False).logits
+    changed = tokens(1)
+    changed[0, 100] = 1
+    after = model(changed, use_cache=False).logits
+    assert torch.equal(before[:, :100], after[:, :100])
+    assert not torch.equal(before[:, 100:], after[:, 100:])
+
+
+def test_one_budget_per_layer_and_head() -> None:
+    kept: list[Tensor] = []
+
+    class Counted(AdaptiveAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, pattern: Any = None, **options: Any) -> Tensor:
+            from ringtile.adaptive import select
+
+            index = select(
+                query, key, self.budget, base=pattern, is_causal=options["is_causal"], block=BLOCK, sinks=0, local=0
+            )
+            kept.append(index.to_dense().float().mean((0, 2, 3)))
+            return super().forward(query, key, value, pattern, **options)
+
+    budgets = [(0.1, 0.5, 1.0, 0.2), (1.0, 0.2, 0.1, 0.5)]
+    layers = [Counted(budget=Density(each), block=BLOCK, sinks=0, local=0) for each in budgets]
+    hidden(use_ringtile(made("Llama"), attend=layers), tokens(1))
+    for each, shares in zip(budgets, kept, strict=True):
+        assert shares.argsort().tolist() == torch.tensor(each).argsort().tolist()
+
+
+def test_a_pattern_of_yours_and_none_for_a_layer() -> None:
+    model, ids, attend = made("Llama"), tokens(1), Random()
+    pattern = Window(50) | GlobalTokens(3)
+    use_ringtile(model, pattern, attend=[attend, None])
+    hidden(model, ids)
+    ((options, kept),) = attend.calls
+    assert options["pattern"] == Causal() & pattern
+    place = torch.arange(TOKENS)
+    allowed = (Causal() & pattern).allowed(torch.tensor(0), place[:, None], place)
+    assert not (kept & ~allowed).any()
+    assert 0.3 < kept.sum() / (4 * allowed.sum()) < 0.8
+
+
+def test_packed_rows_stay_apart() -> None:
+    model, ids, attend = made("Llama"), tokens(1), Random()
+    places = torch.cat([torch.arange(60), torch.arange(TOKENS - 60)])[None]
+    hidden(use_ringtile(model, attend=attend), ids, position_ids=places, use_cache=False)
+    assert len(attend.calls) == 2
+    assert not attend.calls[0][1][..., 60:, :60].any()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_prompt_in_chunks_and_exact_decoding(cache: str) -> None:
+    model, ids = made("Llama"), tokens(1)
+    attend = Random()
+    use_ringtile(model, attend=attend)
+    past = hf.DynamicCache() if cache == "dynamic" else hf.StaticCache(model.config, max_cache_len=TOKENS + 20)
+    with torch.no_grad():
+        model(ids[:, :70], past_key_values=past)
+        model(ids[:, 70:-1], past_key_values=past)
+    assert [kept.shape[2:] for _, kept in attend.calls] == [(70, 70)] * 2 + [(TOKENS - 71, TOKENS - 1)] * 2
+    # One query computes all kept pairs of the cached keys.
+    before = copy.deepcopy(past)
+    found = model(ids[:, -1:], past_key_values=past).logits
+    assert len(attend.calls) == 4
+    assert torch.equal(found, use_ringtile(model)(ids[:, -1:], past_key_values=before).logits)
+
+
+def test_queries_before_the_last_key() -> None:
+    """All pairs of an encoder's static cache would let queries see its room."""
+    from ringtile.integrations.transformers.attention import _adapted
+    from ringtile.integrations.transformers.masks import KeptPairs
+
+    q, k = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 30, 16)
+    kept = KeptPairs(Window(5), 0, None, 0)
+    with pytest.raises(ValueError, match="attend: expected queries that end with the keys"):
+        _adapted(sparse_attention, q, k, k, kept, {}, 0.0, None)
+    causal = _adapted(sparse_attention, q, k, k, kept._replace(pattern=Causal() & Window(5)), {}, 0.0, None)
+    expected = sparse_attention(q, k[:, :, :20], k[:, :, :20], Causal() & Window(5))
+    assert torch.equal(causal, expected)
+
+
+def test_dropout_scale_and_gradients_reach_it() -> None:
+    kind, config = MODELS["Llama"]()
+    config.attention_dropout = 0.25
+    model, attend = kind(config).train(), Random()
+    use_ringtile(model, attend=attend)
+    model(tokens(1), labels=tokens(1), use_cache=False).loss.backward()
+    options = attend.calls[0][0]
+    assert (options["dropout_p"], options["scale"], options["enable_gqa"]) == (0.25, 0.25, True)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+SOFTCAP = dict(MIXED, query_pre_attn_scalar=16)
+SINKS = dict(
+    MIXED, num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+)
+REFUSED = {
+    "softcap": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SOFTCAP)),
+    "s_aux": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SINKS)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_it_cannot_compute(name: str) -> None:
+    model = use_ringtile(REFUSED[name](), attend=Random())
+    with pytest.raises(ValueError, match=f"{name}: expected a layer without softcap and sinks"):
+        model(tokens(1))
+
+
+def test_cross_attention() -> None:
+    config = hf.BartConfig(
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+        **dict(vocab_size=97, d_model=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2),
+    )
+    model = use_ringtile(hf.BartForConditionalGeneration(config), attend=Random())
+    with pytest.raises(ValueError, match="attend: expected a model without cross attention"):
+        model(tokens(1), decoder_input_ids=tokens(1))
+
+
+def test_arguments() -> None:
+    model = made("Llama")
+    with pytest.raises(ValueError, match="attend: expected one function per layer for 2 layers, got 3"):
+        use_ringtile(model, attend=[None] * 3)
+    with pytest.raises(
+        ValueError, match="attend: expected a function of query, key and value, or None, per layer, got 1"
+    ):
+        register("ringtile-own", attend=[1])
+    with pytest.raises(
+        ValueError, match="attend: expected a function of query, key and value, or one per layer, got 1"
+    ):
+        use_ringtile(model, attend=1)
+    register("ringtile-own", attend=[Random()])
+    model.set_attn_implementation("ringtile-own")
+    with pytest.raises(ValueError, match="attend: expected one function per layer, got 1 for layer=1"):
+        model(tokens(1))
+    bird = hf.BigBirdModel(hf.BigBirdConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}))
+    with pytest.raises(ValueError, match="big_bird has its own"):
+        use_ringtile(bird, attend=Random())
+
+
+def test_names_of_implementations() -> None:
+    """Each pair of pattern and attention has one name, and two models with others do not share one."""
+    first, second, attend = made("Llama"), made("Llama"), Random()
+    use_ringtile(first, attend=attend)
+    use_ringtile(second, Window(9), attend=attend)
+    names = [model.config._attn_implementation for model in (first, second)]
+    assert len({"ringtile", *names}) == 3
+    use_ringtile(second, attend=attend)
+    assert second.config._attn_implementation == names[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (Causal(), True),
+        (Causal() & Window(3), True),
+        (Documents(lengths=(3, 4)) & Causal(), True),
+        (Window(3), False),
+        (Causal() | Window(3), False),
+    ],
+)
+def test_which_patterns_see_no_future(pattern: Pattern, expected: bool) -> None:
+    assert sees_no_future(pattern) is expected

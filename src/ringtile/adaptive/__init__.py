@@ -5,6 +5,13 @@ from ringtile.adaptive.budgets import Density as Density
 from ringtile.adaptive.budgets import Threshold as Threshold
 from ringtile.adaptive.budgets import TopK as TopK
 from ringtile.adaptive.budgets import TopP as TopP
+from ringtile.adaptive.calibration import GRID as GRID
+from ringtile.adaptive.calibration import Calibration as Calibration
+from ringtile.adaptive.calibration import LossCurves as LossCurves
+from ringtile.adaptive.calibration import allocate as allocate
+from ringtile.adaptive.calibration import loss_curves as loss_curves
+from ringtile.adaptive.control import Controller as Controller
+from ringtile.adaptive.control import ControlReport as ControlReport
 from ringtile.adaptive.quality import QualityReport as QualityReport
 from ringtile.adaptive.quality import audit as audit
 from ringtile.adaptive.scores import Antidiagonal as Antidiagonal

@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 
 
+def ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+    """Return the columns of each row, the best first: forced ones, others that are allowed, and the rest."""
+    # Scores are at most 1.
+    return (scores + 2.0 * forced).masked_fill(~allowed, -1).sort(dim=3, descending=True, stable=True).indices
+
+
 class Budget(ABC):
     """Base class: ``budget.keep(scores, allowed, forced)`` chooses tiles for each row by itself."""
 
@@ -25,7 +31,7 @@ class Budget(ABC):
         """
 
 
-class _Counted(Budget):
+class Counted(Budget):
     """A budget whose number of tiles follows from how many are allowed and forced."""
 
     @abstractmethod
@@ -38,16 +44,13 @@ class _Counted(Budget):
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         forced = allowed & forced
-        cols = scores.shape[3]
         wanted = self.wanted(allowed.sum(3), scores.shape[1]).maximum(forced.sum(3))
-        # Scores are at most 1. A tile that is not allowed comes last.
-        order = (scores + 2.0 * forced).masked_fill(~allowed, -1).sort(dim=3, descending=True, stable=True).indices
-        first = (torch.arange(cols, device=scores.device) < wanted.unsqueeze(3)).expand_as(scores)
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, order, first) & allowed
+        first = (torch.arange(scores.shape[3], device=scores.device) < wanted.unsqueeze(3)).expand_as(scores)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, ranked(scores, allowed, forced), first) & allowed
 
 
 @dataclass(frozen=True)
-class TopK(_Counted):
+class TopK(Counted):
     """Keep ``k`` tiles of each row, fewer only if fewer are allowed.
 
     Args:
@@ -68,7 +71,7 @@ class TopK(_Counted):
 
 
 @dataclass(frozen=True)
-class Density(_Counted):
+class Density(Counted):
     """Keep a fraction of the allowed tiles of each row, rounded up.
 
     Args:
@@ -116,8 +119,7 @@ class TopP(Budget):
         if self.p == 1:
             return allowed.expand_as(scores)
         forced = allowed & forced
-        priority = (scores + 2.0 * forced).masked_fill(~allowed, -1)
-        order = priority.sort(dim=3, descending=True, stable=True).indices
+        order = ranked(scores, allowed, forced)
         inside = scores.masked_fill(~allowed, 0).gather(3, order)
         first = inside.cumsum(3) - inside < self.p
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, order, first & (inside > 0)) & allowed | forced

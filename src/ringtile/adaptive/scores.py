@@ -87,7 +87,7 @@ class Probe(Scores):
         # The middles of equal parts of the rows that exist.
         part = 0 if self.rows == "first" else 2 * torch.arange(count, device=query.device) + 1
         row = first.unsqueeze(1) + (last - first).unsqueeze(1) * part // (2 * count)
-        found = _masses(query, key, base, row, key_mask, scale)
+        found = exact_masses(query, key, base, row, key_mask, scale)
         return _normalized(found, base)
 
 
@@ -276,7 +276,7 @@ class Recent(Scores):
         key_mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        row, col = _tile_positions(base)
+        row, col = tile_positions(base)
         near = 1 / (1 + (row.unsqueeze(1) - col).abs()).float()
         return _normalized(near.expand(*query.shape[:2], -1, -1), base)
 
@@ -384,7 +384,7 @@ def _summarized(
     allowed = base.tiles
     if pool is None and not base.looks_ahead:
         # The summary of a tile knows keys after the query until the tile ends.
-        row, col = _tile_positions(base)
+        row, col = tile_positions(base)
         allowed = allowed & (col < row.unsqueeze(1))
     found = []
     lead = base.start - base.first_row * block
@@ -404,29 +404,29 @@ def _summarized(
     return _normalized(torch.cat(found, 2), base, allowed)
 
 
-def _masses(
+def exact_masses(
     query: Tensor, key: Tensor, base: BlockIndex, row: Tensor, key_mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Return the attention that some rows ``[R, m]`` of each tile give to each tile, added up: ``[B, H, R, C]``."""
-    block, cols, key_heads = base.block, base.n_cols, key.shape[1]
-    keys = key.float()
-    if key_mask is not None:
-        # A weight of 0 times a NaN would be NaN.
-        keys = keys.masked_fill(~key_mask[:, None, :, None], 0)
+    """Return the exact attention that queries give to each tile: ``[B, H, R, C]``, sums over ``row`` ``[R, m]``."""
     found = []
-    tiles = _chunk(query.shape, key.shape[2], row.shape[1])
-    for number, some in enumerate(row.split(tiles)):
-        part = query[:, :, some.flatten()].float().unflatten(1, (key_heads, -1))
-        end = key.shape[2]
-        if not base.looks_ahead:
-            end = min(end, (base.first_row + (number + 1) * tiles) * block)
-        inside = base.keys_of(some.flatten())[..., :end]
-        if key_mask is not None:
-            inside = inside & key_mask[:, None, None, :end]
-        logits = (part @ keys[:, :, None, :end].mT).flatten(1, 2) * _scale(query, scale)
-        weights = F.pad(_softmax(logits, inside), (0, cols * block - end)).unflatten(3, (cols, block)).sum(4)
+    for some in row.split(_chunk(query.shape, key.shape[2], row.shape[1])):
+        weights = exact_weights(query, key, base, some.flatten(), key_mask, scale).sum(4)
         found.append(weights.unflatten(2, some.shape).sum(3))
     return torch.cat(found, 2)
+
+
+def exact_weights(
+    query: Tensor, key: Tensor, base: BlockIndex, rows: Tensor, key_mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return the exact weights that some queries give to the keys of each tile, float32 ``[B, H, R, C, block]``."""
+    inside = base.keys_of(rows)
+    if key_mask is not None:
+        inside = inside & key_mask[:, None, None]
+    part = query[:, :, rows].float().unflatten(1, (key.shape[1], -1))
+    logits = (part @ key.float().unsqueeze(2).mT).flatten(1, 2) * _scale(query, scale)
+    padding = base.n_cols * base.block - key.shape[2]
+    weights: Tensor = F.pad(_softmax(logits, inside), (0, padding)).unflatten(3, (base.n_cols, base.block))
+    return weights
 
 
 def _softmax(logits: Tensor, inside: Tensor) -> Tensor:
@@ -449,6 +449,11 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return float(query.shape[3] ** -0.5) if scale is None else scale
 
 
+def rows_at_once(query: Tensor, n_keys: int) -> int:
+    """Return the number of queries whose scores exist at once."""
+    return _chunk(query.shape, n_keys, 1)
+
+
 def _chunk(shape: torch.Size, columns: int, rows: int) -> int:
     """Return the number of tiles whose rows of scores exist at once."""
     return max(1, _SCORES // max(1, math.prod(shape[:2]) * columns * rows))
@@ -469,7 +474,7 @@ def _rows_of_tiles(base: BlockIndex) -> tuple[Tensor, Tensor]:
     return edges[:-1], edges[1:]
 
 
-def _tile_positions(base: BlockIndex) -> tuple[Tensor, Tensor]:
+def tile_positions(base: BlockIndex) -> tuple[Tensor, Tensor]:
     """Return the numbers of the row tiles and of the column tiles in position space."""
     row, col = (torch.arange(count, device=base.device) for count in (base.n_rows, base.n_cols))
     return base.row_positions(row), base.col_positions(col)

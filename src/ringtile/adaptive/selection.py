@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
-from ringtile.adaptive.scores import Blend, Probe, Scores, Sum
+from ringtile.adaptive.control import Controller, ControlReport
+from ringtile.adaptive.scores import Blend, Probe, Scores, Sum, tile_positions
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors, rule_of
 from ringtile.layout import BlockIndex, build_index
@@ -20,7 +21,7 @@ DEFAULT_SCORES = Sum(Probe(), Blend())
 def select(
     query: Tensor,
     key: Tensor,
-    budget: Budget = Density(0.25),  # noqa: B008
+    budget: Budget | Controller = Density(0.25),  # noqa: B008
     *,
     base: BlockIndex | Pattern | None = None,
     is_causal: bool = False,
@@ -42,7 +43,7 @@ def select(
     Args:
         query: ``[B, H, Nq, D]``.
         key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
-        budget: How many tiles a row keeps: `Density`, `TopK`, `TopP` or `Threshold`.
+        budget: How many tiles a row keeps: `Density`, `TopK`, `TopP` or `Threshold`, or a `Controller` that finds it.
         base: The pairs to choose from, a pattern or an index. Default: all pairs.
         is_causal: Choose only from keys at or before the query's position, as in `sparse_attention`. Not available with
             an index.
@@ -88,18 +89,19 @@ def select(
             rule, n_queries, n_keys, num_heads=heads, batch=max(batch, 1), block=block, device=query.device
         )
     recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    if recorded and not allow_future and not scores.causal_safe and not index.looks_ahead:
+    unsafe: Scores | Controller | None = scores if not scores.causal_safe else None
+    if isinstance(budget, Controller) and not budget.causal_safe:
+        unsafe = unsafe or budget
+    if recorded and not allow_future and unsafe is not None and not index.looks_ahead:
         raise ValueError(
-            f"scores: {scores!r} chooses by later tokens, which training must not see; expected causal-safe "
+            f"scores, budget: {unsafe!r} chooses by later tokens, which training must not see; expected causal-safe "
             "scores, such as Probe('first'), or allow_future=True"
         )
     if n_keys < min_length or not query.numel():
         return index
     with torch.no_grad():
         found = scores(query.detach(), key.detach(), index, key_mask=key_mask, scale=scale)
-        row, col = (torch.arange(count, device=query.device) for count in (index.n_rows, index.n_cols))
-        row, col = index.row_positions(row).unsqueeze(1), index.col_positions(col)
-        forced = (col < sinks) | ((col - row).abs() <= local)
+        forced = forced_tiles(index, sinks, local)
         tokens = torch.arange(n_queries, device=query.device)
         of_token = (index.start + tokens) // index.block - index.first_row
         dense = tokens >= n_queries - last_dense
@@ -110,10 +112,18 @@ def select(
             dense = dense.new_zeros(index.n_rows).index_fill_(
                 0, of_token[n_queries - min(last_dense, n_queries) :], True
             )
+        if isinstance(budget, Controller):
+            budget = budget.budget(query, key, index, found, allowed, forced, key_mask=key_mask, scale=scale)
         keep = budget.keep(found, allowed, forced)
         if last_dense:
             keep = keep | (allowed & dense.unsqueeze(1))
         return index.restricted_rows(keep) if scores.per_token else index.restricted(keep)
+
+
+def forced_tiles(base: BlockIndex, sinks: int, local: int) -> Tensor:
+    """Return the first tiles and those near a row's own, bool ``[R, C]``."""
+    row, col = tile_positions(base)
+    return (col < sinks) | ((col - row.unsqueeze(1)).abs() <= local)
 
 
 class AdaptiveAttention(nn.Module):
@@ -121,7 +131,7 @@ class AdaptiveAttention(nn.Module):
 
     Args:
         scores: See `select`.
-        budget: See `select`.
+        budget: See `select`. A `Controller` holds a quality: ``budget=Controller(0.95)``.
         block, sinks, local, last_dense, min_length, allow_future: See `select`.
 
     Raises:
@@ -139,7 +149,7 @@ class AdaptiveAttention(nn.Module):
     def __init__(
         self,
         scores: Scores = DEFAULT_SCORES,
-        budget: Budget = Density(0.25),  # noqa: B008
+        budget: Budget | Controller = Density(0.25),  # noqa: B008
         *,
         block: int = 128,
         sinks: int = 1,
@@ -152,6 +162,16 @@ class AdaptiveAttention(nn.Module):
         self.scores, self.budget, self.block = scores, budget, block
         self.sinks, self.local, self.last_dense, self.min_length = sinks, local, last_dense, min_length
         self.allow_future = allow_future
+
+    @property
+    def stateful(self) -> bool:
+        """True if a call changes later ones, so that each layer needs a module of its own."""
+        return isinstance(self.budget, Controller) and self.budget.mode != "call"
+
+    @property
+    def report(self) -> ControlReport | None:
+        """What the `Controller` chose and saw in the last call, or None."""
+        return self.budget.report if isinstance(self.budget, Controller) else None
 
     def extra_repr(self) -> str:
         return f"{self.scores!r}, {self.budget!r}, block={self.block}"

@@ -243,13 +243,15 @@ class SparseTransformer(nn.Module):
         embed_dim: Model width.
         num_heads: Number of query heads.
         pattern: Which pairs to keep, in every layer, or a list with one pattern per layer. Default: all pairs.
+        attend: Function that computes the attention of every layer, or a list with one per layer. A module that learns,
+            such as a gate of `ringtile.adaptive`, needs a list: each layer learns its own.
         gradient_checkpointing: Save only the input of each layer and recompute the rest in the backward pass, with the
             same dropout. This needs memory for one layer instead of all, and one more forward pass.
-        num_kv_heads, hidden_dim, dropout, rotary, qk_norm, is_causal, attend, device, dtype: See
-            `SparseTransformerLayer`.
+        num_kv_heads, hidden_dim, dropout, rotary, qk_norm, is_causal, device, dtype: See `SparseTransformerLayer`.
 
     Raises:
-        ValueError: As `SparseTransformerLayer`, or if the list has another number of patterns than layers.
+        ValueError: As `SparseTransformerLayer`, if a list has another length than the number of layers, or if several
+            layers would share what ``attend`` learns.
 
     Example:
         >>> from ringtile.patterns import Strided, Window
@@ -271,7 +273,7 @@ class SparseTransformer(nn.Module):
         qk_norm: bool = False,
         is_causal: bool = False,
         pattern: Pattern | BlockMask | Tensor | Sequence[Pattern | BlockMask | Tensor | None] | None = None,
-        attend: Callable[..., Any] = sparse_attention,
+        attend: Callable[..., Any] | Sequence[Callable[..., Any]] = sparse_attention,
         gradient_checkpointing: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -282,6 +284,12 @@ class SparseTransformer(nn.Module):
         patterns = list(pattern) if isinstance(pattern, Sequence) else [pattern] * num_layers
         if len(patterns) != num_layers:
             raise ValueError(f"pattern: expected one, or one for each of {num_layers=} layers, got {len(patterns)}")
+        attends = list(attend) if isinstance(attend, Sequence) else [attend] * num_layers
+        if len(attends) != num_layers:
+            raise ValueError(f"attend: expected one, or one for each of {num_layers=} layers, got {len(attends)}")
+        own = [id(each) for each in attends if isinstance(each, nn.Module) and _holds_state(each)]
+        if len(set(own)) < len(own):
+            raise ValueError(f"attend: expected one for each of {num_layers=} layers, which would share what it learns")
         self.gradient_checkpointing = gradient_checkpointing
         self.layers = nn.ModuleList(
             SparseTransformerLayer(
@@ -294,11 +302,11 @@ class SparseTransformer(nn.Module):
                 qk_norm=qk_norm,
                 is_causal=is_causal,
                 pattern=each,
-                attend=attend,
+                attend=of_layer,
                 device=device,
                 dtype=dtype,
             )
-            for each in patterns
+            for each, of_layer in zip(patterns, attends, strict=True)
         )
         self.norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
 
@@ -351,3 +359,7 @@ class SparseTransformer(nn.Module):
                 x = layer(x, key_mask, layer_cache, angles)
         out: Tensor = self.norm(x)
         return out
+
+
+def _holds_state(attend: nn.Module) -> bool:
+    return bool(list(attend.parameters())) or getattr(attend, "stateful", False)

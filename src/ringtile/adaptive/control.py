@@ -1,0 +1,172 @@
+"""Hold a quality: choose each head's density by the exact attention of a few rows."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ringtile.adaptive.budgets import Counted, ranked
+from ringtile.adaptive.scores import exact_masses
+from ringtile.layout import BlockIndex
+
+LEVELS = tuple(x / 200 for x in range(20)) + tuple(x / 40 for x in range(4, 41))
+"""Densities to choose from: finer where few tiles are kept."""
+
+
+@dataclass(frozen=True)
+class Held(Counted):
+    """A density for each batch element and head, float64 ``[B or 1, H]`` on the device of the scores."""
+
+    density: Tensor
+
+    def wanted(self, allowed: Tensor, heads: int) -> Tensor:
+        return (self.density.unsqueeze(2) * allowed - 1e-9).ceil().clamp(min=0).long()
+
+    def most(self, cols: int) -> int:
+        return cols
+
+
+@dataclass(frozen=True, eq=False)
+class ControlReport:
+    """What a controller chose and saw in a call."""
+
+    density: Tensor
+    """float64 ``[B or 1, H]``: the density asked of each head."""
+    recall: Tensor
+    """float64 ``[B, H]``: the mean part of the attention of the audited rows that is kept."""
+    dense: Tensor
+    """Bool ``[B or 1, H]``: heads that keep all tiles, because nothing less serves them."""
+
+    def __repr__(self) -> str:
+        return (
+            f"ControlReport(density {float(self.density.mean()):.3f}, recall {float(self.recall.nanmean()):.3f}, "
+            f"{int(self.dense.sum())} of {self.dense.numel()} heads dense)"
+        )
+
+
+class Controller:
+    """Choose densities so that the mean attention mass that heads keep reaches a target.
+
+    Conformal risk control (Angelopoulos et al., arXiv:2208.02814): if n audited rows of a call drop a mean mass m, the
+    expected mass that another row of the call drops is at most ``(n m + 1) / (n + 1)``, whatever the data and the
+    scores. The smallest density that holds this below ``1 - quality`` is chosen, for each batch element and head. Mass
+    is not loss: no number here bounds the loss of a model.
+
+    Args:
+        quality: Mean part of the attention to keep, between 0 and 1.
+        mode: "call" audits each call and holds the target in it. "offline" holds it on the calls made while `fitting`
+            is True, and then keeps the densities. "running" takes the densities of earlier calls, and warns if this one
+            falls below the target, but promises nothing.
+        rows: Number of audited rows. Fewer than ``quality / (1 - quality)`` can prove nothing.
+        seed: Seed of the rows.
+    """
+
+    def __init__(
+        self, quality: float, mode: Literal["call", "offline", "running"] = "call", *, rows: int = 64, seed: int = 0
+    ) -> None:
+        if not 0 < quality < 1:
+            raise ValueError(f"quality: expected a number between 0 and 1, got {quality!r}")
+        if mode not in ("call", "offline", "running"):
+            raise ValueError(f"mode: expected 'call', 'offline' or 'running', got {mode!r}")
+        if type(rows) is not int or rows * (1 - quality) < quality - 1e-9:
+            raise ValueError(f"rows: expected at least {quality / (1 - quality):.0f} for {quality=}, got {rows!r}")
+        self.quality, self.mode, self.rows, self.seed = quality, mode, rows, seed
+        self.fitting = False
+        """True to gather rows for the mode "offline"."""
+        self.report: ControlReport | None = None
+        """What the last call chose and saw."""
+        self._lost: Tensor | None = None
+        self._count: Tensor | None = None
+        self._calls = 0
+
+    def __repr__(self) -> str:
+        return f"Controller({self.quality}, {self.mode!r}, rows={self.rows}, seed={self.seed})"
+
+    @property
+    def causal_safe(self) -> bool:
+        """True if a call's densities do not depend on the call."""
+        return self.mode != "call"
+
+    def budget(
+        self,
+        query: Tensor,
+        key: Tensor,
+        base: BlockIndex,
+        scores: Tensor,
+        allowed: Tensor,
+        forced: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Held:
+        """Return the budget of a call, from arguments as in `Budget.keep`."""
+        gathers = self.mode != "offline" or self.fitting
+        if not gathers:
+            density = self._solved()
+            self.report = ControlReport(density, torch.full_like(density, torch.nan), density == 1)
+            return Held(density)
+        lost, count = self._audit(query, key, base, scores, allowed, forced, key_mask, scale)
+        if self.mode == "call":
+            density = self._smallest(lost, count)
+        else:
+            density = lost.new_ones(1, lost.shape[1]) if self._lost is None or self.fitting else self._solved()
+            # Calls count alike for heads of all batch elements.
+            self._lost = lost.sum(0, keepdim=True) + (0 if self._lost is None else self._lost)
+            self._count = count.sum(0, keepdim=True) + (0 if self._count is None else self._count)
+        level = torch.searchsorted(self._levels(lost), density.expand(lost.shape[:2]).contiguous())
+        recall = 1 - lost.gather(2, level.unsqueeze(2)).squeeze(2) / count
+        self.report = ControlReport(density, recall, density == 1)
+        if self.mode == "running" and bool((recall < self.quality).any()):
+            low = (recall < self.quality).nonzero()[:, 1].unique().tolist()
+            warnings.warn(f"heads {low} keep less than {self.quality} of their attention in this call", stacklevel=3)
+        return Held(density)
+
+    def _levels(self, like: Tensor) -> Tensor:
+        return torch.tensor(LEVELS, dtype=torch.float64, device=like.device)
+
+    def _solved(self) -> Tensor:
+        if self._lost is None or self._count is None:
+            raise ValueError("mode: expected calls with fitting=True before others, in the mode 'offline'")
+        return self._smallest(self._lost, self._count)
+
+    def _smallest(self, lost: Tensor, count: Tensor) -> Tensor:
+        """Return the smallest density whose risk is below the target, 1 if there is none."""
+        risk = (lost + 1) / (count.unsqueeze(2) + 1)
+        enough = risk <= 1 - self.quality + 1e-12
+        level = torch.where(enough.any(2), enough.int().argmax(2), len(LEVELS) - 1)
+        return self._levels(lost)[level]
+
+    def _audit(
+        self,
+        query: Tensor,
+        key: Tensor,
+        base: BlockIndex,
+        scores: Tensor,
+        allowed: Tensor,
+        forced: Tensor,
+        key_mask: Tensor | None,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mass that audited rows drop at each level, added up ``[B, H, L]``, and their number ``[B, H]``."""
+        generator = torch.Generator().manual_seed(self.seed + self._calls)
+        self._calls += 1
+        row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(query.device)
+        masses = exact_masses(query, key, base, row.unsqueeze(1), key_mask, scale)
+        of_map = row if scores.shape[2] == base.n_queries else (base.start + row) // base.block - base.first_row
+        allowed, forced = allowed[:, :, of_map], forced[of_map]
+        levels = [Held(density.view(1, 1)) for density in self._levels(masses)]
+        order = ranked(scores[:, :, of_map], allowed, allowed & forced)
+        kept = masses.gather(3, order).double().cumsum(3)
+        kept = torch.cat((kept.new_zeros(*kept.shape[:3], 1), kept), 3)
+        lost = []
+        for level in levels:
+            wanted = level.wanted(allowed.sum(3), 1).maximum((allowed & forced).sum(3))
+            lost.append(1 - kept.gather(3, wanted.expand(kept.shape[:3]).unsqueeze(3)).squeeze(3))
+        # The last level keeps all.
+        lost[-1] = torch.zeros_like(lost[-1])
+        counts = kept[..., -1] > 0
+        return torch.stack([(x.clamp(min=0) * counts).sum(2) for x in lost], 2), counts.sum(2)

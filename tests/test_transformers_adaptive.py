@@ -15,7 +15,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from ringtile import sparse_attention
-from ringtile.adaptive import AdaptiveAttention, Blend, Density, Probe, Scores, Sum
+from ringtile.adaptive import AdaptiveAttention, Blend, Controller, Density, Probe, Scores, Sum
 from ringtile.integrations.transformers import register, use_ringtile
 from ringtile.integrations.transformers.attention import sees_no_future
 from ringtile.layout import build_index
@@ -309,6 +309,8 @@ def test_arguments() -> None:
         ValueError, match="attend: expected a function of query, key and value, or one per layer, got 1"
     ):
         use_ringtile(model, attend=1)
+    with pytest.raises(ValueError, match="attend: expected one per layer, since a call changes later ones"):
+        use_ringtile(model, attend=AdaptiveAttention(budget=Controller(0.9, "running")))
     register("ringtile-own", attend=[Random()])
     model.set_attn_implementation("ringtile-own")
     with pytest.raises(ValueError, match="attend: expected one function per layer, got 1 for layer=1"):

@@ -200,7 +200,23 @@ class AdaptiveAttention(nn.Module):
             # The index of a pattern is cached, and PyTorch's own kernel may be the fastest for it.
             options |= {"is_causal": is_causal, "key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
             return sparse_attention(query, key, value, pattern, **options)
-        index = select(
+        index = self.index(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
+        return sparse_attention(
+            query, key, value, index, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa, **options
+        )
+
+    def index(
+        self,
+        query: Tensor,
+        key: Tensor,
+        pattern: Pattern | BlockIndex | None = None,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> BlockIndex:
+        """Return the index of the tiles that a call keeps, see `select`."""
+        return select(
             query,
             key,
             self.budget,
@@ -215,7 +231,4 @@ class AdaptiveAttention(nn.Module):
             key_mask=key_mask,
             scale=scale,
             allow_future=self.allow_future,
-        )
-        return sparse_attention(
-            query, key, value, index, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa, **options
         )

@@ -107,6 +107,8 @@ def use_ringtile(model: Model, pattern: LayerPattern = None, attend: LayerAttend
     check_attend(attend)
     if isinstance(attend, Sequence | nn.ModuleList) and len(attend) != layers:
         raise ValueError(f"attend: expected one function per layer for {layers} layers, got {len(attend)}")
+    if getattr(attend, "stateful", False):
+        raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     name = _name_of(pattern, attend)
     register(name, pattern, attend)
     if kind in ("longformer", "big_bird"):

@@ -49,29 +49,23 @@ def _quiet_transformers() -> Any:
     return transformers
 
 
-def load(
-    source: str | None, random_weights: Path | None, n_tokens: int, text: Path | None = None, seed: int = 0
-) -> Loaded:
-    """Load a model and the first tokens of a text.
+class Source(NamedTuple):
+    """A causal language model in float32 with eager attention, and its tokenizer."""
 
-    Args:
-        source: A folder of ``save_pretrained``, a GGUF file, or a name on the hub.
-        random_weights: A ``config.json`` or its folder, instead of ``source``: the model gets random weights.
-        n_tokens: The number of tokens.
-        text: A text file in UTF-8. Default: the topics of Python's ``help()``.
-        seed: Seed of the random weights.
+    name: str
+    model: Any
+    encode: Callable[[str], list[int]] | None
+    """The token ids of a text, or None if there is no tokenizer."""
 
-    Raises:
-        ValueError: If something is missing or too short.
-    """
+
+def load_model(source: str | None, random_weights: Path | None, n_tokens: int, seed: int = 0) -> Source:
+    """Load a model for sequences of ``n_tokens``. Arguments and errors are those of `load`."""
     if (source is None) == (random_weights is None):
         raise ValueError("MODEL: expected a model or --random-weights CONFIG, got " + ("both" if source else "neither"))
     if n_tokens < 2:
         raise ValueError(f"--tokens: expected at least 2, got {n_tokens}")
     if random_weights is not None and not random_weights.exists():
         raise ValueError(f"--random-weights: expected a config.json or its folder, got {str(random_weights)!r}")
-    if text is not None and not text.is_file():
-        raise ValueError(f"--text: expected a text file, got {str(text)!r}")
     transformers = _quiet_transformers()
     # Weights are cast later: the check needs them in float32.
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -98,22 +92,50 @@ def load(
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and n_tokens > longest:
         raise ValueError(f"--tokens: expected at most {longest}, the model's max_position_embeddings, got {n_tokens}")
-    words, title = _text(text)
-    tokenizer = None
+    encode = None
     if random_weights is None:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
         except (OSError, ValueError, KeyError, ImportError):
             # A folder without a tokenizer.
-            tokenizer = None
-    if tokenizer is None:
+            pass
+        else:
+
+            def encode(text: str) -> list[int]:
+                found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                return found
+
+    return Source(name, model.eval(), encode)
+
+
+def load(
+    source: str | None, random_weights: Path | None, n_tokens: int, text: Path | None = None, seed: int = 0
+) -> Loaded:
+    """Load a model and the first tokens of a text.
+
+    Args:
+        source: A folder of ``save_pretrained``, a GGUF file, or a name on the hub.
+        random_weights: A ``config.json`` or its folder, instead of ``source``: the model gets random weights.
+        n_tokens: The number of tokens.
+        text: A text file in UTF-8. Default: the topics of Python's ``help()``.
+        seed: Seed of the random weights.
+
+    Raises:
+        ValueError: If something is missing or too short.
+    """
+    if text is not None and not text.is_file():
+        raise ValueError(f"--text: expected a text file, got {str(text)!r}")
+    name, model, encode = load_model(source, random_weights, n_tokens, seed)
+    words, title = _text(text)
+    if encode is None:
         title += ", one token per byte"
-        found = [byte % config.vocab_size for byte in words.encode()[:n_tokens]]
+        vocab_size = model.config.get_text_config().vocab_size
+        found = [byte % vocab_size for byte in words.encode()[:n_tokens]]
     else:
-        found = tokenizer(words[: 16 * n_tokens], add_special_tokens=False, verbose=False)["input_ids"][:n_tokens]
+        found = encode(words[: 16 * n_tokens])[:n_tokens]
     if len(found) < n_tokens:
         raise ValueError(f"--tokens: expected at most {len(found)}, the length of {title}, got {n_tokens}")
-    return Loaded(name, model.eval(), torch.tensor([found]), title)
+    return Loaded(name, model, torch.tensor([found]), title)
 
 
 def _text(path: Path | None) -> tuple[str, str]:

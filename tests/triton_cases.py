@@ -21,7 +21,7 @@ from oracle import SDPA_BUDGET, Inputs, make_inputs, oracle, relative_error, sdp
 from torch import Tensor
 
 from ringtile import build_index, sparse_attention
-from ringtile.layout import BlockIndex, clear_cache
+from ringtile.layout import BlockIndex, clear_cache, lists
 from ringtile.patterns import (
     BlockDilated,
     Causal,
@@ -192,8 +192,6 @@ def one_query_decodes() -> float:
 
 @case
 def long_rows_and_columns_in_pieces() -> float:
-    from ringtile.layout import lists
-
     # As over 64 tiles and more, but in a problem that an interpreter can compute.
     longest, lists.LONGEST = lists.LONGEST, 1
     clear_cache()
@@ -226,6 +224,22 @@ def an_index_with_unused_room() -> float:
     out, _, grads = run(on(x, DEVICE), replace(index, **tails))
     found = [(out, expected.out), *((grads[name], expected.grads[name]) for name in "qkv")]
     return max(distance(actual.cpu(), wanted) for actual, wanted in found) / FLOAT32_TOLERANCE
+
+
+@case
+def a_fixed_capacity_changes_no_bit() -> float:
+    longest, lists.LONGEST = lists.LONGEST, 1
+    try:
+        base = build_index(Causal(), 200, block=64, device=DEVICE)
+        keep = torch.tensor([[i % 3 != j % 2 for j in range(4)] for i in range(4)], device=DEVICE).expand(1, 2, 4, 4)
+        plain, roomy = base.restricted(keep), base.restricted(keep, 40)
+        assert len(roomy.row_work) > len(plain.row_work)
+        x = on(make(2, 200, batch=1), DEVICE)
+        (out, lse, grads), (room_out, room_lse, room_grads) = run(x, plain), run(x, roomy)
+        pairs = [(out, room_out), (lse, room_lse), *((grads[name], room_grads[name]) for name in "qkv")]
+        return 0.0 if all(torch.equal(*pair) for pair in pairs) else math.inf
+    finally:
+        lists.LONGEST = longest
 
 
 @case

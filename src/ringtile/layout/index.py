@@ -295,7 +295,7 @@ class BlockIndex:
         """
         block = self.block
         if not (self.start % block or self.n_queries % block or self.n_keys % block):
-            return self
+            return self.fitted()
         entries = self.entries()
         slot, col = self.slot_and_col(entries.number)
         ragged = (entries.state >= 0) & (self.pairs_inside(slot, col) < block * block)
@@ -363,10 +363,30 @@ class BlockIndex:
         return TileTable(self.bits, self.bits_t, self.rows_any, self.cols_any)
 
     def entries(self) -> Entries:
-        """Return the kept tiles, full ones first."""
-        full_slot, part_slot = self.row_of_entries()
-        number = torch.cat((full_slot * self.n_cols + self.full_col, part_slot * self.n_cols + self.part_col))
-        return Entries(number, torch.cat((torch.full_like(full_slot, FULL), self.part_tile.long())))
+        """Return the kept tiles, full ones first. Synchronizes with the device."""
+        index = self.fitted()
+        full_slot, part_slot = index.row_of_entries()
+        number = torch.cat((full_slot * self.n_cols + index.full_col, part_slot * self.n_cols + index.part_col))
+        return Entries(number, torch.cat((torch.full_like(full_slot, FULL), index.part_tile.long())))
+
+    @torch.inference_mode(False)
+    def fitted(self) -> BlockIndex:
+        """Return the index with lists that end at their last tile. Synchronizes with the device.
+
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal
+        >>> roomy = build_index(Causal(), 512).restricted(torch.eye(4, dtype=torch.bool)[None, None], capacity=9)
+        >>> len(roomy.part_col), len(roomy.full_col), len(roomy.fitted().part_col), len(roomy.fitted().full_col)
+        (4, 6, 4, 0)
+        """
+        full, part = torch.stack((self.full_row_ptr[-1], self.part_row_ptr[-1])).tolist()
+        sizes = dict.fromkeys(("full_col", "full_row"), full)
+        sizes |= dict.fromkeys(("part_col", "part_row", "part_tile", "part_tile_t"), part)
+        lists = {name: getattr(self, name)[:size] for name, size in sizes.items()}
+        lists |= {name: work[work[:, 0] >= 0] for name in ("row_work", "col_work") for work in (getattr(self, name),)}
+        if all(len(x) == len(getattr(self, name)) for name, x in lists.items()):
+            return self
+        return replace(self, **lists)
 
     def to_dense(self) -> Tensor:
         """Return the kept pairs as bool ``[B or 1, H or 1, n_queries, n_keys]``.
@@ -385,19 +405,25 @@ class BlockIndex:
         number, state = self.entries()
         dense = torch.zeros(self.n_groups * rows * cols, block, block, dtype=torch.bool, device=self.device)
         dense[number[state == FULL]] = True
-        dense[number[state >= 0]] = unpack_words(self.bits, block)[self.part_tile.long()]
+        dense[number[state >= 0]] = unpack_words(self.bits, block)[state[state >= 0]]
         dense = dense.view(self.n_groups, rows, cols, block, block).transpose(2, 3)
         dense = dense.reshape(self.n_groups, rows * block, cols * block)
         skipped = self.start - self.first_row * block
         return dense[:, skipped : skipped + self.n_queries, : self.n_keys][self.group.long()]
 
     @torch.inference_mode(False)
-    def restricted(self, keep: Tensor) -> BlockIndex:
+    def restricted(self, keep: Tensor, capacity: int | None = None) -> BlockIndex:
         """Return the index of the tiles that ``keep`` also keeps, bool ``[B or 1, H or 1, n_rows, n_cols]``.
 
-        Batch elements and heads of ``keep`` each have a group of their own, unless it has one of both.
+        Batch elements and heads of ``keep`` each have their own group, unless it has only one of both.
 
-        Raises ValueError if ``keep`` does not match.
+        ``capacity`` bounds the number of kept tiles over all groups, for example from a budget. The lists then have
+        room for this many tiles, and their unused ends mean nothing. Attention over the index is the same, bit for bit,
+        but no value goes back from the device to the host, after the first call for a base. Default: lists that fit,
+        for which the call synchronizes with the device once.
+
+        Raises ValueError if ``keep`` does not match, or ``capacity`` is negative. If ``keep`` has more tiles than
+        ``capacity``, the device raises RuntimeError.
 
         >>> from ringtile.layout import build_index
         >>> from ringtile.patterns import Causal
@@ -408,7 +434,7 @@ class BlockIndex:
         █·▒·
         ·█·▒
         """
-        return restrict(self, keep)
+        return restrict(self, keep, capacity)
 
     @torch.inference_mode(False)
     def restricted_rows(self, keep: Tensor) -> BlockIndex:
@@ -531,18 +557,19 @@ class BlockIndex:
         check_lists(self)
         if self.group.dim() != 2 or not self.group.numel() or int(self.group.max()) + 1 != self.n_groups:
             raise ValueError(f"group: expected numbers up to {self.n_groups - 1} as [B or 1, H or 1], got {self.group}")
-        for kind, slot in zip(("full", "part"), self.row_of_entries(), strict=True):
-            begins, columns = getattr(self, f"{kind}_row_ptr"), getattr(self, f"{kind}_col")
-            if int(begins[0]) or int(begins[-1]) != len(columns):
-                raise ValueError(f"{kind}_row_ptr: expected offsets from 0 to {len(columns)}")
+        index = self.fitted()
+        for kind, slot in zip(("full", "part"), index.row_of_entries(), strict=True):
+            begins, columns = getattr(index, f"{kind}_row_ptr"), getattr(index, f"{kind}_col")
+            if int(begins[0]):
+                raise ValueError(f"{kind}_row_ptr: expected offsets from 0, got {begins}")
             if ((columns.diff() <= 0) & (slot.diff() == 0)).any():
                 raise ValueError(f"{kind}_col: expected columns that ascend within a row")
-        entries = self.entries()
+        entries = index.entries()
         if len(torch.unique(entries.number)) < len(entries.number):
             raise ValueError("part_col: a tile is in both lists")
         expected = self._with(entries, self.bits, self.grid)
         for name, tensor in zip(TENSOR_FIELDS, expected.tensors(), strict=True):
-            if not torch.equal(tensor, getattr(self, name)):
+            if not torch.equal(tensor, getattr(index, name)):
                 raise ValueError(f"{name}: does not follow from the row lists and bits")
 
 

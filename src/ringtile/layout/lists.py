@@ -38,27 +38,52 @@ def slot_of_entries(begins: Tensor, n_entries: int) -> Tensor:
     return torch.repeat_interleave(slots, begins.diff(), output_size=n_entries)
 
 
-def work_list(full_ptr: Tensor, part_ptr: Tensor) -> Tensor:
+def _splits(full_ptr: Tensor, part_ptr: Tensor) -> Tensor:
+    """Return the number of splits of each slot's list."""
+    begins = full_ptr + part_ptr
+    limit = ((begins[-1] + WORKERS - 1) // WORKERS).clamp(min=LONGEST)
+    return ((begins.diff() + limit - 1) // limit).clamp(min=1)
+
+
+def extra_splits(full_ptr: Tensor, part_ptr: Tensor) -> Tensor:
+    """Return the number of all splits beyond one per slot, as a tensor."""
+    return (_splits(full_ptr, part_ptr) - 1).sum()
+
+
+def most_splits(entries: int, slots: int, longest: int) -> int:
+    """Return an upper bound of `extra_splits`, from the largest number of entries in all lists and in one.
+
+    >>> most_splits(1000, 20, 64), most_splits(1000, 20, 65), most_splits(10**6, 1000, 1000)
+    (0, 15, 512)
+    """
+    return min(WORKERS, slots * (max(longest - 1, 0) // LONGEST), max(entries - 1, 0) // LONGEST)
+
+
+def work_list(full_ptr: Tensor, part_ptr: Tensor, room: int | None = None) -> Tensor:
     """Return the splits of each slot's list ``[W, 4]`` (slot, first, last, scratch slot or -1), longest first.
 
     A list longer than ``max(64, ceil(entries / 512))`` is cut into nearly equal splits. A slot without entries has one
-    empty split, so that every row of the output has an owner.
+    empty split, so that every row of the output has an owner. ``room`` is the number of splits beyond one per slot, or
+    a bound of it: unused splits come last and have slot -1. Default: their number, for which it synchronizes.
     """
-    begins = full_ptr + part_ptr
-    length = begins.diff()
-    limit = max(LONGEST, -(-int(begins[-1]) // WORKERS))
-    slot = torch.arange(len(length), dtype=torch.int32, device=length.device)
-    first, last, scratch = torch.zeros_like(length), length, torch.full_like(length, -1)
-    if len(length) and int(length.max()) > limit:
-        splits = ((length + limit - 1) // limit).clamp_(min=1)
-        slot = torch.repeat_interleave(slot, splits)
-        number = torch.arange(len(slot), device=length.device) - (splits.cumsum(0) - splits)[slot]
-        length, splits = length[slot].long(), splits[slot]
-        first, last = length * number // splits, length * (number + 1) // splits
-        cut = splits > 1
-        scratch = torch.where(cut, cut.cumsum(0) - 1, -1)
+    length = (full_ptr + part_ptr).diff()
+    slots, room = len(length), int(extra_splits(full_ptr, part_ptr)) if room is None else room
+    slot, first, last = torch.arange(slots, dtype=torch.int32, device=length.device), torch.zeros_like(length), length
+    scratch = torch.full_like(length, -1)
+    if room:
+        splits = _splits(full_ptr, part_ptr)
+        ends = splits.cumsum(0, dtype=torch.int32)
+        number = torch.arange(slots + room, dtype=torch.int32, device=length.device)
+        slot = torch.searchsorted(ends, number, right=True, out_int32=True)
+        used = slot < slots
+        owner = slot.clamp(max=slots - 1)
+        length, splits, number = length[owner], splits[owner], number - (ends - splits)[owner]
+        first, last = (torch.where(used, length * end // splits, 0) for end in (number, number + 1))
+        cut = used & (splits > 1)
+        scratch = torch.where(cut, cut.cumsum(0, dtype=torch.int32) - 1, -1)
+        slot = torch.where(used, slot, -1)
     order = torch.argsort(first - last, stable=True)
-    return torch.stack([column.int() for column in (slot, first, last, scratch)], 1)[order]
+    return torch.stack((slot, first, last, scratch), 1).index_select(0, order)
 
 
 def check_lists(index: BlockIndex) -> None:
@@ -96,6 +121,9 @@ def check_lists(index: BlockIndex) -> None:
         if x.dtype != torch.int32 or x.device != index.device or x.shape not in ((0,), (count,)):
             raise ValueError(f"{name}: expected int32 (0,) or ({count},), got {x.dtype} {tuple(x.shape)} on {x.device}")
     for side in ("row", "col"):
-        lists = getattr(index, f"full_{side}_ptr"), getattr(index, f"part_{side}_ptr")
-        if not torch.equal(getattr(index, f"{side}_work"), work_list(*lists)):
+        lists, work = (
+            (getattr(index, f"full_{side}_ptr"), getattr(index, f"part_{side}_ptr")),
+            getattr(index, f"{side}_work"),
+        )
+        if not torch.equal(work[work[:, 0] >= 0], work_list(*lists)):
             raise ValueError(f"{side}_work: expected the splits of the {side} lists")

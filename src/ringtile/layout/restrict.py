@@ -2,26 +2,137 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ringtile.layout.lists import Entries
+from ringtile.layout.lists import Entries, check_lists, extra_splits, most_splits, slot_of_entries, work_list
 from ringtile.layout.tiles import EMPTY, TileTable, merge_equal, unpack_words
 
 if TYPE_CHECKING:
     from ringtile.layout.index import BlockIndex
+    from ringtile.patterns import Pattern
 
 _ROWS = 1 << 16
 """Token rows of tiles whose bits are cut at once."""
 
 
-def restrict(index: BlockIndex, keep: Tensor) -> BlockIndex:
+class _List(NamedTuple):
+    """The full or the partial tiles of a base, along its rows or its columns, in the groups of the result."""
+
+    number: Tensor
+    """int64 ``[E]``: the place of each tile in a mask. The list repeats for each of several masks."""
+    begins: Tensor
+    """int64, the begin of each slot in the list of all masks, then its length."""
+    fields: tuple[Tensor, ...]
+    """int32 ``[E]`` each: the column or row of each tile, and the row in the tile table if the tiles are partial."""
+
+
+def restrict(index: BlockIndex, keep: Tensor, capacity: int | None) -> BlockIndex:
     """Return the index of `BlockIndex.restricted`."""
+    # The module above this one.
+    from ringtile.layout.schedule import derived, remember
+
     _check(index, keep, (index.n_rows, index.n_cols))
-    keep, group, base = _of_groups(index, keep)
-    return _with(index, group, _kept(index, keep.flatten(1), base), index.table)
+    if capacity is not None and (type(capacity) is not int or capacity < 0):
+        raise ValueError(f"capacity: expected a number of tiles or None, got {capacity!r}")
+    shape, group, masks = None, index.group, keep.reshape(1, -1)
+    if keep.shape[:2] != (1, 1):
+        shape = torch.broadcast_shapes(index.group.shape, keep.shape[:2])
+        group = torch.arange(shape.numel(), dtype=torch.int32, device=index.device).view(shape)
+        masks = keep.expand(*shape, -1, -1).reshape(1 if index.n_groups > 1 else shape.numel(), -1)
+    # Checked and read once per base, so that no result needs it.
+    derived(index, check_lists)
+    by_shape = derived(index, _lists_by_shape)
+    lists = by_shape.get(shape)
+    if lists is None:
+        lists = by_shape[shape] = _lists_of(index, shape)
+
+    # The number of kept tiles before each tile of a list.
+    before = {
+        name: pad(masks.index_select(1, each.number).flatten().cumsum(0, dtype=torch.int32), (1, 0))
+        for name, each in lists.items()
+    }
+    begins = {name: before[name].index_select(0, each.begins) for name, each in lists.items()}
+    kept = {kind: begins[f"{kind}_row"][-1] for kind in ("full", "part")}
+    sides = {side: (begins[f"full_{side}"], begins[f"part_{side}"]) for side in ("row", "col")}
+    if capacity is None:
+        counts = torch.stack([*kept.values(), *(extra_splits(*pointers) for pointers in sides.values())]).tolist()
+        sizes, rooms = dict(zip(kept, counts[:2], strict=True)), dict(zip(sides, counts[2:], strict=True))
+    else:
+        torch._assert_async(
+            kept["full"] + kept["part"] <= capacity, f"capacity: keep has more than {capacity} tiles of the index"
+        )
+        sizes = {kind: min(capacity, len(before[f"{kind}_row"]) - 1) for kind in kept}
+        lengths = {"row": index.n_cols, "col": index.n_rows}
+        rooms = {side: most_splits(capacity, len(sides[side][0]) - 1, lengths[side]) for side in sides}
+
+    found: dict[str, Tensor] = {}
+    for name, each in lists.items():
+        # The tile that each entry comes from. Behind the last one, any tile will do.
+        wanted = torch.arange(1, sizes[name[:4]] + 1, dtype=torch.int32, device=index.device)
+        place = torch.searchsorted(before[name], wanted).sub_(1).clamp_(max=len(before[name]) - 2)
+        if masks.shape[0] > 1:
+            place.remainder_(max(len(each.number), 1))
+        names = {
+            "full_row": ("full_col",),
+            "part_row": ("part_col", "part_tile"),
+            "full_col": ("full_row",),
+            "part_col": ("part_row", "part_tile_t"),
+        }[name]
+        found |= {field: x.index_select(0, place) for field, x in zip(names, each.fields, strict=True)}
+        found[f"{name}_ptr"] = begins[name]
+    restricted = type(index)(
+        group=group,
+        **found,
+        **index.table._asdict(),
+        row_work=work_list(*sides["row"], rooms["row"]),
+        col_work=work_list(*sides["col"], rooms["col"]),
+        row_at=index.row_at,
+        col_at=index.col_at,
+        block=index.block,
+        start=index.start,
+        n_queries=index.n_queries,
+        n_keys=index.n_keys,
+        envelopes=_envelopes(index, group),
+    )
+    remember(restricted, check_lists, None)
+    return restricted
+
+
+def _lists_by_shape(index: BlockIndex) -> dict[torch.Size | None, dict[str, _List]]:
+    return {}
+
+
+def _lists_of(index: BlockIndex, shape: torch.Size | None) -> dict[str, _List]:
+    """Return the lists of a base, in its own groups if all share a mask, or in those of ``shape``."""
+    rows, cols = index.n_rows, index.n_cols
+    masks = 1 if shape is None or index.n_groups > 1 else shape.numel()
+    base = torch.arange(index.n_groups, device=index.device)
+    if shape is not None and index.n_groups > 1:
+        base = index.group.expand(shape).flatten().long()
+    found = {}
+    for kind in ("full", "part"):
+        for side, slots, others in (("row", rows, "col"), ("col", cols, "row")):
+            pointer = getattr(index, f"{kind}_{side}_ptr").long()
+            length = pointer.diff().view(-1, slots)[base] if slots else pointer.new_zeros(len(base), 0)
+            begins = pad(length.flatten().cumsum(0), (1, 0))
+            slot = slot_of_entries(begins, int(begins[-1]))
+            group, place = slot // max(slots, 1), slot % max(slots, 1)
+            # The entry of each tile in the base, whose groups can be in another order.
+            entry = torch.arange(len(slot), device=index.device) - begins[slot] + pointer[base[group] * slots + place]
+            other = getattr(index, f"{kind}_{others}")[entry]
+            row, col = (place, other) if side == "row" else (other, place)
+            number = (group * rows + row) * cols + col
+            tiles = () if kind == "full" else (index.part_tile if side == "row" else index.part_tile_t,)
+            offsets = torch.arange(masks, device=index.device) * len(slot)
+            every = pad((begins[:-1] + offsets[:, None]).flatten(), (0, 1), value=masks * len(slot))
+            # All groups share one mask of tiles, or have their own.
+            number = number % max(rows * cols, 1) if shape is None else number
+            found[f"{kind}_{side}"] = _List(number, every, (other, *(x[entry] for x in tiles)))
+    return found
 
 
 def restrict_rows(index: BlockIndex, keep: Tensor) -> BlockIndex:
@@ -32,12 +143,12 @@ def restrict_rows(index: BlockIndex, keep: Tensor) -> BlockIndex:
     lead = index.start - index.first_row * block
     padding = (0, 0, lead, rows * block - lead - index.n_queries)
     # Rows outside the lengths neither keep a tile nor hinder it from being the base's.
-    some, every = (torch.nn.functional.pad(keep, padding, value=value) for value in (False, True))
+    some, every = (pad(keep, padding, value=value) for value in (False, True))
     some, every = (x.view(-1, rows, block, cols) for x in (some, every))
     number, state = _kept(index, some.any(2).flatten(1), base)
     cut = (~every.all(2).flatten()[number]).nonzero().flatten()
     # The last row stands for a full tile.
-    words = torch.nn.functional.pad(index.bits, (0, 0, 0, 0, 0, 1), value=-1 if block >= 32 else (1 << block) - 1)
+    words = pad(index.bits, (0, 0, 0, 0, 0, 1), value=-1 if block >= 32 else (1 << block) - 1)
     columns = every.permute(0, 1, 3, 2).reshape(-1, block)
     # A bool is 0 or 1, and -1 has all bits.
     parts = (words[state[part]] & -columns[number[part]].unsqueeze(2).int() for part in cut.split(_ROWS // block))
@@ -98,9 +209,12 @@ def _of_groups(index: BlockIndex, keep: Tensor) -> tuple[Tensor, Tensor, Tensor 
     return keep.expand(*shape, -1, -1).flatten(0, 1), group, base.long()
 
 
+def _envelopes(index: BlockIndex, group: Tensor) -> tuple[Pattern, ...]:
+    return index.envelopes * (len(group) // len(index.envelopes))
+
+
 def _with(index: BlockIndex, group: Tensor, entries: Entries, table: Tensor | TileTable) -> BlockIndex:
-    envelopes = index.envelopes * (len(group) // len(index.envelopes))
-    return index.from_entries(group, entries, table, index.grid, envelopes, index.row_at, index.col_at)
+    return index.from_entries(group, entries, table, index.grid, _envelopes(index, group), index.row_at, index.col_at)
 
 
 def _kept(index: BlockIndex, keep: Tensor, base: Tensor | None) -> Entries:

@@ -94,24 +94,43 @@ def derived(index: BlockIndex, make: Callable[[BlockIndex], T], *key: Hashable) 
     Inference tensors do not count their changes, so their values are not kept. The value must not refer to
     ``index.full_row_ptr``, because it lives as long as that tensor.
     """
-    tensors = index.tensors()
-    try:
-        content = (*map(id, tensors), *[x._version for x in tensors])
-    except RuntimeError:
+    address = _address(index, make, key)
+    if address is None:
         return make(index)
-    grid = index.grid
-    place = (make, grid.block, grid.first_row, grid.n_rows, grid.n_cols, *key)
+    content, place = address
     with _lock:
         values: _Values | None = _table.get(index.full_row_ptr)
         if values is not None and values.content == content and place in values.made:
             values.made.move_to_end(place)
             found: T = values.made[place]
             return found
-    found = make(index)
+    return _stored(index, content, place, make(index))
+
+
+def remember(index: BlockIndex, make: Callable[[BlockIndex], T], value: T) -> None:
+    """Let `derived` return a value that is known without a call of ``make``."""
+    address = _address(index, make, ())
+    if address is not None:
+        _stored(index, *address, value)
+
+
+def _address(
+    index: BlockIndex, make: Callable[[BlockIndex], T], key: tuple[Hashable, ...]
+) -> tuple[tuple[Any, ...], tuple[Hashable, ...]] | None:
+    """Return the content of an index and the name of a value, or None if the values of an index are not kept."""
+    tensors, grid = index.tensors(), index.grid
+    try:
+        content = (*map(id, tensors), *[x._version for x in tensors])
+    except RuntimeError:
+        return None
+    return content, (make, grid.block, grid.first_row, grid.n_rows, grid.n_cols, *key)
+
+
+def _stored(index: BlockIndex, content: tuple[Any, ...], place: tuple[Hashable, ...], found: T) -> T:
     with _lock:
         values = _table.get(index.full_row_ptr)
         if values is None or values.content != content:
-            others = tuple(x for x in tensors if x is not index.full_row_ptr)
+            others = tuple(x for x in index.tensors() if x is not index.full_row_ptr)
             _table[index.full_row_ptr] = values = _Values(content, others, OrderedDict())
         # If another thread was first, all use its value.
         found = values.made.setdefault(place, found)

@@ -274,7 +274,7 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
 
 
 def _make_plan(index: BlockIndex) -> Plan:
-    check_lists(index)
+    derived(index, check_lists)
     slot, col, tile = _entries(index)
     bits, keys_any, tile = _cut_last_column(index, col, tile)
     n_rows, n_cols, block = index.n_rows, index.n_cols, index.block

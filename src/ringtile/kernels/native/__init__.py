@@ -95,7 +95,7 @@ class _Lists:
 
 
 def _lists_of(index: BlockIndex) -> _Lists:
-    check_lists(index)
+    derived(index, check_lists)
     if index.device.type != "cpu":
         raise ValueError(f"index: expected tensors on the CPU, got {index.device}")
     structure, rows, groups = CallStructure(), schedule_of(index).rows, index.n_groups

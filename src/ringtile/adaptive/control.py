@@ -158,15 +158,13 @@ class Controller:
         masses = exact_masses(query, key, base, row.unsqueeze(1), key_mask, scale)
         of_map = row if scores.shape[2] == base.n_queries else (base.start + row) // base.block - base.first_row
         allowed, forced = allowed[:, :, of_map], forced[of_map]
-        levels = [Held(density.view(1, 1)) for density in self._levels(masses)]
         order = ranked(scores[:, :, of_map], allowed, allowed & forced)
         kept = masses.gather(3, order).double().cumsum(3)
         kept = torch.cat((kept.new_zeros(*kept.shape[:3], 1), kept), 3)
-        lost = []
-        for level in levels:
-            wanted = level.wanted(allowed.sum(3), 1).maximum((allowed & forced).sum(3))
-            lost.append(1 - kept.gather(3, wanted.expand(kept.shape[:3]).unsqueeze(3)).squeeze(3))
+        least = (allowed & forced).sum(3, keepdim=True)
+        wanted = (allowed.sum(3, keepdim=True) * self._levels(masses) - 1e-9).ceil().long().maximum(least)
+        lost = (1 - kept.gather(3, wanted.expand(*kept.shape[:3], -1))).clamp(min=0)
         # The last level keeps all.
-        lost[-1] = torch.zeros_like(lost[-1])
+        lost[..., -1] = 0
         counts = kept[..., -1] > 0
-        return torch.stack([(x.clamp(min=0) * counts).sum(2) for x in lost], 2), counts.sum(2)
+        return (lost * counts.unsqueeze(3)).sum(2), counts.sum(2)

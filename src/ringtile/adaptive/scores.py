@@ -235,7 +235,7 @@ class Antidiagonal(Scores):
         if block % side:
             raise ValueError(f"stride: expected a divisor of {block=}, got {side}")
         counts = torch.ones(len(key), key.shape[2], device=key.device) if key_mask is None else key_mask.float()
-        key = key.float() * counts[:, None, :, None]
+        key = key.float().masked_fill(counts[:, None, :, None] == 0, 0)
         padding = base.n_cols * block - key.shape[2]
         keys = F.pad(key, (0, 0, 0, padding)).unflatten(2, (-1, side)).flatten(3)
         count = F.pad(counts, (0, padding)).unflatten(1, (-1, side)).sum(2)

@@ -249,12 +249,13 @@ class BlockIndex:
     @cached_property
     def looks_ahead(self) -> bool:
         """True if a query keeps a later key. Synchronizes with the device, once."""
-        number, state = self.entries()
+        inside = self.trimmed()
+        number, state = inside.entries()
         slot, col = self.slot_and_col(number)
         ahead = self.col_positions(col) - self.row_positions(slot % max(self.n_rows, 1))
         # Inside a tile on the diagonal, key k of query q is later if k > q.
-        later = unpack_words(self.bits, self.block).triu(1).flatten(1).any(1)
-        later = torch.cat((later, later.new_tensor([self.block > 1])))
+        later = unpack_words(inside.bits, self.block).triu(1).flatten(1).any(1)
+        later = torch.cat((later, later.new_ones(1)))
         return bool(((ahead > 0) | ((ahead == 0) & later[state])).any())
 
     def slot_and_col(self, number: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,455 @@
+"""Scores of tiles, budgets, and attention over the tiles that they choose."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import kept_pairs, make_inputs
+from torch import Tensor
+
+from ringtile import SparseTransformer, sparse_attention
+from ringtile.adaptive import (
+    AdaptiveAttention,
+    Antidiagonal,
+    Blend,
+    Box,
+    Budget,
+    Controller,
+    Density,
+    Means,
+    Probe,
+    Recent,
+    Scores,
+    Shuffled,
+    Sum,
+    Threshold,
+    TopK,
+    TopP,
+    audit,
+    select,
+)
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
+
+BLOCK = 16
+ALL: list[Scores] = [
+    Probe(),
+    Probe(1),
+    Probe("first"),
+    Blend(),
+    Blend("mean"),
+    Blend(None),
+    Box(),
+    Box(None),
+    Means(),
+    Means(None),
+    Antidiagonal(4),
+    Recent(),
+    Shuffled(3),
+    Sum(Probe(), Blend()),
+    Sum(Probe("first"), Recent()),
+]
+INFORMED = [scores for scores in ALL if not isinstance(scores, Recent | Shuffled)]
+SAFE = [scores for scores in ALL if scores.causal_safe]
+FULL: list[Budget] = [Density(1.0), TopK(99), TopP(1.0), Threshold(0.0)]
+RULES: dict[str, Pattern] = {
+    "all pairs": Dense(),
+    "causal": Causal(),
+    "window": Causal() & Window(70),
+    "documents": Causal() & Documents([90, 60, 51]),
+    "heads": per_head([Causal(), Causal() & Window(40)] * 2),
+}
+
+
+def base_of(rule: Pattern, n_queries: int, n_keys: int, batch: int = 2) -> BlockIndex:
+    return build_index(rule, n_queries, n_keys, num_heads=4, batch=batch, block=BLOCK)
+
+
+def row_of(base: BlockIndex) -> Tensor:
+    """The row tile of each query."""
+    return (base.start + torch.arange(base.n_queries)) // base.block - base.first_row
+
+
+def weights_of(q: Tensor, k: Tensor, pairs: Tensor, scale: float | None = None) -> Tensor:
+    """Dense attention weights over some pairs in float64, 0 for rows without keys."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).double()
+    logits = q.double() @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    return logits.masked_fill(~pairs, -math.inf).softmax(-1).nan_to_num(0)
+
+
+def by_tile(weights: Tensor) -> Tensor:
+    """Sums over the keys of each tile."""
+    n_keys = weights.shape[3]
+    return F.pad(weights, (0, -n_keys % BLOCK)).unflatten(3, (-1, BLOCK)).sum(4)
+
+
+def normalized(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scores", ALL, ids=repr)
+def test_scores_are_shares_of_the_tiles_of_the_base(rule: Pattern, masked: bool, scores: Scores) -> None:
+    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
+    base = base_of(rule, 177, 201)
+    key_mask = torch.rand(2, 201) < 0.8 if masked else None
+    found = scores(q, k, base, key_mask=key_mask, scale=0.4)
+    assert found.shape == (2, 4, 177 if scores.per_token else base.n_rows, base.n_cols)
+    assert found.dtype == torch.float32
+    assert (found >= 0).all()
+    outside = ~base.tiles if not scores.per_token else ~base.tiles[:, :, row_of(base)]
+    assert not found[outside.expand_as(found)].any()
+    total = found.sum(-1)
+    assert (((total - 1).abs() < 1e-5) | (total == 0)).all()
+    assert (total > 0).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rows", [3, "first"])
+def test_a_probe_is_the_exact_attention_of_its_rows(rule: Pattern, rows: Any) -> None:
+    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32, score_scale=2.0)
+    base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.7
+    masses = by_tile(weights_of(q, k, kept_pairs(base, q, k, key_mask=key_mask)))
+    found = Probe(rows)(q, k, base, key_mask=key_mask)
+    of_tile = row_of(base)
+    for tile in range(base.n_rows):
+        inside = (of_tile == tile).nonzero().flatten()
+        parts = [0] if rows == "first" else [(2 * part + 1) * len(inside) // 6 for part in range(3)]
+        expected = normalized(masses[:, :, inside[parts]].sum(2))
+        assert torch.allclose(found[:, :, tile].double(), expected, atol=1e-6), tile
+
+
+def summary_logits(scores: Blend | Box | Means, q: Tensor, k: Tensor, key_mask: Tensor) -> Tensor:
+    """Score of each query with the summary of each tile, one by one, float64 ``[B, H, Nq, C]``."""
+    out = torch.full((*q.shape[:3], -(-k.shape[2] // BLOCK)), -math.inf, dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for tile in range(out.shape[3]):
+                inside = slice(tile * BLOCK, (tile + 1) * BLOCK)
+                keys = k[b, h * k.shape[1] // q.shape[1], inside][key_mask[b, inside]].double()
+                if not len(keys):
+                    continue
+                rows = q[b, h].double()
+                mean = rows @ keys.mean(0)
+                box = rows.relu() @ keys.amax(0) - (-rows).relu() @ keys.amin(0)
+                score = {Blend: (mean + box) / 2, Box: box, Means: mean}[type(scores)]
+                out[b, h, :, tile] = score * q.shape[3] ** -0.5 + math.log(len(keys))
+    return out
+
+
+@pytest.mark.parametrize("scores", [Blend(), Blend("mean"), Blend(None), Box(), Box(None), Means(None)], ids=repr)
+@pytest.mark.parametrize("rule", [RULES["all pairs"], RULES["documents"]], ids=["all pairs", "documents"])
+def test_summaries_score_as_they_say(scores: Any, rule: Pattern) -> None:
+    q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
+    base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.5
+    inside = base.tiles[:, :, row_of(base)]
+    if scores.pool is None and rule != Dense():
+        # No summary knows a later key.
+        position = (base.start + torch.arange(177)) // BLOCK
+        inside = inside & (torch.arange(base.n_cols) < position.unsqueeze(1))
+    logits = summary_logits(scores, q, k, key_mask).masked_fill(~inside, -math.inf)
+    weights = logits.softmax(-1).nan_to_num(0)
+    if scores.pool is not None:
+        rows = [weights[:, :, row_of(base) == tile] for tile in range(base.n_rows)]
+        weights = normalized(torch.stack([x.amax(2) if scores.pool == "max" else x.mean(2) for x in rows], 2))
+    assert torch.allclose(scores(q, k, base, key_mask=key_mask).double(), weights, atol=1e-6)
+
+
+def test_means_of_queries_score_means_of_keys() -> None:
+    q, k, _, _ = make_inputs(1, 4, 201, kv_heads=2, dtype=torch.float32)
+    base, every = base_of(Causal(), 201, 201, 1), torch.ones(1, 201, dtype=torch.bool)
+    mean = torch.stack([q[:, :, row_of(base) == tile].mean(2) for tile in range(base.n_rows)], 2)
+    logits = summary_logits(Means(None), mean, k, every).masked_fill(~base.tiles, -math.inf)
+    assert torch.allclose(Means()(q, k, base).double(), logits.softmax(-1), atol=1e-6)
+
+
+def test_antidiagonals_are_summed() -> None:
+    q, k, _, _ = make_inputs(1, 2, 64, dtype=torch.float32)
+    base = build_index(Dense(), 64, num_heads=2, block=BLOCK)
+    products = (q @ k.mT).double().unflatten(3, (-1, 4)).unflatten(2, (-1, 4))
+    logits = sum(products[:, :, :, 3 - t, :, t] for t in range(4)) * (16**-0.5 / 4)
+    assert isinstance(logits, Tensor)
+    expected = logits.softmax(-1).unflatten(3, (-1, 4)).sum(4).unflatten(2, (-1, 4)).sum(3)
+    assert torch.allclose(Antidiagonal(4)(q, k, base).double(), normalized(expected), atol=1e-6)
+    with pytest.raises(ValueError, match="stride: expected a divisor of block=16, got 5"):
+        Antidiagonal(5)(q, k, base)
+
+
+@pytest.mark.parametrize("scores", INFORMED, ids=repr)
+def test_scores_find_a_far_tile_that_all_rows_want(scores: Scores) -> None:
+    q, k, v, _ = make_inputs(1, 2, 1024, head_dim=32, dtype=torch.float32)
+    wanted = torch.randint(2, 20, (2,))
+    for head, tile in enumerate(wanted.tolist()):
+        inside = slice(tile * BLOCK, (tile + 1) * BLOCK)
+        k[0, head, inside] = 3 + 0.2 * k[0, head, inside]
+        q[0, head] = 0.2 * q[0, head] + 0.3
+    index = select(q, k, TopK(6), is_causal=True, scores=scores, block=BLOCK)
+    kept = index.tiles[0].gather(2, wanted[:, None, None].expand(-1, index.n_rows, 1)).squeeze(2)
+    assert kept[:, 24:].float().mean() > 0.95
+    blind = select(q, k, TopK(6), is_causal=True, scores=Shuffled(), block=BLOCK)
+    by_chance = blind.tiles[0].gather(2, wanted[:, None, None].expand(-1, index.n_rows, 1)).squeeze(2)
+    assert by_chance[:, 24:].float().mean() < 0.3
+    reports = [audit(q, k, v, x, rows=200) for x in (index, blind)]
+    assert reports[0].mean > reports[1].mean + 0.1
+
+
+def test_more_probes_come_nearer_to_the_true_mass() -> None:
+    q, k, v, _ = make_inputs(1, 4, 1024, head_dim=32, dtype=torch.float32)
+    # The rows of a tile want similar keys.
+    q += 3 * torch.randn(1, 4, 1024 // BLOCK, 32).repeat_interleave(BLOCK, 2)
+    found = [
+        audit(q, k, v, select(q, k, Density(0.2), is_causal=True, scores=scores, block=BLOCK), rows=400).mean
+        for scores in (Shuffled(), Probe(1), Probe(4), Probe(16))
+    ]
+    assert found == sorted(found)
+    assert found[-1] > found[0] + 0.1
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scores", ALL, ids=repr)
+def test_a_full_budget_has_the_bits_of_the_base(rule: Pattern, masked: bool, scores: Scores) -> None:
+    q, k, v, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
+    base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.8 if masked else None
+    expected = sparse_attention(q, k, v, base, key_mask=key_mask, enable_gqa=True)
+    for budget in FULL:
+        attend = AdaptiveAttention(scores, budget, block=BLOCK, sinks=0, local=0)
+        assert torch.equal(attend(q, k, v, base, key_mask=key_mask, enable_gqa=True), expected), budget
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_attention_is_exact_over_the_chosen_tiles_in_every_dtype(dtype: torch.dtype) -> None:
+    q, k, v, _ = make_inputs(1, 4, 177, 201, kv_heads=2, dtype=dtype)
+    index = select(q, k, Density(0.3), is_causal=True, block=BLOCK)
+    assert 0.3 < index.tile_density < 0.6
+    out = AdaptiveAttention(budget=Density(0.3), block=BLOCK)(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(out, sparse_attention(q, k, v, index, enable_gqa=True))
+    exact = weights_of(q, k, index.to_dense()) @ v.repeat_interleave(2, 1).double()
+    assert (out.double() - exact).abs().max() < {torch.float64: 1e-12, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+
+
+@st.composite
+def maps(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with ties, allowed and forced tiles."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    rows, cols = draw(st.integers(1, 6)), draw(st.integers(1, 12))
+    allowed = torch.rand(1, 2, rows, cols, generator=generator) < draw(st.sampled_from([0.3, 1.0]))
+    raw = torch.randint(0, draw(st.sampled_from([2, 50])), (2, 2, rows, cols), generator=generator).float()
+    return normalized(raw * allowed), allowed, torch.rand(rows, cols, generator=generator) < 0.2
+
+
+@settings(max_examples=150)
+@given(problem=maps(), data=st.data())
+def test_budgets_keep_the_best_tiles_of_each_row(problem: tuple[Tensor, Tensor, Tensor], data: Any) -> None:
+    scores, allowed, forced = problem
+    each = (data.draw(st.floats(0, 1)), data.draw(st.floats(0, 1)))
+    share, count = data.draw(st.floats(0.01, 0.99)), data.draw(st.integers(1, 12))
+    for budget in (Density(each), Density(each[0]), TopK(count), TopP(share), Threshold(share)):
+        keep = budget.keep(scores, allowed, forced)
+        assert keep.shape == scores.shape
+        for b, h, r in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(scores.shape[2])).tolist():
+            row, kept = scores[b, h, r], keep[b, h, r]
+            some, must = allowed[0, h, r], allowed[0, h, r] & forced[r]
+            assert not (kept & ~some).any()
+            assert (kept | ~must).all()
+            free = kept & ~must
+            left = row[some & ~kept]
+            if free.any() and left.numel():
+                assert row[free].min() >= left.max()
+            n = int(some.sum())
+            if isinstance(budget, Density):
+                part = each[h] if isinstance(budget.density, tuple) else each[0]
+                assert kept.sum() == max(math.ceil(part * n - 1e-9), int(must.sum()))
+            elif isinstance(budget, TopK):
+                assert kept.sum() == max(min(count, n), int(must.sum()))
+            elif isinstance(budget, Threshold):
+                assert torch.equal(kept, some & (must | (row >= share)))
+            elif row.sum():
+                assert row[kept].sum() >= share - 1e-5
+                if free.any():
+                    # Without the tile that crosses, it would be too little.
+                    assert row[kept].sum() - row[free].min() < share + 1e-5
+
+
+def test_a_budget_by_head_and_forced_tiles_count() -> None:
+    q, k, _, _ = make_inputs(1, 2, 320, dtype=torch.float32)
+    index = select(q, k, Density((0.1, 0.9)), base=Dense(), block=BLOCK, sinks=2, local=1, scores=Shuffled())
+    counts = index.tiles.sum(3)[0]
+    assert counts[0].tolist() == [2, 3, 4, *[5] * 16, 4]
+    assert set(counts[1].tolist()) == {18}
+    row, col = torch.arange(20).unsqueeze(1), torch.arange(20)
+    assert index.tiles[0][:, (col < 2) | ((row - col).abs() <= 1)].all()
+
+
+@pytest.mark.parametrize("scores", [Probe(), Blend(None)], ids=repr)
+def test_last_queries_and_short_inputs_are_dense(scores: Scores) -> None:
+    q, k, v, _ = make_inputs(1, 4, 250, dtype=torch.float32)
+    options: dict[str, Any] = {"is_causal": True, "scores": scores, "block": BLOCK}
+    index = select(q, k, Density(0.1), last_dense=20, **options)
+    pairs = index.to_dense()[0]
+    causal = torch.ones(250, 250, dtype=torch.bool).tril()
+    assert torch.equal(pairs[:, 230:], causal[230:].expand(4, -1, -1))
+    assert (pairs[:, 200:220].sum(2) < 150).all()
+    assert select(q, k, min_length=251, **options) is build_index(Causal(), 250, num_heads=4, block=BLOCK)
+    assert select(q, k, Density(0.1), min_length=250, **options).tile_density < 0.5
+    whole = AdaptiveAttention(scores, min_length=300, block=BLOCK)(q, k, v, is_causal=True)
+    assert torch.equal(whole, sparse_attention(q, k, v, is_causal=True))
+
+
+def changed(scores: Scores, budget: Budget, start: int, **options: Any) -> int:
+    """Count the future tokens, of 13, whose change moves a bit of the output before them."""
+    n = 201
+    q, k, v, _ = make_inputs(1, 2, n, dtype=torch.float32, score_scale=3.0)
+    attend = AdaptiveAttention(scores, budget, block=BLOCK, sinks=0, local=0, **options)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attend(q[:, :, start:], k, v, is_causal=True)
+        return out
+
+    before, count = run(q, k, v), 0
+    for place in range(start + 5, n, (n - start - 5) // 13 + 1):
+        other = [x.clone() for x in (q, k, v)]
+        for x in other:
+            x[:, :, place] = 4 * torch.randn(x[:, :, place].shape)
+        count += not torch.equal(run(*other)[:, :, : place - start], before[:, :, : place - start])
+    return count
+
+
+@pytest.mark.parametrize("start", [0, 35])
+@pytest.mark.parametrize("budget", [Density(0.3), TopK(3), TopP(0.7), Threshold(0.2)], ids=repr)
+@pytest.mark.parametrize("scores", SAFE, ids=repr)
+def test_the_future_changes_nothing_where_scores_are_causal_safe(scores: Scores, budget: Budget, start: int) -> None:
+    assert changed(scores, budget, start) == 0
+    assert changed(scores, budget, start, last_dense=20) == 0
+
+
+class _WholeMap(Density):
+    """A budget that ranks all rows together."""
+
+    def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        flat = scores.flatten(2)
+        least = flat.topk(int(0.15 * flat.shape[2])).values[..., -1:, None]
+        return allowed & (scores >= least)
+
+
+def test_the_future_is_seen_to_change_what_looks_at_it() -> None:
+    for scores in (Probe(), Blend(), Blend("mean"), Box(), Means(), Antidiagonal(4), Sum(Probe("first"), Blend())):
+        assert not scores.causal_safe
+        assert changed(scores, Density(0.3), 0) >= 3, scores
+    assert changed(Probe("first"), _WholeMap(0.3), 0) >= 6
+
+
+def test_training_refuses_to_choose_by_the_future() -> None:
+    q, k, v, _ = make_inputs(1, 2, 100, dtype=torch.float32)
+    q.requires_grad_()
+    with pytest.raises(ValueError, match=r"scores, budget: Sum\(.* chooses by later tokens, which training must not"):
+        AdaptiveAttention(block=BLOCK)(q, k, v, is_causal=True)
+    with pytest.raises(ValueError, match=r"scores, budget: Controller\(0.9, 'call'.* chooses by later tokens"):
+        AdaptiveAttention(Probe("first"), Controller(0.9), block=BLOCK)(q, k, v, is_causal=True)
+    for options, how in (
+        ({}, {"is_causal": False}),
+        ({"allow_future": True}, {"is_causal": True}),
+        ({"scores": Probe("first")}, {"is_causal": True}),
+        ({"scores": Blend(None)}, {"is_causal": True}),
+    ):
+        AdaptiveAttention(block=BLOCK, **options)(q, k, v, **how).sum().backward()
+    with torch.no_grad():
+        AdaptiveAttention(block=BLOCK)(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("scores", [Probe("first"), Blend(None)], ids=repr)
+def test_gradients_are_those_of_the_chosen_pairs(scores: Scores) -> None:
+    q, k, v, grad_out = make_inputs(1, 2, 70, head_dim=4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attend = AdaptiveAttention(scores, Density(0.4), block=BLOCK, local=0)
+    pairs = select(q.detach(), k.detach(), Density(0.4), is_causal=True, scores=scores, block=BLOCK, local=0).to_dense()
+    assert pairs.float().mean() < 0.4
+    found = torch.autograd.grad(attend(q, k, v, is_causal=True), leaves, grad_out)
+    exact = (q @ k.mT / 2).masked_fill(~pairs, -math.inf).softmax(-1) @ v
+    for x, y in zip(found, torch.autograd.grad(exact, leaves, grad_out), strict=True):
+        assert (x - y).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("scores", ALL, ids=repr)
+def test_batch_elements_and_heads_are_alone_and_hidden_keys_may_be_nan(scores: Scores) -> None:
+    q, k, v, _ = make_inputs(3, 4, 177, 201, kv_heads=2, dtype=torch.float32)
+    key_mask = (torch.rand(3, 201) < 0.8) | (torch.arange(201) < 30)
+    options: dict[str, Any] = {"is_causal": True, "key_mask": key_mask, "enable_gqa": True}
+    attend = AdaptiveAttention(scores, Density(0.3), block=BLOCK)
+    whole = attend(q, k, v, **options)
+    for row in range(3):
+        alone = attend(*(x[row : row + 1] for x in (q, k, v)), **{**options, "key_mask": key_mask[row : row + 1]})
+        assert torch.equal(alone, whole[row : row + 1])
+    if not isinstance(scores, Shuffled):
+        one = attend(q[:, 2:], k[:, 1:], v[:, 1:], **options)
+        assert torch.equal(one, whole[:, 2:])
+    poisoned = [x.masked_fill(~key_mask[:, None, :, None], math.nan) for x in (k, v)]
+    assert torch.equal(attend(q, *poisoned, **options), whole)
+    early = build_index(Causal(), 170, 201, start=0, num_heads=4, batch=3, block=BLOCK)
+    options = {"key_mask": key_mask, "enable_gqa": True}
+    before = attend(q[:, :, :170], k, v, early, **options)
+    # No query keeps the keys from 170 on.
+    later = (torch.arange(201) >= 170)[:, None]
+    after = attend(q[:, :, :170], *(x.masked_fill(later, math.nan) for x in (k, v)), early, **options)
+    assert after.isfinite().all()
+    if scores.causal_safe:
+        assert torch.equal(after, before)
+
+
+def test_wrong_arguments_are_named() -> None:
+    q, k, v, _ = make_inputs(2, 4, 100, kv_heads=2, dtype=torch.float32)
+    for options, message in (
+        ({"sinks": -1}, "sinks: expected an integer of at least 0, got -1"),
+        ({"min_length": 0.5}, "min_length: expected an integer of at least 0, got 0.5"),
+        ({"key_mask": torch.ones(2, 99, dtype=torch.bool)}, r"key_mask: expected bool \(2, 100\), got"),
+        ({"base": build_index(Causal(), 99)}, r"base: BlockIndex\(99 queries .* does not match q"),
+        ({"base": build_index(Causal(), 100), "is_causal": True}, "is_causal: not supported with a BlockIndex"),
+        ({"base": build_index(Causal(), 100, num_heads=2).restricted(torch.ones(1, 2, 1, 1) > 0)}, "base: its groups"),
+        ({"budget": Density((0.1, 0.2))}, "density: expected one number, or one for each of 4 heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select(q, k, **options)
+    with pytest.raises(ValueError, match="start: adaptive attention takes"):
+        AdaptiveAttention()(q, k, v, enable_gqa=True, start=3)
+    with pytest.raises(ValueError, match="key: expected the query's heads"):
+        AdaptiveAttention()(q, k, v)
+    for make, message in (
+        (lambda: Probe(0), "rows: expected a positive integer, 'first' or None, got 0"),
+        (lambda: Blend("sum"), "pool: expected 'max', 'mean' or None, got 'sum'"),
+        (lambda: Box("sum"), "pool: expected"),
+        (lambda: Means("max"), "pool: expected 'first' or None"),
+        (lambda: Antidiagonal(0), "stride: expected a positive integer"),
+        (lambda: Sum(), "parts: expected scores"),
+        (lambda: Sum(Probe(), Blend(None)), "parts: expected scores that are all per token or all per tile"),
+        (lambda: TopK(0), "k: expected a positive integer"),
+        (lambda: Density(1.1), "density: expected numbers from 0 to 1, got 1.1"),
+        (lambda: TopP(0), "p: expected a number above 0 and at most 1"),
+        (lambda: Threshold(2), "least: expected a number from 0 to 1"),
+        (lambda: Controller(1.0), "quality: expected a number between 0 and 1"),
+        (lambda: Controller(0.9, "always"), "mode: expected 'call', 'offline' or 'running'"),
+        (lambda: Controller(0.95, rows=18), "rows: expected at least 19 for quality=0.95, got 18"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_each_layer_has_its_own_attention_and_nothing_learned_is_shared() -> None:
+    sizes: dict[str, Any] = {"rotary": False, "is_causal": True}
+    each = [AdaptiveAttention(Probe("first"), Density(0.2), block=BLOCK), sparse_attention]
+    model = SparseTransformer(2, 16, 2, attend=each, **sizes)
+    assert [layer.attend for layer in model.layers] == each
+    assert model(torch.randn(1, 100, 16)).shape == (1, 100, 16)
+    with pytest.raises(ValueError, match="attend: expected one, or one for each of num_layers=3 layers, got 2"):
+        SparseTransformer(3, 16, 2, attend=each, **sizes)
+    for attend in (torch.nn.Linear(2, 2), AdaptiveAttention(budget=Controller(0.9, "running"))):
+        with pytest.raises(ValueError, match="would share what it learns"):
+            SparseTransformer(2, 16, 2, attend=attend, **sizes)
+        SparseTransformer(1, 16, 2, attend=attend, **sizes)
+    SparseTransformer(2, 16, 2, attend=AdaptiveAttention(budget=Controller(0.9)), **sizes)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.kernels.masses import pooled_masses
 from ringtile.layout import BlockIndex
 
 _SCORES = 1 << 20
@@ -376,6 +377,8 @@ def _summarized(
 ) -> Tensor:
     """Return the softmax over tiles of the largest score in a box, pooled over the rows of each tile."""
     block, key_heads = base.block, high.shape[1]
+    if base.leading is not None:
+        return _summarized_at_once(query, high, low, tiles, base, base.leading, pool, scale)
     # relu(q) @ high - relu(-q) @ low
     sides = ((high + low) / 2).unsqueeze(2).mT, ((high - low) / 2).unsqueeze(2).mT
     factor = _scale(query, scale)
@@ -404,14 +407,57 @@ def _summarized(
     return _normalized(torch.cat(found, 2), base, allowed)
 
 
+def _summarized_at_once(
+    query: Tensor,
+    high: Tensor,
+    low: Tensor,
+    tiles: Summaries,
+    base: BlockIndex,
+    leading: Tensor,
+    pool: str | None,
+    scale: float | None,
+) -> Tensor:
+    own = (leading - 1) // base.block
+    edges = torch.arange(base.n_queries + 1, device=base.device)
+    if pool is not None:
+        first, last = _rows_of_tiles(base)
+        edges = torch.cat((first, last[-1:]))
+    found = pooled_masses(
+        query,
+        torch.cat((high, -low), 3).to(query.dtype),
+        segment=1,
+        # The summary of a tile knows keys after the query until the tile ends.
+        seen=own if pool is None and not base.looks_ahead else own + 1,
+        groups=edges.int(),
+        pool=pool or "max",
+        bias=tiles.log_count.unsqueeze(1),
+        by_sign=True,
+        scale=scale,
+    )
+    return found if pool is None else _normalized(found, base)
+
+
 def exact_masses(
     query: Tensor, key: Tensor, base: BlockIndex, row: Tensor, key_mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Return the exact attention that queries give to each tile: ``[B, H, R, C]``, sums over ``row`` ``[R, m]``."""
+    """Return the exact attention that queries give to each tile: ``[B, H, R, C]``, means over ``row`` ``[R, m]``.
+
+    Queries without keys do not count.
+    """
+    if base.leading is not None:
+        rows = row.flatten()
+        hidden = None
+        if key_mask is not None:
+            hidden = torch.zeros(key_mask.shape, device=key.device).masked_fill(~key_mask, -math.inf).unsqueeze(1)
+        groups = torch.arange(0, len(rows) + 1, row.shape[1], dtype=torch.int32, device=key.device)
+        seen = base.leading[rows]
+        return pooled_masses(
+            query[:, :, rows], key, segment=base.block, seen=seen, groups=groups, bias=hidden, scale=scale
+        )
     found = []
     for some in row.split(_chunk(query.shape, key.shape[2], row.shape[1])):
-        weights = exact_weights(query, key, base, some.flatten(), key_mask, scale).sum(4)
-        found.append(weights.unflatten(2, some.shape).sum(3))
+        weights = exact_weights(query, key, base, some.flatten(), key_mask, scale).sum(4).unflatten(2, some.shape)
+        found.append(weights.sum(3) / (weights.sum(4) > 0).sum(3, keepdim=True).clamp(min=1))
     return torch.cat(found, 2)
 
 

@@ -21,6 +21,7 @@ from ringtile.layout.rearrange import coarsen, cut_to_lengths, remap
 from ringtile.layout.restrict import keys_of, restrict, restrict_rows
 from ringtile.layout.tiles import BLOCKS, EMPTY, FULL, TileTable, derive_tables, popcount, unpack_words
 from ringtile.patterns.base import Dense, Pattern, TileGrid
+from ringtile.patterns.local import Causal
 
 _DENSE_LIMIT = 1 << 28
 
@@ -257,6 +258,21 @@ class BlockIndex:
         later = unpack_words(inside.bits, self.block).triu(1).flatten(1).any(1)
         later = torch.cat((later, later.new_ones(1)))
         return bool(((ahead > 0) | ((ahead == 0) & later[state])).any())
+
+    @cached_property
+    @torch.inference_mode(False)
+    def leading(self) -> Tensor | None:
+        """Int64 ``[n_queries]``: the number of keys that each query keeps, if the index is that of all or causal pairs.
+
+        None for other indices. Synchronizes with the device, once.
+        """
+        rules = set(self.envelopes)
+        moved = len(self.row_at) or len(self.col_at)
+        if moved or rules not in ({Dense()}, {Causal()}) or self.kept_pairs != self.allowed_pairs:
+            return None
+        if rules == {Dense()}:
+            return torch.full((self.n_queries,), self.n_keys, device=self.device)
+        return (self.start + 1 + torch.arange(self.n_queries, device=self.device)).clamp(0, self.n_keys)
 
     def slot_and_col(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row slot and the column tile of each number of `Entries`."""

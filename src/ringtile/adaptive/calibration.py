@@ -102,7 +102,7 @@ def loss_curves(
     if output is not None:
         parts = output.double().unflatten(1, (heads, -1))
         mix = torch.einsum("ehd,ehf->hdf", parts, parts)
-    step = max(1, rows_at_once(query, key.shape[2]) // value.shape[3])
+    step = rows_at_once(query, max(key.shape[2], base.n_cols * value.shape[3]))
     for part, weight in zip(rows.split(step), share.split(step), strict=True):
         attention = exact_weights(query, key, base, part, key_mask, scale)
         grouped = attention.unflatten(1, (-1, groups))

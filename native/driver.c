@@ -26,6 +26,7 @@ const char *ringtile_isa_name(int isa);
 int ringtile_isa_runs(int isa);
 int ringtile_forward(const ringtile_call *call);
 int ringtile_backward(const ringtile_call *call);
+int ringtile_masses(const ringtile_call *call);
 
 static uint64_t state;
 
@@ -546,6 +547,81 @@ static int check(const problem *p) {
     return failed;
 }
 
+// Masses of segments, over problems of their own: rows that see nothing, groups of any size and empty ones, hidden keys.
+static int check_masses(int isa, int number) {
+    static const int types[] = {RINGTILE_FLOAT32, RINGTILE_BFLOAT16, RINGTILE_FLOAT16};
+    static const int widths[] = {1, 2, 7, 16, 33, 64}, lengths[] = {1, 2, 5, 16, 128, 150};
+    static const double scales[] = {0.4, -0.3, 0};
+    ringtile_call c = {0};
+    const int64_t ratio = 1 + draw(2), width = widths[draw(6)];
+    c.isa = isa, c.dtype = types[number % 3], c.threads = 1 + (int)draw(2), c.by_sign = (int)draw(2);
+    c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2), c.heads = c.kv_heads * ratio, c.pool_max = (int)draw(2);
+    c.n_queries = 1 + draw(300), c.n_keys = 1 + draw(400), c.head_dim = width * (1 + c.by_sign);
+    c.segment = lengths[draw(6)], c.n_pooled = 1 + draw(9), c.pooled_step = 1 + draw(3), c.scale = scales[draw(3)];
+    if (c.segment > c.n_keys) c.segment = c.n_keys;
+    const int64_t n_segments = (c.n_keys + c.segment - 1) / c.segment, count = c.batch * c.heads * c.n_pooled * n_segments;
+    tensor q = new_tensor(c.dtype, c.batch, c.heads, c.n_queries, width, 1);
+    tensor k = new_tensor(c.dtype, c.batch, c.kv_heads, c.n_keys, c.head_dim, 1);
+    place(&c.q, c.q_stride, &q), place(&c.k, c.k_stride, &k), place(&c.v, c.v_stride, &k);
+    int64_t *seen = allocate(c.n_queries, 8), most = 0;
+    for (int64_t m = 0; m < c.n_queries; m++) {
+        seen[m] = number % 2 ? m * c.n_keys / c.n_queries : (int64_t)draw((uint32_t)c.n_keys + 4) - 2;
+        if (seen[m] > most) most = seen[m];
+    }
+    int32_t *begin = allocate(c.n_pooled + 1, 4);
+    for (int64_t r = 0; r <= c.n_pooled; r++) begin[r] = (int32_t)(r * c.n_queries / c.n_pooled);
+    if (c.n_pooled > 2 && draw(2)) begin[1] = begin[2];
+    float *bias = allocate(c.batch * c.n_keys, 4);
+    const int has_bias = (int)draw(2);
+    for (int64_t i = 0; i < c.batch * c.n_keys; i++) bias[i] = draw(4) ? (float)normal() : -INFINITY;
+    for (int64_t b = 0; b < c.batch; b++)
+        for (int64_t g = 0; g < c.kv_heads; g++)
+            for (int64_t j = 0; j < c.n_keys; j++)
+                if (j >= most || (has_bias && isinf(bias[b * c.n_keys + j]))) fill(&k, b, g, j, NAN);
+    c.bias = has_bias ? bias : NULL, c.bias_stride[0] = c.n_keys, c.seen = seen, c.pool_begin = begin;
+    c.group = memset(allocate(1, 4), 0, 4), c.out = allocate(count, 4);
+    const int64_t items = c.batch * c.heads * ((c.n_pooled + c.pooled_step - 1) / c.pooled_step);
+    c.last_item = items / 2;
+    int failed = ringtile_masses(&c);
+    c.first_item = items / 2, c.last_item = items;
+    failed |= ringtile_masses(&c);
+    double *wanted = memset(allocate(count, 8), 0, count * 8), *found = allocate(count, 8), *weight = allocate(c.n_keys, 8);
+    for (int64_t at = 0; at < count; at++) found[at] = ((float *)c.out)[at];
+    for (int64_t row = 0; row < c.batch * c.heads * c.n_pooled; row++) {
+        const int64_t r = row % c.n_pooled, h = row / c.n_pooled % c.heads, b = row / c.n_pooled / c.heads;
+        double counted = 0, *masses = wanted + row * n_segments;
+        for (int64_t m = begin[r]; m < begin[r + 1]; m++) {
+            double top = -INFINITY, total = 0;
+            const double *query = row_of(&q, b, h, m);
+            for (int64_t j = 0; j < c.n_keys && j < seen[m]; j++) {
+                const double *key = row_of(&k, b, h / ratio, j);
+                weight[j] = has_bias ? bias[b * c.n_keys + j] : 0;
+                for (int64_t d = 0; d < width; d++)
+                    weight[j] += c.scale * (c.by_sign ? fmax(query[d], 0) * key[d] + fmax(-query[d], 0) * key[width + d]
+                                                      : query[d] * key[d]);
+                if (has_bias && isinf(bias[b * c.n_keys + j])) weight[j] = -INFINITY;
+                top = fmax(top, weight[j]);
+            }
+            for (int64_t j = 0; j < c.n_keys && j < seen[m] && !isinf(top); j++) total += exp(weight[j] - top);
+            counted += total > 0;
+            for (int64_t s = 0; s < n_segments && total > 0; s++) {
+                double mass = 0;
+                for (int64_t j = s * c.segment; j < (s + 1) * c.segment && j < c.n_keys && j < seen[m]; j++)
+                    mass += exp(weight[j] - top) / total;
+                masses[s] = c.pool_max ? fmax(masses[s], mass) : masses[s] + mass;
+            }
+        }
+        for (int64_t s = 0; s < n_segments && !c.pool_max && counted > 1; s++) masses[s] /= counted;
+    }
+    failed |= wrong("masses", found, wanted, count, 2e-5);
+    if (failed)
+        printf("%s masses %d: dtype %d, H %d / %d, %d queries, %d keys, D %d, segment %d, %d rows\n",
+               ringtile_isa_name(isa), number, c.dtype, (int)c.heads, (int)c.kv_heads, (int)c.n_queries, (int)c.n_keys,
+               (int)c.head_dim, (int)c.segment, (int)c.n_pooled);
+    while (n_allocations) free(allocations[--n_allocations]);
+    return failed;
+}
+
 static int run(int isa, int number) {
     problem p;
     draw_shapes(&p, isa, number);
@@ -594,7 +670,7 @@ int main(int argc, char **argv) {
         for (int number = 0; number < cases; number++) {
             state = 0x9E3779B97F4A7C15u * (number + 1) + (argc > 2 ? strtoull(argv[2], NULL, 10) : 0);
             for (int i = 0; i < 4; i++) draw(2);
-            failures += run(isa, number);
+            failures += run(isa, number) + check_masses(isa, number);
         }
         printf("%s: %d cases, %d wrong\n", ringtile_isa_name(isa), cases, failures - before);
     }

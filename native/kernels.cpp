@@ -1,6 +1,7 @@
 // Everything of one instruction set: compiled once for each, with ISA naming it.
 #include "backward.h"
 #include "forward.h"
+#include "masses.h"
 
 namespace ISA {
 
@@ -76,6 +77,12 @@ template <class P> int backward(const ringtile_call &call) {
     });
 }
 
+template <class P> int masses(const ringtile_call &call) {
+    return each_item<float>(call, MassScratch<P>::size(call), [](const ringtile_call &c, int64_t item, float *memory) {
+        mass_item<P>(c, item, memory);
+    });
+}
+
 }  // namespace ISA
 
 #define JOIN(a, b) a##b
@@ -105,6 +112,18 @@ int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     case RINGTILE_FLOAT64: return ISA::backward<ISA::PlainGradients<double, double>>(*c);
     case RINGTILE_BFLOAT16: return ISA::backward<ISA::PlainGradients<ISA::bfloat16, float>>(*c);
     default: return ISA::backward<ISA::PlainGradients<ISA::float16, float>>(*c);
+    }
+}
+
+int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
+    switch (c->dtype) {
+    case RINGTILE_FLOAT32: return ISA::masses<ISA::Plain<float, float>>(*c);
+    case RINGTILE_BFLOAT16:
+#if HAS_BF16_PAIRS
+        if (c->head_dim % 2 == 0) return ISA::masses<ISA::Bf16Pairs>(*c);
+#endif
+        return ISA::masses<ISA::Plain<ISA::bfloat16, float>>(*c);
+    default: return ISA::masses<ISA::Plain<ISA::float16, float>>(*c);
     }
 }
 }

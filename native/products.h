@@ -28,7 +28,10 @@ template <class E, class T> struct Plain {
     // Pack lanes from `from` to `to`, with zeros in lanes without a query. The sign is 1, -1 or 0.
     INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, T sign) {
         Packing packing(c);
-        transpose_in(query_rows<E>(c, head, tokens), tokens.low, tokens.high, from, to, c.head_dim, sign, queries);
+        pack(query_rows<E>(c, head, tokens), tokens, from, to, sign);
+    }
+    INLINE void pack(Rows<E> rows, Tokens tokens, int from, int to, T sign) {
+        transpose_in(rows, tokens.low, tokens.high, from, to, c.head_dim, sign, queries);
     }
 
     INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {

@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 2
+#define RINGTILE_ABI 3
 
 enum ringtile_dtype { RINGTILE_FLOAT32 = 0, RINGTILE_FLOAT64 = 1, RINGTILE_BFLOAT16 = 2, RINGTILE_FLOAT16 = 3 };
 
@@ -82,6 +82,18 @@ typedef struct ringtile_call {
 
     // If not null, the call adds its packing time and total thread time to these two, in nanoseconds.
     int64_t *times;
+
+    // Masses (ringtile_masses): float32 [B, H, n_pooled, ceil(n_keys / segment)] in out, contiguous. Query m sees the keys
+    // before seen[m]. Output row r pools the queries from pool_begin[r] to pool_begin[r + 1] - 1, by their maximum if
+    // pool_max is not 0, by their mean otherwise. An item is pooled_step output rows of a head. The bias of scores has
+    // strides for B and Hkv. If by_sign is not 0, queries have half the head_dim, and relu(q) and relu(-q) meet the halves
+    // of a key. There are no values: v is k, and value_dim 0.
+    int64_t segment, n_pooled, pooled_step;
+    const int64_t *seen;
+    const int32_t *pool_begin;
+    const float *bias;
+    int64_t bias_stride[2];
+    int32_t pool_max, by_sign;
 } ringtile_call;
 
 #ifdef __cplusplus

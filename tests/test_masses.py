@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from ringtile.kernels import native
 from ringtile.kernels.masses import pooled_masses
+from ringtile.kernels.native.library import VARIABLE, library, reason_against
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ERRORS = {torch.float32: 2e-6, torch.float64: 1e-7, torch.bfloat16: 2e-6, torch.float16: 2e-6}
 """Inputs of half types are exact in float64, and sums are float32 for all."""
+
+
+@pytest.fixture(autouse=True, params=["native", "composed"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run each test by the native kernel, if there is one, and by PyTorch's own operations."""
+    name: str = request.param
+    if name == "native" and reason_against():
+        pytest.skip(f"the native kernel cannot be used here: {reason_against()}")
+    if name == "composed":
+        monkeypatch.setattr(native, "pooled_masses", lambda *_: None)
+    return name
 
 
 class Case(NamedTuple):
@@ -119,6 +136,40 @@ def test_many_keys_and_few_rows() -> None:
     assert (found.sum(3) - 1).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("path", ["native"], indirect=True)
+def test_bits_depend_neither_on_threads_nor_on_strides(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on how rows are cut into calls."""
+    monkeypatch.setattr(native, "_OPERATIONS_A_THREAD", 1)
+    before = torch.get_num_threads()
+    for number in range(12):
+        query, key, options = draw(number, DTYPES[number % 4])
+        found = {}
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e4 if threads == 2 else 2e10)
+            strided = torch.nn.functional.pad(key, (3, 2), value=math.nan)[..., 3:-2] if threads == 3 else key
+            found[threads] = pooled_masses(query.clone() if threads == 3 else query, strided, **options)
+        torch.set_num_threads(before)
+        for threads in (2, 3):
+            assert torch.equal(found[threads], found[1]), (path, number, threads)
+
+
+@pytest.mark.parametrize("path", ["native"], indirect=True)
+def test_the_instruction_sets_that_are_not_chosen(path: str) -> None:
+    chosen = library().choice.by_dtype.values()
+    others = [isa.name for isa in library().sets if isa not in chosen]
+    if not others:
+        pytest.skip("this processor runs one set")
+    code = "import test_masses as t; [t.test_masses_are_those_of_the_definition(dtype) for dtype in t.DTYPES]"
+    places = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    for name in others:
+        environment = {**os.environ, VARIABLE: name, "PYTHONPATH": places}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, (name, path, done.stderr[-3000:])
+
+
 HIDE: dict[str, Any] = {"segment": 4, "groups": torch.arange(0, 21, 4, dtype=torch.int32)}
 
 
@@ -136,13 +187,22 @@ def test_a_nan_that_a_row_does_not_see_never_reaches_it(pool: str) -> None:
 
 
 @pytest.mark.parametrize("pool", ["mean", "max"])
-def test_a_nan_that_a_row_sees_makes_its_group_nan(pool: str) -> None:
+def test_a_row_that_sees_a_nan_does_not_count(pool: str) -> None:
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
-    clean = pooled_masses(query, key, **HIDE, seen=torch.arange(1, 21), pool=pool)
-    key[0, 0, 9, 3] = math.nan
-    found = pooled_masses(query, key, **HIDE, seen=torch.arange(1, 21), pool=pool)
-    torch.testing.assert_close(found[:, :, :2], clean[:, :, :2], rtol=0, atol=0)
-    assert found[:, :, 2:].isnan().all()
+    seen = torch.arange(1, 21)
+    poisoned = key.clone()
+    poisoned[0, 0, 9, 3] = math.nan
+    found = pooled_masses(query, poisoned, **HIDE, seen=seen, pool=pool)
+    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen < 10, 0), pool=pool)
+    torch.testing.assert_close(found, blind, rtol=0, atol=0)
+    assert found[:, :, :3].any(3).all()
+    assert not found[:, :, 3:].any()
+    query[0, 1, 4] = math.nan
+    found = pooled_masses(query, key, **HIDE, seen=seen, pool=pool)
+    torch.testing.assert_close(
+        found[:, 1], pooled_masses(query, key, **HIDE, seen=seen.where(seen != 5, 0), pool=pool)[:, 1], rtol=0, atol=0
+    )
+    assert found.isfinite().all()
 
 
 def test_rows_that_see_nothing_do_not_count() -> None:

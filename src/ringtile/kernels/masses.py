@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import library
+import ringtile.kernels.select  # noqa: F401  fills `backends`
+from ringtile.kernels.contracts import backends, library
 
 POOLS = ("mean", "max")
 _SCORES = 1 << 22
@@ -39,10 +40,10 @@ def pooled_masses(
 
     Args:
         query: ``[B, H, M, D]``, the rows.
-        key: ``[B, Hkv, K, D]``. Hkv must divide H. A NaN in a key that a row does not see never reaches that row. A NaN
-            in a key that it sees makes the row and its group NaN.
+        key: ``[B, Hkv, K, D]``. Hkv must divide H. A NaN in a key that a row does not see never reaches that row.
         segment: Number of consecutive keys that are summed.
-        seen: int64 ``[M]``: row m sees the keys before ``seen[m]``. A row that sees none is 0 and no mean counts it.
+        seen: int64 ``[M]``: row m sees the keys before ``seen[m]``. A row that sees no key, or a NaN, is 0, and no mean
+            counts it.
         groups: int32 ``[R + 1]``, ascending: output row r pools the rows from ``groups[r]`` to ``groups[r + 1] - 1``.
             An empty group is 0.
         pool: ``"mean"`` or ``"max"``, over the rows of a group.
@@ -138,8 +139,12 @@ def _pooled_masses(
     ends = groups.tolist()
     if not 0 <= ends[0] <= ends[-1] <= query.shape[2] or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"groups: expected ascending numbers from 0 to {query.shape[2]}, got {groups!r}")
+    rest = seen, groups, bias, segment, pool, by_sign, scale
+    native: Tensor | None = backends["native"].pooled_masses(query, key, *rest)
+    if native is not None:
+        return native
     with torch.autocast(query.device.type, enabled=False):
-        return _composed(query, key, seen, groups, bias, segment, pool, by_sign, scale)
+        return _composed(query, key, *rest)
 
 
 library.impl("pooled_masses", _pooled_masses, "CompositeExplicitAutograd")
@@ -181,8 +186,10 @@ def _composed(
         weights = (scores - top.masked_fill(top == -math.inf, 0)).exp_()
         weights = torch.nn.functional.pad(weights, (0, tiles * segment - n_keys)).unflatten(4, (tiles, segment)).sum(5)
         total = weights.sum(4, keepdim=True)
-        masses = (weights / total.masked_fill(total == 0, 1)).flatten(1, 2)
-        counted = (total != 0).expand(-1, -1, masses.shape[1] // key_heads, -1, -1).flatten(1, 2)
+        # No key is seen, or a NaN.
+        counted = total > 0
+        masses = torch.where(counted, weights / total, 0).flatten(1, 2)
+        counted = counted.expand(-1, -1, masses.shape[1] // key_heads, -1, -1).flatten(1, 2)
         lengths = groups[first : last + 1].diff().long()
         pooled = _pool(masses, lengths, pool)
         if pool == "mean":

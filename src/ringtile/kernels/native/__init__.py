@@ -20,6 +20,7 @@ from ringtile.kernels.contracts import (
     new_out,
     with_contiguous_rows,
 )
+from ringtile.kernels.native import masses
 from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against
 from ringtile.kernels.philox import dropout_threshold
@@ -44,6 +45,13 @@ def threads_of(operations: float) -> int:
     """Return how many of PyTorch's threads a forward pass of this many floating-point operations is worth."""
     available = torch.get_num_threads() if library().runtime else 1
     return max(1, min(available, int(operations / _OPERATIONS_A_THREAD)))
+
+
+def _ranges(count: int, operations: float, threads: int) -> Iterator[tuple[int, int]]:
+    """Cut ``count`` items into calls of bounded length."""
+    calls = min(max(count, 1), math.ceil(operations / (_OPERATIONS_A_CALL * threads)) or 1)
+    for number in range(calls):
+        yield count * number // calls, count * (number + 1) // calls
 
 
 def backward_products(key_heads: int, threads: int) -> int:
@@ -213,24 +221,18 @@ class _Job:
     def place(self, name: str, x: Tensor) -> None:
         self.c.place(name, self.keep(with_contiguous_rows(x)))
 
-    def _ranges(self, count: int, operations: float) -> Iterator[tuple[int, int]]:
-        """Cut ``count`` items into calls of bounded length."""
-        calls = min(max(count, 1), math.ceil(operations / (_OPERATIONS_A_CALL * self.c.threads)) or 1)
-        for number in range(calls):
-            yield count * number // calls, count * (number + 1) // calls
-
     def run(self, forward: bool, phase: int, items: int, operations: float) -> None:
         """Run one phase over all its items."""
         function = self.library.handle.ringtile_forward if forward else self.library.handle.ringtile_backward
         self.c.phase = phase
-        for first, last in self._ranges(items, operations):
+        for first, last in _ranges(items, operations, self.c.threads):
             self.c.first_item, self.c.last_item = first, last
             self._call(function)
 
     def run_columns(self, heads: int, operations: float) -> None:
         """Run the columns of each head on one thread, some columns at a time."""
         self.c.phase, self.c.first_item, self.c.last_item = 1, 0, heads
-        for first, last in self._ranges(self.index.n_cols, operations):
+        for first, last in _ranges(self.index.n_cols, operations, self.c.threads):
             self.c.first_col, self.c.last_col = first, last
             self._call(self.library.handle.ringtile_backward)
 
@@ -317,3 +319,12 @@ def backward(
         job.run_lists(2, heads, job.index.n_rows, 1.5 * job.operations)
         job.run_lists(3, kv_heads, job.index.n_cols, 2 * job.operations)
     return q_grad.to(q.dtype), k_grad, v_grad
+
+
+def pooled_masses(query: Tensor, key: Tensor, *rest: Any) -> Tensor | None:
+    """Return the result of the operator of the same name, or None if the library does not support it."""
+    if reason_against() or not masses.supports(query, key):
+        return None
+    operations = 2.0 * query.shape[:3].numel() * key.shape[2] * key.shape[3]
+    threads = threads_of(operations)
+    return masses.compute(query, key, *rest, threads=threads, ranges=lambda items: _ranges(items, operations, threads))

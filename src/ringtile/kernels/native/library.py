@@ -18,7 +18,7 @@ from ringtile.kernels.native.instruction_sets import Choice, InstructionSet, Wan
 VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``neon``) or ``none``."""
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """``RINGTILE_ABI`` of native/ringtile.h."""
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -64,6 +64,10 @@ class CallStructure(ctypes.Structure):
         *((name, _POINTER) for name in ("row_buffers", "shared_splits")),
         ("n_shared_splits", _LONG),
         ("times", _POINTER),
+        *((name, _LONG) for name in ("segment", "n_pooled", "pooled_step")),
+        *((name, _POINTER) for name in ("seen", "pool_begin", "bias")),
+        ("bias_stride", _LONG * 2),
+        *((name, _INT) for name in ("pool_max", "by_sign")),
     )
 
     def place(self, name: str, x: Tensor) -> None:
@@ -104,6 +108,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "lanes": (ctypes.c_int, (ctypes.c_int,)),
     "forward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
     "backward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
+    "masses": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
     "peak": (ctypes.c_double, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double)),
 }
 """Result and arguments of each function, named ``ringtile_...``."""

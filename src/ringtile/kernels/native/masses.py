@@ -1,0 +1,69 @@
+"""Masses of segments of keys, by the library: the call of `ringtile.kernels.masses`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.contracts import with_contiguous_rows
+from ringtile.kernels.native.checks import DTYPES
+from ringtile.kernels.native.library import CallStructure, library
+from ringtile.kernels.spans import KERNEL, span
+
+_STRIP = 128
+"""Rows that a thread computes together."""
+_ITEMS_A_THREAD = 8
+
+
+def supports(query: Tensor, key: Tensor) -> bool:
+    """Return True if the library computes these masses. It counts keys in 32 bits."""
+    return query.device.type == "cpu" and query.dtype != torch.float64 and key.shape[2] < 2**31
+
+
+def compute(
+    query: Tensor,
+    key: Tensor,
+    seen: Tensor,
+    groups: Tensor,
+    bias: Tensor | None,
+    segment: int,
+    pool: str,
+    by_sign: bool,
+    scale: float,
+    *,
+    threads: int,
+    ranges: Callable[[int], Iterator[tuple[int, int]]],
+) -> Tensor:
+    """Return the masses. ``ranges`` cuts a number of items into calls of bounded length."""
+    query, key = with_contiguous_rows(query), with_contiguous_rows(key)
+    (batch, heads, rows, _), pooled = query.shape, len(groups) - 1
+    segment = min(segment, max(key.shape[2], 1))
+    out = query.new_empty((batch, heads, pooled, -(-key.shape[2] // segment)), dtype=torch.float32)
+    if not out.numel():
+        return out
+    one_group = torch.zeros(1, dtype=torch.int32)
+    seen, groups = seen.contiguous(), groups.contiguous()
+    c = CallStructure()
+    c.dtype, c.isa, c.threads = DTYPES[query.dtype], library().choice.by_dtype[query.dtype].number, threads
+    c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = batch, heads, rows, *key.shape[1:]
+    for name, x in (("q", query), ("k", key), ("v", key)):
+        c.place(name, x)
+    c.out, c.group, c.seen, c.pool_begin = (x.data_ptr() for x in (out, one_group, seen, groups))
+    if bias is not None:
+        bias = bias.contiguous()
+        c.bias, c.bias_stride[0] = bias.data_ptr(), bias.stride(0)
+        c.bias_stride[1] = bias.stride(1) if bias.shape[1] > 1 else 0
+    c.scale, c.segment, c.pool_max, c.by_sign = scale, segment, pool == "max", by_sign
+    # Whole groups, about a strip of rows, and enough items for all threads. No bit depends on it.
+    of_strip, of_threads = _STRIP * pooled // max(rows, 1), -(-batch * heads * pooled // (_ITEMS_A_THREAD * threads))
+    c.n_pooled, c.pooled_step = pooled, max(1, min(of_strip, of_threads, pooled))
+    for first, last in ranges(batch * heads * -(-pooled // c.pooled_step)):
+        c.first_item, c.last_item = first, last
+        with span(KERNEL):
+            failed = library().handle.ringtile_masses(ctypes.byref(c))
+        if failed:
+            raise MemoryError("the native kernel could not allocate memory for its threads")
+    return out

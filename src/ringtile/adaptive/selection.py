@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringtile.adaptive.budgets import Budget, Density
-from ringtile.adaptive.control import Controller, ControlReport
+from ringtile.adaptive.budgets import Budget, Counted, Density
+from ringtile.adaptive.control import Controller, ControlReport, Held
 from ringtile.adaptive.scores import Blend, Probe, Scores, Sum, tile_positions
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors, rule_of
 from ringtile.layout import BlockIndex, build_index
+from ringtile.layout.schedule import derived
 from ringtile.patterns import Pattern
 
 DEFAULT_SCORES = Sum(Probe(), Blend())
@@ -101,29 +103,44 @@ def select(
         return index
     with torch.no_grad():
         found = scores(query.detach(), key.detach(), index, key_mask=key_mask, scale=scale)
-        forced = forced_tiles(index, sinks, local)
-        tokens = torch.arange(n_queries, device=query.device)
-        of_token = (index.start + tokens) // index.block - index.first_row
-        dense = tokens >= n_queries - last_dense
-        allowed = index.tiles
+        forced, allowed = forced_tiles(index, sinks, local, last_dense), index.tiles
         if scores.per_token:
-            allowed, forced = allowed[:, :, of_token], forced[of_token]
-        else:
-            dense = dense.new_zeros(index.n_rows).index_fill_(
-                0, of_token[n_queries - min(last_dense, n_queries) :], True
-            )
+            tokens = torch.arange(n_queries, device=query.device)
+            of_token = (index.start + tokens) // index.block - index.first_row
+            late = (tokens >= n_queries - last_dense).unsqueeze(1)
+            allowed, forced = allowed[:, :, of_token], forced_tiles(index, sinks, local)[of_token] | late
         if isinstance(budget, Controller):
             budget = budget.budget(query, key, index, found, allowed, forced, key_mask=key_mask, scale=scale)
         keep = budget.keep(found, allowed, forced)
-        if last_dense:
-            keep = keep | (allowed & dense.unsqueeze(1))
-        return index.restricted_rows(keep) if scores.per_token else index.restricted(keep)
+        if scores.per_token:
+            return index.restricted_rows(keep)
+        most = None
+        if isinstance(budget, Counted) and not isinstance(budget, Held):
+            most = _most_tiles(index, budget, keep, sinks, local, last_dense)
+        return index.restricted(keep, most)
 
 
-def forced_tiles(base: BlockIndex, sinks: int, local: int) -> Tensor:
-    """Return the first tiles and those near a row's own, bool ``[R, C]``."""
+def forced_tiles(base: BlockIndex, sinks: int, local: int, last_dense: int = 0) -> Tensor:
+    """Return the first tiles, those near a row's own, and the rows of the last queries, bool ``[R, C]``."""
     row, col = tile_positions(base)
-    return (col < sinks) | ((col - row.unsqueeze(1)).abs() <= local)
+    first_late = (base.start + base.n_queries - last_dense) // base.block if last_dense else math.inf
+    late = base.first_row + torch.arange(base.n_rows, device=base.device) >= first_late
+    return (col < sinks) | ((col - row.unsqueeze(1)).abs() <= local) | late.unsqueeze(1)
+
+
+def _most_tiles(base: BlockIndex, budget: Counted, keep: Tensor, sinks: int, local: int, last_dense: int) -> int:
+    """Return how many tiles a budget keeps, which no score decides. It is read once per base and budget."""
+    known = derived(base, _no_counts)
+    place = (budget, *keep.shape[:2], base.start, base.n_queries, sinks, local, last_dense)
+    if place not in known:
+        allowed, forced = base.tiles, forced_tiles(base, sinks, local, last_dense)
+        wanted = budget.wanted(allowed.sum(3), keep.shape[1]).maximum((allowed & forced).sum(3))
+        known[place] = int(wanted.expand(*keep.shape[:2], -1).sum())
+    return known[place]
+
+
+def _no_counts(base: BlockIndex) -> dict[tuple[Any, ...], int]:
+    return {}
 
 
 class AdaptiveAttention(nn.Module):

@@ -12,8 +12,13 @@ from ringtile.adaptive.calibration import allocate as allocate
 from ringtile.adaptive.calibration import loss_curves as loss_curves
 from ringtile.adaptive.control import Controller as Controller
 from ringtile.adaptive.control import ControlReport as ControlReport
+from ringtile.adaptive.gate import Distilled as Distilled
+from ringtile.adaptive.gate import Gate as Gate
+from ringtile.adaptive.gate import distill as distill
 from ringtile.adaptive.quality import QualityReport as QualityReport
 from ringtile.adaptive.quality import audit as audit
+from ringtile.adaptive.routed import RoutedAttention as RoutedAttention
+from ringtile.adaptive.routed import with_coordinates as with_coordinates
 from ringtile.adaptive.scores import Antidiagonal as Antidiagonal
 from ringtile.adaptive.scores import Blend as Blend
 from ringtile.adaptive.scores import Box as Box

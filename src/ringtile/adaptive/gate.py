@@ -1,0 +1,280 @@
+"""Scores of tiles that learn from exact attention, and start as scores that learn nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ringtile.adaptive.budgets import Budget, Density
+from ringtile.adaptive.quality import audit
+from ringtile.adaptive.scores import Blend, Scores, Summaries, _summarized, exact_weights, summaries
+from ringtile.adaptive.selection import forced_tiles, select
+from ringtile.functional.attention import rule_of
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Pattern
+
+
+class Gate(nn.Module, Scores):
+    """Scores of `Blend`, and a learned product of a few coordinates of each query and of each tile.
+
+    The coordinates of a query are a linear map of ``[q, |q|]``. The coordinates of a tile are a linear map of the mean,
+    the center and the half width of its keys, as in SeerAttention (Gao et al., arXiv:2410.13276). The second map starts
+    at 0, so a new gate has the scores of ``Blend(pool)``. Train it with `distill`, or in the loop with
+    `RoutedAttention`. Each layer needs a gate of its own: ``SparseTransformer(attend=[...])``.
+
+    Args:
+        num_heads: Number of query heads, H.
+        head_dim: D.
+        num_kv_heads: Number of key heads, a divisor of ``num_heads``. Default: ``num_heads``.
+        rank: Number of learned coordinates.
+        pool: See `Blend`. Only None is causal-safe.
+        device: Device of the parameters, which are float32.
+
+    Raises:
+        ValueError: If an argument is out of range, or if a call's heads or head dim do not match.
+
+    Example:
+        >>> from ringtile.adaptive import AdaptiveAttention
+        >>> attend = AdaptiveAttention(Gate(4, 16), Density(0.25), block=32)
+        >>> q, k, v = torch.randn(3, 1, 4, 256, 16)
+        >>> attend(q, k, v, is_causal=True).shape
+        torch.Size([1, 4, 256, 16])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        rank: int = 16,
+        pool: Literal["max", "mean"] | None = "max",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "rank": rank}
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
+        Blend(pool)
+        self.num_heads, self.num_kv_heads, self.head_dim, self.pool = num_heads, num_kv_heads, head_dim, pool
+        self.of_query = nn.Parameter(torch.randn(num_heads, 2 * head_dim, rank, device=device) * head_dim**-0.5)
+        self.of_tile = nn.Parameter(torch.zeros(num_kv_heads, 3 * head_dim, rank, device=device))
+
+    @property
+    def per_token(self) -> bool:  # type: ignore[override]
+        return self.pool is None
+
+    @property
+    def causal_safe(self) -> bool:  # type: ignore[override]
+        return self.pool is None
+
+    def extra_repr(self) -> str:
+        rank = self.of_query.shape[2]
+        return f"{self.num_heads}, {self.head_dim}, num_kv_heads={self.num_kv_heads}, {rank=}, pool={self.pool!r}"
+
+    def coordinates(self, query: Tensor, tiles: Summaries) -> tuple[Tensor, Tensor]:
+        """Return the learned coordinates of queries ``[B, H, Nq, rank]`` and of tiles ``[B, Hkv, C, rank]``."""
+        if query.shape[1::2] != (self.num_heads, self.head_dim) or tiles.mean.shape[1] != self.num_kv_heads:
+            raise ValueError(
+                f"query, key: expected {self.num_heads} and {self.num_kv_heads} heads of {self.head_dim}, got "
+                f"{query.shape=} and {tiles.mean.shape[1]} key heads"
+            )
+        query = query.to(self.of_query.dtype)
+        sides = torch.cat((tiles.mean, (tiles.high + tiles.low) / 2, (tiles.high - tiles.low) / 2), 3)
+        of_query: Tensor = torch.cat((query, query.abs()), 3) @ self.of_query
+        of_tile: Tensor = sides.to(query.dtype) @ self.of_tile
+        return of_query, of_tile
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        base: BlockIndex,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return the scores, see `Scores`. They have no gradient: `loss` does."""
+        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
+
+    def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
+        """Return the same from the summaries of the keys."""
+        scale = self.head_dim**-0.5 if scale is None else scale
+        with torch.no_grad():
+            of_query, of_tile = self.coordinates(query, tiles)
+            high, low = (torch.cat(((tiles.mean + side) / 2, of_tile.float()), 3) for side in (tiles.high, tiles.low))
+            wide = torch.cat((query.float(), of_query.float()), 3)
+            return _summarized(wide, high, low, tiles, base, self.pool, scale)
+
+    def loss(
+        self,
+        query: Tensor,
+        key: Tensor,
+        base: BlockIndex,
+        rows: Tensor,
+        *,
+        sinks: int = 1,
+        local: int = 1,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return the KL divergence of the gate from exact attention to the tiles it chooses from, a mean over rows.
+
+        Each row counts as much as the attention that it gives to tiles that are not forced. Only the parameters of the
+        gate get a gradient. The cost is that of as many queries of dense attention.
+
+        Args:
+            query: ``[B, H, Nq, D]``.
+            key: ``[B, Hkv, Nk, D]``.
+            base: Index of the pairs to choose from.
+            rows: int64 ``[n]``, the queries to compute exactly, counted from 0.
+            sinks: See `select`.
+            local: See `select`.
+            key_mask: ``[B, Nk]`` bool, True for keys that count.
+            scale: Factor for the products. Default: ``D ** -0.5``.
+        """
+        query, key = query.detach(), key.detach()
+        scale = self.head_dim**-0.5 if scale is None else scale
+        tiles = summaries(key, base.block, key_mask)
+        part = query[:, :, rows]
+        of_query, of_tile = self.coordinates(part, tiles)
+        row = (base.start + rows) // base.block - base.first_row
+        choice = (base.tiles & ~forced_tiles(base, sinks, local))[:, :, row] & tiles.log_count.isfinite()[:, None, None]
+        exact = exact_weights(query, key, base, rows, key_mask, scale).sum(4).masked_fill(~choice, 0)
+        middle = (tiles.mean + (tiles.high + tiles.low) / 2) / 2
+        width = (tiles.high - tiles.low) / 4
+        part = part.to(of_query.dtype)
+        sides = ((part, middle), (part.abs(), width), (of_query, of_tile))
+        logits = sum((_grouped(x, side.to(x.dtype)) for x, side in sides), torch.zeros((), device=key.device)) * scale
+        logits = (logits + tiles.log_count[:, None, None]).masked_fill(~choice, -1e9)
+        entropy: Tensor = torch.special.entr(exact).sum(3) - torch.special.entr(exact.sum(3))
+        return -(entropy + (exact * logits.log_softmax(3)).sum(3)).mean()
+
+
+def _grouped(query: Tensor, tiles: Tensor) -> Tensor:
+    """Return the products of queries ``[B, H, n, D]`` with the tiles of their key head ``[B, Hkv, C, D]``."""
+    products: Tensor = query.unflatten(1, (tiles.shape[1], -1)) @ tiles.unsqueeze(2).mT
+    return products.flatten(1, 2)
+
+
+class Distilled(NamedTuple):
+    """What `distill` found."""
+
+    gate: Gate
+    """The gate that was passed, with the parameters that keep most of the held-out attention."""
+    step: int
+    """The step of these parameters, 0 if no step was better than the start."""
+    recall: float
+    """Mean part of the held-out attention that the returned gate keeps."""
+    untrained: float
+    """The same of the gate as it was passed."""
+    history: tuple[tuple[int, float], ...]
+    """Steps, and the held-out recall at each."""
+
+
+def distill(
+    gate: Gate,
+    samples: Sequence[tuple[Tensor, Tensor]],
+    held_out: Sequence[tuple[Tensor, Tensor]],
+    *,
+    budget: Budget = Density(0.25),  # noqa: B008
+    base: Pattern | None = None,
+    is_causal: bool = False,
+    block: int = 128,
+    sinks: int = 1,
+    local: int = 1,
+    scale: float | None = None,
+    rows: int = 128,
+    steps: int = 400,
+    learning_rate: float = 3e-3,
+    weight_decay: float = 0.1,
+    every: int = 20,
+    patience: int = 5,
+    seed: int = 0,
+) -> Distilled:
+    """Train a gate on exact attention of drawn rows, and keep it only if it keeps more of other text's attention.
+
+    A gate overfits: it can keep more of its own text and less of any other. So ``held_out`` decides, both when to stop
+    and whether the gate stays as it was passed. Use other texts there, not other parts of the same ones.
+
+    Args:
+        gate: Gate to train, in place.
+        samples: Queries ``[B, H, N, D]`` and keys ``[B, Hkv, N, D]`` of one layer, after positions were applied, for
+            several texts.
+        held_out: The same for texts that the samples do not contain.
+        budget: The budget at which held-out recall is measured.
+        base: The pairs to choose from. Default: all pairs.
+        is_causal: Choose only from keys at or before the query's position.
+        block: Tile side in tokens, 16, 32, 64 or 128.
+        sinks: See `select`.
+        local: See `select`.
+        scale: Factor for the products. Default: ``D ** -0.5``.
+        rows: Number of queries to compute exactly, in each step and of each held-out sample.
+        steps: Largest number of steps, one sample each.
+        learning_rate: Step size of AdamW.
+        weight_decay: Pull towards a gate without learned coordinates, in each step relative to the step size.
+        every: Number of steps between two measurements.
+        patience: Number of measurements without a gain after which training ends.
+        seed: Seed of the draws.
+
+    Raises:
+        ValueError: If a number is not positive, there are no samples, or a held-out tensor is one of the samples.
+
+    Example:
+        >>> texts = torch.randn(3, 2, 1, 4, 256, 16, generator=torch.Generator().manual_seed(0))
+        >>> found = distill(Gate(4, 16), list(texts[:2]), [texts[2]], is_causal=True, block=16, steps=20)
+        >>> found.recall >= found.untrained
+        True
+    """
+    for name, number in (("rows", rows), ("steps", steps), ("every", every), ("patience", patience)):
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {number!r}")
+    if not samples or not held_out:
+        raise ValueError(f"samples, held_out: expected at least one of each, got {len(samples)} and {len(held_out)}")
+    if {x.data_ptr() for pair in samples for x in pair} & {x.data_ptr() for pair in held_out for x in pair}:
+        raise ValueError("held_out: expected other texts than the samples, got the same tensor in both")
+    rule = rule_of(base, is_causal, None)
+    options: dict[str, Any] = {"sinks": sinks, "local": local, "scale": scale}
+    generator = torch.Generator().manual_seed(seed)
+
+    def index_of(query: Tensor, key: Tensor) -> BlockIndex:
+        size = query.shape[2], key.shape[2]
+        return build_index(rule, *size, num_heads=query.shape[1], batch=len(query), block=block, device=query.device)
+
+    def recall() -> float:
+        found = []
+        for query, key in held_out:
+            index = select(query, key, budget, base=index_of(query, key), scores=gate, **options)
+            found.append(audit(query, key, key, index, rows=rows, seed=seed, scale=scale).mean)
+        return sum(found) / len(found)
+
+    def state() -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in gate.state_dict().items()}
+
+    optimizer = torch.optim.AdamW(gate.parameters(), learning_rate, weight_decay=weight_decay)
+    with torch.no_grad():
+        best = untrained = recall()
+    at, kept, history = 0, state(), [(0, best)]
+    for step in range(1, steps + 1):
+        query, key = samples[(step - 1) % len(samples)]
+        drawn = torch.randperm(query.shape[2], generator=generator)[:rows].sort().values.to(query.device)
+        optimizer.zero_grad()
+        gate.loss(query, key, index_of(query, key), drawn, **options).backward()
+        optimizer.step()
+        if step % every and step != steps:
+            continue
+        with torch.no_grad():
+            history.append((step, recall()))
+        if history[-1][1] > best:
+            (at, best), kept = history[-1], state()
+        elif step - at >= patience * every:
+            break
+    gate.load_state_dict(kept)
+    return Distilled(gate, at, best, untrained, tuple(history))

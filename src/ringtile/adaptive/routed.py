@@ -1,0 +1,153 @@
+"""Attention that learns in training which tiles to attend to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringtile.adaptive.budgets import Budget, Density
+from ringtile.adaptive.gate import Gate
+from ringtile.adaptive.scores import summaries
+from ringtile.adaptive.selection import AdaptiveAttention
+from ringtile.functional import sparse_attention
+from ringtile.functional.attention import checked_tensors, rule_of
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Pattern
+
+
+def with_coordinates(query: Tensor, key: Tensor, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys that add a router's scores to the logits, with value 0 and with their gradient.
+
+    The product of the results is ``q . k + gq . gk - gq . gk``, and the last term is a constant for autograd. Attention
+    needs the ``scale=`` of the original head dim.
+
+    Args:
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, Nk, D]``.
+        of_query: ``[B, H, Nq, r]``, the router's coordinates of each query.
+        of_key: ``[B, Hkv, Nk, r]``, its coordinates of each key: equal inside a tile.
+
+    Returns:
+        ``[B, H, Nq, D + 2 r]`` and ``[B, Hkv, Nk, D + 2 r]``.
+    """
+    of_query, of_key = of_query.to(query.dtype), of_key.to(key.dtype)
+    return (
+        torch.cat((query, of_query, -of_query.detach()), 3),
+        torch.cat((key, of_key, of_key.detach()), 3),
+    )
+
+
+class RoutedAttention(AdaptiveAttention):
+    """`AdaptiveAttention` whose `Gate` learns while the model trains, from the first step on.
+
+    In training, the gate gets two gradients. The first is that of the model's own loss, as if the score of a tile was
+    added to its logits: it judges tiles that are kept. The second is that of `loss`, which you add to the model's
+    loss: it compares the gate with exact attention of a few drawn queries, so it judges all tiles. Neither reaches
+    queries and keys, and the output is that of exact attention over the chosen tiles.
+
+    Args:
+        gate: The scores. A causal model needs ``Gate(..., pool=None)``, which looks at no later token.
+        budget: See `select`.
+        rows: Number of queries per call whose attention is computed exactly. The cost is that of as many queries of
+            dense attention.
+        block, sinks, local, last_dense, min_length, allow_future: See `select`.
+
+    Raises:
+        ValueError: If ``gate`` is no `Gate`, ``rows`` is not positive, or as `select`, when called.
+
+    Example:
+        >>> from ringtile import SparseTransformer
+        >>> attend = [RoutedAttention(Gate(4, 16, pool=None), block=16) for _ in range(2)]
+        >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend)
+        >>> out = model(torch.randn(1, 256, 64))
+        >>> (out.square().mean() + sum(each.loss for each in attend)).backward()
+        >>> bool(attend[0].scores.of_tile.grad.abs().max() > 0)
+        True
+    """
+
+    scores: Gate
+
+    def __init__(
+        self,
+        gate: Gate,
+        budget: Budget = Density(0.25),  # noqa: B008
+        *,
+        rows: int = 16,
+        straight_through: bool = False,
+        block: int = 128,
+        sinks: int = 1,
+        local: int = 1,
+        last_dense: int = 0,
+        min_length: int = 0,
+        allow_future: bool = False,
+    ) -> None:
+        if not isinstance(gate, Gate):
+            raise ValueError(f"gate: expected a Gate, got {gate!r}")
+        if type(rows) is not int or rows < 1:
+            raise ValueError(f"rows: expected a positive integer, got {rows!r}")
+        super().__init__(
+            gate,
+            budget,
+            block=block,
+            sinks=sinks,
+            local=local,
+            last_dense=last_dense,
+            min_length=min_length,
+            allow_future=allow_future,
+        )
+        self.rows, self.straight_through = rows, straight_through
+        self._loss: Tensor | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The `Gate.loss` of the last call in training, to add to the model's loss.
+
+        Raises RuntimeError if that call recorded no gradient, as inside gradient checkpointing.
+        """
+        if self._loss is None:
+            raise RuntimeError(
+                "loss: the last call recorded no gradient; call the model in training mode, without checkpointing"
+            )
+        return self._loss
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern | BlockIndex | None = None,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Compute the attention as `AdaptiveAttention` does. In training, record the gradients of the gate, too."""
+        self._loss = None
+        same: dict[str, Any] = {"key_mask": key_mask, "scale": scale}
+        learns = self.training and torch.is_grad_enabled() and key.shape[2] >= self.min_length
+        if not learns or not query.numel() or {"key_lengths", "start"} & options.keys():
+            same |= {"is_causal": is_causal, "enable_gqa": enable_gqa}
+            return super().forward(query, key, value, pattern, **same, **options)
+        query, key, value = checked_tensors(query, key, value, enable_gqa)
+        index = self.index(query, key, pattern, is_causal=is_causal, **same)
+        (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
+        if isinstance(pattern, BlockIndex):
+            base = pattern
+        else:
+            rule = rule_of(pattern, is_causal, None)
+            base = build_index(
+                rule, n_queries, n_keys, num_heads=heads, batch=batch, block=self.block, device=query.device
+            )
+        drawn = torch.randperm(n_queries, device=query.device)[: self.rows]
+        self._loss = self.scores.loss(query, key, base, drawn, sinks=self.sinks, local=self.local, **same)
+        if not self.straight_through:
+            return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)
+        of_query, of_tile = self.scores.coordinates(query.detach(), summaries(key.detach(), base.block, key_mask))
+        of_key = of_tile.repeat_interleave(base.block, 2)[:, :, :n_keys]
+        same["scale"] = query.shape[3] ** -0.5 if scale is None else scale
+        query, key = with_coordinates(query, key, of_query, of_key)
+        return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)

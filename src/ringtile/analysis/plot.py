@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ _INK = "#22272e"
 _STYLE: Any = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -45,8 +47,47 @@ _STYLE: Any = {
     "savefig.dpi": 150,
 }
 
+_DARK_STYLE: Any = _STYLE | {
+    "figure.facecolor": "#1b1e24",
+    "axes.facecolor": "#1b1e24",
+    "axes.edgecolor": "#5b626c",
+    "axes.labelcolor": "#d5d9df",
+    "grid.color": "#333942",
+    "text.color": "#d5d9df",
+    "xtick.color": "#aab1bb",
+    "ytick.color": "#aab1bb",
+}
+
 _PATTERN_COLORS = ("#f3f4f6", "#cfe0f0", "#7fb0d8", "#2f73ad", "#123f6d")
 _CHUNK_TILES = 64
+
+
+class Colors(NamedTuple):
+    """Colors that can be read on the background of some axes."""
+
+    ink: str
+    faint: str
+    series: tuple[str, ...]
+    """Lines and bars, the most important first."""
+    shades: tuple[str, ...]
+    """A scale that begins near the background."""
+
+
+_LIGHT = Colors(_INK, "#e6e8eb", (BLUE, ORANGE, "#3b8a5a", "#8a5aa8", RED, "#6b7280"), _PATTERN_COLORS)
+_DARK = Colors(
+    "#d5d9df",
+    "#333942",
+    ("#6cb0ea", "#f0954a", "#6cc492", "#bd93d8", "#ef7d76", "#9aa1a9"),
+    ("#262b33", "#1f4468", "#2f73ad", "#6cb0ea", "#d3e8fb"),
+)
+
+
+def colors_on(ax: Axes) -> Colors:
+    """Return the colors for axes on a light or a dark background."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(ax.get_facecolor())
+    return _LIGHT if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else _DARK
 
 
 def missing_matplotlib() -> str | None:
@@ -59,14 +100,17 @@ def missing_matplotlib() -> str | None:
 
 
 @contextmanager
-def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Yield a figure of `width` by `height` inches, and write it whole to `path` at the end of the block."""
+def picture(path: Path, width: float, height: float, *, dark: bool = False) -> Iterator[Figure]:
+    """Yield a figure of `width` by `height` inches, and write it whole to `path` at the end of the block.
+
+    With ``dark``, the ink is light and the background dark.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     if path.suffix not in FORMATS:
         raise ValueError(f"path: expected a file name ending in {', '.join(FORMATS)}, got {str(path)!r}")
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_DARK_STYLE if dark else _STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +123,12 @@ def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
             part.unlink(missing_ok=True)
 
 
-def _axes(ax: Axes | None) -> Axes:
+def axes_or_new(ax: Axes | None) -> Axes:
+    """Return the axes, or the axes of a new figure, which needs no display. Raises ImportError without matplotlib."""
     if ax is not None:
         return ax
+    if reason := missing_matplotlib():
+        raise ImportError(reason)
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -160,9 +207,8 @@ def plot_pattern(
     ``ax.images[0]`` is the image, for a color bar.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     shares, side = occupancy(index, head=head, batch=batch, pixels=pixels)
     first = index.first_row * index.block
     top = first + (index.start - first) // side * side
@@ -174,6 +220,17 @@ def plot_pattern(
         extent=(0, shares.shape[1] * side, top + shares.shape[0] * side, top),
         interpolation="nearest",
     )
+    mark_positions(ax, index)
+    # A few global tokens among a million are one cell wide: a frame would hide them.
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return ax
+
+
+def mark_positions(ax: Axes, index: BlockIndex) -> None:
+    """Label the queries of an index down, and its keys across."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+
     ax.set_xlim(0, max(index.n_keys, 1))
     ax.set_ylim(index.start + max(index.n_queries, 1), index.start)
     longest = max(index.n_queries, index.n_keys, 1)
@@ -183,10 +240,6 @@ def plot_pattern(
         axis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
     ax.set_xlabel("key position")
     ax.set_ylabel("query position")
-    # A few global tokens among a million are one cell wide: a frame would hide them.
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    return ax
 
 
 def plot_traffic(traffic: Tensor, ax: Axes | None = None, *, pixels: int = 256) -> Axes:
@@ -198,7 +251,7 @@ def plot_traffic(traffic: Tensor, ax: Axes | None = None, *, pixels: int = 256) 
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.ticker import MultipleLocator
 
-    ax = _axes(ax)
+    ax = axes_or_new(ax)
     n_ranks = len(traffic)
     merged = -(-n_ranks // pixels)
     cells = torch.nn.functional.pad(traffic, (0, -n_ranks % merged) * 2)

@@ -1,0 +1,285 @@
+"""Pictures of adaptive attention: what they draw is what was measured, and they can be read on light and on dark."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringtile.adaptive import (
+    GRID,
+    Calibration,
+    ControlReport,
+    LossCurves,
+    Probe,
+    QualityReport,
+    allocate,
+    audit,
+    select,
+)
+from ringtile.analysis.adaptive import (
+    _outlines,
+    densities,
+    plot_attention,
+    plot_density,
+    plot_quality,
+    plot_recall,
+    tile_masses,
+)
+from ringtile.analysis.plot import picture
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Causal, Documents, Pattern, Window, per_head
+
+mcolors = pytest.importorskip("matplotlib.colors")
+
+
+def calibration(layers: int, heads: int) -> Calibration:
+    tiles = torch.tensor(GRID, dtype=torch.float64)
+    curves = []
+    for layer in range(layers):
+        steep = torch.arange(1, heads + 1, dtype=torch.float64).unsqueeze(1) + layer
+        curves.append(LossCurves(tiles, (1 - tiles) ** steep, (1 - tiles) ** steep))
+    return Calibration({}, Probe(), 32, 1, 1, tuple(curves))
+
+
+def report_of(density: Tensor) -> ControlReport:
+    return ControlReport(density, torch.ones_like(density), density == 1)
+
+
+def index_of(batch: int, heads: int, n_tokens: int = 200, block: int = 32) -> BlockIndex:
+    q, k = torch.randn(2, batch, heads, n_tokens, 8).unbind()
+    return select(q, k, base=Causal() & Window(120), block=block)
+
+
+# What is drawn.
+
+
+def test_the_density_of_a_head_is_its_tiles_over_those_of_dense_attention() -> None:
+    index = index_of(2, 3)
+    found = densities([index, index])
+    assert found.shape == (2, 3)
+    kept = index.to_dense().unflatten(3, (1, -1)).squeeze(3)
+    padded = torch.nn.functional.pad(kept, (0, 24, 0, 24)).unflatten(3, (7, 32)).unflatten(2, (7, 32))
+    tiles = padded.any(5).any(3).sum((2, 3)).double()
+    assert torch.allclose(found[0], tiles.mean(0) / (7 * 8 / 2), atol=1e-12)
+    assert found[0].mean().item() == pytest.approx(index.tile_density)
+
+
+def test_densities_of_reports_and_calibrations() -> None:
+    density = torch.tensor([[0.5, 1.0, 0.25], [0.1, 1.0, 0.25]], dtype=torch.float64)
+    assert densities(report_of(density)).tolist() == [[0.3, 1.0, 0.25]]
+    found = calibration(3, 2)
+    assert densities(found, 0.4).tolist() == [list(of_layer) for of_layer in allocate(found.curves, 0.4)]
+
+
+@pytest.mark.parametrize(("layers", "density"), [(0, 0.5), (2, None)])
+def test_only_a_calibration_takes_a_density(layers: int, density: float | None) -> None:
+    shown = calibration(layers, 2) if layers else report_of(torch.ones(1, 2))
+    with pytest.raises(ValueError, match="density: "):
+        densities(shown, density)
+
+
+def test_bars_for_one_layer_and_an_image_for_several() -> None:
+    ax = plot_density(report_of(torch.tensor([[0.5, 1.0, 0.25]])))
+    assert [bar.get_height() for bar in ax.patches] == [0.5, 1.0, 0.25]
+    first, dense, last = (bar.get_facecolor() for bar in ax.patches)
+    assert first == last != dense
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["mean 58.3%", "all tiles"]
+    ax = plot_density(calibration(3, 2), density=0.4)
+    expected = densities(calibration(3, 2), 0.4)
+    assert torch.equal(torch.as_tensor(ax.images[0].get_array().data), expected)
+    assert [text.get_text() for text in ax.texts] == [f"{100 * value:.0f}" for value in expected.flatten().tolist()]
+    assert not plot_density(calibration(41, 10), density=0.4).texts
+
+
+def exact_masses(q: Tensor, k: Tensor, allowed: Tensor, block: int, start: int, scale: float) -> Tensor:
+    """Masses of tiles from the whole matrix of weights, in float64."""
+    weights = (q.double() @ k.double().T * scale).masked_fill(~allowed, -math.inf).softmax(1).nan_to_num(0)
+    row, col = (start + torch.arange(len(q))) // block, torch.arange(len(k)) // block
+    row = row - row[0]
+    found = torch.zeros(int(row[-1]) + 1, int(col[-1]) + 1, dtype=torch.float64)
+    for at, of_query in zip(row.tolist(), weights, strict=True):
+        found[at].index_add_(0, col, of_query)
+    return found / row.bincount().unsqueeze(1)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize(
+    ("n_queries", "n_keys", "reference", "masked"),
+    [
+        (200, 200, None, False),
+        (77, 150, None, True),
+        (150, 150, Causal() & Documents([70, 80]), False),
+        (150, 150, per_head([Causal(), Window(20), Causal(), Causal() & Window(9)]), True),
+    ],
+)
+def test_masses_are_those_of_dense_attention(
+    n_queries: int, n_keys: int, reference: Pattern | None, masked: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ringtile.analysis.adaptive._ROWS", rows)
+    q, k = torch.randn(2, 4, n_queries, 16), torch.randn(2, 2, n_keys, 16)
+    mask = torch.rand(2, n_keys) < 0.6 if masked else None
+    index = build_index(Causal() & Window(40), n_queries, n_keys, num_heads=4, block=32)
+    for head in (1, 3):
+        found = tile_masses(q, k, index, head=head, batch=1, reference=reference, key_mask=mask, scale=0.5)
+        position = torch.arange(n_keys - n_queries, n_keys).unsqueeze(1)
+        rule = Causal() if reference is None else reference
+        allowed = rule.allowed(torch.tensor(head), position, torch.arange(n_keys)).expand(n_queries, n_keys)
+        allowed = allowed if mask is None else allowed & mask[1]
+        expected = exact_masses(q[1, head], k[1, head // 2], allowed, 32, n_keys - n_queries, 0.5)
+        assert torch.allclose(found.double(), expected, atol=1e-6)
+
+
+def test_the_picture_shows_the_masses_and_outlines_the_kept_tiles() -> None:
+    q, k = torch.randn(2, 2, 3, 500, 8).unbind()
+    index = select(q, k, is_causal=True, block=32)
+    ax = plot_attention(q, k, index, head=2, batch=1)
+    shown = torch.as_tensor(ax.images[0].get_array().data)
+    assert torch.equal(shown, tile_masses(q, k, index, head=2, batch=1))
+    lines = [[tuple(end) for end in line] for line in ax.collections[0].get_segments()]
+    assert lines == [[tuple(map(float, end)) for end in line] for line in _outlines(index.tiles[1, 2], 32, 0)]
+    assert lines != [[tuple(map(float, end)) for end in line] for line in _outlines(index.tiles[1, 1], 32, 0)]
+
+
+def test_outlines_are_the_sides_between_kept_tiles_and_others() -> None:
+    for _ in range(20):
+        kept = torch.rand(5, 7) < 0.5
+        sides = set()
+        for (x0, y0), (x1, y1) in _outlines(kept, 10, 30):
+            assert (x0 == x1) != (y0 == y1)
+            steps = max(x1 - x0, y1 - y0) // 10
+            part = ((x1 - x0) // steps, (y1 - y0) // steps)
+            ends = [(x0 + part[0] * step, y0 + part[1] * step - 30) for step in range(steps + 1)]
+            sides |= {(ends[step], ends[step + 1]) for step in range(steps)}
+        inside = {(row, col) for row, col in kept.nonzero().tolist()}
+        expected = set()
+        for row in range(6):
+            for col in range(8):
+                here = (row, col) in inside
+                if here != ((row, col - 1) in inside):
+                    expected.add(((10 * col, 10 * row), (10 * col, 10 * row + 10)))
+                if here != ((row - 1, col) in inside):
+                    expected.add(((10 * col, 10 * row), (10 * col + 10, 10 * row)))
+        assert sides == expected
+
+
+@pytest.mark.parametrize("change", [{"head": 3}, {"head": -1}, {"batch": 2}, {"n_keys": 100}, {"key_heads": 2}])
+def test_masses_refuse_what_does_not_match(change: dict[str, int]) -> None:
+    q, k = torch.randn(2, 3, 200, 8), torch.randn(2, change.pop("key_heads", 3), change.pop("n_keys", 200), 8)
+    with pytest.raises(ValueError, match=r"^(head|batch|index|key): "):
+        tile_masses(q, k, build_index(Causal(), 200), **change)
+
+
+def recall_report(recall: Tensor) -> QualityReport:
+    return QualityReport(torch.arange(recall.shape[2]), recall, *3 * (torch.zeros_like(recall),))
+
+
+def test_recall_is_a_histogram_with_its_marks() -> None:
+    recall = torch.tensor([[[1.0, 0.9, 0.8, math.nan], [1.0, 0.5, 0.5, 1.0]]], dtype=torch.float64)
+    report = recall_report(recall)
+    ax = plot_recall(report, target=0.95)
+    heights = {round(bar.get_x(), 4): bar.get_height() for bar in ax.patches if bar.get_height()}
+    assert sum(heights.values()) == pytest.approx(1)
+    assert sorted(heights.values()) == pytest.approx([1 / 7, 1 / 7, 2 / 7, 3 / 7])
+    marks = {text.get_text() for text in ax.get_legend().get_texts()}
+    assert marks == {"mean 81.4%", "5% of the rows are below 50.0%", "worst head 75.0%", "target 95.0%"}
+    places = sorted(line.get_xdata()[0] for line in ax.lines)
+    assert places == pytest.approx(sorted([report.mean, report.p5, report.worst_head, 0.95]))
+    with pytest.raises(ValueError, match="report: "):
+        plot_recall(recall_report(torch.full((1, 1, 3), math.nan)))
+
+
+def test_quality_is_a_mean_with_its_spread_and_speed_has_its_own_axis() -> None:
+    ax = plot_quality({"ours": {0.25: [0.98, 1.0], 0.1: [0.8, 0.9]}, "window": {0.25: 0.5}}, speed={0.1: 6, 0.25: 2.5})
+    ours, window = ax.lines[0], ax.containers[1].lines[0]
+    assert ours.get_xdata().tolist() == [0.1, 0.25]
+    assert ours.get_ydata().tolist() == pytest.approx([0.85, 0.99])
+    (bars,) = ax.containers[0].lines[2]
+    spread = [(high - low) / 2 for (_, low), (_, high) in bars.get_segments()]
+    assert spread == pytest.approx([torch.tensor([0.8, 0.9]).std().item(), torch.tensor([0.98, 1.0]).std().item()])
+    assert window.get_ydata().tolist() == [0.5]
+    right = ax.figure.axes[-1]
+    assert right is not ax
+    assert right.containers[0].lines[0].get_ydata().tolist() == [6, 2.5]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ours", "window", "speed (right)"]
+    for wrong in ({}, {"ours": {}}, {"ours": {0.0: 1.0}}, {"ours": {25.0: 1.0}}):
+        with pytest.raises(ValueError, match="quality, speed: "):
+            plot_quality(wrong)
+
+
+# That it can be read.
+
+
+def _draws() -> dict[str, Callable[..., object]]:
+    q, k, v = torch.randn(3, 1, 2, 300, 8, dtype=torch.bfloat16).unbind()
+    index = select(q, k, is_causal=True, block=32)
+    report = audit(q, k, v, index)
+    return {
+        "density": lambda ax: plot_density(index, ax),
+        "densities": lambda ax: plot_density(calibration(6, 4), ax, density=0.4),
+        "recall": lambda ax: plot_recall(report, ax, target=0.9),
+        "quality": lambda ax: plot_quality({"ours": {0.1: [0.9, 0.8], 0.2: 1.0}}, ax, speed={0.1: 5, 0.2: 2}),
+        "attention": lambda ax: plot_attention(q, k, index, ax, head=1),
+    }
+
+
+def luminance(color: object) -> float:
+    parts = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in mcolors.to_rgb(color)]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def contrast(one: object, other: object) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("name", ["density", "densities", "recall", "quality", "attention"])
+def test_text_and_lines_stand_out(name: str, dark: bool, tmp_path: Path) -> None:
+    from matplotlib.text import Text
+
+    path = tmp_path / "picture.png"
+    with picture(path, 6, 4, dark=dark) as figure:
+        ax = figure.add_subplot()
+        _draws()[name](ax)
+        ax.set_title("A title")
+        background = figure.get_facecolor()
+        assert (luminance(background) < 0.05) == dark
+        on_cells = set(ax.texts)
+        texts = [text for text in figure.findobj(Text) if text.get_text() and text not in on_cells]
+        assert "A title" in {text.get_text() for text in texts}
+        assert min(contrast(text.get_color(), background) for text in texts) >= 4.5
+        lines = [line for axes in figure.axes for line in axes.lines]
+        assert all(contrast(line.get_color(), background) >= 3 for line in lines)
+        for text in on_cells:
+            column, row = text.get_position()
+            image = ax.images[0]
+            cell = image.cmap(image.norm(float(image.get_array()[int(row), int(column)])))
+            assert contrast(text.get_color(), cell) >= 3
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_drawn_over_something_else() -> None:
+    for name, draw in _draws().items():
+        ax = draw(None)
+        ax.set_title("A title")  # type: ignore[attr-defined]
+        figure = ax.figure  # type: ignore[attr-defined]
+        figure.draw_without_rendering()
+        if (legend := ax.get_legend()) is not None:  # type: ignore[attr-defined]
+            inside = legend.get_window_extent()
+            assert not inside.overlaps(ax.bbox), name  # type: ignore[attr-defined]
+            assert not inside.overlaps(ax.xaxis.label.get_window_extent()), name  # type: ignore[attr-defined]
+            assert figure.bbox.y0 <= inside.y0 <= inside.y1 <= figure.bbox.y1, name
+
+
+def test_without_matplotlib_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for draw in _draws().values():
+        with pytest.raises(ImportError, match=r"ringtile\[plot\]"):
+            draw(None)

@@ -289,6 +289,16 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
     assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT).block == 16
 
 
+def test_a_text_of_yours_judges_and_does_not_calibrate(
+    tiny: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text("0123456789" * 100)
+    monkeypatch.setattr(tiny, "texts", Texts(tiny.encode, own))
+    assert tiny.texts.far_copy(0, N).kinds == ("text", "text")
+    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT).text["text"] == ["random tokens", "calibration"]
+
+
 def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
     leg = Leg(tiny, tmp_path, block=16)
     found = leg.losses(decoder_module._even("default", DEFAULT, 1.0), 0)

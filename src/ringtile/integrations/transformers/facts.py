@@ -19,8 +19,8 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> model = LlamaForCausalLM(LlamaConfig(8, 32, 32, num_hidden_layers=2, num_attention_heads=4))
-        >>> facts = model_facts(model)
+        >>> sizes = dict(vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
+        >>> facts = model_facts(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)))
         >>> facts["name"], facts["layers"], facts["heads"], len(facts["weights_sha256"])
         ('LlamaForCausalLM', 2, 4, 64)
     """

@@ -228,12 +228,17 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
         limit = high > limit ? high : limit;
     }
     const float *bias = c.bias ? c.bias + head.b * c.bias_stride[0] + head.kv * c.bias_stride[1] : nullptr;
+    // Adding a number to all scores changes nothing, so that most tiles have no bias.
+    const float usual = bias && __builtin_isfinite(bias[0]) ? bias[0] : 0;
     float scaled_bias[MAX_BLOCK];
     for (int64_t slot = 0; slot * segments.keys < limit; slot++) {
         const int64_t begin = slot * segments.keys, stop = min(begin + segments.keys, limit);
         for (int64_t key = begin; key < stop; key += MAX_BLOCK) {
-            KeyTile tile = {key, (int)min(MAX_BLOCK, stop - key), bias ? scaled_bias : nullptr, key > begin};
-            for (int k = 0; bias && k < tile.count; k++) scaled_bias[k] = bias[key + k] * (1.44269504088896340736f / base);
+            KeyTile tile = {key, (int)min(MAX_BLOCK, stop - key), nullptr, key > begin};
+            for (int k = 0; bias && k < tile.count; k++) {
+                scaled_bias[k] = (bias[key + k] - usual) * (1.44269504088896340736f / base);
+                if (scaled_bias[k] != 0) tile.bias = scaled_bias;
+            }
             products.load_tile(head, {key, 0, tile.count, 0}, nullptr);
             for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
                 if (most[group] <= key) continue;

@@ -356,8 +356,16 @@ def summaries(key: Tensor, block: int, key_mask: Tensor | None = None) -> Summar
     """Return the mean, the smallest and the largest of the keys ``[B, Hkv, Nk, D]`` of each tile."""
     batch, _, n_keys, _ = key.shape
     cols = -(-n_keys // block)
-    inside = torch.ones(batch, n_keys, dtype=torch.bool, device=key.device) if key_mask is None else key_mask
-    whole = F.pad(inside, (0, cols * block - n_keys)).view(batch, 1, cols, block, 1)
+    if key_mask is None:
+        full = n_keys // block
+        parts = [key[:, :, : full * block].unflatten(2, (full, block)), key[:, :, full * block :].unsqueeze(2)]
+        parts = parts[: 1 + cols - full]
+        mean = torch.cat([part.sum(3, dtype=torch.float32) / part.shape[3] for part in parts], 2)
+        low, high = (torch.cat([best(part, 3) for part in parts], 2).float() for best in (torch.amin, torch.amax))
+        counts = torch.full((batch, cols), float(block), device=key.device)
+        counts[:, full:] = n_keys - full * block
+        return Summaries(mean, low, high, counts.log())
+    whole = F.pad(key_mask, (0, cols * block - n_keys)).view(batch, 1, cols, block, 1)
     tiles = F.pad(key, (0, 0, 0, cols * block - n_keys)).unflatten(2, (cols, block))
     count = whole.sum(3)
     mean = tiles.masked_fill(~whole, 0).sum(3, dtype=torch.float32) / count.clamp(min=1)

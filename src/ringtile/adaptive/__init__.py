@@ -5,6 +5,7 @@ from ringtile.adaptive.budgets import Density as Density
 from ringtile.adaptive.budgets import Threshold as Threshold
 from ringtile.adaptive.budgets import TopK as TopK
 from ringtile.adaptive.budgets import TopP as TopP
+from ringtile.adaptive.cache import AdaptiveCache as AdaptiveCache
 from ringtile.adaptive.calibration import GRID as GRID
 from ringtile.adaptive.calibration import Calibration as Calibration
 from ringtile.adaptive.calibration import LossCurves as LossCurves

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringtile.kernels.masses import pooled_masses
 from ringtile.layout import BlockIndex
+from ringtile.patterns.philox import WORD, philox4x32
 
 _SCORES = 1 << 20
 """Most scores that exist at once, in each of a few tensors."""
@@ -50,6 +51,12 @@ class Scores(ABC):
             key_mask: ``[B, Nk]`` bool, True for keys that count.
             scale: Factor for the products. Default: ``D ** -0.5``.
         """
+
+    def of_summaries(
+        self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None
+    ) -> Tensor | None:
+        """Return the same from the summaries of the keys, or None if the scores need more of the keys."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,9 @@ class Blend(Scores):
         key_mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        tiles = summaries(key, base.block, key_mask)
+        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
+
+    def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
         return _summarized(
             query, (tiles.mean + tiles.high) / 2, (tiles.mean + tiles.low) / 2, tiles, base, self.pool, scale
         )
@@ -162,7 +171,9 @@ class Box(Scores):
         key_mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        tiles = summaries(key, base.block, key_mask)
+        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
+
+    def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
         return _summarized(query, tiles.high, tiles.low, tiles, base, self.pool, scale)
 
 
@@ -198,12 +209,14 @@ class Means(Scores):
         key_mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        tiles = summaries(key, base.block, key_mask)
+        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
+
+    def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
         if self.pool is None:
             return _summarized(query, tiles.mean, tiles.mean, tiles, base, None, scale)
         first, last = _rows_of_tiles(base)
         mean = _padded_rows(query.float(), base).sum(3) / (last - first).unsqueeze(1)
-        grouped = mean.unflatten(1, (key.shape[1], -1))
+        grouped = mean.unflatten(1, (tiles.mean.shape[1], -1))
         logits = (grouped @ tiles.mean.unsqueeze(2).mT).flatten(1, 2) * _scale(query, scale)
         logits = logits + tiles.log_count.unsqueeze(1).unsqueeze(1)
         return _softmax(logits, base.tiles)
@@ -298,11 +311,11 @@ class Shuffled(Scores):
         key_mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        # Drawn for all positions from 0, so that a tile has its rank at every length.
-        size = max(base.first_row + base.n_rows, base.n_cols)
-        drawn = torch.rand(query.shape[1], size, size, generator=generator)
-        drawn = drawn[:, base.first_row : base.first_row + base.n_rows, : base.n_cols].to(query.device)
+        row, col = tile_positions(base)
+        head = torch.arange(query.shape[1], device=query.device)[:, None, None]
+        # A function of the place alone, so that a tile has its rank at every length.
+        counter = (row.unsqueeze(1).expand(len(row), len(col)), col, head, torch.zeros_like(head))
+        drawn = philox4x32(counter, (self.seed & WORD, self.seed >> 32 & WORD), 7)[0].float() + 1
         return _normalized(drawn.expand(len(query), -1, -1, -1), base)
 
 
@@ -340,6 +353,13 @@ class Sum(Scores):
     ) -> Tensor:
         found = (part(query, key, base, key_mask=key_mask, scale=scale) for part in self.parts)
         return reduce(torch.add, found) / len(self.parts)
+
+    def of_summaries(
+        self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None
+    ) -> Tensor | None:
+        found = [part.of_summaries(query, tiles, base, scale) for part in self.parts]
+        each = [x for x in found if x is not None]
+        return reduce(torch.add, each) / len(each) if len(each) == len(found) else None
 
 
 class Summaries(NamedTuple):
@@ -412,7 +432,8 @@ def _summarized(
         before, after = number * block - lead, some.stop * block - lead
         weights = F.pad(weights, (0, 0, first - before, after - last)).unflatten(2, (len(some), block))
         found.append(weights.amax(3) if pool == "max" else weights.sum(3))
-    return _normalized(torch.cat(found, 2), base, allowed)
+    joined = torch.cat(found, 2)
+    return joined if pool is None else _normalized(joined, base, allowed)
 
 
 def _summarized_at_once(
@@ -493,8 +514,6 @@ def _softmax(logits: Tensor, inside: Tensor) -> Tensor:
 def _normalized(found: Tensor, base: BlockIndex, inside: Tensor | None = None) -> Tensor:
     """Return scores that sum to 1 over the tiles of each row."""
     inside = base.tiles if inside is None else inside
-    if found.shape[2] != base.n_rows:
-        return found
     found = found.masked_fill(~inside, 0)
     return found / found.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from ringtile.functional.attention import checked_tensors, rule_of
 from ringtile.layout import BlockIndex, build_index
 from ringtile.layout.schedule import derived
 from ringtile.patterns import Pattern
+
+if TYPE_CHECKING:
+    from ringtile.adaptive.cache import AdaptiveCache
 
 DEFAULT_SCORES = Sum(Probe(), Blend())
 
@@ -192,6 +195,12 @@ class AdaptiveAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.scores!r}, {self.budget!r}, block={self.block}"
+
+    def new_cache(self, rule: Pattern) -> AdaptiveCache:
+        """Return an empty cache for generation over the pairs of a rule, see `AdaptiveCache`."""
+        from ringtile.adaptive.cache import AdaptiveCache
+
+        return AdaptiveCache(self, rule)
 
     def forward(
         self,

@@ -131,7 +131,7 @@ class SparseTransformerLayer(nn.Module):
         """Return an empty cache for generation.
 
         Raises ValueError if the layer is not causal, or ``attend`` is neither `sparse_attention` nor made by
-        `longnet_attend` or `ring_attend`.
+        `longnet_attend` or `ring_attend` nor an `AdaptiveAttention` that can decode.
         """
         if isinstance(self.attend, LongNet):
             whole = partial(self.attend, pattern=self.pattern, is_causal=self.is_causal)
@@ -141,7 +141,8 @@ class SparseTransformerLayer(nn.Module):
             return cache
         if self.attend is not sparse_attention:
             raise ValueError(
-                f"attend: a cache needs sparse_attention, longnet_attend(...) or ring_attend(...), got {self.attend!r}"
+                "attend: a cache needs sparse_attention, longnet_attend(...), ring_attend(...) or "
+                f"AdaptiveAttention(...), got {self.attend!r}"
             )
         return LayerCache(self.rule)
 

@@ -1,0 +1,168 @@
+"""Generation with adaptive attention: each step reads the tiles that a call over all tokens would choose."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.adaptive.control import Controller
+from ringtile.adaptive.scores import Summaries, summaries
+from ringtile.adaptive.selection import AdaptiveAttention, forced_tiles
+from ringtile.functional import sparse_attention
+from ringtile.functional.attention import checked_tensors
+from ringtile.functional.cache import HeldKeys, LayerCache
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Pattern, TileGrid
+
+
+class AdaptiveCache(LayerCache):
+    """Keys and values of one layer with adaptive attention. It holds all tokens, and a step reads the chosen tiles.
+
+    Each call returns the last rows of a call of ``attention`` over all tokens so far. If the scores have rows of tiles,
+    the first token of a tile chooses, and reads what the scores need: `Probe` reads all keys, once per ``block``
+    tokens. The next ``block - 1`` tokens read the keys and values of its choice. If each token chooses, it reads the
+    summaries of the past tiles first, which grow by one for each tile.
+
+    ``min_length`` counts the tokens so far: calls below it are dense. The choice is that of the same scores in one
+    call, except for scores that differ by rounding only.
+
+    Args:
+        attention: Scores and budget that decide by row, without later tokens.
+        pattern: The pairs to choose from. It must not keep later keys.
+
+    Raises:
+        ValueError: If the scores are not causal-safe, the budget is a `Controller` that looks at calls, ``last_dense``
+            is set (each token is the last one once), or the pattern is bound to a length or keeps later keys.
+
+    >>> from ringtile.adaptive import Density, Probe
+    >>> from ringtile.patterns import Causal
+    >>> cache = AdaptiveAttention(Probe("first"), Density(0.25), block=16, sinks=0, local=0).new_cache(Causal())
+    >>> for tokens in (200, 1, 1):
+    ...     out = cache.attend(*torch.randn(3, 1, 4, tokens, 16).unbind())
+    >>> out.shape, cache.length, cache.index.kept_tiles
+    (torch.Size([1, 4, 1, 16]), 202, 16)
+    """
+
+    def __init__(self, attention: AdaptiveAttention, pattern: Pattern) -> None:
+        super().__init__(pattern)
+        scores, budget = attention.scores, attention.budget
+        if not scores.causal_safe:
+            raise ValueError(
+                "scores: a cache needs scores without later tokens: Probe('first'), Blend(None), Box(None), "
+                f"Means(None), Recent(), Shuffled() or a Sum of these, got {scores!r}"
+            )
+        if isinstance(budget, Controller) and (budget.mode != "offline" or budget.fitting):
+            raise ValueError(
+                "budget: a cache needs one that decides about each row by itself, such as Density(0.25) or a "
+                f"Controller of the mode 'offline' after fitting, got {budget!r}"
+            )
+        if attention.last_dense:
+            raise ValueError(
+                f"last_dense: a cache needs 0, because each new token is the last one, got {attention.last_dense}"
+            )
+        if not pattern.unbounded:
+            raise ValueError(f"pattern: a cache of tiles needs a rule for any length, got {pattern!r}")
+        self.capacity = None
+        self.attention = attention
+        self.index: BlockIndex | None = None
+        """The tiles of the last call, its queries over all keys."""
+        self._open: Tensor | None = None
+        """Bool ``[B, H, 1, C]``, the choice for a row tile that further tokens belong to, if tiles choose."""
+        self._pages: Summaries | None = None
+        """The complete tiles of keys, and room for the one that is not, if tokens choose."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+        """Compute attention of the next N tokens, as `LayerCache.attend` does, over the chosen tiles."""
+        query, key, value = checked_tensors(query, key, value, enable_gqa=True)
+        self._check(query, key, value, key_mask)
+        start, n_new = self.length, key.shape[2]
+        self._store(self._new(key, value, torch.arange(start, start + n_new, device=key.device), key_mask))
+        seen = self._present()
+        assert seen is not None
+        mask = seen.mask if self._masked else None
+        with torch.no_grad():
+            self.index = self._choose(query, seen, mask, TileGrid(self.attention.block, start, n_new, self.length))
+        return sparse_attention(query, seen.key, seen.value, self.index, key_mask=mask, enable_gqa=True)
+
+    def _choose(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> BlockIndex:
+        """Return the index of the queries of a grid."""
+        least = self.attention.min_length
+        if self.attention.scores.per_token:
+            keep = self._keep_of_tokens(query, seen, mask, grid)
+        else:
+            last, follows = self.index, grid.start % grid.block != 0 and grid.start >= least
+            if last is not None and follows and last.n_rows == grid.n_rows == 1:
+                # The same tiles, for later tokens of the row tile.
+                return last.at(grid)
+            keep = self._keep_of_tiles(query, seen, mask, grid)
+        base = self._base(query, grid)
+        if self.length < least:
+            return base
+        return base.restricted(keep) if keep.shape[2] == base.n_rows else base.restricted_rows(keep)
+
+    def _base(self, query: Tensor, grid: TileGrid) -> BlockIndex:
+        return build_index(
+            self.pattern,
+            grid.n_queries,
+            grid.n_keys,
+            num_heads=query.shape[1],
+            block=grid.block,
+            device=query.device,
+        )
+
+    def _keep_of_tiles(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
+        """Return the tiles of each row tile: of the first one, the choice of its first token, an earlier call's."""
+        parts = []
+        lead = -grid.start % grid.block
+        if lead:
+            assert self._open is not None
+            parts.append(F.pad(self._open, (0, grid.n_cols - self._open.shape[3])))
+        if lead < grid.n_queries:
+            query = query[:, :, lead:]
+            base = self._base(query, TileGrid(grid.block, grid.start + lead, grid.n_queries - lead, grid.n_keys))
+            found = self.attention.scores(query, seen.key, base, key_mask=mask)
+            parts.append(self._kept_of(query, seen, mask, base, found, torch.arange(base.n_rows, device=query.device)))
+        keep = torch.cat(parts, 2)
+        self._open = keep[:, :, -1:].clone()
+        return keep
+
+    def _keep_of_tokens(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
+        base = self._base(query, grid)
+        scores = self.attention.scores
+        found = scores.of_summaries(query, self._grown(seen, grid), base)
+        if found is None:
+            found = scores(query, seen.key, base, key_mask=mask)
+        row = (grid.start + torch.arange(grid.n_queries, device=query.device)) // grid.block - grid.first_row
+        return self._kept_of(query, seen, mask, base, found, row)
+
+    def _kept_of(
+        self, query: Tensor, seen: HeldKeys, mask: Tensor | None, base: BlockIndex, found: Tensor, row: Tensor
+    ) -> Tensor:
+        """Return the tiles that the budget keeps by scores of rows in the row tiles ``row``."""
+        allowed = base.tiles[:, :, row]
+        forced = forced_tiles(base, self.attention.sinks, self.attention.local)[row]
+        budget = self.attention.budget
+        if isinstance(budget, Controller):
+            budget = budget.budget(query, seen.key, base, found, allowed, forced, key_mask=mask)
+        return budget.keep(found, allowed, forced)
+
+    def _grown(self, seen: HeldKeys, grid: TileGrid) -> Summaries:
+        """Return the summaries of all tiles of keys, after those that became complete have been added."""
+        complete, had = grid.n_keys // grid.block, 0 if self._pages is None else self._pages.log_count.shape[1] - 1
+        if self._pages is None or complete > had:
+            first, last = had * grid.block, complete * grid.block
+            mean, low, high, count = summaries(seen.key[:, :, first:last], grid.block, seen.mask[:, first:last])
+            if self._pages is not None:
+                before = self._pages
+                mean, low, high = (
+                    torch.cat((x[:, :, :had], y), 2)
+                    for x, y in ((before.mean, mean), (before.low, low), (before.high, high))
+                )
+                count = torch.cat((before.log_count[:, :had], count), 1)
+            mean, low, high = (F.pad(x, (0, 0, 0, 1)) for x in (mean, low, high))
+            self._pages = Summaries(mean, low, high, F.pad(count, (0, 1), value=-torch.inf))
+        pages, cols = self._pages, grid.n_cols
+        return Summaries(
+            pages.mean[:, :, :cols], pages.low[:, :, :cols], pages.high[:, :, :cols], pages.log_count[:, :cols]
+        )

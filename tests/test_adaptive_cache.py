@@ -1,0 +1,292 @@
+"""Generation with adaptive attention is the call over all tokens, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringtile import SparseLanguageModel, SparseTransformer
+from ringtile.adaptive import (
+    AdaptiveAttention,
+    AdaptiveCache,
+    Antidiagonal,
+    Blend,
+    Box,
+    Controller,
+    Density,
+    Means,
+    Probe,
+    Recent,
+    Shuffled,
+    Sum,
+    Threshold,
+    TopK,
+    TopP,
+)
+from ringtile.layout import BlockIndex
+from ringtile.layout import index as layout_index
+from ringtile.patterns import Blocks, Causal, Dense, Documents, GlobalTokens, Pattern, Window, per_head
+
+TILE_SCORES = [Probe("first"), Recent(), Shuffled(3), Sum(Probe("first"), Recent())]
+TOKEN_SCORES = [Blend(None), Box(None), Means(None), Sum(Blend(None), Means(None))]
+SCORES = [*TILE_SCORES, *TOKEN_SCORES]
+BUDGETS = [Density(0.4), Density((0.2, 0.5, 0.3, 0.9)), TopK(2), TopP(0.7), Threshold(0.2)]
+RULES = [Causal(), Causal() & (Window(40) | GlobalTokens(10)), Causal() & per_head([Dense(), Window(60)] * 2)]
+N, BLOCK = 150, 16
+
+
+def inputs(seed: int = 0, *, tokens: int = N, heads: int = 4, key_heads: int = 2, batch: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((batch, count, tokens, 8) for count in (heads, key_heads, key_heads))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) * 1.5 for shape in shapes]
+
+
+def steps(cache: AdaptiveCache, x: list[Tensor], cuts: list[int], mask: Tensor | None = None) -> list[Tensor]:
+    """The outputs of the calls between cuts. Checks that each call's choice is of the queries that it computes."""
+    outs = []
+    for first, last in zip([0, *cuts], [*cuts, x[0].shape[2]], strict=True):
+        outs.append(
+            cache.attend(*(t[:, :, first:last] for t in x), key_mask=None if mask is None else mask[:, first:last])
+        )
+        assert cache.index is not None
+        assert (cache.index.start, cache.index.n_queries, cache.length) == (first, last - first, last)
+    return outs
+
+
+def kept(index: BlockIndex | None, like: Tensor, n_keys: int) -> Tensor:
+    assert index is not None
+    dense = index.to_dense().expand(*like.shape[:2], -1, -1)
+    return torch.nn.functional.pad(dense, (0, n_keys - dense.shape[3]))
+
+
+@settings(max_examples=60)
+@given(
+    scores=st.sampled_from(SCORES),
+    budget=st.sampled_from(BUDGETS),
+    rule=st.sampled_from(RULES),
+    cuts=st.lists(st.integers(1, N - 1), min_size=1, max_size=6, unique=True).map(sorted),
+    masked=st.booleans(),
+    forced=st.sampled_from([(1, 1), (0, 0)]),
+    seed=st.integers(0, 9),
+)
+def test_chunks_of_any_length_are_the_call(
+    scores: Any, budget: Any, rule: Pattern, cuts: list[int], masked: bool, forced: tuple[int, int], seed: int
+) -> None:
+    x = inputs(seed)
+    mask = torch.rand(2, N, generator=torch.Generator().manual_seed(seed)) < 0.7 if masked else None
+    attend = AdaptiveAttention(scores, budget, block=BLOCK, sinks=forced[0], local=forced[1])
+    expected = attend(*x, rule, key_mask=mask, enable_gqa=True)
+    index = attend.index(*x[:2], rule, key_mask=mask)
+    cache = attend.new_cache(rule)
+    rows, first = [], 0
+    for last in [*cuts, N]:
+        part = None if mask is None else mask[:, first:last]
+        out = cache.attend(*(t[:, :, first:last] for t in x), key_mask=part)
+        torch.testing.assert_close(out, expected[:, :, first:last], rtol=0, atol=1e-12)
+        rows.append(kept(cache.index, x[0], N))
+        first = last
+    assert torch.equal(torch.cat(rows, 2), kept(index, x[0], N))
+
+
+@pytest.mark.parametrize("scores", SCORES, ids=repr)
+def test_a_step_is_the_last_row_of_a_call(scores: Any) -> None:
+    """Of every length: no step knows how long the call is that it is compared with."""
+    x = inputs(3, tokens=70)
+    attend = AdaptiveAttention(scores, Density(0.3), block=BLOCK, sinks=0, local=0)
+    cache = attend.new_cache(Causal())
+    for n, out in enumerate(steps(cache, x, list(range(20, 70))), 19):
+        n_keys = n + 1
+        part = [t[:, :, :n_keys] for t in x]
+        expected = attend(*part, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(out[:, :, -1], expected[:, :, -1], rtol=0, atol=1e-12)
+    assert torch.equal(kept(cache.index, x[0], 70), kept(attend.index(*x[:2], is_causal=True), x[0], 70)[:, :, -1:])
+
+
+def test_short_contexts_are_dense() -> None:
+    """A call with fewer tokens in all than `min_length` keeps all pairs, a longer one the choice, in each row."""
+    x = inputs(1, tokens=100)
+    for scores in (Probe("first"), Blend(None)):
+        attend = AdaptiveAttention(scores, TopK(1), block=BLOCK, sinks=0, local=0, min_length=53)
+        cache = attend.new_cache(Causal())
+        for last, out in zip([10, 40, *range(41, 60), 100], steps(cache, x, [10, 40, *range(41, 60)]), strict=True):
+            expected = attend(*(t[:, :, :last] for t in x), is_causal=True, enable_gqa=True)
+            torch.testing.assert_close(out, expected[:, :, -out.shape[2] :], rtol=0, atol=1e-12)
+
+
+def test_what_depends_on_other_tokens_is_refused() -> None:
+    for scores in (Probe(), Blend(), Means(), Antidiagonal(), Sum(Probe("first"), Probe(2))):
+        with pytest.raises(ValueError, match=r"scores: a cache needs .* Probe\('first'\), Blend\(None\)"):
+            AdaptiveAttention(scores).new_cache(Causal())
+    for budget in (Controller(0.9), Controller(0.9, "running")):
+        with pytest.raises(ValueError, match="budget: a cache needs one that decides about each row by itself"):
+            AdaptiveAttention(Recent(), budget).new_cache(Causal())
+    with pytest.raises(ValueError, match="last_dense: a cache needs 0"):
+        AdaptiveAttention(Recent(), last_dense=1).new_cache(Causal())
+    for pattern in (Causal() & Documents([10, 20]), Causal() & Blocks(torch.ones(2, 2, dtype=torch.bool))):
+        with pytest.raises(ValueError, match="pattern: a cache of tiles needs a rule for any length"):
+            AdaptiveAttention(Recent()).new_cache(pattern)
+    with pytest.raises(ValueError, match="pattern: a cache needs one that keeps no later keys"):
+        AdaptiveAttention(Recent()).new_cache(Dense())
+
+
+def test_a_fitted_controller_serves() -> None:
+    x = inputs(2)
+    controller = Controller(0.8, "offline", rows=32)
+    controller.fitting = True
+    attend = AdaptiveAttention(Probe("first"), controller, block=BLOCK)
+    attend(*x, is_causal=True, enable_gqa=True)
+    with pytest.raises(ValueError, match="budget: a cache needs"):
+        attend.new_cache(Causal())
+    controller.fitting = False
+    expected = attend(*x, is_causal=True, enable_gqa=True)
+    outs = steps(attend.new_cache(Causal()), x, [30, 77, *range(100, N)])
+    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-12)
+
+
+# What a step reads.
+
+
+@pytest.mark.parametrize("scores", [Probe("first"), Blend(None)], ids=repr)
+def test_a_step_reads_the_chosen_tiles_only(scores: Any) -> None:
+    x = inputs(4, tokens=200)
+    attend = AdaptiveAttention(scores, TopK(3), block=BLOCK, sinks=0, local=0)
+    caches = [attend.new_cache(Causal()) for _ in range(2)]
+    for cache in caches:
+        steps(cache, [t[:, :, :195] for t in x], [])
+    for n in range(195, 200):
+        plain, spoilt = caches
+        step = [t[:, :, n : n + 1] for t in x]
+        expected = plain.attend(*step)
+        assert plain.index is not None
+        # Each key head has the tiles of its two query heads. The step's own tile is written.
+        needed = plain.index.tiles.expand(2, 4, -1, -1)[:, :, 0].unflatten(1, (2, 2)).any(2)
+        needed[..., n // BLOCK] = True
+        read = needed.repeat_interleave(BLOCK, 2)[..., :195]
+        held = spoilt._held
+        assert held is not None
+        whole = held.key[:, :, :195].clone(), held.value[:, :, :195].clone()
+        for buffer in (held.key, held.value):
+            buffer[:, :, :195].masked_fill_(~read.unsqueeze(3), torch.nan)
+        assert torch.equal(spoilt.attend(*step), expected)
+        # The cache can have got larger buffers.
+        held = spoilt._held
+        for buffer, before in zip((held.key, held.value), whole, strict=True):
+            buffer[:, :, :195] = before
+        # Bytes of keys and values: at most three tiles for each of two query heads, and the own one.
+        row = 2 * 8 * x[1].element_size()
+        assert row * int(read.sum()) <= row * 2 * 2 * (2 * 3 + 1) * BLOCK < 0.6 * row * 2 * 2 * 195
+
+
+def test_a_choice_serves_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `Probe`, 3 of 40 steps choose and build an index, and the others do neither."""
+    probed, built = [], []
+    restrict, call = layout_index.restrict, Probe.__call__
+    monkeypatch.setattr(layout_index, "restrict", lambda *a: built.append(1) or restrict(*a))
+    monkeypatch.setattr(Probe, "__call__", lambda *a, **k: probed.append(1) or call(*a, **k))
+    x = inputs(5, tokens=120)
+    cache = AdaptiveAttention(Probe("first"), block=BLOCK).new_cache(Causal())
+    steps(cache, [t[:, :, :80] for t in x], [])
+    probed.clear()
+    built.clear()
+    for n in range(80, 120):
+        cache.attend(*(t[:, :, n : n + 1] for t in x))
+    assert (len(probed), len(built)) == (3, 3)
+
+
+def test_summaries_grow_by_one_tile() -> None:
+    x = inputs(6, tokens=64)
+    cache = AdaptiveAttention(Blend(None), block=BLOCK).new_cache(Causal())
+    seen = []
+    for n in range(64):
+        cache.attend(*(t[:, :, n : n + 1] for t in x))
+        pages = cache._pages
+        assert pages is not None
+        assert pages.mean.shape[2] == pages.log_count.shape[1] == (n + 1) // BLOCK + 1
+        seen.append(pages)
+    assert len({id(pages) for pages in seen}) == 5
+    for pages in seen:
+        complete = pages.mean.shape[2] - 1
+        for a, b in zip(pages[:3], seen[-1][:3], strict=True):
+            assert torch.equal(a[:, :, :complete], b[:, :, :complete])
+    mean = x[1].float().unflatten(2, (4, BLOCK)).mean(3)
+    torch.testing.assert_close(seen[-1].mean[:, :, :4], mean)
+
+
+# Leaks.
+
+
+@pytest.mark.parametrize("scores", SCORES, ids=repr)
+def test_no_step_knows_a_later_token(scores: Any) -> None:
+    x = inputs(7, tokens=120, batch=1)
+    attend = AdaptiveAttention(scores, Density(0.3), block=BLOCK, sinks=0, local=0)
+    cuts = [33, 50, *range(107, 120)]
+
+    def run(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
+        cache, outs, rows = attend.new_cache(Causal()), [], []
+        for first, last in zip([0, *cuts], [*cuts, 120], strict=True):
+            outs.append(cache.attend(*(t[:, :, first:last] for t in tokens)))
+            rows.append(kept(cache.index, tokens[0], 120))
+        return torch.cat(outs, 2), torch.cat(rows, 2)
+
+    out, rows = run(x)
+    for place in (1, 8, 15, 16, 17, 40, 49, 50, 64, 70, 89, 95, 100, 118, 119):
+        changed = [t.clone() for t in x]
+        for t in changed:
+            t[:, :, place] = 50 * torch.randn(t.shape[3], generator=torch.Generator().manual_seed(place)).double()
+        other, other_rows = run(changed)
+        assert torch.equal(out[:, :, :place], other[:, :, :place])
+        assert torch.equal(rows[:, :, :place], other_rows[:, :, :place])
+        assert not torch.equal(out, other)
+
+
+@pytest.fixture
+def model() -> SparseLanguageModel:
+    torch.manual_seed(0)
+    attend = AdaptiveAttention(Probe("first"), Density(0.3), block=BLOCK, sinks=0, local=0)
+    transformer = SparseTransformer(2, 32, 4, num_kv_heads=2, is_causal=True, attend=attend, dtype=torch.float64)
+    model = SparseLanguageModel(64, transformer).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def test_a_language_model_generates_as_without_a_cache(model: SparseLanguageModel) -> None:
+    tokens = torch.randint(64, (2, 45), generator=torch.Generator().manual_seed(0))
+    found, expected = model.generate(tokens, 30), tokens
+    with torch.no_grad():
+        for _ in range(30):
+            expected = torch.cat([expected, model(expected)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, expected)
+    mask = torch.ones(2, 45, dtype=torch.bool)
+    mask[1, :20] = False
+    padded = model.generate(tokens, 30, key_mask=mask)
+    assert not torch.equal(padded[1], found[1])
+    assert torch.equal(padded[0], found[0])
+
+
+@torch.no_grad()
+def test_a_language_model_generates_without_later_tokens(model: SparseLanguageModel) -> None:
+    tokens = torch.randint(64, (1, 80), generator=torch.Generator().manual_seed(1))
+
+    def logits(text: Tensor) -> Tensor:
+        cache = model.transformer.new_cache()
+        return torch.cat(
+            [model(text[:, :37], cache=cache), *(model(x, cache=cache) for x in text[:, 37:].split(1, 1))], 1
+        )
+
+    plain = logits(tokens)
+    for place in (1, 7, 15, 16, 20, 31, 32, 36, 37, 48, 55, 64, 79):
+        changed = tokens.clone()
+        changed[0, place] = (changed[0, place] + 7) % 64
+        other = logits(changed)
+        assert torch.equal(plain[:, :place], other[:, :place])
+        assert not torch.equal(plain[:, place], other[:, place])
+        if place >= 40:
+            assert torch.equal(model.generate(tokens[:, :40], place - 40), model.generate(changed[:, :40], place - 40))

@@ -28,7 +28,7 @@ from ringtile.adaptive import (
     TopK,
     TopP,
 )
-from ringtile.layout import BlockIndex
+from ringtile.layout import BlockIndex, build_index
 from ringtile.layout import index as layout_index
 from ringtile.patterns import Blocks, Causal, Dense, Documents, GlobalTokens, Pattern, Window, per_head
 
@@ -146,6 +146,13 @@ def test_a_fitted_controller_serves() -> None:
     expected = attend(*x, is_causal=True, enable_gqa=True)
     outs = steps(attend.new_cache(Causal()), x, [30, 77, *range(100, N)])
     torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-12)
+
+
+def test_a_random_order_is_the_same_at_every_length() -> None:
+    query = torch.randn(1, 2, 160, 8)
+    orders = [Shuffled(3)(x, x, build_index(Causal(), x.shape[2], block=BLOCK)) for x in (query, query[:, :, :100])]
+    short, long = (order[:, :, :6, :6].argsort(3) for order in orders)
+    assert torch.equal(short, long)
 
 
 # What a step reads.

@@ -399,7 +399,10 @@ def test_batch_elements_and_heads_are_alone_and_hidden_keys_may_be_nan(scores: S
     before = attend(q[:, :, :170], k, v, early, **options)
     # No query keeps the keys from 170 on.
     later = (torch.arange(201) >= 170)[:, None]
-    after = attend(q[:, :, :170], *(x.masked_fill(later, math.nan) for x in (k, v)), early, **options)
+    poisoned = [x.masked_fill(later, math.nan) for x in (k, v)]
+    after = attend(q[:, :, :170], *poisoned, early, **options)
+    if not scores.causal_safe:
+        assert (scores(q[:, :, :170], poisoned[0], early).sum(3) > 0.9).all()
     assert after.isfinite().all()
     if scores.causal_safe:
         assert torch.equal(after, before)

@@ -451,15 +451,18 @@ def _summarized_at_once(
     if pool is not None:
         first, last = _rows_of_tiles(base)
         edges = torch.cat((first, last[-1:]))
+    sides = torch.cat((high, -low), 3).to(query.dtype)
+    # A later key of a query's own tile can hold NaN, and the tile's summary with it.
+    count = tiles.log_count.unsqueeze(1).masked_fill(sides.isnan().any(3), -math.inf)
     found = pooled_masses(
         query,
-        torch.cat((high, -low), 3).to(query.dtype),
+        sides,
         segment=1,
         # The summary of a tile knows keys after the query until the tile ends.
         seen=own if pool is None and not base.looks_ahead else own + 1,
         groups=edges.int(),
         pool=pool or "max",
-        bias=tiles.log_count.unsqueeze(1),
+        bias=count,
         by_sign=True,
         scale=scale,
     )

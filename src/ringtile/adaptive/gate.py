@@ -6,30 +6,37 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.quality import audit
-from ringtile.adaptive.scores import Blend, Scores, Summaries, _summarized, exact_weights, summaries
+from ringtile.adaptive.scores import Blend, Scores, _summarized, exact_weights, summaries
 from ringtile.adaptive.selection import forced_tiles, select
 from ringtile.functional.attention import rule_of
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Pattern
 
+_BIAS = -1.5
+"""Standard deviations below which a place of a new code is 0: 7% of the places are above."""
+_TILES = 64
+"""Tiles of keys whose codes exist at once."""
+
 
 class Gate(nn.Module, Scores):
-    """Scores of `Blend`, and a learned product of a few coordinates of each query and of each tile.
+    """Scores of `Blend`, and the learned products of sparse codes of queries and of keys.
 
-    The coordinates of a query are a linear map of ``[q, |q|]``. The coordinates of a tile are a linear map of the mean,
-    the center and the half width of its keys, as in SeerAttention (Gao et al., arXiv:2410.13276). The second map starts
-    at 0, so a new gate has the scores of ``Blend(pool)``. Train it with `distill`, or in the loop with
-    `RoutedAttention`. Each layer needs a gate of its own: ``SparseTransformer(attend=[...])``.
+    The code of a token is ``relu(x W + b)`` of its normalized query or key, and the code of a tile is the largest value
+    of its keys in each place. A negative b leaves few places above 0, so that a tile remembers each of its keys, which
+    a mean of keys does not. Both maps start equal, and the weights of the products start at 0: a new gate has the
+    scores of ``Blend(pool)``. Train it with `distill`, or in the loop with `RoutedAttention`. Each layer needs a gate
+    of its own: ``SparseTransformer(attend=[...])``.
 
     Args:
         num_heads: Number of query heads, H.
         head_dim: D.
         num_kv_heads: Number of key heads, a divisor of ``num_heads``. Default: ``num_heads``.
-        rank: Number of learned coordinates.
+        places: Length of a code.
         pool: See `Blend`. Only None is causal-safe.
         device: Device of the parameters, which are float32.
 
@@ -50,13 +57,13 @@ class Gate(nn.Module, Scores):
         head_dim: int,
         *,
         num_kv_heads: int | None = None,
-        rank: int = 16,
+        places: int = 128,
         pool: Literal["max", "mean"] | None = "max",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "rank": rank}
+        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "places": places}
         for name, size in sizes.items():
             if type(size) is not int or size < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}")
@@ -64,8 +71,12 @@ class Gate(nn.Module, Scores):
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
         Blend(pool)
         self.num_heads, self.num_kv_heads, self.head_dim, self.pool = num_heads, num_kv_heads, head_dim, pool
-        self.of_query = nn.Parameter(torch.randn(num_heads, 2 * head_dim, rank, device=device) * head_dim**-0.5)
-        self.of_tile = nn.Parameter(torch.zeros(num_kv_heads, 3 * head_dim, rank, device=device))
+        of_key = torch.randn(num_kv_heads, head_dim, places, device=device) * head_dim**-0.5
+        of_query = of_key.repeat_interleave(num_heads // num_kv_heads, 0)
+        self.of_query, self.of_key = nn.Parameter(of_query), nn.Parameter(of_key)
+        self.query_bias = nn.Parameter(torch.full((num_heads, 1, places), _BIAS, device=device))
+        self.key_bias = nn.Parameter(torch.full((num_kv_heads, 1, places), _BIAS, device=device))
+        self.weight = nn.Parameter(torch.zeros(num_heads, 1, places, device=device))
 
     @property
     def per_token(self) -> bool:  # type: ignore[override]
@@ -76,21 +87,30 @@ class Gate(nn.Module, Scores):
         return self.pool is None
 
     def extra_repr(self) -> str:
-        rank = self.of_query.shape[2]
-        return f"{self.num_heads}, {self.head_dim}, num_kv_heads={self.num_kv_heads}, {rank=}, pool={self.pool!r}"
+        places = self.weight.shape[2]
+        return f"{self.num_heads}, {self.head_dim}, num_kv_heads={self.num_kv_heads}, {places=}, pool={self.pool!r}"
 
-    def coordinates(self, query: Tensor, tiles: Summaries) -> tuple[Tensor, Tensor]:
-        """Return the learned coordinates of queries ``[B, H, Nq, rank]`` and of tiles ``[B, Hkv, C, rank]``."""
-        if query.shape[1::2] != (self.num_heads, self.head_dim) or tiles.mean.shape[1] != self.num_kv_heads:
+    def codes(self, query: Tensor, key: Tensor, block: int, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the codes of queries, with weights, ``[B, H, Nq, places]``, and of tiles ``[B, Hkv, C, places]``."""
+        if query.shape[1::2] != (self.num_heads, self.head_dim) or key.shape[1] != self.num_kv_heads:
             raise ValueError(
                 f"query, key: expected {self.num_heads} and {self.num_kv_heads} heads of {self.head_dim}, got "
-                f"{query.shape=} and {tiles.mean.shape[1]} key heads"
+                f"{query.shape=} and {key.shape=}"
             )
-        query = query.to(self.of_query.dtype)
-        sides = torch.cat((tiles.mean, (tiles.high + tiles.low) / 2, (tiles.high - tiles.low) / 2), 3)
-        of_query: Tensor = torch.cat((query, query.abs()), 3) @ self.of_query
-        of_tile: Tensor = sides.to(query.dtype) @ self.of_tile
-        return of_query, of_tile
+        if key_mask is not None:
+            key = key.masked_fill(~key_mask[:, None, :, None], 0)
+        found: list[Tensor] = []
+        for part in key.split(block * _TILES, 2):
+            code = self._code(part, self.of_key, self.key_bias)
+            if key_mask is not None:
+                shown = key_mask[:, len(found) * block * _TILES :][:, : part.shape[2]]
+                code = code * shown[:, None, :, None]
+            padding = -part.shape[2] % block
+            found.append(F.pad(code, (0, 0, 0, padding)).unflatten(2, (-1, block)).amax(3))
+        return self._code(query, self.of_query, self.query_bias) * self.weight, torch.cat(found, 2)
+
+    def _code(self, x: Tensor, of_x: Tensor, bias: Tensor) -> Tensor:
+        return (F.rms_norm(x.to(of_x.dtype), (self.head_dim,)) @ of_x + bias).relu()
 
     def forward(
         self,
@@ -102,15 +122,12 @@ class Gate(nn.Module, Scores):
         scale: float | None = None,
     ) -> Tensor:
         """Return the scores, see `Scores`. They have no gradient: `loss` does."""
-        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
-
-    def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
-        """Return the same from the summaries of the keys."""
         scale = self.head_dim**-0.5 if scale is None else scale
+        tiles = summaries(key, base.block, key_mask)
         with torch.no_grad():
-            of_query, of_tile = self.coordinates(query, tiles)
-            high, low = (torch.cat(((tiles.mean + side) / 2, of_tile.float()), 3) for side in (tiles.high, tiles.low))
-            wide = torch.cat((query.float(), of_query.float()), 3)
+            of_query, of_tile = (x.float() for x in self.codes(query, key, base.block, key_mask))
+            high, low = (torch.cat(((tiles.mean + side) / 2, of_tile), 3) for side in (tiles.high, tiles.low))
+            wide = torch.cat((query.float(), of_query * self.head_dim**0.5), 3)
             return _summarized(wide, high, low, tiles, base, self.pool, scale)
 
     def loss(
@@ -144,14 +161,14 @@ class Gate(nn.Module, Scores):
         scale = self.head_dim**-0.5 if scale is None else scale
         tiles = summaries(key, base.block, key_mask)
         part = query[:, :, rows]
-        of_query, of_tile = self.coordinates(part, tiles)
+        of_query, of_tile = self.codes(part, key, base.block, key_mask)
         row = (base.start + rows) // base.block - base.first_row
         choice = (base.tiles & ~forced_tiles(base, sinks, local))[:, :, row] & tiles.log_count.isfinite()[:, None, None]
         exact = exact_weights(query, key, base, rows, key_mask, scale).sum(4).masked_fill(~choice, 0)
         middle = (tiles.mean + (tiles.high + tiles.low) / 2) / 2
         width = (tiles.high - tiles.low) / 4
         part = part.to(of_query.dtype)
-        sides = ((part, middle), (part.abs(), width), (of_query, of_tile))
+        sides = ((part, middle), (part.abs(), width), (of_query * self.head_dim**0.5, of_tile))
         logits = sum((_grouped(x, side.to(x.dtype)) for x, side in sides), torch.zeros((), device=key.device)) * scale
         logits = (logits + tiles.log_count[:, None, None]).masked_fill(~choice, -1e9)
         entropy: Tensor = torch.special.entr(exact).sum(3) - torch.special.entr(exact.sum(3))
@@ -193,7 +210,7 @@ def distill(
     scale: float | None = None,
     rows: int = 128,
     steps: int = 400,
-    learning_rate: float = 3e-3,
+    learning_rate: float = 1e-2,
     weight_decay: float = 0.1,
     every: int = 20,
     patience: int = 5,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.gate import Gate
-from ringtile.adaptive.scores import summaries
 from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors, rule_of
@@ -63,7 +62,7 @@ class RoutedAttention(AdaptiveAttention):
         >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend)
         >>> out = model(torch.randn(1, 256, 64))
         >>> (out.square().mean() + sum(each.loss for each in attend)).backward()
-        >>> bool(attend[0].scores.of_tile.grad.abs().max() > 0)
+        >>> bool(attend[0].scores.weight.grad.abs().max() > 0)
         True
     """
 
@@ -146,8 +145,8 @@ class RoutedAttention(AdaptiveAttention):
         self._loss = self.scores.loss(query, key, base, drawn, sinks=self.sinks, local=self.local, **same)
         if not self.straight_through:
             return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)
-        of_query, of_tile = self.scores.coordinates(query.detach(), summaries(key.detach(), base.block, key_mask))
-        of_key = of_tile.repeat_interleave(base.block, 2)[:, :, :n_keys]
+        of_query, of_tile = self.scores.codes(query.detach(), key.detach(), base.block, key_mask)
+        of_query, of_key = of_query * query.shape[3] ** 0.5, of_tile.repeat_interleave(base.block, 2)[:, :, :n_keys]
         same["scale"] = query.shape[3] ** -0.5 if scale is None else scale
         query, key = with_coordinates(query, key, of_query, of_key)
         return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)

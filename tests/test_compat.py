@@ -367,7 +367,9 @@ def test_bounds_hold_the_density() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"pattern_type": "adaptive"}, "pattern_type"),
+        ({"pattern_type": "learned"}, "pattern_type"),
+        ({"pattern_type": "adaptive", "block_size": 256}, "block_size"),
+        ({"pattern_type": "adaptive", "dilation_rates": [1, 2]}, "dilation_rates"),
         ({"block_size": 32}, "block_size"),
         ({"sparsity_ratio": 0.0}, "sparsity_ratio"),
         ({"sparsity_ratio": 1.5}, "sparsity_ratio"),
@@ -529,6 +531,13 @@ def passed_on(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
     assert core.attention_scale == 0.5
 
 
+def holds_a_quality(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
+    attention = kind(**fixed, quality_threshold=0.9).attention
+    _result(attention)
+    assert attention.adaptive.budget.quality == 0.9
+    assert attention.adaptive.report is not None
+
+
 _CORE_EFFECTS: dict[str, Effect] = {
     "segment_lengths": changes_output(CORE, segment_lengths=[50, 200]),
     "dilation_rates": changes_output(CORE, dilation_rates=[1, 4]),
@@ -540,7 +549,7 @@ _CORE_EFFECTS: dict[str, Effect] = {
 _BLOCK_SPARSE = {
     **_CORE_EFFECTS,
     "sparse_config": changes_output({}, sparse_config=SparsePatternConfig("local_window", local_window_size=8)),
-    "use_adaptive_sparsity": refused(use_adaptive_sparsity=True),
+    "use_adaptive_sparsity": changes_output({}, use_adaptive_sparsity=True),
     "cache_size": remembers_no_more,
 }
 _LONGNET = {**_CORE_EFFECTS, "further": passed_on}
@@ -590,7 +599,7 @@ EFFECTS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, Effect]]] = {
     ),
     create_adaptive_sparse_multihead_attention: (
         _HEADS,
-        {**_FACTORY, "quality_threshold": refused(quality_threshold=0.95)},
+        {**_FACTORY, "quality_threshold": holds_a_quality},
     ),
 }
 ARGUMENTS = [(kind, name) for kind, (_, effects) in EFFECTS.items() for name in effects]

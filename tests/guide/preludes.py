@@ -48,6 +48,46 @@ def _memory() -> Names:
     return {"attention": attention, "torch": torch}
 
 
+class Later:
+    """An optimizer of the parameters that the loss depends on, which the block makes after the prelude."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        found = [x for x in self.seen if x.grad is not None]
+        torch.optim.SGD(found, lr=0.3).step()
+        torch.optim.SGD(found).zero_grad()
+
+
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    found, todo, known = [], [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        found += [node.variable] if hasattr(node, "variable") else []
+        todo += [following for following, _ in node.next_functions]
+    return found
+
+
+def _training() -> Names:
+    optimizer = Later()
+    targets = torch.randn(1, 1100, 768)
+
+    def compute_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(output, targets)
+        optimizer.seen = _leaves(loss)
+        optimizer.losses.append(loss.item())
+        return loss
+
+    # A topic for each 128 tokens: queries and keys of random weights prefer some topics by far.
+    batch = 4 * torch.randn(1, 9, 768).repeat_interleave(128, 1)[:, :1100] + torch.randn(1, 1100, 768)
+    return {"dataloader": [batch, batch], "compute_loss": compute_loss, "targets": targets, "optimizer": optimizer}
+
+
 def _monitoring() -> Names:
     attention = _multihead()
     return {"attention": attention, "model": attention, "dataloader": torch.randn(2, 1, 500, 32)}
@@ -72,7 +112,7 @@ PRELUDES: dict[int, Callable[[], Names]] = {
     6: _embedded_inputs,
     7: dict,
     8: dict,
-    9: lambda: dict.fromkeys(("dataloader", "compute_loss", "targets", "optimizer")),
+    9: _training,
     10: lambda: {f"{name}_local": torch.randn(1, 500, 2, 16) for name in "qkv"},
     11: dict,
     12: _quality,

@@ -19,7 +19,9 @@ import pytest
 import torch
 from oracle import oracle, relative_error
 from ringtile import compat
-from ringtile.layout import build_index
+from ringtile.adaptive import AdaptiveAttention
+from ringtile.functional.dilated import dilated_attention
+from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Blocks, Causal, hierarchical, longnet_union
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -30,14 +32,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BLOCKS = {int(path.stem[-2:]): path.read_text(encoding="utf-8") for path in sorted(HERE.glob("block_*.py"))}
 DIGEST = "07dd1a80df825005d7906f98c0ee0de486a6beb5f3ce0555f7950ec9ac1b4014"
-
-ADAPTIVE = "patterns that follow the content"
-PENDING: dict[int, tuple[str, type[Exception], str]] = {
-    4: (ADAPTIVE, ValueError, "use_adaptive_sparsity"),
-    9: (ADAPTIVE, ValueError, "quality_threshold"),
-    19: (ADAPTIVE, AttributeError, "enable_adaptive_sparsity"),
-}
-"""Blocks that need what is not here, with how each ends: one that ends otherwise has to leave this table."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,16 +98,9 @@ def test_block_10_example_3_in_a_single_process(monkeypatch: pytest.MonkeyPatch)
     assert relative_error(names["output"], expected) < 1e-5
 
 
-@pytest.mark.parametrize("number", sorted(PENDING))
-def test_a_pending_block_ends_where_the_table_says(number: int) -> None:
-    _, error, message = PENDING[number]
-    with pytest.raises(error, match=message):
-        run(number)
-
-
-def test_every_other_block_has_a_test_here() -> None:
+def test_every_block_has_a_test_here() -> None:
     written = {int(number) for number in re.findall(r"^def test_block_(\d+)", Path(__file__).read_text(), re.M)}
-    assert written >= set(BLOCKS) - set(PENDING)
+    assert written == set(BLOCKS)
 
 
 def density_of(config: compat.SparsePatternConfig, n_tokens: int) -> float:
@@ -146,6 +133,22 @@ def test_block_03_global_local() -> None:
     assert kept.allowed(head, token, torch.tensor(63)).all()
     assert not kept.allowed(head, token, torch.tensor(128)).all()
     assert not kept.allowed(head, token, torch.tensor(64)).all()
+
+
+def test_block_04_tiles_that_follow_the_content() -> None:
+    attention = run(4)["attention"]
+    q, k, v = torch.randn(3, 1, 4500, 2, 16).unbind()
+    out = attention(q, k, v)
+    # Other contents, other tiles.
+    before = [index.to_dense() for index in attention._last._chosen]
+    assert attention.get_memory_info()["memory_reduction"] > 0.5
+    rows = torch.tensor([5, 3000, 4100])
+    far, near = (dilated_attention(*(x.transpose(1, 2) for x in (q, k, v)), *of).transpose(1, 2)[:, rows]
+                 for of in (([2048, 4096], [1, 2]), ([128], [1])))  # fmt: skip
+    assert not out[:, rows].allclose(far)
+    assert not out[:, rows].allclose(near)
+    attention(q.flip(1), k, v)
+    assert any(not torch.equal(x, index.to_dense()) for x, index in zip(before, attention._last._chosen, strict=True))
 
 
 @too_short
@@ -191,6 +194,26 @@ def test_block_08_twelve_layers_of_100_000_tokens() -> None:
     output = run(8, small.replace("range(12)", "range(2)"))["output"]
     output.sum().backward()
     assert output.isfinite().all()
+
+
+def test_block_09_patterns_that_follow_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, choose = [], AdaptiveAttention.index
+
+    def recorded(*arguments: Any, **options: Any) -> BlockIndex:
+        chosen.append(choose(*arguments, **options))
+        return chosen[-1]
+
+    monkeypatch.setattr(AdaptiveAttention, "index", recorded)
+    names = run(9)
+    assert names["weights"].shape == (1, 1100, 1100)
+    assert names["weights"].detach().sum(-1).allclose(torch.ones(()))
+    assert names["attention"].attention.adaptive.budget.quality == 0.95
+    assert names["optimizer"].losses[1] < names["optimizer"].losses[0]
+    # Both steps have the same batch: the gradients of the first have moved the tiles of the second.
+    first, second = chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]
+    assert len(first) == len(second) > 3
+    assert min(index.tile_density for index in chosen) < 0.9
+    assert any(not torch.equal(x.to_dense(), y.to_dense()) for x, y in zip(first, second, strict=True))
 
 
 @too_short
@@ -334,11 +357,17 @@ def test_block_18_completed_trains(tmp_path: Path) -> None:
     assert trainer.logged_metrics["train/speedup"] > 0
 
 
-def test_block_19_sets_the_density_before_it_ends() -> None:
-    attention = PRELUDES[19]()["attention"]
-    with pytest.raises(AttributeError, match="enable_adaptive_sparsity"):
-        exec(BLOCKS[19], {"attention": attention})
+def test_block_19_adaptive_sparsity() -> None:
+    attention = run(19)["attention"]
     assert attention.sparse_config.sparsity_ratio == 0.25
+    x = torch.randn(1, 3000, 32)
+    out = attention(x)[0]
+    (index,) = attention.attention._last._chosen
+    # A quarter of each row of 24 tiles.
+    assert set(index.tiles.sum(3).flatten().tolist()) == {6}
+    assert not torch.equal(index.tiles[0, 0], index.tiles[0, 1])
+    attention.enable_adaptive_sparsity(False)
+    assert not attention(x)[0].allclose(out)
 
 
 def test_block_20_larger_blocks() -> None:

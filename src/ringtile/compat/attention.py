@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,15 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringtile.adaptive import AdaptiveAttention, Density
 from ringtile.compat.config import SparsePatternConfig
 from ringtile.compat.generator import Problem, SparsePatternGenerator, count_tiles
 from ringtile.compat.monitor import PerformanceMonitor
 from ringtile.functional import sparse_attention
-from ringtile.functional.dilated import checked_branches, dilated_attention
-from ringtile.functional.permute import pieces
+from ringtile.functional.dilated import (
+    all_parts,
+    checked_branches,
+    compact_part,
+    compose,
+    dilated_attention,
+    options_of,
+    rules_of,
+    warn_of_uncovered,
+)
+from ringtile.functional.permute import compact, pieces
 from ringtile.kernels.philox import dropout_threshold
+from ringtile.layout import BlockIndex
+from ringtile.layout.allowed import count_allowed
 from ringtile.modules.recompute import recomputed
-from ringtile.patterns import Blocks, Dense, Pattern
+from ringtile.patterns import Blocks, Causal, Dense, Pattern
+from ringtile.patterns.base import TileGrid
 
 
 class BlockSparseRingDilatedAttention(nn.Module):
@@ -34,7 +47,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
         segment_lengths: Tokens per segment, for each branch. Default: None, no segments.
         dilation_rates: One rate for each branch, which keeps every rate-th token of its segments.
         sparse_config: Pattern, read at every call. Default: ``SparsePatternConfig()``.
-        use_adaptive_sparsity: Must be False. Patterns follow positions; adaptive selection is not built yet.
+        use_adaptive_sparsity: True to choose tiles by the contents of each call, see `enable_adaptive_sparsity`, or the
+            `ringtile.adaptive.AdaptiveAttention` that chooses.
         ring_size: 1, or the number of ranks, over which attention is not divided yet.
         dropout: Probability of dropping a weight after the softmax in training.
         attention_scale: Scale of the scores. Default: ``D ** -0.5``.
@@ -59,7 +73,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         dilation_rates: Sequence[int] | None = None,
         sparse_config: SparsePatternConfig | None = None,
         *,
-        use_adaptive_sparsity: bool = False,
+        use_adaptive_sparsity: bool | AdaptiveAttention = False,
         ring_size: int = 1,
         dropout: float = 0.0,
         attention_scale: float | None = None,
@@ -69,11 +83,6 @@ class BlockSparseRingDilatedAttention(nn.Module):
         without = segment_lengths is None and dilation_rates is None
         branches = [] if without else checked_branches(segment_lengths or (), dilation_rates or ())
         _check_ring_size(ring_size)
-        if use_adaptive_sparsity:
-            raise ValueError(
-                "use_adaptive_sparsity: expected False, because patterns follow positions here, not contents; "
-                f"got {use_adaptive_sparsity=}"
-            )
         dropout_threshold(dropout)
         super().__init__()
         self.segment_lengths = tuple(length for length, _ in branches)
@@ -84,7 +93,11 @@ class BlockSparseRingDilatedAttention(nn.Module):
         self.use_gradient_checkpointing = use_gradient_checkpointing
         self.pattern_generator = SparsePatternGenerator(sparse_config or SparsePatternConfig(), cache_size=cache_size)
         self.performance_monitor = PerformanceMonitor()
-        self._last: tuple[Pattern, tuple[Problem, ...], Problem, bool] | None = None
+        self._last: tuple[Pattern, tuple[Problem, ...], Problem, bool] | AdaptiveCall | None = None
+        self.adaptive: AdaptiveAttention | None = None
+        self._is_adaptive = False
+        if use_adaptive_sparsity is not False:
+            self.enable_adaptive_sparsity(use_adaptive_sparsity)
 
     @property
     def sparse_config(self) -> SparsePatternConfig:
@@ -154,16 +167,21 @@ class BlockSparseRingDilatedAttention(nn.Module):
             branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
             cut = (piece for at in branches for piece in pieces(n_queries, n_keys, heads, *at))
             problems = tuple(Problem(p.n_queries, p.n_keys, p.start, p.segments * len(p.heads) / heads) for p in cut)
-        rule = self.pattern_generator.inside(problems, is_causal=is_causal)
-        self._last = rule, problems, whole, is_causal
         options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask}
         options["scale"] = self.attention_scale if scale is None else scale
         sparse: Callable[..., Tensor]
-        if self.segment_lengths:
-            segments = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
-            sparse = partial(dilated_attention, **segments, pattern=rule, **options)
+        chooser = self._chooser()
+        if chooser is not None:
+            segments = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
+            choosing = partial(AdaptiveCall, chooser, segments, pattern, **options)
+            sparse = self._last = choosing()
         else:
+            rule = self.pattern_generator.inside(problems, is_causal=is_causal)
+            self._last = rule, problems, whole, is_causal
             sparse = partial(sparse_attention, pattern=rule if pattern is None else rule & pattern, **options)
+            if self.segment_lengths:
+                where = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+                sparse = partial(dilated_attention, **where, pattern=rule, **options)
         dropping = partial(sparse, dropout_p=dropout_p)
         saves_inputs = self.use_gradient_checkpointing and torch.is_grad_enabled()
         call = partial(recomputed, dropping) if saves_inputs else dropping
@@ -172,13 +190,16 @@ class BlockSparseRingDilatedAttention(nn.Module):
             return call()
         dense = partial(sparse_attention, query, key, value, pattern, **options)
         shape = (query.shape, key.shape, value.shape, query.dtype, query.device, is_causal, pattern)
-        alone = partial(sparse, query, key, value)
-        return self.performance_monitor.measure(shape, call, alone, dense, density=self._tile_density())
+        # Its memory includes what the choice needs.
+        alone = partial(sparse if chooser is None else choosing(), query, key, value)
+        return self.performance_monitor.measure(shape, call, alone, dense, density=self._tile_density)
 
     def _tile_density(self) -> float:
         """Return the tiles of the last call over those of dense attention on the whole sequence."""
         if self._last is None:
             return math.nan
+        if isinstance(self._last, AdaptiveCall):
+            return self._last.tile_density
         rule, problems, whole, is_causal = self._last
         kept, dense = (count_tiles(*of, is_causal=is_causal)[0] for of in ((rule, problems), (Dense(), (whole,))))
         return kept / dense if dense else math.nan
@@ -186,12 +207,52 @@ class BlockSparseRingDilatedAttention(nn.Module):
     def set_sparsity_ratio(self, sparsity_ratio: float) -> None:
         """Set the density of the pattern, the fraction of tiles computed, from the next call on.
 
-        Raises ValueError if it is not in (0, 1], or if the configuration has a ``local_window_size``.
+        Raises ValueError if it is not in (0, 1], if the configuration has a ``local_window_size``, or if an
+        `AdaptiveAttention` of your own decides.
         """
+        if self.adaptive is not None:
+            raise ValueError(f"sparsity_ratio: changes nothing beside {self.adaptive!r}, got {sparsity_ratio}")
         if sparsity_ratio is None:
             raise ValueError("sparsity_ratio: expected a density in (0, 1], got None")
         replace(self.sparse_config, sparsity_ratio=sparsity_ratio)
         self.sparse_config.sparsity_ratio = sparsity_ratio
+
+    def enable_adaptive_sparsity(self, enabled: bool | AdaptiveAttention = True) -> None:
+        """Choose tiles by the contents of each call, or follow the configuration's pattern again, from now on.
+
+        True keeps the tiles to which `ringtile.adaptive.Probe` and `Blend` attribute the most attention, as many as
+        ``sparsity_ratio`` says (0.25 by default), of ``block_size`` tokens. The type and the shape of the pattern, and
+        patterns of your own, wait until you disable it. An `AdaptiveAttention` brings its own scores, budget and block.
+        Inside dilated segments, each segment chooses for itself.
+
+        True looks at later tokens of the rows that it probes. Causal training with it raises ValueError in the call:
+        pass ``AdaptiveAttention(Probe("first"), Density(0.25))``.
+
+        Raises ValueError if ``enabled`` is neither or computes more than a choice, as `RoutedAttention` does, if it is
+        False and ``pattern_type`` is "adaptive", or if calls change later ones (a `Controller` of another mode than
+        "call") beside segments or gradient checkpointing.
+        """
+        if not isinstance(enabled, bool | AdaptiveAttention):
+            raise ValueError(f"enabled: expected True, False or an AdaptiveAttention, got {enabled!r}")
+        if enabled is False and self.sparse_config.pattern_type == "adaptive":
+            raise ValueError("enabled: expected True, because pattern_type='adaptive' has no other pattern, got False")
+        own = enabled if isinstance(enabled, AdaptiveAttention) else None
+        if own is not None and type(own).forward is not AdaptiveAttention.forward:
+            raise ValueError(f"enabled: {own!r} attends in its own way: pass it as attend= of SparseMultiheadAttention")
+        if own is not None and own.stateful and (self.segment_lengths or self.use_gradient_checkpointing):
+            raise ValueError(
+                f"enabled: {own!r} changes with each call, expected the mode 'call' with segment_lengths="
+                f"{self.segment_lengths}, use_gradient_checkpointing={self.use_gradient_checkpointing}"
+            )
+        self.adaptive, self._is_adaptive = own, enabled is not False
+
+    def _chooser(self) -> AdaptiveAttention | None:
+        config = self.sparse_config
+        if self.adaptive is not None or not (self._is_adaptive or config.pattern_type == "adaptive"):
+            return self.adaptive
+        config.check()
+        density = config.bounded(0.25 if config.sparsity_ratio is None else config.sparsity_ratio)
+        return AdaptiveAttention(budget=Density(density), block=min(config.block_size, 128))
 
     def get_memory_info(self) -> dict[str, float]:
         """Return what is cached, and the tiles of the last call beside dense attention; NaN before the first call.
@@ -215,6 +276,80 @@ class BlockSparseRingDilatedAttention(nn.Module):
         shape. ``quality_score`` is the mean cosine similarity of the outputs to those of dense attention.
         """
         return self.performance_monitor.report()
+
+
+class AdaptiveCall:
+    """One call of attention over the tiles that an `AdaptiveAttention` chooses, in dilated segments if there are any.
+
+    It chooses once, so that a backward pass that computes it again attends over the same tiles.
+
+    >>> call = AdaptiveCall(AdaptiveAttention(), [(128, 1)], None, is_causal=True, key_mask=None, scale=None)
+    >>> x = torch.randn(1, 2, 300, 16)
+    >>> call(x, x, x).shape, call.tile_density
+    (torch.Size([1, 2, 300, 16]), 0.5)
+    """
+
+    def __init__(
+        self,
+        chooser: AdaptiveAttention,
+        branches: Sequence[tuple[int, int]],
+        pattern: Pattern | None,
+        *,
+        is_causal: bool,
+        key_mask: Tensor | None,
+        scale: float | None,
+    ) -> None:
+        self.chooser, self.branches, self.pattern = chooser, list(branches), pattern
+        self.is_causal, self.key_mask, self.scale = is_causal, key_mask, scale
+        self._chosen: list[BlockIndex] = []
+        self._kept: list[int] = []
+        self._grid = TileGrid(chooser.block, 0, 0, 0)
+        self._heads = 0
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0) -> Tensor:
+        """Compute the attention ``[B, H, N, D]``."""
+        n_queries, n_keys = query.shape[2], key.shape[2]
+        self._grid = TileGrid(self.chooser.block, n_keys - n_queries, n_queries, n_keys)
+        self._heads = query.shape[0] * query.shape[1]
+        indices = iter(self._chosen[:])
+        if not self.branches:
+            index = self._choose(query, key, self.key_mask, indices)
+            return sparse_attention(
+                query, key, value, index, key_mask=self.key_mask, scale=self.scale, dropout_p=dropout_p
+            )
+        rules = rules_of(self.branches, None, self.is_causal, "mix", query.shape[1])
+        assert rules is not None, "branches that are mixed always have rules"
+        options = options_of(query, rules, self.key_mask, dropout_p, None, self.scale, None)
+        warn_of_uncovered(self.branches, query.shape[1], n_keys - n_queries, n_queries)
+        numbers = torch.arange(query.shape[1] * n_queries, device=query.device).view(1, *query.shape[1:3])
+        parts = []
+        for branch, part in all_parts(query, key, options):
+            tensors = compact_part(query, key, value, part)
+            index = self._choose(*tensors[:2], part.problem.key_mask, indices)
+            places = compact(numbers, part.piece).flatten()
+            # `compose` passes the rule on, and attention accepts an index as well.
+            parts.append((branch, tensors, part.problem._replace(rule=index), places))  # type: ignore[arg-type]
+        return compose(query, value.shape[-1], parts, options)[0]
+
+    def _choose(self, query: Tensor, key: Tensor, key_mask: Tensor | None, earlier: Iterator[BlockIndex]) -> BlockIndex:
+        index = next(earlier, None)
+        if index is None:
+            index = self.chooser.index(
+                query, key, self.pattern, is_causal=self.is_causal, key_mask=key_mask, scale=self.scale
+            )
+            self._chosen.append(index)
+            self._kept.append(query.shape[0] * query.shape[1])
+        return index
+
+    @property
+    def tile_density(self) -> float:
+        """The tiles of the call over those of dense attention on the whole sequence."""
+        kept = sum(
+            index.kept_tiles * times / index.group.numel()
+            for index, times in zip(self._chosen, self._kept, strict=True)
+        )
+        allowed = count_allowed(Causal() if self.is_causal else Dense(), self._grid, torch.device("cpu"))[1]
+        return kept / (allowed * self._heads) if allowed and self._heads else math.nan
 
 
 BlockSparseOptimized = BlockSparseRingDilatedAttention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ _SHAPING = {
     "local_window": ("local_window_size",),
     "dilated_sparse": ("dilation_rates",),
     "global_local": ("local_window_size", "global_tokens"),
+    "adaptive": (),
 }
 """Each pattern type and the fields that shape it."""
 
@@ -28,8 +30,9 @@ class SparsePatternConfig:
 
     Args:
         pattern_type: ``"local_window"``; ``"dilated_sparse"``, blocks at multiples of the rates; ``"global_local"``, a
-            window and global tokens.
-        sparsity_ratio: Density in (0, 1]. Default: None, which leaves the geometry as the other fields set it.
+            window and global tokens; ``"adaptive"``, the tiles that matter most to queries and keys, in each call.
+        sparsity_ratio: Density in (0, 1]. Default: None, which leaves the geometry as the other fields set it, and is
+            0.25 for ``"adaptive"``.
         block_size: 64, 128 or 256 tokens per side of a block. A window without a ratio is exact in tokens, so it
             accepts only 128.
         local_window_size: Tokens, half on each side. Default: 512. Not with ``sparsity_ratio``, which sets the width.
@@ -84,7 +87,7 @@ class SparsePatternConfig:
             if value is not None and name not in shaping:
                 raise ValueError(
                     f"{name}: changes nothing for pattern_type={self.pattern_type!r}, which is shaped by "
-                    f"{' and '.join(shaping)}; got {name}={value!r}"
+                    f"{' and '.join(shaping) or 'the contents'}; got {name}={value!r}"
                 )
             if value is not None:
                 check = checked_ints if name == "dilation_rates" else checked_int
@@ -94,11 +97,27 @@ class SparsePatternConfig:
                 f"local_window_size: changes nothing beside sparsity_ratio={self.sparsity_ratio}, which sets the width "
                 f"of the window; set one of them to None, got local_window_size={self.local_window_size}"
             )
+        if self.pattern_type == "adaptive":
+            if self.block_size > 128:
+                raise ValueError(f"block_size: tiles that follow the content have at most 128, got {self.block_size}")
+            return
         if self.block_size != 128 and "dilation_rates" not in shaping and not any(densities.values()):
             raise ValueError(
                 f"block_size: changes nothing for pattern_type={self.pattern_type!r} without sparsity_ratio, because "
                 f"its window is exact in tokens; got block_size={self.block_size}"
             )
+
+    def bounded(self, density: float) -> float:
+        """Return a density inside the bounds. A UserWarning names a ``sparsity_ratio`` that is outside."""
+        low, high = self.min_sparsity, self.max_sparsity
+        target = min(max(density, low or 0.0), high or 1.0)
+        if target != density and self.sparsity_ratio is not None:
+            warnings.warn(
+                f"sparsity_ratio={density:g} is outside of min_sparsity={low} and max_sparsity={high} (all are "
+                f"densities): {target:g} is used",
+                stacklevel=3,
+            )
+        return target
 
 
 PatternConfig = SparsePatternConfig

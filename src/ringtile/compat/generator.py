@@ -71,15 +71,9 @@ def _solve(fields: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bo
     if ratio is None and low is None and high is None:
         return plain
     wanted = density(plain) if ratio is None else ratio
-    target = min(max(wanted, low or 0.0), high or 1.0)
+    target = config.bounded(wanted)
     if ratio is None and target == wanted:
         return plain
-    if target != wanted and ratio is not None:
-        warnings.warn(
-            f"sparsity_ratio={ratio:g} is outside of min_sparsity={low} and max_sparsity={high} (all are densities): "
-            f"{target:g} is used",
-            stacklevel=2,
-        )
     if target == 1:
         return Dense()
     n_keys = max((problem.n_keys for problem in problems), default=0)
@@ -191,6 +185,8 @@ class SparsePatternGenerator:
         of the lengths.
         """
         self.config.check()
+        if self.config.pattern_type == "adaptive":
+            raise ValueError("pattern_type: 'adaptive' chooses tiles by queries and keys, and lengths have no pattern")
         lengths = sorted({problem.n_keys for problem in problems}, reverse=True)
         given = [length for length in lengths if length in self.pattern_cache]
         if given and len(lengths) > 1:

@@ -27,7 +27,7 @@ class PerformanceMonitor:
     >>> monitor = PerformanceMonitor()
     >>> monitor.enable()
     >>> x = torch.randn(1, 2, 256, 16)
-    >>> out = monitor.measure("shape", lambda: x, lambda: x, lambda: x, density=1.0)
+    >>> out = monitor.measure("shape", lambda: x, lambda: x, lambda: x, density=lambda: 1.0)
     >>> monitor.report()["quality_score"] > 0.999
     True
     """
@@ -43,13 +43,16 @@ class PerformanceMonitor:
         self._probes, self._calls, self.enabled = {}, [], True
 
     def measure(
-        self, shape: Hashable, call: Attention, sparse: Attention, dense: Attention, *, density: float
+        self, shape: Hashable, call: Attention, sparse: Attention, dense: Attention, *, density: Callable[[], float]
     ) -> Tensor:
-        """Return the result of ``call``, timed. ``sparse`` and ``dense`` run once per shape, without dropout."""
+        """Return the result of ``call``, timed. ``sparse`` and ``dense`` run once per shape, without dropout.
+
+        ``density`` returns that of the call, after it.
+        """
         out, seconds = _timed(call)
         if shape not in self._probes:
             self._probes[shape] = _probe(sparse, dense, out.device)
-        self._calls.append((1e3 * seconds, density, *self._probes[shape]))
+        self._calls.append((1e3 * seconds, density(), *self._probes[shape]))
         return out
 
     def report(self) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ringtile.adaptive import AdaptiveAttention, Controller
 from ringtile.compat.attention import BlockSparseRingDilatedAttention, self_attention_if_alone
 from ringtile.compat.config import SparsePatternConfig
 from ringtile.modules.multihead import SparseMultiheadAttention
@@ -59,7 +60,7 @@ class BlockSparseRingMultiheadDilatedAttention(SparseMultiheadAttention):
         bias: bool = True,
         use_layer_norm: bool = False,
         batch_first: bool = True,
-        use_adaptive_sparsity: bool = False,
+        use_adaptive_sparsity: bool | AdaptiveAttention = False,
         ring_size: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -90,6 +91,7 @@ class BlockSparseRingMultiheadDilatedAttention(SparseMultiheadAttention):
     pattern_generator = _of_core("pattern_generator")
     performance_monitor = _of_core("performance_monitor")
     set_sparsity_ratio = _of_core("set_sparsity_ratio")
+    enable_adaptive_sparsity = _of_core("enable_adaptive_sparsity")
     get_memory_info = _of_core("get_memory_info")
     get_performance_stats = _of_core("get_performance_stats")
 
@@ -175,20 +177,38 @@ def create_adaptive_sparse_multihead_attention(
     quality_threshold: float | None = None,
     **arguments: Any,
 ) -> BlockSparseRingMultiheadDilatedAttention:
-    """Call `create_block_sparse_multihead_attention`: nothing adapts to the contents yet.
+    """Build a `BlockSparseRingMultiheadDilatedAttention` that chooses its tiles by the contents of each call.
 
-    Raises ValueError if a ``quality_threshold`` is given, because no pairs here are chosen by contents.
+    ``quality_threshold`` is the mean part of the attention that each head keeps, in expectation: a
+    `ringtile.adaptive.Controller` finds the smallest density that holds it, by the exact attention of 64 rows of each
+    call. It bounds no output and no loss. Without it, ``sparsity_ratio`` is the density of each head (0.25 by default).
+    Inside dilated segments, each segment chooses for itself. Training moves the queries and keys, and the tiles follow.
 
-    >>> create_adaptive_sparse_multihead_attention(64, 4, [128, 256], [1, 2]).attention.segment_lengths
-    (128, 256)
+    ``arguments`` are ``sparsity_ratio``, ``block_size`` and the bounds of `SparsePatternConfig`, or arguments of the
+    module. ``use_adaptive_sparsity`` can be an `AdaptiveAttention` of your own, as causal training needs.
+
+    Raises ValueError if an argument is out of range, changes nothing, or contradicts the threshold.
+
+    >>> attention = create_adaptive_sparse_multihead_attention(64, 4, [256, 512], [1, 2], quality_threshold=0.95)
+    >>> attention.attention.adaptive.budget
+    Controller(0.95, 'call', rows=64, seed=0)
     """
+    shape = {field.name: arguments.pop(field.name) for field in fields(SparsePatternConfig) if field.name in arguments}
+    if shape.pop("pattern_type", "adaptive") != "adaptive":
+        raise ValueError("pattern_type: expected 'adaptive' or none, because the contents choose the tiles")
+    if segment_lengths is None:
+        shape["dilation_rates"], dilation_rates = dilation_rates, None
+    config = SparsePatternConfig("adaptive", **shape)
+    adaptive = arguments.pop("use_adaptive_sparsity", True)
     if quality_threshold is not None:
-        raise ValueError(
-            "quality_threshold: expected None, because patterns follow positions here and cannot hold a threshold on "
-            f"the output, got {quality_threshold=}"
-        )
-    arguments |= {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
-    return create_block_sparse_multihead_attention(embed_dim, num_heads, **arguments)
+        taken = [name for name in ("sparsity_ratio", "min_sparsity", "max_sparsity") if shape.get(name) is not None]
+        if taken or adaptive is not True:
+            name = taken[0] if taken else "use_adaptive_sparsity"
+            raise ValueError(f"{name}: changes nothing beside {quality_threshold=}, which finds the densities")
+        adaptive = AdaptiveAttention(budget=Controller(quality_threshold), block=config.block_size)
+    return BlockSparseRingMultiheadDilatedAttention(
+        embed_dim, num_heads, segment_lengths, dilation_rates, config, use_adaptive_sparsity=adaptive, **arguments
+    )
 
 
 def _attend_and_normalize(

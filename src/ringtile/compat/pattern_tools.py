@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringtile.adaptive import audit
 from ringtile.analysis.plot import missing_matplotlib, picture, plot_pattern
 from ringtile.layout import build_index
-from ringtile.patterns import Blocks
+from ringtile.patterns import Blocks, Causal, Dense, Pattern
 
 
 def pattern_statistics(pattern: Tensor) -> dict[str, float]:
@@ -79,11 +80,11 @@ class PatternMetrics(NamedTuple):
     efficiency_score: float
     """All blocks over the kept blocks."""
     approximation_error: float
-    """Relative L2 error of the weights after the kept weights of each row are scaled to sum to 1."""
+    """Relative L2 error of the weights after the kept weights of each row are scaled to sum to 1, or of the output."""
 
 
 class PatternQualityAnalyzer:
-    """Compares a pattern of blocks with the weights of dense attention.
+    """Compares a pattern of blocks with dense attention.
 
     >>> weights = torch.full((1, 2, 8, 8), 1 / 8)
     >>> metrics = PatternQualityAnalyzer().analyze_pattern_quality(torch.eye(4, dtype=torch.bool), weights)
@@ -92,20 +93,42 @@ class PatternQualityAnalyzer:
     """
 
     def analyze_pattern_quality(
-        self, sparse_pattern: Tensor, reference_attention: Tensor | None = None
+        self,
+        sparse_pattern: Tensor,
+        reference_attention: Tensor | None = None,
+        *,
+        inputs: tuple[Tensor, Tensor, Tensor] | None = None,
+        is_causal: bool = False,
+        rows: int = 64,
+        seed: int = 0,
     ) -> PatternMetrics:
-        """Measure a pattern, bool ``[blocks, blocks]`` or ``[H, blocks, blocks]``, on weights ``[..., H, N, M]``.
+        """Measure a pattern, bool ``[blocks, blocks]`` or ``[H, blocks, blocks]``, against exact attention.
 
-        The blocks are ``ceil(N / rows)`` by ``ceil(M / columns)`` tokens. Raises ValueError if there are no weights or
-        if the shapes do not match.
+        The reference is either weights ``[..., H, N, M]`` or the ``inputs``: query, key and value ``[B, N, H, D]``.
+        Of the inputs, ``rows`` queries are drawn with the ``seed`` and computed exactly (`ringtile.adaptive.audit`), so
+        no matrix of weights is needed at any length. ``approximation_error`` is then that of the output.
+
+        The blocks are ``ceil(N / rows)`` by ``ceil(M / columns)`` tokens. Raises ValueError if there is no reference or
+        more than one, if ``is_causal`` comes with weights, which have their own mask, or if the shapes do not match.
+
+        >>> q, k, v = torch.randn(3, 1, 1000, 2, 16).unbind()
+        >>> pattern = torch.ones(8, 8, dtype=torch.bool).tril()
+        >>> PatternQualityAnalyzer().analyze_pattern_quality(pattern, inputs=(q, k, v), is_causal=True).coverage_ratio
+        1.0
         """
+        if inputs is not None:
+            if reference_attention is not None:
+                raise ValueError("reference_attention, inputs: expected one of them, got both")
+            return _audited(_checked("sparse_pattern", sparse_pattern), inputs, is_causal, rows, seed)
+        if is_causal:
+            raise ValueError("is_causal: weights have their own mask; expected it beside inputs alone")
         blocks = _checked("sparse_pattern", sparse_pattern)
         weights = reference_attention
         if weights is None or weights.dim() < 2 or len(blocks) not in (1, *weights.shape[-3:-2]):
             raise ValueError(
                 "reference_attention: expected the weights of dense attention [..., H, N, M] with the heads of "
-                f"{sparse_pattern.shape=}, got {None if weights is None else tuple(weights.shape)}; without weights "
-                "use pattern_statistics"
+                f"{sparse_pattern.shape=}, got {None if weights is None else tuple(weights.shape)}; pass inputs="
+                "(query, key, value) instead, or use pattern_statistics without a reference"
             )
         kept = blocks
         for dim, tokens in ((1, weights.shape[-2]), (2, weights.shape[-1])):
@@ -115,13 +138,41 @@ class PatternQualityAnalyzer:
         of_kept = torch.where(kept, weights, 0.0)
         mass = of_kept.sum(-1, keepdim=True)
         renewed = of_kept / torch.where(mass == 0, 1.0, mass)
-        near, active = blocks.tril(1).triu(-1), int(blocks.sum())
-        return PatternMetrics(
-            coverage_ratio=(mass.sum() / weights.sum()).item(),
-            locality_score=int(near.sum()) / max(active, 1),
-            efficiency_score=blocks.numel() / active if active else float("inf"),
-            approximation_error=((renewed - weights).norm() / weights.norm()).item(),
+        error = ((renewed - weights).norm() / weights.norm()).item()
+        return _metrics(blocks, (mass.sum() / weights.sum()).item(), error)
+
+
+def _audited(
+    blocks: Tensor, inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool, rows: int, seed: int
+) -> PatternMetrics:
+    query, key, value = (x.transpose(1, 2) for x in inputs)
+    n_queries, n_keys = query.shape[2], key.shape[2]
+    side = -(-n_queries // blocks.shape[1])
+    if (
+        len(blocks) not in (1, query.shape[1])
+        or side != -(-n_keys // blocks.shape[2])
+        or key.shape[1] != query.shape[1]
+    ):
+        raise ValueError(
+            f"inputs: expected [B, N, H, D] with the heads and square blocks of {tuple(blocks.shape)}, got "
+            f"{inputs[0].shape}, {inputs[1].shape}"
         )
+    reference = Causal() if is_causal else Dense()
+    rule: Pattern = Blocks(blocks if len(blocks) > 1 else blocks[0], block=side)
+    rule = Causal() & rule if is_causal else rule
+    index = build_index(rule, n_queries, n_keys, num_heads=query.shape[1], device=query.device)
+    report = audit(query, key, value, index, reference=reference, rows=rows, seed=seed)
+    return _metrics(blocks, report.mean, report.relative_error)
+
+
+def _metrics(blocks: Tensor, coverage: float, error: float) -> PatternMetrics:
+    near, active = blocks.tril(1).triu(-1), int(blocks.sum())
+    return PatternMetrics(
+        coverage_ratio=coverage,
+        locality_score=int(near.sum()) / max(active, 1),
+        efficiency_score=blocks.numel() / active if active else float("inf"),
+        approximation_error=error,
+    )
 
 
 def _checked(name: str, pattern: Tensor) -> Tensor:

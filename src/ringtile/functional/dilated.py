@@ -128,7 +128,7 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _all_parts(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[int, _Part]]:
+def all_parts(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[int, _Part]]:
     """Yield every dense problem of a call with the number of its branch."""
     for number, branch in enumerate(options.branches):
         for part in _parts(branch, q, k, options, number):
@@ -171,8 +171,8 @@ class _Merged(torch.autograd.Function):
         dtype = accumulator(q)
         out = new_out(q.new_empty(q.shape, dtype=dtype), v.shape[-1]).zero_()
         lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
-        for branch, part in _all_parts(q, k, options):
-            tensors = _compacted(q, k, v, part)
+        for branch, part in all_parts(q, k, options):
+            tensors = compact_part(q, k, v, part)
             call = call_of(*tensors, part.problem, options)
             found, found_lse = torch.ops.ringtile.forward(*tensors, *call)
             for offset in part.piece.offsets:
@@ -200,9 +200,9 @@ class _Merged(torch.autograd.Function):
         if out_grad is None:
             out_grad = torch.zeros_like(out)
         totals = [torch.zeros(x.shape, dtype=accumulator(q), device=x.device) for x in (q, k, v)]
-        for _, part in _all_parts(q, k, ctx.options):
+        for _, part in all_parts(q, k, ctx.options):
             piece = part.piece
-            tensors = _compacted(q, k, v, part)
+            tensors = compact_part(q, k, v, part)
             rows = [None if x is None else compact(x, piece) for x in (out_grad, lse_grad, out, lse)]
             call = call_of(*tensors, part.problem, ctx.options)
             grads = torch.ops.ringtile.backward(rows[0], rows[1], *tensors, rows[2], rows[3], *call)
@@ -212,7 +212,7 @@ class _Merged(torch.autograd.Function):
         return *(total.to(q.dtype) for total in totals), None
 
 
-def _compacted(q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
+def compact_part(q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
     keys, values = (compact(x, part.piece, keys=True, ratio=part.ratio) for x in (k, v))
     return compact(q, part.piece), keys, values
 
@@ -221,8 +221,8 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
     """Compute the same with operations that differentiate to any order, vmap and compile, but use more memory."""
     numbers = torch.arange(q.shape[1] * q.shape[2], device=q.device).view(1, *q.shape[1:3])
     parts = (
-        (branch, _compacted(q, k, v, part), part.problem, compact(numbers, part.piece).flatten())
-        for branch, part in _all_parts(q, k, options)
+        (branch, compact_part(q, k, v, part), part.problem, compact(numbers, part.piece).flatten())
+        for branch, part in all_parts(q, k, options)
     )
     return compose(q, v.shape[-1], parts, options)
 

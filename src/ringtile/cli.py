@@ -20,6 +20,7 @@ VERBS = {
     "plan": ("ringtile.measure.plan", "predict traffic, balance, memory and time of attention over many ranks"),
     "bench": ("ringtile.measure.bench", "time sparse attention against baselines, correctness first"),
     "hf": ("ringtile.measure.hf", "check and time a model of Hugging Face transformers, and print its loss"),
+    "quality": ("ringtile.measure.quality", "measure how much quality sparse attention keeps, task by task"),
     "profile": ("ringtile.measure.profile", "show where the time of one call goes, from index to gradients"),
     "doctor": ("ringtile.measure.doctor", "print versions, devices and backends, and why a backend is not available"),
 }

@@ -1,0 +1,144 @@
+"""The rows of the table: each selector of tiles by its name, and the oracle and the controls around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringtile import sparse_attention
+from ringtile.adaptive import (
+    Antidiagonal,
+    Blend,
+    Box,
+    Density,
+    Means,
+    Probe,
+    Recent,
+    Scores,
+    Shuffled,
+    Sum,
+    audit,
+    select,
+)
+from ringtile.layout import BlockIndex
+
+
+@dataclass(frozen=True)
+class Oracle(Scores):
+    """Exact attention of all rows of a tile: the best that scores of this kind can know. It costs dense attention.
+
+    Args:
+        pool: How the rows become one: "max" for what any row wants, "mean" for the mass of all.
+    """
+
+    pool: Literal["max", "mean"] = "max"
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        base: BlockIndex,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        block, rows, cols = base.block, base.n_rows, base.n_cols
+        group = query.shape[1] // key.shape[1]
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        inside = base.keys_of(torch.arange(base.n_queries, device=query.device))
+        if key_mask is not None:
+            inside = inside & key_mask[:, None, None]
+        lead = base.start - base.first_row * block
+        padding = (0, cols * block - base.n_keys, lead, rows * block - lead - base.n_queries)
+        found = []
+        for queries, keys, kept in zip(
+            query.float(), key.float().repeat_interleave(group, 1), inside.expand(len(query), -1, -1, -1), strict=True
+        ):
+            hidden = ~kept
+            logits = (queries @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+            weights = torch.nn.functional.pad(logits.softmax(2).masked_fill(hidden, 0), padding)
+            masses = weights.unflatten(2, (cols, block)).sum(3).unflatten(1, (rows, block))
+            found.append(masses.amax(2) if self.pool == "max" else masses.sum(2))
+        total = torch.stack(found).masked_fill(~base.tiles, 0)
+        return total / total.sum(3, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+DEFAULT = "default"
+ORACLE = "oracle"
+WINDOW = "window"
+RANDOM = "random"
+CONTROLS = (WINDOW, RANDOM)
+
+_BY_NAME: dict[str, Scores] = {
+    DEFAULT: Sum(Probe(), Blend()),
+    "probe": Probe(),
+    "blend": Blend(),
+    "first row": Probe("first"),
+    "token blend": Blend(None),
+    "blend, averaged": Blend("mean"),
+    "box": Box(),
+    "means": Means(),
+    "antidiagonal": Antidiagonal(),
+    WINDOW: Recent(),
+    RANDOM: Shuffled(),
+    "oracle, averaged": Oracle("mean"),
+    ORACLE: Oracle(),
+}
+ROWS = tuple(_BY_NAME)
+"""The names of all rows, in the order of the table."""
+QUICK_ROWS = (DEFAULT, "probe", "blend", WINDOW, RANDOM, ORACLE)
+
+
+def scores_of(row: str, seed: int, layer: int) -> Scores:
+    """Return the scores of a row. Random scores differ by seed and layer."""
+    return Shuffled(1000 * seed + layer) if row == RANDOM else _BY_NAME[row]
+
+
+@dataclass
+class Selected:
+    """One layer's attention over the tiles that scores and a density choose, which notes what it kept.
+
+    Only a query's own tile is always kept, so that all rows of a table spend the same number of tiles.
+    """
+
+    scores: Scores
+    density: float
+    block: int
+    audited: int = 0
+    """Rows to audit in each call."""
+    densities: list[float] = field(default_factory=list)
+    recalls: list[float] = field(default_factory=list)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, **options: Any) -> Tensor:
+        options.pop("pattern", None)
+        key_mask = options.get("key_mask")
+        index = select(
+            query,
+            key,
+            Density(self.density),
+            is_causal=is_causal,
+            scores=self.scores,
+            block=self.block,
+            sinks=0,
+            local=0,
+            key_mask=key_mask,
+            allow_future=True,
+        )
+        if not torch.is_grad_enabled():
+            self.densities.append(index.tile_density)
+            if self.audited:
+                self.recalls.append(audit(query, key, value, index, rows=self.audited, key_mask=key_mask).mean)
+        out: Tensor = sparse_attention(query, key, value, index, **options)
+        return out
+
+
+def floor_of(tokens: int, block: int) -> float:
+    """Return the tile density of causal attention that keeps nothing but each query's own tile.
+
+    >>> floor_of(1024, 16) == 64 / (64 * 65 / 2)
+    True
+    """
+    return 2 / (-(-tokens // block) + 1)

@@ -1,0 +1,209 @@
+"""Tasks made from a seed: tokens, and the exact answer at each position that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+NO_ANSWER = -100
+"""The answer of a position that has none, which `F.cross_entropy` ignores."""
+
+
+class Stage(NamedTuple):
+    """A part of the training: ``steps`` batches at most, fewer once the model answers nearly all."""
+
+    tokens: int
+    batch: int
+    steps: int
+    size: int
+    """Number of things to remember, see the task."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem, and the model and training that solve it."""
+
+    name: str
+    summary: str
+    draw: Callable[[int, int, int, Generator], tuple[Tensor, Tensor]]
+    """``draw(batch, tokens, size, generator)``: int64 tokens ``[B, N]``, and answers ``[B, N]`` or `NO_ANSWER`."""
+    vocabulary: int
+    chance: float
+    """Accuracy of answers drawn evenly from all that occur."""
+    layers: int
+    size: int
+    """Size at the full length."""
+    rows: int
+    """Number of sequences to judge with."""
+    stages: tuple[Stage, ...]
+    start: Literal["mixed", "split"] = "split"
+    """How the model starts, see `Reader`."""
+    rotary: bool = False
+    width: int = 64
+    rate: float = 3e-3
+    """Learning rate."""
+    language: bool = False
+    """True: judged by bits per byte, not by answers."""
+
+
+def _distinct(batch: int, count: int, of: int, generator: Generator) -> Tensor:
+    """Return ``count`` different numbers below ``of`` for each batch element."""
+    return torch.rand(batch, of, generator=generator).argsort(1)[:, :count]
+
+
+_KEYS = 128
+"""Tokens below this one are names, which are looked up. Values and filler are above it."""
+_MARK = 128
+_FIRST_VALUE = 129
+_FIRST_FILLER = 240
+_END = 256
+
+
+def _blank(batch: int, tokens: int, low: int, high: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Return filler, and no answers."""
+    return torch.randint(low, high, (batch, tokens), generator=generator), torch.full((batch, tokens), NO_ANSWER)
+
+
+def recall_pairs(batch: int, tokens: int, pairs: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Multi-query associative recall (MQAR, Arora et al., arXiv:2312.04927).
+
+    Pairs of a name and a value are in the first half. Each name occurs once more in the second half, and the answer
+    there is its value. All other tokens are values, too.
+    """
+    x, y = _blank(batch, tokens, _KEYS, _END, generator)
+    half = tokens // 2
+    name = _distinct(batch, pairs, _KEYS, generator)
+    value = torch.randint(_KEYS, _END, (batch, pairs), generator=generator)
+    place = 2 * _distinct(batch, pairs, half // 2, generator)
+    x.scatter_(1, place, name).scatter_(1, place + 1, value)
+    query = half + 2 * _distinct(batch, pairs, (tokens - half) // 2, generator)
+    x.scatter_(1, query, name).scatter_(1, query + 1, value)
+    return x, y.scatter_(1, query, value)
+
+
+PASSKEY = 8
+"""Number of tokens of a needle."""
+
+
+def needles(batch: int, tokens: int, count: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Needle in a haystack: ``count`` passkeys of 8 names among filler, repeated in the second half.
+
+    The answers are the second to the last token of each repeated passkey.
+    """
+    x, y = _blank(batch, tokens, _FIRST_FILLER, _END, generator)
+    half, slot = tokens // 2, PASSKEY + 1
+    names = _distinct(batch, count * PASSKEY, _KEYS, generator).unflatten(1, (count, PASSKEY))
+    first = slot * _distinct(batch, count, half // slot, generator)
+    second = half + slot * _distinct(batch, count, (tokens - half) // slot, generator)
+    for number in range(PASSKEY):
+        name = names[..., number]
+        x.scatter_(1, first + number, name).scatter_(1, second + number, name)
+        if number:
+            y.scatter_(1, second + number - 1, name)
+    return x, y
+
+
+def copied_span(batch: int, tokens: int, span: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Copy: a span of different tokens at a random place of the first half, and again in the second half.
+
+    The answers are the second to the last token of the copy.
+    """
+    x, y = _blank(batch, tokens, _END, _END + 32, generator)
+    half = tokens // 2
+    text = _distinct(batch, span, _END, generator)
+    inside = torch.arange(span)
+    first = torch.randint(0, half - span + 1, (batch, 1), generator=generator) + inside
+    second = half + torch.randint(0, tokens - half - span + 1, (batch, 1), generator=generator) + inside
+    x.scatter_(1, first, text).scatter_(1, second, text)
+    return x, y.scatter_(1, second[:, :-1], text[:, 1:])
+
+
+def assignments(batch: int, tokens: int, chains: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Variable tracking with two hops (the form of RULER, Hsieh et al., arXiv:2404.06654).
+
+    The first quarter assigns values to names, ``a = 7``. The second quarter assigns names to names, ``b = a``. The
+    second half asks for both: the answer to ``b`` is 7.
+    """
+    x, y = _blank(batch, tokens, _FIRST_FILLER, _END, generator)
+    half = tokens // 2
+    quarter = half // 2
+    a, b = _distinct(batch, 2 * chains, _KEYS, generator).chunk(2, 1)
+    value = torch.randint(_FIRST_VALUE, _FIRST_FILLER, (batch, chains), generator=generator)
+    for begin, end, name, content in ((0, quarter, a, value), (quarter, half, b, a)):
+        place = begin + 3 * _distinct(batch, chains, (end - begin) // 3, generator)
+        x.scatter_(1, place, name).scatter_(1, place + 1, content)
+        x.scatter_(1, place + 2, torch.full_like(place, _MARK))
+    query = half + 2 * _distinct(batch, 2 * chains, (tokens - half) // 2, generator)
+    both = torch.cat([value, value], 1)
+    x.scatter_(1, query, torch.cat([a, b], 1)).scatter_(1, query + 1, both)
+    return x, y.scatter_(1, query, both)
+
+
+_DIGITS = 10
+LIST_TOKENS = 26
+"""By depth 0 and 1: ten digits, MIN, MAX and the bracket that ends a list."""
+
+
+def lists(batch: int, tokens: int, most: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Short ListOps (Nangia and Bowman, arXiv:1804.06028): nested MIN and MAX of digits, one list after another.
+
+    Each list has two to ``most`` elements, and an element of an outer list is an inner list in one case of four. The
+    answer at each closing bracket is the value of its list. Tokens name their depth.
+    """
+    x, y = torch.zeros(batch, tokens, dtype=torch.int64), torch.full((batch, tokens), NO_ANSWER)
+    draws = torch.rand(batch, 4 * tokens, generator=generator).tolist()
+    for row in range(batch):
+        at = iter(draws[row])
+        place = 0
+
+        def write(token: int, answer: int = NO_ANSWER, row: int = row) -> None:
+            nonlocal place
+            if place < tokens:
+                x[row, place], y[row, place] = token, answer
+            place += 1
+
+        def one(depth: int, at: object = at) -> int:
+            draw: Callable[[], float] = at.__next__  # type: ignore[attr-defined]
+            base, largest = depth * (LIST_TOKENS // 2), draw() < 0.5
+            write(base + _DIGITS + largest)
+            values = []
+            for _ in range(2 + int(draw() * (most - 1))):
+                if depth == 0 and draw() < 0.25:
+                    values.append(one(1))
+                else:
+                    values.append(int(draw() * _DIGITS))
+                    write(base + values[-1])
+            value = max(values) if largest else min(values)
+            write(base + _DIGITS + 2, value)
+            return value
+
+        while place < tokens:
+            one(0)
+    return x, y
+
+
+@lru_cache(1)
+def manual() -> Tensor:
+    """Return the bytes of Python's manual as it is installed, ``pydoc_data.topics``, as int64."""
+    topics: dict[str, str] = import_module("pydoc_data.topics").topics
+    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def _windows(text: Tensor, batch: int, tokens: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    begin = torch.randint(0, len(text) - tokens, (batch, 1), generator=generator)
+    found = text[begin + torch.arange(tokens + 1)]
+    return found[:, :-1], found[:, 1:]
+
+
+def manual_windows(batch: int, tokens: int, held_out: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Language modeling of bytes: the answer is the next byte. The last tenth of the manual is held out."""
+    text = manual()
+    end = len(text) * 9 // 10
+    return _windows(text[end:] if held_out else text[:end], batch, tokens, generator)

@@ -1,0 +1,413 @@
+"""`ringtile quality` on models that are trained here: tasks, selectors, verdicts, the page, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringtile import cli
+from ringtile.adaptive import Density
+from ringtile.layout import build_index
+from ringtile.measure.progress import Progress
+from ringtile.measure.quality import tasks, trained
+from ringtile.measure.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
+from ringtile.measure.quality.claims import CLAIMS, kept, lines_of, tables, verdict
+from ringtile.measure.quality.models import Reader, judge, restore, save
+from ringtile.measure.quality.page import page_of
+from ringtile.measure.quality.selectors import ROWS, Oracle, Selected, floor_of, scores_of
+from ringtile.measure.quality.tasks import NO_ANSWER, Stage
+from ringtile.measure.quality.trained import TASKS, Lab, Plan, jobs
+from ringtile.patterns import Causal
+
+TINY = {
+    "mqar": (128, 16),
+    "needle": (128, 2),
+    "copy": (128, 40),
+    "variables": (128, 6),
+    "listops": (128, 4),
+    "bytes": (64, 0),
+}
+
+
+# Programs that know a task's rules and read only the tokens up to the question.
+def answer_mqar(seen: list[int]) -> int:
+    return seen[seen[:-1].index(seen[-1]) + 1]
+
+
+def answer_span(seen: list[int]) -> int:
+    return seen[seen.index(seen[-1]) + 1]
+
+
+def answer_variables(seen: list[int]) -> int:
+    content = {seen[i - 2]: seen[i - 1] for i in range(2, len(seen)) if seen[i] == 128}
+    found = content[seen[-1]]
+    return content.get(found, found)
+
+
+def answer_lists(seen: list[int]) -> int:
+    """Evaluate the list that ends here, by a stack."""
+    stack: list[list[int]] = []
+    value = -1
+    for token in seen:
+        symbol = token % 13
+        if symbol < 10:
+            stack[-1].append(symbol)
+        elif symbol < 12:
+            stack.append([symbol])
+        else:
+            operator, *values = stack.pop()
+            value = max(values) if operator == 11 else min(values)
+            if stack:
+                stack[-1].append(value)
+    return value
+
+
+SOLVERS: dict[str, Callable[[list[int]], int]] = {
+    "mqar": answer_mqar,
+    "needle": answer_span,
+    "copy": answer_span,
+    "variables": answer_variables,
+    "listops": answer_lists,
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_program_answers_every_question(name: str) -> None:
+    tokens, size = TINY[name]
+    for length, many in ((tokens, size), (1024, TASKS[name].size)):
+        x, y = TASKS[name].draw(3, length, many, torch.Generator().manual_seed(5))
+        assert x.shape == y.shape == (3, length)
+        assert 0 <= int(x.min()) <= int(x.max()) < TASKS[name].vocabulary
+        places = (y != NO_ANSWER).nonzero().tolist()
+        assert len(places) >= 7 * 3
+        for row, place in places:
+            assert SOLVERS[name](x[row, : place + 1].tolist()) == y[row, place]
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_random_answers_are_at_chance(name: str) -> None:
+    task = TASKS[name]
+    drawn = random.Random(0)
+    answers = []
+    generator = torch.Generator().manual_seed(1)
+    while len(answers) < 4000:
+        _, y = task.draw(8, 1024, task.size, generator)
+        answers += y[y != NO_ANSWER].tolist()
+    alphabet = sorted(set(answers))
+    right = sum(drawn.choice(alphabet) == answer for answer in answers) / len(answers)
+    assert abs(right - task.chance) < 5 * (task.chance / len(answers)) ** 0.5
+    assert abs(len(alphabet) - 1 / task.chance) <= 2
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_is_made_from_its_seed(name: str) -> None:
+    def draw(seed: int) -> Tensor:
+        return TASKS[name].draw(2, *TINY[name], torch.Generator().manual_seed(seed))[0]
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+
+
+def test_held_out_bytes_are_of_another_part() -> None:
+    text = tasks.manual()
+    first = set(text[: len(text) * 9 // 10].unfold(0, 64, 1)[:, :].sum(1).tolist())
+    assert first
+    x, y = tasks.manual_windows(4, 64, 1, torch.Generator().manual_seed(0))
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    held = text[len(text) * 9 // 10 :].unfold(0, 64, 1)
+    assert all((held == row).all(1).any() for row in x)
+
+
+def small_plan(name: str, **changes: object) -> Plan:
+    tokens, size = TINY[name]
+    task = replace(TASKS[name], size=size, rows=2, stages=(Stage(tokens, 4, 3, size),), width=32, layers=2)
+    fields = {"tasks": (task,), "seeds": (0,), "rows": ("default", "window"), "densities": (0.5,), "regimes": False}
+    return Plan(**{**fields, "tokens": tokens, "block": 16, **changes})  # type: ignore[arg-type]
+
+
+def tensors(seed: int = 0) -> tuple[Tensor, Tensor]:
+    q, k = torch.randn(2, 2, 4, 150, 16, generator=torch.Generator().manual_seed(seed)).unbind()
+    return 3 * q, k[:, :2]
+
+
+def test_the_oracle_knows_exact_attention() -> None:
+    q, k = tensors()
+    base = build_index(Causal(), 150, num_heads=4, batch=2, block=16)
+    for pool in ("max", "mean"):
+        found = Oracle(pool)(q, k, base)  # type: ignore[arg-type]
+        logits = (q.double() @ k.double().repeat_interleave(2, 1).mT) / 4
+        weights = logits.masked_fill(torch.ones(150, 150).triu(1).bool(), -torch.inf).softmax(-1)
+        masses = torch.nn.functional.pad(weights, (0, 10, 0, 10)).view(2, 4, 10, 16, 10, 16).sum(5)
+        pooled = masses.amax(3) if pool == "max" else masses.sum(3)
+        torch.testing.assert_close(found, (pooled / pooled.sum(3, keepdim=True)).float())
+
+
+def test_no_selector_keeps_more_mass_than_the_oracle() -> None:
+    q, k = tensors(1)
+    found: dict[str, Selected] = {}
+    for row in ROWS:
+        found[row] = Selected(scores_of(row, 0, 0), 0.3, 16, audited=150)
+        with torch.no_grad():
+            found[row](q, k, k, pattern=None, is_causal=True, enable_gqa=True)
+    recall = {row: each.recalls[0] for row, each in found.items() if not each.scores.per_token}
+    assert max(recall, key=recall.__getitem__) == "oracle, averaged"
+    assert min(recall, key=recall.__getitem__) in ("window", "random")
+    # All rows spend the same number of tiles.
+    assert len({round(each.densities[0], 6) for each in found.values() if not each.scores.per_token}) == 1
+    assert found["random"].scores != scores_of("random", 1, 0)
+
+
+def test_the_floor_is_the_density_of_the_own_tiles() -> None:
+    q, k = tensors()
+    selected = Selected(scores_of("window", 0, 0), 0.0, 16)
+    with torch.no_grad():
+        selected(q, k, k, is_causal=True, enable_gqa=True)
+    assert selected.densities == [floor_of(150, 16)]
+
+
+def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
+    plan = small_plan("mqar")
+    lab = Lab(plan.tasks[0], 0, plan, tmp_path, Progress(quiet=True))
+    batches = lab.batches(2, 2)
+    at = batches[0][1] != NO_ANSWER
+    with torch.no_grad():
+        dense = lab.dense(batches[0][0], at)
+        for row in ("default", "random"):
+            lab.dense.attend_with(list(lab._selected(row, 1.0)))
+            torch.testing.assert_close(lab.dense(batches[0][0], at), dense, rtol=1e-4, atol=1e-5)
+            lab.dense.attend_with(list(lab._selected(row, 0.1)))
+            assert not torch.allclose(lab.dense(batches[0][0], at), dense, rtol=1e-2)
+
+
+def test_each_layer_has_its_own_attention() -> None:
+    model = Reader(small_plan("mqar").tasks[0])
+    calls: list[int] = []
+
+    def attend(number: int) -> Callable[..., Tensor]:
+        def inner(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+            calls.append(number)
+            return value
+
+        return inner
+
+    model.attend_with([attend(0), attend(1)])
+    x = torch.zeros(1, 20, dtype=torch.int64)
+    model(x, x == 0)
+    assert calls == [0, 1]
+
+
+def test_weights_are_kept_and_another_recipe_is_another_model(tmp_path: Path) -> None:
+    plan = small_plan("mqar")
+    progress = Progress(quiet=True)
+    first = Lab(plan.tasks[0], 0, plan, tmp_path, progress).dense
+    files = list(tmp_path.iterdir())
+    assert len(files) == 1
+    again = Reader(plan.tasks[0])
+    assert restore(again, files[0])
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert Lab(replace(plan.tasks[0], rate=1e-4), 0, plan, tmp_path, progress).dense is not first
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_task_without_a_good_model_is_dropped_by_name(tmp_path: Path) -> None:
+    # Three steps teach nothing.
+    plan = small_plan("copy")
+    cells = measure_all(jobs(plan, tmp_path / "models", Progress()), Folder(tmp_path), Progress(quiet=True))
+    reasons = {cell.measured.reason for cell in cells if cell.setting.scores != "dense"}
+    assert len(reasons) == 1
+    assert "needs 99%" in reasons.pop()
+    (table,) = tables(cells)
+    assert re.search(r"dropped: seed 0: the dense model answers", "\n".join(lines_of(table)))
+    assert "Dropped: seed 0" in page_of(Record.here(cells, None))
+
+
+def test_bytes_are_judged_by_bits(tmp_path: Path) -> None:
+    plan = small_plan("bytes", rows=("window",))
+    dense, window = measure_all(jobs(plan, tmp_path / "m", Progress()), Folder(tmp_path), Progress(quiet=True))
+    assert dense.figure("bits") is not None
+    share = kept(window, dense)
+    assert share is not None
+    assert 20 < share < 120
+    assert "bits per byte" in lines_of(tables([dense, window])[0])[0]
+
+
+@pytest.mark.parametrize("regime", ["fine-tuned", "from scratch"])
+def test_training_with_sparse_attention(regime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained, "FINE_TUNE", Stage(128, 2, 2, 16))
+    monkeypatch.setattr(trained, "SCRATCH", Stage(128, 2, 2, 16))
+    monkeypatch.setattr(trained, "TRAINED_ROWS", ("default", "first row"))
+    plan = small_plan("mqar", regimes=True)
+    work = [job for job in jobs(plan, tmp_path / "m", Progress()) if job.setting.regime in (regime, "post-hoc")]
+    cells = {
+        (cell.setting.regime, cell.setting.scores): cell
+        for cell in measure_all(work, Folder(tmp_path), Progress(quiet=True))
+    }
+    assert cells[regime, "default"].figure("accuracy") is not None
+    assert cells[regime, "default"].measured.realised == pytest.approx(0.25, abs=0.12)
+    assert {name for found, name in cells if found == regime} >= {"default", "first row"}
+    weights = [torch.load(path) for path in sorted((tmp_path / "m").iterdir())]
+    names = list(weights[0])
+    assert any(not torch.equal(weights[0][name], other[name]) for name in names for other in weights[1:])
+
+
+def cell(scores: str, asked: float | None, seed: int, accuracy: float, **sizes: float) -> Cell:
+    figures = {"accuracy": accuracy} | ({"chance": 0.0} if scores == "dense" else {})
+    known = Setting(
+        "trained", "mqar", "post-hoc", scores, "" if asked is None else "density", asked, seed,
+        {"tokens": 1024, "block": 16, "floor": 0.03, **sizes},
+    )  # fmt: skip
+    return Cell(known, Measured(figures, asked), 1.0)
+
+
+def claimed_cells() -> list[Cell]:
+    found = [cell("dense", None, seed, 1.0) for seed in range(3)]
+    share = {0.5: 0.995, 0.25: 0.97, 0.1: 0.951, 0.05: 0.5, 0.02: 0.99}
+    for seed in range(3):
+        found += [cell("default", asked, seed, value + (seed - 1) / 1000) for asked, value in share.items()]
+        found += [cell("window", asked, seed, 0.1) for asked in share]
+    return found
+
+
+def test_the_claimed_row_is_judged_in_words() -> None:
+    (table,) = tables(claimed_cells())
+    words = [table.verdict("default", density) for density in CLAIMS]
+    assert words == ["holds", "refuted", "holds", "refuted", "below the floor"]
+    text = "\n".join(lines_of(table))
+    for word in ("99+", "98-99", "95-98", "93-97", "90-95", "95.1 +-0.1", "holds", "refuted", "below the floor"):
+        assert word in text
+    with pytest.raises(ValueError, match="density: expected one of"):
+        verdict(0.3, 99.0, 0.0)
+
+
+def test_quality_counts_above_chance() -> None:
+    dense, half = cell("dense", None, 0, 0.9), cell("window", 0.5, 0, 0.5)
+    dense = replace(dense, measured=Measured({"accuracy": 0.9, "chance": 0.1}))
+    assert kept(half, dense) == pytest.approx(50.0)
+    assert kept(replace(half, measured=Measured({"accuracy": 0.1})), dense) == pytest.approx(0.0)
+    bits = [replace(half, measured=Measured({"bits": value})) for value in (2.0, 3.0)]
+    assert kept(bits[1], bits[0]) == pytest.approx(50.0)
+    assert kept(replace(half, measured=Measured({}, None, "why")), dense) is None
+
+
+def test_the_page_is_made_of_the_record_alone() -> None:
+    record = Record.here(claimed_cells(), "ringtile quality", notes=("decoder: left out <why>",))
+    page = page_of(Record.from_json(record.to_json()), ["a < b"])
+    assert page == page_of(record, ["a < b"])
+    for word in ("below the floor", "95.1 &plusmn;0.1", "<svg", "prefers-color-scheme: dark", "left out &lt;why&gt;"):
+        assert word in page
+    assert "a &lt; b" in page
+    # It loads nothing, and its text follows the theme.
+    assert not re.search(r"(src|href)=[\"']http|<script|@import", page)
+    assert "currentColor" in page
+    assert "#010203" not in page
+    assert "interrupted" in page_of(replace(record, interrupted=True))
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan("mqar", rows=("default", "window", "oracle"), densities=(0.5, 0.25))
+    task = plan.tasks[0]
+    monkeypatch.setattr(trained, "ENOUGH", 0.0)
+    monkeypatch.setattr(trained, "_GOAL", 0.0)
+
+    def of(names: object, seeds: tuple[int, ...], quick: bool) -> Plan:
+        return replace(plan, tasks=(task,), seeds=tuple(seeds))
+
+    monkeypatch.setattr(Plan, "of", of)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_command_writes_a_record_and_a_page_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["quality", "--quick", "--tasks", "mqar", "--seeds", "0", "1", "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr()
+    assert "14 cells, 0 of them" in printed.out
+    assert "mqar, post-hoc" in printed.out
+    assert printed.err == ""
+    record = Record.from_json((tmp_path / "quality.json").read_text())
+    assert len(record.cells) == 14
+    assert (tmp_path / "quality.html").read_text().startswith("<!doctype html>")
+    assert cli.main([*words, "--json"]) == 0
+    again = Record.from_json(capsys.readouterr().out)
+    assert [asdict(cell) for cell in again.cells] == [asdict(cell) for cell in record.cells]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_interrupted_command_leaves_a_whole_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quality", "--tasks", "mqar", "--seeds", "0", "--out", str(tmp_path)]
+    whole = Lab.measure
+    calls: list[str] = []
+
+    def stop(self: Lab, row: str, density: float) -> Measured:
+        calls.append(row)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(self, row, density)
+
+    monkeypatch.setattr(Lab, "measure", stop)
+    assert cli.main(words) == 130
+    record = json.loads((tmp_path / "quality.json").read_text())
+    assert record["interrupted"] is True
+    assert len(record["cells"]) == 3
+    monkeypatch.setattr(Lab, "measure", whole)
+    assert cli.main(words) == 0
+    assert "7 cells, 3 of them" in capsys.readouterr().out
+    assert json.loads((tmp_path / "quality.json").read_text())["interrupted"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "1", "1"], "--seeds: expected different numbers"),
+        (["--seeds", "-1"], "--seeds: expected different numbers"),
+    ],
+)
+def test_bad_arguments_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["quality", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_density_of_a_selector_is_the_budgets(tmp_path: Path) -> None:
+    q, k = tensors()
+    base = build_index(Causal(), 150, num_heads=4, batch=2, block=16)
+    for row in ("default", "oracle"):
+        selected = Selected(scores_of(row, 0, 0), 0.4, 16)
+        with torch.no_grad():
+            selected(q, k, k, is_causal=True, enable_gqa=True)
+        own = torch.eye(10, dtype=torch.bool)
+        tiles = Density(0.4).keep(scores_of(row, 0, 0)(q, k, base), base.tiles, own)
+        assert selected.densities[0] == pytest.approx(float(tiles.sum() / (8 * 55)))
+
+
+def test_figures_of_a_judge() -> None:
+    model = Reader(small_plan("mqar").tasks[0])
+    batches = [small_plan("mqar").tasks[0].draw(2, 128, 16, torch.Generator().manual_seed(0))]
+    accuracy = judge(model, TASKS["mqar"], batches)["accuracy"]
+    x, y = batches[0]
+    with torch.no_grad():
+        best = model(x, x >= 0).argmax(1).view(x.shape)
+    assert accuracy == float((best == y)[y != NO_ANSWER].float().mean())
+
+
+def test_saved_weights_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Reader(small_plan("mqar").tasks[0])
+
+    def stop(state: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", stop)
+    with pytest.raises(KeyboardInterrupt):
+        save(model, tmp_path / "x.pt")
+    assert list(tmp_path.iterdir()) == []
+    assert not restore(model, tmp_path / "x.pt")

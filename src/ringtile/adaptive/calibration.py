@@ -213,8 +213,8 @@ class Calibration:
     >>> tiles = torch.tensor(GRID, dtype=torch.float64)
     >>> loss = torch.tensor([[2.0], [1.0]]) * (1 - tiles) ** 2
     >>> found = Calibration({"name": "tiny"}, Probe(), 32, 1, 1, (LossCurves(tiles, loss, loss),), {"tokens": 4096})
-    >>> [attend.budget for attend in found.attention(0.25)]
-    [Density(density=(0.5, 0.0))]
+    >>> found.attention(0.25)[0].budget
+    Density(density=(0.5, 0.0))
     """
 
     model: Mapping[str, Any]

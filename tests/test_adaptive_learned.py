@@ -359,3 +359,16 @@ def test_wrong_arguments_are_named() -> None:
         ValueError, match="held_out: expected other texts than the samples, got the same tensor in both"
     ):
         distill(gate, [(q, k)], [(q.clone(), k)])
+
+
+def test_steps_of_generation_equal_the_call() -> None:
+    torch.manual_seed(0)
+    gate = trained(Gate(2, 16, places=16, pool=None))
+    attend = RoutedAttention(gate, Density(0.3), block=BLOCK, sinks=0, local=0)
+    model = SparseTransformer(1, 32, 2, is_causal=True, attend=attend).eval()
+    torch.nn.init.normal_(model.layers[0].output.weight)
+    x = torch.randn(1, 120, 32)
+    with torch.no_grad():
+        cache = model.new_cache()
+        steps = [model(part, cache=cache) for part in x.split([90] + [1] * 30, 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), model(x), rtol=1e-5, atol=1e-5)

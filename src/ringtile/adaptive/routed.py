@@ -41,16 +41,18 @@ def with_coordinates(query: Tensor, key: Tensor, of_query: Tensor, of_key: Tenso
 class RoutedAttention(AdaptiveAttention):
     """`AdaptiveAttention` whose `Gate` learns while the model trains, from the first step on.
 
-    In training, the gate gets two gradients. The first is that of the model's own loss, as if the score of a tile was
-    added to its logits: it judges tiles that are kept. The second is that of `loss`, which you add to the model's
-    loss: it compares the gate with exact attention of a few drawn queries, so it judges all tiles. Neither reaches
-    queries and keys, and the output is that of exact attention over the chosen tiles.
+    In training, a call computes the attention of a few drawn queries exactly, and `loss` compares the gate with it,
+    over tiles that are kept and others. Add it to the loss of your model. It reaches the gate alone, and the output is
+    exact attention over the chosen tiles.
 
     Args:
         gate: The scores. A causal model needs ``Gate(..., pool=None)``, which looks at no later token.
         budget: See `select`.
         rows: Number of queries per call whose attention is computed exactly. The cost is that of as many queries of
             dense attention.
+        straight_through: Also give the gate the gradient of your model's loss, as if its scores were added to the
+            logits, see `with_coordinates`. It judges kept tiles only, adds twice the gate's places to the head dim, and
+            the output differs by rounding.
         block, sinks, local, last_dense, min_length, allow_future: See `select`.
 
     Raises:

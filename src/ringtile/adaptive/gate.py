@@ -236,7 +236,7 @@ def distill(
         rows: Number of queries to compute exactly, in each step and of each held-out sample.
         steps: Largest number of steps, one sample each.
         learning_rate: Step size of AdamW.
-        weight_decay: Pull towards a gate without learned coordinates, in each step relative to the step size.
+        weight_decay: Weight decay of AdamW. It pulls the gate towards weights of 0, the untrained scores.
         every: Number of steps between two measurements.
         patience: Number of measurements without a gain after which training ends.
         seed: Seed of the draws.

@@ -1,0 +1,104 @@
+"""Dropped tiles through their means, so that rows lose less of attention that is spread evenly."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.adaptive.scores import rows_at_once
+from ringtile.functional import merge_attention
+from ringtile.functional.attention import attend_scores
+from ringtile.layout import BlockIndex
+from ringtile.layout.schedule import derived
+from ringtile.layout.tiles import FULL
+
+
+def compensated(
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: BlockIndex,
+    base: BlockIndex,
+    *,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add dropped tiles to attention over an index, each as its mean key and mean value, counted once per key.
+
+    Only tiles that all queries of the row tile would keep whole count: of a causal base, whole past tiles. Tiles whose
+    means are not finite stay dropped. A row that drops no such tile keeps its bits. It is differentiable, and its cost
+    is that of attention to one key per tile. With gradients, it saves ``H * Nq * Nk / block`` scores.
+
+    Args:
+        out: ``[B, H, Nq, Dv]``, the attention over the index.
+        lse: ``[B, H, Nq]``, its log-sum-exp.
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        value: ``[B, Hkv, Nk, Dv]``.
+        index: The kept tiles.
+        base: The index that they were chosen from.
+        key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
+        scale: Factor for the scores. Default: ``D ** -0.5``.
+
+    Returns:
+        The output and the lse, in the dtypes of ``out`` and ``lse``.
+
+    Raises:
+        ValueError: If the indices do not match each other.
+
+    Example:
+        >>> from ringtile import sparse_attention
+        >>> from ringtile.adaptive import Density, select
+        >>> from ringtile.layout import build_index
+        >>> from ringtile.patterns import Causal
+        >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
+        >>> q, base = q / 4, build_index(Causal(), 512, num_heads=2, block=32)
+        >>> exact, index = sparse_attention(q, k, v, base), select(q, k, Density(0.2), base=base)
+        >>> plain = sparse_attention(q, k, v, index, return_lse=True)
+        >>> more, _ = compensated(*plain, q, k, v, index, base)
+        >>> bool((more - exact).norm() < 0.5 * (plain[0] - exact).norm())
+        True
+    """
+    if index.grid != base.grid or index.device != base.device:
+        raise ValueError(f"base: expected the lengths, block and device of {index!r}, got {base!r}")
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys, count = _means(key.to(wide), base.block, key_mask)
+    values, _ = _means(value.to(wide), base.block, key_mask)
+    finite = (keys.isfinite().all(3) & values.isfinite().all(3)).unsqueeze(3)
+    keys, values = keys.masked_fill(~finite, 0), values.masked_fill(~finite, 0)
+    heads = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(heads, 1) for x in (keys, values))
+    usable = (finite.squeeze(3) & (count > 0).unsqueeze(1)).repeat_interleave(heads, 1)
+    dropped = derived(base, _whole_tiles) & ~index.tiles & usable.unsqueeze(2)
+    logs = count.clamp(min=1).to(wide).log()[:, None, None]
+    row = (index.start + torch.arange(index.n_queries, device=query.device)) // index.block - index.first_row
+    factor = query.shape[3] ** -0.5 if scale is None else scale
+    parts = []
+    at_once = rows_at_once(query, base.n_cols)
+    for some, rows in zip(query.split(at_once, 2), row.split(at_once), strict=True):
+        scores = some.to(wide) @ keys.mT * factor + logs
+        parts.append(attend_scores(scores, dropped[:, :, rows], values))
+    more, more_lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
+    merged, total = merge_attention([out.to(wide), more], [lse, more_lse.to(lse.dtype)])
+    return merged.to(out.dtype), total
+
+
+def _means(x: Tensor, block: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the mean of each tile's tokens that count ``[B, Hkv, C, D]``, and their number ``[B, C]``."""
+    batch, _, n_keys, _ = x.shape
+    inside = torch.ones(batch, n_keys, dtype=torch.bool, device=x.device) if key_mask is None else key_mask
+    rest = -n_keys % block
+    count = F.pad(inside, (0, rest)).unflatten(1, (-1, block)).sum(2)
+    x = F.pad(x.masked_fill(~inside[:, None, :, None], 0), (0, 0, 0, rest)).unflatten(2, (-1, block))
+    return x.sum(3) / count.clamp(min=1)[:, None, :, None], count
+
+
+def _whole_tiles(index: BlockIndex) -> Tensor:
+    """Return the full tiles, bool ``[B or 1, H or 1, R, C]``."""
+    number, state = index.entries()
+    whole = torch.zeros(index.n_groups * index.n_rows * index.n_cols, dtype=torch.bool, device=index.device)
+    whole.index_fill_(0, number[state == FULL], True)
+    return whole.view(index.n_groups, index.n_rows, index.n_cols)[index.group.long()]

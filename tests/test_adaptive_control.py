@@ -77,7 +77,6 @@ def test_the_target_is_held_on_rows_that_were_not_audited(scores: Scores, qualit
         controller = Controller(quality, rows=64, seed=seed)
         (used, some), arguments = parts_of(controller, q, k, base, found)
         assert (some == 64).all()
-        controller._calls = 0
         chosen = controller.budget(*arguments).density
         level = torch.searchsorted(torch.tensor(LEVELS, dtype=torch.float64), chosen)
         rest = (lost - used).gather(2, level.unsqueeze(2)).squeeze(2) / (N - 64)
@@ -96,6 +95,9 @@ def test_a_call_reports_what_it_chose_and_the_audit_agrees() -> None:
     attend(q, k, k, is_causal=True)
     assert attend.report is not None
     assert attend.report.density.shape == (2, 4)
+    some = Controller(0.9)
+    first, again = (select(q, k, some, is_causal=True, block=BLOCK).tiles for _ in range(2))
+    assert torch.equal(first, again)
     index = select(q, k, Controller(0.9, rows=N), is_causal=True, block=BLOCK)
     recall = audit(q, k, k, index, rows=N).recall.mean(2)
     assert torch.allclose(recall, attend.report.recall, atol=1e-6)

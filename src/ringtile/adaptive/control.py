@@ -62,7 +62,7 @@ class Controller:
             is True, and then keeps the densities. "running" takes the densities of earlier calls, and warns if this one
             falls below the target, but promises nothing.
         rows: Number of audited rows. Fewer than ``quality / (1 - quality)`` can prove nothing.
-        seed: Seed of the rows.
+        seed: Seed of the rows. The mode "call" takes the same ones in each call.
     """
 
     def __init__(
@@ -153,7 +153,8 @@ class Controller:
     ) -> tuple[Tensor, Tensor]:
         """Return the mass that audited rows drop at each level, added up ``[B, H, L]``, and their number ``[B, H]``."""
         generator = torch.Generator().manual_seed(self.seed + self._calls)
-        self._calls += 1
+        # A call that is made again, as by a checkpoint, must choose the same tiles.
+        self._calls += self.mode != "call"
         row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(query.device)
         masses = exact_masses(query, key, base, row.unsqueeze(1), key_mask, scale)
         of_map = row if scores.shape[2] == base.n_queries else (base.start + row) // base.block - base.first_row

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Counted, Density
+from ringtile.adaptive.compensation import compensated
 from ringtile.adaptive.control import Controller, ControlReport, Held
 from ringtile.adaptive.scores import Blend, Probe, Scores, Sum, tile_positions
 from ringtile.functional import sparse_attention
@@ -76,23 +77,10 @@ def select(
     for name, count in (("sinks", sinks), ("local", local), ("last_dense", last_dense), ("min_length", min_length)):
         if type(count) is not int or count < 0:
             raise ValueError(f"{name}: expected an integer of at least 0, got {count!r}")
-    (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
+    batch, n_queries, n_keys = query.shape[0], query.shape[2], key.shape[2]
     if key_mask is not None and (key_mask.shape != (batch, n_keys) or key_mask.dtype != torch.bool):
         raise ValueError(f"key_mask: expected bool {(batch, n_keys)}, got {key_mask.dtype=}, {key_mask.shape=}")
-    if isinstance(base, BlockIndex):
-        if is_causal:
-            raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
-        if (base.n_queries, base.n_keys) != (n_queries, n_keys) or base.device != query.device:
-            raise ValueError(f"base: {base!r} does not match {query.shape=}, {key.shape=} on {query.device}")
-        sizes = zip(base.group.shape, (batch, heads), strict=True)
-        if not all(size in (1, wanted) for size, wanted in sizes):
-            raise ValueError(f"base: its groups {base.group.shape=} do not match {query.shape=}")
-        index = base
-    else:
-        rule = rule_of(base, is_causal, None)
-        index = build_index(
-            rule, n_queries, n_keys, num_heads=heads, batch=max(batch, 1), block=block, device=query.device
-        )
+    index = base_index(query, key, base, is_causal, block)
     recorded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     unsafe: Scores | Controller | None = scores if not scores.causal_safe else None
     if isinstance(budget, Controller) and not budget.causal_safe:
@@ -121,6 +109,24 @@ def select(
         if isinstance(budget, Counted) and not isinstance(budget, Held):
             most = _most_tiles(index, budget, keep, sinks, local, last_dense)
         return index.restricted(keep, most)
+
+
+def base_index(
+    query: Tensor, key: Tensor, base: BlockIndex | Pattern | None, is_causal: bool, block: int
+) -> BlockIndex:
+    """Return the index of the pairs to choose from, see `select`."""
+    (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
+    if isinstance(base, BlockIndex):
+        if is_causal:
+            raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
+        if (base.n_queries, base.n_keys) != (n_queries, n_keys) or base.device != query.device:
+            raise ValueError(f"base: {base!r} does not match {query.shape=}, {key.shape=} on {query.device}")
+        sizes = zip(base.group.shape, (batch, heads), strict=True)
+        if not all(size in (1, wanted) for size, wanted in sizes):
+            raise ValueError(f"base: its groups {base.group.shape=} do not match {query.shape=}")
+        return base
+    rule = rule_of(base, is_causal, None)
+    return build_index(rule, n_queries, n_keys, num_heads=heads, batch=max(batch, 1), block=block, device=query.device)
 
 
 def forced_tiles(base: BlockIndex, sinks: int, local: int, last_dense: int = 0) -> Tensor:
@@ -153,6 +159,8 @@ class AdaptiveAttention(nn.Module):
         scores: See `select`.
         budget: See `select`. A `Controller` holds a quality: ``budget=Controller(0.95)``.
         block, sinks, local, last_dense, min_length, allow_future: See `select`.
+        compensate: Let each dropped tile count as its mean key and mean value. It lowers the error of attention that is
+            spread evenly, and can raise the loss of a model: measure it on yours.
 
     Raises:
         ValueError: As `select`, when called.
@@ -177,11 +185,12 @@ class AdaptiveAttention(nn.Module):
         last_dense: int = 0,
         min_length: int = 0,
         allow_future: bool = False,
+        compensate: bool = False,
     ) -> None:
         super().__init__()
         self.scores, self.budget, self.block = scores, budget, block
         self.sinks, self.local, self.last_dense, self.min_length = sinks, local, last_dense, min_length
-        self.allow_future = allow_future
+        self.allow_future, self.compensate = allow_future, compensate
 
     @property
     def stateful(self) -> bool:
@@ -200,6 +209,8 @@ class AdaptiveAttention(nn.Module):
         """Return an empty cache for generation over the pairs of a rule, see `AdaptiveCache`."""
         from ringtile.adaptive.cache import AdaptiveCache
 
+        if self.compensate:
+            raise ValueError("compensate: a cache needs False, it does not keep the means of dropped tiles")
         return AdaptiveCache(self, rule)
 
     def forward(
@@ -227,9 +238,19 @@ class AdaptiveAttention(nn.Module):
             options |= {"is_causal": is_causal, "key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
             return sparse_attention(query, key, value, pattern, **options)
         index = self.index(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
-        return sparse_attention(
-            query, key, value, index, key_mask=key_mask, scale=scale, enable_gqa=enable_gqa, **options
-        )
+        options |= {"key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
+        if not self.compensate:
+            return sparse_attention(query, key, value, index, **options)
+        for name in ("softcap", "alibi_slopes", "sinks", "dropout_p"):
+            given = options.get(name)
+            if isinstance(given, Tensor) or given:
+                raise ValueError(f"{name}: not supported with compensate=True, got {given!r}")
+        return_lse = options.pop("return_lse", False)
+        query, key, value = checked_tensors(query, key, value, enable_gqa)
+        out, lse = sparse_attention(query, key, value, index, return_lse=True, **options)
+        base = base_index(query, key, pattern, is_causal, self.block)
+        found = compensated(out, lse, query, key, value, index, base, key_mask=key_mask, scale=scale)
+        return found if return_lse else found[0]
 
     def index(
         self,

@@ -237,7 +237,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         if enabled is False and self.sparse_config.pattern_type == "adaptive":
             raise ValueError("enabled: expected True, because pattern_type='adaptive' has no other pattern, got False")
         own = enabled if isinstance(enabled, AdaptiveAttention) else None
-        if own is not None and type(own).forward is not AdaptiveAttention.forward:
+        if own is not None and (own.compensate or type(own).forward is not AdaptiveAttention.forward):
             raise ValueError(f"enabled: {own!r} attends in its own way: pass it as attend= of SparseMultiheadAttention")
         if own is not None and own.stateful and (self.segment_lengths or self.use_gradient_checkpointing):
             raise ValueError(

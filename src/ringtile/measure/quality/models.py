@@ -116,10 +116,12 @@ def train(
     taken = 0
     for stage in stages:
         learned = 0
-        for _ in range(stage.steps):
+        for step in range(stage.steps):
             tick()
+            # The last stage ends at a rate of 0, so that no answer depends on the last batches.
+            left = 1 - step / stage.steps if stage is stages[-1] else 1.0
             for group in optimizer.param_groups:
-                group["lr"] = task.rate * min(1.0, (taken + 1) / _WARM_UP)
+                group["lr"] = task.rate * min(left, (taken + 1) / _WARM_UP)
             x, y = task.draw(stage.batch, stage.tokens, stage.size, generator)
             at = y != NO_ANSWER
             logits, answer = model(x, at), y[at]

@@ -46,9 +46,9 @@ DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02)
 REGIME_DENSITY = 0.25
 ENOUGH = 0.99
 """Dense accuracy that a task needs to stay in the table."""
-_REPEATS = 2
+_REPEATS = 4
 """Times that the last stage is repeated if validation misses `_GOAL`."""
-_GOAL = 0.995
+_GOAL = 0.998
 _AUDITED = 16
 _JUDGED = 4
 """Sequences per batch when a model is judged."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.quality import audit
-from ringtile.adaptive.scores import Blend, Scores, _summarized, exact_weights, summaries
+from ringtile.adaptive.scores import Blend, Scores, exact_weights, summaries, summarized
 from ringtile.adaptive.selection import forced_tiles, select
 from ringtile.functional.attention import rule_of
 from ringtile.layout import BlockIndex, build_index
@@ -128,7 +128,7 @@ class Gate(nn.Module, Scores):
             of_query, of_tile = (x.float() for x in self.codes(query, key, base.block, key_mask))
             high, low = (torch.cat(((tiles.mean + side) / 2, of_tile), 3) for side in (tiles.high, tiles.low))
             wide = torch.cat((query.float(), of_query * self.head_dim**0.5), 3)
-            return _summarized(wide, high, low, tiles, base, self.pool, scale)
+            return summarized(wide, high, low, tiles, base, self.pool, scale)
 
     def loss(
         self,

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.gate import Gate
-from ringtile.adaptive.selection import AdaptiveAttention
+from ringtile.adaptive.selection import AdaptiveAttention, base_index
 from ringtile.functional import sparse_attention
-from ringtile.functional.attention import checked_tensors, rule_of
-from ringtile.layout import BlockIndex, build_index
+from ringtile.functional.attention import checked_tensors
+from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
 
 
@@ -135,20 +135,14 @@ class RoutedAttention(AdaptiveAttention):
             return super().forward(query, key, value, pattern, **same, **options)
         query, key, value = checked_tensors(query, key, value, enable_gqa)
         index = self.index(query, key, pattern, is_causal=is_causal, **same)
-        (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
-        if isinstance(pattern, BlockIndex):
-            base = pattern
-        else:
-            rule = rule_of(pattern, is_causal, None)
-            base = build_index(
-                rule, n_queries, n_keys, num_heads=heads, batch=batch, block=self.block, device=query.device
-            )
-        drawn = torch.randperm(n_queries, device=query.device)[: self.rows]
+        base = base_index(query, key, pattern, is_causal, self.block)
+        drawn = torch.randperm(query.shape[2], device=query.device)[: self.rows]
         self._loss = self.scores.loss(query, key, base, drawn, sinks=self.sinks, local=self.local, **same)
         if not self.straight_through:
             return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)
         of_query, of_tile = self.scores.codes(query.detach(), key.detach(), base.block, key_mask)
-        of_query, of_key = of_query * query.shape[3] ** 0.5, of_tile.repeat_interleave(base.block, 2)[:, :, :n_keys]
+        of_key = of_tile.repeat_interleave(base.block, 2)[:, :, : key.shape[2]]
+        of_query = of_query * query.shape[3] ** 0.5
         same["scale"] = query.shape[3] ** -0.5 if scale is None else scale
         query, key = with_coordinates(query, key, of_query, of_key)
         return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)

@@ -136,7 +136,7 @@ class Blend(Scores):
         return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
 
     def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
-        return _summarized(
+        return summarized(
             query, (tiles.mean + tiles.high) / 2, (tiles.mean + tiles.low) / 2, tiles, base, self.pool, scale
         )
 
@@ -174,7 +174,7 @@ class Box(Scores):
         return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
 
     def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
-        return _summarized(query, tiles.high, tiles.low, tiles, base, self.pool, scale)
+        return summarized(query, tiles.high, tiles.low, tiles, base, self.pool, scale)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Means(Scores):
 
     def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
         if self.pool is None:
-            return _summarized(query, tiles.mean, tiles.mean, tiles, base, None, scale)
+            return summarized(query, tiles.mean, tiles.mean, tiles, base, None, scale)
         first, last = _rows_of_tiles(base)
         mean = _padded_rows(query.float(), base).sum(3) / (last - first).unsqueeze(1)
         grouped = mean.unflatten(1, (tiles.mean.shape[1], -1))
@@ -394,7 +394,7 @@ def summaries(key: Tensor, block: int, key_mask: Tensor | None = None) -> Summar
     return Summaries(mean, low, high, count.view(batch, cols).float().log())
 
 
-def _summarized(
+def summarized(
     query: Tensor,
     high: Tensor,
     low: Tensor,

@@ -112,8 +112,9 @@ def use_ringtile(model: Model, pattern: LayerPattern = None, attend: LayerAttend
     name = _name_of(pattern, attend)
     register(name, pattern, attend)
     if kind in ("longformer", "big_bird"):
-        if pattern is not None or attend is not None:
-            raise ValueError(f"pattern, attend: {kind} has its own, got {pattern!r}, {attend!r}")
+        for argument, given in (("pattern", pattern), ("attend", attend)):
+            if given is not None:
+                raise ValueError(f"{argument}: {kind} has its own, got {given!r}")
         (convert_longformer if kind == "longformer" else convert_big_bird)(model)
         return model
     switch(model, name)

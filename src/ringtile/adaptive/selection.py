@@ -191,6 +191,8 @@ class AdaptiveAttention(nn.Module):
         self.scores, self.budget, self.block = scores, budget, block
         self.sinks, self.local, self.last_dense, self.min_length = sinks, local, last_dense, min_length
         self.allow_future, self.compensate = allow_future, compensate
+        # A sum is no module, but its gates learn.
+        self.learned = nn.ModuleList(part for part in getattr(scores, "parts", ()) if isinstance(part, nn.Module))
 
     @property
     def stateful(self) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ringtile import sparse_attention
 from ringtile.adaptive import GRID, AdaptiveAttention, Calibration, Density, Probe, Sum, audit
 from ringtile.integrations.transformers import use_ringtile
-from ringtile.layout import build_index
 from ringtile.measure.progress import Progress
 from ringtile.measure.quality import decoder as decoder_module
 from ringtile.measure.quality import texts as texts_module
@@ -39,7 +38,6 @@ from ringtile.measure.quality.decoder import (
     table,
 )
 from ringtile.measure.quality.texts import KINDS, FarCopy, Texts, far_repeat
-from ringtile.patterns import Causal
 
 N = 512
 SIZES = {
@@ -347,15 +345,6 @@ def test_far_keys_against_a_loop(tiny: Decoder, monkeypatch: pytest.MonkeyPatch)
         assert found["window", density][0] == pytest.approx(hits / count)
         assert found["oracle", density][0] >= found["default", density][0]
     assert found["oracle", 0.2][0] > found["window", 0.2][0]
-
-
-def test_oracle_is_the_largest_mass_of_a_tiles_rows() -> None:
-    query, key = torch.randn(2, 1, 2, 100, 16, generator=torch.Generator().manual_seed(0)).unbind()
-    base = build_index(Causal(), 100, num_heads=2, block=16)
-    scores = (query @ key.mT / 4).masked_fill(~torch.ones(100, 100, dtype=torch.bool).tril(), -math.inf).softmax(-1)
-    masses = torch.nn.functional.pad(scores, (0, 12)).unflatten(3, (7, 16)).sum(4)
-    expected = torch.stack([part.amax(2) for part in masses.split(16, 2)], 2)
-    torch.testing.assert_close(decoder_module._Oracle()(query, key, base), expected)
 
 
 def arguments(*words: str) -> argparse.Namespace:

@@ -91,7 +91,7 @@ class Probe(Scores):
         scale: float | None = None,
     ) -> Tensor:
         count = (4 if base.block <= 32 else 2) if self.rows is None else 1 if self.rows == "first" else self.rows
-        first, last = _rows_of_tiles(base)
+        first, last = rows_of_tiles(base)
         # The middles of equal parts of the rows that exist.
         part = 0 if self.rows == "first" else 2 * torch.arange(count, device=query.device) + 1
         row = first.unsqueeze(1) + (last - first).unsqueeze(1) * part // (2 * count)
@@ -214,7 +214,7 @@ class Means(Scores):
     def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
         if self.pool is None:
             return summarized(query, tiles.mean, tiles.mean, tiles, base, None, scale)
-        first, last = _rows_of_tiles(base)
+        first, last = rows_of_tiles(base)
         mean = _padded_rows(query.float(), base).sum(3) / (last - first).unsqueeze(1)
         grouped = mean.unflatten(1, (tiles.mean.shape[1], -1))
         logits = (grouped @ tiles.mean.unsqueeze(2).mT).flatten(1, 2) * _scale(query, scale)
@@ -449,7 +449,7 @@ def _summarized_at_once(
     own = (leading - 1) // base.block
     edges = torch.arange(base.n_queries + 1, device=base.device)
     if pool is not None:
-        first, last = _rows_of_tiles(base)
+        first, last = rows_of_tiles(base)
         edges = torch.cat((first, last[-1:]))
     sides = torch.cat((high, -low), 3).to(query.dtype)
     # A later key of a query's own tile can hold NaN, and the tile's summary with it.
@@ -543,7 +543,7 @@ def _padded_rows(query: Tensor, base: BlockIndex) -> Tensor:
     return padded
 
 
-def _rows_of_tiles(base: BlockIndex) -> tuple[Tensor, Tensor]:
+def rows_of_tiles(base: BlockIndex) -> tuple[Tensor, Tensor]:
     """Return the first query of each row tile, counted from 0, and the query after its last."""
     edges = (base.first_row + torch.arange(base.n_rows + 1, device=base.device)) * base.block - base.start
     edges = edges.clamp(0, base.n_queries)

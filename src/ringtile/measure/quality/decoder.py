@@ -35,12 +35,12 @@ from ringtile.adaptive.selection import forced_tiles
 from ringtile.analysis.units import count
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers import model_facts, use_ringtile
-from ringtile.kernels.masses import pooled_masses
-from ringtile.layout import BlockIndex, build_index
+from ringtile.layout import build_index
 from ringtile.measure.bench import seconds_of
 from ringtile.measure.hf.models import load_model
 from ringtile.measure.progress import Progress
 from ringtile.measure.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
+from ringtile.measure.quality.selectors import Oracle
 from ringtile.measure.quality.texts import FarCopy, Texts
 from ringtile.measure.record import DTYPES
 from ringtile.patterns import Causal, Pattern
@@ -377,24 +377,6 @@ def checked(calibration: Calibration, decoder: Decoder, scores: Scores, block: i
     return calibration
 
 
-class _Oracle(Scores):
-    """The exact attention of all rows of a tile, the largest counts."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        rows = torch.arange(query.shape[2])
-        groups = torch.arange(base.n_rows + 1, dtype=torch.int32) * base.block
-        groups = groups.clamp(max=query.shape[2])
-        return pooled_masses(query, key, segment=base.block, seen=rows + 1, groups=groups, pool="max", scale=scale)
-
-
 def count_far_keys(decoder: Decoder, seed: int, every: int = 3) -> dict[tuple[str, float], tuple[float, int]]:
     """Return, by scores and density, the share of far keys that are kept, and the number of rows that have one.
 
@@ -406,7 +388,7 @@ def count_far_keys(decoder: Decoder, seed: int, every: int = 3) -> dict[tuple[st
     drawn = torch.Generator().manual_seed(seed)
     rows = torch.randperm(decoder.n_tokens, generator=drawn)[:_FAR_ROWS].sort().values
     of_row = rows // FAR_BLOCK
-    kinds: dict[str, Scores] = {"default": DEFAULT, "window": Recent(), "oracle": _Oracle()}
+    kinds: dict[str, Scores] = {"default": DEFAULT, "window": Recent(), "oracle": Oracle()}
     kept: dict[tuple[str, float], list[Tensor]] = {}
 
     def attend(

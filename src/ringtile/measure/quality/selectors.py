@@ -23,6 +23,8 @@ from ringtile.adaptive import (
     audit,
     select,
 )
+from ringtile.adaptive.scores import rows_of_tiles
+from ringtile.kernels.masses import pooled_masses
 from ringtile.layout import BlockIndex
 
 
@@ -45,25 +47,14 @@ class Oracle(Scores):
         key_mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        block, rows, cols = base.block, base.n_rows, base.n_cols
-        group = query.shape[1] // key.shape[1]
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        inside = base.keys_of(torch.arange(base.n_queries, device=query.device))
-        if key_mask is not None:
-            inside = inside & key_mask[:, None, None]
-        lead = base.start - base.first_row * block
-        padding = (0, cols * block - base.n_keys, lead, rows * block - lead - base.n_queries)
-        found = []
-        for queries, keys, kept in zip(
-            query.float(), key.float().repeat_interleave(group, 1), inside.expand(len(query), -1, -1, -1), strict=True
-        ):
-            hidden = ~kept
-            logits = (queries @ keys.mT * scale).masked_fill(hidden, -torch.inf)
-            weights = torch.nn.functional.pad(logits.softmax(2).masked_fill(hidden, 0), padding)
-            masses = weights.unflatten(2, (cols, block)).sum(3).unflatten(1, (rows, block))
-            found.append(masses.amax(2) if self.pool == "max" else masses.sum(2))
-        total = torch.stack(found).masked_fill(~base.tiles, 0)
-        return total / total.sum(3, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        if base.leading is None or key_mask is not None:
+            raise ValueError(f"base: the oracle needs all or causal pairs and no key mask, got {base!r}, {key_mask=}")
+        first, last = rows_of_tiles(base)
+        groups = torch.cat((first, last[-1:])).int()
+        found = pooled_masses(
+            query, key, segment=base.block, seen=base.leading, groups=groups, pool=self.pool, scale=scale
+        )
+        return found / found.sum(3, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 DEFAULT = "default"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ringtile import sparse_attention
 from ringtile.adaptive import GRID, AdaptiveAttention, Calibration, Density, Probe, Sum, audit
+from ringtile.adaptive.selection import DEFAULT_SCORES
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.measure.progress import Progress
 from ringtile.measure.quality import decoder as decoder_module
@@ -24,7 +25,6 @@ from ringtile.measure.quality import texts as texts_module
 from ringtile.measure.quality.calibrate import audited_rows, calibrate, run
 from ringtile.measure.quality.cells import Cell, Folder, Measured, Setting, measure_all
 from ringtile.measure.quality.decoder import (
-    DEFAULT,
     FULL,
     QUICK,
     SAFE,
@@ -72,7 +72,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture(scope="module")
 def calibrations(tiny: Decoder) -> list[Calibration]:
-    return calibrate(tiny, tiny.texts.calibration(0, N, tiny.vocab_size), [DEFAULT, SAFE], block=16)
+    return calibrate(tiny, tiny.texts.calibration(0, N, tiny.vocab_size), [DEFAULT_SCORES, SAFE], block=16)
 
 
 def test_a_far_copy_repeats_its_first_quarter() -> None:
@@ -158,7 +158,7 @@ def test_calibration_refuses_a_text_without_a_far_repeat(tiny: Decoder) -> None:
     alone = FarCopy(torch.arange(N)[None] % 256 * 7 % 251, 0, ("text", "text"), (0, 0))
     alone.ids[0, 200:] = torch.randint(256, (N - 200,), generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="--text: expected a far repeat of at least 32 of its 512 tokens, got none"):
-        calibrate(tiny, alone, [DEFAULT])
+        calibrate(tiny, alone, [DEFAULT_SCORES])
 
 
 class Everything(nn.Module):
@@ -198,29 +198,29 @@ def test_budgets_of_another_model_block_or_scores(
 ) -> None:
     file = tmp_path / "budgets.json"
     calibrations[0].save(file)
-    found = checked(Calibration.load(file), tiny, DEFAULT, 16)
+    found = checked(Calibration.load(file), tiny, DEFAULT_SCORES, 16)
     assert [attend.budget for attend in found.attention(0.25)] == [
         attend.budget for attend in calibrations[0].attention(0.25)
     ]
-    for scores, block in ((SAFE, 16), (Sum(Probe(2)), 16), (DEFAULT, 32)):
+    for scores, block in ((SAFE, 16), (Sum(Probe(2)), 16), (DEFAULT_SCORES, 32)):
         with pytest.raises(ValueError, match="calibration: expected scores, block, sinks and local"):
             checked(found, tiny, scores, block)
     record = json.loads(file.read_text())
     record["forced"]["local"] = 2
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="calibration: expected scores, block, sinks and local"):
-        checked(Calibration.load(file), tiny, DEFAULT, 16)
+        checked(Calibration.load(file), tiny, DEFAULT_SCORES, 16)
     weight = tiny.model.model.layers[1].mlp.up_proj.weight
     before = weight.detach().clone()
     del tiny.facts
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(ValueError, match="calibration: it is of a model with weights_sha256="):
-        checked(found, tiny, DEFAULT, 16)
+        checked(found, tiny, DEFAULT_SCORES, 16)
     with torch.no_grad():
         weight.copy_(before)
     del tiny.facts
-    checked(found, tiny, DEFAULT, 16)
+    checked(found, tiny, DEFAULT_SCORES, 16)
 
 
 def test_the_hash_of_the_weights_does_not_depend_on_their_dtype(tiny: Decoder) -> None:
@@ -284,7 +284,7 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
     again = measure_all(Leg(tiny, tmp_path, block=16).jobs(quick=True, timed=False), folder, Progress(quiet=True))
     assert again == cells
     assert len(list(tmp_path.glob("budgets-*.json"))) == 2
-    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT).block == 16
+    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).block == 16
 
 
 def test_a_text_of_yours_judges_and_does_not_calibrate(
@@ -294,12 +294,12 @@ def test_a_text_of_yours_judges_and_does_not_calibrate(
     own.write_text("0123456789" * 100)
     monkeypatch.setattr(tiny, "texts", Texts(tiny.encode, own))
     assert tiny.texts.far_copy(0, N).kinds == ("text", "text")
-    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT).text["text"] == ["random tokens", "calibration"]
+    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).text["text"] == ["random tokens", "calibration"]
 
 
 def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
     leg = Leg(tiny, tmp_path, block=16)
-    found = leg.losses(decoder_module._even("default", DEFAULT, 1.0), 0)
+    found = leg.losses(decoder_module._even("default", DEFAULT_SCORES, 1.0), 0)
     assert found.figures["text"] == pytest.approx(1, abs=1e-4)
     assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
     assert found.realised == 1

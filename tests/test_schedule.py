@@ -33,7 +33,7 @@ class Counted:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, index: BlockIndex) -> int:
+    def __call__(self, index: BlockIndex, *args: object) -> int:
         self.calls += 1
         return self.calls
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,12 @@ def ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return the columns of each row, the best first: forced ones, others that are allowed, and the rest."""
     # Scores are at most 1.
     return (scores + 2.0 * forced).masked_fill(~allowed, -1).sort(dim=3, descending=True, stable=True).indices
+
+
+def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
+    """Return the number of tiles that are a fraction of the allowed ones, rounded up, int64."""
+    # 0.1 * 30 is more than 3.
+    return (density * allowed - 1e-9).ceil().clamp(min=0).long()
 
 
 class Budget(ABC):
@@ -37,10 +42,6 @@ class Counted(Budget):
     @abstractmethod
     def wanted(self, allowed: Tensor, heads: int) -> Tensor:
         """Return the number of tiles ``[B or 1, H or 1, R]`` of rows with so many allowed tiles."""
-
-    @abstractmethod
-    def most(self, cols: int) -> int:
-        """Return the largest number that `wanted` returns for ``cols`` allowed tiles."""
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         forced = allowed & forced
@@ -65,9 +66,6 @@ class TopK(Counted):
 
     def wanted(self, allowed: Tensor, heads: int) -> Tensor:
         return allowed.clamp(max=self.k)
-
-    def most(self, cols: int) -> int:
-        return min(self.k, cols)
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,7 @@ class Density(Counted):
         if isinstance(self.density, tuple) and len(self.density) != heads:
             raise ValueError(f"density: expected one number, or one for each of {heads} heads, got {self.density}")
         each = torch.tensor(self._each, dtype=torch.float64, device=allowed.device)
-        # 0.1 * 30 is more than 3.
-        return (each.unsqueeze(1) * allowed - 1e-9).ceil().clamp(min=0).long()
-
-    def most(self, cols: int) -> int:
-        return max(0, math.ceil(max(self._each) * cols - 1e-9))
+        return counts_of(each.unsqueeze(1), allowed)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ringtile.adaptive.control import Controller
 from ringtile.adaptive.scores import Summaries, summaries
-from ringtile.adaptive.selection import AdaptiveAttention, forced_tiles
+from ringtile.adaptive.selection import AdaptiveAttention, base_index, forced_tiles
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors
 from ringtile.functional.cache import HeldKeys, LayerCache
-from ringtile.layout import BlockIndex, build_index
+from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern, TileGrid
 
 
@@ -96,20 +96,13 @@ class AdaptiveCache(LayerCache):
                 # The same tiles, for later tokens of the row tile.
                 return last.at(grid)
             keep = self._keep_of_tiles(query, seen, mask, grid)
-        base = self._base(query, grid)
+        base = self._base(query, seen)
         if self.length < least:
             return base
         return base.restricted(keep) if keep.shape[2] == base.n_rows else base.restricted_rows(keep)
 
-    def _base(self, query: Tensor, grid: TileGrid) -> BlockIndex:
-        return build_index(
-            self.pattern,
-            grid.n_queries,
-            grid.n_keys,
-            num_heads=query.shape[1],
-            block=grid.block,
-            device=query.device,
-        )
+    def _base(self, query: Tensor, seen: HeldKeys) -> BlockIndex:
+        return base_index(query, seen.key, self.pattern, False, self.attention.block)
 
     def _keep_of_tiles(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
         """Return the tiles of each row tile: of the first one, the choice of its first token, an earlier call's."""
@@ -120,7 +113,7 @@ class AdaptiveCache(LayerCache):
             parts.append(F.pad(self._open, (0, grid.n_cols - self._open.shape[3])))
         if lead < grid.n_queries:
             query = query[:, :, lead:]
-            base = self._base(query, TileGrid(grid.block, grid.start + lead, grid.n_queries - lead, grid.n_keys))
+            base = self._base(query, seen)
             found = self.attention.scores(query, seen.key, base, key_mask=mask)
             parts.append(self._kept_of(query, seen, mask, base, found, torch.arange(base.n_rows, device=query.device)))
         keep = torch.cat(parts, 2)
@@ -128,12 +121,12 @@ class AdaptiveCache(LayerCache):
         return keep
 
     def _keep_of_tokens(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
-        base = self._base(query, grid)
+        base = self._base(query, seen)
         scores = self.attention.scores
         found = scores.of_summaries(query, self._grown(seen, grid), base)
         if found is None:
             found = scores(query, seen.key, base, key_mask=mask)
-        row = (grid.start + torch.arange(grid.n_queries, device=query.device)) // grid.block - grid.first_row
+        row = base.row_of(torch.arange(grid.n_queries, device=query.device))
         return self._kept_of(query, seen, mask, base, found, row)
 
     def _kept_of(

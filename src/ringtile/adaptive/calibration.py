@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive import scores as _scores
-from ringtile.adaptive.budgets import Density, ranked
+from ringtile.adaptive.budgets import Density, counts_of, ranked
 from ringtile.adaptive.scores import Scores, exact_weights, rows_at_once
 from ringtile.adaptive.selection import AdaptiveAttention, forced_tiles
 from ringtile.layout import BlockIndex
@@ -90,9 +90,6 @@ def loss_curves(
     forced, allowed = forced_tiles(base, sinks, local), base.tiles
     found = scores(query, key, base, key_mask=key_mask, scale=scale)
 
-    def of_row(queries: Tensor) -> Tensor:
-        return (base.start + queries) // base.block - base.first_row
-
     missed = query.new_zeros(heads, len(GRID), dtype=torch.float64)
     error, norm = missed.clone(), missed.new_zeros(heads)
     values = value.masked_fill(~key_mask[:, None, :, None], 0) if key_mask is not None else value
@@ -104,11 +101,12 @@ def loss_curves(
         mix = torch.einsum("ehd,ehf->hdf", parts, parts)
     step = rows_at_once(query, max(key.shape[2], base.n_cols * value.shape[3]))
     for part, weight in zip(rows.split(step), share.split(step), strict=True):
+        row = base.row_of(part)
         attention = exact_weights(query, key, base, part, key_mask, scale)
         grouped = attention.unflatten(1, (-1, groups))
         outs = torch.einsum("bkgrcj,bkcjd->bkgrcd", grouped, values).flatten(1, 2).double()
-        some, must = allowed[:, :, of_row(part)], forced[of_row(part)]
-        order = ranked(found[:, :, part if scores.per_token else of_row(part)], some, some & must)
+        some, must = allowed[:, :, row], forced[row]
+        order = ranked(found[:, :, part if scores.per_token else row], some, some & must)
         count = _wanted(some, must).expand(*outs.shape[:3], -1)
         kept = _first_sums(attention.sum(4).double().gather(3, order).unsqueeze(4), count).squeeze(4)
         outs = outs.gather(3, order.unsqueeze(4).expand_as(outs))
@@ -130,8 +128,7 @@ def loss_curves(
 def _wanted(allowed: Tensor, forced: Tensor) -> Tensor:
     """Return how many tiles of rows ``[..., C]`` each density of `GRID` keeps."""
     levels = torch.tensor(GRID, dtype=torch.float64, device=allowed.device)
-    asked = (allowed.sum(-1, keepdim=True) * levels - 1e-9).ceil().long()
-    return asked.maximum((allowed & forced).sum(-1, keepdim=True))
+    return counts_of(levels, allowed.sum(-1, keepdim=True)).maximum((allowed & forced).sum(-1, keepdim=True))
 
 
 def _first_sums(x: Tensor, count: Tensor) -> Tensor:

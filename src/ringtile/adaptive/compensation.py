@@ -10,8 +10,6 @@ from ringtile.adaptive.scores import rows_at_once
 from ringtile.functional import merge_attention
 from ringtile.functional.attention import attend_scores
 from ringtile.layout import BlockIndex
-from ringtile.layout.schedule import derived
-from ringtile.layout.tiles import FULL
 
 
 def compensated(
@@ -72,9 +70,9 @@ def compensated(
     heads = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(heads, 1) for x in (keys, values))
     usable = (finite.squeeze(3) & (count > 0).unsqueeze(1)).repeat_interleave(heads, 1)
-    dropped = derived(base, _whole_tiles) & ~index.tiles & usable.unsqueeze(2)
+    dropped = base.full_tiles & ~index.tiles & usable.unsqueeze(2)
     logs = count.clamp(min=1).to(wide).log()[:, None, None]
-    row = (index.start + torch.arange(index.n_queries, device=query.device)) // index.block - index.first_row
+    row = index.row_of(torch.arange(index.n_queries, device=query.device))
     factor = query.shape[3] ** -0.5 if scale is None else scale
     parts = []
     at_once = rows_at_once(query, base.n_cols)
@@ -94,11 +92,3 @@ def _means(x: Tensor, block: int, key_mask: Tensor | None) -> tuple[Tensor, Tens
     count = F.pad(inside, (0, rest)).unflatten(1, (-1, block)).sum(2)
     x = F.pad(x.masked_fill(~inside[:, None, :, None], 0), (0, 0, 0, rest)).unflatten(2, (-1, block))
     return x.sum(3) / count.clamp(min=1)[:, None, :, None], count
-
-
-def _whole_tiles(index: BlockIndex) -> Tensor:
-    """Return the full tiles, bool ``[B or 1, H or 1, R, C]``."""
-    number, state = index.entries()
-    whole = torch.zeros(index.n_groups * index.n_rows * index.n_cols, dtype=torch.bool, device=index.device)
-    whole.index_fill_(0, number[state == FULL], True)
-    return whole.view(index.n_groups, index.n_rows, index.n_cols)[index.group.long()]

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringtile.adaptive.budgets import Counted, ranked
+from ringtile.adaptive.budgets import Counted, counts_of, ranked
 from ringtile.adaptive.scores import exact_masses
 from ringtile.layout import BlockIndex
 
@@ -24,10 +24,7 @@ class Held(Counted):
     density: Tensor
 
     def wanted(self, allowed: Tensor, heads: int) -> Tensor:
-        return (self.density.unsqueeze(2) * allowed - 1e-9).ceil().clamp(min=0).long()
-
-    def most(self, cols: int) -> int:
-        return cols
+        return counts_of(self.density.unsqueeze(2), allowed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +154,13 @@ class Controller:
         self._calls += self.mode != "call"
         row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(query.device)
         masses = exact_masses(query, key, base, row.unsqueeze(1), key_mask, scale)
-        of_map = row if scores.shape[2] == base.n_queries else (base.start + row) // base.block - base.first_row
+        of_map = row if scores.shape[2] == base.n_queries else base.row_of(row)
         allowed, forced = allowed[:, :, of_map], forced[of_map]
         order = ranked(scores[:, :, of_map], allowed, allowed & forced)
         kept = masses.gather(3, order).double().cumsum(3)
         kept = torch.cat((kept.new_zeros(*kept.shape[:3], 1), kept), 3)
         least = (allowed & forced).sum(3, keepdim=True)
-        wanted = (allowed.sum(3, keepdim=True) * self._levels(masses) - 1e-9).ceil().long().maximum(least)
+        wanted = counts_of(self._levels(masses), allowed.sum(3, keepdim=True)).maximum(least)
         lost = (1 - kept.gather(3, wanted.expand(*kept.shape[:3], -1))).clamp(min=0)
         # The last level keeps all.
         lost[..., -1] = 0

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.quality import audit
-from ringtile.adaptive.scores import Blend, Scores, exact_weights, summaries, summarized
-from ringtile.adaptive.selection import forced_tiles, select
-from ringtile.functional.attention import rule_of
-from ringtile.layout import BlockIndex, build_index
+from ringtile.adaptive.scores import Pooled, check_pool, exact_weights, grouped_products, summaries, summarized
+from ringtile.adaptive.selection import base_index, forced_tiles, select
+from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
 
 _BIAS = -1.5
@@ -23,7 +22,7 @@ _TILES = 64
 """Tiles of keys whose codes exist at once."""
 
 
-class Gate(nn.Module, Scores):
+class Gate(nn.Module, Pooled):
     """Scores of `Blend`, and the learned products of sparse codes of queries and of keys.
 
     The code of a token is ``relu(x W + b)`` of its normalized query or key, and the code of a tile is the largest value
@@ -69,7 +68,7 @@ class Gate(nn.Module, Scores):
                 raise ValueError(f"{name}: expected a positive integer, got {size!r}")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
-        Blend(pool)
+        check_pool(pool, "max", "mean")
         self.num_heads, self.num_kv_heads, self.head_dim, self.pool = num_heads, num_kv_heads, head_dim, pool
         of_key = torch.randn(num_kv_heads, head_dim, places, device=device) * head_dim**-0.5
         of_query = of_key.repeat_interleave(num_heads // num_kv_heads, 0)
@@ -77,14 +76,6 @@ class Gate(nn.Module, Scores):
         self.query_bias = nn.Parameter(torch.full((num_heads, 1, places), _BIAS, device=device))
         self.key_bias = nn.Parameter(torch.full((num_kv_heads, 1, places), _BIAS, device=device))
         self.weight = nn.Parameter(torch.zeros(num_heads, 1, places, device=device))
-
-    @property
-    def per_token(self) -> bool:  # type: ignore[override]
-        return self.pool is None
-
-    @property
-    def causal_safe(self) -> bool:  # type: ignore[override]
-        return self.pool is None
 
     def extra_repr(self) -> str:
         places = self.weight.shape[2]
@@ -162,23 +153,18 @@ class Gate(nn.Module, Scores):
         tiles = summaries(key, base.block, key_mask)
         part = query[:, :, rows]
         of_query, of_tile = self.codes(part, key, base.block, key_mask)
-        row = (base.start + rows) // base.block - base.first_row
+        row = base.row_of(rows)
         choice = (base.tiles & ~forced_tiles(base, sinks, local))[:, :, row] & tiles.log_count.isfinite()[:, None, None]
         exact = exact_weights(query, key, base, rows, key_mask, scale).sum(4).masked_fill(~choice, 0)
         middle = (tiles.mean + (tiles.high + tiles.low) / 2) / 2
         width = (tiles.high - tiles.low) / 4
         part = part.to(of_query.dtype)
         sides = ((part, middle), (part.abs(), width), (of_query * self.head_dim**0.5, of_tile))
-        logits = sum((_grouped(x, side.to(x.dtype)) for x, side in sides), torch.zeros((), device=key.device)) * scale
+        products = [grouped_products(x, side.to(x.dtype)) for x, side in sides]
+        logits = (products[0] + products[1] + products[2]) * scale
         logits = (logits + tiles.log_count[:, None, None]).masked_fill(~choice, -1e9)
         entropy: Tensor = torch.special.entr(exact).sum(3) - torch.special.entr(exact.sum(3))
         return -(entropy + (exact * logits.log_softmax(3)).sum(3)).mean()
-
-
-def _grouped(query: Tensor, tiles: Tensor) -> Tensor:
-    """Return the products of queries ``[B, H, n, D]`` with the tiles of their key head ``[B, Hkv, C, D]``."""
-    products: Tensor = query.unflatten(1, (tiles.shape[1], -1)) @ tiles.unsqueeze(2).mT
-    return products.flatten(1, 2)
 
 
 class Distilled(NamedTuple):
@@ -257,13 +243,11 @@ def distill(
         raise ValueError(f"samples, held_out: expected at least one of each, got {len(samples)} and {len(held_out)}")
     if {x.data_ptr() for pair in samples for x in pair} & {x.data_ptr() for pair in held_out for x in pair}:
         raise ValueError("held_out: expected other texts than the samples, got the same tensor in both")
-    rule = rule_of(base, is_causal, None)
     options: dict[str, Any] = {"sinks": sinks, "local": local, "scale": scale}
     generator = torch.Generator().manual_seed(seed)
 
     def index_of(query: Tensor, key: Tensor) -> BlockIndex:
-        size = query.shape[2], key.shape[2]
-        return build_index(rule, *size, num_heads=query.shape[1], batch=len(query), block=block, device=query.device)
+        return base_index(query, key, base, is_causal, block)
 
     def recall() -> float:
         found = []

@@ -99,8 +99,47 @@ class Probe(Scores):
         return _normalized(found, base)
 
 
+class Pooled(Scores):
+    """Scores of each query, whose maps of tiles are pooled: with ``pool`` None each query has its own tiles."""
+
+    pool: str | None
+
+    @property
+    def per_token(self) -> bool:  # type: ignore[override]
+        return self.pool is None
+
+    @property
+    def causal_safe(self) -> bool:  # type: ignore[override]
+        return self.pool is None
+
+
+def check_pool(pool: str | None, *known: str) -> None:
+    """Raise ValueError if ``pool`` is neither None nor one of the known ones."""
+    if pool not in (*known, None):
+        raise ValueError(f"pool: expected {', '.join(map(repr, known))} or None, got {pool!r}")
+
+
+class _OfSummaries(Pooled):
+    """Scores that need nothing of the keys but their summaries."""
+
+    @abstractmethod
+    def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
+        """Return the scores from the summaries of the keys."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        base: BlockIndex,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
+
+
 @dataclass(frozen=True)
-class Blend(Scores):
+class Blend(_OfSummaries):
     """Score of a query with a tile: halfway between that of the mean key and the largest that the box of keys allows.
 
     The box is the smallest and largest value of each coordinate (Quest, Tang et al., arXiv:2406.10774). The logarithm
@@ -113,27 +152,7 @@ class Blend(Scores):
     pool: Literal["max", "mean"] | None = "max"
 
     def __post_init__(self) -> None:
-        if self.pool not in ("max", "mean", None):
-            raise ValueError(f"pool: expected 'max', 'mean' or None, got {self.pool!r}")
-
-    @property
-    def per_token(self) -> bool:  # type: ignore[override]
-        return self.pool is None
-
-    @property
-    def causal_safe(self) -> bool:  # type: ignore[override]
-        return self.pool is None
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
+        check_pool(self.pool, "max", "mean")
 
     def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
         return summarized(
@@ -142,7 +161,7 @@ class Blend(Scores):
 
 
 @dataclass(frozen=True)
-class Box(Scores):
+class Box(_OfSummaries):
     """Largest score that the box of a tile's keys allows, as Quest ranks pages (Tang et al., arXiv:2406.10774).
 
     Args:
@@ -152,33 +171,14 @@ class Box(Scores):
     pool: Literal["max", "mean"] | None = "max"
 
     def __post_init__(self) -> None:
-        Blend(self.pool)
-
-    @property
-    def per_token(self) -> bool:  # type: ignore[override]
-        return self.pool is None
-
-    @property
-    def causal_safe(self) -> bool:  # type: ignore[override]
-        return self.pool is None
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
+        check_pool(self.pool, "max", "mean")
 
     def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
         return summarized(query, tiles.high, tiles.low, tiles, base, self.pool, scale)
 
 
 @dataclass(frozen=True)
-class Means(Scores):
+class Means(_OfSummaries):
     """Score of the mean query of a tile with the mean key of another, as MoBA ranks blocks (arXiv:2502.13189).
 
     Args:
@@ -189,35 +189,14 @@ class Means(Scores):
     pool: Literal["first"] | None = "first"
 
     def __post_init__(self) -> None:
-        if self.pool not in ("first", None):
-            raise ValueError(f"pool: expected 'first' or None, got {self.pool!r}")
-
-    @property
-    def per_token(self) -> bool:  # type: ignore[override]
-        return self.pool is None
-
-    @property
-    def causal_safe(self) -> bool:  # type: ignore[override]
-        return self.pool is None
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        return self.of_summaries(query, summaries(key, base.block, key_mask), base, scale)
+        check_pool(self.pool, "first")
 
     def of_summaries(self, query: Tensor, tiles: Summaries, base: BlockIndex, scale: float | None = None) -> Tensor:
         if self.pool is None:
             return summarized(query, tiles.mean, tiles.mean, tiles, base, None, scale)
         first, last = rows_of_tiles(base)
         mean = _padded_rows(query.float(), base).sum(3) / (last - first).unsqueeze(1)
-        grouped = mean.unflatten(1, (tiles.mean.shape[1], -1))
-        logits = (grouped @ tiles.mean.unsqueeze(2).mT).flatten(1, 2) * _scale(query, scale)
+        logits = grouped_products(mean, tiles.mean) * _scale(query, scale)
         logits = logits + tiles.log_count.unsqueeze(1).unsqueeze(1)
         return _softmax(logits, base.tiles)
 
@@ -254,18 +233,15 @@ class Antidiagonal(Scores):
         keys = F.pad(key, (0, 0, 0, padding)).unflatten(2, (-1, side)).flatten(3)
         count = F.pad(counts, (0, padding)).unflatten(1, (-1, side)).sum(2)
         queries = _padded_rows(query.float(), base).flatten(2, 3).unflatten(2, (-1, side)).flip(3).flatten(3)
-        queries = queries.unflatten(1, (key.shape[1], -1))
         each = block // side
-        row = base.first_row * each + torch.arange(queries.shape[3], device=key.device)
+        row = base.first_row * each + torch.arange(queries.shape[2], device=key.device)
         causal = not base.looks_ahead
         found = []
+        some = _chunk(queries.shape, keys.shape[2], each)
         for tiles, part, at in zip(
-            base.tiles.split(_chunk(queries.shape, keys.shape[2], each), 2),
-            queries.split(each * _chunk(queries.shape, keys.shape[2], each), 3),
-            row.split(each * _chunk(queries.shape, keys.shape[2], each)),
-            strict=True,
+            base.tiles.split(some, 2), queries.split(each * some, 2), row.split(each * some), strict=True
         ):
-            logits = (part @ keys.unsqueeze(2).mT).flatten(1, 2) * (_scale(query, scale) / side)
+            logits = grouped_products(part, keys) * (_scale(query, scale) / side)
             hidden = (count == 0)[:, None, None]
             if causal:
                 hidden = hidden | (torch.arange(keys.shape[2], device=key.device) > at.unsqueeze(1))
@@ -404,11 +380,11 @@ def summarized(
     scale: float | None,
 ) -> Tensor:
     """Return the softmax over tiles of the largest score in a box, pooled over the rows of each tile."""
-    block, key_heads = base.block, high.shape[1]
+    block = base.block
     if base.leading is not None:
         return _summarized_at_once(query, high, low, tiles, base, base.leading, pool, scale)
     # relu(q) @ high - relu(-q) @ low
-    sides = ((high + low) / 2).unsqueeze(2).mT, ((high - low) / 2).unsqueeze(2).mT
+    middle, half = (high + low) / 2, (high - low) / 2
     factor = _scale(query, scale)
     count = tiles.log_count.unsqueeze(1).unsqueeze(1)
     rows = _chunk(query.shape, base.n_cols, block)
@@ -421,8 +397,8 @@ def summarized(
     lead = base.start - base.first_row * block
     for number in range(0, base.n_rows, rows):
         first, last = max(number * block - lead, 0), min((number + rows) * block - lead, base.n_queries)
-        part = query[:, :, first:last].float().unflatten(1, (key_heads, -1))
-        logits = (part @ sides[0] + part.abs() @ sides[1]).flatten(1, 2) * factor + count
+        part = query[:, :, first:last].float()
+        logits = (grouped_products(part, middle) + grouped_products(part.abs(), half)) * factor + count
         row = (torch.arange(first, last, device=query.device) + lead) // block
         weights = _softmax(logits, allowed[:, :, row])
         if pool is None:
@@ -500,11 +476,16 @@ def exact_weights(
     inside = base.keys_of(rows)
     if key_mask is not None:
         inside = inside & key_mask[:, None, None]
-    part = query[:, :, rows].float().unflatten(1, (key.shape[1], -1))
-    logits = (part @ key.float().unsqueeze(2).mT).flatten(1, 2) * _scale(query, scale)
+    logits = grouped_products(query[:, :, rows].float(), key.float()) * _scale(query, scale)
     padding = base.n_cols * base.block - key.shape[2]
     weights: Tensor = F.pad(_softmax(logits, inside), (0, padding)).unflatten(3, (base.n_cols, base.block))
     return weights
+
+
+def grouped_products(query: Tensor, key: Tensor) -> Tensor:
+    """Return the products of queries ``[B, H, n, D]`` with what their key head has, ``[B, Hkv, m, D]``."""
+    products: Tensor = query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).mT
+    return products.flatten(1, 2)
 
 
 def _softmax(logits: Tensor, inside: Tensor) -> Tensor:

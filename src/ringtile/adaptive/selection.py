@@ -94,12 +94,14 @@ def select(
         return index
     with torch.no_grad():
         found = scores(query.detach(), key.detach(), index, key_mask=key_mask, scale=scale)
-        forced, allowed = forced_tiles(index, sinks, local, last_dense), index.tiles
+        allowed = index.tiles
         if scores.per_token:
             tokens = torch.arange(n_queries, device=query.device)
-            of_token = (index.start + tokens) // index.block - index.first_row
+            of_token = index.row_of(tokens)
             late = (tokens >= n_queries - last_dense).unsqueeze(1)
             allowed, forced = allowed[:, :, of_token], forced_tiles(index, sinks, local)[of_token] | late
+        else:
+            forced = forced_tiles(index, sinks, local, last_dense)
         if isinstance(budget, Controller):
             budget = budget.budget(query, key, index, found, allowed, forced, key_mask=key_mask, scale=scale)
         keep = budget.keep(found, allowed, forced)
@@ -107,7 +109,8 @@ def select(
             return index.restricted_rows(keep)
         most = None
         if isinstance(budget, Counted) and not isinstance(budget, Held):
-            most = _most_tiles(index, budget, keep, sinks, local, last_dense)
+            # No score decides it. It is read once per base and budget.
+            most = derived(index, _most_tiles, budget, *keep.shape[:2], sinks, local, last_dense, lengths=True)
         return index.restricted(keep, most)
 
 
@@ -137,19 +140,13 @@ def forced_tiles(base: BlockIndex, sinks: int, local: int, last_dense: int = 0) 
     return (col < sinks) | ((col - row.unsqueeze(1)).abs() <= local) | late.unsqueeze(1)
 
 
-def _most_tiles(base: BlockIndex, budget: Counted, keep: Tensor, sinks: int, local: int, last_dense: int) -> int:
-    """Return how many tiles a budget keeps, which no score decides. It is read once per base and budget."""
-    known = derived(base, _no_counts)
-    place = (budget, *keep.shape[:2], base.start, base.n_queries, sinks, local, last_dense)
-    if place not in known:
-        allowed, forced = base.tiles, forced_tiles(base, sinks, local, last_dense)
-        wanted = budget.wanted(allowed.sum(3), keep.shape[1]).maximum((allowed & forced).sum(3))
-        known[place] = int(wanted.expand(*keep.shape[:2], -1).sum())
-    return known[place]
-
-
-def _no_counts(base: BlockIndex) -> dict[tuple[Any, ...], int]:
-    return {}
+def _most_tiles(
+    base: BlockIndex, budget: Counted, batch: int, heads: int, sinks: int, local: int, last_dense: int
+) -> int:
+    """Return how many tiles a budget keeps."""
+    allowed, forced = base.tiles, forced_tiles(base, sinks, local, last_dense)
+    wanted = budget.wanted(allowed.sum(3), heads).maximum((allowed & forced).sum(3))
+    return int(wanted.expand(batch, heads, -1).sum())
 
 
 class AdaptiveAttention(nn.Module):
@@ -234,7 +231,7 @@ class AdaptiveAttention(nn.Module):
         """
         if taken := {"key_lengths", "start"} & options.keys():
             raise ValueError(f"{sorted(taken)[0]}: adaptive attention takes a key_mask and queries at the end instead")
-        checked_tensors(query, key, value, enable_gqa)
+        query, key, value = checked_tensors(query, key, value, enable_gqa)
         if key.shape[2] < self.min_length and not isinstance(pattern, BlockIndex):
             # The index of a pattern is cached, and PyTorch's own kernel may be the fastest for it.
             options |= {"is_causal": is_causal, "key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
@@ -248,7 +245,6 @@ class AdaptiveAttention(nn.Module):
             if isinstance(given, Tensor) or given:
                 raise ValueError(f"{name}: not supported with compensate=True, got {given!r}")
         return_lse = options.pop("return_lse", False)
-        query, key, value = checked_tensors(query, key, value, enable_gqa)
         out, lse = sparse_attention(query, key, value, index, return_lse=True, **options)
         base = base_index(query, key, pattern, is_causal, self.block)
         found = compensated(out, lse, query, key, value, index, base, key_mask=key_mask, scale=scale)

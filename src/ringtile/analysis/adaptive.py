@@ -326,7 +326,7 @@ def tile_masses(
     mask = None if key_mask is None else key_mask[batch : batch + 1]
     found = torch.zeros(index.n_rows, index.n_cols, device=query.device)
     tokens = torch.arange(index.n_queries, device=query.device)
-    row = (index.start + tokens) // index.block - index.first_row
+    row = index.row_of(tokens)
     for some in tokens.split(_ROWS * index.block):
         found.index_add_(0, row[some], exact_masses(q, k, base, some.unsqueeze(1), mask, scale)[0, 0])
     return found / row.bincount(minlength=index.n_rows).clamp(min=1).unsqueeze(1)

@@ -243,9 +243,24 @@ class BlockIndex:
     @torch.inference_mode(False)
     def tiles(self) -> Tensor:
         """Bool ``[B or 1, H or 1, n_rows, n_cols]``: the tiles in the lists, with those that keep only bits outside."""
-        kept = torch.zeros(self.n_groups * self.n_rows * self.n_cols, dtype=torch.bool, device=self.device)
-        kept.index_fill_(0, self.entries().number, True)
-        return kept.view(self.n_groups, self.n_rows, self.n_cols)[self.group.long()]
+        return self._mask_of(self.entries().number)
+
+    @cached_property
+    @torch.inference_mode(False)
+    def full_tiles(self) -> Tensor:
+        """Bool ``[B or 1, H or 1, n_rows, n_cols]``: the tiles that keep all pairs."""
+        number, state = self.entries()
+        return self._mask_of(number[state == FULL])
+
+    def _mask_of(self, number: Tensor) -> Tensor:
+        """Return the tiles of some entries in a mask for each batch element and head."""
+        mask = torch.zeros(self.n_groups * self.n_rows * self.n_cols, dtype=torch.bool, device=self.device)
+        mask.index_fill_(0, number, True)
+        return mask.view(self.n_groups, self.n_rows, self.n_cols)[self.group.long()]
+
+    def row_of(self, queries: Tensor) -> Tensor:
+        """Return the row tile of each query, both counted from 0."""
+        return (self.start + queries) // self.block - self.first_row
 
     @cached_property
     def looks_ahead(self) -> bool:

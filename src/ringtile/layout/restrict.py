@@ -45,10 +45,7 @@ def restrict(index: BlockIndex, keep: Tensor, capacity: int | None) -> BlockInde
         masks = keep.expand(*shape, -1, -1).reshape(1 if index.n_groups > 1 else shape.numel(), -1)
     # Checked and read once per base, so that no result needs it.
     derived(index, check_lists)
-    by_shape = derived(index, _lists_by_shape)
-    lists = by_shape.get(shape)
-    if lists is None:
-        lists = by_shape[shape] = _lists_of(index, shape)
+    lists = derived(index, _lists_of, shape)
 
     # The number of kept tiles before each tile of a list.
     before = {
@@ -100,10 +97,6 @@ def restrict(index: BlockIndex, keep: Tensor, capacity: int | None) -> BlockInde
     )
     remember(restricted, check_lists, None)
     return restricted
-
-
-def _lists_by_shape(index: BlockIndex) -> dict[torch.Size | None, dict[str, _List]]:
-    return {}
 
 
 def _lists_of(index: BlockIndex, shape: torch.Size | None) -> dict[str, _List]:
@@ -165,8 +158,7 @@ def keys_of(index: BlockIndex, queries: Tensor) -> Tensor:
     if not inside or ((queries < 0) | (queries >= index.n_queries)).any():
         raise ValueError(f"queries: expected int64 [any] of numbers below {index.n_queries}, got {queries!r}")
     block, groups, cols = index.block, index.n_groups, index.n_cols
-    position = index.start + queries
-    row, place = position // block - index.first_row, position % block
+    row, place = index.row_of(queries), (index.start + queries) % block
     slot = (torch.arange(groups, device=index.device).unsqueeze(1) * index.n_rows + row).flatten()
     found = torch.zeros(len(slot) * cols, block, dtype=torch.bool, device=index.device)
     for kind in ("full", "part"):

@@ -86,17 +86,17 @@ _table: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
 
-def derived(index: BlockIndex, make: Callable[[BlockIndex], T], *key: Hashable) -> T:
-    """Return ``make(index)``, made once for the tensors of an index, its grid of tiles and ``key``.
+def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool = False) -> T:
+    """Return ``make(index, *args)``, made once for the tensors of an index, its grid of tiles and ``args``.
 
     Indices that share their tensors share the value, even if their lengths differ inside the first and last tiles. A
-    value that depends on the lengths needs them in ``key``. If you change a tensor in place, all values are made again.
-    Inference tensors do not count their changes, so their values are not kept. The value must not refer to
+    value that depends on the lengths needs ``lengths=True``. If you change a tensor in place, all values are made
+    again. Inference tensors do not count their changes, so their values are not kept. The value must not refer to
     ``index.full_row_ptr``, because it lives as long as that tensor.
     """
-    address = _address(index, make, key)
+    address = _address(index, make, (*args, *((index.start, index.n_queries, index.n_keys) if lengths else ())))
     if address is None:
-        return make(index)
+        return make(index, *args)
     content, place = address
     with _lock:
         values: _Values | None = _table.get(index.full_row_ptr)
@@ -104,10 +104,10 @@ def derived(index: BlockIndex, make: Callable[[BlockIndex], T], *key: Hashable) 
             values.made.move_to_end(place)
             found: T = values.made[place]
             return found
-    return _stored(index, content, place, make(index))
+    return _stored(index, content, place, make(index, *args))
 
 
-def remember(index: BlockIndex, make: Callable[[BlockIndex], T], value: T) -> None:
+def remember(index: BlockIndex, make: Callable[..., T], value: T) -> None:
     """Let `derived` return a value that is known without a call of ``make``."""
     address = _address(index, make, ())
     if address is not None:
@@ -115,7 +115,7 @@ def remember(index: BlockIndex, make: Callable[[BlockIndex], T], value: T) -> No
 
 
 def _address(
-    index: BlockIndex, make: Callable[[BlockIndex], T], key: tuple[Hashable, ...]
+    index: BlockIndex, make: Callable[..., T], key: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Hashable, ...]] | None:
     """Return the content of an index and the name of a value, or None if the values of an index are not kept."""
     tensors, grid = index.tensors(), index.grid

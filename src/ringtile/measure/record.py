@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,26 +135,47 @@ class Record:
         Raises:
             ValueError: If the text is something else.
         """
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"expected a JSON record of ringtile bench, got no JSON: {error}") from None
-        if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
-            raise ValueError(f"expected a JSON record of ringtile bench with format {_FORMAT}, got {text[:60]!r}")
-        try:
+        with fields_of(text, "ringtile bench", _FORMAT) as found:
             return cls(**{**found, "rows": tuple(Row(**row) for row in found["rows"])})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"expected a JSON record of ringtile bench, got other fields: {error}") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or an interruption, finds all of the old or all of the new text."""
+@contextmanager
+def fields_of(text: str, command: str, known: int) -> Iterator[dict[str, Any]]:
+    """Give the fields of a command's JSON record whose format is known.
+
+    Raises ValueError if the text is something else, or if the block misses fields or finds others.
+    """
+    what = f"expected a JSON record of {command}"
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what}, got no JSON: {error}") from None
+    if not isinstance(found, dict) or found.pop("format", None) != known:
+        raise ValueError(f"{what} with format {known}, got {text[:60]!r}")
+    try:
+        yield found
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{what}, got other fields: {error}") from None
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Give a path to write, which takes the place of ``path`` in the end.
+
+    A reader, or an interruption, finds all of the old or all of the new file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, see `whole`."""
+    with whole(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -310,4 +310,4 @@ def _make_plan(index: BlockIndex) -> Plan:
 def plan_of(index: BlockIndex) -> Plan:
     """Return the launches of an index, made once for its lengths."""
     with span(INDEX):
-        return derived(index, _make_plan, index.start, index.n_queries, index.n_keys)
+        return derived(index, _make_plan, lengths=True)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive import Calibration, LossCurves, Scores, loss_curves
+from ringtile.adaptive.selection import DEFAULT_SCORES, base_index
 from ringtile.analysis.units import duration_text
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers import use_ringtile
-from ringtile.layout import build_index
 from ringtile.measure.progress import Progress
-from ringtile.measure.quality.decoder import DEFAULT, Decoder, Watched, open_decoder
+from ringtile.measure.quality.decoder import Decoder, Watched, open_decoder
 from ringtile.measure.quality.texts import FarCopy, Texts, far_repeat
-from ringtile.patterns import Causal, Dense, Pattern
+from ringtile.patterns import Pattern
 
 ROWS = 192
 """Audited rows per layer: two thirds in the text, one third in the repeat."""
@@ -75,8 +75,7 @@ def calibrate(
         ) -> Tensor:
             if progress is not None:
                 progress.show(f"calibrate layer {layer + 1} of {decoder.layers}")
-            rule = Causal() & (pattern or Dense()) if is_causal else pattern or Dense()
-            base = build_index(rule, query.shape[2], key.shape[2], num_heads=query.shape[1], block=block)
+            base = base_index(query, key, pattern, is_causal, block)
             for each, curves in zip(scores, found, strict=True):
                 curves.append(
                     loss_curves(
@@ -144,7 +143,7 @@ def run(args: argparse.Namespace, progress: Progress) -> int:
     decoder = open_decoder(args.calibrate, args)
     text = decoder.texts.calibration(0, decoder.n_tokens, decoder.vocab_size)
     began = time.monotonic()
-    (found,) = calibrate(decoder, text, [DEFAULT], block=args.block, progress=progress)
+    (found,) = calibrate(decoder, text, [DEFAULT_SCORES], block=args.block, progress=progress)
     found.save(out)
     spent = duration_text(time.monotonic() - began)
     progress.say(f"{decoder.name}: {decoder.layers} layers of {decoder.heads} heads, {decoder.dtype}, {spent}")

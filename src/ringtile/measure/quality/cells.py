@@ -13,7 +13,7 @@ from typing import Any
 
 from ringtile.measure.machine import commit, machine_facts, versions
 from ringtile.measure.progress import Progress
-from ringtile.measure.record import write_whole
+from ringtile.measure.record import fields_of, write_whole
 
 _FORMAT = 1
 
@@ -212,14 +212,6 @@ class Record:
         Raises:
             ValueError: If the text is something else.
         """
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"expected a JSON record of ringtile quality, got no JSON: {error}") from None
-        if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
-            raise ValueError(f"expected a JSON record of ringtile quality with format {_FORMAT}, got {text[:60]!r}")
-        try:
+        with fields_of(text, "ringtile quality", _FORMAT) as found:
             cells = tuple(map(Cell.of, found["cells"]))
             return cls(**{**found, "cells": cells, "notes": tuple(found["notes"])})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"expected a JSON record of ringtile quality, got other fields: {error}") from None

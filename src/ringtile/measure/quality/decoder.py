@@ -27,11 +27,10 @@ from ringtile.adaptive import (
     Recent,
     Scores,
     Shuffled,
-    Sum,
     audit,
 )
 from ringtile.adaptive.scores import exact_masses
-from ringtile.adaptive.selection import forced_tiles
+from ringtile.adaptive.selection import DEFAULT_SCORES, forced_tiles
 from ringtile.analysis.units import count
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers import model_facts, use_ringtile
@@ -45,9 +44,8 @@ from ringtile.measure.quality.texts import FarCopy, Texts
 from ringtile.measure.record import DTYPES
 from ringtile.patterns import Causal, Pattern
 
-DEFAULT = Sum(Probe(), Blend())
 SAFE = Probe("first")
-"""The default scores, and those of a model whose past must not depend on its future."""
+"""The scores of a model whose past must not depend on its future."""
 SEQUENCES = 4
 """Sequences to judge by, the numbers of `KINDS`."""
 FAR_BLOCK = 64
@@ -189,15 +187,19 @@ def _calibrated(name: str, scores: Scores, density: float) -> Row:
 
 def _held(quality: float) -> Row:
     def make(leg: Leg) -> list[AdaptiveAttention]:
-        return [leg.adaptive(DEFAULT, Controller(quality)) for _ in range(leg.decoder.layers)]
+        return [leg.adaptive(DEFAULT_SCORES, Controller(quality)) for _ in range(leg.decoder.layers)]
 
     return Row("default", "quality", quality, make)
 
 
-QUICK = (_calibrated("default", DEFAULT, 0.25), _even("default", DEFAULT, 0.25), _even("window", Recent(), 0.25))
+QUICK = (
+    _calibrated("default", DEFAULT_SCORES, 0.25),
+    _even("default", DEFAULT_SCORES, 0.25),
+    _even("window", Recent(), 0.25),
+)
 FULL = (
-    *(_calibrated("default", DEFAULT, density) for density in (0.5, 0.25, 0.1, 0.05)),
-    *(_even("default", DEFAULT, density) for density in (0.25, 0.1)),
+    *(_calibrated("default", DEFAULT_SCORES, density) for density in (0.5, 0.25, 0.1, 0.05)),
+    *(_even("default", DEFAULT_SCORES, density) for density in (0.25, 0.1)),
     _held(0.95),
     *(_calibrated("causal-safe", SAFE, density) for density in (0.25, 0.1)),
     _even("probe", Probe(), 0.25),
@@ -237,7 +239,7 @@ class Leg:
         self._far: dict[int, dict[tuple[str, float], tuple[float, int]]] = {}
         self._calibrations: dict[Scores, Calibration] = {}
         if budgets is not None:
-            self._calibrations[DEFAULT] = checked(Calibration.load(budgets), decoder, DEFAULT, block)
+            self._calibrations[DEFAULT_SCORES] = checked(Calibration.load(budgets), decoder, DEFAULT_SCORES, block)
 
     def adaptive(self, scores: Scores, budget: Budget | Controller) -> AdaptiveAttention:
         return AdaptiveAttention(scores, budget, block=self.block)
@@ -247,7 +249,7 @@ class Leg:
         from ringtile.measure.quality.calibrate import calibrate
 
         if scores not in self._calibrations:
-            wanted = [each for each in (DEFAULT, SAFE) if each not in self._calibrations]
+            wanted = [each for each in (DEFAULT_SCORES, SAFE) if each not in self._calibrations]
             files = {each: self._file(each) for each in wanted}
             if all(file.exists() for file in files.values()):
                 found = [checked(Calibration.load(files[each]), self.decoder, each, self.block) for each in wanted]
@@ -388,7 +390,7 @@ def count_far_keys(decoder: Decoder, seed: int, every: int = 3) -> dict[tuple[st
     drawn = torch.Generator().manual_seed(seed)
     rows = torch.randperm(decoder.n_tokens, generator=drawn)[:_FAR_ROWS].sort().values
     of_row = rows // FAR_BLOCK
-    kinds: dict[str, Scores] = {"default": DEFAULT, "window": Recent(), "oracle": Oracle()}
+    kinds: dict[str, Scores] = {"default": DEFAULT_SCORES, "window": Recent(), "oracle": Oracle()}
     kept: dict[tuple[str, float], list[Tensor]] = {}
 
     def attend(

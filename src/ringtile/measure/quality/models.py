@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ringtile import SparseTransformer, sparse_attention
 from ringtile.measure.quality.tasks import NO_ANSWER, Stage, Task
+from ringtile.measure.record import whole
 
 Attend = Callable[..., Any]
 
@@ -154,12 +154,8 @@ def judge(model: Reader, task: Task, batches: list[tuple[Tensor, Tensor]]) -> di
 def save(model: Reader, path: Path) -> None:
     """Write the weights, so that a reader finds all or none of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        torch.save(model.state_dict(), temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole(path) as draft:
+        torch.save(model.state_dict(), draft)
 
 
 def restore(model: Reader, path: Path) -> bool:

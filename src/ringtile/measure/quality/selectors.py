@@ -19,11 +19,11 @@ from ringtile.adaptive import (
     Recent,
     Scores,
     Shuffled,
-    Sum,
     audit,
     select,
 )
 from ringtile.adaptive.scores import rows_of_tiles
+from ringtile.adaptive.selection import DEFAULT_SCORES
 from ringtile.kernels.masses import pooled_masses
 from ringtile.layout import BlockIndex
 
@@ -64,7 +64,7 @@ RANDOM = "random"
 CONTROLS = (WINDOW, RANDOM)
 
 _BY_NAME: dict[str, Scores] = {
-    DEFAULT: Sum(Probe(), Blend()),
+    DEFAULT: DEFAULT_SCORES,
     "probe": Probe(),
     "blend": Blend(),
     "first row": Probe("first"),

@@ -11,11 +11,12 @@ import shutil
 import statistics
 import tempfile
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 from ringtile import cli
 from ringtile.measure.quality import RECORD, decoder
-from ringtile.measure.quality.cells import FINE_TUNED, FROM_SCRATCH, POST_HOC, Record
+from ringtile.measure.quality.cells import FINE_TUNED, FROM_SCRATCH, POST_HOC, Cell, Record
 from ringtile.measure.quality.claims import CLAIMS, TaskTable, tables
 from ringtile.measure.quality.trained import TASKS
 from ringtile.measure.record import write_whole
@@ -63,7 +64,7 @@ def page(record: Record) -> str:
     threads, torch = record.machine["threads"], record.versions["torch"]
     where = f"{record.machine['cpu']}, {threads} thread{'s' if threads > 1 else ''}, torch {torch}"
     parts.append(f"Measured on {where}.\n")
-    parts.append(_overview(found))
+    parts.append(_overview(found, record.cells))
     for table in found:
         parts += _section(table)
     theirs = decoder.table(record.cells)
@@ -73,8 +74,8 @@ def page(record: Record) -> str:
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
-def _overview(found: list[TaskTable]) -> str:
-    lines = ["## The claimed row\n", "The verdicts for the default, models trained dense:\n"]
+def _overview(found: list[TaskTable], cells: Iterable[Cell]) -> str:
+    lines = ["## The claimed row\n", "The verdicts for the default, for models trained dense:\n"]
     densities = list(CLAIMS)
     lines.append("| task | " + " | ".join(f"{density:.0%}: {CLAIMS[density][0]}%" for density in densities) + " |")
     lines.append("|---|" + "---|" * len(densities))
@@ -82,6 +83,8 @@ def _overview(found: list[TaskTable]) -> str:
         if table.regime == POST_HOC:
             words = [table.verdict("default", density) for density in densities]
             lines.append(f"| {table.task} | " + " | ".join("dropped" if table.dropped else w for w in words) + " |")
+    for name, found_here in decoder.verdicts(cells).items():
+        lines.append(f"| {name} | " + " | ".join(found_here.get(density, "") for density in densities) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -238,6 +238,20 @@ class AdaptiveAttention(nn.Module):
             return sparse_attention(query, key, value, pattern, **options)
         index = self.index(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
         options |= {"key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
+        return self.over(index, query, key, value, pattern, is_causal=is_causal, **options)
+
+    def over(
+        self,
+        index: BlockIndex,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern | BlockIndex | None = None,
+        *,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Compute the attention over an index that `index` returned for the same pattern."""
         if not self.compensate:
             return sparse_attention(query, key, value, index, **options)
         for name in ("softcap", "alibi_slopes", "sinks", "dropout_p"):
@@ -247,7 +261,8 @@ class AdaptiveAttention(nn.Module):
         return_lse = options.pop("return_lse", False)
         out, lse = sparse_attention(query, key, value, index, return_lse=True, **options)
         base = base_index(query, key, pattern, is_causal, self.block)
-        found = compensated(out, lse, query, key, value, index, base, key_mask=key_mask, scale=scale)
+        shared = {name: options.get(name) for name in ("key_mask", "scale")}
+        found = compensated(out, lse, query, key, value, index, base, **shared)
         return found if return_lse else found[0]
 
     def index(

@@ -39,13 +39,16 @@ from ringtile.measure.bench import seconds_of
 from ringtile.measure.hf.models import load_model
 from ringtile.measure.progress import Progress
 from ringtile.measure.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
-from ringtile.measure.quality.selectors import Oracle
+from ringtile.measure.quality.claims import CLAIMS, verdict
+from ringtile.measure.quality.selectors import Oracle, floor_of
 from ringtile.measure.quality.texts import FarCopy, Texts
 from ringtile.measure.record import DTYPES
 from ringtile.patterns import Causal, Pattern
 
 SAFE = Probe("first")
 """The scores of a model whose past must not depend on its future."""
+FORCED = 3
+"""Tiles that a row keeps at any density: the first, its own and the one before."""
 SEQUENCES = 4
 """Sequences to judge by, the numbers of `KINDS`."""
 FAR_BLOCK = 64
@@ -159,7 +162,7 @@ class Watched(nn.Module):
         if self.rows:
             found = audit(query, key, value, index, rows=self.rows, key_mask=shared["key_mask"], scale=shared["scale"])
             self.recall.append(found.of_heads)
-        out: Tensor = sparse_attention(query, key, value, index, **options)
+        out: Tensor = self.attend.over(index, query, key, value, **chosen, **options)
         return out
 
 
@@ -181,8 +184,8 @@ def _even(name: str, scores: Scores, density: float) -> Row:
     return Row(name, "density", density, make)
 
 
-def _calibrated(name: str, scores: Scores, density: float) -> Row:
-    return Row(name, "calibrated", density, lambda leg: leg.calibration(scores).attention(density))
+def _calibrated(name: str, scores: Scores, density: float, **options: Any) -> Row:
+    return Row(name, "calibrated", density, lambda leg: leg.calibration(scores).attention(density, **options))
 
 
 def _held(quality: float) -> Row:
@@ -198,9 +201,10 @@ QUICK = (
     _even("window", Recent(), 0.25),
 )
 FULL = (
-    *(_calibrated("default", DEFAULT_SCORES, density) for density in (0.5, 0.25, 0.1, 0.05)),
+    *(_calibrated("default", DEFAULT_SCORES, density) for density in CLAIMS),
     *(_even("default", DEFAULT_SCORES, density) for density in (0.25, 0.1)),
     _held(0.95),
+    *(_calibrated("compensated", DEFAULT_SCORES, density, compensate=True) for density in (0.25, 0.1)),
     *(_calibrated("causal-safe", SAFE, density) for density in (0.25, 0.1)),
     _even("probe", Probe(), 0.25),
     _even("blend", Blend(), 0.25),
@@ -484,6 +488,23 @@ def table(cells: Iterable[Cell]) -> list[str]:
             parts.append(f"{statistics.mean(found):>8.{1 if factor == 100 else 2}f}{spread}" if found else " " * 15)
         lines.append(name + "".join(parts).rstrip())
     return lines
+
+
+def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
+    """Return, by figure and density, whether the claims hold for the calibrated default."""
+    found: dict[str, dict[float, list[tuple[float, float]]]] = {}
+    for cell in cells:
+        at = cell.setting
+        if (at.task, at.scores, at.budget) == ("far copy", "default", "calibrated") and at.asked in CLAIMS:
+            floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
+            for figure, words in (("text", "perplexity of text"), ("copy", "benefit of a far copy")):
+                name = f"{at.sizes['model']}, {words}"
+                if (value := cell.figure(figure)) is not None:
+                    found.setdefault(name, {}).setdefault(at.asked, []).append((100 * value, floor))
+    return {
+        name: {asked: verdict(asked, statistics.mean(x for x, _ in each), each[0][1]) for asked, each in row.items()}
+        for name, row in found.items()
+    }
 
 
 _COLUMNS = {

@@ -126,10 +126,11 @@ class Selected:
         return out
 
 
-def floor_of(tokens: int, block: int) -> float:
-    """Return the tile density of causal attention that keeps nothing but each query's own tile.
+def floor_of(tokens: int, block: int, forced: int = 1) -> float:
+    """Return the tile density of causal attention that keeps nothing but each query's own tile, or so many.
 
     >>> floor_of(1024, 16) == 64 / (64 * 65 / 2)
     True
     """
-    return 2 / (-(-tokens // block) + 1)
+    rows = -(-tokens // block)
+    return sum(min(row, forced) for row in range(1, rows + 1)) / (rows * (rows + 1) / 2)

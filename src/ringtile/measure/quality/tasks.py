@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -156,36 +156,30 @@ def lists(batch: int, tokens: int, most: int, generator: Generator) -> tuple[Ten
     Each list has two to ``most`` elements, and an element of an outer list is an inner list in one case of four. The
     answer at each closing bracket is the value of its list. Tokens name their depth.
     """
-    x, y = torch.zeros(batch, tokens, dtype=torch.int64), torch.full((batch, tokens), NO_ANSWER)
-    draws = torch.rand(batch, 4 * tokens, generator=generator).tolist()
-    for row in range(batch):
-        at = iter(draws[row])
-        place = 0
 
-        def write(token: int, answer: int = NO_ANSWER, row: int = row) -> None:
-            nonlocal place
-            if place < tokens:
-                x[row, place], y[row, place] = token, answer
-            place += 1
+    def write(found: list[tuple[int, int]], draws: Iterator[float], depth: int) -> int:
+        base, largest = depth * (LIST_TOKENS // 2), next(draws) < 0.5
+        found.append((base + _DIGITS + largest, NO_ANSWER))
+        values = []
+        for _ in range(2 + int(next(draws) * (most - 1))):
+            if depth == 0 and next(draws) < 0.25:
+                values.append(write(found, draws, 1))
+            else:
+                values.append(int(next(draws) * _DIGITS))
+                found.append((base + values[-1], NO_ANSWER))
+        value = max(values) if largest else min(values)
+        found.append((base + _DIGITS + 2, value))
+        return value
 
-        def one(depth: int, at: object = at) -> int:
-            draw: Callable[[], float] = at.__next__  # type: ignore[attr-defined]
-            base, largest = depth * (LIST_TOKENS // 2), draw() < 0.5
-            write(base + _DIGITS + largest)
-            values = []
-            for _ in range(2 + int(draw() * (most - 1))):
-                if depth == 0 and draw() < 0.25:
-                    values.append(one(1))
-                else:
-                    values.append(int(draw() * _DIGITS))
-                    write(base + values[-1])
-            value = max(values) if largest else min(values)
-            write(base + _DIGITS + 2, value)
-            return value
-
-        while place < tokens:
-            one(0)
-    return x, y
+    rows = []
+    for drawn in torch.rand(batch, 4 * tokens, generator=generator).tolist():
+        found: list[tuple[int, int]] = []
+        draws = iter(drawn)
+        while len(found) < tokens:
+            write(found, draws, 0)
+        rows.append(found[:tokens])
+    x, y = torch.tensor(rows).unbind(2)
+    return x.contiguous(), y.contiguous()
 
 
 @lru_cache(1)

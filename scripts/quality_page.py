@@ -1,30 +1,41 @@
 """Write docs/quality.md from benchmarks/records/quality.json: `python scripts/quality_page.py`.
 
-`python scripts/quality_page.py --measure` measures the record first, by the command that the page prints.
+`python scripts/quality_page.py --measure FOLDER` measures the record first (an hour on two cores), by the command that
+the page prints, with the model in a folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import runpy
 import shlex
 import shutil
 import statistics
-import tempfile
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ringtile import cli
 from ringtile.measure.quality import RECORD, decoder
 from ringtile.measure.quality.cells import FINE_TUNED, FROM_SCRATCH, POST_HOC, Cell, Record
 from ringtile.measure.quality.claims import CLAIMS, TaskTable, tables
+from ringtile.measure.quality.page import curves
 from ringtile.measure.quality.trained import TASKS
 from ringtile.measure.record import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "benchmarks" / "records" / "quality.json"
+COST = ROOT / "benchmarks" / "records" / "adaptive.json"
 PAGE = ROOT / "docs" / "quality.md"
-COMMAND = "ringtile quality --quick"
+PICTURE = ROOT / "docs" / "assets" / "quality.svg"
+COMMAND = (
+    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --dtype float32 --out quality"
+)
+INK = "#768390"
+"""Pages are white or dark, and this ink has the same contrast on both."""
 
 INTRODUCTION = """\
 # Quality
@@ -41,8 +52,46 @@ own model, data and draws. Accuracy counts above chance. Bits per byte count as 
 * **Density** is the tile density: the part of the tiles that causal attention would compute. Each row of tiles rounds
   its count up, so the realised density is higher than the one asked for.
 * `oracle` ranks tiles by their exact attention, which costs dense attention. It is the ceiling for each tile that any
-  row of a tile wants. `window` keeps the nearest tiles, and `random` draws them. No selector should lose to them.
-* `default` is the sum of `probe` and `blend`, see `select`.
+  row of a tile wants. `window` keeps the nearest tiles, and `random` draws them.
+* `token blend` lets each query choose. Each keeps the density that is asked for, but most tiles are computed for some
+  query: *its tiles* counts them, and time follows.
+* `default` is the sum of `probe` and `blend`, see `select`. `select` also keeps the first tile and the one before a
+  row's own. The models that are trained here do without, so that all rows of a table spend the same tiles.
+"""
+
+DECODER = f"""
+## A real decoder
+
+SmolLM2-135M-Instruct, a causal language model with 30 layers of 9 heads, through Hugging Face transformers. Each of
+four sequences holds a passage, another text, and the passage again. None of them calibrated.
+
+* **Text kept** is the ratio of the perplexities of the text in the middle. **Copy kept** is the part of the benefit
+  that the model has from the first passage when it reads the second one.
+* **Recall** is the part of the attention that is kept, over 64 exact rows per layer. **Worst head** is the least of
+  all heads.
+* `calibrated` gives each head its own density, from one other sequence, with the mean that is asked for. `density` is
+  the same for all heads. `quality` asks a controller for that part of each head's attention. `causal-safe` is
+  `Probe("first")`, which looks at no later token. `compensated` lets a dropped tile count as its means.
+* **Far keys** are rows with half of their attention in one tile that is not forced.
+* **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
+  of less than 4,096 keys stay dense.
+
+To run it, or your own model: `{decoder.PIP}`, then the command above with `--model`.
+"""
+
+COSTS = """
+## What the choice costs
+
+The default choice at a tile density of 10%, 8 heads of 64, causal, float32, tiles of 128 ({where}). **Choice** is all
+of `select`, with summaries, budget and index. **Index** is its last part. **Audit** is `audit` of 64 rows, which you
+call yourself. Each is a part of the time of the attention over the chosen tiles. The factor against dense attention is
+for attention and choice together. It is measured at 16,384 tokens. Those in italics scale dense attention by the square
+of the length. **Memory** is what the choice takes beside its inputs and index.
+
+```sh
+python benchmarks/adaptive.py --out benchmarks/records/adaptive.json
+```
+
 """
 
 LIMITS = """
@@ -65,13 +114,20 @@ def page(record: Record) -> str:
     where = f"{record.machine['cpu']}, {threads} thread{'s' if threads > 1 else ''}, torch {torch}"
     parts.append(f"Measured on {where}.\n")
     parts.append(_overview(found, record.cells))
+    parts.append("![Quality kept against tile density, a panel for each task](assets/quality.svg)\n")
     for table in found:
         parts += _section(table)
     theirs = decoder.table(record.cells)
     if theirs:
-        parts.append("\n## A real decoder\n\n```text\n" + "\n".join(theirs).strip("\n") + "\n```\n")
-    parts.append(LIMITS)
+        parts += [DECODER, "```text\n" + "\n".join(theirs).strip("\n") + "\n```\n"]
+    parts += [_cost(json.loads(COST.read_text(encoding="utf-8"))), LIMITS]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
+
+
+def _cost(record: dict[str, Any]) -> str:
+    lines_of = runpy.run_path(str(ROOT / "benchmarks" / "adaptive.py"))["lines_of"]
+    where = f"{record['machine']['cpu']}, torch {record['versions']['torch']}"
+    return COSTS.format(where=where) + "\n".join(lines_of(record["rows"])) + "\n"
 
 
 def _overview(found: list[TaskTable], cells: Iterable[Cell]) -> str:
@@ -111,19 +167,29 @@ def _section(table: TaskTable) -> list[str]:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         if number == 0:
             lines.append("| | " + " | ".join(table.verdict(name, density) for density in densities) + " |")
+        if computed := table.computed(name):
+            lines.append(
+                "| *its tiles* | "
+                + " | ".join(f"*{computed[d]:.1%}*" if d in computed else "" for d in densities)
+                + " |"
+            )
     return [*parts, "\n".join(lines) + "\n"]
 
 
 def main() -> None:
     """Write the page, after the record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--measure", action="store_true", help=f"measure the record first: {COMMAND}")
-    if parser.parse_args().measure:
-        with tempfile.TemporaryDirectory() as folder:
-            if status := cli.main([*shlex.split(COMMAND)[1:], "--out", folder]):
+    parser.add_argument("--measure", metavar="FOLDER", help=f"run in this folder first: {COMMAND}")
+    if (folder := parser.parse_args().measure) is not None:
+        with contextlib.chdir(folder):
+            if status := cli.main(shlex.split(COMMAND)[1:]):
                 raise SystemExit(status)
-            shutil.copy(Path(folder) / RECORD, SOURCE)
-    write_whole(PAGE, page(Record.from_json(SOURCE.read_text(encoding="utf-8"))))
+            shutil.copy(Path("quality") / RECORD, SOURCE)
+    record = Record.from_json(SOURCE.read_text(encoding="utf-8"))
+    write_whole(PAGE, page(record))
+    picture = curves(tables(record.cells))
+    assert picture is not None
+    write_whole(PICTURE, picture.replace("currentColor", INK))
 
 
 if __name__ == "__main__":

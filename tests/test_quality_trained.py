@@ -287,6 +287,20 @@ def test_the_claimed_row_is_judged_in_words() -> None:
         verdict(0.3, 99.0, 0.0)
 
 
+def test_a_row_that_computes_more_tiles_says_so() -> None:
+    wide = [cell("token blend", 0.25, seed, 0.99) for seed in range(3)]
+    wide = [replace(each, measured=replace(each.measured, realised=0.83)) for each in wide]
+    (table,) = tables([*claimed_cells(), *wide])
+    assert table.realised[0.25] == pytest.approx(0.25)
+    assert table.computed("token blend") == {0.25: pytest.approx(0.83)}
+    assert table.computed("window") == {}
+    lines = lines_of(table)
+    assert lines[-1].split() == ["its", "tiles", "0.830"]
+    assert lines[-2].split()[:2] == ["token", "blend"]
+    page = page_of(Record.here([*claimed_cells(), *wide], "ringtile quality"))
+    assert "<td>its tiles</td><td></td><td>83.0%</td>" in page
+
+
 def test_quality_counts_above_chance() -> None:
     dense, half = cell("dense", None, 0, 0.9), cell("window", 0.5, 0, 0.5)
     dense = replace(dense, measured=Measured({"accuracy": 0.9, "chance": 0.1}))

@@ -258,6 +258,17 @@ def test_the_figures_of_readme_are_those_of_the_records() -> None:
     assert text == made.readme(text, made.records(), made._trains()), "run python scripts/benchmark_page.py"
 
 
+def test_the_quality_page_is_that_of_its_record() -> None:
+    made = script("quality_page")
+    record = made.Record.from_json(made.SOURCE.read_text(encoding="utf-8"))
+    assert read("quality.md") == made.page(record), "run python scripts/quality_page.py"
+    assert record.command == made.COMMAND
+    assert not record.interrupted
+    assert {cell.setting.seed for cell in record.cells if cell.setting.leg == "trained"} == {0, 1, 2}
+    assert {table.task for table in made.tables(record.cells)} == set(made.TASKS)
+    assert made.decoder.table(record.cells)
+
+
 def test_a_wrong_figure_in_readme_is_put_right() -> None:
     made = script("benchmark_page")
     found = {name: invented(name) for name in ("density", "long", "acceptance")}

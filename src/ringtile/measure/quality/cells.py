@@ -203,7 +203,9 @@ class Record:
 
     def to_json(self) -> str:
         """Return one JSON object, for `from_json`."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1)
+        found = {"format": _FORMAT, **asdict(self)}
+        cells = ",\n".join(json.dumps(cell) for cell in found.pop("cells"))
+        return f'{json.dumps(found)[:-1]}, "cells": [\n{cells}\n]}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Record:

@@ -100,14 +100,14 @@ class TaskTable:
 
     @property
     def realised(self) -> dict[float, float]:
-        """Mean realised density of all rows, by the density that was asked for."""
-        found: dict[float, float] = {}
-        for density in self.densities:
-            each = [row[density].density for row in self.entries.values() if density in row]
-            known = [value for value in each if value is not None]
-            if known:
-                found[density] = statistics.mean(known)
-        return found
+        """Realised density of the first row, by the density that was asked for. Others that choose by tile share it."""
+        first = next(iter(self.entries.values()), {})
+        return {density: entry.density for density, entry in first.items() if entry.density is not None}
+
+    def computed(self, row: str) -> dict[float, float]:
+        """Return the realised densities of a row that computes more tiles, because each query chooses its own."""
+        found = {density: entry.density for density, entry in self.entries[row].items() if entry.density is not None}
+        return found if any(value > 1.05 * self.realised.get(density, 1) for density, value in found.items()) else {}
 
 
 def tables(cells: Iterable[Cell]) -> list[TaskTable]:
@@ -185,4 +185,6 @@ def lines_of(table: TaskTable) -> list[str]:
         line(row, (entries[density].text if density in entries else "" for density in densities))
         if number == 0:
             line("", (table.verdict(row, density) for density in densities))
+        if computed := table.computed(row):
+            line("  its tiles", (f"{computed[density]:.3f}" if density in computed else "" for density in densities))
     return found

@@ -337,7 +337,7 @@ class Leg:
             "copy_nats": second,
             "recall": float(recall.mean()),
             "worst_head": float(recall.min()),
-            "recall_by_head": recall.flatten().tolist(),
+            "recall_by_head": [round(x, 4) for x in recall.flatten().tolist()],
         }
         return Measured(figures, statistics.mean(each.density[0] for each in watched))
 

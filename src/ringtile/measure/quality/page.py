@@ -102,6 +102,8 @@ def _section(table: TaskTable) -> str:
             words = [table.verdict(name, d) for d in densities]
             kinds = {HOLDS: "holds", REFUTED: "refuted", BELOW: "below", "": ""}
             rows.append(row("", [f'<span class="{kinds[word]}">{word}</span>' for word in words]))
+        if computed := table.computed(name):
+            rows.append(row("its tiles", [f"{computed[d]:.1%}" if d in computed else "" for d in densities], "claim"))
     parts.append(f'<div class="scroll"><table>{"".join(rows)}</table></div>')
     return "".join(parts)
 
@@ -149,7 +151,7 @@ def curves(found: list[TaskTable]) -> str | None:
                 handles["claimed, at least"] = axes.scatter(x, y, marker="_", s=120, color=_INK, linewidth=1, zorder=1)
             axes.set_title(table.task)
             axes.set_xscale("log")
-            axes.set_xticks([3, 5, 10, 25, 50], labels=["3%", "5%", "10%", "25%", "50%"])
+            axes.set_xticks([5, 10, 25, 50], labels=["5%", "10%", "25%", "50%"])
             axes.minorticks_off()
             axes.set_ylim(-5, 105)
             axes.grid(axis="y", color=GREY, alpha=0.25)

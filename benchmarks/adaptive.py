@@ -7,8 +7,7 @@
 8 heads of 64, causal, tiles of 128, the default scores, a density of .10, random tensors. Rows of the output are first
 compared with float64 over the chosen pairs, and a wrong result ends the run. Then calls take turns in one process;
 times are medians of wall time. Dense attention is PyTorch's own. It is timed up to ``--dense-tokens``, and scaled by
-the square of the lengths beyond. The audit of 64
-rows, which you call yourself, is extra.
+the square of the lengths beyond. The audit of 64 rows, which you call yourself, is extra.
 """
 
 from __future__ import annotations

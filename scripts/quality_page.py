@@ -79,19 +79,17 @@ four sequences holds a passage, another text, and the passage again. None of the
 To run it, or your own model: `{decoder.PIP}`, then the command above with `--model`.
 """
 
-COSTS = """
-## What the choice costs
-
+COSTS = """\
 The default choice at a tile density of 10%, 8 heads of 64, causal, float32, tiles of 128 ({where}). **Choice** is all
 of `select`, with summaries, budget and index. **Index** is its last part. **Audit** is `audit` of 64 rows, which you
 call yourself. Each is a part of the time of the attention over the chosen tiles. The factor against dense attention is
 for attention and choice together. It is measured at 16,384 tokens. Those in italics scale dense attention by the square
 of the length. **Memory** is what the choice takes beside its inputs and index.
-
+"""
+COST_COMMAND = """\
 ```sh
 python benchmarks/adaptive.py --out benchmarks/records/adaptive.json
 ```
-
 """
 
 LIMITS = """
@@ -127,7 +125,8 @@ def page(record: Record) -> str:
 def _cost(record: dict[str, Any]) -> str:
     lines_of = runpy.run_path(str(ROOT / "benchmarks" / "adaptive.py"))["lines_of"]
     where = f"{record['machine']['cpu']}, torch {record['versions']['torch']}"
-    return COSTS.format(where=where) + "\n".join(lines_of(record["rows"])) + "\n"
+    text = textwrap.fill(COSTS.format(where=where), 120, break_long_words=False, break_on_hyphens=False)
+    return f"## What the choice costs\n\n{text}\n\n{COST_COMMAND}\n" + "\n".join(lines_of(record["rows"])) + "\n"
 
 
 def _overview(found: list[TaskTable], cells: Iterable[Cell]) -> str:

@@ -36,6 +36,7 @@ from ringtile.measure.quality.decoder import (
     faster_dtype,
     open_leg,
     table,
+    verdicts,
 )
 from ringtile.measure.quality.texts import KINDS, FarCopy, Texts, far_repeat
 
@@ -241,9 +242,10 @@ def test_losses_are_those_of_the_model(tiny: Decoder) -> None:
     torch.testing.assert_close(tiny.losses(ids, places).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_watched_attention_is_the_attention(tiny: Decoder) -> None:
+@pytest.mark.parametrize("compensate", [False, True])
+def test_watched_attention_is_the_attention(tiny: Decoder, compensate: bool) -> None:
     ids = tiny.texts.far_copy(1, N).ids
-    attend = AdaptiveAttention(budget=Density(0.3), block=16)
+    attend = AdaptiveAttention(budget=Density(0.3), block=16, compensate=compensate)
     use_ringtile(tiny.model, attend=attend)
     places = torch.arange(N - 1)
     expected = tiny.losses(ids, places)
@@ -285,6 +287,20 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
     assert again == cells
     assert len(list(tmp_path.glob("budgets-*.json"))) == 2
     assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).block == 16
+
+
+def test_claims_are_judged_on_the_calibrated_default() -> None:
+    def cell(scores: str, budget: str, asked: float, text: float, copy: float) -> Cell:
+        sizes = {"model": "mine", "tokens": 4096, "block": 32}
+        at = Setting("decoder", "far copy", "post-hoc", scores, budget, asked, 0, sizes)
+        return Cell(at, Measured({"text": text, "copy": copy}, asked), 1.0)
+
+    cells = [cell("default", "calibrated", asked, 0.985, 0.94) for asked in (0.5, 0.25, 0.05, 0.02)]
+    cells += [cell("window", "density", 0.25, 0.1, 0.1), cell("default", "density", 0.25, 0.1, 0.1)]
+    assert verdicts(cells) == {
+        "mine, perplexity of text": {0.5: "refuted", 0.25: "holds", 0.05: "holds", 0.02: "below the floor"},
+        "mine, benefit of a far copy": {0.5: "refuted", 0.25: "refuted", 0.05: "holds", 0.02: "below the floor"},
+    }
 
 
 def test_a_text_of_yours_judges_and_does_not_calibrate(

@@ -237,7 +237,9 @@ class Watcher(threading.Thread):
         self.concluded.set()
         if not own and line not in _printed:
             _printed.add(line)
-            print(f"ringtile: {line}", file=sys.stderr, flush=True)
+            # One write: this is a thread beside the program, whose own lines must not come between.
+            sys.stderr.write(f"ringtile: {line}\n")
+            sys.stderr.flush()
         end = self.exit_at_once and not own
         try:
             self._beat()

@@ -27,6 +27,9 @@ int ringtile_isa_runs(int isa);
 int ringtile_forward(const ringtile_call *call);
 int ringtile_backward(const ringtile_call *call);
 int ringtile_masses(const ringtile_call *call);
+int64_t ringtile_kept(int64_t groups, int64_t heads, int64_t slots, const int32_t *base, const int32_t *pointer,
+                      const int32_t *other, const int32_t *tile, const uint8_t *mask, const int64_t *strides,
+                      int64_t capacity, int32_t *kept_pointer, int32_t *kept_other, int32_t *kept_tile);
 
 static uint64_t state;
 
@@ -622,6 +625,48 @@ static int check_masses(int isa, int number) {
     return failed;
 }
 
+// Lists of partial tiles under a mask of one byte for a batch element, slot and tile, for every capacity.
+static int check_kept(void) {
+    enum { GROUPS = 4, HEADS = 2, SLOTS = 3, OTHERS = 5 };
+    int32_t base[GROUPS], pointer[2 * SLOTS + 1] = {0}, others[2 * SLOTS * OTHERS];
+    uint8_t mask[GROUPS / HEADS * SLOTS * OTHERS];
+    const int64_t strides[4] = {SLOTS * OTHERS, 0, 1, SLOTS};
+    for (int i = 0; i < GROUPS; i++) base[i] = (int32_t)draw(2);
+    for (int i = 0; i < (int)sizeof(mask); i++) mask[i] = (uint8_t)draw(2);
+    for (int slot = 0; slot < 2 * SLOTS; slot++) {
+        pointer[slot + 1] = pointer[slot];
+        for (int32_t i = 0; i < OTHERS; i++)
+            if (draw(2)) others[pointer[slot + 1]++] = i;
+    }
+    int64_t length = pointer[2 * SLOTS], total = 0, failed = 0;
+    int32_t *list = exactly(others, length, 4), *begins = exactly(pointer, 2 * SLOTS + 1, 4), *groups = exactly(base, GROUPS, 4);
+    uint8_t *keep = exactly(mask, sizeof(mask), 1);
+    int32_t wanted[GROUPS * SLOTS * OTHERS], ends[GROUPS * SLOTS + 1] = {0};
+    for (int slot = 0; slot < GROUPS * SLOTS; slot++) {
+        int first = base[slot / SLOTS] * SLOTS + slot % SLOTS;
+        for (int i = pointer[first]; i < pointer[first + 1]; i++)
+            if (mask[slot / SLOTS / HEADS * SLOTS * OTHERS + slot % SLOTS + others[i] * SLOTS]) wanted[total++] = i;
+        ends[slot + 1] = (int32_t)total;
+    }
+    // Below 0: tiles are only counted.
+    const int64_t capacities[] = {-1, 0, 1, total - 1, total, total + 2};
+    for (int i = 0; i < 6; i++) {
+        int64_t capacity = capacities[i], room = capacity < 0 ? 0 : capacity;
+        int32_t *kept = allocate(room, 4), *tiles = allocate(room, 4), *found = allocate(GROUPS * SLOTS + 1, 4);
+        // The place in the list stands for the tile.
+        int32_t *numbers = allocate(length, 4);
+        for (int32_t place = 0; place < length; place++) numbers[place] = place;
+        failed |= total != ringtile_kept(GROUPS, HEADS, SLOTS, groups, begins, list, numbers, keep, strides, room, found,
+                                         capacity < 0 ? NULL : kept, capacity < 0 ? NULL : tiles);
+        failed |= memcmp(found, ends, sizeof(ends));
+        for (int64_t at = 0; at < room; at++)
+            failed |= at < total ? kept[at] != others[wanted[at]] || tiles[at] != wanted[at] : kept[at] || tiles[at];
+    }
+    if (failed) printf("kept tiles: wrong\n");
+    while (n_allocations) free(allocations[--n_allocations]);
+    return failed != 0;
+}
+
 static int run(int isa, int number) {
     problem p;
     draw_shapes(&p, isa, number);
@@ -661,6 +706,8 @@ int main(int argc, char **argv) {
     int cases = argc > 1 ? atoi(argv[1]) : 96, failures = 0;
     if (ringtile_abi_version() != RINGTILE_ABI || ringtile_call_size() != (int64_t)sizeof(ringtile_call)) return 2;
     if (use_runtime()) return 3;
+    state = 0x9E3779B97F4A7C15u;
+    failures += check_kept();
     for (int isa = 0; isa < ringtile_isa_count(); isa++) {
         if (!ringtile_isa_runs(isa)) {
             printf("%s: this processor lacks it\n", ringtile_isa_name(isa));

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,21 @@ from ringtile import sparse_attention
 from ringtile.kernels import contracts
 from ringtile.layout import BlockIndex, build_index, lists
 from ringtile.layout.index import TENSOR_FIELDS
+from ringtile.layout.restrict import compiled
 from ringtile.layout.schedule import schedule_of
 from ringtile.patterns import Causal, Documents, Pattern, Segments, TileGrid, Window, per_head
 
 HEADS = 2
+
+
+@pytest.fixture(params=["library", "torch"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to copy lists."""
+    if request.param == "torch":
+        monkeypatch.delitem(compiled, "kept_lists")
+
+
+both = pytest.mark.usefixtures("by")
 
 
 def tokens_of(keep: Tensor, index: BlockIndex, *, rows: bool) -> Tensor:
@@ -52,6 +64,9 @@ def test_a_restricted_index_keeps_the_pairs_of_both(base: tuple[Pattern, TileGri
     keep = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
     found = index.restricted_rows(keep) if rows else index.restricted(keep)
     found.validate()
+    with mock.patch.dict(compiled, clear=True):
+        same = index.restricted_rows(keep) if rows else index.restricted(keep)
+    assert all(torch.equal(getattr(found, name), getattr(same, name)) for name in TENSOR_FIELDS)
     expected = index.to_dense() & tokens_of(keep, index, rows=rows)
     assert torch.equal(found.to_dense().expand(expected.shape), expected)
     some = torch.randint(grid.n_queries, (5,))
@@ -92,6 +107,7 @@ def test_all_tiles_give_the_tensors_of_the_base(pattern: Pattern, rows: bool) ->
         assert torch.equal(getattr(found, name), getattr(index, name))
 
 
+@both
 def test_documents_of_batch_elements_stay_theirs() -> None:
     ids = torch.tensor([[0] * 150 + [1] * 150, [0] * 20 + [1] * 280])
     index = build_index(Causal() & Documents(ids=ids), 300, batch=2)
@@ -164,6 +180,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@both
 @pytest.mark.parametrize("pattern", [Causal(), per_head([Causal() & Window(300), Segments(200)])], ids=repr)
 def test_a_fixed_capacity_reads_nothing_back(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "LONGEST", 2)
@@ -206,6 +223,7 @@ def test_launches_over_a_fixed_capacity_read_nothing_back(monkeypatch: pytest.Mo
     assert len(made) == 7
 
 
+@both
 @pytest.mark.parametrize("backend", ["native", "blockwise", "reference"])
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_a_fixed_capacity_changes_no_bit(backend: str, key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +245,7 @@ def test_a_fixed_capacity_changes_no_bit(backend: str, key_heads: int, monkeypat
         assert torch.equal(a, b)
 
 
+@both
 def test_an_index_with_room_is_a_base_like_others() -> None:
     index = build_index(per_head([Causal(), Segments(200)]), 700, num_heads=2)
     first, second = torch.rand(2, 3, 2, index.n_rows, index.n_cols, generator=torch.Generator().manual_seed(2)) < 0.6
@@ -240,6 +259,7 @@ def test_an_index_with_room_is_a_base_like_others() -> None:
     assert plain.draw() == roomy.draw()
 
 
+@both
 def test_more_tiles_than_the_capacity_fail() -> None:
     index = build_index(Causal(), 700)
     keep = torch.ones(1, 2, 6, 6, dtype=torch.bool)
@@ -251,6 +271,7 @@ def test_more_tiles_than_the_capacity_fail() -> None:
             index.restricted(keep, capacity)
 
 
+@both
 def test_the_plain_form_reads_back_once() -> None:
     index = build_index(Causal(), 700)
     keep = torch.rand(1, 2, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.6
@@ -260,6 +281,7 @@ def test_the_plain_form_reads_back_once() -> None:
     assert reads.found == ["tolist"]
 
 
+@both
 def test_an_index_that_is_changed_is_checked_again() -> None:
     index = build_index(Causal(), 700).restricted(torch.ones(1, 1, 6, 6, dtype=torch.bool))
     keep = torch.ones(1, 2, 6, 6, dtype=torch.bool)

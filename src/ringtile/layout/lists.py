@@ -74,10 +74,12 @@ def work_list(full_ptr: Tensor, part_ptr: Tensor, room: int | None = None) -> Te
         splits = _splits(full_ptr, part_ptr)
         ends = splits.cumsum(0, dtype=torch.int32)
         number = torch.arange(slots + room, dtype=torch.int32, device=length.device)
-        slot = torch.searchsorted(ends, number, right=True, out_int32=True)
+        unused = slots + room - ends[-1:]
+        slot = torch.repeat_interleave(torch.cat((splits, unused)), output_size=slots + room)
         used = slot < slots
         owner = slot.clamp(max=slots - 1)
-        length, splits, number = length[owner], splits[owner], number - (ends - splits)[owner]
+        number = number - (ends - splits).index_select(0, owner)
+        length, splits = length.index_select(0, owner), splits.index_select(0, owner)
         first, last = (torch.where(used, length * end // splits, 0) for end in (number, number + 1))
         cut = used & (splits > 1)
         scratch = torch.where(cut, cut.cumsum(0, dtype=torch.int32) - 1, -1)

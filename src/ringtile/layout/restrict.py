@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,6 +20,15 @@ _ROWS = 1 << 16
 """Token rows of tiles whose bits are cut at once."""
 
 
+LISTS = {
+    "full_row": ("full_col",),
+    "part_row": ("part_col", "part_tile"),
+    "full_col": ("full_row",),
+    "part_col": ("part_row", "part_tile_t"),
+}
+"""The fields of an index that hold the tiles of each list."""
+
+
 class _List(NamedTuple):
     """The full or the partial tiles of a base, along its rows or its columns, in the groups of the result."""
 
@@ -30,6 +40,13 @@ class _List(NamedTuple):
     """int32 ``[E]`` each: the column or row of each tile, and the row in the tile table if the tiles are partial."""
 
 
+compiled: dict[str, Callable[[BlockIndex, Tensor, torch.Size | None, int | None], dict[str, Tensor] | None]] = {}
+"""``"kept_lists"``: the lists of `_kept_lists` by compiled code, or None for a call that it does not support.
+
+`ringtile.kernels.native` fills it in.
+"""
+
+
 def restrict(index: BlockIndex, keep: Tensor, capacity: int | None) -> BlockIndex:
     """Return the index of `BlockIndex.restricted`."""
     # The module above this one.
@@ -38,55 +55,28 @@ def restrict(index: BlockIndex, keep: Tensor, capacity: int | None) -> BlockInde
     _check(index, keep, (index.n_rows, index.n_cols))
     if capacity is not None and (type(capacity) is not int or capacity < 0):
         raise ValueError(f"capacity: expected a number of tiles or None, got {capacity!r}")
-    shape, group, masks = None, index.group, keep.reshape(1, -1)
+    shape, group = None, index.group
     if keep.shape[:2] != (1, 1):
         shape = torch.broadcast_shapes(index.group.shape, keep.shape[:2])
         group = torch.arange(shape.numel(), dtype=torch.int32, device=index.device).view(shape)
-        masks = keep.expand(*shape, -1, -1).reshape(1 if index.n_groups > 1 else shape.numel(), -1)
     # Checked and read once per base, so that no result needs it.
     derived(index, check_lists)
-    lists = derived(index, _lists_of, shape)
-
-    # The number of kept tiles before each tile of a list.
-    before = {
-        name: pad(masks.index_select(1, each.number).flatten().cumsum(0, dtype=torch.int32), (1, 0))
-        for name, each in lists.items()
-    }
-    begins = {name: before[name].index_select(0, each.begins) for name, each in lists.items()}
-    kept = {kind: begins[f"{kind}_row"][-1] for kind in ("full", "part")}
-    sides = {side: (begins[f"full_{side}"], begins[f"part_{side}"]) for side in ("row", "col")}
-    if capacity is None:
-        counts = torch.stack([*kept.values(), *(extra_splits(*pointers) for pointers in sides.values())]).tolist()
-        sizes, rooms = dict(zip(kept, counts[:2], strict=True)), dict(zip(sides, counts[2:], strict=True))
-    else:
-        torch._assert_async(
-            kept["full"] + kept["part"] <= capacity, f"capacity: keep has more than {capacity} tiles of the index"
-        )
-        sizes = {kind: min(capacity, len(before[f"{kind}_row"]) - 1) for kind in kept}
-        lengths = {"row": index.n_cols, "col": index.n_rows}
-        rooms = {side: most_splits(capacity, len(sides[side][0]) - 1, lengths[side]) for side in sides}
-
-    found: dict[str, Tensor] = {}
-    for name, each in lists.items():
-        # The tile that each entry comes from. Behind the last one, any tile will do.
-        wanted = torch.arange(1, sizes[name[:4]] + 1, dtype=torch.int32, device=index.device)
-        place = torch.searchsorted(before[name], wanted).sub_(1).clamp_(max=len(before[name]) - 2)
-        if masks.shape[0] > 1:
-            place.remainder_(max(len(each.number), 1))
-        names = {
-            "full_row": ("full_col",),
-            "part_row": ("part_col", "part_tile"),
-            "full_col": ("full_row",),
-            "part_col": ("part_row", "part_tile_t"),
-        }[name]
-        found |= {field: x.index_select(0, place) for field, x in zip(names, each.fields, strict=True)}
-        found[f"{name}_ptr"] = begins[name]
+    rooms: list[int] = []
+    lists = compiled["kept_lists"](index, keep, shape, capacity) if compiled else None
+    if lists is None:
+        lists, rooms = _kept_lists(index, keep, shape, capacity)
+    sides = [(lists[f"full_{side}_ptr"], lists[f"part_{side}_ptr"]) for side in ("row", "col")]
+    if capacity is not None:
+        longest = (index.n_cols, index.n_rows)
+        rooms = [most_splits(capacity, len(side[0]) - 1, most) for side, most in zip(sides, longest, strict=True)]
+    elif not rooms:
+        rooms = torch.stack([extra_splits(*side) for side in sides]).tolist()
     restricted = type(index)(
         group=group,
-        **found,
+        **lists,
         **index.table._asdict(),
-        row_work=work_list(*sides["row"], rooms["row"]),
-        col_work=work_list(*sides["col"], rooms["col"]),
+        row_work=work_list(*sides[0], rooms[0]),
+        col_work=work_list(*sides[1], rooms[1]),
         row_at=index.row_at,
         col_at=index.col_at,
         block=index.block,
@@ -97,6 +87,57 @@ def restrict(index: BlockIndex, keep: Tensor, capacity: int | None) -> BlockInde
     )
     remember(restricted, check_lists, None)
     return restricted
+
+
+def _kept_lists(
+    index: BlockIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Return the lists of kept tiles, in the groups of ``shape``, or of the base if it is None.
+
+    With a capacity, tiles behind the last one are any. Without one, also return `extra_splits` of rows and columns: the
+    lengths are read back together with it.
+    """
+    from ringtile.layout.schedule import derived
+
+    masks = keep.reshape(1, -1)
+    if shape is not None:
+        masks = keep.expand(*shape, -1, -1).reshape(1 if index.n_groups > 1 else shape.numel(), -1)
+    parts = derived(index, _lists_of, shape)
+    keeps = {name: _flags(masks, each) for name, each in parts.items()}
+    begins = {name: keeps[name].cumsum(0).index_select(0, each.begins).int() for name, each in parts.items()}
+    kept = {kind: begins[f"{kind}_row"][-1] for kind in ("full", "part")}
+    rooms: list[int] = []
+    if capacity is None:
+        splits = (extra_splits(begins[f"full_{side}"], begins[f"part_{side}"]) for side in ("row", "col"))
+        full, part, *rooms = torch.stack([*kept.values(), *splits]).tolist()
+        sizes = {"full": full, "part": part}
+    else:
+        torch._assert_async(kept["full"] + kept["part"] <= capacity, too_many(capacity))
+        sizes = {kind: min(capacity, len(keeps[f"{kind}_row"]) - 2) for kind in kept}
+    lists = {f"{name}_ptr": each for name, each in begins.items()}
+    for name, each in parts.items():
+        # The tile that each entry comes from. Behind the last one, any tile will do.
+        size, times = sizes[name[:4]], keeps[name]
+        times[-1] = size - begins[name][-1]
+        place = torch.repeat_interleave(times, output_size=size).sub_(1).clamp_(max=max(len(times) - 3, 0))
+        if len(masks) > 1:
+            place.remainder_(max(len(each.number), 1))
+        lists |= {field: x.index_select(0, place) for field, x in zip(LISTS[name], each.fields, strict=True)}
+    return lists, rooms
+
+
+def _flags(masks: Tensor, each: _List) -> Tensor:
+    """Return 1 for each kept tile of a list and 0 for the others, between a zero and a place for later: int64."""
+    offsets = torch.arange(len(masks), device=masks.device).unsqueeze(1) * masks.shape[1]
+    found = torch.empty(len(masks) * len(each.number) + 2, dtype=torch.int64, device=masks.device)
+    found[0] = 0
+    found[1:-1] = masks.reshape(-1).index_select(0, (each.number + offsets).flatten())
+    return found
+
+
+def too_many(capacity: int) -> str:
+    """Return the message of the error if a mask keeps more tiles than a capacity."""
+    return f"capacity: keep has more than {capacity} tiles of the index"
 
 
 def _lists_of(index: BlockIndex, shape: torch.Size | None) -> dict[str, _List]:

@@ -20,6 +20,7 @@ from ringtile.kernels.contracts import (
     new_out,
     with_contiguous_rows,
 )
+from ringtile.kernels.native import lists as _lists  # noqa: F401  gives `layout` its compiled lists
 from ringtile.kernels.native import masses
 from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_rows
 from ringtile.kernels.native.library import CallStructure, library, reason_against

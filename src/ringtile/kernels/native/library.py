@@ -109,6 +109,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "forward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
     "backward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
     "masses": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
+    "kept": (_LONG, (*(_LONG,) * 3, *(_POINTER,) * 5, ctypes.POINTER(_LONG), _LONG, *(_POINTER,) * 3)),
     "peak": (ctypes.c_double, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double)),
 }
 """Result and arguments of each function, named ``ringtile_...``."""

@@ -1,0 +1,55 @@
+"""The tiles of an index's lists that a mask keeps, by the library."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.native.library import library, reason_against
+from ringtile.layout import BlockIndex
+from ringtile.layout.restrict import LISTS, compiled, too_many
+
+
+def kept_lists(
+    index: BlockIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
+) -> dict[str, Tensor] | None:
+    """Return what `ringtile.layout.restrict` makes of PyTorch's operations, or None if the library does not serve it.
+
+    Tiles behind the last one are zeros.
+    """
+    # A graph has operators only, and the tensors of a trace have no memory.
+    plain = type(keep) is Tensor and keep.device.type == "cpu" and not torch.compiler.is_compiling()
+    if reason_against() or not plain:
+        return None
+    if shape is None:
+        base, heads = torch.arange(index.n_groups, dtype=torch.int32), max(index.n_groups, 1)
+        keep = keep.expand(1, heads, -1, -1)
+    else:
+        base, heads = index.group.expand(shape).flatten().contiguous(), shape[1]
+        keep = keep.expand(*shape, -1, -1)
+    batch, head, row, col = keep.stride()
+    sides = {"row": (index.n_rows, row, col), "col": (index.n_cols, col, row)}
+    lists: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    for name, fields in LISTS.items():
+        slots, *strides = sides[name[5:]]
+        lists[f"{name}_ptr"] = pointer = torch.empty(len(base) * slots + 1, dtype=torch.int32)
+        begins, *tables = [getattr(index, field).contiguous() for field in (f"{name}_ptr", *fields)]
+        places = [*map(Tensor.data_ptr, (base, begins, *tables)), None][:4]
+        strided = (keep.data_ptr(), (ctypes.c_int64 * 4)(batch, head, *strides))
+        copy = partial(library().handle.ringtile_kept, len(base), heads, slots, *places, *strided)
+        # A list has at most the base's tiles once per group.
+        most = len(base) * len(tables[0])
+        size = copy(0, pointer.data_ptr(), None, None) if capacity is None else min(capacity, most)
+        found = [torch.empty(size, dtype=torch.int32) for _ in tables]
+        counts[name] = copy(size, pointer.data_ptr(), *[*map(Tensor.data_ptr, found), None][:2])
+        lists |= zip(fields, found, strict=True)
+    if capacity is not None and counts["full_row"] + counts["part_row"] > capacity:
+        raise RuntimeError(too_many(capacity))
+    return lists
+
+
+compiled["kept_lists"] = kept_lists

@@ -42,7 +42,7 @@ wheels: .venv/ready-dev
 	.venv/bin/python scripts/wheels.py
 
 native:
-	cmake -S . -B .venv/native
+	cmake -S . -B .venv/native -DRINGTILE_EMULATE_AMX=ON
 	cmake --build .venv/native --parallel
 
 sanitize:
@@ -51,7 +51,7 @@ sanitize:
 	RINGTILE_OPENMP=$(OPENMP) .venv/sanitize/driver $(CASES)
 
 valgrind:
-	cmake -S . -B .venv/native
+	cmake -S . -B .venv/native -DRINGTILE_EMULATE_AMX=ON
 	cmake --build .venv/native --parallel --target driver
 	valgrind --quiet --error-exitcode=1 --leak-check=full \
 	  --show-leak-kinds=definite --errors-for-leak-kinds=definite .venv/native/driver $(CASES)

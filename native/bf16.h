@@ -1,6 +1,6 @@
 // Dot products of bfloat16 pairs (AVX512-BF16): operands in pairs along the sum, results in float.
 #pragma once
-#include "tile.h"
+#include "products.h"
 
 #if defined(__AVX512BF16__)
 #define HAS_BF16_PAIRS 1
@@ -80,6 +80,7 @@ INLINE void interleave_weights(const float *weights, int64_t step, int count, in
 struct Bf16Pairs {
     typedef bfloat16 Element;
     typedef float Number;
+    typedef VectorUnit Unit;
     static constexpr int KEY_STEP = 2;
 
     const ringtile_call &c;

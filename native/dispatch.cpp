@@ -6,6 +6,11 @@
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
+#if defined(__linux__)
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "platform.h"
 #include "ringtile.h"
@@ -14,52 +19,122 @@ typedef int kernel(const ringtile_call *);
 typedef double peak(int kind, int threads, double seconds);
 typedef int lanes();
 
+typedef void multiply(const void *a, const void *b, float *c, int64_t count);
+typedef const char *reason();
+
 #define DECLARE(isa)                                  \
     extern "C" kernel ringtile_forward_##isa;         \
     extern "C" kernel ringtile_backward_##isa;        \
     extern "C" kernel ringtile_masses_##isa;          \
     extern "C" peak ringtile_peak_##isa;              \
     extern "C" lanes ringtile_lanes_##isa;
-#define ENTRY(isa)                                                                                              \
-    {#isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_masses_##isa, ringtile_peak_##isa, ringtile_lanes_##isa}
+#define DECLARE_TILES(isa) \
+    DECLARE(isa)           \
+    extern "C" multiply ringtile_multiply_tiles_##isa;
+#define FUNCTIONS(isa)                                                                                     \
+    #isa, reason_against_##isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_masses_##isa, \
+        ringtile_peak_##isa, ringtile_lanes_##isa
+#define ENTRY(isa) {FUNCTIONS(isa), nullptr}
+#define TILES_ENTRY(isa) {FUNCTIONS(isa), ringtile_multiply_tiles_##isa}
 
 struct Kernels {
     const char *name;
+    reason *against;  // empty if this processor runs the set
     kernel *forward, *backward, *masses;
     peak *rate;
     lanes *together;
+    multiply *multiply_tiles;
 };
 
 #if defined(__x86_64__)
-DECLARE(avx2)
-DECLARE(avx512)
-DECLARE(avx512_bf16)
-static const Kernels all[] = {ENTRY(avx2), ENTRY(avx512), ENTRY(avx512_bf16)};
+struct Features {
+    bool avx2, avx512, bfloat16_dots, tiles, saves_tiles;
+};
 
 // We read CPUID ourselves: __builtin_cpu_supports is a stub in some compiler runtimes. The operating system must save the
-// vector registers too, as extended control register 0 tells.
-static bool runs(int isa) {
+// registers too, as extended control register 0 tells.
+static Features features() {
     const unsigned avx2_c1 = bit_FMA | bit_OSXSAVE | bit_AVX | bit_F16C, avx2_b7 = bit_AVX2;
     const unsigned avx512_c1 = bit_MOVBE | bit_POPCNT;
     const unsigned avx512_b7 = bit_BMI | bit_BMI2 | bit_AVX512F | bit_AVX512CD | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
-    const unsigned lzcnt = 1u << 5, bfloat16_dots = 1u << 5, saves_256 = 0x6, saves_512 = 0xe6;
-    unsigned a, b, c, d, c1, b7, a71 = 0, extended = 0, saved, high;
-    if (!__get_cpuid(1, &a, &b, &c1, &d) || (c1 & avx2_c1) != avx2_c1) return false;
-    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d) || (b7 & avx2_b7) != avx2_b7) return false;
+    const unsigned lzcnt = 1u << 5, bfloat16_dots = 1u << 5, tiles = 1u << 24 | 1u << 22;
+    const unsigned saves_256 = 0x6, saves_512 = 0xe6, saves_tiles = 0x60000;
+    Features found = {};
+    unsigned a, b, c, d, c1, b7, d7, a71 = 0, extended = 0, saved, high;
+    if (!__get_cpuid(1, &a, &b, &c1, &d) || (c1 & avx2_c1) != avx2_c1) return found;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d7) || (b7 & avx2_b7) != avx2_b7) return found;
     if (a >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
     __get_cpuid(0x80000001, &a, &b, &extended, &d);
     __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
-    if ((saved & saves_256) != saves_256) return false;
-    if (isa == 0) return true;
-    bool avx512 = (c1 & avx512_c1) == avx512_c1 && (b7 & avx512_b7) == avx512_b7 && (extended & lzcnt) &&
-                  (saved & saves_512) == saves_512;
-    return avx512 && (isa == 1 || (a71 & bfloat16_dots));
+    found.avx2 = (saved & saves_256) == saves_256;
+    found.avx512 = found.avx2 && (c1 & avx512_c1) == avx512_c1 && (b7 & avx512_b7) == avx512_b7 && (extended & lzcnt) &&
+                   (saved & saves_512) == saves_512;
+    found.bfloat16_dots = found.avx512 && (a71 & bfloat16_dots);
+    found.tiles = found.avx512 && (d7 & tiles) == tiles;
+    found.saves_tiles = (saved & saves_tiles) == saves_tiles;
+    return found;
 }
+
+static const char *unless(bool present) { return present ? "" : "this processor lacks it"; }
+
+static const char *reason_against_avx2() { return unless(features().avx2); }
+static const char *reason_against_avx512() { return unless(features().avx512); }
+[[maybe_unused]] static const char *reason_against_avx512_bf16() { return unless(features().bfloat16_dots); }
+
+DECLARE(avx2)
+DECLARE(avx512)
+DECLARE(avx512_bf16)
+
+#if defined(__linux__)
+// Linux saves tiles only for processes that ask before their first tile instruction, which would be illegal otherwise.
+// The permission is for all threads. To ask again does no harm.
+static const char *tiles_refused() {
+    const long request_permission = 0x1023, tile_data = 18;
+    if (!syscall(SYS_arch_prctl, request_permission, tile_data)) return "";
+    switch (errno) {
+    case EINVAL:
+    case EOPNOTSUPP: return "Linux gives no tiles: it must be 5.16 or newer";
+    case ENOSPC: return "Linux gives no tiles: the signal stack of a thread is too small for them";
+    case EPERM:
+    case EACCES:
+    case ENOSYS: return "Linux gives no tiles: a sandbox forbids asking for them";
+    default: return "Linux gives no tiles";
+    }
+}
+
+[[maybe_unused]] static const char *reason_against_amx() {
+    static const char *answer;
+    const char *known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
+    if (known) return known;
+    const Features found = features();
+    known = !found.tiles ? unless(false) : !found.saves_tiles ? "the operating system does not save tiles" : tiles_refused();
+    __atomic_store_n(&answer, known, __ATOMIC_RELAXED);
+    return known;
+}
+
+DECLARE_TILES(amx)
+#define AMX , TILES_ENTRY(amx)
 #else
+#define AMX
+#endif
+
+#if defined(EMULATE_AMX)
+[[maybe_unused]] static const char *reason_against_amx_emulated() {
+    return features().avx512 ? "" : "this processor lacks avx512, with which it is emulated";
+}
+
+DECLARE_TILES(amx_emulated)
+#define EMULATED , TILES_ENTRY(amx_emulated)
+#else
+#define EMULATED
+#endif
+
+static const Kernels all[] = {ENTRY(avx2), ENTRY(avx512), ENTRY(avx512_bf16) AMX EMULATED};
+#else
+static const char *reason_against_neon() { return ""; }
+
 DECLARE(neon)
 static const Kernels all[] = {ENTRY(neon)};
-
-static bool runs(int) { return true; }
 #endif
 
 // In a forked child the runtime waits for ever: its threads stayed with the parent.
@@ -139,7 +214,9 @@ PUBLIC const char *ringtile_call_field(int number, int64_t *offset) {
 
 PUBLIC int ringtile_isa_count() { return sizeof(all) / sizeof(all[0]); }
 PUBLIC const char *ringtile_isa_name(int isa) { return all[isa].name; }
-PUBLIC int ringtile_isa_runs(int isa) { return runs(isa); }
+
+// Why this processor or its operating system does not run a set. Empty if they do.
+PUBLIC const char *ringtile_isa_reason(int isa) { return all[isa].against(); }
 
 // The number of float32 tokens of a tile that a kernel computes together: it skips them if none keeps a pair.
 PUBLIC int ringtile_lanes(int isa) { return all[isa].together(); }
@@ -147,6 +224,14 @@ PUBLIC int ringtile_lanes(int isa) { return all[isa].together(); }
 PUBLIC int ringtile_forward(const ringtile_call *call) { return all[call->isa].forward(call); }
 PUBLIC int ringtile_backward(const ringtile_call *call) { return all[call->isa].backward(call); }
 PUBLIC int ringtile_masses(const ringtile_call *call) { return all[call->isa].masses(call); }
+
+// Add A[16][32] * B[16][16][2], whose numbers are bfloat16, to C[16][16] so many times. Return 0, or 1 if the set has no
+// tiles.
+PUBLIC int ringtile_multiply_tiles(int isa, const void *a, const void *b, float *c, int64_t count) {
+    if (!all[isa].multiply_tiles) return 1;
+    all[isa].multiply_tiles(a, b, c, count);
+    return 0;
+}
 
 // The highest rate of one kind of work (ringtile_rate), summed over the threads. Each works for this many seconds.
 PUBLIC double ringtile_peak(int isa, int kind, int threads, double seconds) {

@@ -23,7 +23,7 @@ int64_t ringtile_call_size(void);
 void ringtile_use_runtime(void *parallel, void *thread_number, void *push_threads, void *fork_call);
 int ringtile_isa_count(void);
 const char *ringtile_isa_name(int isa);
-int ringtile_isa_runs(int isa);
+const char *ringtile_isa_reason(int isa);
 int ringtile_forward(const ringtile_call *call);
 int ringtile_backward(const ringtile_call *call);
 int ringtile_masses(const ringtile_call *call);
@@ -709,8 +709,9 @@ int main(int argc, char **argv) {
     state = 0x9E3779B97F4A7C15u;
     failures += check_kept();
     for (int isa = 0; isa < ringtile_isa_count(); isa++) {
-        if (!ringtile_isa_runs(isa)) {
-            printf("%s: this processor lacks it\n", ringtile_isa_name(isa));
+        const char *reason = ringtile_isa_reason(isa);
+        if (*reason) {
+            printf("%s: %s\n", ringtile_isa_name(isa), reason);
             continue;
         }
         int before = failures;

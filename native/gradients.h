@@ -4,6 +4,7 @@
 #pragma once
 #include "decode.h"
 #include "dropout.h"
+#include "products.h"
 
 namespace ISA {
 
@@ -88,6 +89,7 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int
 template <class E, class T> struct PlainGradients {
     typedef E Element;
     typedef T Number;
+    typedef VectorUnit Unit;
     static constexpr int L = Lanes<T>::count;
 
     const ringtile_call &c;

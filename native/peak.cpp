@@ -1,4 +1,7 @@
 // The processor's peak rates, measured with the kernels' own vectors, for rooflines.
+#if defined(AMX)
+#include "amx.h"
+#endif
 #include "bf16.h"
 #include "platform.h"
 #include "ringtile.h"
@@ -23,7 +26,19 @@ template <class T> int64_t multiply_add(T *x) {
     return 2 * ROUNDS * M * N * L;
 }
 
-#if HAS_BF16_PAIRS
+#if defined(AMX)
+static int64_t multiply_pairs(float *x) {
+    const int64_t rounds = ROUNDS / 16;
+    TileUnit unit;
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    tile_load<4>(x, 64), tile_load<5>(x + TILE_NUMBERS, 64);
+    for (int64_t round = 0; round < rounds; round++)
+        tile_dot<0, 4, 5>(), tile_dot<1, 4, 5>(), tile_dot<2, 4, 5>(), tile_dot<3, 4, 5>();
+    tile_store<0>(x + 2 * TILE_NUMBERS, 64), tile_store<1>(x + 2 * TILE_NUMBERS, 64);
+    tile_store<2>(x + 2 * TILE_NUMBERS, 64), tile_store<3>(x + 2 * TILE_NUMBERS, 64);
+    return 2 * rounds * 4 * TILE_NUMBERS * 32;
+}
+#elif HAS_BF16_PAIRS
 static int64_t multiply_pairs(float *x) {
     constexpr int M = TILE_ROWS, N = TILE_VECTORS;
     __m512 sum[M][N];
@@ -73,7 +88,7 @@ static int64_t block_of(int kind, void *x) {
     case RINGTILE_EXP_FLOAT32: return exponentiate<float>((float *)x);
     case RINGTILE_EXP_FLOAT64: return exponentiate<double>((double *)x);
     case RINGTILE_READ: return read_all((float *)x);
-#if HAS_BF16_PAIRS
+#if defined(AMX) || HAS_BF16_PAIRS
     case RINGTILE_DOT_BFLOAT16: return multiply_pairs((float *)x);
 #endif
     default: return 0;
@@ -101,6 +116,10 @@ static void warm_up(void *data) {
     if (!x) return;
     if (all.kind == RINGTILE_FMA_FLOAT64 || all.kind == RINGTILE_EXP_FLOAT64)
         for (int64_t i = 0; i < bytes / 8; i++) ((double *)x)[i] = 0.5;
+    else if (all.kind == RINGTILE_DOT_BFLOAT16)
+        // Numbers from 1 to 2 of either sign: a processor multiplies zeros, or one number again and again, faster.
+        for (int64_t i = 0, random = 1; i < bytes / 2; i++, random = random * 1103515245 + 12345)
+            ((uint16_t *)x)[i] = (uint16_t)(0x3f80 | (random >> 16 & 0x807f));
     else
         for (int64_t i = 0; i < bytes / 4; i++) ((float *)x)[i] = 0.5f;
     block_of(all.kind, x);

@@ -120,7 +120,7 @@ def build_native() -> None:
         cmake = str(PYTHON.with_name("cmake"))
     folder = VENV / "native"
     try:
-        run(cmake, "--log-level=NOTICE", "-S", ".", "-B", folder)
+        run(cmake, "--log-level=NOTICE", "-S", ".", "-B", folder, "-DRINGTILE_EMULATE_AMX=ON")
         run(cmake, "--build", folder, "--parallel", MAKEFLAGS="")
     except SystemExit:
         shutil.rmtree(ROOT / "src/ringtile/lib", ignore_errors=True)

@@ -63,7 +63,7 @@ class Processor:
         self.rates, self.asked = rates, []
 
     def __getattr__(self, name: str) -> Any:
-        answers = {"isa_count": lambda: 3, "isa_name": lambda isa: X86[isa].encode(), "isa_runs": lambda isa: 1}
+        answers = {"isa_count": lambda: 3, "isa_name": lambda isa: X86[isa].encode(), "isa_reason": lambda isa: b""}
         answers |= {"lanes": lambda isa: (16, 64, 64)[isa], "use_runtime": lambda *entries: None}
         return answers[name.removeprefix("ringtile_")]
 

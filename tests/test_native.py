@@ -55,7 +55,7 @@ SOURCE = Path(native.__file__).parents[3]
 TESTS = Path(__file__).parent
 CASES = int(os.environ.get("RINGTILE_FUZZ", "64"))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "neon")
+INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon")
 
 pytestmark = pytest.mark.skipif(
     bool(reason_against()), reason=f"the native kernel cannot be used here: {reason_against()}"
@@ -892,14 +892,20 @@ def run_reduced(numbers: range) -> str:
     return library().sets[0].name
 
 
-@pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_every_instruction_set(name: str) -> None:
+def set_number(name: str) -> int:
+    """The number of an instruction set that runs here; skip the test if it does not."""
     handle = library().handle
     names = [handle.ringtile_isa_name(number).decode() for number in range(handle.ringtile_isa_count())]
     if name not in names:
-        pytest.skip(f"{name} belongs to another architecture than {names}")
-    if not handle.ringtile_isa_runs(names.index(name)):
-        pytest.skip(f"this processor lacks {name}")
+        pytest.skip(f"{name} is not among the sets of this library: {names}")
+    if reason := handle.ringtile_isa_reason(names.index(name)).decode():
+        pytest.skip(f"{name}: {reason}")
+    return names.index(name)
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_every_instruction_set(name: str) -> None:
+    set_number(name)
     code = "import test_native; print(test_native.run_reduced(range(100, 120)))"
     assert printed(code, **{VARIABLE: name}) == [name]
 
@@ -1025,6 +1031,63 @@ def test_a_library_that_is_not_there_has_no_rates() -> None:
     assert printed(code, **{VARIABLE: "none"}) == ["0"]
 
 
+# The tiles of AMX: the emulation is tested where there are none, and the processor where there are.
+
+
+def exact_tile_products(a: Any, b: Any, c: Any) -> Any:
+    """C[16, 16] + A[16, 32] * B[16, 32] as the manual says: a sum each of even and odd halves of pairs, then both to C.
+
+    Denormal numbers are zero, and each addition is rounded once: products of bfloat16 are exact in float64, and adding
+    there rounds to odd if it is not exact, so that rounding to float32 afterwards is as good as rounding once.
+    """
+    np = pytest.importorskip("numpy")
+
+    def flushed(x: Any) -> Any:
+        return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
+
+    def fused(x: Any, y: Any, sum_: Any) -> Any:
+        product, addend = x.astype(np.float64) * y, sum_.astype(np.float64)
+        total = product + addend
+        # What rounding lost, by Knuth.
+        back = total - product
+        lost = (product - (total - back)) + (addend - back)
+        bits = total.view(np.int64)
+        inexact = (lost != 0) & np.isfinite(total) & (bits & 1 == 0)
+        towards = np.where((lost > 0) == (total > 0), 1, -1)
+        return flushed((bits + np.where(inexact, towards, 0)).view(np.float64).astype(np.float32))
+
+    a, b = (flushed((x.astype(np.uint32) << 16).view(np.float32)) for x in (a, b))
+    even = odd = np.zeros((16, 16), np.float32)
+    for k in range(16):
+        even = fused(a[:, 2 * k, None], b[None, k, 0::2], even)
+        odd = fused(a[:, 2 * k + 1, None], b[None, k, 1::2], odd)
+    return flushed(flushed(c) + flushed(even + odd))
+
+
+@pytest.mark.parametrize("kind", ["usual", "any size", "tiny", "not finite"])
+@pytest.mark.parametrize("name", ["amx_emulated", "amx"])
+def test_products_of_tiles_are_exact(name: str, kind: str) -> None:
+    np, number = pytest.importorskip("numpy"), set_number(name)
+    rng = np.random.default_rng(5)
+    low, high = {"usual": (119, 136), "any size": (0, 191), "tiny": (50, 71), "not finite": (119, 136)}[kind]
+
+    def drawn(*shape: int) -> Any:
+        numbers = rng.integers(2, size=shape) << 15 | rng.integers(low, high, size=shape) << 7
+        return (numbers | rng.integers(128, size=shape)).astype(np.uint16)
+
+    for _ in range(40):
+        a, b = drawn(16, 32), drawn(16, 32)
+        c = rng.integers(-1000, 1000, size=(16, 16)).astype(np.float32) * np.float32(1e-39 if kind == "tiny" else 0.01)
+        if kind == "not finite":
+            a[rng.random(a.shape) < 0.02] = rng.choice([0x7F80, 0xFF80, 0x7FC1])
+        with np.errstate(all="ignore"):
+            expected = exact_tile_products(a, b, c)
+        library().handle.ringtile_multiply_tiles(number, a.ctypes.data, b.ctypes.data, c.ctypes.data, 1)
+        nan = np.isnan(expected)
+        assert (np.isnan(c) == nan).all()
+        assert (c.view(np.int32)[~nan] == expected.view(np.int32)[~nan]).all()
+
+
 # The binary.
 
 
@@ -1046,8 +1109,8 @@ def test_the_library_shows_only_its_own_names() -> None:
     assert {name for _, name in shown} == {
         f"ringtile_{name}"
         for name in (
-            *("abi_version", "call_size", "call_field", "use_runtime", "isa_count", "isa_name", "isa_runs", "lanes"),
-            *("forward", "backward", "masses", "peak"),
+            *("abi_version", "call_size", "call_field", "use_runtime", "isa_count", "isa_name", "isa_reason", "lanes"),
+            *("forward", "backward", "masses", "multiply_tiles", "peak"),
         )
     }
     assert {kind for kind, _ in shown} == {"T"}
@@ -1060,20 +1123,25 @@ def test_the_library_shows_only_its_own_names() -> None:
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="instruction sets of x86-64")
 def test_no_instruction_of_another_set() -> None:
-    registers: dict[str, set[str]] = {"avx2": set(), "avx512": set(), "avx512_bf16": set(), "baseline": set()}
+    sets = ("amx_emulated", "amx", "avx512_bf16", "avx512", "avx2")
+    registers: dict[str, set[str]] = {name: set() for name in (*sets, "baseline")}
     owner = ""
     for line in listing("objdump", "-d", "--no-show-raw-insn", "--section=.text").splitlines():
         if found := re.fullmatch(r"[0-9a-f]+ <(.*)>:", line):
-            names = [name for name in ("avx512_bf16", "avx512", "avx2") if name in found[1]]
-            owner = names[0] if names else "baseline"
+            owner = next((name for name in sets if name in found[1]), "baseline")
         elif owner:
-            registers[owner].update(re.findall(r"%([xyz]mm|k(?=[0-7]))|(vdpbf16ps)", line))
+            registers[owner].update(re.findall(r"%([xyzt]mm|k(?=[0-7]))|(vdpbf16ps)", line))
     used = {name: {a or b for a, b in found} for name, found in registers.items()}
     if not used["avx2"]:
         pytest.skip("the library is stripped")
-    assert not used["baseline"] & {"ymm", "zmm", "k", "vdpbf16ps"}
+    assert not used["baseline"] & {"ymm", "zmm", "k", "vdpbf16ps", "tmm"}
     assert "ymm" in used["avx2"]
-    assert not used["avx2"] & {"zmm", "k", "vdpbf16ps"}
+    assert not used["avx2"] & {"zmm", "k", "vdpbf16ps", "tmm"}
     assert "zmm" in used["avx512"]
-    assert "vdpbf16ps" not in used["avx512"]
+    assert not used["avx512"] & {"vdpbf16ps", "tmm"}
     assert used["avx512_bf16"] >= {"zmm", "vdpbf16ps"}
+    assert "tmm" not in used["avx512_bf16"]
+    assert "tmm" in used["amx"]
+    assert "vdpbf16ps" not in used["amx"]
+    # Empty in a library for users.
+    assert not used["amx_emulated"] & {"vdpbf16ps", "tmm"}

@@ -32,18 +32,19 @@ def old_import_path() -> str:
 def diagnosis() -> dict[str, Any]:
     """Return everything that ``ringtile doctor`` prints.
 
-    The native entries (the dtypes of each instruction set, the reason for the choice, the OpenMP runtime) are None
-    without the library.
+    The native entries (the dtypes of each instruction set, the reason for the choice, the reasons against other sets,
+    the OpenMP runtime) are None without the library.
 
     >>> diagnosis()["backends"]["reference"]
     []
     """
-    native: dict[str, Any] = dict.fromkeys(("native_isa", "native_isa_reason", "native_runtime"))
+    native: dict[str, Any] = dict.fromkeys(("native_isa", "native_isa_reason", "native_isa_missing", "native_runtime"))
     if not reason_against():
         dtypes: dict[str, list[str]] = {}
         for dtype, isa in library().choice.by_dtype.items():
             dtypes.setdefault(isa.name, []).append(str(dtype).removeprefix("torch."))
-        native = dict(zip(native, (dtypes, library().choice.reason, library().runtime), strict=True))
+        found = library()
+        native = dict(zip(native, (dtypes, found.choice.reason, found.missing, found.runtime), strict=True))
     return {
         "versions": versions(),
         "machine": machine_facts(),
@@ -83,6 +84,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, reasons in found["backends"].items():
         told = f"not available: {'; '.join(reasons)}" if reasons else f"available{_detail(name, found)}"
         yield f"backend {name}", told
+    for isa, reason in (found["native_isa_missing"] or {}).items():
+        yield f"instruction set {isa}", f"not used: {reason}"
     yield OLD_IMPORT_PATH, found[OLD_IMPORT_PATH]
     yield "index cache", f"up to {found['index_cache']['limit'] / 2**20:.0f} MiB"
 

@@ -33,13 +33,16 @@ of dot products of bfloat16 pairs, exponentials as the softmax computes them, by
 Wanted = Sequence[tuple[InstructionSet, str]]
 """Instruction sets, each with one of `RATES`."""
 
-BFLOAT16_SETS = ("avx512_bf16",)
+BFLOAT16_SETS = ("avx512_bf16", "amx")
 """Sets that add instructions for bfloat16 only."""
+
+EMULATED_SETS = ("amx_emulated",)
+"""Sets that compute the bits of another one, slowly, for tests. They serve only if they are named."""
 
 WORTHWHILE = 1.2
 """We use dot products of bfloat16 if they do this many times the operations of float32 multiply-adds. Intel's Sapphire
-Rapids does half as many, and there widening to float32 makes the kernel 1.6 times as fast. AMD's Zen 4 does twice as
-many by its documented timings."""
+Rapids does half as many with AVX512-BF16, where widening to float32 makes the kernel 1.6 times as fast, and 14 times as
+many with AMX. AMD's Zen 4 does twice as many by its documented timings."""
 
 
 def best_rates(handle: ctypes.CDLL, wanted: Wanted, *, threads: int, seconds: float, samples: int) -> list[float]:
@@ -65,8 +68,9 @@ def choose(sets: Sequence[InstructionSet], measure: Callable[[Wanted], Sequence[
     by_dtype = dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), best)
     if not general or len(general) == len(sets):
         return Choice(by_dtype, "")
-    candidate = sets[-1]
-    dots, multiply_adds = measure([(candidate, "dot_bfloat16"), (best, "fma_float32")])
-    if dots >= WORTHWHILE * multiply_adds:
+    candidates = [isa for isa in sets if isa.name in BFLOAT16_SETS]
+    *dots, multiply_adds = measure([*((isa, "dot_bfloat16") for isa in candidates), (best, "fma_float32")])
+    rate, candidate = max(zip(dots, candidates, strict=True), key=lambda pair: pair[0])
+    if rate >= WORTHWHILE * multiply_adds:
         by_dtype[torch.bfloat16] = candidate
-    return Choice(by_dtype, f"{candidate.name} runs at {dots / multiply_adds:.2f} times the float32 rate")
+    return Choice(by_dtype, f"{candidate.name} runs at {rate / multiply_adds:.2f} times the float32 rate")

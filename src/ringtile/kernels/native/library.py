@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.kernels.native.instruction_sets import Choice, InstructionSet, Wanted, best_rates, choose
+from ringtile.kernels.native.instruction_sets import EMULATED_SETS, Choice, InstructionSet, Wanted, best_rates, choose
 
 VARIABLE = "RINGTILE_CPU"
-"""Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``neon``) or ``none``."""
+"""Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
+``none``. Builds for tests have ``amx_emulated`` too."""
 
 ABI_VERSION = 3
 """``RINGTILE_ABI`` of native/ringtile.h."""
@@ -83,6 +84,8 @@ class Library(NamedTuple):
     handle: ctypes.CDLL
     sets: tuple[InstructionSet, ...]
     """The instruction sets that this processor runs, or the one that `VARIABLE` names."""
+    missing: dict[str, str]
+    """The reason against each other instruction set, of those that could have served."""
     choice: Choice
     runtime: str
     """Entry point of the OpenMP runtime in use, empty if there is none, so one thread computes."""
@@ -104,12 +107,13 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "use_runtime": (None, (_POINTER,) * 4),
     "isa_count": (ctypes.c_int, ()),
     "isa_name": (ctypes.c_char_p, (ctypes.c_int,)),
-    "isa_runs": (ctypes.c_int, (ctypes.c_int,)),
+    "isa_reason": (ctypes.c_char_p, (ctypes.c_int,)),
     "lanes": (ctypes.c_int, (ctypes.c_int,)),
     "forward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
     "backward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
     "masses": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
     "kept": (_LONG, (*(_LONG,) * 3, *(_POINTER,) * 5, ctypes.POINTER(_LONG), _LONG, *(_POINTER,) * 3)),
+    "multiply_tiles": (ctypes.c_int, (ctypes.c_int, _POINTER, _POINTER, _POINTER, _LONG)),
     "peak": (ctypes.c_double, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double)),
 }
 """Result and arguments of each function, named ``ringtile_...``."""
@@ -218,13 +222,18 @@ def _find() -> _Found:
     names = [handle.ringtile_isa_name(isa).decode() for isa in range(handle.ringtile_isa_count())]
     if wanted and wanted not in names:
         raise ValueError(f"{VARIABLE}: expected one of {[*names, 'none']}, got {wanted!r}")
+    # A set that cannot serve is not asked: the question lets the process use the registers of some.
+    candidates = [wanted] if wanted else [name for name in names if name not in EMULATED_SETS]
+    against = {name: handle.ringtile_isa_reason(names.index(name)).decode() for name in candidates}
     sets = tuple(
         InstructionSet(isa, name, handle.ringtile_lanes(isa))
         for isa, name in enumerate(names)
-        if handle.ringtile_isa_runs(isa) and wanted in ("", name)
+        if against.get(name) == ""
     )
+    missing = {name: reason for name, reason in against.items() if reason}
     if not sets:
-        return _Found(None, f"this processor runs none of {[wanted] if wanted else names}")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        return _Found(None, f"no instruction set serves here: {reasons}")
 
     def measure(wanted: Wanted) -> list[float]:
         """Take about a millisecond."""
@@ -233,7 +242,7 @@ def _find() -> _Found:
     choice = choose(sets, measure)
     if wanted:
         choice = choice._replace(reason=f"set by {VARIABLE}")
-    return _Found(Library(handle, sets, choice, _use_runtime(handle)), "")
+    return _Found(Library(handle, sets, missing, choice, _use_runtime(handle)), "")
 
 
 _FOUND = _find()

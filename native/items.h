@@ -1,0 +1,89 @@
+// Work items on threads, and what each pass does with an item.
+#pragma once
+#include "backward.h"
+#include "forward.h"
+#include "masses.h"
+
+namespace ISA {
+
+// The batch row and head (one number) of a work item.
+INLINE int64_t head_of(const ringtile_call &c, int64_t item) {
+    return bisect(c.batch * c.heads - 1, [&](int64_t head) { return c.item_begin[head + 1] <= item; });
+}
+
+// One thread's copy of a call, with its own times.
+struct Thread {
+    ringtile_call c;
+    int64_t times[2], began;
+
+    INLINE explicit Thread(const ringtile_call &call) : c(call), times(), began(call.times ? nanoseconds() : 0) {
+        if (call.times) c.times = times;
+    }
+
+    INLINE void report(int64_t *sums) {
+        if (!sums) return;
+        times[1] = nanoseconds() - began;
+        for (int i = 0; i < 2; i++) __atomic_fetch_add(sums + i, times[i], __ATOMIC_RELAXED);
+    }
+};
+
+// Run items [first_item, last_item). Each goes to the next free thread, and its result does not depend on which. Every
+// thread has `count` numbers of its own memory, and the unit of the policy P. Return 0, or 1 if memory ran out.
+template <class P, class Item> int each_item(const ringtile_call &call, int64_t count, Item run) {
+    typedef typename P::Number T;
+    struct Work {
+        const ringtile_call &call;
+        Item run;
+        int64_t bytes, next;
+        int failed;
+    } work = {call, run, (int64_t)(count * sizeof(T) + 127) / 64 * 64, call.first_item, 0};
+    auto body = [](void *data) {
+        Work &work = *(Work *)data;
+        Thread own(work.call);
+        T *memory = (T *)allocate_aligned(work.bytes);
+        if (!memory) __atomic_store_n(&work.failed, 1, __ATOMIC_RELAXED);
+        [[maybe_unused]] typename P::Unit unit;
+        int64_t item;
+        while (memory && (item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED)) < work.call.last_item)
+            work.run(own.c, item, memory);
+        free_aligned(memory);
+        own.report(work.call.times);
+    };
+    ringtile_parallel(call.threads, body, &work);
+    return work.failed;
+}
+
+template <class P> int forward(const ringtile_call &call) {
+    typedef typename P::Number T;
+    bool combine = call.phase == 1;
+    return each_item<P>(call, ForwardScratch<P>::size(call), [=](const ringtile_call &c, int64_t item, T *memory) {
+        int64_t head = head_of(c, item);
+        if (combine) combine_item<P>(c, item, head, memory);
+        else forward_item<P>(c, item, head, memory);
+    });
+}
+
+template <class P> int backward(const ringtile_call &call) {
+    typedef typename P::Element E;
+    typedef typename P::Number T;
+    bool tiles = call.phase >= 1 && call.phase <= 3;
+    int64_t numbers = tiles ? BackwardScratch<P>::size(call) : 1;
+    return each_item<P>(call, numbers, [](const ringtile_call &c, int64_t item, T *memory) {
+        switch (c.phase) {
+        case 0: delta_item<E, T>(c, item); break;
+        case 1: head_item<P>(c, item, memory); break;
+        case 2: row_item<P>(c, item, memory); break;
+        case 3: column_item<P>(c, item, memory); break;
+        case 4: fold_row<E, T>(c, item); break;
+        default: fold_column<E, T>(c, item); break;
+        }
+    });
+}
+
+template <class P> int masses(const ringtile_call &call) {
+    return each_item<P>(call, MassScratch<P>::size(call), [](const ringtile_call &c, int64_t item, float *memory) {
+        mass_item<P>(c, item, memory);
+    });
+}
+
+}  // namespace ISA

@@ -1,0 +1,29 @@
+// The kernels of AMX, and of its emulation: bfloat16 by tiles, everything else as the set avx512 computes it.
+#include "amx.h"
+#include "items.h"
+
+#define JOIN(a, b) a##b
+#define NAME(a, b) JOIN(a, b)
+
+extern "C" {
+int ringtile_lanes_avx512();
+int ringtile_forward_avx512(const ringtile_call *);
+int ringtile_backward_avx512(const ringtile_call *);
+int ringtile_masses_avx512(const ringtile_call *);
+
+int NAME(ringtile_lanes_, ISA)() { return ringtile_lanes_avx512(); }
+
+int NAME(ringtile_forward_, ISA)(const ringtile_call *c) { return ringtile_forward_avx512(c); }
+int NAME(ringtile_backward_, ISA)(const ringtile_call *c) { return ringtile_backward_avx512(c); }
+int NAME(ringtile_masses_, ISA)(const ringtile_call *c) { return ringtile_masses_avx512(c); }
+
+// Add A * B to C so many times, without leaving the registers.
+void NAME(ringtile_multiply_tiles_, ISA)(const void *a, const void *b, float *c, int64_t count) {
+    ISA::TileUnit unit;
+    ISA::tile_load<0>(c, 64);
+    ISA::tile_load<1>(a, 64);
+    ISA::tile_load<2>(b, 64);
+    while (count-- > 0) ISA::tile_dot<0, 1, 2>();
+    ISA::tile_store<0>(c, 64);
+}
+}

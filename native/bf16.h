@@ -77,10 +77,9 @@ INLINE void interleave_weights(const float *weights, int64_t step, int count, in
 }
 
 // The policy (see products.h): keys are read in place, queries, weights and values are interleaved. D must be even.
-struct Bf16Pairs {
+struct Bf16Pairs : VectorWeights<float> {
     typedef bfloat16 Element;
     typedef float Number;
-    typedef VectorUnit Unit;
     static constexpr int KEY_STEP = 2;
 
     const ringtile_call &c;

@@ -4,7 +4,6 @@
 #include "bf16.h"
 #include "decode.h"
 #include "dropout.h"
-#include "products.h"
 
 namespace ISA {
 
@@ -21,154 +20,33 @@ struct RowItem {
     }
 };
 
-// The running softmax of a row tile, by lane: the maximum score in base 2, the sum of weights, and the weighted values
-// [value_dim][MAX_BLOCK]. One after another they are also the form in which the splits of a row wait in scratch.
-template <class T> struct Softmax {
-    T *sums, *highest, *total;
-
-    static int64_t size(const ringtile_call &c) { return (c.value_dim + 2) * MAX_BLOCK; }
-
-    INLINE Softmax(const ringtile_call &c, T *x)
-        : sums(x), highest(x + c.value_dim * MAX_BLOCK), total(highest + MAX_BLOCK) {}
-
-    INLINE void clear(const ringtile_call &c, int from, int end) {
-        for (int64_t d = 0; d < c.value_dim; d++)
-            for (int lane = from; lane < end; lane++) sums[d * MAX_BLOCK + lane] = 0;
-        for (int lane = from; lane < end; lane++) highest[lane] = -infinity<T>(), total[lane] = 0;
-    }
-};
-
 template <class P> struct ForwardScratch {
     typedef typename P::Number T;
     T *softmax, *scores, *products;
 
     static int64_t size(const ringtile_call &c) {
         int64_t decode = Plain<typename P::Element, T>::size(c) + DECODE_QUERIES * (c.head_dim + c.value_dim + MAX_BLOCK);
-        return Softmax<T>::size(c) + GROUP<T> * MAX_BLOCK + max(P::size(c), decode);
+        return Softmax<T>::room(c) + GROUP<T> * MAX_BLOCK + max(P::size(c), decode);
     }
 
     ForwardScratch(const ringtile_call &c, T *x) {
         softmax = x;
-        scores = softmax + Softmax<T>::size(c);
+        scores = softmax + Softmax<T>::room(c);
         products = scores + GROUP<T> * MAX_BLOCK;
     }
 };
-
-// A positive scale of scores in base 2. Its sign, or a zero, goes into the queries.
-template <class T> INLINE T base_of(const ringtile_call &c) {
-    return c.scale == 0 ? T(1) : (T)(__builtin_fabs(c.scale) * 1.44269504088896340736);
-}
-template <class T> INLINE T sign_of(const ringtile_call &c) { return c.scale < 0 ? T(-1) : T(c.scale != 0); }
-
-// The kept pairs of a tile: a row of bits per key, and the keys that no query keeps. Both can be null.
-struct Mask {
-    const int32_t *bits;
-    int words;
-    const uint32_t *unused;
-
-    INLINE bool partial() const { return bits || unused; }
-    INLINE bool drops(int key) const { return unused && bit(unused, key); }
-    // A tile that serves all lengths may hold only pairs of other queries.
-    INLINE bool keeps_nothing(Tokens keys) const {
-        for (int k = keys.low; k < keys.high; k++)
-            if (!drops(k)) return false;
-        return true;
-    }
-};
-
-INLINE Mask mask_of(const ringtile_call &c, int64_t b, Tokens queries, Tokens keys, int64_t tile, uint32_t *unused) {
-    int words = words_of(c);
-    bool any = masked_keys(c, b, keys, unused);
-    if (tile >= 0) {
-        add_unused(c, c.cols_any, c.bits_t, tile, keys, queries, unused);
-        any |= any_of(unused, keys);
-    }
-    return {tile >= 0 ? c.bits_t + tile * c.block * words : nullptr, words, any ? unused : nullptr};
-}
-
-// The highest of the scores [count][GROUP] of keys that start at `first`. Scores that the mask drops become -inf.
-template <class T, int N>
-INLINE void highest_scores(T *scores, int first, int count, int lane, const Mask &mask, Vec<T> *top) {
-    constexpr int L = Lanes<T>::count;
-    const T low = -infinity<T>();
-    for (int n = 0; n < N; n++) top[n] = splat<T>(low);
-    for (int k = 0; k < count && !mask.partial(); k++)
-        for (int n = 0; n < N; n++) top[n] = max<T>(top[n], load(scores + k * GROUP<T> + n * L));
-    for (int k = 0; k < count && mask.partial(); k++) {
-        bool dropped = mask.drops(first + k);
-        for (int n = 0; n < N; n++) {
-            T *at = scores + k * GROUP<T> + n * L;
-            Vec<T> s = dropped ? splat<T>(low) : load(at);
-            if (mask.bits && !dropped)
-                s = lanes_of<T>(mask.bits + (first + k) * mask.words, lane + n * L) ? s : splat<T>(low);
-            store(at, s);
-            top[n] = max<T>(top[n], s);
-        }
-    }
-}
-
-// One step of the online softmax over `count` keys that start at `first`: scores [count][GROUP] become weights.
-template <class T, int N>
-void online_softmax_step(T *scores, int first, int count, int lane, T scale, const Mask &mask, Softmax<T> softmax,
-                         int64_t value_dim) {
-    constexpr int L = Lanes<T>::count;
-    const T low = -infinity<T>();
-    const bool partial = mask.partial();
-    Vec<T> share[N], sum[N] = {}, safe[N];
-    highest_scores<T, N>(scores, first, count, lane, mask, share);
-    bool moved = false;
-    for (int n = 0; n < N; n++) {
-        T *at = softmax.highest + lane + n * L;
-        Vec<T> before = load(at), now = max<T>(before, share[n] * scale);
-        store(at, now);
-        safe[n] = now == low ? Vec<T>{} : now;
-        Ints<T> rose = now > before;
-        typename Lanes<T>::integer any = 0;
-        for (int i = 0; i < L; i++) any |= rose[i];
-        share[n] = exp2<T>(before - safe[n]);
-        moved |= any != 0;
-    }
-    for (int64_t d = 0; d < value_dim && moved; d++)
-        for (int n = 0; n < N; n++) {
-            T *at = softmax.sums + d * MAX_BLOCK + lane + n * L;
-            store(at, load(at) * share[n]);
-        }
-    for (int k = 0; k < count; k++)
-        for (int n = 0; n < N; n++) {
-            T *at = scores + k * GROUP<T> + n * L;
-            Vec<T> s = load(at), p = exp2<T>(s * scale - safe[n]);
-            if (partial) p = s == low ? Vec<T>{} : p;
-            store(at, p);
-            sum[n] += p;
-        }
-    for (int n = 0; n < N; n++) {
-        T *at = softmax.total + lane + n * L;
-        store(at, load(at) * share[n] + sum[n]);
-    }
-}
-
-// Zero the weights [count][GROUP] of the pairs that dropout drops. `keep` starts at the first key.
-template <class T>
-INLINE void drop_weights(T *weights, int count, int vectors, int lane, const uint32_t (*keep)[MAX_WORDS]) {
-    constexpr int L = Lanes<T>::count;
-    for (int k = 0; k < count; k++)
-        for (int n = 0; n < vectors; n++) {
-            T *at = weights + k * GROUP<T> + n * L;
-            store(at, lanes_of<T>((const int32_t *)keep[k], lane + n * L) ? load(at) : Vec<T>{});
-        }
-}
 
 // The tiles of a row item, by the products of a policy.
 template <class P> void attend_row(const ringtile_call &c, const RowItem &row, ForwardScratch<P> &to) {
     typedef typename P::Number T;
     constexpr int L = Lanes<T>::count;
     const Tokens queries = row.queries;
-    const int from = queries.low / L * L, end = (queries.high + L - 1) / L * L;
+    const int from = queries.low / P::LANE_STEP * P::LANE_STEP, end = (queries.high + L - 1) / L * L;
     const T base = base_of<T>(c);
     P products(c, to.products);
     products.pack_queries(row.head, queries, from, end, sign_of<T>(c));
     Softmax<T> softmax(c, to.softmax);
-    softmax.clear(c, from, end);
+    softmax.clear(from, end);
     Dropout random = dropout_of(c, row.head);
     Tiles tiles = row_tiles(c, row.slot);
     tiles.skip(row.first);
@@ -180,17 +58,14 @@ template <class P> void attend_row(const ringtile_call &c, const RowItem &row, F
         if (mask.keeps_nothing(keys)) continue;
         products.load_tile(row.head, keys, mask.unused);
         if (c.dropout_threshold) dropout_bits<false>(random, queries, keys, keep);
-        for (int lane = from; lane < end; lane += GROUP<T>) {
-            int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
-            Reach reach = reach_of(mask.bits, mask.words, mask.unused, (int)max(lane, queries.low),
-                                   (int)min(lane + GROUP<T>, queries.high), 0, keys.high);
+        for (int lane = from; lane < end; lane += P::LANES) {
+            int vectors = (int)min(P::LANES / L, (end - lane) / L);
+            Reach reach = products.reach(mask, queries, keys, lane);
             if (reach.first >= reach.last) continue;
             int first = reach.first / P::KEY_STEP * P::KEY_STEP, count = reach.last - first;
             products.scores(vectors, lane - from, first, count, to.scores);
-            with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
-                online_softmax_step<T, decltype(n)::value>(to.scores, first, count, lane, base, mask, softmax, c.value_dim);
-            });
-            if (c.dropout_threshold) drop_weights(to.scores, count, vectors, lane, keep + first);
+            products.weigh(vectors, to.scores, first, count, lane, base, mask, c.dropout_threshold ? keep : nullptr,
+                           softmax);
             products.add_values(vectors, first, count, to.scores, softmax.sums + lane);
         }
     }
@@ -211,7 +86,7 @@ template <class P> void decode_row(const ringtile_call &c, const RowItem &row, F
         for (int64_t i = 0; i < n_queries * c.head_dim; i++) queries[i] = sign == 0 ? T(0) : sign * queries[i];
     }
     Softmax<T> softmax(c, to.softmax);
-    softmax.clear(c, low, low + n_queries);
+    softmax.clear(low, low + n_queries);
     for (int64_t i = 0; i < n_queries * c.value_dim; i++) sums[i] = 0;
     Tiles tiles = row_tiles(c, row.slot);
     tiles.skip(row.first);

@@ -4,7 +4,6 @@
 #pragma once
 #include "decode.h"
 #include "dropout.h"
-#include "products.h"
 
 namespace ISA {
 

@@ -1,19 +1,22 @@
 // The kernels of AMX, and of its emulation: bfloat16 by tiles, everything else as the set avx512 computes it.
 #include "amx.h"
 #include "items.h"
+#include "products_amx.h"
 
 #define JOIN(a, b) a##b
 #define NAME(a, b) JOIN(a, b)
 
 extern "C" {
-int ringtile_lanes_avx512();
 int ringtile_forward_avx512(const ringtile_call *);
 int ringtile_backward_avx512(const ringtile_call *);
 int ringtile_masses_avx512(const ringtile_call *);
 
-int NAME(ringtile_lanes_, ISA)() { return ringtile_lanes_avx512(); }
+int NAME(ringtile_lanes_, ISA)() { return ISA::TILE_SIDE; }
 
-int NAME(ringtile_forward_, ISA)(const ringtile_call *c) { return ringtile_forward_avx512(c); }
+int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
+    if (c->dtype != RINGTILE_BFLOAT16) return ringtile_forward_avx512(c);
+    return c->head_dim <= 64 ? ISA::forward<ISA::TileProducts<1>>(*c) : ISA::forward<ISA::TileProducts<2>>(*c);
+}
 int NAME(ringtile_backward_, ISA)(const ringtile_call *c) { return ringtile_backward_avx512(c); }
 int NAME(ringtile_masses_, ISA)(const ringtile_call *c) { return ringtile_masses_avx512(c); }
 

@@ -1,20 +1,16 @@
 // The matrix products of the forward pass are a policy, a template parameter of forward.h. A policy packs the queries of
-// a row tile once, reads each tile's keys and values, and for groups of lanes computes scores [key][lane] and adds
-// weights times values to sums [d][lane]. Its KEY_STEP is the number of keys that it reads together. Its Unit prepares the
-// processor for as long as a thread computes.
+// a row tile once, reads each tile's keys and values, and for groups of LANES computes scores [key][lane], weighs them in
+// a form of its own, and adds weights times values to sums [d][lane]. The first lane that it packs is a multiple of
+// LANE_STEP, the first key of a group one of KEY_STEP. Its Unit prepares the processor while a thread computes.
 #pragma once
-#include "tile.h"
+#include "softmax.h"
 
 namespace ISA {
 
-// Vectors need no preparation.
-struct VectorUnit {};
-
 // Multiply in the accumulation type: keys and values are read in place if they have it, and widened otherwise.
-template <class E, class T> struct Plain {
+template <class E, class T> struct Plain : VectorWeights<T> {
     typedef E Element;
     typedef T Number;
-    typedef VectorUnit Unit;
     static constexpr int KEY_STEP = 1;
 
     const ringtile_call &c;

@@ -18,6 +18,9 @@ struct Packing {
     }
 };
 
+// The processor's preparation for a policy on vectors: there is none.
+struct VectorUnit {};
+
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 

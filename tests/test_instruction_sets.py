@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ def test_bfloat16_takes_dot_products_only_if_they_are_faster(ratio: float, chose
     assert WORTHWHILE == 1.2
 
 
+def test_of_two_sets_for_bfloat16_the_faster_one_serves() -> None:
+    choice = choose(sets_named(*X86, "amx"), lambda wanted: [1e11, 3e12, 2e11])
+    assert choice.by_dtype[torch.bfloat16].name == "amx"
+    assert {choice.by_dtype[dtype].name for dtype in DTYPES[:3]} == {"avx512"}
+    assert choice.reason == "amx runs at 15.00 times the float32 rate"
+
+
 @pytest.mark.parametrize("names", [X86[:1], X86[:2], X86[2:], ("neon",)], ids=str)
 def test_without_a_choice_nothing_is_measured(names: Sequence[str]) -> None:
     def measure(wanted: Wanted) -> list[float]:
@@ -61,9 +69,12 @@ class Processor:
 
     def __init__(self, rates: dict[tuple[int, str], float]) -> None:
         self.rates, self.asked = rates, []
+        self.names: Sequence[str] = X86
+        self.reasons: dict[int, bytes] = {}
 
     def __getattr__(self, name: str) -> Any:
-        answers = {"isa_count": lambda: 3, "isa_name": lambda isa: X86[isa].encode(), "isa_reason": lambda isa: b""}
+        answers = {"isa_count": lambda: 3, "isa_name": lambda isa: self.names[isa].encode()}
+        answers |= {"isa_reason": lambda isa: self.reasons.get(isa, b"")}
         answers |= {"lanes": lambda isa: (16, 64, 64)[isa], "use_runtime": lambda *entries: None}
         return answers[name.removeprefix("ringtile_")]
 
@@ -117,6 +128,29 @@ def test_the_library_and_doctor_know_the_choice(
         assert "avx512 for float32, float64, float16, bfloat16 (avx512_bf16 runs at 0.51 times the" in said
     else:
         assert "avx512 for float32, float64, float16; avx512_bf16 for bfloat16 (avx512_bf16 runs at 2.00 times" in said
+
+
+def test_a_set_that_cannot_serve_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    processor = Processor({})
+    processor.reasons = {2: b"Linux gives no tiles"}
+    _, found = found_on(processor, monkeypatch)
+    monkeypatch.setattr(module, "_FOUND", found)
+    main(["doctor"])
+    assert re.search(r"instruction set avx512_bf16 +not used: Linux gives no tiles\n", capsys.readouterr().out)
+    # A named set is the only one that is asked: asking can change what the process may do.
+    processor.reasons = {0: b"old", 1: b"old"}
+    monkeypatch.setenv(VARIABLE, "avx512")
+    assert module._find().reason == "no instruction set serves here: avx512: old"
+
+
+def test_an_emulated_set_serves_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = Processor({})
+    processor.names = ("avx2", "avx512", "amx_emulated")
+    by_dtype, found = found_on(processor, monkeypatch)
+    assert by_dtype == dict.fromkeys(DTYPES, "avx512")
+    assert not processor.asked
+    assert not found.library.missing
+    assert found_on(processor, monkeypatch, "amx_emulated")[0] == dict.fromkeys(DTYPES, "amx_emulated")
 
 
 @pytest.mark.parametrize("wanted", X86)

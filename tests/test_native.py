@@ -30,7 +30,7 @@ from torch import Tensor
 from ringtile import build_index, sparse_attention
 from ringtile.kernels import native
 from ringtile.kernels.contracts import Call
-from ringtile.kernels.native.instruction_sets import RATES
+from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, RATES, InstructionSet
 from ringtile.kernels.native.library import VARIABLE, library, reason_against
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.spans import kernel_times
@@ -877,7 +877,7 @@ def printed(code: str | Path, *, path: Path = SOURCE, **environment: str) -> lis
     return done.stdout.split()
 
 
-def run_reduced(numbers: range) -> str:
+def run_reduced(numbers: list[int]) -> str:
     """Some cases, in a process of an instruction set; its name."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(native, "_OPERATIONS_A_THREAD", 1)
@@ -906,7 +906,8 @@ def set_number(name: str) -> int:
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_every_instruction_set(name: str) -> None:
     set_number(name)
-    code = "import test_native; print(test_native.run_reduced(range(100, 120)))"
+    numbers = PAIRED[:8] if name.startswith("amx") else list(range(100, 120))
+    code = f"import test_native; print(test_native.run_reduced({numbers}))"
     assert printed(code, **{VARIABLE: name}) == [name]
 
 
@@ -1015,7 +1016,7 @@ def test_every_rate_of_the_processor_is_measured() -> None:
     for threads in (1, 2):
         found = peak_rates(threads=threads, seconds=1e-4, samples=2)
         assert set(RATES) - set(found) <= {"dot_bfloat16"}
-        assert ("dot_bfloat16" in found) == (library().sets[-1].name == "avx512_bf16")
+        assert ("dot_bfloat16" in found) == (library().sets[-1].name in BFLOAT16_SETS)
         assert all(0 < rate < math.inf for rate in found.values())
     assert list(peak_rates(seconds=1e-4, samples=1, names=["exp_float32"])) == ["exp_float32"]
 
@@ -1032,6 +1033,93 @@ def test_a_library_that_is_not_there_has_no_rates() -> None:
 
 
 # The tiles of AMX: the emulation is tested where there are none, and the processor where there are.
+
+
+def use_set(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go to an instruction set."""
+    module, found = importlib.import_module("ringtile.kernels.native.library"), library()
+    isa = InstructionSet(number, "named by a test", found.handle.ringtile_lanes(number))
+    choice = found.choice._replace(by_dtype=dict.fromkeys(DTYPES, isa))
+    monkeypatch.setattr(module, "_FOUND", module._Found(found._replace(choice=choice), ""))
+
+
+@pytest.fixture(params=["amx_emulated", "amx"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go to tiles."""
+    use_set(set_number(request.param), monkeypatch)
+
+
+PAIRED = [number for number in range(200, 400) if draw(number).dtype == torch.bfloat16]
+
+
+@pytest.mark.usefixtures("many_threads", "tiles")
+@pytest.mark.parametrize("part", range(4))
+def test_tiles_against_the_oracle(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in PAIRED[part::4]:
+        run(draw(number), monkeypatch)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_tiles_are_as_exact_as_torchs(head_dim: int, size: int) -> None:
+    """Their weights are rounded to bfloat16, as torch's are: an old maximum would let the largest be other than 1."""
+    q, k, v, _ = make_inputs(1, 1, 600, head_dim=head_dim, dtype=torch.float32)
+    q, k, v = ((x * factor).bfloat16() for x, factor in ((q, size), (k, 1), (v, 1)))
+    out, lse = sparse_attention(q, k, v, Dense(), backend="native", return_lse=True)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    expected = oracle(q, k, v, Dense())
+    assert relative_error(out, expected.out) < 1.05 * relative_error(theirs, expected.out)
+    assert (lse.double() - expected.lse).abs().max() < 4e-6 * size
+
+
+@pytest.mark.usefixtures("tiles")
+def test_the_largest_weight_is_one() -> None:
+    """Weights that no rounding touches: the sum, which is exact, must agree with those that multiply values."""
+    q, k, v, _ = make_inputs(1, 1, 90, 90, head_dim=32, dtype=torch.bfloat16)
+    out, lse = sparse_attention(q, k, v, Window(0), backend="native", return_lse=True)
+    assert torch.equal(out, v)
+    torch.testing.assert_close(lse, (q.float() * k.float()).sum(-1) * 32**-0.5, rtol=3e-7, atol=3e-7)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_tiles_keep_a_nan_where_it_is() -> None:
+    q, k, v, _ = make_inputs(1, 2, 150, head_dim=40, dtype=torch.bfloat16)
+    for x in (q, k):
+        bad = x.clone()
+        bad[0, 1, 70, 3] = math.nan
+        out = sparse_attention(*((bad, k) if x is q else (q, bad)), v, Causal(), backend="native")
+        assert not out[0, 0].isnan().any()
+        assert not out[0, 1, :70].isnan().any()
+        assert out[0, 1, 70].isnan().all()
+        assert out[0, 1, 71:].isnan().all() == (x is k)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_tiles_leave_the_modes_of_the_thread_alone() -> None:
+    """They flush denormal numbers, and other libraries must neither see that nor lose tiles of their own."""
+    q, k, v, _ = make_inputs(1, 1, 200, head_dim=64, dtype=torch.bfloat16)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    first = sparse_attention(q, k, v, Dense(), backend="native")
+    assert (torch.full((100,), 1e-40) * 1).min() > 0
+    assert torch.equal(torch.nn.functional.scaled_dot_product_attention(q, k, v), theirs)
+    assert torch.equal(sparse_attention(q, k, v, Dense(), backend="native"), first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sets_of_tiles_compute_other_dtypes_as_avx512_does(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(1, 2, 200, head_dim=32, dtype=dtype)
+    problem = Problem(inputs, inputs, None, build_index(Causal() & Window(90), 200, num_heads=2), {})
+    found = {}
+    for name in ("avx512", "amx_emulated"):
+        use_set(set_number(name), monkeypatch)
+        found[name] = bits_of(problem, 1)
+    same = torch.equal(found["avx512"]["out"], found["amx_emulated"]["out"])
+    assert same == (dtype != torch.bfloat16)
+    if same:
+        assert_same_bits(found["amx_emulated"], found["avx512"])
 
 
 def exact_tile_products(a: Any, b: Any, c: Any) -> Any:

@@ -63,7 +63,9 @@ def _native(case: Case, direction: str) -> list[Work]:
     index = case.index.trimmed()
     by_rows, by_columns = (_reached(case, index, bits) for bits in (index.bits_t, index.bits))
     threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
-    paired = case.dtype == torch.bfloat16 and _isa(case).name == "avx512_bf16" and case.head_dim % 2 == 0
+    isa = _isa(case).name
+    # Odd head dims have no pairs of numbers. Tiles pad them with zeros.
+    paired = case.dtype == torch.bfloat16 and (isa == "amx" or (isa == "avx512_bf16" and case.head_dim % 2 == 0))
     products = backward_products(case.batch * case.key_heads, threads)
     graded = [(5, by_columns)] if products == 5 else [(4, by_columns), (3, by_rows)]
     rate = "dot_bfloat16" if paired else _products(case.dtype)

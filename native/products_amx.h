@@ -1,0 +1,360 @@
+// The forward pass by tiles. Scores are K Q^T with the keys' rows read where they lie, weighted values V^T P^T: so queries
+// are in the columns of all products, as they are in the lanes of vectors. Tiles and vectors slow each other down, so
+// products come in bursts, and the softmax between them.
+#pragma once
+#include "amx.h"
+#include "softmax.h"
+
+namespace ISA {
+
+constexpr int TILE_BYTES = 4 * TILE_NUMBERS, TILE_KEYS = 32;  // the keys that a product adds up
+
+// Where the tiles of an operand are, in bytes: row after row, tile after tile across the product and along its sum.
+struct TilesAt {
+    char *x;
+    int64_t row, across, along;
+};
+
+// M by N tiles of C, + 0 or what is there, plus A * B over so many tiles: each tile is loaded once.
+template <int M, int N, bool ADD> INLINE void multiply_square(TilesAt a, TilesAt b, TilesAt c, int count) {
+    if (ADD) {
+        tile_load<0>(c.x, c.row);
+        if (N == 2) tile_load<1>(c.x + c.along, c.row);
+        if (M == 2) tile_load<2>(c.x + c.across, c.row);
+        if (M == 2 && N == 2) tile_load<3>(c.x + c.across + c.along, c.row);
+    } else {
+        tile_zero<0>();
+        if (N == 2) tile_zero<1>();
+        if (M == 2) tile_zero<2>();
+        if (M == 2 && N == 2) tile_zero<3>();
+    }
+    for (int k = 0; k < count; k++, a.x += a.along, b.x += b.along) {
+        tile_load<4>(a.x, a.row);
+        tile_load<6>(b.x, b.row);
+        tile_dot<0, 4, 6>();
+        if (N == 2) tile_load<7>(b.x + b.across, b.row), tile_dot<1, 4, 7>();
+        if (M == 2) tile_load<5>(a.x + a.across, a.row), tile_dot<2, 5, 6>();
+        if (M == 2 && N == 2) tile_dot<3, 5, 7>();
+    }
+    tile_store<0>(c.x, c.row);
+    if (N == 2) tile_store<1>(c.x + c.along, c.row);
+    if (M == 2) tile_store<2>(c.x + c.across, c.row);
+    if (M == 2 && N == 2) tile_store<3>(c.x + c.across + c.along, c.row);
+}
+
+// `rows` tiles of C by N, two and two.
+template <int N, bool ADD> INLINE void multiply_rows(TilesAt a, TilesAt b, TilesAt c, int rows, int count) {
+    for (; rows >= 2; rows -= 2, a.x += 2 * a.across, c.x += 2 * c.across) multiply_square<2, N, ADD>(a, b, c, count);
+    if (rows) multiply_square<1, N, ADD>(a, b, c, count);
+}
+
+// A row of C in register R. A's tiles take turns in registers A and A + 1. B's are in 0 and up, as many as COUNT.
+template <int R, int A, int COUNT, bool ADD>
+INLINE void multiply_row(const char *a, int64_t row, int64_t along, char *c, int64_t c_row) {
+    if (ADD) tile_load<R>(c, c_row);
+    else tile_zero<R>();
+    tile_load<A>(a, row), tile_dot<R, A, 0>();
+    if constexpr (COUNT > 1) tile_load<A + 1>(a + along, row), tile_dot<R, A + 1, 1>();
+    if constexpr (COUNT > 2) tile_load<A>(a + 2 * along, row), tile_dot<R, A, 2>();
+    if constexpr (COUNT > 3) tile_load<A + 1>(a + 3 * along, row), tile_dot<R, A + 1, 3>();
+    tile_store<R>(c, c_row);
+}
+
+// The same product for one column of tiles and a sum over at most four. A register that was stored must not be needed
+// again at once, so rows of C take turns in those that are left.
+template <int COUNT, bool ADD> INLINE void multiply_strip(TilesAt a, TilesAt b, TilesAt c, int rows) {
+    constexpr int A = COUNT > 2 ? 4 : 2;
+    tile_load<0>(b.x, b.row);
+    if (COUNT > 1) tile_load<1>(b.x + b.along, b.row);
+    if (COUNT > 2) tile_load<2>(b.x + 2 * b.along, b.row);
+    if (COUNT > 3) tile_load<3>(b.x + 3 * b.along, b.row);
+    for (; rows > 0; rows -= 6 - A) {
+        const auto multiply = [&](auto r) INLINE_LAMBDA {
+            multiply_row<decltype(r)::value, A, COUNT, ADD>(a.x, a.row, a.along, c.x, c.row);
+            a.x += a.across, c.x += c.across;
+        };
+        if constexpr (A == 2) {
+            multiply(Constant<4>{});
+            if (rows > 1) multiply(Constant<5>{});
+            if (rows > 2) multiply(Constant<6>{});
+            if (rows > 3) multiply(Constant<7>{});
+        } else {
+            multiply(Constant<6>{});
+            if (rows > 1) multiply(Constant<7>{});
+        }
+    }
+}
+
+// 2^x for x up to 0 and what rounding adds to it, to 4e-6. It is exact at whole numbers, from both sides: so the largest
+// weight of a row is 1, and its sum and its weights in bfloat16 agree.
+INLINE __m512 exp2_of_score(__m512 x) {
+    // Unmasked, GCC 12 warns of an operand that its own header leaves unset.
+    const __m512 f = _mm512_maskz_reduce_ps(0xffff, x, _MM_FROUND_TO_NEG_INF);
+    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.0135557471f), f, _mm512_set1_ps(0.0520323693f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.241379763f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693032121f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(0xffff, p, x);
+}
+
+typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
+
+// Two vectors to bfloat16 pairs, ties away from zero.
+INLINE __m512i pairs_of(__m512 first, __m512 second) {
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i low = _mm512_add_epi32(_mm512_castps_si512(first), half);
+    const __m512i high = _mm512_add_epi32(_mm512_castps_si512(second), half);
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)((Unsigned)low >> 16), high);
+}
+
+// The first `count` of up to 32 numbers, and zeros.
+INLINE __m512i load_numbers(const bfloat16 *x, int64_t count) {
+    return _mm512_maskz_loadu_epi16(count >= 32 ? 0xffffffff : count > 0 ? (1u << count) - 1 : 0, x);
+}
+
+// The policy (see products.h): 16 * STRIPS queries are multiplied together. One strip keeps its queries in registers, so
+// their head dim is 64 at most. Two halve the loads of keys and values.
+template <int STRIPS> struct TileProducts {
+    typedef bfloat16 Element;
+    typedef float Number;
+    typedef TileUnit Unit;
+    static constexpr int KEY_STEP = TILE_SIDE, LANES = STRIPS * TILE_SIDE, LANE_STEP = LANES;
+    static constexpr int SCORE_ROW = 4 * LANES, WEIGHT_STEP = STRIPS * TILE_BYTES, KEY_TILES = MAX_BLOCK / TILE_KEYS;
+
+    const ringtile_call &c;
+    const int steps, value_tiles;  // of 32 head dims, and of 16 value dims
+    // Tiles: queries [strip][step], weights [32 keys][strip], values [16 dims][32 keys].
+    char *queries, *weights, *values;
+    bfloat16 *key_copy;
+    Rows<bfloat16> keys;
+    // Of the group of lanes: the lanes that keep each key, and whether they keep all of them.
+    uint32_t kept[MAX_BLOCK];
+    bool keeps_all;
+
+    static int64_t steps_of(const ringtile_call &c) { return (c.head_dim + 31) / 32; }
+    static int64_t size(const ringtile_call &c) {
+        return (2 * 16 * steps_of(c) + Softmax<float>::whole_tiles(c.value_dim) / 2 + 16 * STRIPS) * MAX_BLOCK;
+    }
+
+    TileProducts(const ringtile_call &call, float *memory)
+        : c(call), steps((int)steps_of(c)), value_tiles((int)Softmax<float>::whole_tiles(c.value_dim) / TILE_SIDE),
+          keys(), keeps_all() {
+        queries = (char *)memory;
+        key_copy = (bfloat16 *)(memory + 16 * steps * MAX_BLOCK);
+        weights = (char *)(memory + 2 * 16 * steps * MAX_BLOCK);
+        values = weights + MAX_BLOCK / TILE_KEYS * WEIGHT_STEP;
+    }
+
+    INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, float sign) {
+        Packing packing(c);
+        const Rows<bfloat16> rows = query_rows<bfloat16>(c, head, tokens);
+        const __m512i flip = _mm512_set1_epi16(sign < 0 ? (short)0x8000 : 0);
+        char *tile = queries;
+        for (int lane = from; lane < to; lane += TILE_SIDE)
+            for (int step = 0; step < steps; step++, tile += TILE_BYTES) {
+                Vec<float> x[TILE_SIDE];
+                for (int i = 0; i < TILE_SIDE; i++) {
+                    const bool inside = sign != 0 && lane + i >= tokens.low && lane + i < tokens.high;
+                    const int64_t at = inside ? (lane + i - tokens.low) * rows.step + 32 * step : 0;
+                    x[i] = (Vec<float>)_mm512_xor_si512(load_numbers(rows.x + at, inside ? c.head_dim - 32 * step : 0), flip);
+                }
+                transpose_square<float>(x);
+                for (int i = 0; i < TILE_SIDE; i++) store((float *)tile + i * TILE_SIDE, x[i]);
+            }
+    }
+
+    INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
+        keys = key_rows<bfloat16>(c, head, tokens);
+        // A tile reads whole rows of 32 dims, 16 of them.
+        const bool in_place = c.head_dim % 32 == 0 && tokens.high % TILE_SIDE == 0;
+        Packing packing(c);
+        if (!in_place) copy_keys(tokens.high);
+        pack_values(value_rows<bfloat16>(c, head, tokens), tokens.high, unused);
+    }
+
+    INLINE void copy_keys(int count) {
+        const int64_t width = 32 * steps;
+        for (int k = 0; k < (count + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE; k++)
+            for (int64_t d = 0; d < width; d += 32)
+                _mm512_store_si512(key_copy + k * width + d,
+                                   load_numbers(keys.row(k < count ? k : 0) + d, k < count ? c.head_dim - d : 0));
+        keys = {key_copy, width};
+    }
+
+    // Tiles of the transpose. Keys past the last one and keys in `unused` become zeros, because 0 * NaN would be NaN.
+    INLINE void pack_values(Rows<bfloat16> rows, int count, const uint32_t *unused) {
+        for (int k = 0; k < count; k += TILE_KEYS) {
+            uint32_t lives = count - k >= TILE_KEYS ? ~0u : (1u << (count - k)) - 1;
+            if (unused) lives &= ~unused[k / TILE_KEYS];
+            const Rows<bfloat16> block = {rows.row(k), rows.step};
+            for (int64_t d = 0; d < c.value_dim; d += 32) {
+                if (lives == ~0u && c.value_dim - d >= 32)
+                    pack_square(value_tile(d, k), 32, [&](int i) INLINE_LAMBDA { return _mm512_loadu_si512(block.row(i) + d); });
+                else
+                    pack_square(value_tile(d, k), c.value_dim - d, [&](int i) INLINE_LAMBDA {
+                        const bool alive = lives >> i & 1;
+                        return load_numbers(block.row(alive ? i : 0) + d, alive ? c.value_dim - d : 0);
+                    });
+            }
+        }
+    }
+
+    // 32 dims of 32 keys from rows, to one or two tiles.
+    template <class F> INLINE static void pack_square(float *tile, int64_t dims, F row) {
+        Vec<float> low[TILE_SIDE], high[TILE_SIDE];
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE_SIDE; i++) {
+            const __m512i a = row(2 * i), b = row(2 * i + 1);
+            low[i] = (Vec<float>)_mm512_maskz_unpacklo_epi16(~0u, a, b);
+            high[i] = (Vec<float>)_mm512_maskz_unpackhi_epi16(~0u, a, b);
+        }
+        transpose_square<float>(low);
+        transpose_square<float>(high);
+#pragma GCC unroll 16
+        for (int i = 0; i < TILE_SIDE; i++) {
+            // Interleaving within 128 bits has put dims 0-3, 8-11 and so on into `low`, the others into `high`.
+            const int d = i / 4 * 8 + i % 4;
+            float *to = tile + d / TILE_SIDE * KEY_TILES * TILE_NUMBERS + d % TILE_SIDE * TILE_SIDE;
+            if (d >= TILE_SIDE && dims <= TILE_SIDE) continue;
+            store(to, low[i]);
+            store(to + 4 * TILE_SIDE, high[i]);
+        }
+    }
+    // The tile of a dim and a key, which are its first.
+    INLINE float *value_tile(int64_t d, int key) const {
+        return (float *)(values + (d / TILE_SIDE * KEY_TILES + key / TILE_KEYS) * TILE_BYTES);
+    }
+
+    // The keys that a group of lanes needs, and by key the lanes that need it.
+    INLINE Reach reach(const Mask &mask, Tokens queries, Tokens keys, int lane) {
+        keeps_all = !mask.partial();
+        if (keeps_all) return {0, keys.high};
+        const int low = (int)max(0, queries.low - lane), high = (int)min(LANES, queries.high - lane);
+        const uint32_t inside = (uint32_t)(((uint64_t)1 << high) - ((uint64_t)1 << low));
+        const __m512i key = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        const __m512i row = _mm512_mullo_epi32(key, _mm512_set1_epi32(mask.words));
+        Reach found = {keys.high, 0};
+        for (int k = 0; k < keys.high; k += TILE_SIDE) {
+            __mmask16 lives = (__mmask16)((1u << min(TILE_SIDE, keys.high - k)) - 1);
+            if (mask.unused) lives &= (__mmask16) ~(mask.unused[k >> 5] >> (k & 31));
+            __m512i words = _mm512_maskz_set1_epi32(lives, (int)inside);
+            if (mask.bits) {
+                const int32_t *bits = mask.bits + k * mask.words + (lane >> 5);
+                words = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lives, row, bits, 4);
+                words = (__m512i)((Unsigned)words >> (lane & 31) & inside);
+            }
+            _mm512_storeu_si512(kept + k, words);
+            const uint32_t any = _mm512_test_epi32_mask(words, words);
+            if (!any) continue;
+            if (found.first > k) found.first = k + __builtin_ctz(any);
+            found.last = k + 32 - __builtin_clz(any);
+        }
+        return found;
+    }
+
+    INLINE void scores(int vectors, int offset, int first, int count, float *scores) {
+        const TilesAt a = {(char *)keys.row(first), 2 * keys.step, TILE_SIDE * 2 * keys.step, 64};
+        const TilesAt b = {queries + offset / TILE_SIDE * steps * TILE_BYTES, 64, steps * TILE_BYTES, TILE_BYTES};
+        const TilesAt to = {(char *)scores, SCORE_ROW, TILE_SIDE * SCORE_ROW, 64};
+        const int rows = (count + TILE_SIDE - 1) / TILE_SIDE;
+        if (STRIPS == 2 && vectors == 2) multiply_rows<2, false>(a, b, to, rows, steps);
+        else if (STRIPS == 2) multiply_rows<1, false>(a, b, to, rows, steps);
+        else if (steps == 1) multiply_strip<1, false>(a, b, to, rows);
+        else multiply_strip<2, false>(a, b, to, rows);
+    }
+
+    INLINE void weigh(int vectors, const float *scores, int first, int count, int lane, float scale, const Mask &,
+                      const uint32_t (*keep)[MAX_WORDS], Softmax<float> softmax) {
+        const bool ahead = STRIPS == 1 && value_tiles == 4;
+        for (int n = 0; n < vectors; n++) {
+            const int at = lane + n * TILE_SIDE;
+            if (!keeps_all || keep) weigh_strip<true, false>(scores, n, first, count, at, scale, keep, softmax);
+            else if (ahead) weigh_strip<false, true>(scores, n, first, count, at, scale, keep, softmax);
+            else weigh_strip<false, false>(scores, n, first, count, at, scale, keep, softmax);
+        }
+    }
+
+    // The step of the online softmax for a strip: weights go to pairs of keys. Where AHEAD, what the next products read is
+    // brought into the first cache meanwhile: the tiles of values and the sums.
+    template <bool MASKED, bool AHEAD>
+    void weigh_strip(const float *scores, int n, int first, int count, int lane, float scale,
+                     const uint32_t (*keep)[MAX_WORDS], Softmax<float> softmax) {
+        const __m512 low = _mm512_set1_ps(-infinity<float>()), factor = _mm512_set1_ps(scale);
+        const float *column = scores + n * TILE_SIDE;
+        const auto score = [&](int k) INLINE_LAMBDA { return _mm512_load_ps(column + k * LANES); };
+        const auto lanes = [&](int k) INLINE_LAMBDA {
+            return keeps_all ? (__mmask16)0xffff : (__mmask16)(kept[first + k] >> n * TILE_SIDE);
+        };
+        __m512 top[8];
+        for (__m512 &x : top) x = low;
+        const auto raise = [&](int i, int k) INLINE_LAMBDA {
+            top[i] = MASKED ? _mm512_mask_max_ps(top[i], lanes(k), top[i], score(k))
+                            : _mm512_maskz_max_ps(0xffff, top[i], score(k));
+        };
+        int k = 0;
+        for (; k + 8 <= count; k += 8)
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) raise(i, k + i);
+        for (; k < count; k++) raise(0, k);
+        for (int half = 4; half; half /= 2)
+            for (int i = 0; i < half; i++) top[i] = _mm512_maskz_max_ps(0xffff, top[i], top[i + half]);
+
+        float *highest = softmax.highest + lane, *total = softmax.total + lane, *sums = softmax.sums + lane;
+        const __m512 before = _mm512_load_ps(highest);
+        const __m512 now = _mm512_maskz_max_ps(0xffff, before, _mm512_mul_ps(top[0], factor));
+        const __m512 safe = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, low, _CMP_NEQ_UQ), now);
+        // Exactly, because errors of shares would add up in the lse.
+        const __m512 share = (__m512)exp2<float>((Vec<float>)_mm512_sub_ps(before, safe));
+        _mm512_store_ps(highest, now);
+        if (_mm512_cmp_ps_mask(now, before, _CMP_NLE_UQ))
+            for (int64_t d = 0; d < c.value_dim; d++)
+                _mm512_store_ps(sums + d * MAX_BLOCK, _mm512_mul_ps(_mm512_load_ps(sums + d * MAX_BLOCK), share));
+
+        __m512 sum[4] = {_mm512_mul_ps(_mm512_load_ps(total), share), {}, {}, {}};
+        const auto weight = [&](int k, __m512 &sum) INLINE_LAMBDA {
+            __m512 p = exp2_of_score(_mm512_fmsub_ps(score(k), factor, safe));
+            if (MASKED) p = _mm512_maskz_mov_ps(lanes(k), p);
+            sum = _mm512_add_ps(sum, p);
+            if (MASKED && keep) p = _mm512_maskz_mov_ps((__mmask16)(keep[first + k][lane >> 5] >> (lane & 31)), p);
+            return p;
+        };
+        const auto pairs_at = [&](uint32_t pair) INLINE_LAMBDA {
+            return weights + pair / TILE_SIDE * WEIGHT_STEP + n * TILE_BYTES + pair % TILE_SIDE * 64;
+        };
+        uint32_t pair = (uint32_t)first / 2;
+        for (uint32_t begin = pair / TILE_SIDE * TILE_SIDE; begin < pair; begin++)
+            _mm512_store_si512(pairs_at(begin), _mm512_setzero_si512());
+        for (k = 0; k + 4 <= count; k += 4)
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++, pair++) {
+                const __m512 even = weight(k + 2 * i, sum[2 * i]), odd = weight(k + 2 * i + 1, sum[2 * i + 1]);
+                _mm512_store_si512(pairs_at(pair), pairs_of(even, odd));
+                if (!AHEAD) continue;
+                const char *row = values + pair / TILE_SIDE * TILE_BYTES + pair % TILE_SIDE * 64;
+#pragma GCC unroll 4
+                for (int tile = 0; tile < 4; tile++) _mm_prefetch(row + tile * KEY_TILES * TILE_BYTES, _MM_HINT_T0);
+                _mm_prefetch((const char *)(sums + pair * MAX_BLOCK), _MM_HINT_T0);
+            }
+        for (; k < count; k += 2, pair++) {
+            const __m512 even = weight(k, sum[0]);
+            const __m512 odd = k + 1 < count ? weight(k + 1, sum[1]) : _mm512_setzero_ps();
+            _mm512_store_si512(pairs_at(pair), pairs_of(even, odd));
+        }
+        for (; pair % TILE_SIDE; pair++) _mm512_store_si512(pairs_at(pair), _mm512_setzero_si512());
+        _mm512_store_ps(total, _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
+    }
+
+    INLINE void add_values(int vectors, int first, int count, const float *, float *sums) {
+        const int begin = first / TILE_KEYS, tiles = (first + count + TILE_KEYS - 1) / TILE_KEYS - begin;
+        const TilesAt a = {values + begin * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES};
+        const TilesAt b = {weights + begin * WEIGHT_STEP, 64, TILE_BYTES, WEIGHT_STEP};
+        const TilesAt to = {(char *)sums, 4 * MAX_BLOCK, TILE_SIDE * 4 * MAX_BLOCK, 64};
+        if (STRIPS == 2 && vectors == 2) return multiply_rows<2, true>(a, b, to, value_tiles, tiles);
+        if (STRIPS == 2) return multiply_rows<1, true>(a, b, to, value_tiles, tiles);
+        with_constant<4>(tiles, [&](auto count) INLINE_LAMBDA {
+            multiply_strip<decltype(count)::value, true>(a, b, to, value_tiles);
+        });
+    }
+};
+
+}  // namespace ISA

@@ -11,6 +11,7 @@ from typing import Any
 
 from ringtile.kernels.dense import MATRIX_DTYPES
 from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.tiles import TileReport, check_tiles
 from ringtile.kernels.select import backend_report
 from ringtile.kernels.triton import MEASURED_ON
 from ringtile.layout import cache_info
@@ -93,16 +94,24 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ringtile doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--self-test", action="store_true", help="also test the processor's tiles (AMX) for a second")
+
+
+def _told(report: TileReport) -> str:
+    if report.reason:
+        return f"nothing to test: {report.reason}"
+    told = f"{report.wrong} of {report.sums} sums in tiles are wrong, in {report.threads} threads"
+    return told + (": this machine loses tiles, set RINGTILE_CPU=avx512" if report.wrong else "")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis; return 0."""
-    found = diagnosis()
+    """Print the diagnosis; return 0, or 1 if the self-test finds something wrong."""
+    found, report = diagnosis(), check_tiles() if args.self_test else None
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps({**found, **({"self_test": report._asdict()} if report else {})}, indent=2))
     else:
-        lines = list(_lines(found))
+        lines = [*_lines(found), *([("self-test", _told(report))] if report else [])]
         width = max(len(name) for name, _ in lines)
         for name, text in lines:
             print(f"{name:{width}}  {text}")
-    return 0
+    return 1 if report and report.wrong else 0

@@ -16,7 +16,8 @@ PYTHON ?= python3
 CASES ?= 192
 OPENMP ?= libgomp.so.1
 QUICK = $(patsubst %,tests/test_%.py,architecture errors grammar density select philox)
-SANITIZE = -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+# The bits of a release, which fuses products and sums.
+SANITIZE = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
 .PHONY: demo test quick docs mutants wheels native sanitize valgrind clean
 .NOTPARALLEL:

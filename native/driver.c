@@ -725,7 +725,8 @@ static uint64_t output_bits(int isa) {
     return hash;
 }
 
-// The tiles of AMX and their emulation give these bits on any processor and from any compiler.
+// The tiles of AMX and their emulation give these bits on any processor, and from any compiler that fuses products and
+// sums.
 static int wrong_bits(int isa) {
     static const uint64_t recorded = 0x55f7e3ea630a04fb;
     const char *name = ringtile_isa_name(isa);

@@ -266,25 +266,25 @@ template <int STRIPS> struct TileProducts {
     INLINE void weigh(int vectors, const float *scores, int first, int count, int lane, float scale, const Mask &,
                       const uint32_t (*keep)[MAX_WORDS], Softmax<float> softmax) {
         const bool ahead = STRIPS == 1 && value_tiles == 4;
+        for (int k = 0; keep && keeps_all && k < count; k++) kept[first + k] = ~0u;
         for (int n = 0; n < vectors; n++) {
             const int at = lane + n * TILE_SIDE;
-            if (!keeps_all || keep) weigh_strip<true, false>(scores, n, first, count, at, scale, keep, softmax);
-            else if (ahead) weigh_strip<false, true>(scores, n, first, count, at, scale, keep, softmax);
-            else weigh_strip<false, false>(scores, n, first, count, at, scale, keep, softmax);
+            if (keep) weigh_strip<true, true, false>(scores, n, first, count, at, scale, keep, softmax);
+            else if (!keeps_all) weigh_strip<true, false, false>(scores, n, first, count, at, scale, keep, softmax);
+            else if (ahead) weigh_strip<false, false, true>(scores, n, first, count, at, scale, keep, softmax);
+            else weigh_strip<false, false, false>(scores, n, first, count, at, scale, keep, softmax);
         }
     }
 
     // The step of the online softmax for a strip: weights go to pairs of keys. Where AHEAD, what the next products read is
     // brought into the first cache meanwhile: the tiles of values and the sums.
-    template <bool MASKED, bool AHEAD>
+    template <bool MASKED, bool DROPS, bool AHEAD>
     void weigh_strip(const float *scores, int n, int first, int count, int lane, float scale,
                      const uint32_t (*keep)[MAX_WORDS], Softmax<float> softmax) {
         const __m512 low = _mm512_set1_ps(-infinity<float>()), factor = _mm512_set1_ps(scale);
         const float *column = scores + n * TILE_SIDE;
         const auto score = [&](int k) INLINE_LAMBDA { return _mm512_load_ps(column + k * LANES); };
-        const auto lanes = [&](int k) INLINE_LAMBDA {
-            return keeps_all ? (__mmask16)0xffff : (__mmask16)(kept[first + k] >> n * TILE_SIDE);
-        };
+        const auto lanes = [&](int k) INLINE_LAMBDA { return (__mmask16)(kept[first + k] >> n * TILE_SIDE); };
         __m512 top[8];
         for (__m512 &x : top) x = low;
         const auto raise = [&](int i, int k) INLINE_LAMBDA {
@@ -315,7 +315,7 @@ template <int STRIPS> struct TileProducts {
             __m512 p = exp2_of_score(_mm512_fmsub_ps(score(k), factor, safe));
             if (MASKED) p = _mm512_maskz_mov_ps(lanes(k), p);
             sum = _mm512_add_ps(sum, p);
-            if (MASKED && keep) p = _mm512_maskz_mov_ps((__mmask16)(keep[first + k][lane >> 5] >> (lane & 31)), p);
+            if (DROPS) p = _mm512_maskz_mov_ps((__mmask16)(keep[first + k][lane >> 5] >> (lane & 31)), p);
             return p;
         };
         const auto pairs_at = [&](uint32_t pair) INLINE_LAMBDA {

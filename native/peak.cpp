@@ -116,11 +116,12 @@ static void warm_up(void *data) {
     if (!x) return;
     if (all.kind == RINGTILE_FMA_FLOAT64 || all.kind == RINGTILE_EXP_FLOAT64)
         for (int64_t i = 0; i < bytes / 8; i++) ((double *)x)[i] = 0.5;
-    else if (all.kind == RINGTILE_DOT_BFLOAT16)
+    else if (all.kind == RINGTILE_DOT_BFLOAT16) {
         // Numbers from 1 to 2 of either sign: a processor multiplies zeros, or one number again and again, faster.
-        for (int64_t i = 0, random = 1; i < bytes / 2; i++, random = random * 1103515245 + 12345)
+        uint32_t random = 1;
+        for (int64_t i = 0; i < bytes / 2; i++, random = random * 1103515245 + 12345)
             ((uint16_t *)x)[i] = (uint16_t)(0x3f80 | (random >> 16 & 0x807f));
-    else
+    } else
         for (int64_t i = 0; i < bytes / 4; i++) ((float *)x)[i] = 0.5f;
     block_of(all.kind, x);
 }

@@ -1067,7 +1067,7 @@ def test_tiles_against_the_oracle(part: int, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 250])
 def test_tiles_are_as_exact_as_torchs(head_dim: int, size: int) -> None:
     """Their weights are rounded to bfloat16, as torch's are: an old maximum would let the largest be other than 1."""
     q, k, v, _ = make_inputs(1, 1, 600, head_dim=head_dim, dtype=torch.float32)
@@ -1259,7 +1259,7 @@ def test_no_instruction_of_another_set() -> None:
     assert not used["avx512"] & {"vdpbf16ps", "tmm"}
     assert used["avx512_bf16"] >= {"zmm", "vdpbf16ps"}
     assert "tmm" not in used["avx512_bf16"]
-    assert "tmm" in used["amx"]
+    assert ("tmm" in used["amx"]) == (sys.platform == "linux")
     assert "vdpbf16ps" not in used["amx"]
     # Empty in a library for users.
     assert not used["amx_emulated"] & {"vdpbf16ps", "tmm"}

@@ -165,8 +165,10 @@ template <int STRIPS> struct TileProducts {
 
     INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
         keys = key_rows<bfloat16>(c, head, tokens);
-        // A tile reads whole rows of 32 dims, 16 of them.
-        const bool in_place = c.head_dim % 32 == 0 && tokens.high % TILE_SIDE == 0;
+        // A tile reads whole rows of 32 dims, 16 of them, and each group of queries reads all again. Rows that are a multiple
+        // of 512 bytes apart, as in tensors with tokens before heads, would share a few sets of the first cache.
+        const bool spread = keys.step == c.head_dim || keys.step % 256 != 0;
+        const bool in_place = c.head_dim % 32 == 0 && tokens.high % TILE_SIDE == 0 && spread;
         Packing packing(c);
         if (!in_place) copy_keys(tokens.high);
         pack_values(value_rows<bfloat16>(c, head, tokens), tokens.high, unused);

@@ -1,5 +1,5 @@
-// The tiles of AMX: eight registers of 16 rows of 64 bytes, and products of bfloat16 pairs on them. Where AMX_EMULATED is
-// defined, plain code computes the same bits on any processor with AVX-512, and the sanitizers see every access.
+// The tiles of AMX: eight registers of 16 rows of 64 bytes, and products of bfloat16 pairs on them. Where AMX_EMULATED
+// is defined, plain code computes the same bits on any processor with AVX-512, and the sanitizers see every access.
 #pragma once
 #include "simd.h"
 
@@ -17,8 +17,8 @@ struct FlushedDenormals {
 };
 
 #if !defined(AMX_EMULATED)
-// The tiles of this thread, from their configuration to their release: a thread that kept them would make each change of
-// context slower, and other libraries would take them for their own.
+// The tiles of this thread, from their configuration to their release: a thread that kept them would make each change
+// of context slower, and other libraries would take them for their own.
 struct TileUnit {
     FlushedDenormals denormals;
 

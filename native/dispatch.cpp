@@ -107,7 +107,9 @@ static const char *tiles_refused() {
     const char *known = __atomic_load_n(&answer, __ATOMIC_RELAXED);
     if (known) return known;
     const Features found = features();
-    known = !found.tiles ? unless(false) : !found.saves_tiles ? "the operating system does not save tiles" : tiles_refused();
+    known = !found.tiles         ? unless(false)
+            : !found.saves_tiles ? "the operating system does not save tiles"
+                                 : tiles_refused();
     __atomic_store_n(&answer, known, __ATOMIC_RELAXED);
     return known;
 }

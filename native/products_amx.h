@@ -1,6 +1,6 @@
-// The forward pass by tiles. Scores are K Q^T with the keys' rows read where they lie, weighted values V^T P^T: so queries
-// are in the columns of all products, as they are in the lanes of vectors. Tiles and vectors slow each other down, so
-// products come in bursts, and the softmax between them.
+// The forward pass by tiles. Scores are K Q^T with the keys' rows read where they lie, weighted values V^T P^T: so
+// queries are in the columns of all products, as they are in the lanes of vectors. Tiles and vectors slow each other
+// down, so products come in bursts, and the softmax between them.
 #pragma once
 #include "amx.h"
 #include "softmax.h"
@@ -156,7 +156,8 @@ template <int STRIPS> struct TileProducts {
                 for (int i = 0; i < TILE_SIDE; i++) {
                     const bool inside = sign != 0 && lane + i >= tokens.low && lane + i < tokens.high;
                     const int64_t at = inside ? (lane + i - tokens.low) * rows.step + 32 * step : 0;
-                    x[i] = (Vec<float>)_mm512_xor_si512(load_numbers(rows.x + at, inside ? c.head_dim - 32 * step : 0), flip);
+                    const __m512i row = load_numbers(rows.x + at, inside ? c.head_dim - 32 * step : 0);
+                    x[i] = (Vec<float>)_mm512_xor_si512(row, flip);
                 }
                 transpose_square<float>(x);
                 for (int i = 0; i < TILE_SIDE; i++) store((float *)tile + i * TILE_SIDE, x[i]);
@@ -165,8 +166,8 @@ template <int STRIPS> struct TileProducts {
 
     INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
         keys = key_rows<bfloat16>(c, head, tokens);
-        // A tile reads whole rows of 32 dims, 16 of them, and each group of queries reads all again. Rows that are a multiple
-        // of 512 bytes apart, as in tensors with tokens before heads, would share a few sets of the first cache.
+        // A tile reads whole rows of 32 dims, 16 of them, and each group of queries reads all again. Rows that are a
+        // multiple of 512 bytes apart, as in tensors with tokens before heads, would share a few sets of the first cache.
         const bool spread = keys.step == c.head_dim || keys.step % 256 != 0;
         const bool in_place = c.head_dim % 32 == 0 && tokens.high % TILE_SIDE == 0 && spread;
         Packing packing(c);
@@ -191,7 +192,9 @@ template <int STRIPS> struct TileProducts {
             const Rows<bfloat16> block = {rows.row(k), rows.step};
             for (int64_t d = 0; d < c.value_dim; d += 32) {
                 if (lives == ~0u && c.value_dim - d >= 32)
-                    pack_square(value_tile(d, k), 32, [&](int i) INLINE_LAMBDA { return _mm512_loadu_si512(block.row(i) + d); });
+                    pack_square(value_tile(d, k), 32, [&](int i) INLINE_LAMBDA {
+                        return _mm512_loadu_si512(block.row(i) + d);
+                    });
                 else
                     pack_square(value_tile(d, k), c.value_dim - d, [&](int i) INLINE_LAMBDA {
                         const bool alive = lives >> i & 1;
@@ -278,8 +281,8 @@ template <int STRIPS> struct TileProducts {
         }
     }
 
-    // The step of the online softmax for a strip: weights go to pairs of keys. Where AHEAD, what the next products read is
-    // brought into the first cache meanwhile: the tiles of values and the sums.
+    // The step of the online softmax for a strip: weights go to pairs of keys. Where AHEAD, what the next products read
+    // is brought into the first cache meanwhile: the tiles of values and the sums.
     template <bool MASKED, bool DROPS, bool AHEAD>
     void weigh_strip(const float *scores, int n, int first, int count, int lane, float scale,
                      const uint32_t (*keep)[MAX_WORDS], Softmax<float> softmax) {

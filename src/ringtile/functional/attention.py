@@ -254,11 +254,14 @@ def attend_scores(scores: Tensor, pairs: Tensor, value: Tensor) -> tuple[Tensor,
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Scale the output by the keys' share of the softmax denominator, which the sinks add to."""
     empty = lse == -math.inf
-    ahead = sinks.unsqueeze(-1) - lse.masked_fill(empty, 0)
+    # On a CPU, a number at the end of a tensor can be rounded otherwise than inside a longer one. Float64 hides it, so
+    # that slices have the bits of the whole.
+    wide = torch.float64 if lse.device.type == "cpu" else lse.dtype
+    ahead = sinks.unsqueeze(-1).to(wide) - lse.masked_fill(empty, 0)
     sink_wins = ahead > 0
     # The derivative of a sigmoid is s * (1 - s). Close to 1, the second factor has no digits left.
     less = torch.sigmoid(torch.where(sink_wins, -ahead, ahead))
-    share = torch.where(sink_wins, less, 1 - less).masked_fill(empty, 0)
+    share = torch.where(sink_wins, less, 1 - less).masked_fill(empty, 0).to(lse.dtype)
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 

@@ -59,6 +59,13 @@ template <class T> INLINE void clear(T *sums, int64_t count) {
     for (int64_t i = 0; i < count; i++) sums[i] = 0;
 }
 
+// The same for the lanes of existing tokens in rows [d][lane]. No one reads the others.
+template <class T> INLINE void clear_lanes(T *sums, int64_t width, Tokens side) {
+    constexpr int L = Lanes<T>::count;
+    const int from = side.low / L * L, end = (side.high + L - 1) / L * L;
+    for (int64_t d = 0; d < width; d++) clear(sums + d * MAX_BLOCK + from, end - from);
+}
+
 // The memory in which a thread that goes through the columns sums the gradients of a row's queries. Splits after the
 // first have a buffer of their own, which is added to the total after their last tile.
 template <class T> struct RowSums {
@@ -111,7 +118,7 @@ void sum_row(const ringtile_call &c, const Head &head, Tokens queries, Tiles &ti
         delta[lane] = inside ? delta_of<T>(c, head)[queries.first + lane] : T(0);
     }
     Dropout random = dropout_of(c, head);
-    clear(sums, c.head_dim * MAX_BLOCK);
+    clear_lanes(sums, c.head_dim, queries);
     int64_t col, number;
     while (count-- > 0 && tiles.next(col, number))
         products.row_tile(GradientTile<T, false>(c, head, random, queries, col_tokens(c, col), number, lse2, delta), sums);
@@ -147,7 +154,7 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, typename
     int64_t ratio = c.heads / c.kv_heads, size = to.sums_size(c), begin = b * c.heads + kv * ratio;
     const Tokens keys = col_tokens(c, col);
     products.pack_column(Head(c, begin), keys, with_rows);
-    clear(to.sums, size);
+    clear_lanes(to.sums, c.head_dim + c.value_dim, keys);
     bool cut = false, first = true;
     for (int64_t number = begin; number < begin + ratio; number++)
         cut |= c.col_splits[Head(c, number).group * c.n_cols + col] > 1;
@@ -157,7 +164,7 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, typename
         Tiles tiles = col_tiles(c, slot);
         for (int64_t split = 0; split < splits; split++) {
             int64_t from = split_begin(tiles.length(), splits, split);
-            if (!first) clear(to.sums, size);
+            if (!first) clear_lanes(to.sums, c.head_dim + c.value_dim, keys);
             sum_column(c, head, col, tiles, split_begin(tiles.length(), splits, split + 1) - from, products, to.sums,
                        with_rows);
             if (!cut) continue;

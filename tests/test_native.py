@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import math
@@ -17,9 +18,11 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +41,7 @@ from ringtile.kernels.native.library import VARIABLE, library, reason_against
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.native.tiles import check_tiles
 from ringtile.kernels.spans import kernel_times
-from ringtile.layout import BlockIndex, schedule
+from ringtile.layout import BlockIndex, cache_info, clear_cache, schedule
 from ringtile.layout.index import TENSOR_FIELDS
 from ringtile.measure import doctor
 from ringtile.patterns import (
@@ -860,6 +863,149 @@ def test_an_index_that_leads_beside_its_tensors_is_refused(name: str, damage: Ca
     tensors[name] = damage(tensors[name])
     with pytest.raises(ValueError, match="index" if tensors["group"].shape[0] == 3 else name):
         torch.ops.ringtile.forward(q, q, q, *call_of(index, tiles=list(tensors.values())))
+
+
+# Templates: calls of equal layout share everything but the addresses, the scale, the start and the options.
+
+
+def small_calls() -> dict[str, Callable[[], Bits]]:
+    """Calls that differ from the first in one thing that a template must not hold, or must be told by."""
+    torch.manual_seed(0)
+    tensors = make_inputs(2, 4, 26, head_dim=16, dtype=torch.float32)
+    other = make_inputs(2, 4, 26, head_dim=16, dtype=torch.float32)
+    wide = [torch.randn(2, 26, 4, 40)[..., 3:19].transpose(1, 2) for _ in range(4)]
+    gaps = [torch.randn(2, 4, 26, 32)[..., ::2] for _ in range(4)]
+    few_keys = tensors[1][:, :2], tensors[2][:, :2]
+    index = build_index(Causal() & Window(9, 0), 26)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor, rule: Any = None, **options: Any) -> Callable[[], Bits]:
+        return lambda: attend(q, k, v, Causal() if rule is None else rule, out_grad, **options).tensors()
+
+    q, k, v, out_grad = tensors
+    dropout = {"dropout_p": 0.3, "seed": 1}
+    return {
+        "plain": call(*tensors),
+        "other addresses": call(*other),
+        "other strides": call(*wide),
+        "one tensor of other strides": call(q, k, wide[2], out_grad),
+        "rows with gaps": call(*gaps),
+        "another dtype": call(*(x.double() for x in tensors)),
+        "half precision": call(*(x.bfloat16() for x in tensors)),
+        "another scale": call(*tensors, scale=0.7),
+        "another start": call(*tensors, start=3),
+        "no keys for the first": call(*tensors, start=-5),
+        "fewer keys": call(q, k[:, :, :20], v[:, :, :20], out_grad),
+        "key heads": call(q, *few_keys, out_grad),
+        "one batch element": call(*(x[:1] for x in tensors)),
+        "another pattern": call(*tensors, Dense()),
+        "an index": call(*tensors, index),
+        "an index of equal lists": call(*tensors, build_index(Causal(), 26)),
+        "a key mask": call(*tensors, key_mask=torch.rand(2, 26) < 0.5),
+        "key lengths": call(*tensors, key_lengths=torch.tensor([26, 4])),
+        "dropout": call(*tensors, **dropout),
+        "another seed": call(*tensors, **{**dropout, "seed": 2}),
+        "other heads": call(*tensors, **dropout, head_at=torch.tensor([3, 1, 2, 0])),
+    }
+
+
+def forget_templates() -> None:
+    native._small.clear()
+    schedule._table.clear()
+
+
+def test_a_template_serves_only_calls_of_its_layout() -> None:
+    calls, expected = small_calls(), {}
+    for name, call in calls.items():
+        forget_templates()
+        expected[name] = call()
+    forget_templates()
+    assert sum(torch.equal(x["out"], expected["plain"]["out"]) for x in expected.values()) == 2
+    order = [*calls, *reversed(calls), *random.Random(0).sample([*calls], len(calls))]
+    for name in order:
+        assert_same_bits(calls[name](), expected[name])
+    assert len(native._small) > 9
+
+
+def test_a_cached_index_that_changes_is_checked_again() -> None:
+    clear_cache()
+    q, k, v, out_grad = make_inputs(1, 2, 26, head_dim=16, dtype=torch.float32)
+    index = build_index(Causal(), 26, num_heads=2)
+    expected = attend(q, k, v, Causal(), out_grad).tensors()
+    assert native._small
+    index.part_col.add_(9)
+    with pytest.raises(ValueError, match="part_col"):
+        attend(q, k, v, Causal(), out_grad)
+    index.part_col.sub_(9)
+    assert_same_bits(attend(q, k, v, Causal(), out_grad).tensors(), expected)
+    clear_cache()
+
+
+def test_bad_tensors_are_refused_after_good_ones() -> None:
+    q, k, v, _ = make_inputs(1, 2, 26, head_dim=16, dtype=torch.float32)
+    for _ in range(2):
+        call = Call(0, 128, 0.25, pattern="causal", backend="native")
+        torch.ops.ringtile.forward(q, k, v, *call)
+        for tensors in ((q, k, v[:, :, 1:]), (q, k.double(), v), (q, k[..., :8], v), (q, k[0], v)):
+            with pytest.raises(ValueError, match="q, k, v"):
+                torch.ops.ringtile.forward(*tensors, *call)
+        for changes in ({"key_bits": torch.zeros(1, 2, dtype=torch.int32)}, {"key_lengths": torch.zeros(2)}):
+            with pytest.raises(ValueError, match="key_"):
+                torch.ops.ringtile.forward(q, k, v, *call._replace(**changes))
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_python_threads_share_a_template() -> None:
+    """Calls of one layout at once: a structure that two of them filled in would mix up their tensors."""
+    problems = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        inputs = make_inputs(1, 8, 100, head_dim=64, dtype=torch.float32)
+        problems.append(partial(lambda q, k, v, out_grad: attend(q, k, v, Causal(), out_grad).tensors(), *inputs))
+    expected = [problem() for problem in problems]
+    wrong: list[int] = []
+    gate = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        gate.wait(30)
+        for _ in range(40):
+            found = problems[number]()
+            wrong.extend(number for name, x in expected[number].items() if not torch.equal(found[name], x))
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert not wrong
+
+
+def test_templates_are_few_and_keep_no_tensor_of_a_user() -> None:
+    clear_cache()
+    gc.collect()
+    assert not native._small
+    for batch in range(1, 2 * native._TEMPLATES):
+        q = torch.randn(batch, 1, 5, 4)
+        sparse_attention(q, q, q, is_causal=True, backend="native")
+    assert len(native._small) == native._TEMPLATES
+    cached = build_index(Causal(), 5)
+    assert len(schedule.derived(cached, native._lists_of).templates) == native._TEMPLATES
+    own = replace(cached, **{name: getattr(cached, name).clone() for name in TENSOR_FIELDS})
+    sparse_attention(q, q, q, own, backend="native")
+    alive = [weakref.ref(x) for x in (q, cached, *own.tensors(), cached.bits, cached.full_row_ptr)]
+    del q, cached, own
+    clear_cache()
+    gc.collect()
+    assert not any(x() is not None for x in alive)
+    assert not native._small
+
+
+def test_a_large_call_asks_the_cache_for_its_index() -> None:
+    """Otherwise an index that is in use would seem the least recently used one."""
+    q = torch.zeros(1, 4, 1024, 64)
+    sparse_attention(q, q, q, is_causal=True, backend="native")
+    hits = cache_info().hits
+    sparse_attention(q, q, q, is_causal=True, backend="native")
+    assert cache_info().hits == hits + 1
 
 
 # Processes of their own: instruction sets, no library, forks, one OpenMP runtime.

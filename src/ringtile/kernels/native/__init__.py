@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,13 +25,15 @@ from ringtile.kernels.contracts import (
 )
 from ringtile.kernels.native import lists as _lists  # noqa: F401  gives `layout` its compiled lists
 from ringtile.kernels.native import masses
-from ringtile.kernels.native.checks import DTYPES, check_call, check_groups, check_rows
+from ringtile.kernels.native.checks import DTYPES, check_groups, check_options, check_rows, check_tensors
 from ringtile.kernels.native.library import CallStructure, library, reason_against
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
 from ringtile.layout import BlockIndex
 from ringtile.layout.lists import check_lists
 from ringtile.layout.schedule import Order, derived, schedule_of
+
+T = TypeVar("T")
 
 _OPERATIONS_A_CALL = 2e10
 """Operations per thread and call, about a quarter of a second. Ctrl-C works between calls."""
@@ -38,6 +43,10 @@ _INDEX_FIELDS = (
     *("part_col_ptr", "part_row", "part_tile_t", "bits", "bits_t", "rows_any", "cols_any"),
 )
 _ROW_BLOCK = 128
+_TEMPLATES = 32
+"""Largest number of templates, for each index and of small calls, for example one per batch size."""
+_SMALL = 1e8
+"""Operations of a call that would notice the search for its index. A larger one keeps its index in the cache longer."""
 _SHARES_A_THREAD = 16
 """Threads share a row or column of more than 1 / 16 of one thread's work in the backward pass."""
 
@@ -50,7 +59,10 @@ def threads_of(operations: float) -> int:
 
 def _ranges(count: int, operations: float, threads: int) -> Iterator[tuple[int, int]]:
     """Cut ``count`` items into calls of bounded length."""
-    calls = min(max(count, 1), math.ceil(operations / (_OPERATIONS_A_CALL * threads)) or 1)
+    if operations <= _OPERATIONS_A_CALL * threads:
+        yield 0, count
+        return
+    calls = min(max(count, 1), math.ceil(operations / (_OPERATIONS_A_CALL * threads)))
     for number in range(calls):
         yield count * number // calls, count * (number + 1) // calls
 
@@ -86,6 +98,20 @@ class _Side(NamedTuple):
     """True if any list has more than one split."""
 
 
+class _Template(NamedTuple):
+    """What calls over one index have in common if their tensors have equal shapes, strides and dtypes."""
+
+    structure: CallStructure
+    """A call without its tensors. Calls run at once in several threads, so each fills in a copy."""
+    n_items: int
+    operations: float
+    accumulator: torch.dtype
+    in_place: bool
+    """True if the kernel reads the tensors where they are."""
+    out_stride: tuple[int, ...]
+    """The layout of `new_out`."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Lists:
     """Values that the kernel derives from an index."""
@@ -100,6 +126,7 @@ class _Lists:
     rows: _Side
     cols: _Side
     item_begin: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    templates: OrderedDict[Hashable, _Template] = field(default_factory=OrderedDict)
     shared_splits: dict[tuple[int, int, int, int, bool], Tensor] = field(default_factory=dict)
 
 
@@ -168,6 +195,81 @@ def _shared_splits(
     return found
 
 
+class _Known(NamedTuple):
+    """What small calls of one pattern, one start and equal tensors have in common."""
+
+    owner: ref[BlockIndex]
+    tensors: tuple[Tensor, ...]
+    """The tensors of the index."""
+    versions: list[int]
+    lists: _Lists
+    template: _Template
+
+
+_small: OrderedDict[Hashable, _Known] = OrderedDict()
+"""The newest small calls. An entry leaves with its index."""
+_lock = threading.Lock()
+
+
+def _known(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[BlockIndex, _Lists, _Template]:
+    """Return the index of a call, its lists and its template. Raise ValueError if the tensors do not match."""
+    with span(INDEX):
+        layout = (
+            *(q.shape, k.shape, v.shape),
+            *(q.stride(), k.stride(), v.stride()),
+            *(q.dtype, k.dtype, v.dtype, q.device),
+        )
+        key = (layout, call.pattern, call.start, call.block)
+        if call.pattern and (known := _small.get(key)):
+            index = known.owner()
+            if index is not None and known.versions == [x._version for x in known.tensors]:
+                return index, known.lists, known.template
+    check_tensors(q, k, v)
+    index = index_of(call, q, k)
+    with span(INDEX):
+        lists = derived(index, _lists_of)
+        template = lists.templates.get(layout)
+        if template is None:
+            template = _make_template(q, k, v, index, lists)
+            _add(lists.templates, layout, template)
+        if call.pattern and template.operations < _SMALL:
+            tensors = tuple(index.tensors())
+            watched = ref(index, lambda _: _small.pop(key, None))
+            _add(_small, key, _Known(watched, tensors, [x._version for x in tensors], lists, template))
+    return index, lists, template
+
+
+def _add(table: OrderedDict[Hashable, T], key: Hashable, value: T) -> None:
+    with _lock:
+        table[key] = value
+        if len(table) > _TEMPLATES:
+            table.popitem(last=False)
+
+
+def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _Lists) -> _Template:
+    check_groups(index, q)
+    c = CallStructure.from_buffer_copy(lists.structure)
+    c.dtype = DTYPES[q.dtype]
+    c.batch, c.heads, c.n_queries, c.head_dim = q.shape
+    c.kv_heads, c.n_keys, c.value_dim = v.shape[1:]
+    readable = [with_contiguous_rows(x) for x in (q, k, v)]
+    out = new_out(q, v.shape[3])
+    for name, x in (*zip("qkv", readable, strict=True), ("out", out)):
+        setattr(c, f"{name}_stride", x.stride()[:3])
+    items = _items(index, lists, q.shape[0], q.shape[1])
+    c.item_begin = items.data_ptr()
+    height, width = min(index.block, q.shape[2]), min(index.block, k.shape[2])
+    area = lists.tiles * height * width * q.shape[0] * q.shape[1]
+    return _Template(
+        structure=c,
+        n_items=int(items[-1]),
+        operations=2.0 * area * (q.shape[3] + v.shape[3]),
+        accumulator=accumulator(q),
+        in_place=all(x is y for x, y in zip((q, k, v), readable, strict=True)),
+        out_stride=out.stride(),
+    )
+
+
 def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> Tensor:
     """Return the first work item of each batch element and head, then the number of all items."""
     found = lists.item_begin.get((batch, heads))
@@ -182,37 +284,26 @@ class _Job:
     """One call's structure and the tensors that it points to."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-        check_call(q, k, v, call)
-        self.index = index_of(call, q, k)
-        check_groups(self.index, q)
-        with span(INDEX):
-            self.lists = derived(self.index, _lists_of)
+        self.index, self.lists, self.template = _known(q, k, v, call)
+        check_options(q, k, call)
         self.library = library()
-        self.accumulator = accumulator(q)
-        self.tensors: list[Tensor] = []
-        c = self.c = CallStructure.from_buffer_copy(self.lists.structure)
-        c.dtype, c.isa, c.start = DTYPES[q.dtype], self.library.choice.by_dtype[q.dtype].number, self.index.start
-        c.batch, c.heads, c.n_queries, c.head_dim = q.shape
-        c.kv_heads, c.n_keys, c.value_dim = v.shape[1:]
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            self.place(name, x)
-        self.items = _items(self.index, self.lists, q.shape[0], q.shape[1])
-        c.item_begin = self.items.data_ptr()
+        if not self.template.in_place:
+            q, k, v = (with_contiguous_rows(x) for x in (q, k, v))
+        self.tensors = [q, k, v]
+        c = self.c = CallStructure.from_buffer_copy(self.template.structure)
+        c.isa, c.start, c.scale = self.library.choice.by_dtype[q.dtype].number, self.index.start, call.scale
+        c.q, c.k, c.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if call.key_bits is not None:
             bits = self.keep(call.key_bits.contiguous())
             c.key_bits, c.key_words = bits.data_ptr(), bits.shape[1]
         if call.key_lengths is not None:
             c.key_lengths = self.keep(call.key_lengths.long().contiguous()).data_ptr()
-        c.scale = call.scale
         if call.seed is not None:
             c.seed, c.dropout_threshold = int(call.seed), dropout_threshold(call.dropout_p)
             for name, numbers in (("head_at", call.head_at), ("batch_at", call.batch_at)):
                 if numbers is not None:
                     setattr(c, name, self.keep(numbers.contiguous()).data_ptr())
-        height, width = min(self.index.block, q.shape[2]), min(self.index.block, k.shape[2])
-        area = self.lists.tiles * height * width * q.shape[0] * q.shape[1]
-        self.operations = 2.0 * area * (q.shape[3] + v.shape[3])
-        c.threads = threads_of(self.operations)
+        c.threads = threads_of(self.template.operations)
 
     def keep(self, x: Tensor) -> Tensor:
         """Keep a tensor alive during the call."""
@@ -244,7 +335,7 @@ class _Job:
         c.shared_splits, c.n_shared_splits = self.keep(splits).data_ptr(), len(splits)
         if len(splits):
             width = c.head_dim + (c.value_dim if columns else 0)
-            scratch = splits.new_empty(len(splits) * width * _ROW_BLOCK, dtype=self.accumulator)
+            scratch = splits.new_empty(len(splits) * width * _ROW_BLOCK, dtype=self.template.accumulator)
             c.scratch = self.keep(scratch).data_ptr()
         self.run(False, phase, len(splits) + items * places, operations)
         if len(splits):
@@ -265,21 +356,21 @@ class _Job:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` (float32, float64 for float64)."""
-    out = new_out(q, v.shape[-1])
-    lse = q.new_empty(q.shape[:3], dtype=accumulator(q))
-    if not lse.numel():
+    batch, heads, n_queries, _ = q.shape
+    if not batch * heads * n_queries:
         index_of(call, q, k)  # raises the same errors as a call with queries
-        return out, lse
+        return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
     job = _Job(q, k, v, call)
-    job.c.place("out", out)
-    job.c.lse = lse.data_ptr()
+    template = job.template
+    out = q.new_empty_strided((batch, heads, n_queries, v.shape[3]), template.out_stride)
+    lse = q.new_empty((batch, heads, n_queries), dtype=template.accumulator)
+    job.c.out, job.c.lse = out.data_ptr(), lse.data_ptr()
     if job.c.n_splits:
         size = q.shape[0] * q.shape[1] * job.c.n_splits * (v.shape[3] + 2) * _ROW_BLOCK
         job.c.scratch = job.keep(lse.new_empty(size)).data_ptr()
-    items = int(job.items[-1])
-    job.run(True, 0, items, job.operations)
+    job.run(True, 0, template.n_items, template.operations)
     if job.c.n_splits:
-        job.run(True, 1, items, 0)
+        job.run(True, 1, template.n_items, 0)
     return out, lse
 
 
@@ -301,24 +392,24 @@ def backward(
     heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     by_columns = backward_products(kv_heads, job.c.threads) == 5
     # Columns add to the gradients of queries, tile by tile. Everything else is written once.
-    q_grad = torch.zeros(q.shape, dtype=lse.dtype) if by_columns else torch.empty(q.shape, dtype=q.dtype)
-    k_grad, v_grad = (torch.empty(x.shape, dtype=x.dtype) for x in (k, v))
+    q_grad = lse.new_zeros(q.shape) if by_columns else q.new_empty(q.shape)
+    k_grad, v_grad = k.new_empty(k.shape), v.new_empty(v.shape)
     job.place("out", out)
     job.place("out_grad", out_grad)
     job.c.lse = job.keep(lse.contiguous()).data_ptr()
     if lse_grad is not None:
         job.c.lse_grad = job.keep(lse_grad.to(lse.dtype).contiguous()).data_ptr()
-    job.c.delta = job.keep(lse.new_empty((*lse.shape[:2], 2, lse.shape[2]))).data_ptr()
-    job.c.q_grad, job.c.k_grad, job.c.v_grad = (x.data_ptr() for x in (q_grad, k_grad, v_grad))
+    job.c.delta = job.keep(lse.new_empty(2 * lse.numel())).data_ptr()
+    job.c.q_grad, job.c.k_grad, job.c.v_grad = q_grad.data_ptr(), k_grad.data_ptr(), v_grad.data_ptr()
     job.run(False, 0, heads, 0)
     if by_columns:
         if job.c.n_row_buffers:
             buffers = lse.new_empty(heads * job.c.n_row_buffers * q.shape[3] * _ROW_BLOCK)
             job.c.row_buffers = job.keep(buffers).data_ptr()
-        job.run_columns(kv_heads, 2.5 * job.operations)
+        job.run_columns(kv_heads, 2.5 * job.template.operations)
     else:
-        job.run_lists(2, heads, job.index.n_rows, 1.5 * job.operations)
-        job.run_lists(3, kv_heads, job.index.n_cols, 2 * job.operations)
+        job.run_lists(2, heads, job.index.n_rows, 1.5 * job.template.operations)
+        job.run_lists(3, kv_heads, job.index.n_cols, 2 * job.template.operations)
     return q_grad.to(q.dtype), k_grad, v_grad
 
 

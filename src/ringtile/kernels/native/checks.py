@@ -12,36 +12,40 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 
 """Numbers of the dtypes in native/ringtile.h."""
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Raise ValueError if the tensors of a call do not match."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError if queries, keys and values do not match."""
     shapes = q.shape, k.shape, v.shape
     if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         dtypes = q.dtype, k.dtype, v.dtype
         raise ValueError(f"q, k, v: expected four dimensions and one dtype of {list(DTYPES)}, got {shapes}, {dtypes}")
-    (batch, heads, _, head_dim), (_, kv_heads, n_keys, _) = q.shape, k.shape
+    (batch, heads, _, head_dim), kv_heads = q.shape, k.shape[1]
     if (k.shape[0], k.shape[3]) != (batch, head_dim) or v.shape[:3] != k.shape[:3] or heads % max(kv_heads, 1):
         raise ValueError(f"q, k, v: expected [B, H, Nq, D], [B, Hkv, Nk, D] and [B, Hkv, Nk, Dv], got {shapes}")
+
+
+def check_options(q: Tensor, k: Tensor, call: Call) -> None:
+    """Raise ValueError if the optional tensors of a call do not match."""
     bits, lengths = call.key_bits, call.key_lengths
-    if bits is not None and (bits.shape != (batch, -(-n_keys // 32)) or bits.dtype != torch.int32):
-        raise ValueError(f"key_bits: expected int32 [{batch}, {-(-n_keys // 32)}], got {bits.dtype} {bits.shape}")
-    if lengths is not None and lengths.shape != (batch,):
-        raise ValueError(f"key_lengths: expected [{batch}], got {lengths.shape}")
-    for name, numbers, count in (("head_at", call.head_at, heads), ("batch_at", call.batch_at, batch)):
-        if numbers is not None and (numbers.shape != (count,) or numbers.dtype != torch.int64):
-            raise ValueError(f"{name}: expected int64 [{count}], got {numbers.dtype} {numbers.shape}")
+    if bits is not None and (bits.shape != (len(q), -(-k.shape[2] // 32)) or bits.dtype != torch.int32):
+        raise ValueError(f"key_bits: expected int32 [{len(q)}, {-(-k.shape[2] // 32)}], got {bits.dtype} {bits.shape}")
+    if lengths is not None and lengths.shape != (len(q),):
+        raise ValueError(f"key_lengths: expected [{len(q)}], got {lengths.shape}")
+    for name, numbers, of in (("head_at", call.head_at, 1), ("batch_at", call.batch_at, 0)):
+        if numbers is not None and (numbers.shape != (q.shape[of],) or numbers.dtype != torch.int64):
+            raise ValueError(f"{name}: expected int64 [{q.shape[of]}], got {numbers.dtype} {numbers.shape}")
 
 
 def check_rows(q: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, lse: Tensor, lse_grad: Tensor | None) -> None:
     """Raise ValueError if the rows of a backward pass do not match q and v."""
-    wide = accumulator(q)
+    wide, rows = accumulator(q), q.shape[:3]
     for name, x, dtype, shape in (
-        ("out", out, q.dtype, (*q.shape[:3], v.shape[-1])),
-        ("out_grad", out_grad, q.dtype, (*q.shape[:3], v.shape[-1])),
-        ("lse", lse, wide, q.shape[:3]),
-        ("lse_grad", lse if lse_grad is None else lse_grad.to(wide), wide, q.shape[:3]),
+        ("out", out, q.dtype, (*rows, v.shape[3])),
+        ("out_grad", out_grad, q.dtype, (*rows, v.shape[3])),
+        ("lse", lse, wide, rows),
+        ("lse_grad", lse_grad, None, rows),
     ):
-        if x.dtype != dtype or x.shape != shape:
-            raise ValueError(f"{name}: expected {dtype} {tuple(shape)}, got {x.dtype} {tuple(x.shape)}")
+        if x is not None and ((dtype and x.dtype != dtype) or x.shape != shape):
+            raise ValueError(f"{name}: expected {dtype or wide} {tuple(shape)}, got {x.dtype} {tuple(x.shape)}")
 
 
 def check_groups(index: BlockIndex, q: Tensor) -> None:

@@ -74,8 +74,7 @@ class CallStructure(ctypes.Structure):
     def place(self, name: str, x: Tensor) -> None:
         """Point a field at a tensor [B, H, N, D], with its strides."""
         setattr(self, name, x.data_ptr())
-        strides = getattr(self, f"{name}_stride")
-        strides[0], strides[1], strides[2] = x.stride()[:3]
+        setattr(self, f"{name}_stride", x.stride()[:3])
 
 
 class Library(NamedTuple):

@@ -1008,6 +1008,12 @@ def test_a_large_call_asks_the_cache_for_its_index() -> None:
     assert cache_info().hits == hits + 1
 
 
+def test_a_small_call_stays_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    if library().runtime:
+        assert [native.threads_of(operations) for operations in (0, 2.9e6, 7e6, 1e12)] == [1, 1, 2, 64]
+
+
 # Processes of their own: instruction sets, no library, forks, one OpenMP runtime.
 
 

@@ -37,7 +37,8 @@ T = TypeVar("T")
 
 _OPERATIONS_A_CALL = 2e10
 """Operations per thread and call, about a quarter of a second. Ctrl-C works between calls."""
-_OPERATIONS_A_THREAD = 1e6
+_OPERATIONS_A_THREAD = 3e6
+"""A thread with less work, about 20 microseconds, does not pay for its start and its end."""
 _INDEX_FIELDS = (
     *("group", "full_row_ptr", "full_col", "part_row_ptr", "part_col", "part_tile", "full_col_ptr", "full_row"),
     *("part_col_ptr", "part_row", "part_tile_t", "bits", "bits_t", "rows_any", "cols_any"),

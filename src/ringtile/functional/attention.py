@@ -46,6 +46,7 @@ class _Keywords(Keywords, total=False):
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DENSE, _CAUSAL = Dense(), Causal()
+_NOTHING = contextlib.nullcontext()
 _SDPA = F.scaled_dot_product_attention
 
 
@@ -61,30 +62,34 @@ def check_whole() -> None:
 
 def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Cast the tensors if autocast is on. Raise ValueError if they do not match."""
-    named = {"query": query, "key": key, "value": value}
-    for name, x in named.items():
-        if x.dim() != 4:
-            raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
-        if x.device != query.device:
-            raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
-        if x.device.type == "meta":
-            raise ValueError(f"{name}: expected a device that holds data, got {x.device=}")
-    if torch.is_autocast_enabled(query.device.type):
+    device = query.device
+    if not query.dim() == key.dim() == value.dim() == 4 or not device == key.device == value.device:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() != 4:
+                raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
+            if x.device != device:
+                raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
+    if device.type == "meta":
+        raise ValueError(f"query: expected a device that holds data, got {query.device=}")
+    if torch.is_autocast_enabled(device.type):
         # Like PyTorch, cast each tensor except float64. Different dtypes become one.
-        to = torch.get_autocast_dtype(query.device.type)
-        cast = (x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in named.values())
-        named = dict(zip(named, cast, strict=True))
-        query, key, value = named.values()
-    for name, x in named.items():
-        if x.dtype not in _DTYPES or x.dtype != query.dtype:
-            raise ValueError(f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}")
-    if query.shape[1] == 0 or query.shape[3] == 0:
+        to = torch.get_autocast_dtype(device.type)
+        query, key, value = (
+            x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value)
+        )
+    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dtype not in _DTYPES or x.dtype != query.dtype:
+                raise ValueError(
+                    f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}"
+                )
+    (batch, heads, _, head_dim), (key_batch, key_heads, n_keys, key_dim) = query.shape, key.shape
+    if heads == 0 or head_dim == 0:
         raise ValueError(f"query: expected at least one head and a head_dim of at least 1, got {query.shape=}")
-    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+    if key_batch != batch or key_dim != head_dim:
         raise ValueError(f"key: expected the query's batch and head_dim, got {key.shape=} with {query.shape=}")
-    if value.shape[:3] != key.shape[:3]:
+    if value.shape[:3] != (key_batch, key_heads, n_keys):
         raise ValueError(f"value: expected the key's batch, heads and length, got {value.shape=} with {key.shape=}")
-    heads, key_heads = query.shape[1], key.shape[1]
     if heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0):
         wanted = "a divisor of the query's heads" if enable_gqa else "the query's heads (or enable_gqa=True)"
         raise ValueError(f"key: expected {wanted}, got {key.shape=} with {query.shape=}, {enable_gqa=}")
@@ -204,7 +209,7 @@ def rule_of(pattern: Pattern | Tensor | BlockMask | None, is_causal: bool, start
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context that turns autocast off."""
     autocast = torch.is_autocast_enabled(x.device.type)
-    return torch.autocast(x.device.type, enabled=False) if autocast else contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if autocast else _NOTHING
 
 
 def make_call(

@@ -261,12 +261,16 @@ _OPTIONAL = ("key_bits", "key_lengths", "seed", "alibi_slopes", "head_at", "batc
 
 def _apart(call: Call) -> tuple[Any, ...]:
     """Return the call without tensors, then its tensors: autograd and torch.func must see each as an argument."""
+    if not call.tiles and all(getattr(call, name) is None for name in _OPTIONAL):
+        return (call,)
     absent: dict[str, Any] = dict.fromkeys(_OPTIONAL)
     return call._replace(tiles=(), **absent), *(getattr(call, name) for name in _OPTIONAL), *call.tiles
 
 
 def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
     """Return the call from the results of `_apart`."""
+    if not tensors:
+        return call
     count = len(_OPTIONAL)
     optional: dict[str, Any] = dict(zip(_OPTIONAL, tensors[:count], strict=True))
     return call._replace(tiles=[x for x in tensors[count:] if x is not None], **optional)

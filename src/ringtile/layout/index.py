@@ -364,15 +364,11 @@ class BlockIndex:
         """Rebuild an index from its `tensors`."""
         if len(tensors) != len(TENSOR_FIELDS):
             raise ValueError(f"tensors: expected {len(TENSOR_FIELDS)} of them, got {len(tensors)}")
-        named: dict[str, Any] = dict(zip(TENSOR_FIELDS, tensors, strict=True))
-        return cls(
-            **named,
-            block=block,
-            start=start,
-            n_queries=n_queries,
-            n_keys=n_keys,
-            envelopes=envelopes,
-        )
+        # Not the constructor of a frozen class: each call of an operator would wait for it.
+        index = object.__new__(cls)
+        vars(index).update(zip(TENSOR_FIELDS, tensors, strict=True))
+        vars(index).update(block=block, start=start, n_queries=n_queries, n_keys=n_keys, envelopes=envelopes)
+        return index
 
     @torch.inference_mode(False)
     def to(self, device: torch.device | str) -> BlockIndex:

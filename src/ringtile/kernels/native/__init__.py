@@ -126,7 +126,7 @@ class _Lists:
     """Kept tiles of a group, on average."""
     rows: _Side
     cols: _Side
-    item_begin: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    item_begin: dict[tuple[int, int], tuple[Tensor, int]] = field(default_factory=dict)
     templates: OrderedDict[Hashable, _Template] = field(default_factory=OrderedDict)
     shared_splits: dict[tuple[int, int, int, int, bool], Tensor] = field(default_factory=dict)
 
@@ -208,7 +208,9 @@ class _Known(NamedTuple):
 
 
 _small: OrderedDict[Hashable, _Known] = OrderedDict()
-"""The newest small calls. An entry leaves with its index."""
+"""The newest small calls that were met twice. An entry leaves with its index."""
+_met: OrderedDict[Hashable, None] = OrderedDict()
+"""The hashes of small calls that were met. The length of a decoded token is met once, unless there are layers."""
 _lock = threading.Lock()
 
 
@@ -234,9 +236,12 @@ def _known(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[BlockIndex, _Li
             template = _make_template(q, k, v, index, lists)
             _add(lists.templates, layout, template)
         if call.pattern and template.operations < _SMALL:
-            tensors = tuple(index.tensors())
-            watched = ref(index, lambda _: _small.pop(key, None))
-            _add(_small, key, _Known(watched, tensors, [x._version for x in tensors], lists, template))
+            if hash(key) not in _met:
+                _add(_met, hash(key), None)
+            else:
+                tensors = tuple(index.tensors())
+                watched = ref(index, lambda _: _small.pop(key, None))
+                _add(_small, key, _Known(watched, tensors, [x._version for x in tensors], lists, template))
     return index, lists, template
 
 
@@ -250,34 +255,29 @@ def _add(table: OrderedDict[Hashable, T], key: Hashable, value: T) -> None:
 def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _Lists) -> _Template:
     check_groups(index, q)
     c = CallStructure.from_buffer_copy(lists.structure)
-    c.dtype = DTYPES[q.dtype]
-    c.batch, c.heads, c.n_queries, c.head_dim = q.shape
-    c.kv_heads, c.n_keys, c.value_dim = v.shape[1:]
+    (batch, heads, n_queries, head_dim), (kv_heads, n_keys, value_dim) = q.shape, v.shape[1:]
+    c.dtype, c.batch, c.heads, c.n_queries, c.head_dim = DTYPES[q.dtype], batch, heads, n_queries, head_dim
+    c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
     readable = [with_contiguous_rows(x) for x in (q, k, v)]
-    out = new_out(q, v.shape[3])
-    for name, x in (*zip("qkv", readable, strict=True), ("out", out)):
-        setattr(c, f"{name}_stride", x.stride()[:3])
-    items = _items(index, lists, q.shape[0], q.shape[1])
+    c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
+    width = max(value_dim, 1)
+    out_stride = n_queries * heads * width, width, heads * width, 1
+    c.out_stride = out_stride[:3]
+    items, n_items = _items(index, lists, batch, heads)
     c.item_begin = items.data_ptr()
-    height, width = min(index.block, q.shape[2]), min(index.block, k.shape[2])
-    area = lists.tiles * height * width * q.shape[0] * q.shape[1]
-    return _Template(
-        structure=c,
-        n_items=int(items[-1]),
-        operations=2.0 * area * (q.shape[3] + v.shape[3]),
-        accumulator=accumulator(q),
-        in_place=all(x is y for x, y in zip((q, k, v), readable, strict=True)),
-        out_stride=out.stride(),
-    )
+    area = lists.tiles * min(index.block, n_queries) * min(index.block, n_keys) * batch * heads
+    in_place = readable[0] is q and readable[1] is k and readable[2] is v
+    return _Template(c, n_items, 2.0 * area * (head_dim + value_dim), accumulator(q), in_place, out_stride)
 
 
-def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> Tensor:
-    """Return the first work item of each batch element and head, then the number of all items."""
+def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> tuple[Tensor, int]:
+    """Return the first work item of each batch element and head, then the number of all items, also as an integer."""
     found = lists.item_begin.get((batch, heads))
     if found is None:
         counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
-        found = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        lists.item_begin[batch, heads] = found
+        begins = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        # If another thread was first, all point to its tensor: none of the others lives on.
+        found = lists.item_begin.setdefault((batch, heads), (begins, int(begins[-1])))
     return found
 
 

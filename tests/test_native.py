@@ -889,6 +889,7 @@ def small_calls() -> dict[str, Callable[[], Bits]]:
         "other strides": call(*wide),
         "one tensor of other strides": call(q, k, wide[2], out_grad),
         "rows with gaps": call(*gaps),
+        "rows without gaps": call(*(x.contiguous() for x in gaps)),
         "another dtype": call(*(x.double() for x in tensors)),
         "half precision": call(*(x.bfloat16() for x in tensors)),
         "another scale": call(*tensors, scale=0.7),
@@ -921,6 +922,7 @@ def test_a_template_serves_only_calls_of_its_layout() -> None:
         expected[name] = call()
     forget_templates()
     assert sum(torch.equal(x["out"], expected["plain"]["out"]) for x in expected.values()) == 2
+    assert_same_bits(expected["rows with gaps"], expected["rows without gaps"])
     order = [*calls, *calls, *reversed(calls), *random.Random(0).sample([*calls], len(calls))]
     for name in order:
         assert_same_bits(calls[name](), expected[name])
@@ -953,6 +955,33 @@ def test_bad_tensors_are_refused_after_good_ones() -> None:
         for changes in ({"key_bits": torch.zeros(1, 2, dtype=torch.int32)}, {"key_lengths": torch.zeros(2)}):
             with pytest.raises(ValueError, match="key_"):
                 torch.ops.ringtile.forward(q, k, v, *call._replace(**changes))
+
+
+def test_bad_arguments_are_refused_after_good_ones() -> None:
+    q, k, v, _ = make_inputs(1, 4, 26, head_dim=16, kv_heads=2, dtype=torch.float32)
+    good: dict[str, Any] = {"query": q, "key": k, "value": v, "start": 1, "enable_gqa": True, "is_causal": True}
+    bad: dict[str, Any] = {
+        "enable_gqa": False,
+        "start": True,
+        "scale": math.inf,
+        "softcap": -1.0,
+        "backend": "nobody",
+        "seed": 0.5,
+        "key_mask": torch.ones(1, 25, dtype=torch.bool),
+        "sinks": torch.ones(3),
+        "value": v.double(),
+        "key": k[..., :8],
+        "head_at": torch.ones(4),
+    }
+    for _ in range(3):
+        out = sparse_attention(**good)
+        for name, x in bad.items():
+            with pytest.raises(ValueError, match="value" if name == "value" else f"{name}|numbers"):
+                sparse_attention(**{**good, name: x})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sparse_attention(**good).dtype == torch.bfloat16
+    assert torch.equal(sparse_attention(**good), out)
+    assert not torch.equal(sparse_attention(**{**good, "is_causal": False}), out)
 
 
 @pytest.mark.usefixtures("many_threads")

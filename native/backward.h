@@ -11,18 +11,11 @@ template <class P> struct BackwardScratch {
     typedef typename P::Number T;
     T *sums, *totals, *products;  // sums of keys, then values, or of queries
 
-    static int64_t sums_size(const ringtile_call &c) { return (c.head_dim + c.value_dim) * MAX_BLOCK; }
-    static int64_t size(const ringtile_call &c) { return 2 * sums_size(c) + P::size(c); }
+    static int64_t size(const ringtile_call &c) { return 2 * column_numbers(c) + P::size(c); }
 
-    BackwardScratch(const ringtile_call &c, T *x) : sums(x), totals(x + sums_size(c)), products(totals + sums_size(c)) {}
+    BackwardScratch(const ringtile_call &c, T *x)
+        : sums(x), totals(x + column_numbers(c)), products(totals + column_numbers(c)) {}
 };
-
-template <class T> INLINE const T *delta_of(const ringtile_call &c, const Head &head) {
-    return (const T *)c.delta + 2 * head.number * c.n_queries;
-}
-template <class T> INLINE const T *lse2_of(const ringtile_call &c, const Head &head) {
-    return delta_of<T>(c, head) + c.n_queries;
-}
 
 // For each query of a head: rowsum(out_grad * out) - lse_grad, and lse in base 2, +inf for a query that keeps no keys.
 template <class E, class T> void delta_item(const ringtile_call &c, int64_t number) {
@@ -59,13 +52,6 @@ template <class T> INLINE void clear(T *sums, int64_t count) {
     for (int64_t i = 0; i < count; i++) sums[i] = 0;
 }
 
-// The same for the lanes of existing tokens in rows [d][lane]. No one reads the others.
-template <class T> INLINE void clear_lanes(T *sums, int64_t width, Tokens side) {
-    constexpr int L = Lanes<T>::count;
-    const int from = side.low / L * L, end = (side.high + L - 1) / L * L;
-    for (int64_t d = 0; d < width; d++) clear(sums + d * MAX_BLOCK + from, end - from);
-}
-
 // The memory in which a thread that goes through the columns sums the gradients of a row's queries. Splits after the
 // first have a buffer of their own, which is added to the total after their last tile.
 template <class T> struct RowSums {
@@ -94,13 +80,13 @@ void sum_column(const ringtile_call &c, const Head &head, int64_t col, Tiles &ti
     int64_t row, number;
     while (count-- > 0 && tiles.next(row, number)) {
         Tokens queries = row_tokens(c, row);
-        GradientTile<T, true> tile(c, head, random, queries, col_tokens(c, col), number,
-                                   lse2_of<T>(c, head) + queries.first, delta_of<T>(c, head) + queries.first);
+        GradientTile<T, P::KEY_LANES> tile(c, head, random, queries, col_tokens(c, col), number,
+                                           lse2_of<T>(c, head) + queries.first, delta_of<T>(c, head) + queries.first);
         RowSums<T> own = {};
         int64_t numbers = (queries.high - queries.low) * c.head_dim;
         T *grad = (T *)c.q_grad + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
         if (with_rows) own = row_sums<T>(c, grad, head, head.group * c.n_rows + row, col, numbers);
-        products.column_tile(tile, sums, sums + c.head_dim * MAX_BLOCK, own.at);
+        products.column_tile(tile, sums, sums + key_numbers(c), own.at);
         if (own.ends) add_up(own.total, own.at, numbers, false);
     }
 }
@@ -118,43 +104,32 @@ void sum_row(const ringtile_call &c, const Head &head, Tokens queries, Tiles &ti
         delta[lane] = inside ? delta_of<T>(c, head)[queries.first + lane] : T(0);
     }
     Dropout random = dropout_of(c, head);
-    clear_lanes(sums, c.head_dim, queries);
+    clear(sums, key_numbers(c));
     int64_t col, number;
     while (count-- > 0 && tiles.next(col, number))
         products.row_tile(GradientTile<T, false>(c, head, random, queries, col_tokens(c, col), number, lse2, delta), sums);
 }
 
-// Write sums [d][key] of keys, then of values, to the gradients of a column.
-template <class E, class T>
-void write_column(const ringtile_call &c, const Head &head, Tokens keys, const T *sums) {
-    int64_t at = (head.b * c.kv_heads + head.kv) * c.n_keys + keys.first;
-    T ones[MAX_BLOCK];
-    for (T &share : ones) share = 1;
-    transpose_out<E, T>(sums, c.head_dim, 0, keys.high, ones, (E *)c.k_grad + at * c.head_dim, c.head_dim);
-    transpose_out<E, T>(sums + c.head_dim * MAX_BLOCK, c.value_dim, 0, keys.high, ones,
-                        (E *)c.v_grad + at * c.value_dim, c.value_dim);
-}
-
 // Write sums [d][lane] to the gradients of a row's queries, zero for a query that keeps no keys.
-template <class E, class T>
-void write_queries(const ringtile_call &c, const Head &head, Tokens queries, const T *sums) {
+template <class P, class E>
+void write_queries(const ringtile_call &c, const Head &head, Tokens queries, const typename P::Number *sums) {
+    typedef typename P::Number T;
     E *grad = (E *)c.q_grad + (head.number * c.n_queries + queries.first) * c.head_dim;
     const T *lse2 = lse2_of<T>(c, head) + queries.first;
     T share[MAX_BLOCK] = {};
-    for (int lane = queries.low; lane < queries.high; lane++) share[lane] = lse2[lane] == infinity<T>() ? T(0) : T(1);
+    for (int lane = queries.low; lane < queries.high; lane++) share[lane] = lse2[lane] == infinity<T>() ? T(0) : P::query_factor(c);
     transpose_out<E, T>(sums, c.head_dim, queries.low, queries.high, share, grad, c.head_dim);
 }
 
 // The gradients of one column tile of a key head, summed over its query heads in their order: in one chain, or split by
 // split if the list of any of them is split.
 template <class P>
-void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, typename P::Number *memory, bool with_rows) {
-    BackwardScratch<P> to(c, memory);
-    P products(c, to.products);
-    int64_t ratio = c.heads / c.kv_heads, size = to.sums_size(c), begin = b * c.heads + kv * ratio;
+void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, BackwardScratch<P> &to, P &products,
+            bool with_rows) {
+    int64_t ratio = c.heads / c.kv_heads, size = column_numbers(c), begin = b * c.heads + kv * ratio;
     const Tokens keys = col_tokens(c, col);
     products.pack_column(Head(c, begin), keys, with_rows);
-    clear_lanes(to.sums, c.head_dim + c.value_dim, keys);
+    clear(to.sums, size);
     bool cut = false, first = true;
     for (int64_t number = begin; number < begin + ratio; number++)
         cut |= c.col_splits[Head(c, number).group * c.n_cols + col] > 1;
@@ -164,7 +139,7 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, typename
         Tiles tiles = col_tiles(c, slot);
         for (int64_t split = 0; split < splits; split++) {
             int64_t from = split_begin(tiles.length(), splits, split);
-            if (!first) clear_lanes(to.sums, c.head_dim + c.value_dim, keys);
+            if (!first) clear(to.sums, size);
             sum_column(c, head, col, tiles, split_begin(tiles.length(), splits, split + 1) - from, products, to.sums,
                        with_rows);
             if (!cut) continue;
@@ -172,13 +147,25 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, typename
             first = false;
         }
     }
-    write_column<typename P::Element>(c, Head(c, begin), keys, cut ? to.totals : to.sums);
+    P::write_column(c, Head(c, begin), keys, cut ? to.totals : to.sums);
 }
 
 // All columns of a key head (`item`), with the gradients of its queries: five products per tile instead of seven.
 template <class P> void head_item(const ringtile_call &c, int64_t item, typename P::Number *memory) {
+    typedef typename P::Number T;
+    BackwardScratch<P> to(c, memory);
+    P products(c, to.products);
     for (int64_t col = c.first_col; col < c.last_col; col++)
-        column<P>(c, item / c.kv_heads, item % c.kv_heads, col, memory, true);
+        column<P>(c, item / c.kv_heads, item % c.kv_heads, col, to, products, true);
+    if constexpr (P::COLLECTS) {
+        const int64_t ratio = c.heads / c.kv_heads;
+        for (int64_t at = 0; c.last_col == c.n_cols && at < ratio * c.n_rows; at++) {
+            const Head head(c, item * ratio + at / c.n_rows);
+            const Tokens queries = row_tokens(c, at % c.n_rows);
+            T *grad = (T *)c.q_grad + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
+            write_queries<P, T>(c, head, queries, products.collected(queries, grad));
+        }
+    }
 }
 
 // A split of a row or column (`item`) that several threads share.
@@ -213,34 +200,34 @@ INLINE Head column_head(const ringtile_call &c, int64_t item) {
 
 template <class P> void column_item(const ringtile_call &c, int64_t number, typename P::Number *memory) {
     int64_t item = number < c.n_shared_splits ? shared_split(c, number).item : number - c.n_shared_splits, col = item % c.n_cols;
+    if (number >= c.n_shared_splits && is_shared(c, item)) return;
+    BackwardScratch<P> to(c, memory);
+    P products(c, to.products);
     if (number >= c.n_shared_splits) {
         const Head head = column_head(c, item);
-        if (!is_shared(c, item)) column<P>(c, head.b, head.kv, col, memory, false);
-        return;
+        return column<P>(c, head.b, head.kv, col, to, products, false);
     }
     const SharedSplit &split = shared_split(c, number);
     const Head head(c, split.head);
-    BackwardScratch<P> to(c, memory);
-    P products(c, to.products);
     products.pack_column(head, col_tokens(c, col), false);
-    typename P::Number *sums = (typename P::Number *)c.scratch + number * to.sums_size(c);
-    clear(sums, to.sums_size(c));
+    typename P::Number *sums = (typename P::Number *)c.scratch + number * column_numbers(c);
+    clear(sums, column_numbers(c));
     Tiles tiles = col_tiles(c, head.group * c.n_cols + col);
     tiles.skip(split.first);
     sum_column(c, head, col, tiles, split.last - split.first, products, sums, false);
 }
 
 // Write the sum of a column's shared splits if `number` is the first of them.
-template <class E, class T> void fold_column(const ringtile_call &c, int64_t number) {
+template <class P> void fold_column(const ringtile_call &c, int64_t number) {
     int64_t item = shared_split(c, number).item;
-    if (const T *total = folded<T>(c, number, (c.head_dim + c.value_dim) * MAX_BLOCK))
-        write_column<E>(c, column_head(c, item), col_tokens(c, item % c.n_cols), total);
+    if (const auto *total = folded<typename P::Number>(c, number, column_numbers(c)))
+        P::write_column(c, column_head(c, item), col_tokens(c, item % c.n_cols), total);
 }
 
 // The gradients of one row tile of queries, or a shared split of them.
 template <class P> void row_item(const ringtile_call &c, int64_t number, typename P::Number *memory) {
     bool is_shared_split = number < c.n_shared_splits;
-    int64_t item = is_shared_split ? shared_split(c, number).item : number - c.n_shared_splits, size = c.head_dim * MAX_BLOCK;
+    int64_t item = is_shared_split ? shared_split(c, number).item : number - c.n_shared_splits, size = key_numbers(c);
     if (!is_shared_split && is_shared(c, item)) return;
     BackwardScratch<P> to(c, memory);
     P products(c, to.products);
@@ -260,14 +247,14 @@ template <class P> void row_item(const ringtile_call &c, int64_t number, typenam
         sum_row(c, head, queries, tiles, split_begin(tiles.length(), splits, split + 1) - from, products, to.sums);
         if (splits > 1) add_up(to.totals, to.sums, size, split == 0);
     }
-    write_queries<typename P::Element>(c, head, queries, splits > 1 ? to.totals : to.sums);
+    write_queries<P, typename P::Element>(c, head, queries, splits > 1 ? to.totals : to.sums);
 }
 
 // Write the sum of a row's shared splits if `number` is the first of them.
-template <class E, class T> void fold_row(const ringtile_call &c, int64_t number) {
+template <class P> void fold_row(const ringtile_call &c, int64_t number) {
     int64_t item = shared_split(c, number).item;
-    if (const T *total = folded<T>(c, number, c.head_dim * MAX_BLOCK))
-        write_queries<E>(c, Head(c, item / c.n_rows), row_tokens(c, item % c.n_rows), total);
+    if (const auto *total = folded<typename P::Number>(c, number, key_numbers(c)))
+        write_queries<P, typename P::Element>(c, Head(c, item / c.n_rows), row_tokens(c, item % c.n_rows), total);
 }
 
 }  // namespace ISA

@@ -467,7 +467,8 @@ static int compute_backward(problem *p) {
         return failed | ringtile_backward(c);
     }
     for (int columns = 0; columns < 2; columns++) {
-        const int64_t count = p->n_shared_splits[columns], width = c->head_dim + (columns ? c->value_dim : 0);
+        const int64_t count = p->n_shared_splits[columns];
+        const int64_t width = (c->head_dim + 15) / 16 * 16 + (columns ? (c->value_dim + 15) / 16 * 16 : 0);
         c->shared_splits = p->shared_splits[columns], c->n_shared_splits = count;
         c->scratch = allocate(count * width * 128, sizes[p->wide]);
         c->phase = 2 + columns;

@@ -1,11 +1,25 @@
 // The gradients of one tile. The matrix products of the backward pass are a policy too, a template parameter of
-// backward.h: a policy packs a column tile (keys in the lanes) or a row tile (queries in the lanes) once, then adds each
-// tile's gradients to sums [d][lane].
+// backward.h: a policy packs a column tile or a row tile once, then adds each tile's gradients to sums. Those of queries
+// are [d][lane] in the row tile's form. Of the sums of keys and values, and of the gradients of queries that columns add
+// to, the form is the policy's own. KEY_LANES: it wants a column's tiles with the keys in the lanes. COLLECTS: the
+// gradients of queries take their final form after the last column.
 #pragma once
 #include "decode.h"
 #include "dropout.h"
 
 namespace ISA {
+
+// The sums of a row's queries or of a column's keys, and of a column's keys and values, in numbers.
+INLINE int64_t key_numbers(const ringtile_call &c) { return whole_tiles(c.head_dim) * MAX_BLOCK; }
+INLINE int64_t column_numbers(const ringtile_call &c) { return key_numbers(c) + whole_tiles(c.value_dim) * MAX_BLOCK; }
+
+// By query of a head: what delta_item writes.
+template <class T> INLINE const T *delta_of(const ringtile_call &c, const Head &head) {
+    return (const T *)c.delta + 2 * head.number * c.n_queries;
+}
+template <class T> INLINE const T *lse2_of(const ringtile_call &c, const Head &head) {
+    return delta_of<T>(c, head) + c.n_queries;
+}
 
 // A tile of the backward pass. KEYS: keys are in the lanes and queries in the rows. Otherwise the other way around.
 template <class T, bool KEYS> struct GradientTile {
@@ -89,6 +103,7 @@ template <class E, class T> struct PlainGradients {
     typedef E Element;
     typedef T Number;
     typedef VectorUnit Unit;
+    static constexpr bool KEY_LANES = true, COLLECTS = false;
     static constexpr int L = Lanes<T>::count;
 
     const ringtile_call &c;
@@ -169,6 +184,19 @@ template <class E, class T> struct PlainGradients {
         bool masked = masked_keys(c, head.b, side, unused);
         if (with_rows || sizeof(E) != sizeof(T))
             copy_in(key_rows<E>(c, head, side), side.high, c.head_dim, width, masked ? unused : nullptr, keys);
+    }
+
+    // What is left to multiply gradients of queries by.
+    INLINE static T query_factor(const ringtile_call &) { return 1; }
+
+    // Write sums [d][key] of keys, then of values, to the gradients of a column.
+    static void write_column(const ringtile_call &c, const Head &head, Tokens keys, const T *sums) {
+        int64_t at = (head.b * c.kv_heads + head.kv) * c.n_keys + keys.first;
+        T ones[MAX_BLOCK];
+        for (T &share : ones) share = 1;
+        transpose_out<E, T>(sums, c.head_dim, 0, keys.high, ones, (E *)c.k_grad + at * c.head_dim, c.head_dim);
+        transpose_out<E, T>(sums + key_numbers(c), c.value_dim, 0, keys.high, ones, (E *)c.v_grad + at * c.value_dim,
+                            c.value_dim);
     }
 
     // Add to sums of keys and values, and to rows of the queries' gradients unless they are null.

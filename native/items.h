@@ -74,8 +74,8 @@ template <class P> int backward(const ringtile_call &call) {
         case 1: head_item<P>(c, item, memory); break;
         case 2: row_item<P>(c, item, memory); break;
         case 3: column_item<P>(c, item, memory); break;
-        case 4: fold_row<E, T>(c, item); break;
-        default: fold_column<E, T>(c, item); break;
+        case 4: fold_row<P>(c, item); break;
+        default: fold_column<P>(c, item); break;
         }
     });
 }

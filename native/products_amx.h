@@ -7,7 +7,8 @@
 
 namespace ISA {
 
-constexpr int TILE_BYTES = 4 * TILE_NUMBERS, TILE_KEYS = 32;  // the keys that a product adds up
+constexpr int TILE_BYTES = 4 * TILE_NUMBERS;
+constexpr int TILE_KEYS = 32, KEY_TILES = MAX_BLOCK / TILE_KEYS;  // the keys that a product adds up
 
 // Where the tiles of an operand are, in bytes: row after row, tile after tile across the product and along its sum.
 struct TilesAt {
@@ -112,6 +113,105 @@ INLINE __m512i load_numbers(const bfloat16 *x, int64_t count) {
     return _mm512_maskz_loadu_epi16(count >= 32 ? 0xffffffff : count > 0 ? (1u << count) - 1 : 0, x);
 }
 
+// True if tiles can read rows in place: whole ones of 32 dims, 16 of them. Each group of queries reads all again, and
+// rows that are a multiple of 512 bytes apart, as in tensors with tokens before heads, would share a few sets of the
+// first cache.
+INLINE bool in_place(Rows<bfloat16> rows, int64_t dims, int count) {
+    const bool spread = rows.step == dims || rows.step % 256 != 0;
+    return dims % 32 == 0 && count % TILE_SIDE == 0 && spread;
+}
+
+INLINE Rows<bfloat16> copy_rows(Rows<bfloat16> rows, int count, int64_t dims, bfloat16 *to) {
+    const int64_t width = (dims + 31) / 32 * 32;
+    for (int k = 0; k < (count + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE; k++)
+        for (int64_t d = 0; d < width; d += 32)
+            _mm512_store_si512(to + k * width + d,
+                               load_numbers(rows.row(k < count ? k : 0) + d, k < count ? dims - d : 0));
+    return {to, width};
+}
+
+// Tokens in the columns and pairs of dims along the sum: tiles [strip][32 dims] of the lanes [from, to), zeros in
+// those that are not inside. The first row is that of lane `low`.
+template <class F>
+INLINE void pack_lanes(Rows<bfloat16> rows, int low, int from, int to, int64_t dims, short flip, F inside, char *tile) {
+    for (int lane = from; lane < to; lane += TILE_SIDE)
+        for (int64_t d = 0; d < dims; d += 32, tile += TILE_BYTES) {
+            Vec<float> x[TILE_SIDE];
+            for (int i = 0; i < TILE_SIDE; i++) {
+                const bool alive = inside(lane + i);
+                const bfloat16 *at = rows.x + (alive ? (lane + i - low) * rows.step + d : 0);
+                x[i] = (Vec<float>)_mm512_xor_si512(load_numbers(at, alive ? dims - d : 0), _mm512_set1_epi16(flip));
+            }
+            transpose_square<float>(x);
+            for (int i = 0; i < TILE_SIDE; i++) store((float *)tile + i * TILE_SIDE, x[i]);
+        }
+}
+
+// 32 dims of 32 keys from rows, to one or two tiles.
+template <class F> INLINE void pack_square(float *tile, int64_t dims, F row) {
+    Vec<float> low[TILE_SIDE], high[TILE_SIDE];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_SIDE; i++) {
+        const __m512i a = row(2 * i), b = row(2 * i + 1);
+        low[i] = (Vec<float>)_mm512_maskz_unpacklo_epi16(~0u, a, b);
+        high[i] = (Vec<float>)_mm512_maskz_unpackhi_epi16(~0u, a, b);
+    }
+    transpose_square<float>(low);
+    transpose_square<float>(high);
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_SIDE; i++) {
+        // Interleaving within 128 bits has put dims 0-3, 8-11 and so on into `low`, the others into `high`.
+        const int d = i / 4 * 8 + i % 4;
+        float *to = tile + d / TILE_SIDE * KEY_TILES * TILE_NUMBERS + d % TILE_SIDE * TILE_SIDE;
+        if (d >= TILE_SIDE && dims <= TILE_SIDE) continue;
+        store(to, low[i]);
+        store(to + 4 * TILE_SIDE, high[i]);
+    }
+}
+
+// Dims in the rows and pairs of keys along the sum: tiles [16 dims][32 keys]. Keys past the last one and keys in
+// `unused` become zeros, because 0 * NaN would be NaN.
+INLINE void pack_transpose(Rows<bfloat16> rows, int count, int64_t dims, const uint32_t *unused, char *tiles) {
+    for (int k = 0; k < count; k += TILE_KEYS) {
+        uint32_t lives = count - k >= TILE_KEYS ? ~0u : (1u << (count - k)) - 1;
+        if (unused) lives &= ~unused[k / TILE_KEYS];
+        const Rows<bfloat16> block = {rows.row(k), rows.step};
+        for (int64_t d = 0; d < dims; d += 32) {
+            float *tile = (float *)(tiles + (d / TILE_SIDE * KEY_TILES + k / TILE_KEYS) * TILE_BYTES);
+            if (lives == ~0u && dims - d >= 32)
+                pack_square(tile, 32, [&](int i) INLINE_LAMBDA { return _mm512_loadu_si512(block.row(i) + d); });
+            else
+                pack_square(tile, dims - d, [&](int i) INLINE_LAMBDA {
+                    const bool alive = lives >> i & 1;
+                    return load_numbers(block.row(alive ? i : 0) + d, alive ? dims - d : 0);
+                });
+        }
+    }
+}
+
+// By key, the lanes that keep it: of the up to 32 lanes from `lane` on, those `inside`. And the keys that are kept.
+INLINE Reach keys_of_lanes(const Mask &mask, int lane, uint32_t inside, int count, uint32_t *kept) {
+    const __m512i key = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i row = _mm512_mullo_epi32(key, _mm512_set1_epi32(mask.words));
+    Reach found = {count, 0};
+    for (int k = 0; k < count; k += TILE_SIDE) {
+        __mmask16 lives = (__mmask16)((1u << min(TILE_SIDE, count - k)) - 1);
+        if (mask.unused) lives &= (__mmask16) ~(mask.unused[k >> 5] >> (k & 31));
+        __m512i words = _mm512_maskz_set1_epi32(lives, (int)inside);
+        if (mask.bits) {
+            const int32_t *bits = mask.bits + k * mask.words + (lane >> 5);
+            words = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lives, row, bits, 4);
+            words = (__m512i)((Unsigned)words >> (lane & 31) & inside);
+        }
+        _mm512_storeu_si512(kept + k, words);
+        const uint32_t any = _mm512_test_epi32_mask(words, words);
+        if (!any) continue;
+        if (found.first > k) found.first = k + __builtin_ctz(any);
+        found.last = k + 32 - __builtin_clz(any);
+    }
+    return found;
+}
+
 // The policy (see products.h): 16 * STRIPS queries are multiplied together. One strip keeps its queries in registers, so
 // their head dim is 64 at most. Two halve the loads of keys and values.
 template <int STRIPS> struct TileProducts {
@@ -119,7 +219,7 @@ template <int STRIPS> struct TileProducts {
     typedef float Number;
     typedef TileUnit Unit;
     static constexpr int KEY_STEP = TILE_SIDE, LANES = STRIPS * TILE_SIDE, LANE_STEP = LANES;
-    static constexpr int SCORE_ROW = 4 * LANES, WEIGHT_STEP = STRIPS * TILE_BYTES, KEY_TILES = MAX_BLOCK / TILE_KEYS;
+    static constexpr int SCORE_ROW = 4 * LANES, WEIGHT_STEP = STRIPS * TILE_BYTES;
 
     const ringtile_call &c;
     const int steps, value_tiles;  // of 32 head dims, and of 16 value dims
@@ -133,11 +233,11 @@ template <int STRIPS> struct TileProducts {
 
     static int64_t steps_of(const ringtile_call &c) { return (c.head_dim + 31) / 32; }
     static int64_t size(const ringtile_call &c) {
-        return (2 * 16 * steps_of(c) + Softmax<float>::whole_tiles(c.value_dim) / 2 + 16 * STRIPS) * MAX_BLOCK;
+        return (2 * 16 * steps_of(c) + whole_tiles(c.value_dim) / 2 + 16 * STRIPS) * MAX_BLOCK;
     }
 
     TileProducts(const ringtile_call &call, float *memory)
-        : c(call), steps((int)steps_of(c)), value_tiles((int)Softmax<float>::whole_tiles(c.value_dim) / TILE_SIDE),
+        : c(call), steps((int)steps_of(c)), value_tiles((int)whole_tiles(c.value_dim) / TILE_SIDE),
           keys(), keeps_all() {
         queries = (char *)memory;
         key_copy = (bfloat16 *)(memory + 16 * steps * MAX_BLOCK);
@@ -148,86 +248,17 @@ template <int STRIPS> struct TileProducts {
     INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, float sign) {
         Packing packing(c);
         const Rows<bfloat16> rows = query_rows<bfloat16>(c, head, tokens);
-        const __m512i flip = _mm512_set1_epi16(sign < 0 ? (short)0x8000 : 0);
-        char *tile = queries;
-        for (int lane = from; lane < to; lane += TILE_SIDE)
-            for (int step = 0; step < steps; step++, tile += TILE_BYTES) {
-                Vec<float> x[TILE_SIDE];
-                for (int i = 0; i < TILE_SIDE; i++) {
-                    const bool inside = sign != 0 && lane + i >= tokens.low && lane + i < tokens.high;
-                    const int64_t at = inside ? (lane + i - tokens.low) * rows.step + 32 * step : 0;
-                    const __m512i row = load_numbers(rows.x + at, inside ? c.head_dim - 32 * step : 0);
-                    x[i] = (Vec<float>)_mm512_xor_si512(row, flip);
-                }
-                transpose_square<float>(x);
-                for (int i = 0; i < TILE_SIDE; i++) store((float *)tile + i * TILE_SIDE, x[i]);
-            }
+        const auto inside = [&](int lane) INLINE_LAMBDA {
+            return sign != 0 && lane >= tokens.low && lane < tokens.high;
+        };
+        pack_lanes(rows, tokens.low, from, to, c.head_dim, sign < 0 ? (short)0x8000 : 0, inside, queries);
     }
 
     INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
         keys = key_rows<bfloat16>(c, head, tokens);
-        // A tile reads whole rows of 32 dims, 16 of them, and each group of queries reads all again. Rows that are a
-        // multiple of 512 bytes apart, as in tensors with tokens before heads, would share a few sets of the first cache.
-        const bool spread = keys.step == c.head_dim || keys.step % 256 != 0;
-        const bool in_place = c.head_dim % 32 == 0 && tokens.high % TILE_SIDE == 0 && spread;
         Packing packing(c);
-        if (!in_place) copy_keys(tokens.high);
-        pack_values(value_rows<bfloat16>(c, head, tokens), tokens.high, unused);
-    }
-
-    INLINE void copy_keys(int count) {
-        const int64_t width = 32 * steps;
-        for (int k = 0; k < (count + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE; k++)
-            for (int64_t d = 0; d < width; d += 32)
-                _mm512_store_si512(key_copy + k * width + d,
-                                   load_numbers(keys.row(k < count ? k : 0) + d, k < count ? c.head_dim - d : 0));
-        keys = {key_copy, width};
-    }
-
-    // Tiles of the transpose. Keys past the last one and keys in `unused` become zeros, because 0 * NaN would be NaN.
-    INLINE void pack_values(Rows<bfloat16> rows, int count, const uint32_t *unused) {
-        for (int k = 0; k < count; k += TILE_KEYS) {
-            uint32_t lives = count - k >= TILE_KEYS ? ~0u : (1u << (count - k)) - 1;
-            if (unused) lives &= ~unused[k / TILE_KEYS];
-            const Rows<bfloat16> block = {rows.row(k), rows.step};
-            for (int64_t d = 0; d < c.value_dim; d += 32) {
-                if (lives == ~0u && c.value_dim - d >= 32)
-                    pack_square(value_tile(d, k), 32, [&](int i) INLINE_LAMBDA {
-                        return _mm512_loadu_si512(block.row(i) + d);
-                    });
-                else
-                    pack_square(value_tile(d, k), c.value_dim - d, [&](int i) INLINE_LAMBDA {
-                        const bool alive = lives >> i & 1;
-                        return load_numbers(block.row(alive ? i : 0) + d, alive ? c.value_dim - d : 0);
-                    });
-            }
-        }
-    }
-
-    // 32 dims of 32 keys from rows, to one or two tiles.
-    template <class F> INLINE static void pack_square(float *tile, int64_t dims, F row) {
-        Vec<float> low[TILE_SIDE], high[TILE_SIDE];
-#pragma GCC unroll 16
-        for (int i = 0; i < TILE_SIDE; i++) {
-            const __m512i a = row(2 * i), b = row(2 * i + 1);
-            low[i] = (Vec<float>)_mm512_maskz_unpacklo_epi16(~0u, a, b);
-            high[i] = (Vec<float>)_mm512_maskz_unpackhi_epi16(~0u, a, b);
-        }
-        transpose_square<float>(low);
-        transpose_square<float>(high);
-#pragma GCC unroll 16
-        for (int i = 0; i < TILE_SIDE; i++) {
-            // Interleaving within 128 bits has put dims 0-3, 8-11 and so on into `low`, the others into `high`.
-            const int d = i / 4 * 8 + i % 4;
-            float *to = tile + d / TILE_SIDE * KEY_TILES * TILE_NUMBERS + d % TILE_SIDE * TILE_SIDE;
-            if (d >= TILE_SIDE && dims <= TILE_SIDE) continue;
-            store(to, low[i]);
-            store(to + 4 * TILE_SIDE, high[i]);
-        }
-    }
-    // The tile of a dim and a key, which are its first.
-    INLINE float *value_tile(int64_t d, int key) const {
-        return (float *)(values + (d / TILE_SIDE * KEY_TILES + key / TILE_KEYS) * TILE_BYTES);
+        if (!in_place(keys, c.head_dim, tokens.high)) keys = copy_rows(keys, tokens.high, c.head_dim, key_copy);
+        pack_transpose(value_rows<bfloat16>(c, head, tokens), tokens.high, c.value_dim, unused, values);
     }
 
     // The keys that a group of lanes needs, and by key the lanes that need it.
@@ -236,25 +267,7 @@ template <int STRIPS> struct TileProducts {
         if (keeps_all) return {0, keys.high};
         const int low = (int)max(0, queries.low - lane), high = (int)min(LANES, queries.high - lane);
         const uint32_t inside = (uint32_t)(((uint64_t)1 << high) - ((uint64_t)1 << low));
-        const __m512i key = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        const __m512i row = _mm512_mullo_epi32(key, _mm512_set1_epi32(mask.words));
-        Reach found = {keys.high, 0};
-        for (int k = 0; k < keys.high; k += TILE_SIDE) {
-            __mmask16 lives = (__mmask16)((1u << min(TILE_SIDE, keys.high - k)) - 1);
-            if (mask.unused) lives &= (__mmask16) ~(mask.unused[k >> 5] >> (k & 31));
-            __m512i words = _mm512_maskz_set1_epi32(lives, (int)inside);
-            if (mask.bits) {
-                const int32_t *bits = mask.bits + k * mask.words + (lane >> 5);
-                words = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lives, row, bits, 4);
-                words = (__m512i)((Unsigned)words >> (lane & 31) & inside);
-            }
-            _mm512_storeu_si512(kept + k, words);
-            const uint32_t any = _mm512_test_epi32_mask(words, words);
-            if (!any) continue;
-            if (found.first > k) found.first = k + __builtin_ctz(any);
-            found.last = k + 32 - __builtin_clz(any);
-        }
-        return found;
+        return keys_of_lanes(mask, lane, inside, keys.high, kept);
     }
 
     INLINE void scores(int vectors, int offset, int first, int count, float *scores) {

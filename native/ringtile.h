@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 3
+#define RINGTILE_ABI 4
 
 enum ringtile_dtype { RINGTILE_FLOAT32 = 0, RINGTILE_FLOAT64 = 1, RINGTILE_BFLOAT16 = 2, RINGTILE_FLOAT16 = 3 };
 
@@ -66,7 +66,7 @@ typedef struct ringtile_call {
     void *q_grad, *k_grad, *v_grad;
 
     // The work items of this call, and its columns if an item is a head. Scratch is for the splits of rows and, in the
-    // backward pass, of columns.
+    // backward pass, of columns: there each of shared_splits has 128 numbers per dim, dims rounded up to 16.
     int64_t first_item, last_item, first_col, last_col;
     void *scratch;
 

@@ -13,7 +13,6 @@ template <class T> struct Softmax {
     static int64_t size(const ringtile_call &c) { return (c.value_dim + 2) * MAX_BLOCK; }
     // With space for a policy that adds whole tiles of dims.
     static int64_t room(const ringtile_call &c) { return (whole_tiles(c.value_dim) + 2) * MAX_BLOCK; }
-    INLINE static int64_t whole_tiles(int64_t dims) { return (dims + 15) / 16 * 16; }
 
     INLINE Softmax(const ringtile_call &c, T *x)
         : value_dim(c.value_dim), highest(x), total(x + MAX_BLOCK), sums(x + 2 * MAX_BLOCK) {}

@@ -64,6 +64,9 @@ INLINE Tokens col_tokens(const ringtile_call &c, int64_t col) {
     return {col * c.block, 0, (int)min(c.block, c.n_keys - col * c.block), (c.col_at ? c.col_at[col] : col) * c.block};
 }
 
+// Dims in whole tiles of 16, for policies that add nothing smaller.
+INLINE int64_t whole_tiles(int64_t dims) { return (dims + 15) / 16 * 16; }
+
 // A query head of a batch element, its key head, and its group of tile lists.
 struct Head {
     int64_t number, b, h, kv, group;

@@ -58,6 +58,10 @@ def threads_of(operations: float) -> int:
     return max(1, min(available, int(operations / _OPERATIONS_A_THREAD)))
 
 
+def _whole_tiles(dims: int) -> int:
+    return math.ceil(dims / 16) * 16
+
+
 def _ranges(count: int, operations: float, threads: int) -> Iterator[tuple[int, int]]:
     """Cut ``count`` items into calls of bounded length."""
     if operations <= _OPERATIONS_A_CALL * threads:
@@ -335,7 +339,7 @@ class _Job:
         splits = _shared_splits(self.index, self.lists, c.batch, c.heads, items, c.threads, columns)
         c.shared_splits, c.n_shared_splits = self.keep(splits).data_ptr(), len(splits)
         if len(splits):
-            width = c.head_dim + (c.value_dim if columns else 0)
+            width = _whole_tiles(c.head_dim) + (_whole_tiles(c.value_dim) if columns else 0)
             scratch = splits.new_empty(len(splits) * width * _ROW_BLOCK, dtype=self.template.accumulator)
             c.scratch = self.keep(scratch).data_ptr()
         self.run(False, phase, len(splits) + items * places, operations)

@@ -17,6 +17,9 @@ struct FlushedDenormals {
 };
 
 #if !defined(AMX_EMULATED)
+// Two vectors to 32 bfloat16 numbers, those of `first` before the others: ties to even, denormal numbers to zero.
+INLINE __m512i narrowed(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+
 // The tiles of this thread, from their configuration to their release: a thread that kept them would make each change
 // of context slower, and other libraries would take them for their own.
 struct TileUnit {
@@ -82,6 +85,17 @@ INLINE Vec<float> without_denormals(Ints<float> x) {
 }
 INLINE Vec<float> flushed_fma(Vec<float> a, Vec<float> b, Vec<float> c) {
     return without_denormals((Ints<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
+}
+
+INLINE __m512i narrowed(__m512 first, __m512 second) {
+    const auto high_half = [](__m512 x) INLINE_LAMBDA {
+        typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
+        const Unsigned bits = (Unsigned)without_denormals((Ints<float>)x), odd = bits >> 16 & 1;
+        const Unsigned high = ((Vec<float>)x != (Vec<float>)x ? bits | 64 << 16 : bits + 0x7fff + odd) >> 16;
+        return _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)high);
+    };
+    const __m256i halves[2] = {high_half(first), high_half(second)};
+    return _mm512_loadu_si512(halves);
 }
 
 // Even and odd halves of pairs have a sum each, and C is added last.

@@ -70,7 +70,7 @@ static Features features() {
     found.avx512 = found.avx2 && (c1 & avx512_c1) == avx512_c1 && (b7 & avx512_b7) == avx512_b7 && (extended & lzcnt) &&
                    (saved & saves_512) == saves_512;
     found.bfloat16_dots = found.avx512 && (a71 & bfloat16_dots);
-    found.tiles = found.avx512 && (d7 & tiles) == tiles;
+    found.tiles = found.bfloat16_dots && (d7 & tiles) == tiles;
     found.saves_tiles = (saved & saves_tiles) == saves_tiles;
     return found;
 }

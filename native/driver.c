@@ -422,9 +422,23 @@ static void place(const void **field, int64_t *stride, const tensor *x) {
     memcpy(stride, x->stride, sizeof(x->stride));
 }
 
+static void make_gradients(problem *p, int by_columns) {
+    ringtile_call *c = &p->c;
+    const int64_t n_queries = c->batch * c->heads * c->n_queries, n_keys = c->batch * c->kv_heads * c->n_keys;
+    void **grads[] = {&c->q_grad, &c->k_grad, &c->v_grad};
+    const int64_t counts[] = {n_queries * c->head_dim, n_keys * c->head_dim, n_keys * c->value_dim};
+    p->by_columns = by_columns;
+    for (int i = 0; i < 3; i++) {
+        int grows = i == 0 && by_columns;
+        p->grad_counts[i] = counts[i], p->grad_types[i] = grows ? p->wide : c->dtype;
+        *grads[i] = allocate(counts[i], sizes[p->grad_types[i]]);
+        for (int64_t j = 0; j < counts[i]; j++) put(*grads[i], j, p->grad_types[i], grows ? 0 : NAN);
+    }
+}
+
 static void make_call(problem *p) {
     ringtile_call *c = &p->c;
-    const int64_t n_lse = c->batch * c->heads * c->n_queries, n_keys = c->batch * c->kv_heads * c->n_keys;
+    const int64_t n_lse = c->batch * c->heads * c->n_queries;
     place(&c->q, c->q_stride, &p->q), place(&c->k, c->k_stride, &p->k), place(&c->v, c->v_stride, &p->v);
     place((const void **)&c->out, c->out_stride, &p->out), place(&c->out_grad, c->out_grad_stride, &p->out_grad);
     c->lse = allocate(n_lse, sizes[p->wide]), c->delta = allocate(2 * n_lse, sizes[p->wide]);
@@ -433,15 +447,7 @@ static void make_call(problem *p) {
         for (int64_t i = 0; i < n_lse; i++) put(lse_grad, i, p->wide, normal());
         c->lse_grad = lse_grad;
     }
-    p->by_columns = (int)draw(2);
-    void **grads[] = {&c->q_grad, &c->k_grad, &c->v_grad};
-    const int64_t counts[] = {n_lse * c->head_dim, n_keys * c->head_dim, n_keys * c->value_dim};
-    for (int i = 0; i < 3; i++) {
-        int grows = i == 0 && p->by_columns;
-        p->grad_counts[i] = counts[i], p->grad_types[i] = grows ? p->wide : c->dtype;
-        *grads[i] = allocate(counts[i], sizes[p->grad_types[i]]);
-        for (int64_t j = 0; j < counts[i]; j++) put(*grads[i], j, p->grad_types[i], grows ? 0 : NAN);
-    }
+    make_gradients(p, (int)draw(2));
     c->times = draw(2) ? p->times : NULL;
 }
 
@@ -458,7 +464,7 @@ static int compute_forward(problem *p) {
 static int compute_backward(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t heads = c->batch * c->heads;
-    c->phase = 0, c->last_item = heads;
+    c->phase = 0, c->last_item = heads, c->first_col = 0;
     int failed = ringtile_backward(c);
     if (p->by_columns) {
         c->phase = 1, c->last_item = c->batch * c->kv_heads, c->last_col = c->n_cols / 2;
@@ -704,9 +710,15 @@ static int run(int isa, int number) {
     return failed;
 }
 
-// A number that depends on every bit of some bfloat16 outputs.
-static uint64_t output_bits(int isa) {
-    uint64_t hash = 0xcbf29ce484222325u;
+// A NaN is a NaN, whatever its payload.
+static void add_bits(uint64_t *hash, uint16_t bits) {
+    *hash = (*hash ^ ((bits & 0x7fff) > 0x7f80 ? 0x7fc0 : bits)) * 0x100000001b3u;
+}
+
+// Numbers that depend on every bit of some bfloat16 outputs, and of their gradients by rows and columns, then by columns.
+enum { OUTPUT_BITS, ROW_BITS, COLUMN_BITS, BIT_SUMS };
+static void sum_bits(int isa, uint64_t *hash) {
+    for (int i = 0; i < BIT_SUMS; i++) hash[i] = 0xcbf29ce484222325u;
     for (int number = 2; number < 96; number += 4) {
         problem p;
         seed(number, 0);
@@ -715,28 +727,43 @@ static uint64_t output_bits(int isa) {
         const ringtile_call *c = &p.c;
         for (int64_t row = 0; row < c->batch * c->heads * c->n_queries; row++) {
             int64_t a = row % c->n_queries, h = row / c->n_queries % c->heads, b = row / c->n_queries / c->heads;
-            for (int64_t d = 0; d < c->value_dim; d++) {
-                uint16_t bits = ((const uint16_t *)c->out)[place_of(&p.out, b, h, a) + d];
-                // A NaN is a NaN, whatever its payload.
-                hash = (hash ^ ((bits & 0x7fff) > 0x7f80 ? 0x7fc0 : bits)) * 0x100000001b3u;
-            }
+            for (int64_t d = 0; d < c->value_dim; d++)
+                add_bits(hash, ((const uint16_t *)c->out)[place_of(&p.out, b, h, a) + d]);
+            // The last bits of a logarithm are the C library's.
+            ((float *)c->lse)[row] = rintf(((float *)c->lse)[row] * 1024) / 1024;
+        }
+        for (int by_columns = 0; by_columns < 2; by_columns++) {
+            make_gradients(&p, by_columns);
+            compute_backward(&p);
+            const void *grads[] = {c->q_grad, c->k_grad, c->v_grad};
+            for (int i = 0; i < 3; i++)
+                for (int64_t at = 0; at < p.grad_counts[i]; at++) {
+                    uint16_t bits;
+                    put(&bits, 0, RINGTILE_BFLOAT16, get(grads[i], at, p.grad_types[i]));
+                    add_bits(hash + ROW_BITS + by_columns, bits);
+                }
         }
         while (n_allocations) free(allocations[--n_allocations]);
     }
-    return hash;
 }
 
 // The tiles of AMX and their emulation give these bits on any processor, and from any compiler that fuses products and
 // sums.
 static int wrong_bits(int isa) {
-    static const uint64_t recorded = 0x55f7e3ea630a04fb;
+    static const char *names[BIT_SUMS] = {"outputs", "gradients by rows", "gradients by columns"};
+    static const uint64_t recorded[BIT_SUMS] = {0x55f7e3ea630a04fb, 0x288f1c344fe972d4, 0x288f1c344fe972d4};
     const char *name = ringtile_isa_name(isa);
     if (strcmp(name, "amx") && strcmp(name, "amx_emulated")) return 0;
-    uint64_t found = output_bits(isa);
-    if (found == recorded) return 0;
-    printf("%s: the bits of outputs are %016llx, recorded %016llx\n", name, (unsigned long long)found,
-           (unsigned long long)recorded);
-    return 1;
+    uint64_t found[BIT_SUMS];
+    int failed = 0;
+    sum_bits(isa, found);
+    for (int i = 0; i < BIT_SUMS; i++) {
+        if (found[i] == recorded[i]) continue;
+        printf("%s: the bits of %s are %016llx, recorded %016llx\n", name, names[i], (unsigned long long)found[i],
+               (unsigned long long)recorded[i]);
+        failed++;
+    }
+    return failed;
 }
 
 // Return 0 if the runtime that RINGTILE_OPENMP names is in use, or if it names none.

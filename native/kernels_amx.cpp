@@ -1,5 +1,6 @@
 // The kernels of AMX, and of its emulation: bfloat16 by tiles, everything else as the set avx512 computes it.
 #include "amx.h"
+#include "gradients_amx.h"
 #include "items.h"
 #include "products_amx.h"
 
@@ -17,7 +18,9 @@ int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
     if (c->dtype != RINGTILE_BFLOAT16) return ringtile_forward_avx512(c);
     return c->head_dim <= 64 ? ISA::forward<ISA::TileProducts<1>>(*c) : ISA::forward<ISA::TileProducts<2>>(*c);
 }
-int NAME(ringtile_backward_, ISA)(const ringtile_call *c) { return ringtile_backward_avx512(c); }
+int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
+    return c->dtype == RINGTILE_BFLOAT16 ? ISA::backward<ISA::TileGradients>(*c) : ringtile_backward_avx512(c);
+}
 int NAME(ringtile_masses_, ISA)(const ringtile_call *c) { return ringtile_masses_avx512(c); }
 
 // Add A * B to C so many times, without leaving the registers.

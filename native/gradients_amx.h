@@ -1,0 +1,394 @@
+// The backward pass by tiles. Scores S^T and products dP^T of values and output gradients are [key][query], as scores are
+// in the forward pass. Then a column adds dV += P^T dO and dK += dS^T Q, whose sums are [key][dim], and both forms of the
+// pass add dQ^T += K^T dS^T, 32 keys after 32 keys, so they agree to the last bit. dS lacks the scale: it multiplies the
+// final gradients. Where a mask drops a pair, both P and dS are zero, and tokens that keep no pair are zeros in operands
+// along a sum, because 0 * NaN would be NaN.
+#pragma once
+#include "gradients.h"
+#include "products_amx.h"
+
+namespace ISA {
+
+// Two vectors of 16-bit numbers interleaved, in order.
+INLINE void interleave(__m512i even, __m512i odd, __m512i *pairs) {
+    // Within 128 bits first, which leaves quarters of the result in both halves.
+    const __m512i low = _mm512_maskz_unpacklo_epi16(~0u, even, odd), high = _mm512_maskz_unpackhi_epi16(~0u, even, odd);
+    pairs[0] = _mm512_permutex2var_epi64(low, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high);
+    pairs[1] = _mm512_permutex2var_epi64(low, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), high);
+}
+
+// Dims in the columns and pairs of tokens along the sum: tiles [32 lanes][16 dims], zeros in lanes without a token and in
+// those of `unused`.
+INLINE void pack_pairs(Rows<bfloat16> rows, Tokens side, const uint32_t *unused, int64_t dims, char *tiles) {
+    const int64_t row_bytes = whole_tiles(dims) / TILE_SIDE * TILE_BYTES;
+    for (int lane = side.low / 32 * 32; lane < side.high; lane += 2) {
+        const bfloat16 *row[2];
+        int64_t count[2];
+        for (int i = 0; i < 2; i++) {
+            const bool inside = lane + i >= side.low && lane + i < side.high && !bit(unused, lane + i);
+            row[i] = inside ? rows.row(lane + i - side.low) : rows.x;
+            count[i] = inside ? dims : 0;
+        }
+        char *to = tiles + lane / 32 * row_bytes + lane % 32 * 32;
+        for (int64_t d = 0; d < dims; d += 32, to += 2 * TILE_BYTES) {
+            __m512i pairs[2];
+            interleave(load_numbers(row[0] + min(d, count[0]), count[0] - d),
+                       load_numbers(row[1] + min(d, count[1]), count[1] - d), pairs);
+            _mm512_store_si512(to, pairs[0]);
+            if (d + TILE_SIDE < dims) _mm512_store_si512(to + TILE_BYTES, pairs[1]);
+        }
+        // The last of an even count of lanes, where 32 are needed.
+        if (lane + 2 >= side.high)
+            for (int rest = lane + 2; rest % 32; rest += 2)
+                for (int64_t at = 0; at < row_bytes; at += TILE_BYTES)
+                    _mm512_store_si512(tiles + lane / 32 * row_bytes + at + rest % 32 * 32, _mm512_setzero_si512());
+    }
+}
+
+// True if no token of a side that is not in `unused` holds a NaN or infinity.
+INLINE bool all_finite(Rows<bfloat16> rows, Tokens side, const uint32_t *unused, int64_t dims) {
+    __m512i top = _mm512_setzero_si512();
+    for (int lane = side.low; lane < side.high; lane++) {
+        if (bit(unused, lane)) continue;
+        const bfloat16 *row = rows.row(lane - side.low);
+        for (int64_t d = 0; d < dims; d += 32) {
+            const __m512i size = _mm512_and_si512(load_numbers(row + d, dims - d), _mm512_set1_epi16(0x7fff));
+            top = _mm512_maskz_max_epu16(~0u, top, size);
+        }
+    }
+    return !_mm512_cmpge_epu16_mask(top, _mm512_set1_epi16(0x7f80));
+}
+
+// A row tile in the forms that products read.
+struct PackedRow {
+    char *queries, *grads;            // tiles [strip][32 dims]
+    char *query_pairs, *grad_pairs;  // tiles [32 queries][16 dims], for columns only
+    float *lse2, *delta;              // by lane
+};
+
+// The policy (see gradients.h).
+struct TileGradients {
+    typedef bfloat16 Element;
+    typedef float Number;
+    typedef TileUnit Unit;
+    typedef GradientTile<float, false> Tile;
+    static constexpr bool KEY_LANES = false, COLLECTS = true;
+    // The queries that are multiplied together, and a square of weights of so many queries and keys.
+    static constexpr int LANES = 2 * TILE_SIDE, GROUPS = MAX_BLOCK / LANES;
+    static constexpr int64_t SQUARE_STEP = GROUPS * TILE_BYTES;
+
+    const ringtile_call &c;
+    const int steps, value_steps;        // of 32 dims
+    const int key_width, value_width;    // dims in tiles of 16
+    // Of 32 queries: scores, and products of values and output gradients [key][32]. Gradients of scores in pairs of keys,
+    // tiles [32 keys][strip]. Then of all queries: weights and gradients of scores, tiles [16 keys][32 queries].
+    float *scores, *products;
+    char *slope_pairs, *weights, *slopes;
+    bfloat16 *key_copy, *value_copy;
+    char *key_tiles, *used_key_tiles;  // of the transpose, [16 dims][32 keys]
+    float *query_sums;                 // [d][lane], where the gradients themselves are not in whole tiles
+    Rows<bfloat16> keys, values;
+    bool finite_keys;
+    // Row tiles that stay packed from column to column, and what each place holds. A column of more tiles than there are
+    // places uses one, because it would only replace what a later one needs.
+    static constexpr int MAX_PLACES = 64;
+    const int places;
+    int used_places;
+    char *packed_rows;
+    int64_t packed[MAX_PLACES];
+    bool finite[MAX_PLACES];
+    uint32_t kept[MAX_BLOCK];  // of 32 queries, those that keep each key
+
+    static int64_t steps_of(int64_t dims) { return (dims + 31) / 32; }
+    static int64_t row_size(const ringtile_call &c) {
+        return 16 * (steps_of(c.head_dim) + steps_of(c.value_dim)) + (whole_tiles(c.head_dim) + whole_tiles(c.value_dim)) / 2 + 2;
+    }
+    // Only a thread that goes through many columns meets a row again. What it keeps should be about as large as its caches.
+    static int64_t places_of(const ringtile_call &c) {
+        const int64_t most = min(MAX_PLACES, (9 << 19) / (row_size(c) * MAX_BLOCK * 4) + 1);
+        return c.phase == 1 ? min(most, c.heads / c.kv_heads * c.n_rows) : 1;
+    }
+    static int64_t size(const ringtile_call &c) {
+        return (2 * LANES + LANES / 2 + 2 * 64 + 16 * (steps_of(c.head_dim) + steps_of(c.value_dim)) +
+                2 * whole_tiles(c.head_dim) + places_of(c) * row_size(c)) * MAX_BLOCK;
+    }
+
+    TileGradients(const ringtile_call &call, float *memory)
+        : c(call), steps((int)steps_of(c.head_dim)), value_steps((int)steps_of(c.value_dim)),
+          key_width((int)whole_tiles(c.head_dim)), value_width((int)whole_tiles(c.value_dim)), keys(), values(),
+          finite_keys(), places((int)places_of(c)), used_places(1) {
+        const auto take = [&](int64_t count) { return (memory += count * MAX_BLOCK) - count * MAX_BLOCK; };
+        scores = take(LANES), products = take(LANES), slope_pairs = (char *)take(LANES / 2);
+        weights = (char *)take(64), slopes = (char *)take(64);
+        key_copy = (bfloat16 *)take(16 * steps), value_copy = (bfloat16 *)take(16 * value_steps);
+        key_tiles = (char *)take(key_width / 2), used_key_tiles = (char *)take(key_width / 2);
+        query_sums = take(key_width), packed_rows = (char *)take(0);
+        for (int64_t &number : packed) number = -1;
+    }
+
+    INLINE PackedRow row_at(int place) const {
+        char *x = packed_rows + place * row_size(c) * MAX_BLOCK * 4;
+        const auto take = [&](int64_t count) INLINE_LAMBDA { return (x += count * MAX_BLOCK * 4) - count * MAX_BLOCK * 4; };
+        PackedRow row;
+        row.queries = take(16 * steps), row.grads = take(16 * value_steps);
+        row.query_pairs = take(key_width / 2), row.grad_pairs = take(value_width / 2);
+        row.lse2 = (float *)take(1), row.delta = (float *)take(1);
+        return row;
+    }
+
+    INLINE void load_keys(const Head &head, Tokens side) {
+        keys = key_rows<bfloat16>(c, head, side), values = value_rows<bfloat16>(c, head, side);
+        if (!in_place(keys, c.head_dim, side.high)) keys = copy_rows(keys, side.high, c.head_dim, key_copy);
+        if (!in_place(values, c.value_dim, side.high)) values = copy_rows(values, side.high, c.value_dim, value_copy);
+    }
+
+    INLINE void pack_column(const Head &head, Tokens side, bool with_rows) {
+        Packing packing(c);
+        load_keys(head, side);
+        int64_t rows = 0, ratio = c.heads / c.kv_heads, begin = head.number / ratio * ratio;
+        for (int64_t number = begin; number < begin + ratio; number++)
+            rows += col_tiles(c, Head(c, number).group * c.n_cols + side.first / c.block).length();
+        used_places = rows <= places ? places : 1;
+        if (!with_rows) return;
+        uint32_t unused[MAX_WORDS];
+        masked_keys(c, head.b, side, unused);
+        finite_keys = all_finite(key_rows<bfloat16>(c, head, side), side, unused, c.head_dim);
+        pack_transpose(key_rows<bfloat16>(c, head, side), side.high, c.head_dim, unused, key_tiles);
+    }
+
+    // The queries of a row tile, without those in `unused`.
+    INLINE void pack_queries(const PackedRow &row, const Head &head, Tokens side, const uint32_t *unused, bool with_pairs) {
+        const Rows<bfloat16> q = query_rows<bfloat16>(c, head, side), grad = out_grad_rows<bfloat16>(c, head, side);
+        const int from = side.low / LANES * LANES, end = (side.high + LANES - 1) / LANES * LANES;
+        const auto inside = [&](int lane) INLINE_LAMBDA {
+            return lane >= side.low && lane < side.high && !bit(unused, lane);
+        };
+        pack_lanes(q, side.low, from, end, c.head_dim, 0, inside, row.queries + from / TILE_SIDE * steps * TILE_BYTES);
+        pack_lanes(grad, side.low, from, end, c.value_dim, 0, inside, row.grads + from / TILE_SIDE * value_steps * TILE_BYTES);
+        if (with_pairs) {
+            pack_pairs(q, side, unused, c.head_dim, row.query_pairs);
+            pack_pairs(grad, side, unused, c.value_dim, row.grad_pairs);
+        }
+        for (int lane = from; lane < end; lane++) {
+            row.lse2[lane] = inside(lane) ? lse2_of<float>(c, head)[side.first + lane] : infinity<float>();
+            row.delta[lane] = inside(lane) ? delta_of<float>(c, head)[side.first + lane] : 0;
+        }
+    }
+
+    // The queries that keep no key at all.
+    INLINE void lone_queries(const Head &head, Tokens side, uint32_t *unused) const {
+        for (int w = 0; w < MAX_WORDS; w++) unused[w] = 0;
+        for (int lane = side.low; lane < side.high; lane++)
+            unused[lane >> 5] |= (uint32_t)(lse2_of<float>(c, head)[side.first + lane] == infinity<float>()) << (lane & 31);
+    }
+
+    INLINE PackedRow packed_row(const Tile &tile) {
+        const Tokens side = tile.queries;
+        const int64_t number = tile.head.number * c.n_rows + (side.first + c.block) / c.block;
+        const int place = (int)(number % used_places);
+        const PackedRow row = row_at(place);
+        if (packed[place] == number && (finite[place] || !tile.any_queries)) return row;
+        Packing packing(c);
+        uint32_t unused[MAX_WORDS];
+        lone_queries(tile.head, side, unused);
+        packed[place] = number;
+        finite[place] = all_finite(query_rows<bfloat16>(c, tile.head, side), side, unused, c.head_dim) &&
+                        all_finite(out_grad_rows<bfloat16>(c, tile.head, side), side, unused, c.value_dim);
+        if (!finite[place] && tile.any_queries) packed[place] = -1;
+        pack_queries(row, tile.head, side, packed[place] < 0 ? tile.unused_queries : unused, true);
+        return row;
+    }
+
+    // Add to sums [key][dim] of keys and values, and to the gradients of queries [d][query] unless they are null.
+    INLINE void column_tile(const Tile &tile, float *key_sums, float *value_sums, float *query_grad) {
+        const Tokens side = tile.queries;
+        const int count = side.high - side.low;
+        const PackedRow row = packed_row(tile);
+        const char *own_keys = key_tiles;
+        if (query_grad && tile.any_keys && !finite_keys) {
+            Packing packing(c);
+            pack_transpose(key_rows<bfloat16>(c, tile.head, tile.keys), tile.keys.high, c.head_dim, tile.unused_keys,
+                           used_key_tiles);
+            own_keys = used_key_tiles;
+        }
+        const bool direct = side.low % LANES == 0 && side.high % TILE_SIDE == 0 && c.head_dim % TILE_SIDE == 0;
+        if (query_grad && !direct) (void)collected(side, query_grad);
+        uint32_t groups[MAX_BLOCK / TILE_KEYS] = {};  // those of the queries that need 32 keys
+        for (int lane = side.low / LANES * LANES; lane < side.high; lane += LANES) {
+            const Reach reach = query_grad ? slopes_of<true, true>(tile, row, lane) : slopes_of<true, false>(tile, row, lane);
+            if (reach.first >= reach.last) continue;
+            for (int key = reach.first; key < reach.last; key += TILE_KEYS) groups[key / TILE_KEYS] |= 1u << lane / LANES;
+            if (!query_grad) continue;
+            if (direct) add_to_queries(own_keys, reach, side.high - lane, query_grad + lane - side.low, count);
+            else add_to_queries(own_keys, reach, side.high - lane, query_sums + lane, MAX_BLOCK);
+        }
+        for (int block = 0; block < MAX_BLOCK / TILE_KEYS; block++) {
+            if (!groups[block]) continue;
+            const int first = __builtin_ctz(groups[block]), last = 32 - __builtin_clz(groups[block]);
+            for (int group = first; group < last; group++)
+                if (!(groups[block] >> group & 1)) clear_square(block, group);
+            const int rows = tile.keys.high > block * TILE_KEYS + TILE_SIDE ? 2 : 1;
+            add_to_keys(weights, row.grad_pairs, value_width, value_sums, block, rows, first, last - first);
+            add_to_keys(slopes, row.query_pairs, key_width, key_sums, block, rows, first, last - first);
+        }
+        for (int64_t d = 0; query_grad && !direct && d < c.head_dim; d++)
+            __builtin_memcpy(query_grad + d * count, query_sums + d * MAX_BLOCK + side.low, count * 4);
+    }
+
+    // Gradients of queries [d][query] as sums [d][lane].
+    INLINE const float *collected(Tokens side, const float *grad) {
+        const int count = side.high - side.low;
+        for (int64_t d = 0; d < c.head_dim; d++)
+            __builtin_memcpy(query_sums + d * MAX_BLOCK + side.low, grad + d * count, count * 4);
+        return query_sums;
+    }
+    INLINE static float query_factor(const ringtile_call &c) { return (float)c.scale; }
+
+    INLINE void pack_row(const Head &head, Tokens side) {
+        Packing packing(c);
+        uint32_t unused[MAX_WORDS];
+        lone_queries(head, side, unused);
+        pack_queries(row_at(0), head, side, unused, false);
+    }
+
+    INLINE void row_tile(const Tile &tile, float *sums) {
+        {
+            Packing packing(c);
+            load_keys(tile.head, tile.keys);
+            pack_transpose(key_rows<bfloat16>(c, tile.head, tile.keys), tile.keys.high, c.head_dim, tile.unused_keys, key_tiles);
+        }
+        for (int lane = tile.queries.low / LANES * LANES; lane < tile.queries.high; lane += LANES) {
+            const Reach reach = slopes_of<false, true>(tile, row_at(0), lane);
+            if (reach.first < reach.last) add_to_queries(key_tiles, reach, tile.queries.high - lane, sums + lane, MAX_BLOCK);
+        }
+    }
+
+    // Weights and gradients of scores of the 32 queries from `lane` on, for COLUMNS, for ROWS or both. Return the keys, in
+    // whole squares, or none.
+    template <bool COLUMNS, bool ROWS> INLINE Reach slopes_of(const Tile &tile, const PackedRow &row, int lane) {
+        const Tokens side = tile.queries;
+        const int n_keys = tile.keys.high;
+        const bool plain = !tile.bits && !tile.any_keys && !c.dropout_threshold && n_keys % TILE_KEYS == 0;
+        Reach reach = {0, n_keys};
+        if (!plain) {
+            const int low = (int)max(0, side.low - lane), high = (int)min(LANES, side.high - lane);
+            const uint32_t inside = (uint32_t)(((uint64_t)1 << high) - ((uint64_t)1 << low));
+            const Mask mask = {tile.bits, tile.words, tile.any_keys ? tile.unused_keys : nullptr};
+            reach = keys_of_lanes(mask, lane, inside, n_keys, kept);
+            if (reach.first >= reach.last) return reach;
+            for (int k = (n_keys + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE; k % TILE_KEYS; k++) kept[k] = 0;
+        }
+        const int first = reach.first / TILE_KEYS * TILE_KEYS, rows = (reach.last - first + TILE_SIDE - 1) / TILE_SIDE;
+        const int strip = lane / TILE_SIDE;
+        const bool both = side.high - lane > TILE_SIDE;
+        multiply(both, {(char *)keys.row(first), 2 * keys.step, TILE_SIDE * 2 * keys.step, 64},
+                 {row.queries + strip * steps * TILE_BYTES, 64, steps * TILE_BYTES, TILE_BYTES}, scores, rows, steps);
+        multiply(both, {(char *)values.row(first), 2 * values.step, TILE_SIDE * 2 * values.step, 64},
+                 {row.grads + strip * value_steps * TILE_BYTES, 64, value_steps * TILE_BYTES, TILE_BYTES}, products, rows,
+                 value_steps);
+        reach = {first, (reach.last + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS};
+        if (plain) weigh<false, COLUMNS, ROWS>(tile, row, lane, reach);
+        else weigh<true, COLUMNS, ROWS>(tile, row, lane, reach);
+        return reach;
+    }
+
+    // Products of 32 queries, or of 16 and zeros.
+    INLINE static void multiply(bool both, TilesAt a, TilesAt b, float *y, int rows, int count) {
+        const TilesAt to = {(char *)y, 4 * LANES, TILE_SIDE * 4 * LANES, 64};
+        if (both) return multiply_rows<2, false>(a, b, to, rows, count);
+        multiply_rows<1, false>(a, b, to, rows, count);
+        for (int k = 0; k < rows * TILE_SIDE; k++) _mm512_store_ps(y + k * LANES + TILE_SIDE, _mm512_setzero_ps());
+    }
+
+    template <bool MASKED, bool COLUMNS, bool ROWS>
+    void weigh(const Tile &tile, const PackedRow &row, int lane, Reach reach) {
+        const int group = lane / LANES;
+        const bool dropout = c.dropout_threshold;
+        const __m512 base = _mm512_set1_ps((float)(c.scale * 1.44269504088896340736));
+        const __m512 share = _mm512_set1_ps(dropout ? (float)(65536.0 / (65536 - c.dropout_threshold)) : 1);
+        __m512 lse2[2], delta[2];
+        for (int n = 0; n < 2; n++) {
+            lse2[n] = _mm512_load_ps(row.lse2 + lane + n * TILE_SIDE);
+            delta[n] = _mm512_load_ps(row.delta + lane + n * TILE_SIDE);
+        }
+        const float *score = scores, *product = products;
+        for (int key = reach.first; key < reach.last; key += 2) {
+            __m512i slope_row[2];
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                __m512 weight[2], slope[2];
+                const uint32_t keep = MASKED ? kept[key + i] : 0;
+                const uint32_t stays = MASKED && dropout ? tile.keep[key + i][group] : ~0u;
+#pragma GCC unroll 2
+                for (int n = 0; n < 2; n++, score += TILE_SIDE, product += TILE_SIDE) {
+                    const __m512 p = exp2_of_score(_mm512_fmsub_ps(_mm512_load_ps(score), base, lse2[n]));
+                    const __m512 g = _mm512_load_ps(product);
+                    weight[n] = p;
+                    if (MASKED) {
+                        const __mmask16 alive = (__mmask16)(keep >> n * TILE_SIDE), left = (__mmask16)(stays >> n * TILE_SIDE);
+                        weight[n] = _mm512_maskz_mul_ps(alive & left, p, share);
+                        slope[n] = _mm512_maskz_mul_ps(alive, p, _mm512_sub_ps(_mm512_maskz_mul_ps(left, g, share), delta[n]));
+                    } else {
+                        slope[n] = _mm512_mul_ps(p, _mm512_sub_ps(g, delta[n]));
+                    }
+                }
+                slope_row[i] = narrowed(slope[0], slope[1]);
+                if (!COLUMNS) continue;
+                const int64_t at = (key + i) / TILE_SIDE * SQUARE_STEP + group * TILE_BYTES + (key + i) % TILE_SIDE * 64;
+                _mm512_store_si512(weights + at, narrowed(weight[0], weight[1]));
+                _mm512_store_si512(slopes + at, slope_row[i]);
+            }
+            if (!ROWS) continue;
+            __m512i pairs[2];
+            interleave(slope_row[0], slope_row[1], pairs);
+            char *to = slope_pairs + key / TILE_KEYS * 2 * TILE_BYTES + key % TILE_KEYS * 32;
+            _mm512_store_si512(to, pairs[0]);
+            _mm512_store_si512(to + TILE_BYTES, pairs[1]);
+        }
+    }
+
+    INLINE void clear_square(int block, int group) {
+        for (int half = 0; half < 2; half++) {
+            const int64_t at = (2 * block + half) * SQUARE_STEP + group * TILE_BYTES;
+            __builtin_memset(weights + at, 0, TILE_BYTES);
+            __builtin_memset(slopes + at, 0, TILE_BYTES);
+        }
+    }
+
+    // Sums [d][query] += K^T dS^T, for up to 32 queries.
+    INLINE void add_to_queries(const char *tiles, Reach reach, int lanes, float *sums, int64_t step) {
+        const int block = reach.first / TILE_KEYS, count = (reach.last - reach.first) / TILE_KEYS;
+        const TilesAt a = {(char *)tiles + block * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES};
+        const TilesAt b = {slope_pairs + block * 2 * TILE_BYTES, 64, TILE_BYTES, 2 * TILE_BYTES};
+        const TilesAt to = {(char *)sums, 4 * step, TILE_SIDE * 4 * step, 64};
+        if (lanes > TILE_SIDE) multiply_rows<2, true>(a, b, to, key_width / TILE_SIDE, count);
+        else multiply_rows<1, true>(a, b, to, key_width / TILE_SIDE, count);
+    }
+
+    // Sums [key][dim] of the 32 keys of a block += weights or gradients of scores * packed pairs of queries.
+    INLINE static void add_to_keys(char *x, char *pairs, int width, float *sums, int block, int rows, int first, int count) {
+        const int64_t row_bytes = width / TILE_SIDE * TILE_BYTES;
+        const TilesAt a = {x + 2 * block * SQUARE_STEP + first * TILE_BYTES, 64, SQUARE_STEP, TILE_BYTES};
+        TilesAt b = {pairs + first * row_bytes, 64, TILE_BYTES, row_bytes};
+        TilesAt to = {(char *)(sums + block * TILE_KEYS * width), 4 * width, TILE_SIDE * 4 * width, 64};
+        for (; width >= 2 * TILE_SIDE; width -= 2 * TILE_SIDE, b.x += 2 * TILE_BYTES, to.x += 2 * 64)
+            multiply_rows<2, true>(a, b, to, rows, count);
+        if (width) multiply_rows<1, true>(a, b, to, rows, count);
+    }
+
+    static void write_column(const ringtile_call &c, const Head &head, Tokens side, const float *sums) {
+        const int64_t at = (head.b * c.kv_heads + head.kv) * c.n_keys + side.first;
+        write_keys(sums, side.high, c.head_dim, (float)c.scale, (bfloat16 *)c.k_grad + at * c.head_dim);
+        write_keys(sums + key_numbers(c), side.high, c.value_dim, 1, (bfloat16 *)c.v_grad + at * c.value_dim);
+    }
+    INLINE static void write_keys(const float *sums, int count, int64_t dims, float factor, bfloat16 *rows) {
+        for (int k = 0; k < count; k++, sums += whole_tiles(dims), rows += dims)
+            for (int64_t d = 0; d < dims; d += TILE_SIDE) {
+                bfloat16 numbers[TILE_SIDE];
+                store_narrow<bfloat16, float>(numbers, load(sums + d) * factor);
+                __builtin_memcpy(rows + d, numbers, 2 * min(TILE_SIDE, dims - d));
+            }
+    }
+};
+
+}  // namespace ISA

@@ -1265,6 +1265,67 @@ def test_tiles_are_as_exact_as_torchs(head_dim: int, size: int) -> None:
 
 
 @pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(("head_dim", "size"), [(40, 1), (64, 4), (128, 2)])
+def test_gradients_by_tiles_are_as_exact_as_torchs(head_dim: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(1, 1, 600, head_dim=head_dim, dtype=torch.float32)
+    q, k, v, out_grad = (x.bfloat16() for x in (inputs.q * size, *inputs[1:]))
+    _, theirs = torchs(q, k, v, out_grad)
+    expected = oracle(q, k, v, Dense(), grad_out=out_grad).grads
+    for products in (5, 7):
+        monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+        for name, mine in attend(q, k, v, Dense(), out_grad).grads.items():
+            assert relative_error(mine, expected[name]) < relative_error(theirs[name], expected[name]), name
+
+
+@pytest.mark.usefixtures("many_threads", "tiles")
+@pytest.mark.parametrize(
+    ("pattern", "block", "n_tokens", "head_dim", "kv_heads"),
+    [(Window(100, 3), 128, 450, 64, 2), (Dense(), 64, 230, 24, 1), (LONG, 16, 1083, 17, 1), (LONG, 32, 700, 32, 2)],
+    ids=["window", "full tiles", "long lists", "wider tiles"],
+)
+def test_both_routes_by_tiles_give_the_same_bits(
+    pattern: Pattern, block: int, n_tokens: int, head_dim: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Squares that a tile skips, rows that stay packed and rows that do not, and lists that threads share."""
+    monkeypatch.setattr(native, "_SHARES_A_THREAD", 4096)
+    index = build_index(pattern, n_tokens, start=19, num_heads=2, block=block)
+    inputs = make_inputs(1, 2, n_tokens, head_dim=head_dim, kv_heads=kv_heads, value_dim=40, dtype=torch.bfloat16)
+    options = {"key_mask": torch.rand(1, n_tokens) < 0.9, "dropout_p": 0.2, "seed": 3} if pattern is LONG else {}
+    problem = Problem(inputs, inputs, torch.randn(1, 2, n_tokens), index, options)
+    found = {}
+    for products, threads in ((5, 1), (7, 1), (7, 3)):
+        monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+        found[products, threads] = bits_of(problem, threads)
+        assert_same_bits(found[products, threads], found[5, 1])
+    expected = oracle(*inputs[:3], index, grad_out=inputs.grad_out, grad_lse=problem.lse_grad, **options)
+    for name, exact in expected.grads.items():
+        assert relative_error(found[5, 1][name], exact) < RELATIVE[torch.bfloat16], name
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("products", [5, 7], ids=["columns", "rows and columns"])
+def test_a_nan_reaches_no_gradient_of_a_tile_that_keeps_it_nowhere(
+    products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Query 5 keeps nothing of the first column of tiles, key 5 nothing of the first row, and others there do."""
+    monkeypatch.setattr(native, "backward_products", lambda *_: products)
+
+    def apart(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ((query != 5) | (key >= 32)) & ((key != 5) | (query >= 32))
+
+    q, k, v, out_grad = make_inputs(1, 1, 96, head_dim=32, dtype=torch.bfloat16)
+    index = build_index(Elements(apart), 96, block=32)
+    for place in range(4):
+        inputs = [q, k, v, out_grad]
+        inputs[place] = inputs[place].clone()
+        inputs[place][0, 0, 5, 7] = math.nan
+        grads = attend(*inputs[:3], index, inputs[3]).grads
+        for name in "kv" if place in (0, 3) else "q":
+            assert grads[name][0, 0, :32].isfinite().all(), (place, name)
+            assert grads[name][0, 0, 32:].isnan().any(), (place, name)
+
+
+@pytest.mark.usefixtures("tiles")
 def test_the_largest_weight_is_one() -> None:
     """Weights that no rounding touches: the sum, which is exact, must agree with those that multiply values."""
     q, k, v, _ = make_inputs(1, 1, 90, 90, head_dim=32, dtype=torch.bfloat16)

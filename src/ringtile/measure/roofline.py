@@ -55,7 +55,7 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
         causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
         pairs = case.n_tokens * (case.n_tokens + 1) // 2 if causal else case.queries * case.n_tokens
         pairs *= case.batch * case.heads
-        return _passes(case, direction, pairs, [(5, pairs)], _products(case.dtype))
+        return _passes(case, direction, pairs, [(5, pairs)], (_products(case.dtype),) * 2)
     return []
 
 
@@ -64,12 +64,15 @@ def _native(case: Case, direction: str) -> list[Work]:
     by_rows, by_columns = (_reached(case, index, bits) for bits in (index.bits_t, index.bits))
     threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
     isa = _isa(case).name
+    by_tiles = isa == "amx" and case.dtype == torch.bfloat16
     # Odd head dims have no pairs of numbers. Tiles pad them with zeros.
-    paired = case.dtype == torch.bfloat16 and (isa == "amx" or (isa == "avx512_bf16" and case.head_dim % 2 == 0))
+    paired = by_tiles or (isa == "avx512_bf16" and case.dtype == torch.bfloat16 and case.head_dim % 2 == 0)
+    if by_tiles:
+        by_columns = by_rows  # queries are in the lanes there too
     products = backward_products(case.batch * case.key_heads, threads)
     graded = [(5, by_columns)] if products == 5 else [(4, by_columns), (3, by_rows)]
-    rate = "dot_bfloat16" if paired else _products(case.dtype)
-    return _passes(case, direction, by_rows, graded, rate, keys=_keys_read(case, index))
+    forward, backward = ("dot_bfloat16" if dots else _products(case.dtype) for dots in (paired, by_tiles))
+    return _passes(case, direction, by_rows, graded, (forward, backward), keys=_keys_read(case, index))
 
 
 def _isa(case: Case) -> InstructionSet:
@@ -110,22 +113,22 @@ def _passes(
     direction: str,
     pairs: int,
     graded: Sequence[tuple[int, int]],
-    forward_rate: str,
+    rates: tuple[str, str],
     *,
     keys: int | None = None,
 ) -> list[Work]:
-    """Return a forward pass of two matmuls and, to train, a backward pass of these (matmuls, pairs)."""
+    """Return a forward pass of two matmuls and, to train, a backward pass of these (matmuls, pairs), at these rates."""
     softmax = "exp_float64" if case.dtype == torch.float64 else "exp_float32"
     each = 2.0 * case.head_dim
     size = case.head_dim * case.dtype.itemsize
     keys = case.batch * case.key_heads * case.n_tokens if keys is None else keys
     queries, keys = size * case.batch * case.heads * case.queries, size * keys
-    forward = Work(2 * each * pairs, pairs, 2 * queries + 2 * keys, forward_rate, softmax)
+    forward = Work(2 * each * pairs, pairs, 2 * queries + 2 * keys, rates[0], softmax)
     if direction == FORWARD:
         return [forward]
     # It reads q, out, its gradient, k and v, and writes three gradients.
     operations, exponentials = sum(each * count * of for count, of in graded), sum(of for _, of in graded)
-    return [forward, Work(operations, exponentials, 4 * queries + 4 * keys, _products(case.dtype), softmax)]
+    return [forward, Work(operations, exponentials, 4 * queries + 4 * keys, rates[1], softmax)]
 
 
 def limit_ms(passes: Sequence[Work], rates: Mapping[str, float]) -> float | None:

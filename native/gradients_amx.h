@@ -312,10 +312,12 @@ struct TileGradients {
             delta[n] = _mm512_load_ps(row.delta + lane + n * TILE_SIDE);
         }
         const float *score = scores, *product = products;
-        for (int key = reach.first; key < reach.last; key += 2) {
+        char *const to_weights = weights + group * TILE_BYTES, *const to_slopes = slopes + group * TILE_BYTES;
+        char *const to_pairs = slope_pairs;
+        for (uint32_t key = (uint32_t)reach.first; key < (uint32_t)reach.last; key += 2) {
             __m512i slope_row[2];
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; i++) {
+            for (uint32_t i = 0; i < 2; i++) {
                 __m512 weight[2], slope[2];
                 const uint32_t keep = MASKED ? kept[key + i] : 0;
                 const uint32_t stays = MASKED && dropout ? tile.keep[key + i][group] : ~0u;
@@ -334,14 +336,14 @@ struct TileGradients {
                 }
                 slope_row[i] = narrowed(slope[0], slope[1]);
                 if (!COLUMNS) continue;
-                const int64_t at = (key + i) / TILE_SIDE * SQUARE_STEP + group * TILE_BYTES + (key + i) % TILE_SIDE * 64;
-                _mm512_store_si512(weights + at, narrowed(weight[0], weight[1]));
-                _mm512_store_si512(slopes + at, slope_row[i]);
+                const int64_t at = (key + i) / TILE_SIDE * SQUARE_STEP + (key + i) % TILE_SIDE * 64;
+                _mm512_store_si512(to_weights + at, narrowed(weight[0], weight[1]));
+                _mm512_store_si512(to_slopes + at, slope_row[i]);
             }
             if (!ROWS) continue;
             __m512i pairs[2];
             interleave(slope_row[0], slope_row[1], pairs);
-            char *to = slope_pairs + key / TILE_KEYS * 2 * TILE_BYTES + key % TILE_KEYS * 32;
+            char *const to = to_pairs + key / TILE_KEYS * 2 * TILE_BYTES + key % TILE_KEYS * 32;
             _mm512_store_si512(to, pairs[0]);
             _mm512_store_si512(to + TILE_BYTES, pairs[1]);
         }

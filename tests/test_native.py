@@ -1277,11 +1277,22 @@ def test_gradients_by_tiles_are_as_exact_as_torchs(head_dim: int, size: int, mon
             assert relative_error(mine, expected[name]) < relative_error(theirs[name], expected[name]), name
 
 
+def squares(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Every other square of 32 x 32, which ones depends on the tile."""
+    return (query // 32 + key // 32 + query // 128) % 2 == 0
+
+
 @pytest.mark.usefixtures("many_threads", "tiles")
 @pytest.mark.parametrize(
     ("pattern", "block", "n_tokens", "head_dim", "kv_heads"),
-    [(Window(100, 3), 128, 450, 64, 2), (Dense(), 64, 230, 24, 1), (LONG, 16, 1083, 17, 1), (LONG, 32, 700, 32, 2)],
-    ids=["window", "full tiles", "long lists", "wider tiles"],
+    [
+        (Window(100, 3), 128, 450, 64, 2),
+        (Elements(squares), 128, 300, 32, 2),
+        (Dense(), 64, 230, 24, 1),
+        (LONG, 16, 1083, 17, 1),
+        (LONG, 32, 700, 32, 2),
+    ],
+    ids=["window", "squares", "full tiles", "long lists", "wider tiles"],
 )
 def test_both_routes_by_tiles_give_the_same_bits(
     pattern: Pattern, block: int, n_tokens: int, head_dim: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch

@@ -48,10 +48,6 @@ template <class T> INLINE void add_up(T *total, const T *sums, int64_t count, bo
     for (int64_t i = 0; i < count; i++) total[i] = first ? sums[i] : total[i] + sums[i];
 }
 
-template <class T> INLINE void clear(T *sums, int64_t count) {
-    for (int64_t i = 0; i < count; i++) sums[i] = 0;
-}
-
 // The memory in which a thread that goes through the columns sums the gradients of a row's queries. Splits after the
 // first have a buffer of their own, which is added to the total after their last tile.
 template <class T> struct RowSums {
@@ -104,7 +100,7 @@ void sum_row(const ringtile_call &c, const Head &head, Tokens queries, Tiles &ti
         delta[lane] = inside ? delta_of<T>(c, head)[queries.first + lane] : T(0);
     }
     Dropout random = dropout_of(c, head);
-    clear(sums, key_numbers(c));
+    clear_lanes(sums, c.head_dim, queries);
     int64_t col, number;
     while (count-- > 0 && tiles.next(col, number))
         products.row_tile(GradientTile<T, false>(c, head, random, queries, col_tokens(c, col), number, lse2, delta), sums);
@@ -117,7 +113,8 @@ void write_queries(const ringtile_call &c, const Head &head, Tokens queries, con
     E *grad = (E *)c.q_grad + (head.number * c.n_queries + queries.first) * c.head_dim;
     const T *lse2 = lse2_of<T>(c, head) + queries.first;
     T share[MAX_BLOCK] = {};
-    for (int lane = queries.low; lane < queries.high; lane++) share[lane] = lse2[lane] == infinity<T>() ? T(0) : P::query_factor(c);
+    for (int lane = queries.low; lane < queries.high; lane++)
+        share[lane] = lse2[lane] == infinity<T>() ? T(0) : P::query_factor(c);
     transpose_out<E, T>(sums, c.head_dim, queries.low, queries.high, share, grad, c.head_dim);
 }
 
@@ -129,7 +126,7 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, Backward
     int64_t ratio = c.heads / c.kv_heads, size = column_numbers(c), begin = b * c.heads + kv * ratio;
     const Tokens keys = col_tokens(c, col);
     products.pack_column(Head(c, begin), keys, with_rows);
-    clear(to.sums, size);
+    P::clear_column(c, keys, to.sums);
     bool cut = false, first = true;
     for (int64_t number = begin; number < begin + ratio; number++)
         cut |= c.col_splits[Head(c, number).group * c.n_cols + col] > 1;
@@ -139,7 +136,7 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, Backward
         Tiles tiles = col_tiles(c, slot);
         for (int64_t split = 0; split < splits; split++) {
             int64_t from = split_begin(tiles.length(), splits, split);
-            if (!first) clear(to.sums, size);
+            if (!first) P::clear_column(c, keys, to.sums);
             sum_column(c, head, col, tiles, split_begin(tiles.length(), splits, split + 1) - from, products, to.sums,
                        with_rows);
             if (!cut) continue;

@@ -1,8 +1,8 @@
 // The gradients of one tile. The matrix products of the backward pass are a policy too, a template parameter of
-// backward.h: a policy packs a column tile or a row tile once, then adds each tile's gradients to sums. Those of queries
-// are [d][lane] in the row tile's form. Of the sums of keys and values, and of the gradients of queries that columns add
-// to, the form is the policy's own. KEY_LANES: it wants a column's tiles with the keys in the lanes. COLLECTS: the
-// gradients of queries take their final form after the last column.
+// backward.h: a policy packs a column tile or a row tile once, then adds each tile's gradients to sums. Rows sum the
+// gradients of queries as [d][lane]. Of the sums of keys and values, and of the gradients of queries that columns add to,
+// the form is the policy's own. KEY_LANES: it wants a column's tiles with the keys in the lanes. COLLECTS: the gradients
+// of queries take their final form after the last column.
 #pragma once
 #include "decode.h"
 #include "dropout.h"
@@ -19,6 +19,17 @@ template <class T> INLINE const T *delta_of(const ringtile_call &c, const Head &
 }
 template <class T> INLINE const T *lse2_of(const ringtile_call &c, const Head &head) {
     return delta_of<T>(c, head) + c.n_queries;
+}
+
+template <class T> INLINE void clear(T *sums, int64_t count) {
+    for (int64_t i = 0; i < count; i++) sums[i] = 0;
+}
+
+// The same for the lanes of existing tokens in rows [d][lane]. No one reads the others.
+template <class T> INLINE void clear_lanes(T *sums, int64_t width, Tokens side) {
+    constexpr int L = Lanes<T>::count;
+    const int from = side.low / L * L, end = (side.high + L - 1) / L * L;
+    for (int64_t d = 0; d < width; d++) clear(sums + d * MAX_BLOCK + from, end - from);
 }
 
 // A tile of the backward pass. KEYS: keys are in the lanes and queries in the rows. Otherwise the other way around.
@@ -188,6 +199,11 @@ template <class E, class T> struct PlainGradients {
 
     // What is left to multiply gradients of queries by.
     INLINE static T query_factor(const ringtile_call &) { return 1; }
+
+    INLINE static void clear_column(const ringtile_call &c, Tokens keys, T *sums) {
+        clear_lanes(sums, c.head_dim, keys);
+        clear_lanes(sums + key_numbers(c), c.value_dim, keys);
+    }
 
     // Write sums [d][key] of keys, then of values, to the gradients of a column.
     static void write_column(const ringtile_call &c, const Head &head, Tokens keys, const T *sums) {

@@ -1,8 +1,8 @@
-// The backward pass by tiles. Scores S^T and products dP^T of values and output gradients are [key][query], as scores are
-// in the forward pass. Then a column adds dV += P^T dO and dK += dS^T Q, whose sums are [key][dim], and both forms of the
-// pass add dQ^T += K^T dS^T, 32 keys after 32 keys, so they agree to the last bit. dS lacks the scale: it multiplies the
-// final gradients. Where a mask drops a pair, both P and dS are zero, and tokens that keep no pair are zeros in operands
-// along a sum, because 0 * NaN would be NaN.
+// The backward pass by tiles. Scores S^T and products dP^T of values and output gradients are [key][query], as scores
+// are in the forward pass. Then a column adds dV += P^T dO and dK += dS^T Q, whose sums are [key][dim], and both forms
+// of the pass add dQ^T += K^T dS^T, 32 keys after 32 keys, so they agree to the last bit. dS lacks the scale: it
+// multiplies the final gradients. Where a mask drops a pair, both P and dS are zero, and tokens that keep no pair are
+// zeros in operands along a sum, because 0 * NaN would be NaN.
 #pragma once
 #include "gradients.h"
 #include "products_amx.h"
@@ -17,8 +17,8 @@ INLINE void interleave(__m512i even, __m512i odd, __m512i *pairs) {
     pairs[1] = _mm512_permutex2var_epi64(low, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), high);
 }
 
-// Dims in the columns and pairs of tokens along the sum: tiles [32 lanes][16 dims], zeros in lanes without a token and in
-// those of `unused`.
+// Dims in the columns and pairs of tokens along the sum: tiles [32 lanes][16 dims], zeros in lanes without a token and
+// in those of `unused`.
 INLINE void pack_pairs(Rows<bfloat16> rows, Tokens side, const uint32_t *unused, int64_t dims, char *tiles) {
     const int64_t row_bytes = whole_tiles(dims) / TILE_SIDE * TILE_BYTES;
     for (int lane = side.low / 32 * 32; lane < side.high; lane += 2) {
@@ -80,8 +80,8 @@ struct TileGradients {
     const ringtile_call &c;
     const int steps, value_steps;        // of 32 dims
     const int key_width, value_width;    // dims in tiles of 16
-    // Of 32 queries: scores, and products of values and output gradients [key][32]. Gradients of scores in pairs of keys,
-    // tiles [32 keys][strip]. Then of all queries: weights and gradients of scores, tiles [16 keys][32 queries].
+    // Of 32 queries: scores, and products of values and output gradients [key][32]. Gradients of scores in pairs of
+    // keys, tiles [32 keys][strip]. Then of all queries: weights and gradients of scores, tiles [16 keys][32 queries].
     float *scores, *products;
     char *slope_pairs, *weights, *slopes;
     bfloat16 *key_copy, *value_copy;
@@ -89,8 +89,8 @@ struct TileGradients {
     float *query_sums;                 // [d][lane], where the gradients themselves are not in whole tiles
     Rows<bfloat16> keys, values;
     bool finite_keys;
-    // Row tiles that stay packed from column to column, and what each place holds. A column of more tiles than there are
-    // places uses one, because it would only replace what a later one needs.
+    // Row tiles that stay packed from column to column, and what each place holds. A column of more tiles than there
+    // are places uses one, because it would only replace what a later one needs.
     static constexpr int MAX_PLACES = 64;
     const int places;
     int used_places;
@@ -101,9 +101,10 @@ struct TileGradients {
 
     static int64_t steps_of(int64_t dims) { return (dims + 31) / 32; }
     static int64_t row_size(const ringtile_call &c) {
-        return 16 * (steps_of(c.head_dim) + steps_of(c.value_dim)) + (whole_tiles(c.head_dim) + whole_tiles(c.value_dim)) / 2 + 2;
+        return 16 * (steps_of(c.head_dim) + steps_of(c.value_dim)) +
+               (whole_tiles(c.head_dim) + whole_tiles(c.value_dim)) / 2 + 2;
     }
-    // Only a thread that goes through many columns meets a row again. What it keeps should be about as large as its caches.
+    // Only a thread that goes through many columns meets a row again. What it keeps is about as large as its caches.
     static int64_t places_of(const ringtile_call &c) {
         const int64_t most = min(MAX_PLACES, (9 << 19) / (row_size(c) * MAX_BLOCK * 4) + 1);
         return c.phase == 1 ? min(most, c.heads / c.kv_heads * c.n_rows) : 1;
@@ -128,7 +129,9 @@ struct TileGradients {
 
     INLINE PackedRow row_at(int place) const {
         char *x = packed_rows + place * row_size(c) * MAX_BLOCK * 4;
-        const auto take = [&](int64_t count) INLINE_LAMBDA { return (x += count * MAX_BLOCK * 4) - count * MAX_BLOCK * 4; };
+        const auto take = [&](int64_t count) INLINE_LAMBDA {
+            return (x += count * MAX_BLOCK * 4) - count * MAX_BLOCK * 4;
+        };
         PackedRow row;
         row.queries = take(16 * steps), row.grads = take(16 * value_steps);
         row.query_pairs = take(key_width / 2), row.grad_pairs = take(value_width / 2);
@@ -157,14 +160,16 @@ struct TileGradients {
     }
 
     // The queries of a row tile, without those in `unused`.
-    INLINE void pack_queries(const PackedRow &row, const Head &head, Tokens side, const uint32_t *unused, bool with_pairs) {
+    INLINE void pack_queries(const PackedRow &row, const Head &head, Tokens side, const uint32_t *unused,
+                             bool with_pairs) {
         const Rows<bfloat16> q = query_rows<bfloat16>(c, head, side), grad = out_grad_rows<bfloat16>(c, head, side);
         const int from = side.low / LANES * LANES, end = (side.high + LANES - 1) / LANES * LANES;
         const auto inside = [&](int lane) INLINE_LAMBDA {
             return lane >= side.low && lane < side.high && !bit(unused, lane);
         };
-        pack_lanes(q, side.low, from, end, c.head_dim, 0, inside, row.queries + from / TILE_SIDE * steps * TILE_BYTES);
-        pack_lanes(grad, side.low, from, end, c.value_dim, 0, inside, row.grads + from / TILE_SIDE * value_steps * TILE_BYTES);
+        const int64_t at = from / TILE_SIDE * TILE_BYTES;
+        pack_lanes(q, side.low, from, end, c.head_dim, 0, inside, row.queries + at * steps);
+        pack_lanes(grad, side.low, from, end, c.value_dim, 0, inside, row.grads + at * value_steps);
         if (with_pairs) {
             pack_pairs(q, side, unused, c.head_dim, row.query_pairs);
             pack_pairs(grad, side, unused, c.value_dim, row.grad_pairs);
@@ -178,8 +183,9 @@ struct TileGradients {
     // The queries that keep no key at all.
     INLINE void lone_queries(const Head &head, Tokens side, uint32_t *unused) const {
         for (int w = 0; w < MAX_WORDS; w++) unused[w] = 0;
+        const float *lse2 = lse2_of<float>(c, head) + side.first;
         for (int lane = side.low; lane < side.high; lane++)
-            unused[lane >> 5] |= (uint32_t)(lse2_of<float>(c, head)[side.first + lane] == infinity<float>()) << (lane & 31);
+            unused[lane >> 5] |= (uint32_t)(lse2[lane] == infinity<float>()) << (lane & 31);
     }
 
     INLINE PackedRow packed_row(const Tile &tile) {
@@ -215,9 +221,11 @@ struct TileGradients {
         if (query_grad && !direct) (void)collected(side, query_grad);
         uint32_t groups[MAX_BLOCK / TILE_KEYS] = {};  // those of the queries that need 32 keys
         for (int lane = side.low / LANES * LANES; lane < side.high; lane += LANES) {
-            const Reach reach = query_grad ? slopes_of<true, true>(tile, row, lane) : slopes_of<true, false>(tile, row, lane);
+            const Reach reach =
+                query_grad ? slopes_of<true, true>(tile, row, lane) : slopes_of<true, false>(tile, row, lane);
+            for (int key = reach.first; key < reach.last; key += TILE_KEYS)
+                groups[key / TILE_KEYS] |= 1u << lane / LANES;
             if (reach.first >= reach.last) continue;
-            for (int key = reach.first; key < reach.last; key += TILE_KEYS) groups[key / TILE_KEYS] |= 1u << lane / LANES;
             if (!query_grad) continue;
             if (direct) add_to_queries(own_keys, reach, side.high - lane, query_grad + lane - side.low, count);
             else add_to_queries(own_keys, reach, side.high - lane, query_sums + lane, MAX_BLOCK);
@@ -252,19 +260,21 @@ struct TileGradients {
     }
 
     INLINE void row_tile(const Tile &tile, float *sums) {
+        const int low = tile.queries.low, high = tile.queries.high;
         {
             Packing packing(c);
             load_keys(tile.head, tile.keys);
-            pack_transpose(key_rows<bfloat16>(c, tile.head, tile.keys), tile.keys.high, c.head_dim, tile.unused_keys, key_tiles);
+            pack_transpose(key_rows<bfloat16>(c, tile.head, tile.keys), tile.keys.high, c.head_dim, tile.unused_keys,
+                           key_tiles);
         }
-        for (int lane = tile.queries.low / LANES * LANES; lane < tile.queries.high; lane += LANES) {
+        for (int lane = low / LANES * LANES; lane < high; lane += LANES) {
             const Reach reach = slopes_of<false, true>(tile, row_at(0), lane);
-            if (reach.first < reach.last) add_to_queries(key_tiles, reach, tile.queries.high - lane, sums + lane, MAX_BLOCK);
+            if (reach.first < reach.last) add_to_queries(key_tiles, reach, high - lane, sums + lane, MAX_BLOCK);
         }
     }
 
-    // Weights and gradients of scores of the 32 queries from `lane` on, for COLUMNS, for ROWS or both. Return the keys, in
-    // whole squares, or none.
+    // Weights and gradients of scores of the 32 queries from `lane` on, for COLUMNS, for ROWS or both. Return the keys,
+    // in whole squares, or none.
     template <bool COLUMNS, bool ROWS> INLINE Reach slopes_of(const Tile &tile, const PackedRow &row, int lane) {
         const Tokens side = tile.queries;
         const int n_keys = tile.keys.high;
@@ -281,14 +291,18 @@ struct TileGradients {
         const int first = reach.first / TILE_KEYS * TILE_KEYS, rows = (reach.last - first + TILE_SIDE - 1) / TILE_SIDE;
         const int strip = lane / TILE_SIDE;
         const bool both = side.high - lane > TILE_SIDE;
-        multiply(both, {(char *)keys.row(first), 2 * keys.step, TILE_SIDE * 2 * keys.step, 64},
-                 {row.queries + strip * steps * TILE_BYTES, 64, steps * TILE_BYTES, TILE_BYTES}, scores, rows, steps);
-        multiply(both, {(char *)values.row(first), 2 * values.step, TILE_SIDE * 2 * values.step, 64},
-                 {row.grads + strip * value_steps * TILE_BYTES, 64, value_steps * TILE_BYTES, TILE_BYTES}, products, rows,
-                 value_steps);
+        const auto tokens = [&](Rows<bfloat16> x) INLINE_LAMBDA {
+            return TilesAt{(char *)x.row(first), 2 * x.step, TILE_SIDE * 2 * x.step, 64};
+        };
+        const auto lanes = [&](char *x, int steps) INLINE_LAMBDA {
+            return TilesAt{x + strip * steps * TILE_BYTES, 64, steps * TILE_BYTES, TILE_BYTES};
+        };
+        multiply(both, tokens(keys), lanes(row.queries, steps), scores, rows, steps);
+        multiply(both, tokens(values), lanes(row.grads, value_steps), products, rows, value_steps);
         reach = {first, (reach.last + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS};
-        if (plain) weigh<false, COLUMNS, ROWS>(tile, row, lane, reach);
-        else weigh<true, COLUMNS, ROWS>(tile, row, lane, reach);
+        if (plain) weigh<false, false, COLUMNS, ROWS>(tile, row, lane, reach);
+        else if (!c.dropout_threshold) weigh<true, false, COLUMNS, ROWS>(tile, row, lane, reach);
+        else weigh<true, true, COLUMNS, ROWS>(tile, row, lane, reach);
         return reach;
     }
 
@@ -300,12 +314,11 @@ struct TileGradients {
         for (int k = 0; k < rows * TILE_SIDE; k++) _mm512_store_ps(y + k * LANES + TILE_SIDE, _mm512_setzero_ps());
     }
 
-    template <bool MASKED, bool COLUMNS, bool ROWS>
+    template <bool MASKED, bool DROPS, bool COLUMNS, bool ROWS>
     void weigh(const Tile &tile, const PackedRow &row, int lane, Reach reach) {
         const int group = lane / LANES;
-        const bool dropout = c.dropout_threshold;
         const __m512 base = _mm512_set1_ps((float)(c.scale * 1.44269504088896340736));
-        const __m512 share = _mm512_set1_ps(dropout ? (float)(65536.0 / (65536 - c.dropout_threshold)) : 1);
+        const __m512 share = _mm512_set1_ps((float)(65536.0 / (65536 - c.dropout_threshold)));
         __m512 lse2[2], delta[2];
         for (int n = 0; n < 2; n++) {
             lse2[n] = _mm512_load_ps(row.lse2 + lane + n * TILE_SIDE);
@@ -320,19 +333,18 @@ struct TileGradients {
             for (uint32_t i = 0; i < 2; i++) {
                 __m512 weight[2], slope[2];
                 const uint32_t keep = MASKED ? kept[key + i] : 0;
-                const uint32_t stays = MASKED && dropout ? tile.keep[key + i][group] : ~0u;
+                const uint32_t stays = DROPS ? tile.keep[key + i][group] : 0;
 #pragma GCC unroll 2
                 for (int n = 0; n < 2; n++, score += TILE_SIDE, product += TILE_SIDE) {
                     const __m512 p = exp2_of_score(_mm512_fmsub_ps(_mm512_load_ps(score), base, lse2[n]));
-                    const __m512 g = _mm512_load_ps(product);
-                    weight[n] = p;
-                    if (MASKED) {
-                        const __mmask16 alive = (__mmask16)(keep >> n * TILE_SIDE), left = (__mmask16)(stays >> n * TILE_SIDE);
-                        weight[n] = _mm512_maskz_mul_ps(alive & left, p, share);
-                        slope[n] = _mm512_maskz_mul_ps(alive, p, _mm512_sub_ps(_mm512_maskz_mul_ps(left, g, share), delta[n]));
-                    } else {
-                        slope[n] = _mm512_mul_ps(p, _mm512_sub_ps(g, delta[n]));
-                    }
+                    const __mmask16 alive = (__mmask16)(keep >> n * TILE_SIDE);
+                    const __mmask16 left = (__mmask16)(stays >> n * TILE_SIDE);
+                    __m512 g = _mm512_load_ps(product);
+                    if (DROPS) g = _mm512_maskz_mul_ps(left, g, share);
+                    g = _mm512_sub_ps(g, delta[n]);
+                    slope[n] = MASKED ? _mm512_maskz_mul_ps(alive, p, g) : _mm512_mul_ps(p, g);
+                    weight[n] = DROPS ? _mm512_maskz_mul_ps(alive & left, p, share)
+                                : MASKED ? _mm512_maskz_mov_ps(alive, p) : p;
                 }
                 slope_row[i] = narrowed(slope[0], slope[1]);
                 if (!COLUMNS) continue;
@@ -368,7 +380,8 @@ struct TileGradients {
     }
 
     // Sums [key][dim] of the 32 keys of a block += weights or gradients of scores * packed pairs of queries.
-    INLINE static void add_to_keys(char *x, char *pairs, int width, float *sums, int block, int rows, int first, int count) {
+    INLINE static void add_to_keys(char *x, char *pairs, int width, float *sums, int block, int rows, int first,
+                                   int count) {
         const int64_t row_bytes = width / TILE_SIDE * TILE_BYTES;
         const TilesAt a = {x + 2 * block * SQUARE_STEP + first * TILE_BYTES, 64, SQUARE_STEP, TILE_BYTES};
         TilesAt b = {pairs + first * row_bytes, 64, TILE_BYTES, row_bytes};
@@ -376,6 +389,13 @@ struct TileGradients {
         for (; width >= 2 * TILE_SIDE; width -= 2 * TILE_SIDE, b.x += 2 * TILE_BYTES, to.x += 2 * 64)
             multiply_rows<2, true>(a, b, to, rows, count);
         if (width) multiply_rows<1, true>(a, b, to, rows, count);
+    }
+
+    // The rows of tiles that hold keys.
+    INLINE static void clear_column(const ringtile_call &c, Tokens side, float *sums) {
+        const int64_t rows = (side.high + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE;
+        clear(sums, rows * whole_tiles(c.head_dim));
+        clear(sums + key_numbers(c), rows * whole_tiles(c.value_dim));
     }
 
     static void write_column(const ringtile_call &c, const Head &head, Tokens side, const float *sums) {

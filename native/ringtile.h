@@ -58,7 +58,7 @@ typedef struct ringtile_call {
     int32_t dropout_threshold, phase;
 
     // Backward. The gradients are contiguous and have the dtype of the tensors. In phase 1 columns add to q_grad: there
-    // it has the accumulation type and starts as zeros.
+    // it has the accumulation type, starts as zeros, and holds the gradients after the call with the last column.
     const void *out_grad;
     int64_t out_grad_stride[3];
     const void *lse_grad;

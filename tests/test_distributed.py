@@ -128,9 +128,11 @@ def check_ranks(pattern: Pattern, layout: Layout, expected: Expected, **options:
         return [attend_apart(problem, grad_lse, pattern, layout, rank, **how) for how in both]
 
     results, others = (split_results(layout, list(found)) for found in zip(*on_ranks(layout.n_ranks, run), strict=True))
-    # A part of a tile can have so few queries that another kernel computes it.
+    # A part of a tile can have so few queries that another kernel computes it. Softcap and ALiBi take PyTorch's matrix
+    # products, whose sums depend on their sizes and on the processor.
     whole_tiles = all(begin % 128 == 0 and end % 128 in (0, layout.n_tokens % 128) for begin, end in layout.runs[0])
-    for name in ("out", "lse", "q") if whole_tiles else ():
+    exact_bits = whole_tiles and not options.keys() & {"softcap", "alibi_slopes"}
+    for name in ("out", "lse", "q") if exact_bits else ():
         assert torch.equal(results[name], whole[name]), name
     for name, x in results.items():
         assert relative_error(x, exact[name]) < 1e-12, name

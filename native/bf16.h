@@ -116,10 +116,10 @@ struct Bf16Pairs : VectorWeights<float> {
                          GROUP<float>, scores, GROUP<float>, count, c.head_dim / 2, false);
     }
 
-    INLINE void add_values(int vectors, int first, int count, const float *from, float *sums) {
+    INLINE void add_values(int vectors, int first, int count, const float *from, float *sums, Ahead ahead) {
         interleave_weights(from, GROUP<float>, count, vectors, weights);
         matmul<bfloat16, false>(vectors, values + first * c.value_dim, 2 * c.value_dim, weights, GROUP<float>, sums, MAX_BLOCK,
-                          c.value_dim, (count + 1) / 2, true);
+                          c.value_dim, (count + 1) / 2, true, ahead);
     }
 };
 

@@ -36,6 +36,14 @@ template <class P> struct ForwardScratch {
     }
 };
 
+// The output of a group of lanes: before it is written, memory has to be read.
+template <class P> INLINE Ahead out_ahead(const ringtile_call &c, const RowItem &row, int lane) {
+    typedef typename P::Element E;
+    const int first = (int)max(0, lane - row.queries.low), end = (int)min(lane + P::LANES, row.queries.high);
+    const Rows<E> rows = rows_of<E>(c.out, c.out_stride, row.head.b, row.head.h, row.queries);
+    return ahead_of(rows, first, end - row.queries.low - first, c.value_dim);
+}
+
 // The tiles of a row item, by the products of a policy.
 template <class P> void attend_row(const ringtile_call &c, const RowItem &row, ForwardScratch<P> &to) {
     typedef typename P::Number T;
@@ -66,7 +74,9 @@ template <class P> void attend_row(const ringtile_call &c, const RowItem &row, F
             products.scores(vectors, lane - from, first, count, to.scores);
             products.weigh(vectors, to.scores, first, count, lane, base, mask, c.dropout_threshold ? keep : nullptr,
                            softmax);
-            products.add_values(vectors, first, count, to.scores, softmax.sums + lane);
+            const bool last = row.split < 0 && number + 1 == row.last;
+            products.add_values(vectors, first, count, to.scores, softmax.sums + lane,
+                                last ? out_ahead<P>(c, row, lane) : Ahead{});
         }
     }
 }

@@ -44,6 +44,18 @@ template <class E> struct Factors {
     INLINE static Vec<E> add_product(Vec<E> sum, Vec<E> a, Vec<E> b) { return sum + a * b; }
 };
 
+// Rows of memory that are needed soon: each register tile asks for as many as it has itself, so that they arrive in the
+// second cache while it computes.
+struct Ahead {
+    const void *x;
+    int64_t step, bytes, rows;  // step in bytes
+
+    INLINE void fetch(int64_t first, int64_t count) const {
+        for (int64_t row = first; row < first + count && row < rows; row++)
+            for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)x + row * step + at, 0, 2);
+    }
+};
+
 template <class E, int M, int N, bool A_ROWS>
 INLINE void register_tile(const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
                           typename Factors<E>::Sum *c, int64_t c_m, int64_t depth, bool add) {
@@ -70,10 +82,15 @@ INLINE void register_tile(const E *a, int64_t a_step, const typename Factors<E>:
 
 template <class E, int N, bool A_ROWS>
 void columns_matmul(const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
-                    typename Factors<E>::Sum *c, int64_t c_m, int64_t rows, int64_t depth, bool add) {
+                    typename Factors<E>::Sum *c, int64_t c_m, int64_t rows, int64_t depth, bool add, Ahead ahead) {
     const int64_t a_m = A_ROWS ? a_step : Factors<E>::PER;
-    for (; rows >= TILE_ROWS; rows -= TILE_ROWS, a += TILE_ROWS * a_m, c += TILE_ROWS * c_m)
+    int64_t row = 0;
+    for (; row + TILE_ROWS <= rows; row += TILE_ROWS, a += TILE_ROWS * a_m, c += TILE_ROWS * c_m) {
+        ahead.fetch(row, TILE_ROWS);
         register_tile<E, TILE_ROWS, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
+    }
+    ahead.fetch(row, TILE_ROWS);
+    rows -= row;
     with_constant<TILE_ROWS - 1>(rows, [=](auto m) INLINE_LAMBDA {
         register_tile<E, decltype(m)::value, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
     });
@@ -83,9 +100,9 @@ void columns_matmul(const E *a, int64_t a_step, const typename Factors<E>::B *b,
 // most TILE_VECTORS.
 template <class E, bool A_ROWS>
 INLINE void matmul(int vectors, const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
-                   typename Factors<E>::Sum *c, int64_t c_m, int64_t rows, int64_t depth, bool add) {
+                   typename Factors<E>::Sum *c, int64_t c_m, int64_t rows, int64_t depth, bool add, Ahead ahead = {}) {
     with_constant<TILE_VECTORS>(vectors, [=](auto n) INLINE_LAMBDA {
-        columns_matmul<E, decltype(n)::value, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add);
+        columns_matmul<E, decltype(n)::value, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add, ahead);
     });
 }
 

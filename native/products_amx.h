@@ -362,7 +362,7 @@ template <int STRIPS> struct TileProducts {
         _mm512_store_ps(total, _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
     }
 
-    INLINE void add_values(int vectors, int first, int count, const float *, float *sums) {
+    INLINE void add_values(int vectors, int first, int count, const float *, float *sums, Ahead) {
         const int begin = first / TILE_KEYS, tiles = (first + count + TILE_KEYS - 1) / TILE_KEYS - begin;
         const TilesAt a = {values + begin * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES};
         const TilesAt b = {weights + begin * WEIGHT_STEP, 64, TILE_BYTES, WEIGHT_STEP};

@@ -48,6 +48,10 @@ template <class E> struct Rows {
     INLINE const E *row(int64_t i) const { return x + i * step; }
 };
 
+template <class E> INLINE Ahead ahead_of(Rows<E> rows, int64_t first, int64_t count, int64_t width) {
+    return {rows.row(first), rows.step * (int64_t)sizeof(E), width * (int64_t)sizeof(E), count};
+}
+
 // One side of a tile: lane i stands for token first + i, which exists for the lanes [low, high). Lane 0 is at `position`.
 struct Tokens {
     int64_t first;
@@ -143,6 +147,7 @@ void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t wid
     constexpr int L = Lanes<T>::count;
     for (int lane = from; lane < to; lane += L) {
         const E *token = rows.x + (lane - low) * rows.step;
+        ahead_of(rows, lane + L - low, min(L, high - lane - L), width).fetch(0, L);
         T *column = y + (lane - from) / GROUP<T> * GROUP<T> * width + (lane - from) % GROUP<T>;
         for (int64_t d = 0; d < width; d += L) {
             Vec<T> x[L];

@@ -152,12 +152,14 @@ template <class P> void head_item(const ringtile_call &c, int64_t item, typename
     typedef typename P::Number T;
     BackwardScratch<P> to(c, memory);
     P products(c, to.products);
+    const int64_t heads_a_key = c.heads / c.kv_heads;
+    for (int64_t head = 0; c.first_col == 0 && head < heads_a_key; head++)
+        delta_item<typename P::Element, T>(c, item * heads_a_key + head);
     for (int64_t col = c.first_col; col < c.last_col; col++)
         column<P>(c, item / c.kv_heads, item % c.kv_heads, col, to, products, true);
     if constexpr (P::COLLECTS) {
-        const int64_t ratio = c.heads / c.kv_heads;
-        for (int64_t at = 0; c.last_col == c.n_cols && at < ratio * c.n_rows; at++) {
-            const Head head(c, item * ratio + at / c.n_rows);
+        for (int64_t at = 0; c.last_col == c.n_cols && at < heads_a_key * c.n_rows; at++) {
+            const Head head(c, item * heads_a_key + at / c.n_rows);
             const Tokens queries = row_tokens(c, at % c.n_rows);
             T *grad = (T *)c.q_grad + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
             write_queries<P, T>(c, head, queries, products.collected(queries, grad));

@@ -464,14 +464,15 @@ static int compute_forward(problem *p) {
 static int compute_backward(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t heads = c->batch * c->heads;
-    c->phase = 0, c->last_item = heads, c->first_col = 0;
-    int failed = ringtile_backward(c);
+    c->first_col = 0;
     if (p->by_columns) {
         c->phase = 1, c->last_item = c->batch * c->kv_heads, c->last_col = c->n_cols / 2;
-        failed |= ringtile_backward(c);
+        int failed = ringtile_backward(c);
         c->first_col = c->n_cols / 2, c->last_col = c->n_cols;
         return failed | ringtile_backward(c);
     }
+    c->phase = 0, c->last_item = heads;
+    int failed = ringtile_backward(c);
     for (int columns = 0; columns < 2; columns++) {
         const int64_t count = p->n_shared_splits[columns];
         const int64_t width = (c->head_dim + 15) / 16 * 16 + (columns ? (c->value_dim + 15) / 16 * 16 : 0);

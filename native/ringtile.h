@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 4
+#define RINGTILE_ABI 5
 
 enum ringtile_dtype { RINGTILE_FLOAT32 = 0, RINGTILE_FLOAT64 = 1, RINGTILE_BFLOAT16 = 2, RINGTILE_FLOAT16 = 3 };
 
@@ -58,7 +58,8 @@ typedef struct ringtile_call {
     int32_t dropout_threshold, phase;
 
     // Backward. The gradients are contiguous and have the dtype of the tensors. In phase 1 columns add to q_grad: there
-    // it has the accumulation type, starts as zeros, and holds the gradients after the call with the last column.
+    // it has the accumulation type, starts as zeros, and holds the gradients after the call with the last column. The call
+    // with the first column computes delta, which phases 2 and 3 need from phase 0.
     const void *out_grad;
     int64_t out_grad_stride[3];
     const void *lse_grad;

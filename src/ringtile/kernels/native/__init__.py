@@ -406,13 +406,13 @@ def backward(
         job.c.lse_grad = job.keep(lse_grad.to(lse.dtype).contiguous()).data_ptr()
     job.c.delta = job.keep(lse.new_empty(2 * lse.numel())).data_ptr()
     job.c.q_grad, job.c.k_grad, job.c.v_grad = q_grad.data_ptr(), k_grad.data_ptr(), v_grad.data_ptr()
-    job.run(False, 0, heads, 0)
     if by_columns:
         if job.c.n_row_buffers:
             buffers = lse.new_empty(heads * job.c.n_row_buffers * q.shape[3] * _ROW_BLOCK)
             job.c.row_buffers = job.keep(buffers).data_ptr()
         job.run_columns(kv_heads, 2.5 * job.template.operations)
     else:
+        job.run(False, 0, heads, 0)
         job.run_lists(2, heads, job.index.n_rows, 1.5 * job.template.operations)
         job.run_lists(3, kv_heads, job.index.n_cols, 2 * job.template.operations)
     return q_grad.to(q.dtype), k_grad, v_grad

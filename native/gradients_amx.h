@@ -46,20 +46,25 @@ INLINE void pack_pairs(Rows<bfloat16> rows, Tokens side, const uint32_t *unused,
 }
 
 // True if no token of a side that is not in `unused` holds a NaN or infinity.
-INLINE bool all_finite(Rows<bfloat16> rows, Tokens side, const uint32_t *unused, int64_t dims) {
-    __m512i top = _mm512_setzero_si512();
+template <class E> INLINE bool all_finite(Rows<E> rows, Tokens side, const uint32_t *unused, int64_t dims) {
+    // The sizes of numbers in the upper half of each, so that those of two bfloat16 numbers are in a lane.
+    __m512i top[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     for (int lane = side.low; lane < side.high; lane++) {
         if (bit(unused, lane)) continue;
-        const bfloat16 *row = rows.row(lane - side.low);
-        for (int64_t d = 0; d < dims; d += 32) {
-            const __m512i size = _mm512_and_si512(load_numbers(row + d, dims - d), _mm512_set1_epi16(0x7fff));
-            top = _mm512_maskz_max_epu16(~0u, top, size);
+        const E *row = rows.row(lane - side.low);
+        for (int64_t d = 0; d < dims; d += PARTS<E> == 1 ? 32 : 16) {
+            __m512i x;
+            if constexpr (PARTS<E> == 1) x = load_numbers(row + d, dims - d);
+            else x = _mm512_castps_si512(load_floats(row + d, dims - d));
+            top[0] = _mm512_maskz_max_epu32(0xffff, top[0], _mm512_and_si512(x, _mm512_set1_epi32(0x7fff0000)));
+            if (PARTS<E> == 1) top[1] = _mm512_maskz_max_epu32(0xffff, top[1], (__m512i)((Unsigned)x << 16 & 0x7fff0000));
         }
     }
-    return !_mm512_cmpge_epu16_mask(top, _mm512_set1_epi16(0x7f80));
+    const __m512i most = _mm512_maskz_max_epu32(0xffff, top[0], top[1]);
+    return !_mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(0x7f800000));
 }
 
-// A row tile in the forms that products read.
+// A row tile in the forms that products read, of numbers in parts the high ones before the low ones.
 struct PackedRow {
     char *queries, *grads;            // tiles [strip][32 dims]
     char *query_pairs, *grad_pairs;  // tiles [32 queries][16 dims], for columns only
@@ -67,15 +72,18 @@ struct PackedRow {
 };
 
 // The policy (see gradients.h).
-struct TileGradients {
-    typedef bfloat16 Element;
+template <class E> struct TileGradients {
+    typedef E Element;
     typedef float Number;
     typedef TileUnit Unit;
     typedef GradientTile<float, false> Tile;
     static constexpr bool KEY_LANES = false, COLLECTS = true;
+    static constexpr int SPLIT = PARTS<E>;
     // The queries that are multiplied together, and a square of weights of so many queries and keys.
     static constexpr int LANES = 2 * TILE_SIDE, GROUPS = MAX_BLOCK / LANES;
     static constexpr int64_t SQUARE_STEP = GROUPS * TILE_BYTES;
+    // Bytes from high parts to low ones.
+    static constexpr int64_t SQUARE_PART = MAX_BLOCK / TILE_SIDE * SQUARE_STEP, PAIR_PART = 2 * KEY_TILES * TILE_BYTES;
 
     const ringtile_call &c;
     const int steps, value_steps;        // of 32 dims
@@ -84,7 +92,7 @@ struct TileGradients {
     // keys, tiles [32 keys][strip]. Then of all queries: weights and gradients of scores, tiles [16 keys][32 queries].
     float *scores, *products;
     char *slope_pairs, *weights, *slopes;
-    bfloat16 *key_copy, *value_copy;
+    bfloat16 *key_copy, *value_copy, *row_copy;
     char *key_tiles, *used_key_tiles;  // of the transpose, [16 dims][32 keys]
     float *query_sums;                 // [d][lane], where the gradients themselves are not in whole tiles
     Rows<bfloat16> keys, values;
@@ -100,9 +108,14 @@ struct TileGradients {
     uint32_t kept[MAX_BLOCK];  // of 32 queries, those that keep each key
 
     static int64_t steps_of(int64_t dims) { return (dims + 31) / 32; }
+    static int64_t packed_size(int64_t dims) { return SPLIT * 16 * steps_of(dims); }
+    static int64_t pairs_size(int64_t dims) { return SPLIT * whole_tiles(dims) / 2; }
+    // Rows of one tensor at a time are split.
+    static int64_t copied_size(const ringtile_call &c) {
+        return SPLIT == 1 ? 0 : max(packed_size(c.head_dim), packed_size(c.value_dim));
+    }
     static int64_t row_size(const ringtile_call &c) {
-        return 16 * (steps_of(c.head_dim) + steps_of(c.value_dim)) +
-               (whole_tiles(c.head_dim) + whole_tiles(c.value_dim)) / 2 + 2;
+        return packed_size(c.head_dim) + packed_size(c.value_dim) + pairs_size(c.head_dim) + pairs_size(c.value_dim) + 2;
     }
     // Only a thread that goes through many columns meets a row again. What it keeps is about as large as its caches.
     static int64_t places_of(const ringtile_call &c) {
@@ -110,8 +123,9 @@ struct TileGradients {
         return c.phase == 1 ? min(most, c.heads / c.kv_heads * c.n_rows) : 1;
     }
     static int64_t size(const ringtile_call &c) {
-        return (2 * LANES + LANES / 2 + 2 * 64 + 16 * (steps_of(c.head_dim) + steps_of(c.value_dim)) +
-                2 * whole_tiles(c.head_dim) + places_of(c) * row_size(c)) * MAX_BLOCK;
+        const int64_t copies = packed_size(c.head_dim) + packed_size(c.value_dim) + copied_size(c);
+        return (2 * LANES + SPLIT * (LANES / 2 + 2 * 64) + copies + 2 * pairs_size(c.head_dim) +
+                whole_tiles(c.head_dim) + places_of(c) * row_size(c)) * MAX_BLOCK;
     }
 
     TileGradients(const ringtile_call &call, float *memory)
@@ -119,10 +133,11 @@ struct TileGradients {
           key_width((int)whole_tiles(c.head_dim)), value_width((int)whole_tiles(c.value_dim)), keys(), values(),
           finite_keys(), places((int)places_of(c)), used_places(1) {
         const auto take = [&](int64_t count) { return (memory += count * MAX_BLOCK) - count * MAX_BLOCK; };
-        scores = take(LANES), products = take(LANES), slope_pairs = (char *)take(LANES / 2);
-        weights = (char *)take(64), slopes = (char *)take(64);
-        key_copy = (bfloat16 *)take(16 * steps), value_copy = (bfloat16 *)take(16 * value_steps);
-        key_tiles = (char *)take(key_width / 2), used_key_tiles = (char *)take(key_width / 2);
+        scores = take(LANES), products = take(LANES), slope_pairs = (char *)take(SPLIT * LANES / 2);
+        weights = (char *)take(SPLIT * 64), slopes = (char *)take(SPLIT * 64);
+        key_copy = (bfloat16 *)take(packed_size(c.head_dim)), value_copy = (bfloat16 *)take(packed_size(c.value_dim));
+        row_copy = (bfloat16 *)take(copied_size(c));
+        key_tiles = (char *)take(pairs_size(c.head_dim)), used_key_tiles = (char *)take(pairs_size(c.head_dim));
         query_sums = take(key_width), packed_rows = (char *)take(0);
         for (int64_t &number : packed) number = -1;
     }
@@ -133,16 +148,25 @@ struct TileGradients {
             return (x += count * MAX_BLOCK * 4) - count * MAX_BLOCK * 4;
         };
         PackedRow row;
-        row.queries = take(16 * steps), row.grads = take(16 * value_steps);
-        row.query_pairs = take(key_width / 2), row.grad_pairs = take(value_width / 2);
+        row.queries = take(packed_size(c.head_dim)), row.grads = take(packed_size(c.value_dim));
+        row.query_pairs = take(pairs_size(c.head_dim)), row.grad_pairs = take(pairs_size(c.value_dim));
         row.lse2 = (float *)take(1), row.delta = (float *)take(1);
         return row;
     }
 
     INLINE void load_keys(const Head &head, Tokens side) {
-        keys = key_rows<bfloat16>(c, head, side), values = value_rows<bfloat16>(c, head, side);
-        if (!in_place(keys, c.head_dim, side.high)) keys = copy_rows(keys, side.high, c.head_dim, key_copy);
-        if (!in_place(values, c.value_dim, side.high)) values = copy_rows(values, side.high, c.value_dim, value_copy);
+        keys = readable(key_rows<E>(c, head, side), side.high, c.head_dim, key_copy);
+        values = readable(value_rows<E>(c, head, side), side.high, c.value_dim, value_copy);
+    }
+    INLINE static Rows<bfloat16> readable(Rows<E> rows, int count, int64_t dims, bfloat16 *to) {
+        if constexpr (SPLIT == 1)
+            if (in_place(rows, dims, count)) return rows;
+        return copy_rows(rows, count, dims, to);
+    }
+
+    INLINE void pack_keys(Tokens side, const uint32_t *unused, char *tiles) {
+        for (int part = 0; part < SPLIT; part++)
+            pack_transpose(part_of(keys, part), side.high, c.head_dim, unused, tiles + part * key_width * MAX_BLOCK * 2);
     }
 
     INLINE void pack_column(const Head &head, Tokens side, bool with_rows) {
@@ -155,30 +179,38 @@ struct TileGradients {
         if (!with_rows) return;
         uint32_t unused[MAX_WORDS];
         masked_keys(c, head.b, side, unused);
-        finite_keys = all_finite(key_rows<bfloat16>(c, head, side), side, unused, c.head_dim);
-        pack_transpose(key_rows<bfloat16>(c, head, side), side.high, c.head_dim, unused, key_tiles);
+        finite_keys = all_finite(key_rows<E>(c, head, side), side, unused, c.head_dim);
+        pack_keys(side, unused, key_tiles);
     }
 
     // The queries of a row tile, without those in `unused`.
     INLINE void pack_queries(const PackedRow &row, const Head &head, Tokens side, const uint32_t *unused,
                              bool with_pairs) {
-        const Rows<bfloat16> q = query_rows<bfloat16>(c, head, side), grad = out_grad_rows<bfloat16>(c, head, side);
         const int from = side.low / LANES * LANES, end = (side.high + LANES - 1) / LANES * LANES;
         const auto inside = [&](int lane) INLINE_LAMBDA {
             return lane >= side.low && lane < side.high && !bit(unused, lane);
         };
-        const int64_t at = from / TILE_SIDE * TILE_BYTES;
-        pack_lanes(q, side.low, from, end, c.head_dim, 0, inside, row.queries + at * steps);
-        pack_lanes(grad, side.low, from, end, c.value_dim, 0, inside, row.grads + at * value_steps);
-        if (with_pairs) {
-            pack_pairs(q, side, unused, c.head_dim, row.query_pairs);
-            pack_pairs(grad, side, unused, c.value_dim, row.grad_pairs);
-        }
+        const auto pack = [&](Rows<E> from_rows, int64_t dims, char *packed, char *pairs) INLINE_LAMBDA {
+            Rows<bfloat16> rows;
+            if constexpr (SPLIT == 1) rows = from_rows;
+            else rows = copy_rows(from_rows, side.high - side.low, dims, row_copy);
+            for (int part = 0; part < SPLIT; part++) {
+                char *const to = packed + part * part_bytes(dims) + from / TILE_SIDE * TILE_BYTES * steps_of(dims);
+                pack_lanes(part_of(rows, part), side.low, from, end, dims, 0, inside, to);
+                if (!with_pairs) continue;
+                pack_pairs(part_of(rows, part), side, unused, dims, pairs + part * whole_tiles(dims) * MAX_BLOCK * 2);
+            }
+        };
+        pack(query_rows<E>(c, head, side), c.head_dim, row.queries, row.query_pairs);
+        pack(out_grad_rows<E>(c, head, side), c.value_dim, row.grads, row.grad_pairs);
         for (int lane = from; lane < end; lane++) {
             row.lse2[lane] = inside(lane) ? lse2_of<float>(c, head)[side.first + lane] : infinity<float>();
             row.delta[lane] = inside(lane) ? delta_of<float>(c, head)[side.first + lane] : 0;
         }
     }
+
+    // From high parts to low ones, of queries and of output gradients.
+    static int64_t part_bytes(int64_t dims) { return 64 * steps_of(dims) * MAX_BLOCK; }
 
     // The queries that keep no key at all.
     INLINE void lone_queries(const Head &head, Tokens side, uint32_t *unused) const {
@@ -198,8 +230,8 @@ struct TileGradients {
         uint32_t unused[MAX_WORDS];
         lone_queries(tile.head, side, unused);
         packed[place] = number;
-        finite[place] = all_finite(query_rows<bfloat16>(c, tile.head, side), side, unused, c.head_dim) &&
-                        all_finite(out_grad_rows<bfloat16>(c, tile.head, side), side, unused, c.value_dim);
+        finite[place] = all_finite(query_rows<E>(c, tile.head, side), side, unused, c.head_dim) &&
+                        all_finite(out_grad_rows<E>(c, tile.head, side), side, unused, c.value_dim);
         if (!finite[place] && tile.any_queries) packed[place] = -1;
         pack_queries(row, tile.head, side, packed[place] < 0 ? tile.unused_queries : unused, true);
         return row;
@@ -213,8 +245,7 @@ struct TileGradients {
         const char *own_keys = key_tiles;
         if (query_grad && tile.any_keys && !finite_keys) {
             Packing packing(c);
-            pack_transpose(key_rows<bfloat16>(c, tile.head, tile.keys), tile.keys.high, c.head_dim, tile.unused_keys,
-                           used_key_tiles);
+            pack_keys(tile.keys, tile.unused_keys, used_key_tiles);
             own_keys = used_key_tiles;
         }
         const bool direct = side.low % LANES == 0 && side.high % TILE_SIDE == 0 && c.head_dim % TILE_SIDE == 0;
@@ -264,8 +295,7 @@ struct TileGradients {
         {
             Packing packing(c);
             load_keys(tile.head, tile.keys);
-            pack_transpose(key_rows<bfloat16>(c, tile.head, tile.keys), tile.keys.high, c.head_dim, tile.unused_keys,
-                           key_tiles);
+            pack_keys(tile.keys, tile.unused_keys, key_tiles);
         }
         for (int lane = low / LANES * LANES; lane < high; lane += LANES) {
             const Reach reach = slopes_of<false, true>(tile, row_at(0), lane);
@@ -292,13 +322,14 @@ struct TileGradients {
         const int strip = lane / TILE_SIDE;
         const bool both = side.high - lane > TILE_SIDE;
         const auto tokens = [&](Rows<bfloat16> x) INLINE_LAMBDA {
-            return TilesAt{(char *)x.row(first), 2 * x.step, TILE_SIDE * 2 * x.step, 64};
+            return TilesAt{(char *)x.row(first), 2 * x.step, TILE_SIDE * 2 * x.step, 64, 2 * MAX_BLOCK * x.step};
         };
-        const auto lanes = [&](char *x, int steps) INLINE_LAMBDA {
-            return TilesAt{x + strip * steps * TILE_BYTES, 64, steps * TILE_BYTES, TILE_BYTES};
+        const auto lanes = [&](char *x, int64_t dims) INLINE_LAMBDA {
+            const int64_t row = steps_of(dims) * TILE_BYTES;
+            return TilesAt{x + strip * row, 64, row, TILE_BYTES, part_bytes(dims)};
         };
-        multiply(both, tokens(keys), lanes(row.queries, steps), scores, rows, steps);
-        multiply(both, tokens(values), lanes(row.grads, value_steps), products, rows, value_steps);
+        multiply(both, tokens(keys), lanes(row.queries, c.head_dim), scores, rows, steps);
+        multiply(both, tokens(values), lanes(row.grads, c.value_dim), products, rows, value_steps);
         reach = {first, (reach.last + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS};
         if (plain) weigh<false, false, COLUMNS, ROWS>(tile, row, lane, reach);
         else if (!c.dropout_threshold) weigh<true, false, COLUMNS, ROWS>(tile, row, lane, reach);
@@ -309,8 +340,8 @@ struct TileGradients {
     // Products of 32 queries, or of 16 and zeros.
     INLINE static void multiply(bool both, TilesAt a, TilesAt b, float *y, int rows, int count) {
         const TilesAt to = {(char *)y, 4 * LANES, TILE_SIDE * 4 * LANES, 64};
-        if (both) return multiply_rows<2, false>(a, b, to, rows, count);
-        multiply_rows<1, false>(a, b, to, rows, count);
+        if (both) return multiply_rows<2, false, SPLIT>(a, b, to, rows, count);
+        multiply_rows<1, false, SPLIT>(a, b, to, rows, count);
         for (int k = 0; k < rows * TILE_SIDE; k++) _mm512_store_ps(y + k * LANES + TILE_SIDE, _mm512_setzero_ps());
     }
 
@@ -328,7 +359,7 @@ struct TileGradients {
         char *const to_weights = weights + group * TILE_BYTES, *const to_slopes = slopes + group * TILE_BYTES;
         char *const to_pairs = slope_pairs;
         for (uint32_t key = (uint32_t)reach.first; key < (uint32_t)reach.last; key += 2) {
-            __m512i slope_row[2];
+            Numbers slope_row[2];
 #pragma GCC unroll 2
             for (uint32_t i = 0; i < 2; i++) {
                 __m512 weight[2], slope[2];
@@ -336,7 +367,7 @@ struct TileGradients {
                 const uint32_t stays = DROPS ? tile.keep[key + i][group] : 0;
 #pragma GCC unroll 2
                 for (int n = 0; n < 2; n++, score += TILE_SIDE, product += TILE_SIDE) {
-                    const __m512 p = exp2_of_score(_mm512_fmsub_ps(_mm512_load_ps(score), base, lse2[n]));
+                    const __m512 p = exp2_of<E>(_mm512_fmsub_ps(_mm512_load_ps(score), base, lse2[n]));
                     const __mmask16 alive = (__mmask16)(keep >> n * TILE_SIDE);
                     const __mmask16 left = (__mmask16)(stays >> n * TILE_SIDE);
                     __m512 g = _mm512_load_ps(product);
@@ -346,24 +377,39 @@ struct TileGradients {
                     weight[n] = DROPS ? _mm512_maskz_mul_ps(alive & left, p, share)
                                 : MASKED ? _mm512_maskz_mov_ps(alive, p) : p;
                 }
-                slope_row[i] = narrowed(slope[0], slope[1]);
+                slope_row[i] = numbers_of(slope[0], slope[1]);
                 if (!COLUMNS) continue;
                 const int64_t at = (key + i) / TILE_SIDE * SQUARE_STEP + (key + i) % TILE_SIDE * 64;
-                _mm512_store_si512(to_weights + at, narrowed(weight[0], weight[1]));
-                _mm512_store_si512(to_slopes + at, slope_row[i]);
+                const Numbers weight_row = numbers_of(weight[0], weight[1]);
+                for (int part = 0; part < SPLIT; part++) {
+                    _mm512_store_si512(to_weights + part * SQUARE_PART + at, weight_row.part[part]);
+                    _mm512_store_si512(to_slopes + part * SQUARE_PART + at, slope_row[i].part[part]);
+                }
             }
-            if (!ROWS) continue;
-            __m512i pairs[2];
-            interleave(slope_row[0], slope_row[1], pairs);
-            char *const to = to_pairs + key / TILE_KEYS * 2 * TILE_BYTES + key % TILE_KEYS * 32;
-            _mm512_store_si512(to, pairs[0]);
-            _mm512_store_si512(to + TILE_BYTES, pairs[1]);
+            for (int part = 0; ROWS && part < SPLIT; part++) {
+                __m512i pairs[2];
+                interleave(slope_row[0].part[part], slope_row[1].part[part], pairs);
+                char *const to = to_pairs + part * PAIR_PART + key / TILE_KEYS * 2 * TILE_BYTES + key % TILE_KEYS * 32;
+                _mm512_store_si512(to, pairs[0]);
+                _mm512_store_si512(to + TILE_BYTES, pairs[1]);
+            }
+        }
+    }
+
+    struct Numbers {
+        __m512i part[SPLIT];
+    };
+    INLINE static Numbers numbers_of(__m512 first, __m512 second) {
+        if constexpr (SPLIT == 1) return {{narrowed(first, second)}};
+        else {
+            const Parts parts = parts_of(first, second);
+            return {{parts.high, parts.low}};
         }
     }
 
     INLINE void clear_square(int block, int group) {
-        for (int half = 0; half < 2; half++) {
-            const int64_t at = (2 * block + half) * SQUARE_STEP + group * TILE_BYTES;
+        for (int half = 0; half < 2 * SPLIT; half++) {
+            const int64_t at = half / 2 * SQUARE_PART + (2 * block + half % 2) * SQUARE_STEP + group * TILE_BYTES;
             __builtin_memset(weights + at, 0, TILE_BYTES);
             __builtin_memset(slopes + at, 0, TILE_BYTES);
         }
@@ -372,23 +418,25 @@ struct TileGradients {
     // Sums [d][query] += K^T dS^T, for up to 32 queries.
     INLINE void add_to_queries(const char *tiles, Reach reach, int lanes, float *sums, int64_t step) {
         const int block = reach.first / TILE_KEYS, count = (reach.last - reach.first) / TILE_KEYS;
-        const TilesAt a = {(char *)tiles + block * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES};
-        const TilesAt b = {slope_pairs + block * 2 * TILE_BYTES, 64, TILE_BYTES, 2 * TILE_BYTES};
+        const TilesAt a = {(char *)tiles + block * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES,
+                           key_width * MAX_BLOCK * 2};
+        const TilesAt b = {slope_pairs + block * 2 * TILE_BYTES, 64, TILE_BYTES, 2 * TILE_BYTES, PAIR_PART};
         const TilesAt to = {(char *)sums, 4 * step, TILE_SIDE * 4 * step, 64};
-        if (lanes > TILE_SIDE) multiply_rows<2, true>(a, b, to, key_width / TILE_SIDE, count);
-        else multiply_rows<1, true>(a, b, to, key_width / TILE_SIDE, count);
+        if (lanes > TILE_SIDE) multiply_rows<2, true, SPLIT>(a, b, to, key_width / TILE_SIDE, count);
+        else multiply_rows<1, true, SPLIT>(a, b, to, key_width / TILE_SIDE, count);
     }
 
     // Sums [key][dim] of the 32 keys of a block += weights or gradients of scores * packed pairs of queries.
     INLINE static void add_to_keys(char *x, char *pairs, int width, float *sums, int block, int rows, int first,
                                    int count) {
         const int64_t row_bytes = width / TILE_SIDE * TILE_BYTES;
-        const TilesAt a = {x + 2 * block * SQUARE_STEP + first * TILE_BYTES, 64, SQUARE_STEP, TILE_BYTES};
-        TilesAt b = {pairs + first * row_bytes, 64, TILE_BYTES, row_bytes};
+        char *const squares = x + 2 * block * SQUARE_STEP + first * TILE_BYTES;
+        const TilesAt a = {squares, 64, SQUARE_STEP, TILE_BYTES, SQUARE_PART};
+        TilesAt b = {pairs + first * row_bytes, 64, TILE_BYTES, row_bytes, width * MAX_BLOCK * 2};
         TilesAt to = {(char *)(sums + block * TILE_KEYS * width), 4 * width, TILE_SIDE * 4 * width, 64};
         for (; width >= 2 * TILE_SIDE; width -= 2 * TILE_SIDE, b.x += 2 * TILE_BYTES, to.x += 2 * 64)
-            multiply_rows<2, true>(a, b, to, rows, count);
-        if (width) multiply_rows<1, true>(a, b, to, rows, count);
+            multiply_rows<2, true, SPLIT>(a, b, to, rows, count);
+        if (width) multiply_rows<1, true, SPLIT>(a, b, to, rows, count);
     }
 
     // The rows of tiles that hold keys.
@@ -400,15 +448,15 @@ struct TileGradients {
 
     static void write_column(const ringtile_call &c, const Head &head, Tokens side, const float *sums) {
         const int64_t at = (head.b * c.kv_heads + head.kv) * c.n_keys + side.first;
-        write_keys(sums, side.high, c.head_dim, (float)c.scale, (bfloat16 *)c.k_grad + at * c.head_dim);
-        write_keys(sums + key_numbers(c), side.high, c.value_dim, 1, (bfloat16 *)c.v_grad + at * c.value_dim);
+        write_keys(sums, side.high, c.head_dim, (float)c.scale, (E *)c.k_grad + at * c.head_dim);
+        write_keys(sums + key_numbers(c), side.high, c.value_dim, 1, (E *)c.v_grad + at * c.value_dim);
     }
-    INLINE static void write_keys(const float *sums, int count, int64_t dims, float factor, bfloat16 *rows) {
+    INLINE static void write_keys(const float *sums, int count, int64_t dims, float factor, E *rows) {
         for (int k = 0; k < count; k++, sums += whole_tiles(dims), rows += dims)
             for (int64_t d = 0; d < dims; d += TILE_SIDE) {
-                bfloat16 numbers[TILE_SIDE];
-                store_narrow<bfloat16, float>(numbers, load(sums + d) * factor);
-                __builtin_memcpy(rows + d, numbers, 2 * min(TILE_SIDE, dims - d));
+                E numbers[TILE_SIDE];
+                store_narrow<E, float>(numbers, load(sums + d) * factor);
+                __builtin_memcpy(rows + d, numbers, sizeof(E) * min(TILE_SIDE, dims - d));
             }
     }
 };

@@ -1,4 +1,5 @@
-// The kernels of AMX, and of its emulation: bfloat16 by tiles, everything else as the set avx512 computes it.
+// The kernels of AMX, and of its emulation: bfloat16 by tiles, float16 and, if the call allows it, float32 by tiles of
+// the parts of numbers, everything else as the set avx512 computes it.
 #include "amx.h"
 #include "gradients_amx.h"
 #include "items.h"
@@ -15,11 +16,22 @@ int ringtile_masses_avx512(const ringtile_call *);
 int NAME(ringtile_lanes_, ISA)() { return ISA::TILE_SIDE; }
 
 int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
-    if (c->dtype != RINGTILE_BFLOAT16) return ringtile_forward_avx512(c);
-    return c->head_dim <= 64 ? ISA::forward<ISA::TileProducts<1>>(*c) : ISA::forward<ISA::TileProducts<2>>(*c);
+    switch (c->dtype) {
+    case RINGTILE_BFLOAT16:
+        return c->head_dim <= 64 ? ISA::forward<ISA::TileProducts<ISA::bfloat16, 1>>(*c)
+                                 : ISA::forward<ISA::TileProducts<ISA::bfloat16, 2>>(*c);
+    case RINGTILE_FLOAT16: return ISA::forward<ISA::TileProducts<ISA::float16, 2>>(*c);
+    case RINGTILE_FLOAT32_PARTS: return ISA::forward<ISA::TileProducts<float, 2>>(*c);
+    default: return ringtile_forward_avx512(c);
+    }
 }
 int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
-    return c->dtype == RINGTILE_BFLOAT16 ? ISA::backward<ISA::TileGradients>(*c) : ringtile_backward_avx512(c);
+    switch (c->dtype) {
+    case RINGTILE_BFLOAT16: return ISA::backward<ISA::TileGradients<ISA::bfloat16>>(*c);
+    case RINGTILE_FLOAT16: return ISA::backward<ISA::TileGradients<ISA::float16>>(*c);
+    case RINGTILE_FLOAT32_PARTS: return ISA::backward<ISA::TileGradients<float>>(*c);
+    default: return ringtile_backward_avx512(c);
+    }
 }
 int NAME(ringtile_masses_, ISA)(const ringtile_call *c) { return ringtile_masses_avx512(c); }
 

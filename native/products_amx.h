@@ -7,17 +7,25 @@
 
 namespace ISA {
 
+typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
+
 constexpr int TILE_BYTES = 4 * TILE_NUMBERS;
 constexpr int TILE_KEYS = 32, KEY_TILES = MAX_BLOCK / TILE_KEYS;  // the keys that a product adds up
 
-// Where the tiles of an operand are, in bytes: row after row, tile after tile across the product and along its sum.
+// Numbers of other types than bfloat16 are sums of two bfloat16 numbers: the first eight bits of each, and the next
+// eight. The product of two leaves the product of the low parts out, 2^-16 of it.
+template <class E> constexpr int PARTS = 2;
+template <> constexpr int PARTS<bfloat16> = 1;
+
+// Where the tiles of an operand are, in bytes: row after row, tile after tile across the product and along its sum, and
+// from the high parts of numbers to the low ones.
 struct TilesAt {
     char *x;
-    int64_t row, across, along;
+    int64_t row, across, along, part = 0;
 };
 
-// M by N tiles of C, + 0 or what is there, plus A * B over so many tiles: each tile is loaded once.
-template <int M, int N, bool ADD> INLINE void multiply_square(TilesAt a, TilesAt b, TilesAt c, int count) {
+// M by N tiles of C, + 0 or what is there, plus A * B over so many tiles: of each part, each tile is loaded once.
+template <int M, int N, bool ADD, int SPLIT> INLINE void multiply_square(TilesAt a, TilesAt b, TilesAt c, int count) {
     if (ADD) {
         tile_load<0>(c.x, c.row);
         if (N == 2) tile_load<1>(c.x + c.along, c.row);
@@ -29,13 +37,17 @@ template <int M, int N, bool ADD> INLINE void multiply_square(TilesAt a, TilesAt
         if (M == 2) tile_zero<2>();
         if (M == 2 && N == 2) tile_zero<3>();
     }
-    for (int k = 0; k < count; k++, a.x += a.along, b.x += b.along) {
-        tile_load<4>(a.x, a.row);
-        tile_load<6>(b.x, b.row);
+    const auto add = [&](const char *x, const char *y) INLINE_LAMBDA {
+        tile_load<4>(x, a.row);
+        tile_load<6>(y, b.row);
         tile_dot<0, 4, 6>();
-        if (N == 2) tile_load<7>(b.x + b.across, b.row), tile_dot<1, 4, 7>();
-        if (M == 2) tile_load<5>(a.x + a.across, a.row), tile_dot<2, 5, 6>();
+        if (N == 2) tile_load<7>(y + b.across, b.row), tile_dot<1, 4, 7>();
+        if (M == 2) tile_load<5>(x + a.across, a.row), tile_dot<2, 5, 6>();
         if (M == 2 && N == 2) tile_dot<3, 5, 7>();
+    };
+    for (int k = 0; k < count; k++, a.x += a.along, b.x += b.along) {
+        add(a.x, b.x);
+        if (SPLIT == 2) add(a.x, b.x + b.part), add(a.x + a.part, b.x);
     }
     tile_store<0>(c.x, c.row);
     if (N == 2) tile_store<1>(c.x + c.along, c.row);
@@ -43,10 +55,11 @@ template <int M, int N, bool ADD> INLINE void multiply_square(TilesAt a, TilesAt
     if (M == 2 && N == 2) tile_store<3>(c.x + c.across + c.along, c.row);
 }
 
-// `rows` tiles of C by N, two and two.
-template <int N, bool ADD> INLINE void multiply_rows(TilesAt a, TilesAt b, TilesAt c, int rows, int count) {
-    for (; rows >= 2; rows -= 2, a.x += 2 * a.across, c.x += 2 * c.across) multiply_square<2, N, ADD>(a, b, c, count);
-    if (rows) multiply_square<1, N, ADD>(a, b, c, count);
+// `rows` tiles of C by N, two and two, of numbers in SPLIT parts.
+template <int N, bool ADD, int SPLIT> INLINE void multiply_rows(TilesAt a, TilesAt b, TilesAt c, int rows, int count) {
+    for (; rows >= 2; rows -= 2, a.x += 2 * a.across, c.x += 2 * c.across)
+        multiply_square<2, N, ADD, SPLIT>(a, b, c, count);
+    if (rows) multiply_square<1, N, ADD, SPLIT>(a, b, c, count);
 }
 
 // A row of C in register R. A's tiles take turns in registers A and A + 1. B's are in 0 and up, as many as COUNT.
@@ -98,7 +111,11 @@ INLINE __m512 exp2_of_score(__m512 x) {
     return _mm512_maskz_scalef_ps(0xffff, p, x);
 }
 
-typedef uint32_t Unsigned __attribute__((vector_size(VECTOR_BYTES)));
+// The same, as exactly as numbers in two parts need it.
+template <class E> INLINE __m512 exp2_of(__m512 x) {
+    if constexpr (PARTS<E> == 1) return exp2_of_score(x);
+    else return (__m512)exp2<float>((Vec<float>)x);
+}
 
 // Two vectors to bfloat16 pairs, ties away from zero.
 INLINE __m512i pairs_of(__m512 first, __m512 second) {
@@ -121,13 +138,51 @@ INLINE bool in_place(Rows<bfloat16> rows, int64_t dims, int count) {
     return dims % 32 == 0 && count % TILE_SIDE == 0 && spread;
 }
 
-INLINE Rows<bfloat16> copy_rows(Rows<bfloat16> rows, int count, int64_t dims, bfloat16 *to) {
+// The first `count` of up to 16 numbers, and zeros.
+INLINE __m512 load_floats(const float *x, int64_t count) {
+    return _mm512_maskz_loadu_ps(count >= 16 ? 0xffff : count > 0 ? (1u << count) - 1 : 0, x);
+}
+INLINE __m512 load_floats(const float16 *x, int64_t count) {
+    const __mmask16 alive = (__mmask16)(count >= 16 ? 0xffff : count > 0 ? (1u << count) - 1 : 0);
+    return _mm512_maskz_cvtph_ps(0xffff, _mm256_maskz_loadu_epi16(alive, x));
+}
+
+struct Parts {
+    __m512i high, low;
+};
+
+// The parts of two vectors, each as 32 numbers, those of `first` before the others.
+INLINE Parts parts_of(__m512 first, __m512 second) {
+    const __m512i high = narrowed(first, second);
+    const auto rest = [](__m512 x, __m256i part) INLINE_LAMBDA {
+        const Unsigned bits = (Unsigned)_mm512_maskz_cvtepu16_epi32(0xffff, part);
+        return _mm512_sub_ps(x, (__m512)(bits << 16));
+    };
+    const __m256i last = _mm512_maskz_extracti64x4_epi64(0xf, high, 1);
+    return {high, narrowed(rest(first, _mm512_castsi512_si256(high)), rest(second, last))};
+}
+
+// Copy rows of tiles, with zeros in dims and rows that do not exist. Low parts follow the high ones of MAX_BLOCK rows.
+template <class E> INLINE Rows<bfloat16> copy_rows(Rows<E> rows, int count, int64_t dims, bfloat16 *to) {
     const int64_t width = (dims + 31) / 32 * 32;
     for (int k = 0; k < (count + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE; k++)
-        for (int64_t d = 0; d < width; d += 32)
-            _mm512_store_si512(to + k * width + d,
-                               load_numbers(rows.row(k < count ? k : 0) + d, k < count ? dims - d : 0));
+        for (int64_t d = 0; d < width; d += 32) {
+            const int64_t left = k < count ? dims - d : 0;
+            const E *x = rows.row(left > 0 ? k : 0) + (left > 0 ? d : 0);
+            bfloat16 *y = to + k * width + d;
+            if constexpr (PARTS<E> == 1) {
+                _mm512_store_si512(y, load_numbers(x, left));
+            } else {
+                const Parts parts = parts_of(load_floats(x, left), load_floats(x + min(16, left), left - 16));
+                _mm512_store_si512(y, parts.high);
+                _mm512_store_si512(y + MAX_BLOCK * width, parts.low);
+            }
+        }
     return {to, width};
+}
+
+INLINE Rows<bfloat16> part_of(Rows<bfloat16> rows, int part) {
+    return {rows.x + part * MAX_BLOCK * rows.step, rows.step};
 }
 
 // Tokens in the columns and pairs of dims along the sum: tiles [strip][32 dims] of the lanes [from, to), zeros in
@@ -214,51 +269,69 @@ INLINE Reach keys_of_lanes(const Mask &mask, int lane, uint32_t inside, int coun
 
 // The policy (see products.h): 16 * STRIPS queries are multiplied together. One strip keeps its queries in registers, so
 // their head dim is 64 at most. Two halve the loads of keys and values.
-template <int STRIPS> struct TileProducts {
-    typedef bfloat16 Element;
+template <class E, int STRIPS> struct TileProducts {
+    typedef E Element;
     typedef float Number;
     typedef TileUnit Unit;
     static constexpr int KEY_STEP = TILE_SIDE, LANES = STRIPS * TILE_SIDE, LANE_STEP = LANES;
-    static constexpr int SCORE_ROW = 4 * LANES, WEIGHT_STEP = STRIPS * TILE_BYTES;
+    static constexpr int SPLIT = PARTS<E>, SCORE_ROW = 4 * LANES, WEIGHT_STEP = STRIPS * TILE_BYTES;
+    static constexpr int64_t WEIGHT_PART = KEY_TILES * WEIGHT_STEP;
+    static_assert(SPLIT == 1 || STRIPS == 2);
 
     const ringtile_call &c;
-    const int steps, value_tiles;  // of 32 head dims, and of 16 value dims
+    const int steps, value_tiles;             // of 32 head dims, and of 16 value dims
+    const int64_t query_part, value_part;  // bytes from high parts to low ones
     // Tiles: queries [strip][step], weights [32 keys][strip], values [16 dims][32 keys].
     char *queries, *weights, *values;
-    bfloat16 *key_copy;
+    bfloat16 *copy;
     Rows<bfloat16> keys;
     // Of the group of lanes: the lanes that keep each key, and whether they keep all of them.
     uint32_t kept[MAX_BLOCK];
     bool keeps_all;
 
-    static int64_t steps_of(const ringtile_call &c) { return (c.head_dim + 31) / 32; }
+    static int64_t steps_of(int64_t dims) { return (dims + 31) / 32; }
+    // Keys take the place of values and queries that were split before them.
+    static int64_t copied_steps(const ringtile_call &c) {
+        return SPLIT == 1 ? steps_of(c.head_dim) : max(steps_of(c.head_dim), steps_of(c.value_dim));
+    }
     static int64_t size(const ringtile_call &c) {
-        return (2 * 16 * steps_of(c) + whole_tiles(c.value_dim) / 2 + 16 * STRIPS) * MAX_BLOCK;
+        const int64_t steps = steps_of(c.head_dim) + copied_steps(c);
+        return SPLIT * ((16 * steps + whole_tiles(c.value_dim) / 2) * MAX_BLOCK + WEIGHT_PART / 4);
     }
 
     TileProducts(const ringtile_call &call, float *memory)
-        : c(call), steps((int)steps_of(c)), value_tiles((int)whole_tiles(c.value_dim) / TILE_SIDE),
-          keys(), keeps_all() {
+        : c(call), steps((int)steps_of(c.head_dim)), value_tiles((int)whole_tiles(c.value_dim) / TILE_SIDE),
+          query_part(16 * steps * MAX_BLOCK * 4), value_part(8 * value_tiles * MAX_BLOCK * 4), keys(), keeps_all() {
         queries = (char *)memory;
-        key_copy = (bfloat16 *)(memory + 16 * steps * MAX_BLOCK);
-        weights = (char *)(memory + 2 * 16 * steps * MAX_BLOCK);
-        values = weights + MAX_BLOCK / TILE_KEYS * WEIGHT_STEP;
+        copy = (bfloat16 *)(queries + SPLIT * query_part);
+        weights = (char *)(copy + SPLIT * 32 * copied_steps(c) * MAX_BLOCK);
+        values = weights + SPLIT * WEIGHT_PART;
     }
 
     INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, float sign) {
         Packing packing(c);
-        const Rows<bfloat16> rows = query_rows<bfloat16>(c, head, tokens);
+        const Rows<bfloat16> rows = split(query_rows<E>(c, head, tokens), tokens.high - tokens.low, c.head_dim);
         const auto inside = [&](int lane) INLINE_LAMBDA {
             return sign != 0 && lane >= tokens.low && lane < tokens.high;
         };
-        pack_lanes(rows, tokens.low, from, to, c.head_dim, sign < 0 ? (short)0x8000 : 0, inside, queries);
+        for (int part = 0; part < SPLIT; part++)
+            pack_lanes(part_of(rows, part), tokens.low, from, to, c.head_dim, sign < 0 ? (short)0x8000 : 0, inside,
+                       queries + part * query_part);
     }
 
     INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
-        keys = key_rows<bfloat16>(c, head, tokens);
         Packing packing(c);
-        if (!in_place(keys, c.head_dim, tokens.high)) keys = copy_rows(keys, tokens.high, c.head_dim, key_copy);
-        pack_transpose(value_rows<bfloat16>(c, head, tokens), tokens.high, c.value_dim, unused, values);
+        const Rows<bfloat16> rows = split(value_rows<E>(c, head, tokens), tokens.high, c.value_dim);
+        for (int part = 0; part < SPLIT; part++)
+            pack_transpose(part_of(rows, part), tokens.high, c.value_dim, unused, values + part * value_part);
+        keys = split(key_rows<E>(c, head, tokens), tokens.high, c.head_dim);
+        if (SPLIT == 1 && !in_place(keys, c.head_dim, tokens.high)) keys = copy_rows(keys, tokens.high, c.head_dim, copy);
+    }
+
+    // Rows of bfloat16 where they are, others in parts.
+    template <class X> INLINE Rows<bfloat16> split(Rows<X> rows, int count, int64_t dims) {
+        if constexpr (SPLIT == 1) return rows;
+        else return copy_rows(rows, count, dims, copy);
     }
 
     // The keys that a group of lanes needs, and by key the lanes that need it.
@@ -271,12 +344,14 @@ template <int STRIPS> struct TileProducts {
     }
 
     INLINE void scores(int vectors, int offset, int first, int count, float *scores) {
-        const TilesAt a = {(char *)keys.row(first), 2 * keys.step, TILE_SIDE * 2 * keys.step, 64};
-        const TilesAt b = {queries + offset / TILE_SIDE * steps * TILE_BYTES, 64, steps * TILE_BYTES, TILE_BYTES};
+        const TilesAt a = {(char *)keys.row(first), 2 * keys.step, TILE_SIDE * 2 * keys.step, 64,
+                           2 * MAX_BLOCK * keys.step};
+        char *const packed = queries + offset / TILE_SIDE * steps * TILE_BYTES;
+        const TilesAt b = {packed, 64, steps * TILE_BYTES, TILE_BYTES, query_part};
         const TilesAt to = {(char *)scores, SCORE_ROW, TILE_SIDE * SCORE_ROW, 64};
         const int rows = (count + TILE_SIDE - 1) / TILE_SIDE;
-        if (STRIPS == 2 && vectors == 2) multiply_rows<2, false>(a, b, to, rows, steps);
-        else if (STRIPS == 2) multiply_rows<1, false>(a, b, to, rows, steps);
+        if (STRIPS == 2 && vectors == 2) multiply_rows<2, false, SPLIT>(a, b, to, rows, steps);
+        else if (STRIPS == 2) multiply_rows<1, false, SPLIT>(a, b, to, rows, steps);
         else if (steps == 1) multiply_strip<1, false>(a, b, to, rows);
         else multiply_strip<2, false>(a, b, to, rows);
     }
@@ -330,7 +405,7 @@ template <int STRIPS> struct TileProducts {
 
         __m512 sum[4] = {_mm512_mul_ps(_mm512_load_ps(total), share), {}, {}, {}};
         const auto weight = [&](int k, __m512 &sum) INLINE_LAMBDA {
-            __m512 p = exp2_of_score(_mm512_fmsub_ps(score(k), factor, safe));
+            __m512 p = exp2_of<E>(_mm512_fmsub_ps(score(k), factor, safe));
             if (MASKED) p = _mm512_maskz_mov_ps(lanes(k), p);
             sum = _mm512_add_ps(sum, p);
             if (DROPS) p = _mm512_maskz_mov_ps((__mmask16)(keep[first + k][lane >> 5] >> (lane & 31)), p);
@@ -339,14 +414,25 @@ template <int STRIPS> struct TileProducts {
         const auto pairs_at = [&](uint32_t pair) INLINE_LAMBDA {
             return weights + pair / TILE_SIDE * WEIGHT_STEP + n * TILE_BYTES + pair % TILE_SIDE * 64;
         };
+        const auto put = [&](uint32_t pair, __m512 even, __m512 odd) INLINE_LAMBDA {
+            const __m512i high = pairs_of(even, odd);
+            _mm512_store_si512(pairs_at(pair), high);
+            if (SPLIT == 1) return;
+            even = _mm512_sub_ps(even, (__m512)((Unsigned)high << 16));
+            odd = _mm512_sub_ps(odd, (__m512)((Unsigned)high & 0xffff0000));
+            _mm512_store_si512(pairs_at(pair) + WEIGHT_PART, pairs_of(even, odd));
+        };
+        const auto clear = [&](uint32_t pair) INLINE_LAMBDA {
+            for (int part = 0; part < SPLIT; part++)
+                _mm512_store_si512(pairs_at(pair) + part * WEIGHT_PART, _mm512_setzero_si512());
+        };
         uint32_t pair = (uint32_t)first / 2;
-        for (uint32_t begin = pair / TILE_SIDE * TILE_SIDE; begin < pair; begin++)
-            _mm512_store_si512(pairs_at(begin), _mm512_setzero_si512());
+        for (uint32_t begin = pair / TILE_SIDE * TILE_SIDE; begin < pair; begin++) clear(begin);
         for (k = 0; k + 4 <= count; k += 4)
 #pragma GCC unroll 2
             for (int i = 0; i < 2; i++, pair++) {
                 const __m512 even = weight(k + 2 * i, sum[2 * i]), odd = weight(k + 2 * i + 1, sum[2 * i + 1]);
-                _mm512_store_si512(pairs_at(pair), pairs_of(even, odd));
+                put(pair, even, odd);
                 if (!AHEAD) continue;
                 const char *row = values + pair / TILE_SIDE * TILE_BYTES + pair % TILE_SIDE * 64;
 #pragma GCC unroll 4
@@ -356,19 +442,19 @@ template <int STRIPS> struct TileProducts {
         for (; k < count; k += 2, pair++) {
             const __m512 even = weight(k, sum[0]);
             const __m512 odd = k + 1 < count ? weight(k + 1, sum[1]) : _mm512_setzero_ps();
-            _mm512_store_si512(pairs_at(pair), pairs_of(even, odd));
+            put(pair, even, odd);
         }
-        for (; pair % TILE_SIDE; pair++) _mm512_store_si512(pairs_at(pair), _mm512_setzero_si512());
+        for (; pair % TILE_SIDE; pair++) clear(pair);
         _mm512_store_ps(total, _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
     }
 
     INLINE void add_values(int vectors, int first, int count, const float *, float *sums, Ahead) {
         const int begin = first / TILE_KEYS, tiles = (first + count + TILE_KEYS - 1) / TILE_KEYS - begin;
-        const TilesAt a = {values + begin * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES};
-        const TilesAt b = {weights + begin * WEIGHT_STEP, 64, TILE_BYTES, WEIGHT_STEP};
+        const TilesAt a = {values + begin * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES, value_part};
+        const TilesAt b = {weights + begin * WEIGHT_STEP, 64, TILE_BYTES, WEIGHT_STEP, WEIGHT_PART};
         const TilesAt to = {(char *)sums, 4 * MAX_BLOCK, TILE_SIDE * 4 * MAX_BLOCK, 64};
-        if (STRIPS == 2 && vectors == 2) return multiply_rows<2, true>(a, b, to, value_tiles, tiles);
-        if (STRIPS == 2) return multiply_rows<1, true>(a, b, to, value_tiles, tiles);
+        if (STRIPS == 2 && vectors == 2) return multiply_rows<2, true, SPLIT>(a, b, to, value_tiles, tiles);
+        if (STRIPS == 2) return multiply_rows<1, true, SPLIT>(a, b, to, value_tiles, tiles);
         with_constant<4>(tiles, [&](auto count) INLINE_LAMBDA {
             multiply_strip<decltype(count)::value, true>(a, b, to, value_tiles);
         });

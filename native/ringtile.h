@@ -9,7 +9,14 @@ extern "C" {
 // Raise it with every change of ringtile_call or of a function's meaning.
 #define RINGTILE_ABI 5
 
-enum ringtile_dtype { RINGTILE_FLOAT32 = 0, RINGTILE_FLOAT64 = 1, RINGTILE_BFLOAT16 = 2, RINGTILE_FLOAT16 = 3 };
+// The last one is float32 whose products may take a number as the sum of two bfloat16 numbers. Sets with tiles know it.
+enum ringtile_dtype {
+    RINGTILE_FLOAT32 = 0,
+    RINGTILE_FLOAT64 = 1,
+    RINGTILE_BFLOAT16 = 2,
+    RINGTILE_FLOAT16 = 3,
+    RINGTILE_FLOAT32_PARTS = 4
+};
 
 // The rates that ringtile_peak measures, per second: floating-point operations, exponentials, bytes read.
 enum ringtile_rate {

@@ -45,7 +45,7 @@ INLINE void pack_pairs(Rows<bfloat16> rows, Tokens side, const uint32_t *unused,
     }
 }
 
-// True if no token of a side that is not in `unused` holds a NaN or infinity.
+// True if no token of a side that is not in `unused` holds a NaN or infinity, nor a number whose high part is infinite.
 template <class E> INLINE bool all_finite(Rows<E> rows, Tokens side, const uint32_t *unused, int64_t dims) {
     // The sizes of numbers in the upper half of each, so that those of two bfloat16 numbers are in a lane.
     __m512i top[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
@@ -61,7 +61,7 @@ template <class E> INLINE bool all_finite(Rows<E> rows, Tokens side, const uint3
         }
     }
     const __m512i most = _mm512_maskz_max_epu32(0xffff, top[0], top[1]);
-    return !_mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(0x7f800000));
+    return !_mm512_cmpge_epu32_mask(most, _mm512_set1_epi32(PARTS<E> == 1 ? 0x7f800000 : 0x7f7f0000));
 }
 
 // A row tile in the forms that products read, of numbers in parts the high ones before the low ones.

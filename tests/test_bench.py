@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -20,8 +21,9 @@ from oracle import make_inputs, oracle
 from torch import Tensor
 
 from ringtile import cli
-from ringtile.kernels.native.instruction_sets import InstructionSet
+from ringtile.kernels.native.instruction_sets import InstructionSet, choose
 from ringtile.kernels.native.library import reason_against
+from ringtile.kernels.native.precision import Arithmetic
 from ringtile.kernels.reference import attention_reference
 from ringtile.measure import bench, exact, machine, memory, roofline
 from ringtile.measure.bench import measure, run_bench, wrong_rows
@@ -532,7 +534,7 @@ def work_of(case: Case, direction: str, peer: object) -> list[Work]:
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
 def test_the_work_of_ours_is_what_its_lanes_reach(monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(roofline, "_isa", lambda case: InstructionSet(1, "avx512", 64))
+    monkeypatch.setattr(roofline, "arithmetic_of", lambda dtype: Arithmetic(InstructionSet(1, "avx512", 64), 0, 0))
     case = small_case(Causal() & Window(9), n_tokens=256, heads=4, kv_heads=2, head_dim=16)
     # Of a tile on the diagonal, queries 0-63 keep keys 0-63 and queries 64-127 keys 55-127; of the tile before it, of
     # which queries 0-8 keep something, keys 119-127. By columns, keys 0-63 and 64-127 have 73 and 64 queries.
@@ -563,22 +565,29 @@ def test_keys_that_no_tile_keeps_are_not_read():
 
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
 @pytest.mark.parametrize(
-    ("isa", "dtype", "head_dim", "rates"),
+    ("isa", "dtype", "head_dim", "rates", "times"),
     [
-        ("avx512_bf16", torch.bfloat16, 16, ["dot_bfloat16", "fma_float32"]),
-        ("avx512_bf16", torch.bfloat16, 15, ["fma_float32", "fma_float32"]),
-        ("amx", torch.bfloat16, 15, ["dot_bfloat16", "dot_bfloat16"]),
-        ("amx", torch.float16, 16, ["fma_float32", "fma_float32"]),
-        ("avx2", torch.bfloat16, 16, ["fma_float32", "fma_float32"]),
-        ("avx512_bf16", torch.float16, 16, ["fma_float32", "fma_float32"]),
-        ("avx2", torch.float64, 16, ["fma_float64", "fma_float64"]),
+        ("avx512_bf16", torch.bfloat16, 16, ["dot_bfloat16", "fma_float32"], 1),
+        ("avx512_bf16", torch.bfloat16, 15, ["fma_float32", "fma_float32"], 1),
+        ("amx", torch.bfloat16, 15, ["dot_bfloat16", "dot_bfloat16"], 1),
+        ("amx", torch.float16, 16, ["dot_bfloat16", "dot_bfloat16"], 3),
+        ("amx", torch.float32, 16, ["dot_bfloat16", "dot_bfloat16"], 3),
+        ("avx2", torch.bfloat16, 16, ["fma_float32", "fma_float32"], 1),
+        ("avx2", torch.float32, 16, ["fma_float32", "fma_float32"], 1),
+        ("avx512_bf16", torch.float16, 16, ["fma_float32", "fma_float32"], 1),
+        ("avx2", torch.float64, 16, ["fma_float64", "fma_float64"], 1),
     ],
 )
-def test_the_rates_are_those_of_the_dtype(isa, dtype, head_dim, rates, monkeypatch):
-    monkeypatch.setattr(roofline, "_isa", lambda case: InstructionSet(2, isa, 64))
-    case = small_case(dtype=dtype, head_dim=head_dim)
+def test_the_rates_are_those_of_the_dtype(isa, dtype, head_dim, rates, times, monkeypatch):
+    module = importlib.import_module("ringtile.kernels.native.library")
+    choice = choose([InstructionSet(2, isa, 64)], lambda wanted: [])
+    monkeypatch.setattr(module, "_FOUND", module._Found(module.library()._replace(choice=choice), ""))
+    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "tf32")
+    case = small_case(Dense(), n_tokens=256, dtype=dtype, head_dim=head_dim)
     works = work_of(case, BOTH, Ringtile())
     assert [work.products for work in works] == rates
+    # Two heads of all pairs. A product of numbers in parts is three of bfloat16.
+    assert works[0].operations == times * 4.0 * 2 * 256 * 256 * head_dim
     softmax = {torch.float64: "exp_float64"}.get(dtype, "exp_float32")
     assert {work.softmax for work in works} == {softmax}
 
@@ -596,7 +605,7 @@ def test_the_work_of_dense_attention_is_that_of_its_pairs():
     assert decoding.exponentials == 200
 
 
-def test_whose_work_is_not_known():
+def test_whose_work_is_not_known(monkeypatch):
     case = small_case()
     for peer in (
         Fake(),
@@ -605,6 +614,9 @@ def test_whose_work_is_not_known():
     ):
         assert work_of(case, BOTH, peer) == []
     assert work_of(small_case(dtype=torch.bfloat16), BOTH, SdpaDense()) == []
+    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
+    assert work_of(small_case(), BOTH, SdpaDense()) == []
+    assert len(work_of(small_case(dtype=torch.float64), BOTH, SdpaDense())) == (0 if reason_against() else 2)
 
 
 def test_a_limit_adds_products_and_exponentials_and_hides_the_memory_behind_them():

@@ -137,7 +137,7 @@ def test_doctor_says_which_dense_calls_torch_computes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for dtypes, told in (((), "available"), ((torch.bfloat16,), "available, before native for bfloat16 (AMX)")):
-        monkeypatch.setattr(doctor, "MATRIX_DTYPES", dtypes)
+        monkeypatch.setattr(doctor, "before_native", lambda dtypes=dtypes: dtypes)
         assert cli.main(["doctor"]) == 0
         assert re.search(rf"^backend dense +{re.escape(told)}$", capsys.readouterr().out, re.M)
 

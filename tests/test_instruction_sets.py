@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,18 @@ import torch
 from ringtile import sparse_attention
 from ringtile.cli import main
 from ringtile.kernels import native
-from ringtile.kernels.native.instruction_sets import RATES, WORTHWHILE, InstructionSet, Wanted, best_rates, choose
+from ringtile.kernels.native.instruction_sets import (
+    PART_PRODUCTS,
+    RATES,
+    TILE_SETS,
+    WORTHWHILE,
+    InstructionSet,
+    Wanted,
+    best_rates,
+    choose,
+)
 from ringtile.kernels.native.library import VARIABLE
+from ringtile.kernels.native.precision import arithmetic_of
 
 module = importlib.import_module("ringtile.kernels.native.library")
 X86 = ("avx2", "avx512", "avx512_bf16")
@@ -49,12 +60,32 @@ def test_bfloat16_takes_dot_products_only_if_they_are_faster(ratio: float, chose
 
 def test_of_two_sets_for_bfloat16_the_faster_one_serves() -> None:
     choice = choose(sets_named(*X86, "amx"), lambda wanted: [1e11, 3e12, 2e11])
-    assert choice.by_dtype[torch.bfloat16].name == "amx"
-    assert {choice.by_dtype[dtype].name for dtype in DTYPES[:3]} == {"avx512"}
+    assert choice.by_dtype[torch.bfloat16].name == choice.by_dtype[torch.float16].name == "amx"
+    assert {choice.by_dtype[dtype].name for dtype in DTYPES[:2]} == {"avx512"}
     assert choice.reason == "amx runs at 15.00 times the float32 rate"
 
 
-@pytest.mark.parametrize("names", [X86[:1], X86[:2], X86[2:], ("neon",)], ids=str)
+@pytest.mark.parametrize(
+    ("ratio", "pairs_ratio", "half", "parts"),
+    [
+        (3.5, 0.5, "avx512", None),
+        (3.7, 0.5, "amx", "amx"),
+        # Dot products of vectors are not products of tiles.
+        (1.0, 9.0, "avx512", None),
+        (3.7, 9.0, "amx", "amx"),
+    ],
+)
+def test_numbers_in_parts_take_tiles_that_beat_multiply_adds_three_times(
+    ratio: float, pairs_ratio: float, half: str, parts: str | None
+) -> None:
+    choice = choose(sets_named(*X86, "amx"), lambda wanted: [pairs_ratio * 2e11, ratio * 2e11, 2e11])
+    assert choice.by_dtype[torch.float16].name == half
+    assert (choice.parts.name if choice.parts else None) == parts
+    assert {choice.by_dtype[dtype].name for dtype in DTYPES[:2]} == {"avx512"}
+    assert choice.by_dtype[torch.bfloat16].name == ("avx512_bf16" if pairs_ratio > ratio else "amx")
+
+
+@pytest.mark.parametrize("names", [X86[:1], X86[:2], X86[2:], ("neon",), ("amx",), ("amx_emulated",)], ids=str)
 def test_without_a_choice_nothing_is_measured(names: Sequence[str]) -> None:
     def measure(wanted: Wanted) -> list[float]:
         raise AssertionError(wanted)
@@ -62,26 +93,27 @@ def test_without_a_choice_nothing_is_measured(names: Sequence[str]) -> None:
     choice = choose(sets_named(*names), measure)
     assert {isa.name for isa in choice.by_dtype.values()} == {names[-1]}
     assert choice.reason == ""
+    assert (choice.parts is not None) == (names[-1] in TILE_SETS)
 
 
 class Processor:
     """Stands in for the library on another processor: what it can, and how fast."""
 
-    def __init__(self, rates: dict[tuple[int, str], float]) -> None:
-        self.rates, self.asked = rates, []
-        self.names: Sequence[str] = X86
+    def __init__(self, rates: dict[tuple[int, str], float], names: Sequence[str] = X86) -> None:
+        self.rates, self.asked, self.names = rates, [], names
         self.reasons: dict[int, bytes] = {}
 
     def __getattr__(self, name: str) -> Any:
-        answers = {"isa_count": lambda: 3, "isa_name": lambda isa: self.names[isa].encode()}
+        answers = {"isa_count": lambda: len(self.names), "isa_name": lambda isa: self.names[isa].encode()}
         answers |= {"isa_reason": lambda isa: self.reasons.get(isa, b"")}
-        answers |= {"lanes": lambda isa: (16, 64, 64)[isa], "use_runtime": lambda *entries: None}
+        answers |= {"lanes": lambda isa: (16, 64, 64, 16)[isa], "use_runtime": lambda *entries: None}
         return answers[name.removeprefix("ringtile_")]
 
     def ringtile_peak(self, isa: int, kind: int, threads: int, seconds: float) -> float:
         self.asked.append((isa, RATES[kind], threads, seconds))
         # Every other sample is disturbed.
-        return self.rates[isa, RATES[kind]] * (1 if len(self.asked) % 4 < 2 else 0.1)
+        count = len(self.rates)
+        return self.rates[isa, RATES[kind]] * (1 if len(self.asked) % (2 * count) < count else 0.1)
 
 
 def test_rates_are_the_best_of_samples_taken_in_turn() -> None:
@@ -106,6 +138,7 @@ def found_on(
 
 
 INTEL = {(2, "dot_bfloat16"): 1.18e11, (1, "fma_float32"): 2.30e11}
+TILES = {**INTEL, (3, "dot_bfloat16"): 3.3e12}
 AMD = {(2, "dot_bfloat16"): 2.2e11, (1, "fma_float32"): 1.1e11}
 
 
@@ -130,6 +163,24 @@ def test_the_library_and_doctor_know_the_choice(
         assert "avx512 for float32, float64, float16; avx512_bf16 for bfloat16 (avx512_bf16 runs at 2.00 times" in said
 
 
+def test_doctor_says_which_dtypes_tiles_compute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_dtype, found = found_on(Processor(TILES, (*X86, "amx")), monkeypatch)
+    assert by_dtype == {**dict.fromkeys(DTYPES[:2], "avx512"), **dict.fromkeys(DTYPES[2:], "amx")}
+    monkeypatch.setattr(module, "_FOUND", found)
+    main(["doctor"])
+    told = (
+        "avx512 for float32, float64; amx for float16, bfloat16; amx for float32 in parts if "
+        "torch.set_float32_matmul_precision allows it (amx runs at 14.35 times the float32 rate)"
+    )
+    assert told in capsys.readouterr().out
+    main(["doctor", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["native_isa"] == {"avx512": ["float32", "float64"], "amx": ["float16", "bfloat16"]}
+    assert facts["native_isa_parts"] == "amx"
+
+
 def test_a_set_that_cannot_serve_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     processor = Processor({})
     processor.reasons = {2: b"Linux gives no tiles"}
@@ -144,13 +195,15 @@ def test_a_set_that_cannot_serve_says_why(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_an_emulated_set_serves_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = Processor({})
-    processor.names = ("avx2", "avx512", "amx_emulated")
+    processor = Processor({}, ("avx2", "avx512", "amx_emulated"))
     by_dtype, found = found_on(processor, monkeypatch)
     assert by_dtype == dict.fromkeys(DTYPES, "avx512")
     assert not processor.asked
     assert not found.library.missing
-    assert found_on(processor, monkeypatch, "amx_emulated")[0] == dict.fromkeys(DTYPES, "amx_emulated")
+    assert found.library.choice.parts is None
+    by_dtype, found = found_on(processor, monkeypatch, "amx_emulated")
+    assert by_dtype == dict.fromkeys(DTYPES, "amx_emulated")
+    assert found.library.choice.parts.name == "amx_emulated"
 
 
 @pytest.mark.parametrize("wanted", X86)
@@ -163,13 +216,44 @@ def test_the_environment_names_one_set_for_all_dtypes(wanted: str, monkeypatch: 
 
 
 @pytest.mark.skipif(bool(module.reason_against()), reason="no native kernel here")
-def test_a_call_names_the_set_of_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, found = found_on(Processor(AMD), monkeypatch)
+@pytest.mark.parametrize(
+    ("rates", "setting", "expected"),
+    [
+        (AMD, "ieee", [(1, 0), (1, 1), (1, 3), (2, 2)]),
+        (AMD, "tf32", [(1, 0), (1, 1), (1, 3), (2, 2)]),
+        (TILES, "none", [(1, 0), (1, 1), (3, 3), (3, 2)]),
+        (TILES, "ieee", [(1, 0), (1, 1), (3, 3), (3, 2)]),
+        (TILES, "tf32", [(3, 4), (1, 1), (3, 3), (3, 2)]),
+        (TILES, "bf16", [(3, 4), (1, 1), (3, 3), (3, 2)]),
+    ],
+)
+def test_a_call_names_the_set_of_its_dtype(
+    rates: dict[tuple[int, str], float],
+    setting: str,
+    expected: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And its number in native/ringtile.h."""
+    _, found = found_on(Processor(rates, (*X86, "amx") if rates is TILES else X86), monkeypatch)
     monkeypatch.setattr(module, "_FOUND", found._replace(library=found.library._replace(runtime="GOMP_parallel")))
-    used: list[int] = []
-    monkeypatch.setattr(native._Job, "_call", lambda job, function: used.append(job.c.isa))
+    used: list[tuple[int, int]] = []
+    monkeypatch.setattr(native._Job, "_call", lambda job, function: used.append((job.c.isa, job.c.dtype)))
     monkeypatch.setattr(Processor, "ringtile_forward", None, raising=False)
+    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", setting)
     for dtype in DTYPES:
         q = torch.zeros(1, 1, 64, 8, dtype=dtype)
         sparse_attention(q, q, q, backend="native")
-    assert used == [1, 1, 1, 2]
+    assert used == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("amx", [3, 1, 3, 0]), ("avx512", [0, 0, 0, 0]), ("avx512_bf16", [0, 0, 0, 0])],
+)
+def test_products_of_tiles_for_each_product(name: str, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = found_on(Processor({}, (*X86, "amx")), monkeypatch, name)
+    monkeypatch.setattr(module, "_FOUND", found)
+    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "tf32")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    assert [arithmetic_of(dtype).tile_products for dtype in dtypes] == expected
+    assert PART_PRODUCTS == 3

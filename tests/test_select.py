@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import runpy
 from collections.abc import Callable
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from ringtile import dilated_attention, sparse_attention
 from ringtile.kernels import dense, native
-from ringtile.kernels.select import NAMES, backend_report
+from ringtile.kernels.native.library import library
+from ringtile.kernels.select import NAMES, backend_report, before_native
 from ringtile.patterns import Causal, Dense, Pattern, Window
+
+module = importlib.import_module("ringtile.kernels.native.library")
 
 CALLS: dict[str, tuple[Pattern, dict[str, Any], str | None]] = {
     "everything": (Dense(), {}, None),
@@ -72,6 +76,13 @@ def taken_by(caplog: pytest.LogCaptureFixture, call: Callable[[], object]) -> li
     return [message.split()[1].rstrip(":") for message in messages if message.endswith(": taken")]
 
 
+def compute_bfloat16_by(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's set for bfloat16 has a name, whatever set computes."""
+    isa, choice = library().sets[0]._replace(name=name), library().choice
+    choice = choice._replace(by_dtype={**choice.by_dtype, torch.bfloat16: isa})
+    monkeypatch.setattr(module, "_FOUND", module._Found(library()._replace(choice=choice), ""))
+
+
 @pytest.mark.skipif(bool(native.reason_against()), reason="the native kernel is not built")
 def test_dense_calls_go_to_torch_if_it_has_a_matrix_unit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -88,11 +99,12 @@ def test_dense_calls_go_to_torch_if_it_has_a_matrix_unit(
         "a key mask": (lambda: sparse_attention(q, k, v, key_mask=torch.ones(1, 50).bool()), "native"),
         "dropout": (lambda: sparse_attention(q, k, v, dropout_p=0.5), "native"),
         "few queries": (lambda: sparse_attention(q[:, :, :15], k, v), "native"),
-        "another dtype": (lambda: sparse_attention(q.half(), k.half(), v.half()), "native"),
+        "float16": (lambda: sparse_attention(q.half(), k.half(), v.half()), "dense"),
         "float32": (lambda: sparse_attention(q.float(), k.float(), v.float()), "native"),
         "named": (lambda: sparse_attention(q, k, v, backend="native"), ""),
     }
-    monkeypatch.setattr(dense, "MATRIX_DTYPES", (torch.bfloat16,))
+    compute_bfloat16_by("avx512", monkeypatch)
+    monkeypatch.setattr(dense, "MATRIX_DTYPES", (torch.bfloat16, torch.float16))
     assert {name: taken_by(caplog, call) for name, (call, _) in calls.items()} == {
         name: [backend] if backend else [] for name, (_, backend) in calls.items()
     }
@@ -100,6 +112,20 @@ def test_dense_calls_go_to_torch_if_it_has_a_matrix_unit(
     grads = torch.autograd.grad(sparse_attention(*leaves, is_causal=True).sum(), leaves)
     named = torch.autograd.grad(sparse_attention(*leaves, is_causal=True, backend="dense").sum(), leaves)
     assert all(map(torch.equal, grads, named))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "MATRIX_DTYPES", (torch.bfloat16,))
+        assert taken_by(caplog, calls["all pairs"][0]) == ["dense"]
+        assert taken_by(caplog, calls["float16"][0]) == ["native"]
+    # Without the library, PyTorch's kernel is the only one with tiles.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_FOUND", module._Found(None, "not built"))
+        assert before_native() == (torch.bfloat16, torch.float16)
+    # Our tiles multiply bfloat16, too. Of float16 they need three products.
+    with pytest.MonkeyPatch.context() as patch:
+        compute_bfloat16_by("amx", patch)
+        assert before_native() == (torch.float16,)
+        assert taken_by(caplog, calls["all pairs"][0]) == taken_by(caplog, calls["causal"][0]) == ["native"]
+        assert taken_by(caplog, calls["float16"][0]) == ["dense"]
     monkeypatch.setattr(dense, "MATRIX_DTYPES", ())
     assert {name: taken_by(caplog, call) for name, (call, _) in calls.items()} == {
         name: ["native"] if backend else [] for name, (_, backend) in calls.items()

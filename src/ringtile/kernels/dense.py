@@ -12,15 +12,11 @@ from ringtile.kernels.contracts import Call, as_new_out, lacking
 from ringtile.kernels.cpu_flash import flash_backward, flash_forward
 
 _AMX = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
-_AMX_ROWS = 16
+MATRIX_ROWS = 16
+"""Rows of an AMX tile. Fewer queries waste it."""
 
 MATRIX_DTYPES = tuple(dtype for dtype, is_supported in _AMX.items() if is_supported())
 """Dtypes that PyTorch multiplies with this processor's AMX tiles, several times faster than vector instructions do."""
-
-
-def is_fastest(q: Tensor) -> bool:
-    """Return True if PyTorch's kernel is faster than ours. Fewer queries than rows of an AMX tile waste it."""
-    return q.dtype in MATRIX_DTYPES and q.shape[2] >= _AMX_ROWS
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:

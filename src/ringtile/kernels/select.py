@@ -10,7 +10,7 @@ from torch import Tensor
 from ringtile.kernels import blockwise, dense, flash, native, triton
 from ringtile.kernels.contracts import Backend, Call, backends
 from ringtile.kernels.flops import tell_flop_counter
-from ringtile.kernels.native.library import reason_against
+from ringtile.kernels.native.library import library, reason_against
 
 _logger = logging.getLogger("ringtile")
 
@@ -31,6 +31,17 @@ NAMES = (*_BACKENDS, "reference")
 """Names for ``backend=``. By default, the first that supports the call runs."""
 
 
+def before_native() -> tuple[torch.dtype, ...]:
+    """Return the dtypes of which PyTorch's dense kernel comes before `native`, because it multiplies them in AMX tiles.
+
+    Where `native` uses tiles too, bfloat16 is not among them. Of float16 it needs three products for PyTorch's one.
+    """
+    if not dense.MATRIX_DTYPES or reason_against():
+        return dense.MATRIX_DTYPES
+    own = {torch.bfloat16} if library().choice.by_dtype[torch.bfloat16].has_tiles else set()
+    return tuple(dtype for dtype in dense.MATRIX_DTYPES if dtype not in own)
+
+
 def load(name: str) -> Backend:
     """Return the module of a backend."""
     return _BACKENDS[name]
@@ -46,7 +57,8 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
         if reasons:
             raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
         return call.backend
-    for name in _DENSE_FIRST if dense.is_fastest(q) else _BACKENDS:
+    dense_first = q.dtype in before_native() and q.shape[2] >= dense.MATRIX_ROWS
+    for name in _DENSE_FIRST if dense_first else _BACKENDS:
         reasons = _BACKENDS[name].unsupported(q, k, v, call)
         if not torch.compiler.is_compiling():
             _logger.debug("backend %s: %s", name, reasons or "taken")

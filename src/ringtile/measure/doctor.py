@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ringtile.kernels.dense import MATRIX_DTYPES
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.tiles import TileReport, check_tiles
-from ringtile.kernels.select import backend_report
+from ringtile.kernels.select import backend_report, before_native
 from ringtile.kernels.triton import MEASURED_ON
 from ringtile.layout import cache_info
 from ringtile.measure.machine import machine_facts, versions
@@ -33,25 +32,28 @@ def old_import_path() -> str:
 def diagnosis() -> dict[str, Any]:
     """Return everything that ``ringtile doctor`` prints.
 
-    The native entries (the dtypes of each instruction set, the reason for the choice, the reasons against other sets,
-    the OpenMP runtime) are None without the library.
+    The native entries (the dtypes of each instruction set, the one that computes float32 in parts if it may, the reason
+    for the choice, the reasons against other sets, the OpenMP runtime) are None without the library.
 
     >>> diagnosis()["backends"]["reference"]
     []
     """
-    native: dict[str, Any] = dict.fromkeys(("native_isa", "native_isa_reason", "native_isa_missing", "native_runtime"))
+    names = ("native_isa", "native_isa_parts", "native_isa_reason", "native_isa_missing", "native_runtime")
+    native: dict[str, Any] = dict.fromkeys(names)
     if not reason_against():
         dtypes: dict[str, list[str]] = {}
         for dtype, isa in library().choice.by_dtype.items():
             dtypes.setdefault(isa.name, []).append(str(dtype).removeprefix("torch."))
         found = library()
-        native = dict(zip(native, (dtypes, found.choice.reason, found.missing, found.runtime), strict=True))
+        parts = found.choice.parts.name if found.choice.parts else None
+        facts = (dtypes, parts, found.choice.reason, found.missing, found.runtime)
+        native = dict(zip(names, facts, strict=True))
     return {
         "versions": versions(),
         "machine": machine_facts(),
         "backends": dict(backend_report()),
         "triton_measured_on": MEASURED_ON or None,
-        "dense_before_native": [str(dtype).removeprefix("torch.") for dtype in MATRIX_DTYPES],
+        "dense_before_native": [str(dtype).removeprefix("torch.") for dtype in before_native()],
         **native,
         "index_cache": cache_info()._asdict(),
         OLD_IMPORT_PATH: old_import_path(),
@@ -62,6 +64,8 @@ def _detail(name: str, found: dict[str, Any]) -> str:
     """Return the text after "available" of a backend."""
     if name == "native":
         sets = "; ".join(f"{isa} for {', '.join(dtypes)}" for isa, dtypes in (found["native_isa"] or {}).items())
+        if isa := found["native_isa_parts"]:
+            sets += f"; {isa} for float32 in parts if torch.set_float32_matmul_precision allows it"
         why = f" ({found['native_isa_reason']})" if found["native_isa_reason"] else ""
         runtime = found["native_runtime"]
         return (

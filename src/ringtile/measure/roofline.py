@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ringtile.kernels.native import backward_products, threads_of
-from ringtile.kernels.native.instruction_sets import InstructionSet
-from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.library import reason_against
+from ringtile.kernels.native.precision import allows_less_than_float32, arithmetic_of
 from ringtile.layout import BlockIndex
 from ringtile.measure.peers import Case, Peer, Ringtile, SdpaDense
 from ringtile.measure.record import FORWARD
@@ -26,7 +26,7 @@ class Work(NamedTuple):
     """The work of one pass."""
 
     operations: float
-    """Floating-point operations of the matmuls."""
+    """Floating-point operations of the matmuls, those of all parts if numbers are multiplied in parts."""
     exponentials: float
     traffic: float
     """Bytes of tensors read and written."""
@@ -44,14 +44,15 @@ class Work(NamedTuple):
 def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
     """Return the work of each pass of a call, or an empty list if it is not known.
 
-    It is known for ringtile's native kernel, and for dense attention in float32 and float64. In bfloat16, PyTorch may
-    use units of the processor that are not measured here.
+    It is known for ringtile's native kernel, and for dense attention in float32 and float64. In bfloat16, and where
+    float32 may be less exact, PyTorch may use units of the processor that are not measured here.
     """
     if case.device.type != "cpu" or reason_against():
         return []
     if isinstance(peer, Ringtile) and peer.backend in (None, "native"):
         return _native(case, direction)
-    if isinstance(peer, SdpaDense) and case.dtype in (torch.float32, torch.float64):
+    exact = case.dtype == torch.float64 or (case.dtype == torch.float32 and not allows_less_than_float32())
+    if isinstance(peer, SdpaDense) and exact:
         causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
         pairs = case.n_tokens * (case.n_tokens + 1) // 2 if causal else case.queries * case.n_tokens
         pairs *= case.batch * case.heads
@@ -63,20 +64,17 @@ def _native(case: Case, direction: str) -> list[Work]:
     index = case.index.trimmed()
     by_rows, by_columns = (_reached(case, index, bits) for bits in (index.bits_t, index.bits))
     threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
-    isa = _isa(case).name
-    by_tiles = isa == "amx" and case.dtype == torch.bfloat16
+    isa, _, tile_products = arithmetic_of(case.dtype)
+    by_tiles = tile_products > 0
     # Odd head dims have no pairs of numbers. Tiles pad them with zeros.
-    paired = by_tiles or (isa == "avx512_bf16" and case.dtype == torch.bfloat16 and case.head_dim % 2 == 0)
+    paired = by_tiles or (isa.name == "avx512_bf16" and case.dtype == torch.bfloat16 and case.head_dim % 2 == 0)
     if by_tiles:
         by_columns = by_rows  # queries are in the lanes there too
     products = backward_products(case.batch * case.key_heads, threads)
     graded = [(5, by_columns)] if products == 5 else [(4, by_columns), (3, by_rows)]
     forward, backward = ("dot_bfloat16" if dots else _products(case.dtype) for dots in (paired, by_tiles))
-    return _passes(case, direction, by_rows, graded, (forward, backward), keys=_keys_read(case, index))
-
-
-def _isa(case: Case) -> InstructionSet:
-    return library().choice.by_dtype[case.dtype]
+    passes = _passes(case, direction, by_rows, graded, (forward, backward), keys=_keys_read(case, index))
+    return [work._replace(operations=work.operations * max(1, tile_products)) for work in passes]
 
 
 def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
@@ -84,7 +82,7 @@ def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
 
     No more than lie inside the lengths: the limit may come out a little too low in ragged tiles.
     """
-    lanes = min(_isa(case).lanes * 4 // max(4, case.dtype.itemsize), index.block)
+    lanes = min(arithmetic_of(case.dtype).isa.lanes * 4 // max(4, case.dtype.itemsize), index.block)
     kept = (bits.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
     first, beyond = kept.int().argmax(1), index.block - kept.flip(1).int().argmax(1)
     reached = lanes * ((beyond - first) * kept.any(1)).sum(1)

@@ -25,8 +25,9 @@ from ringtile.kernels.contracts import (
 )
 from ringtile.kernels.native import lists as _lists  # noqa: F401  gives `layout` its compiled lists
 from ringtile.kernels.native import masses
-from ringtile.kernels.native.checks import DTYPES, check_groups, check_options, check_rows, check_tensors
+from ringtile.kernels.native.checks import check_groups, check_options, check_rows, check_tensors
 from ringtile.kernels.native.library import CallStructure, library, reason_against
+from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
 from ringtile.layout import BlockIndex
@@ -260,7 +261,7 @@ def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _L
     check_groups(index, q)
     c = CallStructure.from_buffer_copy(lists.structure)
     (batch, heads, n_queries, head_dim), (kv_heads, n_keys, value_dim) = q.shape, v.shape[1:]
-    c.dtype, c.batch, c.heads, c.n_queries, c.head_dim = DTYPES[q.dtype], batch, heads, n_queries, head_dim
+    c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
     c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
     readable = [with_contiguous_rows(x) for x in (q, k, v)]
     c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
@@ -296,7 +297,9 @@ class _Job:
             q, k, v = (with_contiguous_rows(x) for x in (q, k, v))
         self.tensors = [q, k, v]
         c = self.c = CallStructure.from_buffer_copy(self.template.structure)
-        c.isa, c.start, c.scale = self.library.choice.by_dtype[q.dtype].number, self.index.start, call.scale
+        # Not in the template: the precision that a caller allows can change from call to call.
+        arithmetic = arithmetic_of(q.dtype)
+        c.isa, c.dtype, c.start, c.scale = arithmetic.isa.number, arithmetic.code, self.index.start, call.scale
         c.q, c.k, c.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if call.key_bits is not None:
             bits = self.keep(call.key_bits.contiguous())

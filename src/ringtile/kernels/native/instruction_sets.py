@@ -17,6 +17,11 @@ class InstructionSet(NamedTuple):
     lanes: int
     """Tokens of a tile, in float32, that the kernels compute together, half as many in float64."""
 
+    @property
+    def has_tiles(self) -> bool:
+        """True if it multiplies in tiles: bfloat16, and other numbers in parts."""
+        return self.name in TILE_SETS
+
 
 class Choice(NamedTuple):
     """The instruction set of each dtype, and why."""
@@ -24,6 +29,8 @@ class Choice(NamedTuple):
     by_dtype: dict[torch.dtype, InstructionSet]
     reason: str
     """Empty if there was nothing to choose."""
+    parts: InstructionSet | None
+    """The set that computes float32 by products of two bfloat16 parts, for callers that allow it."""
 
 
 RATES = ("fma_float32", "fma_float64", "dot_bfloat16", "exp_float32", "exp_float64", "read")
@@ -35,6 +42,12 @@ Wanted = Sequence[tuple[InstructionSet, str]]
 
 BFLOAT16_SETS = ("avx512_bf16", "amx")
 """Sets that add instructions for bfloat16 only."""
+
+TILE_SETS = ("amx", "amx_emulated")
+"""Sets that multiply in tiles. They compute float16, and float32 if they may, as sums of two bfloat16 numbers."""
+
+PART_PRODUCTS = 3
+"""Products of bfloat16 for one of numbers in two parts: that of the low parts is left out."""
 
 EMULATED_SETS = ("amx_emulated",)
 """Sets that compute the bits of another one, slowly, for tests. They serve only if they are named."""
@@ -60,17 +73,22 @@ def choose(sets: Sequence[InstructionSet], measure: Callable[[Wanted], Sequence[
 
     >>> sets = [InstructionSet(1, "avx512", 64), InstructionSet(2, "avx512_bf16", 64)]
     >>> choice = choose(sets, lambda wanted: [1e11, 2e11])
-    >>> choice.by_dtype[torch.bfloat16].name, choice.reason
-    ('avx512', 'avx512_bf16 runs at 0.50 times the float32 rate')
+    >>> choice.by_dtype[torch.bfloat16].name, choice.reason, choice.parts
+    ('avx512', 'avx512_bf16 runs at 0.50 times the float32 rate', None)
     """
     general = [isa for isa in sets if isa.name not in BFLOAT16_SETS]
     best = (general or sets)[-1]
     by_dtype = dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), best)
     if not general or len(general) == len(sets):
-        return Choice(by_dtype, "")
+        return Choice(by_dtype, "", best if best.has_tiles else None)
     candidates = [isa for isa in sets if isa.name in BFLOAT16_SETS]
     *dots, multiply_adds = measure([*((isa, "dot_bfloat16") for isa in candidates), (best, "fma_float32")])
     rate, candidate = max(zip(dots, candidates, strict=True), key=lambda pair: pair[0])
     if rate >= WORTHWHILE * multiply_adds:
         by_dtype[torch.bfloat16] = candidate
-    return Choice(by_dtype, f"{candidate.name} runs at {rate / multiply_adds:.2f} times the float32 rate")
+    reason = f"{candidate.name} runs at {rate / multiply_adds:.2f} times the float32 rate"
+    least = PART_PRODUCTS * WORTHWHILE * multiply_adds
+    parts = next((isa for isa, dot in zip(candidates, dots, strict=True) if isa.has_tiles and dot >= least), None)
+    if parts:
+        by_dtype[torch.float16] = parts
+    return Choice(by_dtype, reason, parts)

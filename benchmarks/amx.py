@@ -1,18 +1,23 @@
-"""Time bfloat16 attention by matrix units beside PyTorch's own and FlexAttention, and compare their errors.
+"""Time attention by matrix units beside PyTorch's own and FlexAttention, and compare their errors.
 
     python benchmarks/amx.py                                       all sections, a few minutes
     python benchmarks/amx.py --out benchmarks/records/amx.json     and write the record
     RINGTILE_CPU=avx512 python benchmarks/amx.py                   another instruction set, beside the same bars
 
-Made for an Intel server with AMX. Elsewhere it says which instruction set runs, and runs all the same. Every result is
+Made for an Intel server with AMX. Elsewhere it says which instruction sets run, and runs all the same. Every result is
 compared with float64 before it is timed. Calls take turns, and times are medians of wall time. A bar is the least ratio
-to PyTorch, or to FlexAttention, that this kernel should reach with two threads on a quiet machine.
+to PyTorch, or to FlexAttention, that this kernel should reach in bfloat16, with two threads on a quiet machine.
+
+float16, and float32 of the precision "high", are computed in two bfloat16 parts. They have no bars, but PyTorch beside
+them, under the same precision.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +28,11 @@ from torch import Tensor
 
 from ringtile import sparse_attention
 from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.measure.bench import run_bench
 from ringtile.measure.exact import relative_error
 from ringtile.measure.peers import Attention, FlexAttention, Ringtile, SdpaDense
-from ringtile.measure.record import BOTH, DENSE, FORWARD, OURS, Record, write_whole
+from ringtile.measure.record import BOTH, DENSE, FORWARD, OURS, Record, Row, write_whole
 from ringtile.measure.suites import Task, case_of
 from ringtile.patterns import Causal
 
@@ -58,6 +64,8 @@ BARS = (
     Bar(WINDOW, 16384, 2, 64, FORWARD, DENSE, 11),
     Bar(WINDOW, 16384, 2, 64, FORWARD, "flex", 6),
 )
+PARTS = {torch.float16: "highest", torch.float32: "high"}
+"""Dtypes that are multiplied in parts, and the precision that allows it."""
 ERROR_BARS = {"out": 1.05, "dq": 1.0, "dk": 1.0, "dv": 1.0}
 SCALES, SEEDS = (1, 2, 4), 3
 
@@ -76,6 +84,31 @@ def tasks() -> list[Task]:
         )
         for (pattern, n_tokens, heads, head_dim), bars in found.items()
     ]
+
+
+def parts_tasks(dtype: torch.dtype) -> list[Task]:
+    """Return dense attention of the first problems, in a dtype that is multiplied in parts."""
+    sizes = dict.fromkeys(bar[1:4] for bar in BARS if bar.pattern == "dense")
+    return [
+        Task(
+            case_of("dense", n_tokens, heads=heads, head_dim=head_dim, dtype=dtype),
+            # By name: where PyTorch multiplies float16 in tiles, its kernel comes first.
+            (Ringtile("native"), SdpaDense()),
+            (FORWARD, BOTH),
+        )
+        for n_tokens, heads, head_dim in sizes
+    ]
+
+
+@contextmanager
+def precision_of(name: str) -> Iterator[None]:
+    """Allow a precision of float32 products for a while."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -142,6 +175,28 @@ def lines_of(record: Record, errors: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def parts_lines(records: dict[torch.dtype, Record]) -> list[str]:
+    """Return a Markdown table of dense attention in parts: ratios of time, and the errors of both."""
+    found = [
+        "| dense in parts | N | H | D | direction | ratio to PyTorch | error | PyTorch's error |",
+        "|---|---:|---:|---:|---|---:|---:|---:|",
+    ]
+    for dtype, record in records.items():
+        name = f"{str(dtype).removeprefix('torch.')}, {PARTS[dtype]}"
+        pairs: dict[tuple[int, int, int, str], dict[str, Row]] = {}
+        for row in record.rows:
+            pairs.setdefault((row.n_tokens, row.heads, row.head_dim, row.direction), {})[row.peer] = row
+        for (n_tokens, heads, head_dim, direction), rows in pairs.items():
+            sizes = f"{n_tokens:,} | {heads} | {head_dim} | {direction}"
+            ours, theirs = rows[OURS], rows[DENSE]
+            if ours.median_ms is None or theirs.median_ms is None:
+                found.append(f"| {name} | {sizes} | not timed: {ours.reason or theirs.reason} | | |")
+                continue
+            ratio = f"{theirs.median_ms / ours.median_ms:.2f}x"
+            found.append(f"| {name} | {sizes} | {ratio} | {ours.error:.1e} | {theirs.error:.1e} |")
+    return found
+
+
 def main() -> None:
     """Print the tables, and write the record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -152,11 +207,22 @@ def main() -> None:
         raise SystemExit(f"no native kernel: {reason_against()}")
     name = library().choice.by_dtype[torch.bfloat16].name
     print(f"bfloat16 by {name}" + ("" if name == "amx" else ", which is not AMX: the bars are not for it"), flush=True)
+    for dtype, precision in PARTS.items():
+        with precision_of(precision):
+            isa, _, tile_products = arithmetic_of(dtype)
+        in_parts = "in parts" if tile_products else "not in parts"
+        print(f"{str(dtype).removeprefix('torch.')}, {precision}: by {isa.name}, {in_parts}", flush=True)
     errors = error_ratios()
     record = run_bench(tasks(), seconds=args.seconds, command="python benchmarks/amx.py")
-    print("\n".join(lines_of(record, errors)))
-    if args.out is not None and not record.interrupted:
-        found = {"instruction_set": name, "errors": errors, **asdict(record)}
+    print("\n".join(lines_of(record, errors)), flush=True)
+    parts = {}
+    for dtype, precision in PARTS.items():
+        with precision_of(precision):
+            parts[dtype] = run_bench(parts_tasks(dtype), seconds=args.seconds, command="python benchmarks/amx.py")
+    print("\n".join(["", *parts_lines(parts)]))
+    if args.out is not None and not any(each.interrupted for each in (record, *parts.values())):
+        rows = [asdict(row) for each in parts.values() for row in each.rows]
+        found = {"instruction_set": name, "errors": errors, "parts": rows, **asdict(record)}
         write_whole(args.out, json.dumps(found, indent=1) + "\n")
 
 

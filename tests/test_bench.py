@@ -565,6 +565,29 @@ def test_keys_that_no_tile_keeps_are_not_read():
 
 @pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
 @pytest.mark.parametrize(
+    ("isa", "setting", "floor"),
+    [
+        ("amx", "tf32", exact.PARTS_FLOOR),
+        ("amx", "ieee", exact.ERROR_FLOOR),
+        ("avx512", "tf32", exact.ERROR_FLOOR),
+    ],
+)
+def test_numbers_in_parts_may_have_the_error_of_parts(isa, setting, floor, monkeypatch):
+    use_set(isa, monkeypatch)
+    monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", setting)
+    case = small_case(Window(0), n_tokens=8)
+    assert exact.Exact(case, 0, trains=False).bound(case.pattern, FORWARD) == floor
+
+
+def use_set(name, monkeypatch):
+    """Calls would go to an instruction set."""
+    module = importlib.import_module("ringtile.kernels.native.library")
+    choice = choose([InstructionSet(2, name, 64)], lambda wanted: [])
+    monkeypatch.setattr(module, "_FOUND", module._Found(module.library()._replace(choice=choice), ""))
+
+
+@pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
+@pytest.mark.parametrize(
     ("isa", "dtype", "head_dim", "rates", "times"),
     [
         ("avx512_bf16", torch.bfloat16, 16, ["dot_bfloat16", "fma_float32"], 1),
@@ -579,9 +602,7 @@ def test_keys_that_no_tile_keeps_are_not_read():
     ],
 )
 def test_the_rates_are_those_of_the_dtype(isa, dtype, head_dim, rates, times, monkeypatch):
-    module = importlib.import_module("ringtile.kernels.native.library")
-    choice = choose([InstructionSet(2, isa, 64)], lambda wanted: [])
-    monkeypatch.setattr(module, "_FOUND", module._Found(module.library()._replace(choice=choice), ""))
+    use_set(isa, monkeypatch)
     monkeypatch.setattr(torch.backends.mkldnn.matmul, "fp32_precision", "tf32")
     case = small_case(Dense(), n_tokens=256, dtype=dtype, head_dim=head_dim)
     works = work_of(case, BOTH, Ringtile())

@@ -158,8 +158,10 @@ INLINE Parts parts_of(__m512 first, __m512 second) {
         const Unsigned bits = (Unsigned)_mm512_maskz_cvtepu16_epi32(0xffff, part);
         return _mm512_sub_ps(x, (__m512)(bits << 16));
     };
-    const __m256i last = _mm512_maskz_extracti64x4_epi64(0xf, high, 1);
-    return {high, narrowed(rest(first, _mm512_castsi512_si256(high)), rest(second, last))};
+    // Masked, for GCC 12 warns of the operand that its own header leaves unset.
+    const __m256i begin = _mm512_maskz_extracti64x4_epi64(0xf, high, 0);
+    const __m256i end = _mm512_maskz_extracti64x4_epi64(0xf, high, 1);
+    return {high, narrowed(rest(first, begin), rest(second, end))};
 }
 
 // Copy rows of tiles, with zeros in dims and rows that do not exist. Low parts follow the high ones of MAX_BLOCK rows.

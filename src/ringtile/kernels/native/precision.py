@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,11 @@ def arithmetic_of(dtype: torch.dtype) -> Arithmetic:
     choice = library().choice
     if dtype == torch.float32 and choice.parts and allows_less_than_float32():
         return Arithmetic(choice.parts, _FLOAT32_PARTS, PART_PRODUCTS)
-    isa = choice.by_dtype[dtype]
+    return _usual(choice.by_dtype[dtype], dtype)
+
+
+@cache
+def _usual(isa: InstructionSet, dtype: torch.dtype) -> Arithmetic:
     in_tiles = {torch.bfloat16: 1, torch.float16: PART_PRODUCTS} if isa.has_tiles else {}
     return Arithmetic(isa, DTYPES[dtype], in_tiles.get(dtype, 0))
 

@@ -405,10 +405,10 @@ def readme(text: str, found: Mapping[str, Record], trains: Mapping[str, Any] | N
     if (long := found.get("long")) and "--suite" in str(long.command):
         text = _put_table(text, length_table(long))
     if acceptance := found.get("acceptance"):
-        costs = {way: [c / 1e3 for (_, d), c in call_costs(acceptance).items() if d == way] for way in DIRECTIONS}
-        figures = [f"{bound(costs[way]):.1f}" for way in DIRECTIONS for bound in (min, max)]
+        costs = {way: [c for (_, d), c in call_costs(acceptance).items() if d == way] for way in DIRECTIONS}
+        figures = [f"{bound(costs[way]):.0f}" for way in DIRECTIONS for bound in (min, max)]
         text = _put_figures(
-            text, "# to # ms more than dense attention, and # to # ms more with its backward pass", *figures
+            text, "# to # µs more than dense attention, and # to # µs more with its backward pass", *figures
         )
         gains = [
             row.speedup or 0.0

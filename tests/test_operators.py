@@ -19,6 +19,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
+from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -702,6 +705,55 @@ def test_copies_mean_the_same(pattern: Pattern, copied: Callable[[Any], Any]) ->
     index = copied(build_index(pattern, 150, num_heads=4, batch=2))
     assert all(map(torch.equal, gradients(lambda *x: sparse_attention(*x, index), leaves), expected))
     assert index.density == build_index(pattern, 150, num_heads=4, batch=2).density
+
+
+class Operators(TorchDispatchMode):
+    """The names of operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """The same for functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func).replace(".", "::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_who_looks_at_operators_sees_them_and_others_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf = torch.randn(1, 2, 40, 8).requires_grad_()
+
+    def step() -> None:
+        torch.autograd.grad(sparse_attention(leaf, leaf, leaf, PATTERN).sum(), leaf)
+
+    step()
+    with Operators() as operators:
+        step()
+    with Functions() as functions:
+        step()
+    with profile() as profiled:
+        step()
+    for seen in (operators.names, [event.key for event in profiled.key_averages()]):
+        assert {"ringtile::forward", "ringtile::backward"} <= set(seen)
+    # PyTorch shows these modes no backward pass.
+    assert "ringtile::forward" in functions.names
+    traced = torch.jit.trace(lambda x: sparse_attention(x, x, x, PATTERN), leaf.detach())
+    assert "ringtile::forward" in str(traced.graph)
+    # Nobody looks: an operator that cannot be called is not.
+    monkeypatch.setattr(torch.ops, "ringtile", None)
+    step()
 
 
 def test_a_pattern_and_its_text_share_one_index() -> None:

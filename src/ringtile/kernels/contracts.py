@@ -276,6 +276,34 @@ def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
     return call._replace(tiles=[x for x in tensors[count:] if x is not None], **optional)
 
 
+def _is_unseen(*tensors: Tensor | None) -> bool:
+    """Return True if nobody sees whether the operator is called through PyTorch's dispatcher.
+
+    A call of a few tokens is a tenth faster without it. Compilers, modes, tracers, profilers, transforms, other devices
+    and subclasses of tensors need it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._get_tracing_state() is None
+        and all(x is None or (type(x) in _PLAIN and x.is_cpu) for x in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _call_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    if _is_unseen(q, k, v):
+        out, lse = backends[call.backend].forward(q, k, v, call)
+    else:
+        out, lse = torch.ops.ringtile.forward(q, k, v, *call)
+    return out, lse
+
+
 class _DoubleBackward(torch.autograd.Function):
     """The double backward operator, which has no derivative."""
 
@@ -329,8 +357,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.ringtile.forward(*arguments[:3], *_with_tensors(*arguments[3:]))
-        return out, lse
+        q, k, v, *rest = arguments
+        return _call_forward(q, k, v, _with_tensors(*rest))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -348,7 +376,11 @@ class Attention(torch.autograd.Function):
         rows = (out_grad, lse_grad, q, k, v, out, lse)
         if torch.compiler.is_compiling() or not _differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
-            grads = torch.ops.ringtile.backward(*rows, *_with_tensors(ctx.call, *rest))
+            call = _with_tensors(ctx.call, *rest)
+            if _is_unseen(*rows):
+                grads = backends[call.backend].backward(*rows, call)
+            else:
+                grads = torch.ops.ringtile.backward(*rows, *call)
         else:
             grads = _Backward.apply(*rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
         return *grads, None, *(None for _ in rest)
@@ -376,8 +408,7 @@ def _differentiated(*tensors: Tensor | None) -> bool:
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and lse of one call, differentiable in q, k and v."""
     if not _differentiated(q, k, v):
-        out, lse = torch.ops.ringtile.forward(q, k, v, *call)
-        return out, lse
+        return _call_forward(q, k, v, call)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     out, lse = (Attention if transformed else _Direct).apply(q, k, v, *_apart(call))  # type: ignore[no-untyped-call]
     return out, lse

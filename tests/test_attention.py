@@ -29,6 +29,7 @@ from strategies import LENGTHS, checkerboard, grids, patterns
 from torch import Tensor
 
 from ringtile import build_index, merge_attention, sparse_attention
+from ringtile.functional.attention import with_sinks
 from ringtile.kernels import native
 from ringtile.kernels.blockwise import chunks, plan
 from ringtile.kernels.philox import dropout_keep, dropout_scale
@@ -638,6 +639,16 @@ def test_sinks_keep_their_digits_at_any_level(level: float) -> None:
     assert relative_error(actual.out, expected.out) < 3e-6
     for name, grad in expected.grads.items():
         assert relative_error(actual.grads[name], grad) < 5e-6, name
+
+
+@pytest.mark.parametrize("level", [-30, 30])
+def test_the_gradient_of_a_far_sink_has_all_digits_of_float64(level: float) -> None:
+    sink = torch.tensor([level], dtype=torch.float64, requires_grad=True)
+    out, lse = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.zeros(1, 1, 1, dtype=torch.float64)
+    with_sinks(out, lse, sink).sum().backward()
+    less = math.exp(-abs(level))
+    assert sink.grad is not None
+    assert sink.grad.item() == pytest.approx(-less / (1 + less) ** 2, rel=1e-14, abs=0)
 
 
 @pytest.mark.parametrize("pattern", [Dense(), TILED], ids=["dense", "tiled"])

@@ -21,6 +21,8 @@ from oracle import (
     sdpa_low_precision_error,
 )
 
+from ringtile import sparse_attention
+from ringtile.kernels.contracts import settle_exponentials
 from ringtile.kernels.philox import dropout_keep
 from ringtile.kernels.reference import attention_reference, attention_rows
 from ringtile.layout import build_index
@@ -317,3 +319,12 @@ def test_bad_input_is_named(change, message):
         del arguments["rows"]
         with pytest.raises(ValueError, match=message):
             attention_reference(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_the_first_exponential_of_a_process_is_computed_by_one_thread(backend: str) -> None:
+    """Two threads at once give wrong digits only sometimes, so this looks at the remedy."""
+    settle_exponentials.cache_clear()
+    q = torch.randn(1, 1, 40, 8)
+    sparse_attention(q, q, q, Causal(), softcap=3.0, backend=backend)
+    assert settle_exponentials.cache_info().currsize == 1

@@ -10,6 +10,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from ringtile.kernels.contracts import settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.layout.index import BlockIndex
 from ringtile.layout.tiles import unpack_words
@@ -152,6 +153,8 @@ class _Problem:
         Leading dimensions broadcast. Queries and keys that no pair keeps are replaced before use, and results are
         selected, never multiplied by a mask. So a NaN there reaches neither results nor gradients.
         """
+        if not torch.compiler.is_compiling():
+            settle_exponentials()
         row_kept, key_kept = kept.any(-1, keepdim=True), kept.any(-2).unsqueeze(-1)
         q, k, v = (torch.where(used, x.double(), 0.0) for used, x in ((row_kept, q), (key_kept, k), (key_kept, v)))
         query_at, key_at = self.positions(rows, keys)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.kernels.blockwise.plan import Launch, Plan, plan_of
-from ringtile.kernels.contracts import Call, accumulator, key_keep
+from ringtile.kernels.contracts import Call, accumulator, key_keep, settle_exponentials
 from ringtile.kernels.philox import dropout_scale, dropout_tile
 from ringtile.layout.index import BlockIndex
 from ringtile.layout.tiles import FULL
@@ -385,6 +385,7 @@ class Work:
 
 def works(index: BlockIndex, tensors: tuple[Tensor, ...], call: Call) -> Iterator[Work]:
     """Cut a call into units. ``tensors`` starts with q, k and v and holds all that the units slice."""
+    settle_exponentials()
     q, k = tensors[0], tensors[1]
     plan, keep = plan_of(index), key_keep(call, k.shape[2])
     for unit in _units(index, tensors, k.shape[1], keep is not None):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ringtile.kernels.blockwise.chunks import Chunk, Split, Work, on_flash, works
 from ringtile.kernels.blockwise.plan import plan_of
 from ringtile.kernels.blockwise.scores import masked_scores, matmul
-from ringtile.kernels.contracts import Call, accumulator, as_new_out, index_of, merge_into, new_out, settle_exponentials
+from ringtile.kernels.contracts import Call, accumulator, as_new_out, index_of, merge_into, new_out
 from ringtile.kernels.cpu_flash import flash_forward
 from ringtile.layout.index import BlockIndex
 
@@ -62,7 +62,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if mask is not None:
         dense, dense_lse = flash_forward(q, k, v, scale=call.scale, mask=mask)
         return as_new_out(dense), dense_lse.contiguous()
-    settle_exponentials()
     out, lse = new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
     for work in works(index, (q, k, v, out), call):
         unit, (keys, values) = work.unit, work.columns(k, v)

@@ -36,7 +36,7 @@ def check_tiles(*, seconds: float = 1.0, products: int = _PRODUCTS) -> TileRepor
     """
     if reason_against():
         return TileReport(reason_against(), 0, 0, 0)
-    numbers = [isa.number for isa in library().sets if isa.name.startswith("amx")]
+    numbers = [isa.number for isa in library().sets if isa.has_tiles]
     if not numbers:
         return TileReport(f"amx: {library().missing.get('amx', 'another instruction set is named')}", 0, 0, 0)
     found: list[bool] = []

@@ -107,7 +107,6 @@ template <class E> struct TileGradients {
     bool finite[MAX_PLACES];
     uint32_t kept[MAX_BLOCK];  // of 32 queries, those that keep each key
 
-    static int64_t steps_of(int64_t dims) { return (dims + 31) / 32; }
     static int64_t packed_size(int64_t dims) { return SPLIT * 16 * steps_of(dims); }
     static int64_t pairs_size(int64_t dims) { return SPLIT * whole_tiles(dims) / 2; }
     // Rows of one tensor at a time are split.
@@ -166,7 +165,7 @@ template <class E> struct TileGradients {
 
     INLINE void pack_keys(Tokens side, const uint32_t *unused, char *tiles) {
         for (int part = 0; part < SPLIT; part++)
-            pack_transpose(part_of(keys, part), side.high, c.head_dim, unused, tiles + part * key_width * MAX_BLOCK * 2);
+            pack_transpose(part_of(keys, part), side.high, c.head_dim, unused, tiles + part * pairs_bytes(c.head_dim));
     }
 
     INLINE void pack_column(const Head &head, Tokens side, bool with_rows) {
@@ -195,10 +194,10 @@ template <class E> struct TileGradients {
             if constexpr (SPLIT == 1) rows = from_rows;
             else rows = copy_rows(from_rows, side.high - side.low, dims, row_copy);
             for (int part = 0; part < SPLIT; part++) {
-                char *const to = packed + part * part_bytes(dims) + from / TILE_SIDE * TILE_BYTES * steps_of(dims);
+                char *const to = packed + part * lanes_bytes(dims) + from / TILE_SIDE * TILE_BYTES * steps_of(dims);
                 pack_lanes(part_of(rows, part), side.low, from, end, dims, 0, inside, to);
                 if (!with_pairs) continue;
-                pack_pairs(part_of(rows, part), side, unused, dims, pairs + part * whole_tiles(dims) * MAX_BLOCK * 2);
+                pack_pairs(part_of(rows, part), side, unused, dims, pairs + part * pairs_bytes(dims));
             }
         };
         pack(query_rows<E>(c, head, side), c.head_dim, row.queries, row.query_pairs);
@@ -208,9 +207,6 @@ template <class E> struct TileGradients {
             row.delta[lane] = inside(lane) ? delta_of<float>(c, head)[side.first + lane] : 0;
         }
     }
-
-    // From high parts to low ones, of queries and of output gradients.
-    static int64_t part_bytes(int64_t dims) { return 64 * steps_of(dims) * MAX_BLOCK; }
 
     // The queries that keep no key at all.
     INLINE void lone_queries(const Head &head, Tokens side, uint32_t *unused) const {
@@ -326,7 +322,7 @@ template <class E> struct TileGradients {
         };
         const auto lanes = [&](char *x, int64_t dims) INLINE_LAMBDA {
             const int64_t row = steps_of(dims) * TILE_BYTES;
-            return TilesAt{x + strip * row, 64, row, TILE_BYTES, part_bytes(dims)};
+            return TilesAt{x + strip * row, 64, row, TILE_BYTES, lanes_bytes(dims)};
         };
         multiply(both, tokens(keys), lanes(row.queries, c.head_dim), scores, rows, steps);
         multiply(both, tokens(values), lanes(row.grads, c.value_dim), products, rows, value_steps);
@@ -419,7 +415,7 @@ template <class E> struct TileGradients {
     INLINE void add_to_queries(const char *tiles, Reach reach, int lanes, float *sums, int64_t step) {
         const int block = reach.first / TILE_KEYS, count = (reach.last - reach.first) / TILE_KEYS;
         const TilesAt a = {(char *)tiles + block * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES,
-                           key_width * MAX_BLOCK * 2};
+                           pairs_bytes(c.head_dim)};
         const TilesAt b = {slope_pairs + block * 2 * TILE_BYTES, 64, TILE_BYTES, 2 * TILE_BYTES, PAIR_PART};
         const TilesAt to = {(char *)sums, 4 * step, TILE_SIDE * 4 * step, 64};
         if (lanes > TILE_SIDE) multiply_rows<2, true, SPLIT>(a, b, to, key_width / TILE_SIDE, count);
@@ -432,7 +428,7 @@ template <class E> struct TileGradients {
         const int64_t row_bytes = width / TILE_SIDE * TILE_BYTES;
         char *const squares = x + 2 * block * SQUARE_STEP + first * TILE_BYTES;
         const TilesAt a = {squares, 64, SQUARE_STEP, TILE_BYTES, SQUARE_PART};
-        TilesAt b = {pairs + first * row_bytes, 64, TILE_BYTES, row_bytes, width * MAX_BLOCK * 2};
+        TilesAt b = {pairs + first * row_bytes, 64, TILE_BYTES, row_bytes, pairs_bytes(width)};
         TilesAt to = {(char *)(sums + block * TILE_KEYS * width), 4 * width, TILE_SIDE * 4 * width, 64};
         for (; width >= 2 * TILE_SIDE; width -= 2 * TILE_SIDE, b.x += 2 * TILE_BYTES, to.x += 2 * 64)
             multiply_rows<2, true, SPLIT>(a, b, to, rows, count);

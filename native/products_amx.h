@@ -17,6 +17,12 @@ constexpr int TILE_KEYS = 32, KEY_TILES = MAX_BLOCK / TILE_KEYS;  // the keys th
 template <class E> constexpr int PARTS = 2;
 template <> constexpr int PARTS<bfloat16> = 1;
 
+// Steps of 32 dims, and the bytes of one part of all 128 tokens: as tiles [strip][32 dims], and as tiles of 16 dims with
+// pairs of tokens along the sum.
+INLINE int64_t steps_of(int64_t dims) { return (dims + 31) / 32; }
+INLINE int64_t lanes_bytes(int64_t dims) { return steps_of(dims) * 64 * MAX_BLOCK; }
+INLINE int64_t pairs_bytes(int64_t dims) { return whole_tiles(dims) * 2 * MAX_BLOCK; }
+
 // Where the tiles of an operand are, in bytes: row after row, tile after tile across the product and along its sum, and
 // from the high parts of numbers to the low ones.
 struct TilesAt {
@@ -166,7 +172,7 @@ INLINE Parts parts_of(__m512 first, __m512 second) {
 
 // Copy rows of tiles, with zeros in dims and rows that do not exist. Low parts follow the high ones of MAX_BLOCK rows.
 template <class E> INLINE Rows<bfloat16> copy_rows(Rows<E> rows, int count, int64_t dims, bfloat16 *to) {
-    const int64_t width = (dims + 31) / 32 * 32;
+    const int64_t width = 32 * steps_of(dims);
     for (int k = 0; k < (count + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE; k++)
         for (int64_t d = 0; d < width; d += 32) {
             const int64_t left = k < count ? dims - d : 0;
@@ -291,7 +297,6 @@ template <class E, int STRIPS> struct TileProducts {
     uint32_t kept[MAX_BLOCK];
     bool keeps_all;
 
-    static int64_t steps_of(int64_t dims) { return (dims + 31) / 32; }
     // Keys take the place of values and queries that were split before them.
     static int64_t copied_steps(const ringtile_call &c) {
         return SPLIT == 1 ? steps_of(c.head_dim) : max(steps_of(c.head_dim), steps_of(c.value_dim));
@@ -303,7 +308,7 @@ template <class E, int STRIPS> struct TileProducts {
 
     TileProducts(const ringtile_call &call, float *memory)
         : c(call), steps((int)steps_of(c.head_dim)), value_tiles((int)whole_tiles(c.value_dim) / TILE_SIDE),
-          query_part(16 * steps * MAX_BLOCK * 4), value_part(8 * value_tiles * MAX_BLOCK * 4), keys(), keeps_all() {
+          query_part(lanes_bytes(c.head_dim)), value_part(pairs_bytes(c.value_dim)), keys(), keeps_all() {
         queries = (char *)memory;
         copy = (bfloat16 *)(queries + SPLIT * query_part);
         weights = (char *)(copy + SPLIT * 32 * copied_steps(c) * MAX_BLOCK);

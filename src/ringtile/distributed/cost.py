@@ -21,7 +21,7 @@ from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_sent, find_demand
 from ringtile.distributed.relays import count_levels
-from ringtile.distributed.work import Work, split, survey
+from ringtile.distributed.work import Tiles, Work, split, survey
 from ringtile.layout import candidates
 from ringtile.layout.covers import check_candidates
 from ringtile.patterns import Causal, Pattern
@@ -170,10 +170,12 @@ def _cheapest(
         raise ValueError(f"layers: expected a positive number of layers of each pattern, got {dict(layers)}")
     heads = next((pattern.num_heads for pattern in layers if pattern.num_heads is not None), 32)
     found, reason = [], None
+    sizes = sizes or Sizes(heads=heads)
+    listed: dict[Pattern, Tiles] = {}
     for make in LAYOUTS.values():
         try:
             layout = make(n_tokens, n_ranks)
-            found.append(cost_of_model(layers, layout, sizes or Sizes(heads=heads), hardware, transports))
+            found.append(cost_of_model(layers, layout, sizes, hardware, transports, listed))
         except ValueError as error:
             reason = reason or error
     if not found:
@@ -188,14 +190,19 @@ def cost_of_model(
     sizes: Sizes,
     hardware: Hardware,
     transports: Sequence[Transport] | None = TRANSPORTS,
+    listed: dict[Pattern, Tiles] | None = None,
 ) -> ModelCost:
     """Return the cost of a model's layers in one layout, each pattern with its cheapest of these transports.
 
-    None: the transport that `ring_attention` takes by default. Raises ValueError as `cheapest_for_model`.
+    None: the transport that `ring_attention` takes by default. If you compare layouts, pass the same dict ``listed``
+    for all. Raises ValueError as `cheapest_for_model`.
     """
     costs = {}
+    listed = {} if listed is None else listed
     for pattern in layers:
-        work = survey(pattern, layout, sizes)
+        if pattern not in listed:
+            listed[pattern] = Tiles(pattern, layout.n_tokens, sizes)
+        work = survey(pattern, layout, sizes, listed=listed[pattern])
         found, reason = [], None
         for transport in (work.automatic,) if transports is None else transports:
             if transport == "hierarchy" and layout.n_ranks <= hardware.ranks_per_node:

@@ -309,12 +309,19 @@ def find_demand(
 
     Raises ValueError as `needed` does.
     """
-    rows, parts, tokens = layout.tiles(grid.block)
     if gather:
+        return demand_of(None, layout, grid)
+    rows, parts, _ = layout.tiles(grid.block)
+    heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
+    return demand_of(needed(pattern, rows, parts, layout.n_ranks, grid, **heads), layout, grid)
+
+
+def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
+    """Return the demand of ranks that need these column tiles, bool ``[P, C]``, or all of them."""
+    rows, parts, tokens = layout.tiles(grid.block)
+    gather = needs is None
+    if needs is None:
         needs = torch.ones(layout.n_ranks, grid.n_cols, dtype=torch.bool)
-    else:
-        heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-        needs = needed(pattern, rows, parts, layout.n_ranks, grid, **heads)
     holds = torch.zeros_like(needs)
     holds[parts, rows] = True
     asked = (needs & ~holds).sum(0)

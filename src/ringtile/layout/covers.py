@@ -161,8 +161,8 @@ class Touched:
             self._of_row = last.index_put_((rows - self._first,), parts * self._width)
 
     def count(self, cover: Cover) -> int:
-        """Return the number of intervals that `add` adds, one for each part of a row."""
-        return int(self._copies[cover.row - self._first].sum())
+        """Return the number of intervals that `add` adds at most, one for each part of a row."""
+        return len(cover.row) if self._of_row is not None else int(self._copies[cover.row - self._first].sum())
 
     def add(self, cover: Cover) -> None:
         """Add a cover, whose intervals may overlap."""

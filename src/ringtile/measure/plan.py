@@ -18,7 +18,7 @@ from ringtile.analysis.units import bytes_text, count, count_text, duration_text
 from ringtile.distributed.cost import LAYOUTS, Cost, ModelCost, cost_of_model, estimate
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
 from ringtile.distributed.plan import TRANSPORTS, Transport
-from ringtile.distributed.work import MAX_RANKS, survey
+from ringtile.distributed.work import MAX_RANKS, Tiles, survey
 from ringtile.measure.cluster import measure_machine
 from ringtile.measure.progress import Progress
 from ringtile.measure.record import write_whole
@@ -125,8 +125,14 @@ def run(args: argparse.Namespace) -> int:
         return _run_model(dict(zip(rules, args.layers or [1] * len(rules), strict=True)), args, sizes, hardware)
     rule = rules[0]
     tables: list[Table] = []
+    progress = Progress(quiet=True)
+    progress.show(f"listing the tiles of {rule!r}")
+    listed = Tiles(rule, args.tokens, sizes)
     for n_ranks in args.ranks:
-        table = _table(rule, args.tokens, n_ranks, args.layout, sizes, hardware)
+        try:
+            table = _table(listed, n_ranks, args.layout, hardware, progress)
+        finally:
+            progress.clear()
         if not args.json:
             # Table by table: many ranks take seconds.
             lines = [] if tables else list(_header(repr(rule), args.tokens, sizes, args.dtype, hardware))
@@ -152,13 +158,18 @@ def run(args: argparse.Namespace) -> int:
 def _run_model(layers: dict[Pattern, int], args: argparse.Namespace, sizes: Sizes, hardware: Hardware) -> int:
     """Print a table of layouts for each number of ranks, with the cheapest transport of each pattern."""
     records = []
+    progress, listed = Progress(quiet=True), dict[Pattern, Tiles]()
     for n_ranks in args.ranks:
         found: dict[str, ModelCost | str] = {}
         for name in args.layout:
+            progress.show(f"{n_ranks:,} ranks: {name}")
             try:
-                found[name] = cost_of_model(layers, LAYOUTS[name](args.tokens, n_ranks), sizes, hardware)
+                layout = LAYOUTS[name](args.tokens, n_ranks)
+                found[name] = cost_of_model(layers, layout, sizes, hardware, listed=listed)
             except ValueError as error:
                 found[name] = str(error)
+            finally:
+                progress.clear()
         costs = {name: cost for name, cost in found.items() if isinstance(cost, ModelCost)}
         if not costs:
             raise ValueError(f"--ranks {n_ranks}: {next(iter(found.values()))}")
@@ -262,11 +273,12 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return found
 
 
-def _table(rule: Pattern, n_tokens: int, n_ranks: int, layouts: list[str], sizes: Sizes, hardware: Hardware) -> Table:
+def _table(listed: Tiles, n_ranks: int, layouts: list[str], hardware: Hardware, progress: Progress) -> Table:
     rows: list[Row] = []
     automatic: dict[str, Transport] = {}
     for name in layouts:
-        work = survey(rule, LAYOUTS[name](n_tokens, n_ranks), sizes)
+        progress.show(f"{n_ranks:,} ranks: {name}")
+        work = survey(listed.pattern, LAYOUTS[name](listed.grid.n_keys, n_ranks), listed.sizes, listed=listed)
         automatic[name] = work.automatic
         for transport in TRANSPORTS:
             if transport == "hierarchy" and n_ranks <= hardware.ranks_per_node:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes, flops_per_pair
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.layout import Layout
-from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_sent, find_demand
+from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_hot, count_sent, find_demand
 from ringtile.distributed.relays import count_levels
 from ringtile.distributed.work import Tiles, Work, split, survey
 from ringtile.layout import candidates
@@ -236,7 +236,7 @@ class _Rows(NamedTuple):
         arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
         n_buffer = torch.zeros(work.layout.n_ranks, dtype=torch.int64)
         for part in (parts.needs_all | arrives, parts.needs_hot):
-            n_buffer += part.sum(1) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
+            n_buffer += part.sum(1, dtype=torch.int32) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
         # Seconds per multiplication or addition of ranks that share processors.
         turn = _shared(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
         pairs = parts.own_pairs, parts.hot_pairs, work.pairs - parts.own_pairs - parts.hot_pairs
@@ -308,7 +308,7 @@ def _hierarchy(work: Work, hardware: Hardware) -> Cost:
     n_nodes = n_ranks // per_node
     token = sizes.width * sizes.dtype.itemsize
     wide = sizes.width * sizes.accumulator.itemsize
-    hot, _ = count_sent(layout, demand.needs, demand.is_hot, work.grid.block)
+    hot = count_hot(layout, demand.is_hot, work.grid.block)
     crossing, direct, kept_or_handed = count_levels(layout, demand.needs, demand.is_hot, work.grid.block, per_node)
     # From node, from number, to node or number. What a rank hands to itself does not travel.
     shape = (n_nodes, per_node)

@@ -85,8 +85,10 @@ class Tiles:
     def needed(self, rows: Tensor, ranks: Tensor, n_ranks: int) -> Tensor:
         """Return the column tiles that ranks need for these of their rows, bool ``[P, C]``."""
         Budget(self.max_bytes, self.grid).check(self.pattern, n_ranks * (self.grid.n_cols + 1), 8)
+        if len(rows) == 0:
+            return torch.zeros(n_ranks, self.grid.n_cols, dtype=torch.bool)
         touched = Touched(rows, ranks, n_ranks, self.grid)
-        for cover in self.covers() if len(rows) else ():
+        for cover in self.covers():
             Budget(self.max_bytes, self.grid).check(self.pattern, touched.count(cover), 16)
             touched.add(cover)
         return touched.columns()
@@ -166,8 +168,10 @@ def survey(
     demand = demand_of(listed.needed(rows, ranks, n_ranks), layout, grid)
     rank_of_row = torch.empty(grid.n_rows, dtype=torch.int64).index_put_((rows,), ranks)
     # How many columns before each a rank does not hold. Those that are not broadcast either count in the upper half.
-    missing = (~demand.holds).long() * torch.where(demand.is_hot, 1, _COLD + 1)
-    before = torch.nn.functional.pad(missing.cumsum(1), (1, 0)).flatten()
+    before = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.int64)
+    before[:, 1:] = torch.where(demand.is_hot, 1, _COLD + 1)
+    before[:, 1:][demand.holds] = 0
+    before = before.cumsum_(1).flatten()
     first_of_row = rank_of_row * (grid.n_cols + 1)
     missed = torch.zeros_like(listed.row_tiles)
     for cover in listed.covers():

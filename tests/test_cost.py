@@ -121,6 +121,7 @@ def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:
         if is_exact:
             assert int(cost.tiles[rank]) == sum(tiles)
             assert int(cost.buffer[rank]) == buffered
+            assert int(cost.copied[rank]) == sum(copy.length for copy in plan.own) * token
             assert int(parts.calls[rank]) == len(plan.pieces)
             if plan.n_tokens % 128 == 0:
                 assert [int(parts.own_pairs[rank]), int(parts.hot_pairs[rank])] == pairs
@@ -486,6 +487,22 @@ def test_plan_prints_a_table_for_each_number_of_ranks(capsys: pytest.CaptureFixt
     assert [line.split()[:2] for line in lines].count(["contiguous", "hierarchy"]) == 1
     assert out.count("no ring: transport 'ring': expected the pattern dense or causal") == 2
     assert out.count("ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n") == 2
+
+
+def test_a_plan_stars_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "causal & (window(4096) | global_tokens(128))", "--tokens", "1M", "--ranks", "8", "1024"]
+    assert cli.main(argv) == 0
+    few, many = capsys.readouterr().out.split("\n1,024 ranks (")
+    assert "\n8 ranks (* least time with transport='auto', by the model)\n" in few
+    assert "\n* contiguous  exchange " in few
+    assert "\n+ " not in few
+    own = "  buffer: copies of the rank's own keys, for rows that also read others': 528.0 MiB (contiguous, exchange), "
+    assert own in few
+    assert many.startswith("* least time with transport='auto', + with any, by the model)\n")
+    assert "\n* contiguous  exchange " in many
+    assert "\n+ contiguous  hierarchy " in many
+    assert "\n  ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n" in many
+    assert "own keys" not in many
 
 
 def test_plan_prints_the_layouts_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,8 @@ class Cost(NamedTuple):
     """float64 ``[P]``: predicted seconds, by the model."""
     traffic: Tensor
     """int64 ``[P, P]``: forward bytes from each rank (row) to each other, broadcasts to all."""
+    copied: Tensor
+    """int64 ``[P]``: bytes of the buffer that copy the rank's own keys and values, beside those of others."""
 
     @property
     def balance(self) -> float:
@@ -227,6 +229,8 @@ class _Rows(NamedTuple):
     """Rows that also read broadcast keys."""
     rest: Tensor
     n_buffer: Tensor
+    n_copied: Tensor
+    """Own tokens among them."""
     calls: Tensor
 
     @classmethod
@@ -234,16 +238,18 @@ class _Rows(NamedTuple):
         """Return those of the forward and of the backward pass."""
         grid, parts = work.grid, split(work, gather=gather)
         arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
-        n_buffer = torch.zeros(work.layout.n_ranks, dtype=torch.int64)
+        n_buffer, n_copied = torch.zeros(2, work.layout.n_ranks, dtype=torch.int64)
+        tiles, ranks, tokens = work.layout.tiles(grid.block)
         for part in (parts.needs_all | arrives, parts.needs_hot):
             n_buffer += part.sum(1, dtype=torch.int32) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
+            n_copied.index_add_(0, ranks, tokens * part[ranks, tiles])
         # Seconds per multiplication or addition of ranks that share processors.
         turn = _shared(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
         pairs = parts.own_pairs, parts.hot_pairs, work.pairs - parts.own_pairs - parts.hot_pairs
 
         def rows(per_pair: int) -> _Rows:
             own, hot, rest = (n * per_pair * turn for n in pairs)
-            return cls(own, hot, rest, n_buffer, parts.calls)
+            return cls(own, hot, rest, n_buffer, n_copied, parts.calls)
 
         forward, backward = flops_per_pair(work.sizes)
         return rows(forward), rows(backward)
@@ -297,6 +303,7 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
         around + forward,
         around + back.rest + backward,
         traffic,
+        rows.n_copied * token,
     )
 
 
@@ -361,6 +368,7 @@ def _hierarchy(work: Work, hardware: Hardware) -> Cost:
         around + forward,
         around + back.rest + backward,
         traffic * token,
+        rows.n_copied * token,
     )
 
 
@@ -413,6 +421,7 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
         copies + step + hops * step.clamp(min=keys),
         copies + (backward if n_ranks > 1 else step_backward),
         traffic,
+        ones * 0,
     )
 
 
@@ -458,6 +467,7 @@ def _ulysses(work: Work, hardware: Hardware) -> Cost:
         forward,
         backward,
         traffic,
+        torch.zeros_like(buffer),
     )
 
 

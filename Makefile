@@ -12,6 +12,7 @@
 # make valgrind   its driver under valgrind, which runs AVX2 at most
 
 PYTHON ?= python3
+MAKEFLAGS += --no-print-directory
 
 CASES ?= 192
 OPENMP ?= libgomp.so.1

@@ -121,7 +121,8 @@ def build_native() -> None:
     folder = VENV / "native"
     try:
         run(cmake, "--log-level=NOTICE", "-S", ".", "-B", folder, "-DRINGTILE_EMULATE_AMX=ON")
-        run(cmake, "--build", folder, "--parallel", MAKEFLAGS="")
+        # Neither the job server of the make that runs this nor the folders that its makes enter.
+        run(cmake, "--build", folder, "--parallel", MAKEFLAGS="--no-print-directory")
     except SystemExit:
         shutil.rmtree(ROOT / "src/ringtile/lib", ignore_errors=True)
         print("\nThe native CPU kernel was not built (see above). ringtile works without it, only slower.", flush=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import hypothesis.configuration
@@ -91,6 +93,44 @@ def test_the_tools_keep_their_caches_out_of_the_root() -> None:
     folders = [tools["pytest"]["ini_options"]["cache_dir"], tools["ruff"]["cache-dir"], tools["mypy"]["cache_dir"]]
     for folder in [*folders, hypothesis_home]:
         assert (ROOT / folder).is_relative_to(ROOT / ".venv")
+
+
+def test_the_kernel_is_left_out_if_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def build(directory: str, settings: dict[str, str] | None, metadata: str | None) -> str:
+        calls.append((directory, settings, metadata))
+        if (settings or {}).get("wheel.cmake") != "false" or directory == "never":
+            raise SystemExit(1)
+        return "pure.whl"
+
+    hooks = types.ModuleType("scikit_build_core.build")
+    hooks.build_wheel = hooks.build_editable = build
+    hooks.prepare_metadata_for_build_wheel = hooks.build_sdist = print
+    package = types.ModuleType("scikit_build_core")
+    package.build = hooks
+    for module in (package, hooks):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    system = settings["build-system"]
+    (folder,) = system["backend-path"]
+    spec = importlib.util.spec_from_file_location("backend", ROOT / folder / f"{system['build-backend']}.py")
+    backend = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(backend)
+    assert backend.prepare_metadata_for_build_wheel is print
+    # With such an override, scikit-build-core offers no metadata without a build.
+    overrides = settings["tool"]["scikit-build"].get("overrides", [])
+    assert not any("failed" in str(override["if"]) for override in overrides)
+    for hook in (backend.build_wheel, backend.build_editable):
+        calls.clear()
+        assert hook("dist", {"a": "b"}, "metadata") == "pure.whl"
+        # A wheel without the kernel has another tag than its metadata.
+        assert calls == [("dist", {"a": "b"}, "metadata"), ("dist", {"a": "b", "wheel.cmake": "false"}, None)]
+        calls.clear()
+        assert hook("dist", {"wheel.cmake": "false"}, "metadata") == "pure.whl"
+        assert len(calls) == 1
+        with pytest.raises(SystemExit):
+            hook("never", {"wheel.cmake": "false"})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)

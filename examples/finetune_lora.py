@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, by autocast")
-    parser.add_argument("--save", type=Path, default=Path("adapter"), help="folder of the adapter and its checkpoints")
+    folder = Path(tempfile.gettempdir(), "ringtile-lora")
+    parser.add_argument("--save", type=Path, default=folder, help="folder of adapter and checkpoints (%(default)s)")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     model = new_model(args.model, args.context)

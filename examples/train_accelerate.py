@@ -10,6 +10,7 @@ compares the loss of a packed row with that of each document alone. Run it again
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -85,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a row")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--save", type=Path, default=Path("run"), help="folder of the model and the training state")
+    folder = Path(tempfile.gettempdir(), "ringtile-accelerate")
+    parser.add_argument("--save", type=Path, default=folder, help="folder of model and state (%(default)s)")
     args = parser.parse_args(argv)
     accelerator = Accelerator(mixed_precision="bf16", cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     torch.manual_seed(0)

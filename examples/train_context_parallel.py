@@ -9,6 +9,7 @@ manual that comes with Python. Without torchrun, it is a single process, and log
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--layout", choices=["zigzag", "contiguous", "striped"], default="zigzag")
-    parser.add_argument("--save", type=Path, default=Path("run"), help="folder of the model")
+    folder = Path(tempfile.gettempdir(), "ringtile-context-parallel")
+    parser.add_argument("--save", type=Path, default=folder, help="folder of the model (%(default)s)")
     args = parser.parse_args(argv)
     training = TrainingArguments(
         output_dir=str(args.save),

@@ -8,6 +8,7 @@ Without a file, the model learns the manual that comes with Python. Run it again
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--save", type=Path, default=Path("run"), help="folder of the checkpoint")
+    folder = Path(tempfile.gettempdir(), "ringtile-lightning")
+    parser.add_argument("--save", type=Path, default=folder, help="folder of the checkpoint (%(default)s)")
     args = parser.parse_args(argv)
     pl.seed_everything(0, verbose=False)
     data = args.file.read_bytes() if args.file else "\n".join(topics.values()).encode()

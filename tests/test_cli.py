@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +113,16 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
         cli.main([verb, "--help"])
     assert stopped.value.code == 0
     assert f"usage: ringtile {verb}" in capsys.readouterr().out
+
+
+def test_the_page_counts_the_verbs_and_each_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "command-line.md").read_text()
+    numbers = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    assert f"has {numbers[len(cli.VERBS) - 1]} verbs" in page
+    for verb in cli.VERBS:
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+        assert ("--json PATH" if verb == "bench" else "--json ") in capsys.readouterr().out
 
 
 def test_a_verb_loads_only_its_own_room() -> None:

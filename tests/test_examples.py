@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -160,6 +162,31 @@ def test_lightning_trains_saves_and_resumes(tmp_path: Path, capsys: pytest.Captu
     ]
     assert losses[1] < losses[0] < 5.5
     assert re.findall(r"^step (\d)", capsys.readouterr().out, re.M) == ["1", "2", "3", "4", "5"]
+
+
+def test_a_clone_stays_clean() -> None:
+    for path in (ROOT / "examples").glob("*.py"):
+        assert 'default=Path("' not in path.read_text(), f"{path.name} writes into the current folder"
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").glob("*.py"),
+    ]
+    commands = [
+        line.split()
+        for page in pages
+        for line in page.read_text().splitlines()
+        if re.match(r" *(ringtile|python|torchrun|accelerate) ", line)
+    ]
+    options = ("--save", "--out", "--measure", "--json")
+    written = {after for words in commands for word, after in pairwise(words) if word in options}
+    written |= {word for words in commands if "examples/train_elastic.py" in words for word in words if word == "run/"}
+    written = {name for name in written if re.match(r"[\w/]", name) and not Path(ROOT, name).is_file()}
+    assert {"adapter", "run", "run/", "model.pt", "record.json", "longformer.png"} <= written
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
+    for name in written:
+        assert any(fnmatch(name.rstrip("/"), line) for line in ignored) or Path(name).is_absolute(), name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import ringtile
 from ringtile.patterns.content import digest_of
 
 WITHOUT_NUMPY = """
@@ -91,6 +94,24 @@ assert main(["doctor"]) in (0, 1)
 def test_all_of_it_works(script: str) -> None:
     found = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY + script], capture_output=True, text=True)
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_the_command_says_nothing_of_numpy_and_programs_do(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('none here', name='numpy')")
+    script = tmp_path / "bin" / "ringtile"
+    script.parent.mkdir()
+    script.write_text("from ringtile.cli import main\nraise SystemExit(main())")
+    paths = os.pathsep.join([str(tmp_path), str(Path(ringtile.__file__).parents[1])])
+    for command, is_silent in (
+        ([str(script), "show", "causal", "--tokens", "64"], True),
+        (["-m", "ringtile", "show", "causal", "--tokens", "64"], True),
+        (["-c", "import ringtile", "ringtile"], False),
+    ):
+        environment = {**os.environ, "PYTHONPATH": paths}
+        found = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+        assert found.returncode == 0
+        assert ("Failed to initialize NumPy" not in found.stderr) == is_silent
+        assert found.stderr == "" or not is_silent
 
 
 def test_a_digest_of_contents_is_that_of_the_values() -> None:

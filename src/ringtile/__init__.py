@@ -1,5 +1,13 @@
 """Exact sparse attention for long sequences in PyTorch: block-sparse, sliding-window, dilated and packed."""
 
+import sys as _sys
+import warnings as _warnings
+from pathlib import Path as _Path
+
+# Of the `ringtile` command, which needs no numpy: torch warns when it is imported. Your own programs see the warning.
+if _Path(_sys.argv[0]).stem == "ringtile" or (_sys.argv[0] == "-m" and "ringtile" in _sys.orig_argv):
+    _warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+
 from ringtile.functional import dilated_attention as dilated_attention
 from ringtile.functional import in_slices as in_slices
 from ringtile.functional import merge_attention as merge_attention

@@ -20,7 +20,7 @@ _MAX_PAIRS = 64
 """A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
 
 
-class BlockPattern(Pattern):
+class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
     """A pattern of whole blocks of ``unit`` by ``unit`` tokens."""
 
     @property
@@ -270,9 +270,6 @@ class Elements(Pattern):
         if not callable(mask_mod):
             raise ValueError(f"elements expects mask_mod to be callable, got mask_mod={mask_mod!r}")
         return cls(_FlexRule(mask_mod))
-
-    def head_class(self, head: int) -> Hashable:
-        return head
 
 
 @dataclass(frozen=True)

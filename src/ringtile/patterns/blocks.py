@@ -194,6 +194,8 @@ class Blocks(BlockPattern):
 
 
 def _from_matrix(matrix: Tensor) -> tuple[Tensor, tuple[int, int, int | None]]:
+    if matrix.layout is not torch.strided:
+        raise ValueError(f"blocks expects torch.strided, got {matrix.layout=}")
     if matrix.dtype != torch.bool or matrix.dim() not in (2, 3) or matrix.numel() == 0:
         raise ValueError(
             f"blocks expects a non-empty bool matrix [R, C] or [H, R, C], got {matrix.dtype=}, {matrix.shape=}; "

@@ -69,6 +69,7 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
             layer_types=["chunked_attention", "full_attention"] * 2,
         ),
     ),
+    "Gemma 4": lambda: (hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**SHARED)),
     "Phi-3": lambda: (hf.Phi3ForCausalLM, hf.Phi3Config(**DECODER, sliding_window=20)),
     "Starcoder2": lambda: (hf.Starcoder2ForCausalLM, hf.Starcoder2Config(**STARCODER)),
     "DeepSeek-V2": lambda: (hf.DeepseekV2ForCausalLM, hf.DeepseekV2Config(**ENCODER, **LATENT)),
@@ -125,6 +126,10 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
         ),
     ),
 }
+SHARED = dict(
+    **(MIXED | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    **dict(num_kv_shared_layers=2, global_head_dim=32, vocab_size_per_layer_input=97, hidden_size_per_layer_input=8),
+)
 STARCODER = {name: value for name, value in DECODER.items() if name != "head_dim"} | {"sliding_window": 20}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 VISION = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
@@ -275,6 +280,30 @@ def test_beams_and_samples(options: dict[str, Any]) -> None:
         torch.manual_seed(1)
         found.append(model.generate(tokens, attention_mask=mask.long(), max_new_tokens=24, **options))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["no", "left", "right"])
+def test_layers_that_share_keys_drop_queries_and_keep_their_places(kind: str) -> None:
+    # Its own rounding is 2e-5 in float32, and its eager attention has no float64.
+    first, second = (model_of(*MODELS["Gemma 4"](), name).double() for name in ("sdpa", "ringtile"))
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(kind)
+    assert_equal_models(first, second, mask, input_ids=tokens, attention_mask=mask.long())
+    for count in (1, 7, 45):
+        found, expected = (model(tokens, attention_mask=mask.long(), logits_to_keep=count)[0] for model in (second, first))
+        assert found.shape[1] == count
+        assert ((found - expected) * mask[:, -count:, None]).abs().max() <= TOLERANCE
+    model = use_ringtile(second, GlobalTokens(2) | Segments(11))
+    whole = model(tokens, attention_mask=mask.long()).logits
+    last = model(tokens, attention_mask=mask.long(), logits_to_keep=9).logits
+    assert ((whole[:, -9:] - last) * mask[:, -9:, None]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_layers_that_share_keys_generate_the_tokens_of_eager(cache: str) -> None:
+    tokens, mask = torch.randint(3, 97, (3, 40)), padding("left", tokens=40)
+    options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    first, second = (model.generate(tokens, attention_mask=mask.long(), **options) for model in both("Gemma 4"))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -652,6 +681,10 @@ def test_a_model_that_computes_with_its_mask_is_refused() -> None:
         lambda mask: mask + 1.0,
         lambda mask: 1.0 - mask,
         lambda mask: mask[:, :, :, :3],
+        lambda mask: mask[:1],
+        lambda mask: mask[:, :, 3],
+        lambda mask: mask[:, :, ::2],
+        lambda mask: mask[:, :, :0],
         lambda mask: torch.where(mask, 0.0, -1.0),
         lambda mask: torch.zeros(2, 2, 150, 150).masked_fill(~mask, 0),
         lambda mask: torch.zeros(2, 2, 150, 150).masked_fill(mask, 0),
@@ -681,6 +714,7 @@ def test_a_mask_has_no_values_to_compute_with(compute: Callable[[Tensor], Any]) 
         lambda mask: mask.detach(),
         lambda mask: mask.bool(),
         lambda mask: mask.to(torch.bool),
+        lambda mask: mask[:, :, :, :150],
         lambda mask: mask.to("cpu"),
         lambda mask: mask.to(device="cpu", dtype=torch.bool),
     ],
@@ -714,6 +748,8 @@ def test_attention_weights_are_refused() -> None:
     [
         (torch.ones(2, 20, dtype=torch.bool), r"got mask.shape=torch.Size\(\[2, 20\]\)"),
         (torch.ones(2, 1, 20, 19, dtype=torch.bool), "expected .* 20, 20"),
+        (torch.ones(3, 1, 20, 20, dtype=torch.bool), r"expected \[2, 1 or 2, 20, 20\]"),
+        (torch.ones(2, 3, 20, 20, dtype=torch.bool), r"expected \[2, 1 or 2, 20, 20\]"),
         (torch.ones(2, 1, 20, 20, dtype=torch.long), "expected bool, or a float mask"),
         (torch.ones(2, 1, 20, 20), "expected bool, or a float mask"),
     ],
@@ -721,6 +757,12 @@ def test_attention_weights_are_refused() -> None:
 def test_other_masks_are_refused(mask: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attended(mask, *torch.randn(3, 2, 2, 20, 16))
+
+
+@pytest.mark.parametrize("shape", [(20,), (2, 20, 20)])
+def test_masks_of_other_dimensions_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[2, N\] of the tokens, or .* got attention_mask.sh"):
+        model_of(*MODELS["Llama"](), "ringtile")(torch.ones(2, 20).long(), attention_mask=torch.ones(shape).bool())
 
 
 def test_a_mask_that_changes_in_place_is_read_again() -> None:

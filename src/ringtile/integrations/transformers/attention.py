@@ -146,7 +146,7 @@ def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is
     if isinstance(mask, PatternMask):
         return mask.kept
     if mask is not None:
-        return kept_by_mask(mask, query.shape[2], n_keys)
+        return kept_by_mask(mask, query, n_keys)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Without a mask, the first query is at the first key, and a single query is the last one.
     start = 0 if query.shape[2] > 1 else n_keys - 1

@@ -72,6 +72,8 @@ class PatternMask(Tensor):
         name = getattr(func, "__name__", "")
         if name in _UNCHANGED:
             return args[0]
+        if name == "__getitem__" and (cut := _cut(*args)) is not None:
+            return cut
         if name == "__set__" and args[1] is False:
             # Checkpoints that recompute a layer set requires_grad.
             return None
@@ -113,6 +115,22 @@ def _moved_to(mask: Tensor, *targets: Any, **options: Any) -> torch.device | Non
                 return None
             device = target.device if isinstance(target, Tensor) else device
     return device
+
+
+def _cut(mask: PatternMask, index: Any) -> Tensor | None:
+    """Return the mask of consecutive queries and all keys, or None if the index asks for anything else."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(each, slice) and each.step in (None, 1) for each in index) or len(index) > 4:
+        return None
+    bounds = [each.indices(size)[:2] for each, size in zip(index, mask.shape, strict=False)]
+    whole = [(0, size) for size in mask.shape]
+    first, end = bounds[2] if len(bounds) > 2 else whole[2]
+    if bounds[:2] != whole[: len(bounds[:2])] or bounds[3:] != whole[3 : len(bounds)] or first >= end:
+        return None
+    if (first, end) == whole[2]:
+        return mask
+    kept = mask.kept._replace(start=mask.kept.start + first, offset=mask.kept.offset + first)
+    return carrier(kept, mask.shape[0], end - first, mask.shape[3], mask.device)
 
 
 def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: torch.device | str) -> Tensor:
@@ -287,6 +305,11 @@ def _pattern_mask(
 ) -> Tensor:
     from transformers import masking_utils
 
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask: expected [{batch_size}, N] of the tokens, or [{batch_size}, 1 or H, Nq, Nk] of all pairs, "
+            f"got {attention_mask.shape=}"
+        )
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -331,22 +354,25 @@ _outside_graphs = torch.compiler.disable(
 )
 
 
-def kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
+def kept_by_mask(mask: Tensor, query: Tensor, n_keys: int) -> KeptPairs:
     """Return the pairs that a mask of the model or its caller keeps: bool, or float with 0 and very small values.
 
     The result is remembered until the mask changes. Raises ValueError for other shapes and values.
     """
     if torch.compiler.is_compiling():
         raise ValueError("attention_mask: torch.compile needs a mask [B, N] of the tokens, got one of all pairs")
+    batch, heads, n_queries, _ = query.shape
+    allowed = ({1, batch}, {1, heads}, {1, n_queries}, {n_keys})
+    if mask.dim() != 4 or any(size not in sizes for size, sizes in zip(mask.shape, allowed, strict=True)):
+        raise ValueError(
+            f"attention_mask: expected [{batch}, 1 or {heads}, {n_queries}, {n_keys}] of all pairs in the model's "
+            f"attention, got {mask.shape=}; register masks and attention together, by "
+            "ringtile.integrations.transformers.register"
+        )
     return read_once(mask, _kept_by_mask, n_queries, n_keys)
 
 
 def _kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
-    if mask.dim() != 4 or mask.shape[2] not in (1, n_queries) or mask.shape[3] != n_keys:
-        raise ValueError(
-            f"attention_mask: expected [B, 1 or H, {n_queries}, {n_keys}] of all pairs in the model's attention, "
-            f"got {mask.shape=}; register masks and attention together, by ringtile.integrations.transformers.register"
-        )
     keep = mask
     if mask.dtype != torch.bool:
         keep = mask == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -149,7 +151,7 @@ def _registered() -> Iterator[None]:
     yield
     # A mapping per class, for all models: leave it as it was.
     for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
-        for name in [name for name in interface._global_mapping if name.startswith("ringtile")]:
+        for name in [name for name in interface._global_mapping if "ringtile" in name]:
             del interface._global_mapping[name]
 
 
@@ -289,7 +291,9 @@ def test_layers_that_share_keys_drop_queries_and_keep_their_places(kind: str) ->
     tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(kind)
     assert_equal_models(first, second, mask, input_ids=tokens, attention_mask=mask.long())
     for count in (1, 7, 45):
-        found, expected = (model(tokens, attention_mask=mask.long(), logits_to_keep=count)[0] for model in (second, first))
+        found, expected = (
+            model(tokens, attention_mask=mask.long(), logits_to_keep=count)[0] for model in (second, first)
+        )
         assert found.shape[1] == count
         assert ((found - expected) * mask[:, -count:, None]).abs().max() <= TOLERANCE
     model = use_ringtile(second, GlobalTokens(2) | Segments(11))
@@ -666,13 +670,64 @@ T5 = dict(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4
 
 def test_a_model_that_computes_with_its_mask_is_refused() -> None:
     tokens = torch.randint(3, 97, (2, 20))
-    model = hf.BloomForCausalLM._from_config(hf.BloomConfig(**BLOOM), attn_implementation="ringtile")
+    model = hf.BloomForCausalLM(hf.BloomConfig(**BLOOM))
+    model.config._attn_implementation = "ringtile"
     with pytest.raises(ValueError, match="attention_mask: expected a model that hands its mask"):
         model(tokens)
-    model = hf.BloomForCausalLM(hf.BloomConfig(**BLOOM))
+    model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match=r"model: expected parts that use .* got BloomForCausalLM, BloomModel"):
         use_ringtile(model)
     assert model.config._attn_implementation == "eager"
+
+
+BY_HAND: dict[str, Callable[[], tuple[type, Any]]] = {
+    "DeBERTa": lambda: (hf.DebertaV2Model, hf.DebertaV2Config(**ENCODER)),
+    "XLNet": lambda: (hf.XLNetLMHeadModel, hf.XLNetConfig(vocab_size=97, d_model=64, n_layer=2, n_head=4)),
+    "WavLM": lambda: (hf.WavLMModel, hf.WavLMConfig(**VISION)),
+    "Falcon": lambda: (hf.FalconForCausalLM, hf.FalconConfig(**VISION)),
+    "GPT-J": lambda: (hf.GPTJForCausalLM, hf.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8)),
+    "GPT-Neo": lambda: (
+        hf.GPTNeoForCausalLM,
+        hf.GPTNeoConfig(hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+    ),
+    "BLOOM": lambda: (hf.BloomForCausalLM, hf.BloomConfig(**BLOOM)),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_model_that_ignores_the_name_is_not_built(name: str) -> None:
+    made, config = BY_HAND[name]()
+    register("ringtile-4", Window(4))
+    part = made.__name__.partition("For")[0].partition("LM")[0]
+    message = rf"^attn_implementation='ringtile-4': {part}\w* ignores it, because .* by hand; leave the name out$"
+    with pytest.raises(ValueError, match=message):
+        made._from_config(copy.deepcopy(config), attn_implementation="ringtile-4")
+    assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+def test_a_part_that_ignores_the_name_is_not_built() -> None:
+    config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(
+        hf.RobertaConfig(**ENCODER), hf.XLMConfig(emb_dim=64, n_layers=2, n_heads=4, vocab_size=97)
+    )
+    with pytest.raises(ValueError, match="XLMModel ignores it"):
+        hf.EncoderDecoderModel._from_config(config, attn_implementation="ringtile")
+    with pytest.raises(ValueError, match=r"LongformerModel ignores it, .*, and call use_ringtile\(model\)"):
+        hf.LongformerModel._from_config(hf.LongformerConfig(**LONGFORMER), attn_implementation="ringtile")
+
+
+def test_a_model_whose_source_is_not_known_is_built(tmp_path: Path) -> None:
+    source = """
+class OwnAttention(hf.models.bert.modeling_bert.nn.Module):
+    pass
+class OwnModel(hf.BertPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = OwnAttention()
+"""
+    names: dict[str, Any] = {"hf": hf, "__name__": "no_module"}
+    exec(source, names)
+    made = names["OwnModel"]._from_config(hf.BertConfig(**ENCODER), attn_implementation="ringtile")
+    assert made.config._attn_implementation == "ringtile"
 
 
 @pytest.mark.parametrize(
@@ -761,7 +816,7 @@ def test_other_masks_are_refused(mask: Tensor, message: str) -> None:
 
 @pytest.mark.parametrize("shape", [(20,), (2, 20, 20)])
 def test_masks_of_other_dimensions_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"attention_mask: expected \[2, N\] of the tokens, or .* got attention_mask.sh"):
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[2, N\] of the tokens, or .* of all pairs"):
         model_of(*MODELS["Llama"](), "ringtile")(torch.ones(2, 20).long(), attention_mask=torch.ones(shape).bool())
 
 
@@ -785,8 +840,10 @@ def test_arguments_that_change_the_result_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (3, "expected a Pattern, a dict of layer kinds or a function"),
-        ({"full_attention": 3}, "expected a Pattern or None for each kind of layer"),
+        (3, "expected a Pattern, its text, None, a dict of layer kinds or a function"),
+        ({"full_attention": 3}, "expected a Pattern, its text, None, for each kind of layer, got 3"),
+        ("windw(4)", r"^pattern: unknown pattern 'windw', did you mean 'window'\?"),
+        ({"full_attention": "windw(4)"}, "^pattern: unknown pattern 'windw'"),
         (Documents(ids=torch.tensor([[0, 1], [0, 0]])), "expected one for all batch elements"),
     ],
 )
@@ -821,10 +878,15 @@ def test_importing_the_integration_loads_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", probe], check=True)
 
 
-@pytest.mark.parametrize("name", ["", "flash_ringtile", "my/ringtile", "ringtile|paged"])
-def test_a_name_with_a_meaning_in_transformers_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["", Window(4), "flash_ringtile", "my/ringtile", "ringtile|paged", "use_ringtile"])
+def test_a_name_with_a_meaning_in_transformers_is_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="name: expected"):
         register(name)
+
+
+def test_a_pattern_in_place_of_the_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"name: .* write register\(pattern='window\(64\)'\)"):
+        register("window(64)")
 
 
 def test_a_pattern_for_kinds_of_layers() -> None:
@@ -853,13 +915,88 @@ def test_a_model_switches_back_and_forth() -> None:
     model, tokens = model_of(*MODELS["Mistral"](), "eager"), torch.randint(3, 97, (2, TOKENS))
     eager = model(tokens).logits
     assert use_ringtile(model) is model
-    assert model.config._attn_implementation == "ringtile"
+    assert model.config._attn_implementation == "use_ringtile"
     torch.testing.assert_close(model(tokens).logits, eager, rtol=0, atol=TOLERANCE)
     sparse = use_ringtile(model, Window(3))(tokens).logits
     assert (sparse - eager).abs().max() > 1e-2
     assert torch.equal(use_ringtile(model, Window(3))(tokens).logits, sparse)
     model.set_attn_implementation("eager")
     assert torch.equal(model(tokens).logits, eager)
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ("window(3)", Window(3)),
+        ({"sliding_attention": "window(3)"}, {"sliding_attention": Window(3)}),
+        (lambda layer: "window(3)", Window(3)),
+    ],
+)
+def test_a_pattern_as_text(given: Any, pattern: Any) -> None:
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    expected, found = (eager_and_sparse("Gemma3", each)[1](tokens).logits for each in (pattern, given))
+    assert torch.equal(expected, found)
+    register("ringtile-text", given)
+    assert torch.equal(model_of(*MODELS["Gemma3"](), "ringtile-text")(tokens).logits, expected)
+
+
+def test_what_is_no_model_of_transformers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^model: expected a model of transformers, got Linear\(in_features=2"):
+        use_ringtile(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"^model: expected .*, got Sequential; pass the BertModel in it"):
+        use_ringtile(nn.Sequential(hf.BertModel(hf.BertConfig(**ENCODER))))
+    with pytest.raises(ValueError, match=r"^model: expected a model of transformers, got <class"):
+        use_ringtile(hf.BertModel)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_keeps_its_pattern(copied: Callable[[Any], Any]) -> None:
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    first, second = (eager_and_sparse("Mistral", pattern)[1] for pattern in (Window(3), Window(5)))
+    copies = [copied(model) for model in (first, second)]
+    for model, other in zip((first, second), copies, strict=True):
+        assert torch.equal(other(tokens).logits, model(tokens).logits)
+    assert (copies[0](tokens).logits - copies[1](tokens).logits).abs().max() > 1e-2
+    assert first.state_dict().keys() == model_of(*MODELS["Mistral"](), "eager").state_dict().keys()
+
+
+def test_a_model_loads_in_another_process(tmp_path: Path) -> None:
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    model = eager_and_sparse("Mistral", Window(3))[1]
+    torch.save((model, tokens, model(tokens).logits), tmp_path / "model.pt")
+    probe = (
+        "import sys, torch; torch.set_num_threads(1); "
+        "model, tokens, logits = torch.load(sys.argv[1], weights_only=False); "
+        "assert (model(tokens).logits - logits).abs().max() < 1e-6"
+    )
+    subprocess.run([sys.executable, "-c", probe, str(tmp_path / "model.pt")], check=True)
+
+
+def test_a_model_without_a_pattern_of_its_own_does_not_take_that_of_another(tmp_path: Path) -> None:
+    made, config = MODELS["Mistral"]()
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    first, second = made(config), made(config)
+    use_ringtile(first, Window(3))
+    with pytest.raises(ValueError, match=r"pattern: MistralAttention is new, or .* call use_ringtile\(model, ...\)"):
+        second(tokens)
+    # A saved model has no implementation.
+    first.save_pretrained(tmp_path)
+    loaded = made.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(use_ringtile(loaded, Window(3))(tokens).logits, first(tokens).logits)
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    def compute(*args: Any, **options: Any) -> Tensor:
+        return torch.zeros(0)
+
+    model = use_ringtile(model_of(*MODELS["Llama"](), "eager"), attend=compute)
+    gone = weakref.ref(compute)
+    del model, compute
+    gc.collect()
+    assert gone() is None
+    names = [name for name in hf.AttentionInterface._global_mapping if "ringtile" in name]
+    assert names == ["ringtile", "use_ringtile"]
 
 
 def test_bounds_of_sequences_as_for_flash_attention() -> None:

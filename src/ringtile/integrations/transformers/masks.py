@@ -307,8 +307,8 @@ def _pattern_mask(
 
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask: expected [{batch_size}, N] of the tokens, or [{batch_size}, 1 or H, Nq, Nk] of all pairs, "
-            f"got {attention_mask.shape=}"
+            f"attention_mask: expected [{batch_size}, N] of the tokens, or [{batch_size}, 1 or H, Nq, Nk] of all "
+            f"pairs, got {attention_mask.shape=}"
         )
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function

@@ -30,6 +30,7 @@ from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import PatternMask, pairs
 from ringtile.integrations.transformers.registry import OLDEST
 from ringtile.layout import cache_info
+from ringtile.modules import replace_attention
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Segments, Window, per_head
 
 ROOT = Path(__file__).parents[1]
@@ -511,8 +512,10 @@ def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("padded", ["no", "left"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_a_compiled_model_is_one_graph(name: str, padded: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [("Llama", None), ("Mistral", None), ("Gemma 4", None), ("Mistral", True)]
+)
+def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: str) -> None:
     model = model_of(*MODELS[name](), "ringtile")
     graphs: list[Any] = []
 
@@ -521,7 +524,7 @@ def test_a_compiled_model_is_one_graph(name: str, padded: str) -> None:
         return graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
     tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(padded)
     inputs = {} if padded == "no" else {"attention_mask": mask.long()}
     expected, found = model(tokens, **inputs).logits, compiled(tokens, **inputs).logits
@@ -529,6 +532,34 @@ def test_a_compiled_model_is_one_graph(name: str, padded: str) -> None:
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=0)
     grads = [torch.autograd.grad(output[mask].sum(), list(model.parameters())) for output in (expected, found)]
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:While compiling, we found")
+@pytest.mark.parametrize(
+    ("name", "pattern", "strict"),
+    [("Mistral", None, False), ("Mistral", None, True), ("BERT", GlobalTokens(2) | Window(9), False)],
+)
+def test_an_exported_model(pattern: Pattern | None, name: str, strict: bool) -> None:
+    model = eager_and_sparse(name, pattern)[1]
+    options = {"use_cache": False} if name == "Mistral" else {}
+    size = torch.export.Dim("size", min=33, max=512)
+    shapes = {"input_ids": {1: size}, "attention_mask": {1: size}, **dict.fromkeys(options)}
+    calls = []
+    for tokens in (TOKENS, 150, 40):
+        mask = padding("right", tokens=tokens)
+        calls.append({"input_ids": torch.randint(3, 97, (3, tokens)), "attention_mask": mask.long(), **options})
+    with torch.no_grad():
+        program = torch.export.export(model, (), calls[0], strict=strict, dynamic_shapes=shapes).module()
+        for call in calls:
+            expected, found = model(**call)[0], program(**call)[0]
+            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_exported_model_needs_a_mask_of_its_tokens() -> None:
+    call = {"input_ids": torch.randint(3, 97, (1, TOKENS)), "use_cache": False}
+    with pytest.raises(ValueError, match=r"torch.export support causal .*; if it is that of packed rows, pass att"):
+        torch.export.export(model_of(*MODELS["Mistral"](), "ringtile"), (), call, strict=False)
 
 
 KNOWN = [kind for kind in KINDS if not kind.endswith((" or", " and", " apart", "chunked, packed"))]
@@ -941,6 +972,10 @@ def test_a_pattern_as_text(given: Any, pattern: Any) -> None:
 
 
 def test_what_is_no_model_of_transformers_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"got BertModel without one; for a model of .* call .*use_ringtile$"
+    ):
+        replace_attention(hf.BertModel(hf.BertConfig(**ENCODER)), pattern=Window(3))
     with pytest.raises(ValueError, match=r"^model: expected a model of transformers, got Linear\(in_features=2"):
         use_ringtile(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"^model: expected .*, got Sequential; pass the BertModel in it"):

@@ -120,7 +120,11 @@ def _moved_to(mask: Tensor, *targets: Any, **options: Any) -> torch.device | Non
 def _cut(mask: PatternMask, index: Any) -> Tensor | None:
     """Return the mask of consecutive queries and all keys, or None if the index asks for anything else."""
     index = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(each, slice) and each.step in (None, 1) for each in index) or len(index) > 4:
+    if (
+        _is_exporting()
+        or not all(isinstance(each, slice) and each.step in (None, 1) for each in index)
+        or len(index) > 4
+    ):
         return None
     bounds = [each.indices(size)[:2] for each, size in zip(index, mask.shape, strict=False)]
     whole = [(0, size) for size in mask.shape]
@@ -135,11 +139,24 @@ def _cut(mask: PatternMask, index: Any) -> Tensor | None:
 
 def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: torch.device | str) -> Tensor:
     """Return the kept pairs as a mask that transformers hands through to the attention function."""
-    # In a graph, a mask that has lost its pairs must not look like a mask.
-    size = 0 if torch.compiler.is_compiling() else n_keys
-    mask = torch.zeros((), dtype=torch.bool, device=device).expand(batch, 1, n_queries, size).as_subclass(PatternMask)
+    if _is_exporting():
+        # Tensors are fake there, and none of them can carry anything.
+        mask = torch.Tensor._make_subclass(PatternMask, _NO_MASK)
+    else:
+        # In a graph, a mask that has lost its pairs must not look like a mask.
+        size = 0 if torch.compiler.is_compiling() else n_keys
+        empty = torch.zeros((), dtype=torch.bool, device=device).expand(batch, 1, n_queries, size)
+        mask = empty.as_subclass(PatternMask)
     mask.kept = kept
     return mask
+
+
+_NO_MASK = torch.zeros(1, 1, 1, 0, dtype=torch.bool)
+
+
+def _is_exporting() -> bool:
+    """Return True in ``torch.export`` that runs the model as Python, which is its default."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def _closure(function: MaskFunction) -> dict[str, Any]:
@@ -147,16 +164,16 @@ def _closure(function: MaskFunction) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-def read_rule(function: MaskFunction, first: int, n_keys: int, *, on_shard: bool = False) -> Pattern | None:
+def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shard: bool = False) -> Pattern | None:
     """Return the pattern of a mask function, whose key 0 is at position ``first``, or None if it is not known.
 
-    Documents and groups of tokens follow from the tokens of the call. On a shard of a sequence they mean nothing:
-    documents are left out, and groups are not known.
+    Documents, chunks and groups follow from the tokens of the call. In a graph, without ``n_keys``, they are not known.
+    On a shard of a sequence they mean nothing: documents are left out, and groups are not known.
     """
     if function.__module__ != "transformers.masking_utils":
         return None
     name, values = function.__qualname__.partition(".")[0], _closure(function)
-    here = slice(first, first + n_keys)
+    here = slice(first, first + (n_keys or 0))
     read = partial(read_rule, first=first, n_keys=n_keys, on_shard=on_shard)
     match name:
         case "causal_mask_function":
@@ -167,7 +184,7 @@ def read_rule(function: MaskFunction, first: int, n_keys: int, *, on_shard: bool
             return _joined(and_, [read(each) for each in values["mask_functions"]])
         case "or_masks":
             parts = [read(each) for each in values["mask_functions"]]
-            if not on_shard and any(part is not None and _keeps_self(part) for part in parts):
+            if not on_shard and n_keys is not None and any(part is not None and _keeps_self(part) for part in parts):
                 groups = [_groups(each, here) for each in values["mask_functions"]]
                 parts = [group if part is None else part for part, group in zip(parts, groups, strict=True)]
             return _joined(or_, parts)
@@ -175,11 +192,11 @@ def read_rule(function: MaskFunction, first: int, n_keys: int, *, on_shard: bool
             return Window(values["sliding_window"] - 1, LARGEST)
         case "sliding_window_bidirectional_overlay":
             return Window(values["sliding_window"])
-        case "chunked_overlay":
+        case "chunked_overlay" if n_keys is not None:
             return _chunks(values["chunk_size"], values["left_padding"], first, n_keys)
         case "packed_sequence_mask_function" if on_shard:
             return Dense()
-        case "packed_sequence_mask_function":
+        case "packed_sequence_mask_function" if n_keys is not None:
             ids = values["packed_sequence_mask"][:, here]
             return Documents(ids=ids) if bool((ids != ids[:, :1]).any()) else Dense()
         case "remap_positions_for_packed_sequence":
@@ -265,11 +282,14 @@ def moves_along(pattern: Pattern) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern:
+def _constant_rule(function: MaskFunction, first: int) -> Pattern:
     """Read a rule while a graph is traced, in which closures cannot be read."""
-    rule = read_rule(function, first, n_keys)
+    rule = read_rule(function, first, None)
     if rule is None or rule.text is None:
-        raise ValueError("attention mask: torch.compile supports causal and sliding rules, got another one")
+        raise ValueError(
+            "attention mask: torch.compile and torch.export support causal and sliding rules, got another one; if it "
+            "is that of packed rows, pass attention_mask"
+        )
     return rule
 
 
@@ -322,7 +342,7 @@ def _pattern_mask(
             leading = tuple(padding.long().argmax(1).tolist())
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     offset = q_offset - kv_offset
-    rule = (_constant_rule if tracing else read_rule)(mask_function, kv_offset, kv_length)
+    rule = _constant_rule(mask_function, kv_offset) if tracing else read_rule(mask_function, kv_offset, kv_length)
     start = 0
     if rule is None:
         found = masking_utils.sdpa_mask(

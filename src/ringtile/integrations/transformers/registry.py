@@ -152,8 +152,9 @@ def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend
         >>> model = use_ringtile(model, Window(256) | GlobalTokens(1))
         >>> model = use_ringtile(model, "window(256) | global_tokens(1)")
     """
-    if not isinstance(model, nn.Module) or not hasattr(model, "set_attn_implementation"):
-        inside = sorted({type(part).__name__ for part in _parts(model)}) if isinstance(model, nn.Module) else []
+    given: Any = model
+    if not isinstance(given, nn.Module) or not hasattr(given, "set_attn_implementation"):
+        inside = sorted({type(part).__name__ for part in _parts(model)}) if isinstance(given, nn.Module) else []
         got = f"{type(model).__name__}; pass the {' or '.join(inside)} in it" if inside else repr(model)
         raise ValueError(f"model: expected a model of transformers, got {got}")
     kind = model.config.model_type

@@ -320,15 +320,18 @@ def test_arguments() -> None:
         use_ringtile(bird, attend=Random())
 
 
-def test_names_of_implementations() -> None:
-    """Each pair of pattern and attention has one name, and two models with others do not share one."""
-    first, second, attend = made("Llama"), made("Llama"), Random()
-    use_ringtile(first, attend=attend)
-    use_ringtile(second, Window(9), attend=attend)
-    names = [model.config._attn_implementation for model in (first, second)]
-    assert len({"ringtile", *names}) == 3
-    use_ringtile(second, attend=attend)
-    assert second.config._attn_implementation == names[0]
+def test_models_keep_their_own_attention() -> None:
+    """Two models with others do not share them, and a copy has its own."""
+    first, second, calls = made("Llama"), made("Llama"), []
+
+    def record(name: str) -> Any:
+        return lambda *args, **options: calls.append(name) or sparse_attention(*args, **options)
+
+    use_ringtile(first, attend=record("first"))
+    use_ringtile(second, Window(9), attend=record("second"))
+    for model in (first, second, copy.deepcopy(first)):
+        model(tokens(1))
+    assert calls == ["first"] * 2 + ["second"] * 2 + ["first"] * 2
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,9 @@ backends: dict[str, Any] = {}
 
 def pack_keys(keep: Tensor) -> Tensor:
     """Pack ``[B, Nk]`` bool into ``[B, ceil(Nk / 32)]`` int32 words, key j in bit ``j % 32`` of word ``j // 32``."""
-    return pack_words(torch.nn.functional.pad(keep, (0, -keep.shape[1] % 32)))
+    # As a number of words, so that a graph with any number of keys can tell that the bits fill them.
+    words = (keep.shape[1] + 31) // 32
+    return pack_words(torch.nn.functional.pad(keep, (0, 32 * words - keep.shape[1])))
 
 
 def key_keep(call: Call, n_keys: int) -> Tensor | None:

@@ -302,6 +302,25 @@ def test_a_ring_serves_every_class_with_a_ring_size(make: Callable[..., Any]) ->
     assert relative_error(layout.unshard(found, 1), output(alone, x)) < 1e-12
 
 
+def test_a_rank_of_a_ring_saves_its_part_and_the_keys_that_its_rows_need() -> None:
+    def saved(attention: BlockSparseRingDilatedAttention, x: Tensor) -> int:
+        found: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: found.append(y) or y, lambda y: y):
+            attention(x.requires_grad_(), is_causal=True)
+        return sum(y.numel() for y in found)
+
+    def on_rank(rank: int) -> int:
+        attention = BlockSparseRingDilatedAttention(sparse_config=config, ring_size=4)
+        return saved(attention, torch.randn(1, 1024, 2, 8))
+
+    config = SparsePatternConfig("local_window", local_window_size=256)
+    whole = saved(BlockSparseRingDilatedAttention(sparse_config=config), torch.randn(1, 4096, 2, 8))
+    # Keys and values of the tile of 128 tokens before its own, of two heads.
+    beside = 2 * 128 * 2 * 8
+    assert whole == 4 * 1024 * 2 * (4 * 8 + 1)
+    assert on_ranks(4, on_rank) == [whole // 4] + [whole // 4 + beside] * 3
+
+
 def test_a_ring_drops_weights_in_training() -> None:
     value = torch.ones(1, 512, 1, 8)
     layout = Layout.contiguous(512, 2, unit=1)

@@ -114,7 +114,7 @@ class SparsePatternConfig:
             if self.local_window_size is not None and "local_window_size" in shaping:
                 yield (
                     f"local_window_size={self.local_window_size} changes nothing: sparsity_ratio={self.sparsity_ratio} "
-                    "decides, and sets the width of the window; leave out the one that you do not mean"
+                    "decides, and sets the width of the window; None lets the window decide"
                 )
             if self.block_size < TILE:
                 yield (

@@ -124,7 +124,7 @@ void add_tile(float *scores, const KeyTile &tile, const int32_t *seen, float bas
         Vec<float> now = max<float>(load(highest + n * L), top[n]);
         store(highest + n * L, now);
         safe[n] = now == low ? Vec<float>{} : now;
-        if (tile.continues) share[n] = exp2<float>((load(maximum + n * L) - safe[n]) * base);
+        share[n] = tile.continues ? exp2<float>((load(maximum + n * L) - safe[n]) * base) : Vec<float>{};
         store(maximum + n * L, now);
     }
     for (int first = 0; first < tile.count; first += (int)min(segment, MAX_BLOCK), sums += GROUP<float>) {

@@ -60,6 +60,12 @@ def test_the_command_line_loads_nothing_heavy_before_a_verb_is_chosen() -> None:
     assert heavy(modules) == []
 
 
+def test_a_plan_loads_no_compiler() -> None:
+    modules = loaded_by("import ringtile.distributed, ringtile.measure.plan")
+    assert "ringtile.distributed.attention" in modules
+    assert heavy(modules) == []
+
+
 def test_a_first_call_loads_nothing_heavy() -> None:
     modules = loaded_by(
         "import ringtile, ringtile.patterns as p; x = torch.randn(1, 2, 300, 16, requires_grad=True); "

@@ -24,6 +24,7 @@ from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan
 from ringtile.distributed.process_groups import Axes, axes_of
 from ringtile.distributed.relays import Relays, routes_of
 from ringtile.distributed.ring import Ring, ring
+from ringtile.distributed.traced import constant
 from ringtile.distributed.ulysses import HeadTrade
 from ringtile.distributed.wires import from_octets, to_octets
 from ringtile.functional import sparse_attention
@@ -137,7 +138,7 @@ def place_of(ranks: Ranks) -> tuple[int, int]:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _place_in_mesh(mesh: DeviceMesh) -> tuple[int, int]:
     group = real_group(mesh)
     return group.rank(), group.size()
@@ -307,7 +308,7 @@ def _by_heads(
     return out, lse.squeeze(-1)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _dealt(
     pattern: Pattern | str,
     layout: Layout,
@@ -370,7 +371,7 @@ _AGREED = 1 << 16
 """When a group has compared so many calls, its ranks forget them, in the same call. Packed batches differ each time."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _prepared(
     pattern: Pattern | str,
     layout: Layout,

@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib.util
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -26,7 +27,7 @@ import ringtile
 from ringtile import cli, compat, layout, patterns
 from ringtile.measure import bench
 from ringtile.measure.record import Record, break_even
-from ringtile.measure.suites import suite
+from ringtile.measure.suites import PEERS, suite
 from ringtile.patterns import Pattern
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +95,45 @@ def test_programs_on_a_page_run(page: str) -> None:
             exec(compile(body, page, "exec"), names)
     if skipped:
         pytest.skip(f"{', '.join(dict.fromkeys(skipped))}: not installed, the other programs ran")
+
+
+QUESTIONS = [
+    "My model runs out of memory at 64K tokens: what do I write?",
+    "Which pattern keeps quality?",
+    "How do I split a sequence over 4 GPUs?",
+    "Why is it slower than sdpa here?",
+    "Does it run on my GPU?",
+]
+
+
+def test_the_questions_have_code_and_the_figures_of_the_quality_page() -> None:
+    questions = re.split(r"^## ", read("questions.md"), flags=re.M)[1:]
+    assert [text.partition("\n")[0] for text in questions] == QUESTIONS
+    assert all(re.search(r"^```(python|pycon)$", text, re.M) for text in questions)
+    (table,) = blocks("questions.md", "text")
+    assert len(table.splitlines()) == 3
+    assert [line for line in table.splitlines() if line not in read("quality.md").splitlines()] == []
+    # The choice loses a third at 25%, as the page says of some tasks.
+    row = re.search(r"^## variables\n.*?^\| default \|(.*)$", read("quality.md"), re.M | re.S)
+    assert row is not None
+    assert float(row[1].split("|")[1].split()[0]) == pytest.approx(67, abs=1)
+
+
+def test_the_program_for_four_gpus_has_one_loss_on_any_number_of_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "four.py"
+    (text,) = (body for body in blocks("questions.md", "python") if "init_process_group" in body)
+    # It uses the GPU and NCCL if there is one, and the tests compare gloo.
+    program.write_text(text.replace("torch.cuda.is_available()", "False"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    losses = []
+    for words in ([], torchrun):
+        command = [sys.executable, *words, str(program)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        losses.append(float(done.stdout.removeprefix("loss ")))
+    # Without the exchange of keys, the loss of two ranks is off by 5e-4.
+    assert losses[0] == pytest.approx(losses[1], abs=5e-5)
 
 
 def test_each_recipe_has_an_example() -> None:
@@ -440,6 +480,21 @@ def test_what_is_beside_a_claim_is_a_row_of_a_suite(table: dict[str, Any]) -> No
             assert cells, row
 
 
+def test_home_lists_every_how_to_and_every_page_of_the_first_level() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    how_to = re.findall(r"^      - (\S+)$", nav.partition("  - How-to:\n")[2].partition("  - Patterns:")[0], re.M)
+    top = re.findall(r"^  - [^:]+: (\S+)$", nav, re.M)
+    assert {"how-to/finetune.md", "adaptive.md"} <= set(how_to)
+    assert {"questions.md", "quality.md"} <= set(top)
+    linked = re.findall(r"\]\(([^)#]+)\)", read("index.md"))
+    assert sorted({*how_to, *top} - {"index.md", *linked}) == []
+    assert "context_parallel(model" in read("index.md")
+    assert len(PEERS) - 1 == 3
+    assert "against dense attention and three other implementations" in read("index.md")
+    assert "(docs/quality.md)" in README
+    assert "(docs/questions.md)" in README
+
+
 def test_every_old_name_has_a_new_one() -> None:
     names = face(compat)
     assert len(names) > 15
@@ -464,6 +519,15 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "search" / "search_index.js").is_file()
     assert 'src="../assets/iframe-worker.js"' in pages["attention"]
     assert not re.search(r'<script[^>]+src="https?:', "".join(pages.values()))
+    entries = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    first = [entry["title"] for entry in entries if entry.get("boost", 1) > 1]
+    assert [title for title in first if title in QUESTIONS] == QUESTIONS
+    assert {entry["location"].partition("#")[0] for entry in entries if "boost" in entry} == {"questions.html"}
+    titles = [entry["title"] for entry in entries if entry["location"].startswith("benchmarks.html")]
+    assert "Targets" in titles
+    tables = {f"{table['document']}: {table['title']}" for table in script("benchmark_page").claims()}
+    assert {*tables, "The tables of the five documents"} & set(titles) == set()
+    assert not any(entry["location"].startswith("promises.html") for entry in entries)
 
 
 def face(module: ModuleType) -> set[str]:

@@ -38,7 +38,7 @@ def _attempt(what: str, load: Callable[[], Any]) -> Any:
 
 def _quiet_transformers() -> Any:
     """Import transformers without progress bars and advice."""
-    _attempt("ringtile hf needs transformers (pip install transformers)", register)
+    _attempt("ringtile hf needs transformers (pip install 'transformers>=5.5,<6')", register)
     import huggingface_hub
     import transformers
 

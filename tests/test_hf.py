@@ -274,7 +274,7 @@ def test_transformers_is_named_if_it_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main(["hf", "--random-weights", str(config)]) == 2
-    assert "pip install 'ringtile[transformers]'" in capsys.readouterr().err
+    assert "pip install 'transformers>=5.5,<6'" in capsys.readouterr().err
 
 
 def test_the_arguments_are_read_without_transformers() -> None:

@@ -21,7 +21,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,7 @@ from ringtile.cli import main
 from ringtile.kernels import native
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.masses import pooled_masses
-from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, EMULATED_SETS, RATES, InstructionSet, choose
+from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, EMULATED_SETS, RATES, InstructionSet
 from ringtile.kernels.native.library import VARIABLE, library, reason_against
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.native.precision import arithmetic_of

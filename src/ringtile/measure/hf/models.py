@@ -42,7 +42,7 @@ def _attempt(what: str, load: Callable[[], Any]) -> Any:
 
 def _quiet_transformers() -> Any:
     """Import transformers without progress bars and advice."""
-    _attempt("ringtile hf needs transformers (pip install 'ringtile[transformers]')", register)
+    _attempt("ringtile hf needs transformers (pip install 'transformers>=5.5,<6')", register)
     import huggingface_hub
     import transformers
 

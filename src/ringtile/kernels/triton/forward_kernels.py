@@ -1,8 +1,8 @@
 """The forward kernels: one split of a row tile's list, and the merge of the splits.
 
-Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. Scores and their maxima stay in
-raw units, because the rounding of a scaled maximum grows with the score. ``c`` is ``natural``, the size of the scale,
-times log2(e).
+Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. Scores and their maxima stay
+in raw units, because the rounding of a scaled maximum grows with the score. ``c`` is ``natural``, the size of the
+scale, times log2(e).
 """
 
 import triton

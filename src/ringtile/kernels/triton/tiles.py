@@ -53,8 +53,8 @@ def online_softmax_step(s, c, top, total, acc, MASKED: tl.constexpr):
 
 @triton.jit
 def weights(s, natural, lse):
-    """Weights of scores from their rows' lse. It holds the rounded product of a row's highest score if no other counts, so
-    this product must be rounded too: launches do not fuse it with the difference."""
+    """Weights of scores from their rows' lse. It holds the rounded product of a row's highest score if no other counts,
+    so this product must be rounded too: launches do not fuse it with the difference."""
     return tl.exp2((s * natural - lse) * 1.4426950408889634)
 
 

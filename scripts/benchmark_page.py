@@ -487,8 +487,17 @@ def _trains() -> dict[str, Any] | None:
     return json.loads(TRAINS.read_text(encoding="utf-8")) if TRAINS.exists() else None
 
 
+LEAST_FREE = 0.9
+"""The part of the processor that a record needs. With less, threads wait for each other and ratios are noise."""
+
+
+def free(record: Record) -> float:
+    """Return the part of the processor that other processes left to a run: the median clock of its rows."""
+    return statistics.median(row.clock for row in record.rows if row.clock is not None)
+
+
 def measure(names: Iterable[str]) -> None:
-    """Measure records, and continue interrupted ones."""
+    """Measure records, and continue interrupted ones. Raises SystemExit if other processes used the machine."""
     for name in names:
         if name == "trains":
             printed = io.StringIO()
@@ -501,6 +510,11 @@ def measure(names: Iterable[str]) -> None:
             resume = path.exists() and Record.from_json(path.read_text(encoding="utf-8")).interrupted
             words = ["bench", *OPTIONS.get(name, ("--suite", name)), "--json", str(path.relative_to(ROOT))]
             status = cli.main([*words, *(["--resume"] if resume else [])])
+            if not status and (share := free(Record.from_json(path.read_text(encoding="utf-8")))) < LEAST_FREE:
+                raise SystemExit(
+                    f"{path.name}: other processes left {share:.0%} of the processor, expected {LEAST_FREE:.0%}: "
+                    "measure it again on a quiet machine"
+                )
         if status:
             raise SystemExit(status)
 

@@ -293,6 +293,29 @@ def test_every_record_is_on_the_page_with_its_command() -> None:
         assert {row.heads for row in record.rows} == {arguments.heads}
 
 
+def test_every_record_is_of_a_quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = script("benchmark_page")
+    assert [name for name, record in made.records().items() if made.free(record) < made.LEAST_FREE] == []
+    monkeypatch.setattr(made, "FOLDER", tmp_path / "records")
+    monkeypatch.setattr(made, "ROOT", tmp_path)
+    made.FOLDER.mkdir()
+
+    def measured(clock: float) -> None:
+        record = invented("short")
+        record = replace(record, rows=tuple(replace(row, clock=clock) for row in record.rows))
+
+        def bench(words: list[str]) -> int:
+            (tmp_path / words[words.index("--json") + 1]).write_text(record.to_json())
+            return 0
+
+        monkeypatch.setattr(made.cli, "main", bench)
+        made.measure(["short"])
+
+    measured(0.95)
+    with pytest.raises(SystemExit, match=r"bench-short.json: other processes left 50% of the processor"):
+        measured(0.5)
+
+
 def suite_of(name: str) -> tuple[str, str | None]:
     """The suite of a record, and the backend that it asks for."""
     arguments = cli.parse(["bench", *script("benchmark_page").OPTIONS.get(name, ("--suite", name))])

@@ -972,9 +972,7 @@ def test_a_pattern_as_text(given: Any, pattern: Any) -> None:
 
 
 def test_what_is_no_model_of_transformers_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"got BertModel without one; for a model of .* call .*use_ringtile$"
-    ):
+    with pytest.raises(ValueError, match=r"got BertModel without one; for a model of .* call .*use_ringtile$"):
         replace_attention(hf.BertModel(hf.BertConfig(**ENCODER)), pattern=Window(3))
     with pytest.raises(ValueError, match=r"^model: expected a model of transformers, got Linear\(in_features=2"):
         use_ringtile(nn.Linear(2, 2))

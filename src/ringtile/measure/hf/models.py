@@ -58,11 +58,11 @@ def _ask_hub(name: str) -> bool:
 
     transformers asks the hub for many files, and again after each failure. Raises ValueError with one line.
     """
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     try:
         HfApi().model_info(name, timeout=_HUB_SECONDS)
-    except Exception as error:  # The errors of three HTTP libraries, depending on the version.
+    except (errors.HTTPError, OSError, ValueError) as error:  # type: ignore[attr-defined]
         if not isinstance(error, ValueError) and isinstance(try_to_load_from_cache(name, "config.json"), str):
             return False
         raise ValueError(

@@ -89,6 +89,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self.sent = self.received = 0
+        self.compared = 0
+        """Bytes by which ranks find out that they are at the same exchange. Not among those that are sent."""
         self.calls: list[str] = []
         self.links: list[tuple[str, dict[int, int]]] = []
         """For each call its name and the bytes that go to each other rank, or by a broadcast or reduce at its root."""
@@ -172,9 +174,15 @@ def counted_traffic() -> Iterator[Any]:
 
         return counted
 
+    def compare(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        local.__dict__.setdefault("traffic", Traffic()).compared += tensor.nbytes
+        return all_reduce(tensor, *arguments, **keywords)
+
+    all_reduce = dist.all_reduce
     with pytest.MonkeyPatch.context() as patch:
         for name in _original:
             patch.setattr(dist, name, counting(name))
+        patch.setattr(dist, "all_reduce", compare)
         yield local
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ringtile.distributed import Layout, make_plan, pieces, ring_attention
+from ringtile.distributed import Layout, attention, make_plan, pieces, ring_attention
 from ringtile.distributed import plan as plan_module
 from ringtile.distributed.attention import group_of
 from ringtile.distributed.exchange import Exchange
@@ -228,6 +229,24 @@ def test_buffers_have_only_nan_until_they_are_filled(name: str, transport: str) 
         found = on_ranks(4, run)
     assert sum(map(len, found)) >= 4
     assert all(all(buffers) for buffers in found)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("transport", ["exchange", "gather", "ring", "ulysses", "hierarchy"])
+def test_a_batch_can_be_empty(transport: str, masked: bool) -> None:
+    layout = Layout.contiguous(N_TOKENS, 4)
+
+    def run(rank: int) -> None:
+        leaves = [torch.randn(0, 4, layout.size(rank), 8, requires_grad=True) for _ in range(3)]
+        pattern = CAUSAL if transport == "ring" else CAUSAL & (Window(60) | GlobalTokens(3))
+        mask = torch.ones(0, layout.size(rank), dtype=torch.bool) if masked else None
+        group = init_device_mesh("cpu", (2, 2)) if transport == "hierarchy" else None
+        out = ring_attention(*leaves, pattern, layout=layout, transport=transport, key_mask=mask, group=group)
+        assert out.shape == leaves[0].shape
+        for grad, leaf in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+            assert grad.shape == leaf.shape
+
+    on_ranks(4, run)
 
 
 def test_64_threads_are_64_ranks() -> None:
@@ -438,6 +457,8 @@ def test_collectives_get_the_planned_bytes(transport: str, layout: str, name: st
         broadcasts = sum(tokens > 0 for tokens in plan.tokens_hot)
         mixed = [] if transport == "gather" else ["all_to_all_single"]
         assert local.traffic.calls == ["broadcast"] * broadcasts + mixed + mixed + ["reduce"] * broadcasts
+        # As the call is new to all ranks, and in both passes.
+        assert local.traffic.compared == 3 * 16
 
     with counted_traffic() as local:
         on_ranks(4, run)
@@ -585,6 +606,27 @@ def test_wrong_calls_are_named_before_data_moves(change: dict[str, Any], words: 
 def test_wrong_layouts_and_plans_are_named(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_compiled_graph_keeps_its_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other plans, as of packed documents, come and go."""
+    monkeypatch.setattr(attention, "_EXCHANGES", 2)
+    x, layout = torch.randn(1, 2, 256, 8), Layout.contiguous(256, 1)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch._dynamo.reset()
+        attend = torch.compile(
+            lambda x: ring_attention(x, x, x, CAUSAL & Window(60), layout=layout), fullgraph=True, backend=counter
+        )
+        first = attend(x)
+        for length in range(1, 6):
+            ring_attention(x, x, x, CAUSAL & Documents([length, 256 - length]), layout=layout)
+        assert torch.equal(attend(x), first)
+        assert counter.frame_count == 1
+        assert len(attention._exchanges) == 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_indices_are_moved_to_the_device_once() -> None:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringtile.distributed import lockstep
 from ringtile.distributed.faults import wait
+from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.wires import (
     Copies,
     Places,
@@ -35,6 +37,7 @@ from ringtile.distributed.wires import (
 from ringtile.kernels.contracts import accumulator
 
 FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
+_MASKS = "key masks, forward"
 
 numbers = itertools.count()
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
@@ -49,6 +52,9 @@ library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Ten
 library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
 library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
 library.define("tied_grads(Tensor grad, Tensor keys, Tensor values) -> (Tensor, Tensor)")
+
+
+_NO_FACTS = Facts("exchange")
 
 
 class Works(NamedTuple):
@@ -98,8 +104,8 @@ class Exchange:
     Tiles that most ranks need are broadcast, the others go by one all-to-all. Gradients take the same ways back.
     """
 
-    def __init__(self, plan: Routes, group: dist.ProcessGroup) -> None:
-        self.plan = plan
+    def __init__(self, plan: Routes, group: dist.ProcessGroup, facts: Facts = _NO_FACTS) -> None:
+        self.plan, self._facts = plan, facts
         # A group that was destroyed keeps its connections as long as it is referred to.
         self._group = ref(group)
         self.number = next(numbers)
@@ -114,18 +120,36 @@ class Exchange:
         """Return the elements that this rank receives, its own broadcast included."""
         return (sum(self.plan.tokens_hot) + sum(self.plan.tokens_received)) * width_of(xs)
 
-    def start(self, xs: Tensors) -> tuple[Tensor, Works]:
+    def begin(self) -> None:
+        """Begin an exchange, before its memory is allocated. If no rank has data for another, there is none."""
+        if self._moves:
+            lockstep.begin(self.group)
+
+    def check(self, data: str, x: Tensor) -> None:
+        """Compare the exchange with those of the other ranks, after its memory is allocated."""
+        if self._moves:
+            lockstep.check(self.group, self._facts, data, x.device)
+
+    @property
+    def _moves(self) -> bool:
+        return self.plan.is_mixed or sum(self.plan.tokens_hot) > 0
+
+    def start(self, xs: Tensors, data: str = FORWARD) -> tuple[Tensor, Works]:
         """Begin to send. Return what will be received and the work to wait for."""
+        self.begin()
         plan, width = self.plan, width_of(xs)
         received = xs[0].new_empty(self.size_received(xs))
         hot, cold = self._hot_and_cold(received, width)
-        broadcasts = []
-        for owner, wire in of_ranks(hot, width, plan.tokens_hot):
+        wires = list(of_ranks(hot, width, plan.tokens_hot))
+        for owner, wire in wires:
             if owner == plan.rank:
                 gather(cut(wire, xs), xs, plan.hot[owner])
-            source = dist.get_global_rank(self.group, owner)
-            broadcasts.append(dist.broadcast(wire, source, self.group, async_op=True))
         sent = gathered(xs, plan.sent, plan.tokens_sent)
+        self.check(data, sent)
+        broadcasts = [
+            dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True)
+            for owner, wire in wires
+        ]
         works = self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width)
         return received, Works(broadcasts, works, [sent])
 
@@ -161,9 +185,11 @@ class Exchange:
 
         ``grads`` are those of the buffers, or of a beginning that has these tokens.
         """
+        self.begin()
         plan, width = self.plan, width_of(grads)
         sent = gathered(grads, plan.received, plan.tokens_received)
         received = sent.new_empty(sum(plan.tokens_sent) * width)
+        self.check(BACKWARD, sent)
         works = self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width)
         return received, Works(cold=works, sent=[sent])
 
@@ -274,7 +300,7 @@ def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor
 def _cast_bits(keep: Tensor, number: int) -> Tensor:
     """Exchange bool ``[B, n]``."""
     exchange, words = _exchanges[number], (to_octets(keep),)
-    (buffer,) = exchange.finish(words, *exchange.start(words))
+    (buffer,) = exchange.finish(words, *exchange.start(words, _MASKS))
     return from_octets(buffer, len(keep))
 
 

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringtile.distributed import lockstep
 from ringtile.distributed.faults import wait
@@ -36,12 +37,20 @@ from ringtile.distributed.wires import (
 )
 from ringtile.kernels.contracts import accumulator
 
+# The names since torch 2.13, where the older ones warn.
+_ALL_GATHER, _REDUCE_SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
+
 FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
 _MASKS = "key masks, forward"
 
 numbers = itertools.count()
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
-_in_flight: dict[int, Works] = {}
+_in_flight: dict[int, tuple[StorageWeakRef, Works]] = {}
+"""What to wait for, by ticket, and a weak reference to the ticket: a call that fails leaves it behind."""
 
 library = torch.library.Library("ringtile", "FRAGMENT")
 library.define("cast_start(Tensor k, Tensor v, int exchange) -> (Tensor, Tensor)")
@@ -134,6 +143,11 @@ class Exchange:
     def _moves(self) -> bool:
         return self.plan.is_mixed or sum(self.plan.tokens_hot) > 0
 
+    @property
+    def _is_even(self) -> bool:
+        """True if all ranks broadcast equally many tokens: one collective serves all."""
+        return len(set(self.plan.tokens_hot)) == 1
+
     def start(self, xs: Tensors, data: str = FORWARD) -> tuple[Tensor, Works]:
         """Begin to send. Return what will be received and the work to wait for."""
         self.begin()
@@ -146,10 +160,14 @@ class Exchange:
                 gather(cut(wire, xs), xs, plan.hot[owner])
         sent = gathered(xs, plan.sent, plan.tokens_sent)
         self.check(data, sent)
-        broadcasts = [
-            dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True)
-            for owner, wire in wires
-        ]
+        if self._is_even and wires:
+            mine = wires[plan.rank][1]
+            broadcasts = [getattr(dist, _ALL_GATHER)(hot, mine, group=self.group, async_op=True)]
+        else:
+            broadcasts = [
+                dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True)
+                for owner, wire in wires
+            ]
         works = self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width)
         return received, Works(broadcasts, works, [sent])
 
@@ -204,8 +222,13 @@ class Exchange:
         hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=accumulator(grads[0]))
         for owner, wire in of_ranks(hot, width, plan.tokens_hot):
             copy(cut(wire, grads), grads, back(plan.hot_copies[owner]), add=True)
-            goal = dist.get_global_rank(self.group, owner)
-            works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
+            if not self._is_even:
+                goal = dist.get_global_rank(self.group, owner)
+                works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
+        if self._is_even and len(hot):
+            mine = hot.new_empty(len(hot) // len(plan.tokens_hot))
+            works.append(getattr(dist, _REDUCE_SCATTER)(mine, hot, group=self.group, async_op=True))
+            return mine, Works(hot=works, sent=[hot])
         return hot, Works(hot=works)
 
     def finish_back(
@@ -242,7 +265,9 @@ class Exchange:
         (received, cold_works), (hot, hot_works) = cold_started, hot_started
         self._wait([*cold_works.cold, *hot_works.hot], BACKWARD)
         cold = [(wire, plan.sent[rank]) for rank, wire in of_ranks(received, width, plan.tokens_sent)]
-        mine = (wire for owner, wire in of_ranks(hot, width, plan.tokens_hot) if owner == plan.rank)
+        # One collective leaves each rank its own part.
+        tokens = [n if not self._is_even or rank == plan.rank else 0 for rank, n in enumerate(plan.tokens_hot)]
+        mine = (wire for owner, wire in of_ranks(hot, width, tokens) if owner == plan.rank)
         return [*cold, *((wire, plan.hot[plan.rank]) for wire in mine)]
 
     def _hot_and_cold(self, received: Tensor, width: int) -> list[Tensor]:
@@ -269,25 +294,33 @@ def there(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def _start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    for left in [left for left, (held, _) in list(_in_flight.items()) if held.expired()]:
+        _in_flight.pop(left, None)
     received, works = _exchanges[number].start((k, v))
-    ticket = next(numbers)
-    _in_flight[ticket] = works
-    return received, torch.tensor([ticket])
+    ticket = torch.tensor([next(numbers)])
+    _in_flight[int(ticket)] = StorageWeakRef(ticket.untyped_storage()), works
+    return received, ticket
+
+
+def _works_of(ticket: Tensor) -> Works:
+    # If they were received before, as in a checkpoint, there is nothing to wait for.
+    return _in_flight[number][1] if (number := int(ticket)) in _in_flight else Works()
 
 
 def _cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    # If they were received before, as in a checkpoint, there is nothing to wait for.
-    keys, values = _exchanges[number].finish((k, v), received, _in_flight.pop(int(ticket), Works()))
+    keys, values = _cast_hot(k, v, received, ticket, number)
+    _cast_cold(keys, values, received, ticket, number)
     return keys, values
 
 
 def _cast_hot(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    keys, values = _exchanges[number].finish_hot((k, v), received, _in_flight.get(int(ticket), Works()))
+    keys, values = _exchanges[number].finish_hot((k, v), received, _works_of(ticket))
     return keys, values
 
 
 def _cast_cold(keys: Tensor, values: Tensor, received: Tensor, ticket: Tensor, number: int) -> None:
-    _exchanges[number].finish_cold((keys, values), received, _in_flight.pop(int(ticket), Works()))
+    _exchanges[number].finish_cold((keys, values), received, _works_of(ticket))
+    _in_flight.pop(int(ticket), None)
 
 
 def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -43,10 +43,6 @@ from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.content import described
 
-_SILENCE = 5.0
-"""Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
-that are busy or swap stand still for a second."""
-
 CHOICES = ("auto", *TRANSPORTS)
 
 
@@ -408,8 +404,10 @@ def _prepared(
 
 
 def shapes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """Return the sizes that `compare` compares."""
-    return *query.shape[:2], key.shape[1], key.shape[3], value.shape[3]
+    """Return the sizes that `compare` compares, and for each tensor whether it needs a gradient."""
+    # All ranks take part in a backward pass: one that needs none would keep the others waiting.
+    needs = [int(torch.is_grad_enabled() and x.requires_grad) for x in (query, key, value)]
+    return *query.shape[:2], key.shape[1], key.shape[3], value.shape[3], *needs
 
 
 def compare(
@@ -418,7 +416,8 @@ def compare(
     """Compare the facts of a call with the other ranks, once. Raise PlanMismatch if they differ."""
     facts: dict[str, str | int] = {
         "tokens": layout.n_tokens,
-        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=bool(shapes))),
+        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=False)),
+        **({"gradients": _needing(shapes[5:])} if shapes else {}),
         "dtype": dtype,
         "layout": layout.text,
         **more,
@@ -429,11 +428,16 @@ def compare(
     with _lock:
         agreed = _agreed.setdefault(ranks, set())
     if place not in agreed:
-        watch(ranks, silence=_SILENCE)
+        watch(ranks)
         agree(ranks, name, facts)
         if len(agreed) >= _AGREED:
             agreed.clear()
         agreed.add(place)
+
+
+def _needing(bits: tuple[int, ...]) -> str:
+    names = (name for name, bit in zip(("query", "key", "value"), bits, strict=True) if bit)
+    return ", ".join(names) or "none"
 
 
 def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, rank: int, layer: bool | str) -> None:

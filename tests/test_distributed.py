@@ -574,7 +574,7 @@ def test_ranks_that_need_other_gradients_are_named_before_data_moves(transport: 
             for name in ("q", "k", "v")
         )
         if transport == "longnet":
-            return ring_dilated_attention(q, k, v, layout=layout, segment_lengths=[256], dilation_rates=[2])
+            return ring_dilated_attention(q, k, v, layout=layout, segment_lengths=[128, 256], dilation_rates=[1, 2])
         return ring_attention(q, k, v, Causal(), layout=layout, transport=transport)
 
     def run(rank: int) -> list[str]:

@@ -622,7 +622,10 @@ class Ranks:
 
 
 class Gone:
-    """A store that does not answer."""
+    """A store that does not answer. A beat expects no answer, as with a TCPStore."""
+
+    def set(self, *arguments: Any) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Connection reset by peer")

@@ -88,7 +88,7 @@ class Watcher(threading.Thread):
         self._beats: dict[int, str] = {}
         self._quiet: dict[int, float] = {}
         self._before, self._doubt = time.monotonic(), False
-        self._open, self._asked, self._beaten = OPEN, self._before, self._before
+        self._open, self._asked, self._answered = OPEN, self._before, self._before
 
     @property
     def _limit(self) -> float:
@@ -221,7 +221,6 @@ class Watcher(threading.Thread):
         self.ticks += 1
         self._asked = time.monotonic()
         self._store.set(self._key(self.member.me), f"{self._state}|{self.ticks}|{self._waits}|{self._what}")
-        self._beaten = self._asked
 
     def _read(self, ranks: Iterable[int]) -> tuple[str, dict[int, str]]:
         """Return the verdict's key, and the heartbeats of those ranks that have begun."""
@@ -229,6 +228,7 @@ class Watcher(threading.Thread):
         self._there |= {rank for rank in ranks if rank not in self._there and self._store.check([self._key(rank)])}
         present = [rank for rank in ranks if rank in self._there]
         texts = self._store.multi_get([self._key("verdict"), *map(self._key, present)])
+        self._answered = self._asked
         line, *beats = (text.decode() for text in texts)
         return line, dict(zip(present, beats, strict=True))
 
@@ -291,7 +291,7 @@ class Watcher(threading.Thread):
 
     def _store_is_lost(self) -> str:
         """Return whom to blame for a broken connection to the store: its host can have ended because of another."""
-        if self._asked - self._beaten > self._limit:
+        if self._asked - self._answered > self._limit:
             # This process stood still, and the others have gone.
             return self._silent([self.member.me])
         near = self._limit - 2 * self.interval

@@ -270,7 +270,11 @@ def _enter(
     torch.manual_seed(0)
     torch.set_num_threads(1)
     global _joining
-    _joining = _shared_store(rank == host, n_ranks, folder / "port"), rank, n_ranks, timeout
+    store = _shared_store(rank == host, n_ranks, folder / "port")
+    # A busy machine takes longer to start a process than some groups give theirs.
+    store.set(f"started/{rank}", "")
+    store.wait([f"started/{each}" for each in range(n_ranks)])
+    _joining = store, rank, n_ranks, timeout
     join_group()
     function(rank, n_ranks, *arguments)
 

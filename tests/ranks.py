@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +25,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed import multi_threaded_pg
+
+from ringtile.distributed import exchange
 
 T = TypeVar("T")
 
@@ -89,6 +92,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self.sent = self.received = 0
+        self.compared = 0
+        """Bytes by which ranks find out that they are at the same exchange. Not among those that are sent."""
         self.calls: list[str] = []
         self.links: list[tuple[str, dict[int, int]]] = []
         """For each call its name and the bytes that go to each other rank, or by a broadcast or reduce at its root."""
@@ -98,7 +103,7 @@ class Traffic:
     @property
     def messages(self) -> int:
         """Messages that this rank sent, a broadcast counted once."""
-        return sum(1 if name == "broadcast" else len(sizes) for name, sizes in self.links if sizes)
+        return sum(1 if name in ("broadcast", _ALL_GATHER) else len(sizes) for name, sizes in self.links if sizes)
 
     def to(self, other: int) -> int:
         """Bytes for another rank."""
@@ -109,13 +114,15 @@ class Traffic:
         total = 0
         for name, sizes in self.links:
             across = {rank: size for rank, size in sizes.items() if rank // per_node != me // per_node}
-            if name in ("broadcast", "reduce"):
+            if name in ("broadcast", "reduce", _ALL_GATHER, _REDUCE_SCATTER):
                 across = {rank // per_node: size for rank, size in across.items()}
             total += sum(across.values())
         return total
 
 
-_original = {name: getattr(dist, name) for name in ("all_to_all_single", "broadcast", "reduce", "batch_isend_irecv")}
+_ALL_GATHER, _REDUCE_SCATTER = exchange._ALL_GATHER, exchange._REDUCE_SCATTER
+_NAMES = ("all_to_all_single", "broadcast", "reduce", "batch_isend_irecv", _ALL_GATHER, _REDUCE_SCATTER)
+_original = {name: getattr(dist, name) for name in _NAMES}
 
 
 def _bytes_of(name: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
@@ -128,6 +135,10 @@ def _bytes_of(name: str, arguments: tuple[Any, ...]) -> tuple[int, int]:
     if name == "batch_isend_irecv":
         sizes = [(operation.op is dist.isend, operation.tensor.nbytes) for operation in arguments[0]]
         return sum(n for sends, n in sizes if sends), sum(n for sends, n in sizes if not sends)
+    if name in (_ALL_GATHER, _REDUCE_SCATTER):
+        # As of a broadcast, or a reduce, of each rank.
+        whole, part = sorted((x.nbytes for x in arguments[:2]), reverse=True)
+        return (part, whole - part) if name == _ALL_GATHER else (whole - part, part)
     sends = (dist.get_rank() == arguments[1]) == (name == "broadcast")
     return (arguments[0].nbytes, 0) if sends else (0, arguments[0].nbytes)
 
@@ -136,10 +147,12 @@ def _links_of(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     """Bytes that go from this rank to each other, or by a broadcast or reduce of this rank."""
     if name == "batch_isend_irecv":
         return {each.peer: each.tensor.nbytes for each in arguments[0] if each.op is dist.isend}
-    group = keywords["group"] if name == "reduce" else arguments[-1]
+    group = keywords["group"] if "group" in keywords else arguments[-1]
     ranks = dist.get_process_group_ranks(group)
     if name == "all_to_all_single":
         sizes = [n * arguments[1].itemsize for n in arguments[3]]
+    elif name in (_ALL_GATHER, _REDUCE_SCATTER):
+        sizes = [min(x.nbytes for x in arguments[:2])] * len(ranks)
     else:
         sizes = [arguments[0].nbytes if arguments[1] == dist.get_rank() else 0] * len(ranks)
     return {rank: size for rank, size in zip(ranks, sizes, strict=True) if size and rank != dist.get_rank()}
@@ -149,6 +162,12 @@ def _filled_by(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
     """The tensors of floats, with data, that a collective fills on this rank."""
     if name == "batch_isend_irecv":
         found = [operation.tensor for operation in arguments[0] if operation.op is dist.irecv]
+    elif name == _ALL_GATHER:
+        # A rank gives its own part where it belongs.
+        parts = arguments[0].split(len(arguments[1]))
+        found = [x for rank, x in enumerate(parts) if rank != dist.get_rank()]
+    elif name == _REDUCE_SCATTER:
+        found = [arguments[0]]
     else:
         fills = name == "all_to_all_single" or (name == "broadcast" and dist.get_rank() != arguments[1])
         found = [arguments[0]] if fills else []
@@ -162,6 +181,9 @@ def counted_traffic() -> Iterator[Any]:
 
     def counting(name: str) -> Callable[..., Any]:
         def counted(*arguments: Any, **keywords: Any) -> Any:
+            if sys._getframe(1).f_globals["__name__"].startswith("torch."):
+                # FSDP gathers and scatters its weights by the same functions.
+                return _original[name](*arguments, **keywords)
             traffic = local.__dict__.setdefault("traffic", Traffic())
             sent, received = _bytes_of(name, arguments)
             traffic.sent, traffic.received = traffic.sent + sent, traffic.received + received
@@ -172,9 +194,15 @@ def counted_traffic() -> Iterator[Any]:
 
         return counted
 
+    def compare(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        local.__dict__.setdefault("traffic", Traffic()).compared += tensor.nbytes
+        return all_reduce(tensor, *arguments, **keywords)
+
+    all_reduce = dist.all_reduce
     with pytest.MonkeyPatch.context() as patch:
         for name in _original:
             patch.setattr(dist, name, counting(name))
+        patch.setattr(dist, "all_reduce", compare)
         yield local
 
 
@@ -246,7 +274,11 @@ def _enter(
     torch.manual_seed(0)
     torch.set_num_threads(1)
     global _joining
-    _joining = _shared_store(rank == host, n_ranks, folder / "port"), rank, n_ranks, timeout
+    store = _shared_store(rank == host, n_ranks, folder / "port")
+    # A busy machine takes longer to start a process than some groups give theirs.
+    store.set(f"started/{rank}", "")
+    store.wait([f"started/{each}" for each in range(n_ranks)])
+    _joining = store, rank, n_ranks, timeout
     join_group()
     function(rank, n_ranks, *arguments)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ringtile.distributed import Layout, make_plan, pieces, ring_attention
+from ringtile.distributed import (
+    Layout,
+    PlanMismatch,
+    attention,
+    exchange,
+    make_plan,
+    pieces,
+    ring_attention,
+    ring_dilated_attention,
+)
 from ringtile.distributed import plan as plan_module
 from ringtile.distributed.attention import group_of
 from ringtile.distributed.exchange import Exchange
@@ -230,6 +242,24 @@ def test_buffers_have_only_nan_until_they_are_filled(name: str, transport: str) 
     assert all(all(buffers) for buffers in found)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("transport", ["exchange", "gather", "ring", "ulysses", "hierarchy"])
+def test_a_batch_can_be_empty(transport: str, masked: bool) -> None:
+    layout = Layout.contiguous(N_TOKENS, 4)
+
+    def run(rank: int) -> None:
+        leaves = [torch.randn(0, 4, layout.size(rank), 8, requires_grad=True) for _ in range(3)]
+        pattern = CAUSAL if transport == "ring" else CAUSAL & (Window(60) | GlobalTokens(3))
+        mask = torch.ones(0, layout.size(rank), dtype=torch.bool) if masked else None
+        group = init_device_mesh("cpu", (2, 2)) if transport == "hierarchy" else None
+        out = ring_attention(*leaves, pattern, layout=layout, transport=transport, key_mask=mask, group=group)
+        assert out.shape == leaves[0].shape
+        for grad, leaf in zip(torch.autograd.grad(out.sum(), leaves), leaves, strict=True):
+            assert grad.shape == leaf.shape
+
+    on_ranks(4, run)
+
+
 def test_64_threads_are_64_ranks() -> None:
     pattern = CAUSAL & (Window(90) | GlobalTokens(3))
     expected, layout = expected_of(pattern, make_inputs(1, 1, 1024, head_dim=8)), Layout.contiguous(1024, 64, unit=16)
@@ -359,13 +389,13 @@ def traffic_of(
     dist.init_process_group("fake", rank=rank, world_size=layout.n_ranks, store=FakeStore())
     try:
         plan = make_plan(pattern, layout, rank)
-        exchange = Exchange(plan, group_of(None))
+        made = Exchange(plan, group_of(None))
         found = []
         with FakeTensorMode(), counted_traffic() as local:
             k, v = (torch.empty(1, heads, plan.n_tokens, head_dim, dtype=dtype) for _ in range(2))
-            buffers = exchange.finish((k, v), *exchange.start((k, v)))
+            buffers = made.finish((k, v), *made.start((k, v)))
             found.append((local.traffic.sent, local.traffic.received))
-            exchange.finish_back(buffers, exchange.start_cold_back(buffers), exchange.start_hot_back(buffers))
+            made.finish_back(buffers, made.start_cold_back(buffers), made.start_hot_back(buffers))
             found.append((local.traffic.sent, local.traffic.received))
         return found
     finally:
@@ -437,7 +467,14 @@ def test_collectives_get_the_planned_bytes(transport: str, layout: str, name: st
         assert local.traffic.sent == local.traffic.received == (sent + received) * width
         broadcasts = sum(tokens > 0 for tokens in plan.tokens_hot)
         mixed = [] if transport == "gather" else ["all_to_all_single"]
-        assert local.traffic.calls == ["broadcast"] * broadcasts + mixed + mixed + ["reduce"] * broadcasts
+        first, last = ["broadcast"] * broadcasts, ["reduce"] * broadcasts
+        if transport == "gather" and layout == "equal zigzag":
+            # 175 tokens for each rank.
+            first, last = ["all_gather_single"], ["reduce_scatter_single"]
+        calls = [name.replace("into_tensor", "single").replace("tensor", "single") for name in local.traffic.calls]
+        assert calls == first + mixed + mixed + last
+        # As the call is new to all ranks, and in both passes.
+        assert local.traffic.compared == 3 * 16
 
     with counted_traffic() as local:
         on_ranks(4, run)
@@ -478,6 +515,33 @@ def test_rows_of_broadcast_tokens_wait_for_no_others(layout: str, monkeypatch: p
 
     # Zigzag ranks have the first half of their rows in one chunk, and a row tile with a halo in each.
     assert on_ranks(4, run)[2] == ([384, "arrived", 128] if layout == "contiguous" else [128, 128, "arrived", 128, 128])
+
+
+def test_a_call_that_fails_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, layout = CAUSAL & Window(60), Layout.contiguous(512, 2)
+    has_room, gate = threading.Event(), threading.Barrier(2)
+
+    def selected(*arguments: Any) -> str:
+        # While keys travel.
+        if not has_room.is_set():
+            raise torch.OutOfMemoryError("no room")
+        return select(*arguments)
+
+    def attend(rank: int) -> None:
+        x = torch.randn(1, 2, layout.size(rank), 8)
+        ring_attention(x, x, x, pattern, layout=layout)
+
+    def run(rank: int) -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            attend(rank)
+        gate.wait()
+        has_room.set()
+        gc.collect()
+        attend(rank)
+
+    monkeypatch.setattr(pieces, "select", selected)
+    on_ranks(2, run)
+    assert not exchange._in_flight
 
 
 def test_what_was_received_is_saved_and_no_buffer() -> None:
@@ -563,6 +627,41 @@ def test_wrong_calls_are_named_before_data_moves(change: dict[str, Any], words: 
         on_ranks(1, run)
 
 
+@pytest.mark.parametrize("transport", ["exchange", "gather", "ring", "ulysses", "longnet"])
+def test_ranks_that_need_other_gradients_are_named_before_data_moves(transport: str) -> None:
+    """Else a rank without a backward pass keeps the others waiting until the timeout."""
+    layout = Layout.contiguous(256, 3)
+
+    def attend(rank: int, needs: str) -> Tensor:
+        q, k, v = (
+            torch.randn(1, 3, layout.size(rank), 8).requires_grad_(rank != 1 or name in needs)
+            for name in ("q", "k", "v")
+        )
+        if transport == "longnet":
+            return ring_dilated_attention(q, k, v, layout=layout, segment_lengths=[128, 256], dilation_rates=[1, 2])
+        return ring_attention(q, k, v, Causal(), layout=layout, transport=transport)
+
+    def run(rank: int) -> list[str]:
+        lines = []
+        for needs, enabled in (("", True), ("qv", True), ("qkv", False)):
+            with torch.set_grad_enabled(enabled or rank != 1), pytest.raises(PlanMismatch) as raised:
+                attend(rank, needs)
+            lines.append(str(raised.value).partition(": ")[2])
+        assert local.traffic.calls == []
+        with torch.no_grad():
+            attend(rank, "")
+        attend(rank, "qkv")
+        return lines
+
+    with counted_traffic() as local:
+        found = on_ranks(3, run)
+    sides = [
+        f"rank 1 has gradients='{own}', the others gradients='query, key, value'"
+        for own in ("none", "query, value", "none")
+    ]
+    assert found == [sides] * 3
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -585,6 +684,28 @@ def test_wrong_calls_are_named_before_data_moves(change: dict[str, Any], words: 
 def test_wrong_layouts_and_plans_are_named(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_a_compiled_graph_keeps_its_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other plans, as of packed documents, come and go."""
+    monkeypatch.setattr(attention, "_EXCHANGES", 2)
+    monkeypatch.setattr(attention, "_exchanges", OrderedDict())
+    x, layout = torch.randn(1, 2, 256, 8), Layout.contiguous(256, 1)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch._dynamo.reset()
+        attend = torch.compile(
+            lambda x: ring_attention(x, x, x, CAUSAL & Window(60), layout=layout), fullgraph=True, backend=counter
+        )
+        first = attend(x)
+        for length in range(1, 6):
+            ring_attention(x, x, x, CAUSAL & Documents([length, 256 - length]), layout=layout)
+        assert torch.equal(attend(x), first)
+        assert counter.frame_count == 1
+        assert len(attention._exchanges) == 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_indices_are_moved_to_the_device_once() -> None:

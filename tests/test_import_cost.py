@@ -51,7 +51,7 @@ def test_import_ringtile_loads_nothing_heavy() -> None:
     modules = loaded_by("import ringtile")
     assert "ringtile.functional" in modules
     assert not any(module.startswith("ringtile.distributed") for module in modules)
-    assert heavy(modules) == []
+    assert [module for module in modules if module.partition(".")[0] != "ringtile"] == []
 
 
 def test_the_command_line_loads_nothing_heavy_before_a_verb_is_chosen() -> None:

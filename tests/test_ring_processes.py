@@ -25,11 +25,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ringtile.distributed import (
     Layout,
     RingPlan,
+    exchange,
     make_plan,
     relays,
     ring_attend,
     ring_attention,
     ring_dilated_attention,
+    roll,
 )
 from ringtile.distributed.faults import PlanMismatch, RankLost, handshakes
 from ringtile.functional import dilated_attention, sparse_attention
@@ -243,7 +245,7 @@ def forged(plan: RingPlan, tokens: int) -> RingPlan:
     return replace(plan, received=(((begin, end + tokens), *rest), *plan.received[1:]))
 
 
-DIFFERENCES = ["tokens", "batch", "heads", "dtype", "pattern", "layout", "more rows", "fewer rows"]
+DIFFERENCES = ["tokens", "batch", "heads", "dtype", "gradients", "pattern", "layout", "more rows", "fewer rows"]
 
 
 def differs(rank: int, size: int) -> None:
@@ -254,15 +256,86 @@ def differs(rank: int, size: int) -> None:
         layout = (Layout.zigzag if odd == "layout" else Layout.contiguous)(n_tokens, size)
         pattern = Causal() & Window(99 if odd == "pattern" else 150)
         x = torch.randn(2 if odd == "batch" else 1, 4 if odd == "heads" else 2, layout.size(rank), 8)
-        x = x.double() if odd == "dtype" else x
+        x = (x.double() if odd == "dtype" else x).requires_grad_(what == "gradients" != odd)
         with counted_traffic() as local, pytest.MonkeyPatch.context() as patch:
             if odd in ("more rows", "fewer rows"):
                 more = 64 if odd == "more rows" else -64
                 patch.setattr(relays, "make_plan", lambda *args, n=more, **how: forged(make_plan(*args, **how), n))
             with pytest.raises(PlanMismatch) as raised:
                 ring_attention(x, x, x, pattern, layout=layout, transport="exchange")
-        assert not hasattr(local, "traffic")
+        # No data, only that the call is new to all.
+        assert (local.traffic.calls, local.traffic.compared) == ([], 16)
         print(f"{what}: {raised.value}", file=sys.stderr, flush=True)
+
+
+WAYS = ("exchange", "gather", "ring", "ulysses", "hierarchy", "longnet", "roll")
+LATER = {
+    **{f"tokens by {way}": "tokens=512" for way in WAYS},
+    "new tokens": "tokens=640",
+    "pattern": r"pattern='causal & window\(99\)'",
+    "dtype": "dtype='torch.float64'",
+    "transport": "transport='gather'",
+    "no backward": "data='keys and values, forward'",
+    "failed": "exchanges=",
+}
+
+
+def disagrees_later(rank: int, size: int) -> None:
+    """One rank leaves the others after they have compared all of these calls: all raise the same line, and go on."""
+    mesh = init_device_mesh("cpu", (2, 2))
+
+    def attend(
+        tokens: int = 1024, dtype: torch.dtype = torch.float32, window: int = 150, way: str = "exchange"
+    ) -> Tensor:
+        layout = Layout.contiguous(tokens, size, unit=1)
+        x = torch.ones(1, 4, layout.size(rank), 8, dtype=dtype, requires_grad=True)
+        if way == "longnet":
+            return ring_dilated_attention(x, x, x, [512], [1], layout=layout)
+        if way == "roll":
+            return roll(x, -1, layout, dim=2)
+        pattern = Causal() if way == "ring" else Causal() & Window(window)
+        group = mesh if way == "hierarchy" else None
+        return ring_attention(x, x, x, pattern, layout=layout, group=group, transport=way)
+
+    def differs_at_rank_1(what: str, mine: dict[str, Any], others: dict[str, Any]) -> None:
+        with pytest.raises(PlanMismatch) as raised:
+            attend(**(mine if rank == 1 else others)).sum().backward()
+        print(f"{what}: {raised.value}", file=sys.stderr, flush=True)
+        # The ranks are together again.
+        assert (attend() - 1).abs().max() < 1e-6
+
+    for way in WAYS:
+        for tokens in (512, 1024):
+            attend(tokens, way=way)
+    for how in ({"dtype": torch.float64}, {"window": 99}):
+        attend(**how)
+    before = handshakes()
+    for way in WAYS:
+        differs_at_rank_1(f"tokens by {way}", {"tokens": 512, "way": way}, {"way": way})
+    differs_at_rank_1("new tokens", {"tokens": 640}, {})
+    differs_at_rank_1("pattern", {"window": 99}, {})
+    differs_at_rank_1("dtype", {"dtype": torch.float64}, {})
+    differs_at_rank_1("transport", {"way": "gather"}, {})
+    out = attend()
+    with pytest.raises(PlanMismatch) as raised:
+        attend() if rank == 1 else out.sum().backward()
+    print(f"no backward: {raised.value}", file=sys.stderr, flush=True)
+    # As many as there are mismatches, and no more.
+    assert handshakes() - before <= 3 * len(LATER)
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "gathered", raise_out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                attend()
+    for _ in range(2):
+        # For good: nobody knows which of its own data a rank has left out.
+        with pytest.raises(PlanMismatch, match=r"^a rank is a step ahead: rank 1 has ") as raised:
+            attend()
+    print(f"failed: {raised.value}", file=sys.stderr, flush=True)
+
+
+def raise_out_of_memory(*arguments: Any) -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
 def dies(rank: int, size: int, how: str) -> None:
@@ -330,6 +403,20 @@ def test_ranks_that_differ_are_told_before_data_moves(differing: Outcome, what: 
     assert re.search(rf"rank 1 has (.*, )?{field}=.*, the others", line), line
     assert "rows" not in what or line.count("rank 1 has") == 1
     assert differing.exit_codes == [0, 0, 0], differing.texts
+
+
+@pytest.fixture(scope="module")
+def disagreeing() -> Outcome:
+    return run_processes(4, disagrees_later, timeout=60.0)
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_ranks_that_disagree_later_are_told_before_data_moves(disagreeing: Outcome, what: str) -> None:
+    lines = {tuple(re.findall(rf"^{what}: (.*)$", text, re.M)) for text in disagreeing.texts}
+    assert len(lines) == 1, disagreeing.texts
+    ((line,),) = lines
+    assert re.search(rf"rank 1 has {LATER[what]}.*, the others ", line), line
+    assert disagreeing.exit_codes == [0] * 4, disagreeing.texts
 
 
 @pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("raises", 1), ("nan", 1)])

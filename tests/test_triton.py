@@ -281,7 +281,7 @@ def test_the_first_configuration_that_fits_is_remembered(monkeypatch: pytest.Mon
         room = 2
 
         def __getitem__(self, grid: tuple[int]) -> object:
-            def run(num_warps: int, num_stages: int, **arguments: int) -> None:
+            def run(num_warps: int, num_stages: int, enable_fp_fusion: bool, **arguments: int) -> None:
                 assert (grid, arguments) == ((10 * num_stages,), {"x": 7, "BM": num_stages})
                 tried.append(num_stages)
                 if num_stages > self.room:

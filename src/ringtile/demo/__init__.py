@@ -1,4 +1,4 @@
-"""`ringtile demo`: exact, fast, and training on text, in about two minutes on two cores."""
+"""`ringtile demo`: exact, fast, and training on text, in about three minutes on two cores."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from ringtile.distributed.faults import agree, first_nonfinite, watch
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.hierarchy import Hierarchy
 from ringtile.distributed.layout import Layout, Run, positions_of
+from ringtile.distributed.lockstep import Facts, begin, check
 from ringtile.distributed.pieces import attend_pieces
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan
-from ringtile.distributed.process_groups import Axes, axes_of
+from ringtile.distributed.process_groups import Axes, axes_of, carries_cpu
 from ringtile.distributed.relays import Relays, routes_of
 from ringtile.distributed.ring import Ring, ring
 from ringtile.distributed.traced import constant
@@ -44,10 +45,6 @@ from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.content import described
 
-_SILENCE = 5.0
-"""Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
-that are busy or swap stand still for a second."""
-
 CHOICES = ("auto", *TRANSPORTS)
 
 
@@ -63,6 +60,8 @@ class Options(Keywords, total=False):
 
 
 _exchanges: OrderedDict[tuple[Any, ...], Exchange | HeadTrade] = OrderedDict()
+_in_graphs: dict[tuple[Any, ...], Exchange | HeadTrade] = {}
+"""Exchanges of compiled graphs. Without its exchange a graph would be compiled again."""
 
 
 class _ByNumber:
@@ -83,22 +82,34 @@ _lock = Lock()
 _EXCHANGES = 256
 
 
-def exchange_of(plan: Routes | Relays | HeadPlan, *groups: dist.ProcessGroup) -> Exchange | HeadTrade:
-    """Return the exchange of a plan in its groups, made once."""
-    place = plan, *map(ref, groups)
+def exchange_of(
+    plan: Routes | Relays | HeadPlan, facts: Facts, *groups: dist.ProcessGroup, in_graph: bool
+) -> Exchange | HeadTrade:
+    """Return the exchange of a plan and of what ranks compare of its calls, in its groups, made once.
+
+    If a compiled graph has it (``in_graph``), it stays as long as its groups.
+    """
+    place = plan, facts, *map(ref, groups)
     with _lock:
-        found = _exchanges.get(place)
+        found = _in_graphs.get(place) or _exchanges.get(place)
         if found is None:
             if isinstance(plan, HeadPlan):
-                found = HeadTrade(plan, *groups)
+                found = HeadTrade(plan, facts, *groups)
+            elif isinstance(plan, Relays):
+                found = Hierarchy(plan, Axes(*groups), facts)
             else:
-                found = Hierarchy(plan, Axes(*groups)) if isinstance(plan, Relays) else Exchange(plan, *groups)
-            _exchanges[place] = found
+                found = Exchange(plan, groups[0], facts)
             by_number[found.number] = found
+        if in_graph or place in _in_graphs:
+            _exchanges.pop(place, None)
+            _in_graphs[place] = found
+            for old in [each for each in _in_graphs if any(group() is None for group in each[2:])]:
+                del by_number[_in_graphs.pop(old).number]
+        else:
+            _exchanges[place] = found
+            _exchanges.move_to_end(place)
             if len(_exchanges) > _EXCHANGES:
                 del by_number[_exchanges.popitem(last=False)[1].number]
-        else:
-            _exchanges.move_to_end(place)
         return found
 
 
@@ -241,12 +252,12 @@ def ring_attention(
     mode = "ring" if transport == "auto" and not against and n_ranks > 1 else transport
     # Dynamo passes on no pattern that it has made, but its text.
     planned = rule.text if torch.compiler.is_compiling() and rule.text else rule
-    number = _prepared(planned, layout, ranks, mode, shapes, str(key.dtype), key_mask is not None)
+    in_graph = torch.compiler.is_compiling()
+    number = _prepared(planned, layout, ranks, mode, shapes, str(key.dtype), key_mask is not None, in_graph)
     own_mask = _with_lengths(key_mask, lengths, layout.runs[rank], key)
-    if number is None:
-        place = Ring(layout, rank, real_group(ranks), isinstance(rule, Causal))
+    if isinstance(number, Ring):
         with without_autocast(query):
-            out, lse = ring(query, key, value, own_mask, place, call)
+            out, lse = ring(query, key, value, own_mask, number, call)
     else:
         # Not the result of the call: Dynamo reads tensors only from places that it can find again.
         exchange = by_number[number]
@@ -326,7 +337,7 @@ def _dealt(
     check_counts(pattern, shapes[1], shapes[0])
     pattern.validate(TileGrid(128, 0, layout.n_tokens, layout.n_tokens))
     plan = HeadPlan(pattern, layout, every.rank(), row.size(), *shapes[:3])
-    compare(
+    agreed = compare(
         every,
         "ring_attention",
         layout,
@@ -338,7 +349,7 @@ def _dealt(
         key_mask=has_mask,
         return_lse=returns_lse,
     )
-    trade = exchange_of(plan, row, every)
+    trade = exchange_of(plan, agreed, row, every, in_graph=compiled_on is not None)
     assert isinstance(trade, HeadTrade)
     if compiled_on is not None and row is every:
         trade.build(compiled_on)
@@ -364,7 +375,7 @@ def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: Ranks) -> tup
     return rank, n_ranks
 
 
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_agreed: WeakKeyDictionary[dist.ProcessGroup, dict[Facts, Facts]] = WeakKeyDictionary()
 """What each group has compared, whether or not a rank has a cached plan."""
 
 _AGREED = 1 << 16
@@ -380,8 +391,9 @@ def _prepared(
     shapes: tuple[int, ...],
     dtype: str,
     has_mask: bool,
-) -> int | None:
-    """Return the number of a call's exchange, after a comparison with the other ranks, or None for a ring."""
+    in_graph: bool,
+) -> int | Ring:
+    """Return the number of a call's exchange, or its ring, after a comparison with the other ranks."""
     group = real_group(ranks)
     groups: tuple[dist.ProcessGroup, ...] = (group,)
     routes: RingPlan | Relays | None = None
@@ -394,7 +406,7 @@ def _prepared(
         routes = routes_of(pattern, layout, group.rank(), transport, shapes[1], shapes[0], per_node)
         if isinstance(routes, RingPlan):
             transport = "gather" if routes.is_gathered else "exchange"
-    compare(
+    agreed = compare(
         group,
         "ring_attention",
         layout,
@@ -405,36 +417,55 @@ def _prepared(
         key_mask=has_mask,
         plan="" if routes is None else routes.fingerprint,
     )
-    return None if routes is None else exchange_of(routes, *groups).number
+    if routes is None:
+        return Ring(layout, group.rank(), group, isinstance(pattern, Causal), agreed)
+    return exchange_of(routes, agreed, *groups, in_graph=in_graph).number
 
 
 def shapes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """Return the sizes that `compare` compares."""
-    return *query.shape[:2], key.shape[1], key.shape[3], value.shape[3]
+    """Return the sizes that `compare` compares, and for each tensor whether it needs a gradient."""
+    # All ranks take part in a backward pass: one that needs none would keep the others waiting.
+    needs = [int(torch.is_grad_enabled() and x.requires_grad) for x in (query, key, value)]
+    return *query.shape[:2], key.shape[1], key.shape[3], value.shape[3], *needs
 
 
 def compare(
     ranks: dist.ProcessGroup, name: str, layout: Layout, shapes: tuple[int, ...], dtype: str, **more: str | int
-) -> None:
-    """Compare the facts of a call with the other ranks, once. Raise PlanMismatch if they differ."""
+) -> Facts:
+    """Return the facts of a call, after a comparison with the other ranks, once. Raise PlanMismatch if they differ.
+
+    Later calls compare a digest of them in every exchange.
+    """
     facts: dict[str, str | int] = {
         "tokens": layout.n_tokens,
-        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=bool(shapes))),
+        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=False)),
+        **({"gradients": _needing(shapes[5:])} if shapes else {}),
         "dtype": dtype,
         "layout": layout.text,
         **more,
         "ringtile": ringtile.__version__,
         "torch": torch.__version__,
     }
-    place = (name, *facts.values())
+    mine = Facts(name, tuple(facts.items()))
     with _lock:
-        agreed = _agreed.setdefault(ranks, set())
-    if place not in agreed:
-        watch(ranks, silence=_SILENCE)
+        agreed = _agreed.setdefault(ranks, {})
+    found = agreed.get(mine)
+    if found is None:
+        watch(ranks)
+        if carries_cpu(ranks):
+            # Ranks that have compared theirs before are at the first exchange of their call, and do not shake hands.
+            begin(ranks)
+            check(ranks, mine, f"the facts of {name}", is_new=True)
         agree(ranks, name, facts)
         if len(agreed) >= _AGREED:
             agreed.clear()
-        agreed.add(place)
+        found = agreed[mine] = mine
+    return found
+
+
+def _needing(bits: tuple[int, ...]) -> str:
+    names = (name for name, bit in zip(("query", "key", "value"), bits, strict=True) if bit)
+    return ", ".join(names) or "none"
 
 
 def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, rank: int, layer: bool | str) -> None:

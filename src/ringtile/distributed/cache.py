@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringtile.distributed import lockstep
 from ringtile.distributed.attention import compare, group_of, real_group, ring_attention, shapes_of
 from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Layout
+from ringtile.distributed.lockstep import Facts
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.attention import attend_scores
 from ringtile.functional.cache import HeldKeys, LayerCache
@@ -86,7 +88,10 @@ class RingCache(LayerCache):
     def drawn(self, draw: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Return the next tokens ``[B, 1]`` that the rank with the end of the prompt draws, at every rank."""
         ranks = self._ranks
+        lockstep.begin(ranks)
         new = draw().to(like.dtype) if ranks.rank() == self._home else like.new_empty(len(like), 1)
+        facts = Facts("RingCache", (("batch", len(like)), ("dtype", str(like.dtype))))
+        lockstep.check(ranks, facts, "new tokens", like.device)
         work = dist.broadcast(new, dist.get_global_rank(ranks, self._home), ranks, async_op=True)
         wait(work, ranks, "new tokens")
         return new
@@ -113,13 +118,17 @@ class RingCache(LayerCache):
             return self._attend_prompt(query, key, value, key_mask, ranks)
         self._check(query, key, value, key_mask)
         n_new, shapes = key.shape[2], shapes_of(query, key, value)
-        compare(ranks, "RingCache", self.layout, shapes, str(key.dtype), new=n_new, key_mask=key_mask is not None)
+        facts = compare(
+            ranks, "RingCache", self.layout, shapes, str(key.dtype), new=n_new, key_mask=key_mask is not None
+        )
+        lockstep.begin(ranks)
         position = torch.arange(self.length, self.length + n_new, device=key.device)
         turns = torch.full_like(position, self._home) if self.bounded else position // _BLOCK % ranks.size()
         self._add(self._new(key, value, position, key_mask).chosen((turns == ranks.rank()).nonzero().squeeze(1)))
         self.length += n_new
         mine = self._part(query, position)
         parts = [torch.empty_like(mine) for _ in range(ranks.size())]
+        lockstep.check(ranks, facts, "attention to cached keys", mine.device)
         wait(dist.all_gather(parts, mine, ranks, async_op=True), ranks, "attention to cached keys")
         out, _ = merge_attention([x[..., :-1] for x in parts], [x[..., -1] for x in parts])
         return out.to(query.dtype)

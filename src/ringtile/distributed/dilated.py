@@ -144,7 +144,7 @@ def ring_dilated_attention(
         check_keys_finite(key, value, layout, rank, check_finite)
     shapes = shapes_of(query, key, value)
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.
-    how = layout, ranks, shapes, str(key.dtype), key.device, key_mask is not None
+    how = layout, ranks, shapes, str(key.dtype), key.device, key_mask is not None, torch.compiler.is_compiling()
     exchange = by_number[_prepared(tuple(at), pattern, is_causal, overlap, *how)]
     assert isinstance(exchange.plan, BranchPlan)
     plan = exchange.plan
@@ -180,6 +180,7 @@ def _prepared(
     dtype: str,
     device: torch.device,
     has_mask: bool,
+    in_graph: bool,
 ) -> int:
     """Return the number of a call's exchange, after a comparison with the other ranks."""
     # Dynamo passes on no rules that it has made.
@@ -189,7 +190,7 @@ def _prepared(
     # A rule for some lengths only does not fit a part of a segment.
     planned = tuple(Shape(each.length, each.dilation, is_causal and each.rule.unbounded) for each in branches)
     plan = make_branch_plan(planned, layout, group.rank(), shapes[1], shapes[2], has_mask, device)
-    compare(
+    agreed = compare(
         group,
         "ring_dilated_attention",
         layout,
@@ -201,7 +202,7 @@ def _prepared(
         key_mask=has_mask,
         plan=plan.fingerprint,
     )
-    return exchange_of(plan, group).number
+    return exchange_of(plan, agreed, group, in_graph=in_graph).number
 
 
 def _items(x: Tensor) -> Tensor:

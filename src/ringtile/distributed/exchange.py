@@ -14,8 +14,11 @@ from weakref import WeakValueDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ringtile.distributed import lockstep
 from ringtile.distributed.faults import wait
+from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.wires import (
     Copies,
     Places,
@@ -34,11 +37,20 @@ from ringtile.distributed.wires import (
 )
 from ringtile.kernels.contracts import accumulator
 
+# The names since torch 2.13, where the older ones warn.
+_ALL_GATHER, _REDUCE_SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
+
 FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
+_MASKS = "key masks, forward"
 
 numbers = itertools.count()
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
-_in_flight: dict[int, Works] = {}
+_in_flight: dict[int, tuple[StorageWeakRef, Works]] = {}
+"""What to wait for, by ticket, and a weak reference to the ticket: a call that fails leaves it behind."""
 
 library = torch.library.Library("ringtile", "FRAGMENT")
 library.define("cast_start(Tensor k, Tensor v, int exchange) -> (Tensor, Tensor)")
@@ -49,6 +61,9 @@ library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Ten
 library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
 library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
 library.define("tied_grads(Tensor grad, Tensor keys, Tensor values) -> (Tensor, Tensor)")
+
+
+_NO_FACTS = Facts("exchange")
 
 
 class Works(NamedTuple):
@@ -98,8 +113,8 @@ class Exchange:
     Tiles that most ranks need are broadcast, the others go by one all-to-all. Gradients take the same ways back.
     """
 
-    def __init__(self, plan: Routes, group: dist.ProcessGroup) -> None:
-        self.plan = plan
+    def __init__(self, plan: Routes, group: dist.ProcessGroup, facts: Facts = _NO_FACTS) -> None:
+        self.plan, self._facts = plan, facts
         # A group that was destroyed keeps its connections as long as it is referred to.
         self._group = ref(group)
         self.number = next(numbers)
@@ -114,18 +129,45 @@ class Exchange:
         """Return the elements that this rank receives, its own broadcast included."""
         return (sum(self.plan.tokens_hot) + sum(self.plan.tokens_received)) * width_of(xs)
 
-    def start(self, xs: Tensors) -> tuple[Tensor, Works]:
+    def begin(self) -> None:
+        """Begin an exchange, before its memory is allocated. If no rank has data for another, there is none."""
+        if self._moves:
+            lockstep.begin(self.group)
+
+    def check(self, data: str, x: Tensor) -> None:
+        """Compare the exchange with those of the other ranks, after its memory is allocated."""
+        if self._moves:
+            lockstep.check(self.group, self._facts, data, x.device)
+
+    @property
+    def _moves(self) -> bool:
+        return self.plan.is_mixed or sum(self.plan.tokens_hot) > 0
+
+    @property
+    def _is_even(self) -> bool:
+        """True if all ranks broadcast equally many tokens: one collective serves all."""
+        return len(set(self.plan.tokens_hot)) == 1
+
+    def start(self, xs: Tensors, data: str = FORWARD) -> tuple[Tensor, Works]:
         """Begin to send. Return what will be received and the work to wait for."""
+        self.begin()
         plan, width = self.plan, width_of(xs)
         received = xs[0].new_empty(self.size_received(xs))
         hot, cold = self._hot_and_cold(received, width)
-        broadcasts = []
-        for owner, wire in of_ranks(hot, width, plan.tokens_hot):
+        wires = list(of_ranks(hot, width, plan.tokens_hot))
+        for owner, wire in wires:
             if owner == plan.rank:
                 gather(cut(wire, xs), xs, plan.hot[owner])
-            source = dist.get_global_rank(self.group, owner)
-            broadcasts.append(dist.broadcast(wire, source, self.group, async_op=True))
         sent = gathered(xs, plan.sent, plan.tokens_sent)
+        self.check(data, sent)
+        if self._is_even and wires:
+            mine = wires[plan.rank][1]
+            broadcasts = [getattr(dist, _ALL_GATHER)(hot, mine, group=self.group, async_op=True)]
+        else:
+            broadcasts = [
+                dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True)
+                for owner, wire in wires
+            ]
         works = self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width)
         return received, Works(broadcasts, works, [sent])
 
@@ -161,9 +203,11 @@ class Exchange:
 
         ``grads`` are those of the buffers, or of a beginning that has these tokens.
         """
+        self.begin()
         plan, width = self.plan, width_of(grads)
         sent = gathered(grads, plan.received, plan.tokens_received)
         received = sent.new_empty(sum(plan.tokens_sent) * width)
+        self.check(BACKWARD, sent)
         works = self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width)
         return received, Works(cold=works, sent=[sent])
 
@@ -178,8 +222,13 @@ class Exchange:
         hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=accumulator(grads[0]))
         for owner, wire in of_ranks(hot, width, plan.tokens_hot):
             copy(cut(wire, grads), grads, back(plan.hot_copies[owner]), add=True)
-            goal = dist.get_global_rank(self.group, owner)
-            works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
+            if not self._is_even:
+                goal = dist.get_global_rank(self.group, owner)
+                works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
+        if self._is_even and len(hot):
+            mine = hot.new_empty(len(hot) // len(plan.tokens_hot))
+            works.append(getattr(dist, _REDUCE_SCATTER)(mine, hot, group=self.group, async_op=True))
+            return mine, Works(hot=works, sent=[hot])
         return hot, Works(hot=works)
 
     def finish_back(
@@ -216,7 +265,9 @@ class Exchange:
         (received, cold_works), (hot, hot_works) = cold_started, hot_started
         self._wait([*cold_works.cold, *hot_works.hot], BACKWARD)
         cold = [(wire, plan.sent[rank]) for rank, wire in of_ranks(received, width, plan.tokens_sent)]
-        mine = (wire for owner, wire in of_ranks(hot, width, plan.tokens_hot) if owner == plan.rank)
+        # One collective leaves each rank its own part.
+        tokens = [n if not self._is_even or rank == plan.rank else 0 for rank, n in enumerate(plan.tokens_hot)]
+        mine = (wire for owner, wire in of_ranks(hot, width, tokens) if owner == plan.rank)
         return [*cold, *((wire, plan.hot[plan.rank]) for wire in mine)]
 
     def _hot_and_cold(self, received: Tensor, width: int) -> list[Tensor]:
@@ -243,25 +294,33 @@ def there(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 def _start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    for left in [left for left, (held, _) in list(_in_flight.items()) if held.expired()]:
+        _in_flight.pop(left, None)
     received, works = _exchanges[number].start((k, v))
-    ticket = next(numbers)
-    _in_flight[ticket] = works
-    return received, torch.tensor([ticket])
+    ticket = torch.tensor([next(numbers)])
+    _in_flight[int(ticket)] = StorageWeakRef(ticket.untyped_storage()), works
+    return received, ticket
+
+
+def _works_of(ticket: Tensor) -> Works:
+    # If they were received before, as in a checkpoint, there is nothing to wait for.
+    return _in_flight[number][1] if (number := int(ticket)) in _in_flight else Works()
 
 
 def _cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    # If they were received before, as in a checkpoint, there is nothing to wait for.
-    keys, values = _exchanges[number].finish((k, v), received, _in_flight.pop(int(ticket), Works()))
+    keys, values = _cast_hot(k, v, received, ticket, number)
+    _cast_cold(keys, values, received, ticket, number)
     return keys, values
 
 
 def _cast_hot(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    keys, values = _exchanges[number].finish_hot((k, v), received, _in_flight.get(int(ticket), Works()))
+    keys, values = _exchanges[number].finish_hot((k, v), received, _works_of(ticket))
     return keys, values
 
 
 def _cast_cold(keys: Tensor, values: Tensor, received: Tensor, ticket: Tensor, number: int) -> None:
-    _exchanges[number].finish_cold((keys, values), received, _in_flight.pop(int(ticket), Works()))
+    _exchanges[number].finish_cold((keys, values), received, _works_of(ticket))
+    _in_flight.pop(int(ticket), None)
 
 
 def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -274,7 +333,7 @@ def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor
 def _cast_bits(keep: Tensor, number: int) -> Tensor:
     """Exchange bool ``[B, n]``."""
     exchange, words = _exchanges[number], (to_octets(keep),)
-    (buffer,) = exchange.finish(words, *exchange.start(words))
+    (buffer,) = exchange.finish(words, *exchange.start(words, _MASKS))
     return from_octets(buffer, len(keep))
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringtile.distributed.exchange import BACKWARD, FORWARD, Exchange, Works, there
+from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.process_groups import Axes
 from ringtile.distributed.relays import Relays
 from ringtile.distributed.wires import (
@@ -35,8 +36,8 @@ class Hierarchy(Exchange):
     all-to-all inside the node. Gradients take the same ways back.
     """
 
-    def __init__(self, relays: Relays, axes: Axes) -> None:
-        super().__init__(relays.plan, axes.every)
+    def __init__(self, relays: Relays, axes: Axes, facts: Facts) -> None:
+        super().__init__(relays.plan, axes.every, facts)
         self._relays = relays
         self._outer, self._inner = ref(axes.outer), ref(axes.inner)
         plan, mates, per_node = relays.plan, relays.mates, relays.per_node
@@ -52,19 +53,23 @@ class Hierarchy(Exchange):
         """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
         return sum(self._sizes(width_of(xs)))
 
-    def start(self, xs: Tensors) -> tuple[Tensor, Works]:
+    def start(self, xs: Tensors, data: str = FORWARD) -> tuple[Tensor, Works]:
         """Begin to send. Return what will be received and the work to wait for."""
+        self.begin()
         relays, width = self._relays, width_of(xs)
         received = xs[0].new_empty(self.size_received(xs))
         hot, direct, _ = received.split(self._sizes(width))
-        broadcasts = []
-        for owner, wire in self._of_number(hot, width):
+        wires = list(self._of_number(hot, width))
+        for owner, wire in wires:
             if owner == self.plan.rank:
                 gather(cut(wire, xs), xs, self.plan.hot[owner])
-            broadcasts.append(dist.broadcast(wire, self._global(owner), there(self._outer), async_op=True))
         crossing = gathered(xs, relays.crossing, relays.tokens_crossing)
         straight = gathered(xs, self._to, self._n_to)
         arrived = crossing.new_empty(sum(relays.arriving) * width)
+        self.check(data, crossing)
+        broadcasts = [
+            dist.broadcast(wire, self._global(owner), there(self._outer), async_op=True) for owner, wire in wires
+        ]
         across = self._across(arrived, crossing, relays.arriving, relays.tokens_crossing, width)
         works = self._inside(direct, straight, self._n_from, self._n_to, width, direct=True)
         return received, Works(self._counted(broadcasts), works, [crossing, straight], (arrived, across))
@@ -100,11 +105,13 @@ class Hierarchy(Exchange):
 
     def start_cold_back(self, grads: Tensors) -> tuple[Tensor, Works]:
         """Begin to send gradients home inside the node, and to the ranks that handed on the tokens of other nodes."""
+        self.begin()
         relays, width = self._relays, width_of(grads)
         straight = gathered(grads, self._from, self._n_from)
         relayed = gathered(grads, relays.relayed, relays.tokens_relayed)
         received = straight.new_empty(sum(self._n_to) * width)
         handed = straight.new_empty(sum(relays.tokens_handed) * width)
+        self.check(BACKWARD, straight)
         works = self._inside(received, straight, self._n_to, self._n_from, width, direct=True)
         inside = self._inside(handed, relayed, relays.tokens_handed, relays.tokens_relayed, width, direct=False)
         return received, Works(cold=works, sent=[straight, relayed], next=(handed, inside))

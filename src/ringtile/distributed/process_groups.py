@@ -57,6 +57,11 @@ def is_alone(group: dist.ProcessGroup) -> bool:
     return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
 
 
+def carries_cpu(group: dist.ProcessGroup) -> bool:
+    """Return True if a group moves tensors of the CPU, as gloo and threads do and NCCL does not."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
 def is_registered(group: dist.ProcessGroup | None) -> bool:
     """Return True until a group is destroyed."""
     if group is None:

@@ -15,11 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ringtile.distributed import lockstep
 from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Layout, starts_of
+from ringtile.distributed.lockstep import Facts
 from ringtile.kernels.contracts import Call, accumulator, merge_into, pack_keys
 from ringtile.kernels.select import select
 from ringtile.layout.tiles import unpack_words
+
+FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +34,7 @@ class Ring:
     rank: int
     group: dist.ProcessGroup
     is_causal: bool
+    facts: Facts
 
     @property
     def longest(self) -> int:
@@ -92,16 +97,18 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, ring: Ring, call: Call
     ) -> tuple[Tensor, Tensor]:
+        lockstep.begin(ring.group)
         n_ranks, wide = ring.layout.n_ranks, accumulator(q)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
         wires = _wires(ring, k, v, key_mask)
+        lockstep.check(ring.group, ring.facts, FORWARD, q.device)
         for hop in range(n_ranks):
             coming, works = ring.pass_on(*wires) if hop < n_ranks - 1 else ([], [])
             for rows, _, *tensors, mine in _calls(ring, q, wires, k.shape[3], (ring.rank - hop) % n_ranks, call):
                 found, found_lse = torch.ops.ringtile.forward(*tensors, *mine)
                 merge_into(out[:, :, rows], lse[:, :, rows], found, found_lse)
-            ring.finish(works, "keys and values, forward")
+            ring.finish(works, FORWARD)
             wires = coming
         out = out.to(q.dtype)
         ctx.ring, ctx.call = ring, call
@@ -113,10 +120,12 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, key_mask, out, lse = ctx.saved_tensors
         ring, n_ranks, wide = ctx.ring, ctx.ring.layout.n_ranks, accumulator(q)
+        lockstep.begin(ring.group)
         q_grad = torch.zeros_like(q, dtype=wide)
         wires = _wires(ring, k, v, key_mask)
         grads = torch.zeros_like(wires[0], dtype=wide)
         works: list[Any] = []
+        lockstep.check(ring.group, ring.facts, BACKWARD, q.device)
         for hop in range(n_ranks):
             coming, key_works = ring.pass_on(*wires) if hop < n_ranks - 1 else ([], [])
             mine = torch.zeros_like(grads)
@@ -127,14 +136,14 @@ class _RingAttention(torch.autograd.Function):
                 found = torch.ops.ringtile.backward(*row_tensors, *tensors, *results, *call)
                 q_grad[:, :, rows] += found[0]
                 mine[:, :, cols] += torch.cat(found[1:], -1)
-            ring.finish(works, "gradients of keys and values, backward")
+            ring.finish(works, BACKWARD)
             # The gradients of these keys come from the rank before, and the last hop brings them home.
             grads.add_(mine)
             if n_ranks > 1:
                 (grads,), works = ring.pass_on(grads)
             ring.finish(key_works, "keys and values, backward")
             wires = coming
-        ring.finish(works, "gradients of keys and values, backward")
+        ring.finish(works, BACKWARD)
         k_grad, v_grad = grads[:, :, : k.shape[2]].to(q.dtype).split([k.shape[3], v.shape[3]], 3)
         return q_grad.to(q.dtype), k_grad, v_grad, None, None, None
 

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringtile.distributed import lockstep
 from ringtile.distributed.attention import check_layout, compare, group_of, real_group
 from ringtile.distributed.faults import wait
 from ringtile.distributed.layout import Layout, Run
+from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.runs import Copy, copies, with_starts
 
 
@@ -65,20 +67,37 @@ def roll(
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != size:
         raise ValueError(f"x: expected the {size} tokens of rank {ranks.rank()} in dimension {dim}, got {x.shape=}")
     others = [count for place, count in enumerate(x.shape) if place != dim % x.dim()]
-    compare(
-        ranks, "roll", layout, (), str(x.dtype), shape=str(others), shifts=shifts, dim=dim % x.dim(), fill=str(fill)
+    agreed = compare(
+        ranks,
+        "roll",
+        layout,
+        (),
+        str(x.dtype),
+        shape=str(others),
+        shifts=shifts,
+        dim=dim % x.dim(),
+        fill=str(fill),
+        gradient=torch.is_grad_enabled() and x.requires_grad,
     )
     shifts = shifts % n_tokens if fill is None else max(-n_tokens, min(shifts, n_tokens))
-    rolled: Tensor = _Roll.apply(x, shifts, layout, ranks, dim, fill)  # type: ignore[no-untyped-call]
+    rolled: Tensor = _Roll.apply(x, shifts, layout, ranks, dim, fill, agreed)  # type: ignore[no-untyped-call]
     return rolled
 
 
 class _Roll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shifts: int, layout: Layout, group: dist.ProcessGroup, dim: int, fill: float | None
+        ctx: Any,
+        x: Tensor,
+        shifts: int,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        dim: int,
+        fill: float | None,
+        facts: Facts,
     ) -> Tensor:
-        ctx.call = shifts, layout, group, dim, fill
+        ctx.call = shifts, layout, group, dim, fill, facts
+        lockstep.begin(group)
         moves = _moves_of(layout, group.rank(), shifts, fill is None)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if fill is not None:
@@ -93,6 +112,7 @@ class _Roll(torch.autograd.Function):
             received = x.new_empty(sum(received_sizes), *source.shape[1:])
             # Not every backend sends bool.
             into, out_of = (wire.view(torch.uint8) if x.dtype == torch.bool else wire for wire in (received, sent))
+            lockstep.check(group, facts, f"tokens rolled by {shifts}", x.device)
             work = dist.all_to_all_single(into, out_of, received_sizes, sent_sizes, group, async_op=True)
         for copy in moves.kept:
             target[copy.target : copy.target + copy.length] = source[copy.source : copy.source + copy.length]
@@ -106,10 +126,11 @@ class _Roll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shifts, layout, group, dim, fill = ctx.call
+        shifts, layout, group, dim, fill, facts = ctx.call
+        fill = None if fill is None else 0.0
         # Each token moves to at most one place.
-        back = _Roll.apply(grad, -shifts, layout, group, dim, None if fill is None else 0.0)  # type: ignore[no-untyped-call]
-        return back, None, None, None, None, None
+        back = _Roll.apply(grad, -shifts, layout, group, dim, fill, facts)  # type: ignore[no-untyped-call]
+        return back, *(None,) * 6
 
 
 @lru_cache(maxsize=64)

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringtile.distributed import lockstep
 from ringtile.distributed.exchange import library, numbers, there
 from ringtile.distributed.faults import wait
 from ringtile.distributed.heads import HeadPlan
+from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.wires import Tensors, all_to_all, cut, gather, of_ranks, scatter, width_of
 from ringtile.kernels.contracts import accumulator
 from ringtile.layout import BlockIndex, build_index
@@ -32,8 +34,8 @@ _trades: WeakValueDictionary[int, HeadTrade] = WeakValueDictionary()
 class HeadTrade:
     """The collectives of one `HeadPlan` among the ranks of a row. Operators know it by its number."""
 
-    def __init__(self, plan: HeadPlan, row: dist.ProcessGroup, every: dist.ProcessGroup) -> None:
-        self.plan = plan
+    def __init__(self, plan: HeadPlan, facts: Facts, row: dist.ProcessGroup, every: dist.ProcessGroup) -> None:
+        self.plan, self._facts = plan, facts
         # Computed here: Dynamo reads them.
         self.heads, self.key_at = plan.heads["q"][plan.me], plan.key_at
         self.rows, self.rule = plan.rows, plan.rule
@@ -52,13 +54,15 @@ class HeadTrade:
 
     def to_heads(self, xs: Tensors, kinds: str) -> list[Tensor]:
         """Return this rank's heads of the row's tokens, from all heads of its own tokens."""
+        self._begin()
         plan = self.plan
         parts = self._of_ranks(xs, kinds)
         found = [x.new_empty(*x.shape[:2], plan.n_row, x.shape[3]) for x in parts[plan.me]]
         sent, sizes = self._wire(xs, [width_of(part) * plan.n_tokens for part in parts])
         for rank, wire in of_ranks(sent, 1, sizes):
             gather(cut(wire, parts[rank]), parts[rank], [(0, plan.n_tokens)])
-        works, received = self._start(sent, sizes, [width_of(found) * count for count in plan.tokens])
+        data = f"heads of {kinds}"
+        works, received = self._start(sent, sizes, [width_of(found) * count for count in plan.tokens], data)
         scatter(found, parts[plan.me], plan.places[plan.me])
         self._wait(works)
         for rank, wire in received:
@@ -70,6 +74,7 @@ class HeadTrade:
 
         If ranks share a key head, these are sums over the ranks, in float32 or better and in their order.
         """
+        self._begin()
         plan = self.plan
         is_sum = "k" in kinds and plan.is_shared
         counts = {"q": plan.num_heads, "k": plan.num_kv_heads}
@@ -83,7 +88,8 @@ class HeadTrade:
         sent, sizes = self._wire(xs, [width_of(xs) * count for count in plan.tokens])
         for rank, wire in of_ranks(sent, 1, sizes):
             gather(cut(wire, xs), xs, plan.places[rank])
-        works, received = self._start(sent, sizes, [width_of(part) * plan.n_tokens for part in parts])
+        data = f"tokens of {kinds}"
+        works, received = self._start(sent, sizes, [width_of(part) * plan.n_tokens for part in parts], data)
         gather(parts[plan.me], xs, plan.places[plan.me])
         self._wait(works)
         for rank, wire in received:
@@ -104,14 +110,20 @@ class HeadTrade:
         sizes = self._others(sizes)
         return xs[0].new_empty(sum(sizes)), sizes
 
+    def _begin(self) -> None:
+        if self.plan.n_ranks > 1:
+            lockstep.begin(there(self._every))
+
     def _start(
-        self, sent: Tensor, sent_sizes: list[int], received_sizes: Iterable[int]
+        self, sent: Tensor, sent_sizes: list[int], received_sizes: Iterable[int], data: str
     ) -> tuple[list[Any], Iterator[tuple[int, Tensor]]]:
         """Begin to exchange. Return the work to wait for, and what each other rank will have sent."""
         sizes = self._others(received_sizes)
         received = sent.new_empty(sum(sizes))
-        is_alone = self.plan.n_ranks == 1
-        works = [] if is_alone else [all_to_all(received, sent, sizes, sent_sizes, 1, there(self._row))]
+        works = []
+        if self.plan.n_ranks > 1:
+            lockstep.check(there(self._every), self._facts, f"{data}, {sent.dtype}", sent.device)
+            works = [all_to_all(received, sent, sizes, sent_sizes, 1, there(self._row))]
         return works, of_ranks(received, 1, sizes)
 
     def _wait(self, works: list[Any]) -> None:

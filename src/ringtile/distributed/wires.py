@@ -57,10 +57,10 @@ def width_of(xs: Tensors) -> int:
 
 
 def of_ranks(wire: Tensor, width: int, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank that has tokens in a vector on the wire, and its part."""
+    """Yield each rank that has elements in a vector on the wire, and its part. Without a batch no rank has."""
     at = 0
     for rank, count in enumerate(tokens):
-        if count:
+        if count * width:
             yield rank, wire[at : at + count * width]
             at += count * width
 

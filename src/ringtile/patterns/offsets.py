@@ -6,7 +6,7 @@ With ``D = query // unit - key // unit``, a term keeps the pairs for which D is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -68,7 +68,7 @@ def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[T
     return classes(phase, phase - number % count - low)[(row % period) * count + offset - low]
 
 
-class OffsetPattern(Pattern):
+class OffsetPattern(Pattern, rule=("terms", "unit")):
     """A pattern defined by its terms, on blocks of ``unit`` tokens."""
 
     unbounded = True
@@ -148,6 +148,9 @@ class OffsetPattern(Pattern):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         period = self.unit // gcd(self.unit, grid.block)
         return periodic_classes(row, col, period, lambda row, col: self._classes(row, col, grid))
+
+    def head_class(self, head: int) -> Hashable:
+        return None
 
     def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)

@@ -122,6 +122,9 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "scale nan": ({"scale": math.nan}, "scale", "finite", "nan"),
     "start of no integer": ({"start": 1.5}, "start", "integer", "1.5"),
     "start of no number": ({"start": "now"}, "start", "integer", "'now'"),
+    "start too far": ({"start": 2**40 - 5}, "start", "less than 2**40", f"start={2**40 - 5}"),
+    "start too far before": ({"start": 7 - 2**40}, "start", "less than 2**40", f"start={7 - 2**40}"),
+    "start of 65 bits": ({"start": 2**64}, "start", "less than 2**40", str(2**64)),
     # Numbers for each head.
     "shape of alibi_slopes": ({"alibi_slopes": zeros(2)}, "alibi_slopes", "(4,)", "[2]"),
     "device of alibi_slopes": ({"alibi_slopes": zeros(4, **META)}, "alibi_slopes", "cpu", "meta"),
@@ -306,6 +309,9 @@ PARTS: dict[str, tuple[Callable[[], Any], str]] = {
     "block of 100": (lambda: build_index(Causal(), 8, block=100), "100"),
     "no heads in an index": (lambda: build_index(Causal(), 8, num_heads=0), "0"),
     "start of no integer": (lambda: build_index(Causal(), 8, start=0.5), "0.5"),
+    "index too far": (lambda: build_index(Causal(), 8, start=2**40 - 7), f"start={2**40 - 7}"),
+    "index too far before": (lambda: build_index(Strided(3), 8, start=7 - 2**40), f"start={7 - 2**40}"),
+    "drawing too far": (lambda: Causal().draw(8, 8, start=2**40 - 7), f"start={2**40 - 7}"),
     "negative cache limit": (lambda: set_cache_limit(-1), "-1"),
 }
 

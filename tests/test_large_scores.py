@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from native_sets import INSTRUCTION_SETS, precision_of, use_set
 from torch import Tensor
 
-from ringtile import dilated_attention, sparse_attention
+from ringtile import sparse_attention
 from ringtile.kernels import native
 from ringtile.kernels.native.library import reason_against
 from ringtile.patterns import Causal, Dense, Window
@@ -160,12 +160,3 @@ def test_a_single_winner_has_a_weight_of_one(
                 torch.testing.assert_close(out, wanted, rtol=rtol, atol=0)
                 given = value_grad if chosen is None else value_grad.gather(2, chosen)
                 torch.testing.assert_close(given, grad_out, rtol=rtol, atol=1e-30)
-
-
-def test_branches_of_longnet_merge_at_any_score() -> None:
-    _, k, v, grad_out = one_key_wins(1e9, torch.float32)
-    leaves = [x.detach().requires_grad_() for x in (k, k, v)]
-    out = dilated_attention(*leaves, segment_lengths=[50, 150], dilation_rates=[1, 3])
-    torch.testing.assert_close(out, v, rtol=3e-7, atol=1e-30)
-    value_grad = torch.autograd.grad(out, leaves, grad_out)[2]
-    torch.testing.assert_close(value_grad, grad_out, rtol=3e-7, atol=1e-30)

@@ -591,10 +591,17 @@ def test_strided_needs_one_class_per_phase() -> None:
     assert len(Strided(127).tile_class(0, row, col, LONG).unique()) == 127 + 2
 
 
-@pytest.mark.parametrize("text", ["causal", "window(2147483647)", "strided(2147483647)", "dilated([2147483647], 7)"])
-def test_far_positions_do_not_overflow(text: str) -> None:
-    check_tiles(parse(text), TileGrid(128, 2**38, 256, 300), 0)
-    check_tiles(parse(text), TileGrid(128, -(2**38), 256, 300), 0)
+@pytest.mark.parametrize(
+    "text", ["causal", "strided(3)", "window(2147483647)", "strided(2147483647)", "dilated([2147483647], 7)"]
+)
+@pytest.mark.parametrize("start", [2**38, -(2**38), 2**40 - 256, 384 - 2**40])
+def test_far_positions_do_not_overflow(text: str, start: int) -> None:
+    grid = TileGrid(128, start, 256, 300)
+    check_tiles(parse(text), grid, 0)
+    if text in ("causal", "strided(3)"):
+        offset = grid.start + torch.arange(256).unsqueeze(1) - torch.arange(300)
+        expected = offset >= 0 if text == "causal" else (offset.abs() < 3) | (offset % 3 == 0)
+        assert torch.equal(kept_of(parse(text), 256, 300, start=start), expected)
 
 
 # Equivalences.

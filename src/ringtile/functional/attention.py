@@ -19,7 +19,7 @@ from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.reference import attention_reference
 from ringtile.kernels.select import NAMES, select
 from ringtile.layout import BlockIndex, build_index
-from ringtile.patterns import Blocks, Causal, Dense, Pattern
+from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -458,6 +458,8 @@ def sparse_attention(
     check_rows(query, n_keys, key_lengths, softcap, alibi_slopes, sinks)
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
         raise ValueError(f"start: expected an integer or None, got {start!r}")
+    if isinstance(start, int) and not torch.compiler.is_compiling():
+        TileGrid(128, start, n_queries, n_keys)  # raises if the positions are too far
 
     call = make_call(
         query,

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FAR = 2**40
+"""A distance larger than that of any two positions. Rules without a limit reach so far."""
+
 
 @dataclass(frozen=True)
 class TileGrid:
@@ -17,6 +20,13 @@ class TileGrid:
     start: int
     n_queries: int
     n_keys: int
+
+    def __post_init__(self) -> None:
+        if self.start + self.n_queries > FAR or self.n_keys - self.start > FAR:
+            raise ValueError(
+                f"start: expected positions less than 2**40 from position 0 and from each other, got "
+                f"start={self.start}, n_queries={self.n_queries}, n_keys={self.n_keys}"
+            )
 
     @property
     def first_row(self) -> int:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, number_pairs
+from ringtile.patterns.grid import FAR
 
-ANY = 2**40
-"""A reach larger than every position."""
+ANY = FAR
+"""A reach without a limit."""
 
 _MANY = 32
 """A rule with this many terms or more looks up its pairs and tiles in a table of all offsets."""

@@ -104,7 +104,9 @@ class Job:
         self.batch, self.heads, self.n_queries, self.head_dim = q.shape
         self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
         self.ratio = self.heads // self.kv_heads
-        tf32 = q.is_cuda and torch.get_float32_matmul_precision() != "highest"
+        # This follows torch.set_float32_matmul_precision, whose getter raises if a program has used both settings.
+        matmul: Any = torch.backends.cuda.matmul
+        tf32 = q.is_cuda and matmul.fp32_precision == "tf32"
         group, scale = self.index.group, call.scale
         self.group = group.contiguous()
         self.groups = {

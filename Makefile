@@ -1,4 +1,4 @@
-# make demo   the two-minute tour (arguments: make demo ARGS="--only right")
+# make demo   the three-minute tour (arguments: make demo ARGS="--only right")
 # make test   the tests, the linter and the type checker
 # make quick  a few tests, between two changes
 # make docs   the documentation, into site/

@@ -100,7 +100,7 @@ class Recaller(nn.Module):
 
 def attention(name: str) -> Callable[..., Any]:
     def adaptive(scores: Scores) -> AdaptiveAttention:
-        return AdaptiveAttention(scores, BUDGET, block=BLOCK, sinks=0, local=0, allow_future=True)
+        return AdaptiveAttention(scores, BUDGET, block=BLOCK, first=0, local=0, allow_future=True)
 
     match name:
         case "dense":
@@ -114,7 +114,7 @@ def attention(name: str) -> Callable[..., Any]:
     gate = Gate(HEADS, WIDTH // HEADS, pool="max" if name == "gate, tiles" else None)
     straight = "straight-through" in name
     return RoutedAttention(
-        gate, BUDGET, rows=32, straight_through=straight, block=BLOCK, sinks=0, local=0, allow_future=True
+        gate, BUDGET, rows=32, straight_through=straight, block=BLOCK, first=0, local=0, allow_future=True
     )
 
 
@@ -208,7 +208,7 @@ def kept(scores: Scores, samples: list[Sample]) -> float:
     """Mean recall of some rows."""
     found = []
     for query, key in samples:
-        index = select(query, key, BUDGET, base=Causal(), scores=scores, block=32)
+        index = select(query, key, scores, BUDGET, base=Causal(), block=32)
         found.append(audit(query, key, key, index, rows=256).mean)
     return statistics.mean(found)
 

@@ -17,26 +17,30 @@ template <class P> struct BackwardScratch {
         : sums(x), totals(x + column_numbers(c)), products(totals + column_numbers(c)) {}
 };
 
-// For each query of a head: rowsum(out_grad * out) - lse_grad, and lse in base 2, +inf for a query that keeps no keys.
+// For each query of a head: rowsum(out_grad * out) - lse_grad, and the lse, +inf for a query that keeps no keys.
 template <class E, class T> void delta_item(const ringtile_call &c, int64_t number) {
-    constexpr int L = Lanes<T>::count;
+    constexpr int ROWS = 8;
     const Head head(c, number);
     const Tokens all = {};
     Rows<E> out = rows_of<E>(c.out, c.out_stride, head.b, head.h, all), grad = out_grad_rows<E>(c, head, all);
     const T *lse = (const T *)c.lse + number * c.n_queries;
     const T *lse_grad = c.lse_grad ? (const T *)c.lse_grad + number * c.n_queries : nullptr;
-    T *delta = (T *)delta_of<T>(c, head), *lse2 = (T *)lse2_of<T>(c, head);
-    for (int64_t i = 0; i < c.n_queries; i++) {
-        bool empty = lse[i] == -infinity<T>();
-        Vec<T> sums = {};
-        for (int64_t d = 0; d < c.value_dim && !empty; d += L) {
-            int count = (int)min(L, c.value_dim - d);
-            sums += load_row<E, T>(out.row(i) + d, count) * load_row<E, T>(grad.row(i) + d, count);
+    T *delta = (T *)delta_of<T>(c, head), *own_lse = (T *)lse_of<T>(c, head);
+    // Products are added as matmul adds them: the gradient of a row's only score is then 0, to the last bit. Some rows at a
+    // time, because each addition waits for the one before.
+    for (int64_t first = 0; first < c.n_queries; first += ROWS) {
+        const int64_t last = c.n_queries - 1;
+        T sums[ROWS] = {};
+        for (int64_t d = 0; d < c.value_dim; d++)
+            for (int r = 0; r < ROWS; r++) {
+                const int64_t i = min(first + r, last);
+                sums[r] = fused((T)widen(out.row(i)[d]), (T)widen(grad.row(i)[d]), sums[r]);
+            }
+        for (int64_t i = first; i < min(first + ROWS, c.n_queries); i++) {
+            const bool empty = lse[i] == -infinity<T>();
+            delta[i] = empty ? T(0) : lse_grad ? sums[i - first] - lse_grad[i] : sums[i - first];
+            own_lse[i] = empty ? infinity<T>() : lse[i];
         }
-        T sum = 0;
-        for (int l = 0; l < L; l++) sum += sums[l];
-        delta[i] = empty ? T(0) : lse_grad ? sum - lse_grad[i] : sum;
-        lse2[i] = empty ? infinity<T>() : lse[i] * T(1.44269504088896340736);
     }
 }
 
@@ -77,7 +81,7 @@ void sum_column(const ringtile_call &c, const Head &head, int64_t col, Tiles &ti
     while (count-- > 0 && tiles.next(row, number)) {
         Tokens queries = row_tokens(c, row);
         GradientTile<T, P::KEY_LANES> tile(c, head, random, queries, col_tokens(c, col), number,
-                                           lse2_of<T>(c, head) + queries.first, delta_of<T>(c, head) + queries.first);
+                                           lse_of<T>(c, head) + queries.first, delta_of<T>(c, head) + queries.first);
         RowSums<T> own = {};
         int64_t numbers = (queries.high - queries.low) * c.head_dim;
         T *grad = (T *)c.q_grad + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
@@ -93,17 +97,17 @@ void sum_row(const ringtile_call &c, const Head &head, Tokens queries, Tiles &ti
              typename P::Number *sums) {
     typedef typename P::Number T;
     // Lanes without a query get lse = +inf, which makes their weights zero.
-    T lse2[MAX_BLOCK], delta[MAX_BLOCK];
+    T lse[MAX_BLOCK], delta[MAX_BLOCK];
     for (int lane = 0; lane < MAX_BLOCK; lane++) {
         bool inside = lane >= queries.low && lane < queries.high;
-        lse2[lane] = inside ? lse2_of<T>(c, head)[queries.first + lane] : infinity<T>();
+        lse[lane] = inside ? lse_of<T>(c, head)[queries.first + lane] : infinity<T>();
         delta[lane] = inside ? delta_of<T>(c, head)[queries.first + lane] : T(0);
     }
     Dropout random = dropout_of(c, head);
     clear_lanes(sums, c.head_dim, queries);
     int64_t col, number;
     while (count-- > 0 && tiles.next(col, number))
-        products.row_tile(GradientTile<T, false>(c, head, random, queries, col_tokens(c, col), number, lse2, delta), sums);
+        products.row_tile(GradientTile<T, false>(c, head, random, queries, col_tokens(c, col), number, lse, delta), sums);
 }
 
 // Write sums [d][lane] to the gradients of a row's queries, zero for a query that keeps no keys.
@@ -111,10 +115,10 @@ template <class P, class E>
 void write_queries(const ringtile_call &c, const Head &head, Tokens queries, const typename P::Number *sums) {
     typedef typename P::Number T;
     E *grad = (E *)c.q_grad + (head.number * c.n_queries + queries.first) * c.head_dim;
-    const T *lse2 = lse2_of<T>(c, head) + queries.first;
+    const T *lse = lse_of<T>(c, head) + queries.first;
     T share[MAX_BLOCK] = {};
     for (int lane = queries.low; lane < queries.high; lane++)
-        share[lane] = lse2[lane] == infinity<T>() ? T(0) : P::query_factor(c);
+        share[lane] = lse[lane] == infinity<T>() ? T(0) : P::query_factor(c);
     transpose_out<E, T>(sums, c.head_dim, queries.low, queries.high, share, grad, c.head_dim);
 }
 

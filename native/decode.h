@@ -37,7 +37,7 @@ void decode_scores(Rows<T> queries, int n_queries, Rows<T> keys, int n_keys, int
 
 // One step of the online softmax: scores [n_queries][MAX_BLOCK] become weights, sums are [n_queries][value_dim].
 template <class T>
-void decode_softmax_step(T *scores, int n_queries, int n_keys, T scale, bool masked, T *highest, T *total, T *sums,
+void decode_softmax_step(T *scores, int n_queries, int n_keys, T base, bool masked, T *highest, T *total, T *sums,
                          int64_t value_dim) {
     constexpr int L = Lanes<T>::count;
     const T low = -infinity<T>();
@@ -49,11 +49,11 @@ void decode_softmax_step(T *scores, int n_queries, int n_keys, T scale, bool mas
         for (int k = L; k < end; k += L) tops = max<T>(tops, load(row + k));
         T top = tops[0];
         for (int l = 1; l < L; l++) top = tops[l] > top ? tops[l] : top;
-        T now = top * scale > highest[r] ? top * scale : highest[r], safe = now == low ? T(0) : now;
-        T share = highest[r] == low ? T(0) : exp2<T>(splat<T>(highest[r] - safe))[0];
+        T now = top > highest[r] ? top : highest[r], safe = now == low ? T(0) : now;
+        T share = highest[r] == low ? T(0) : exp2<T>(splat<T>((highest[r] - safe) * base))[0];
         Vec<T> sum = {};
         for (int k = 0; k < end; k += L) {
-            Vec<T> s = load(row + k), p = exp2<T>(s * scale - safe);
+            Vec<T> s = load(row + k), p = exp2<T>((s - safe) * base);
             if (masked || k + L > n_keys) p = s == low ? Vec<T>{} : p;
             store(row + k, p);
             sum += p;

@@ -132,11 +132,12 @@ template <class E, class T> void write_row(const ringtile_call &c, const RowItem
     E *out = (E *)c.out + head.b * c.out_stride[0] + head.h * c.out_stride[1] + queries.first * c.out_stride[2];
     T *lse = (T *)c.lse + head.number * c.n_queries + queries.first;
     T kept = c.dropout_threshold ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), share[MAX_BLOCK] = {};
+    const T scale = (T)size_of_scale(c);
     for (int lane = queries.low; lane < queries.high; lane++) {
         T highest = softmax.highest[lane], total = softmax.total[lane];
         bool empty = highest == -infinity<T>() && total == 0;
         share[lane] = empty ? T(0) : kept / total;
-        lse[lane] = empty ? -infinity<T>() : highest * T(0.69314718055994530942) + exact_log(total);
+        lse[lane] = empty ? -infinity<T>() : highest * scale + exact_log(total);
     }
     transpose_out<E, T>(softmax.sums, c.value_dim, queries.low, queries.high, share, out, c.out_stride[2]);
 }
@@ -158,6 +159,7 @@ template <class P> void combine_item(const ringtile_call &c, int64_t item, int64
     RowItem row(c, item, head);
     if (row.split < 0 || row.first != 0) return;
     int64_t size = Softmax<T>::size(c);
+    const T base = base_of<T>(c);
     Softmax<T> merged(c, memory), begin(c, (T *)c.scratch + (head * c.n_splits + row.split) * size);
     for (int lane = row.queries.low; lane < row.queries.high; lane++) {
         T top = -infinity<T>();
@@ -169,7 +171,7 @@ template <class P> void combine_item(const ringtile_call &c, int64_t item, int64
         for (int64_t d = 0; d < c.value_dim; d++) merged.sums[d * MAX_BLOCK + lane] = 0;
         for (int64_t split = 0; split < row.splits; split++) {
             T m = begin.highest[split * size + lane];
-            T share = m == -infinity<T>() ? T(0) : exp2<T>(splat<T>(m - safe))[0];
+            T share = m == -infinity<T>() ? T(0) : exp2<T>(splat<T>((m - safe) * base))[0];
             total += begin.total[split * size + lane] * share;
             for (int64_t d = 0; d < c.value_dim; d++)
                 merged.sums[d * MAX_BLOCK + lane] += begin.sums[split * size + d * MAX_BLOCK + lane] * share;

@@ -4,6 +4,7 @@
 // the form is the policy's own. KEY_LANES: it wants a column's tiles with the keys in the lanes. COLLECTS: the gradients
 // of queries take their final form after the last column.
 #pragma once
+#include "bf16.h"
 #include "decode.h"
 #include "dropout.h"
 
@@ -17,7 +18,7 @@ INLINE int64_t column_numbers(const ringtile_call &c) { return key_numbers(c) + 
 template <class T> INLINE const T *delta_of(const ringtile_call &c, const Head &head) {
     return (const T *)c.delta + 2 * head.number * c.n_queries;
 }
-template <class T> INLINE const T *lse2_of(const ringtile_call &c, const Head &head) {
+template <class T> INLINE const T *lse_of(const ringtile_call &c, const Head &head) {
     return delta_of<T>(c, head) + c.n_queries;
 }
 
@@ -36,15 +37,15 @@ template <class T> INLINE void clear_lanes(T *sums, int64_t width, Tokens side) 
 template <class T, bool KEYS> struct GradientTile {
     const Head &head;
     Tokens queries, keys;
-    const T *lse2, *delta;  // of the queries, by lane
+    const T *lse, *delta;  // of the queries, by lane
     const int32_t *bits;    // a row of `words` per token that is not in the lanes, null for a full tile
     int words;
     bool masked_keys, any_keys, any_queries;
     uint32_t unused_keys[MAX_WORDS], unused_queries[MAX_WORDS], keep[MAX_BLOCK][MAX_WORDS];
 
     INLINE GradientTile(const ringtile_call &c, const Head &at, const Dropout &random, Tokens query_side, Tokens key_side,
-                        int64_t tile, const T *lse2_of, const T *delta_of)
-        : head(at), queries(query_side), keys(key_side), lse2(lse2_of), delta(delta_of), words(words_of(c)) {
+                        int64_t tile, const T *row_lse, const T *row_delta)
+        : head(at), queries(query_side), keys(key_side), lse(row_lse), delta(row_delta), words(words_of(c)) {
         bits = tile >= 0 ? (KEYS ? c.bits : c.bits_t) + tile * c.block * words : nullptr;
         masked_keys = ISA::masked_keys(c, head.b, keys, unused_keys);
         for (int w = 0; w < MAX_WORDS; w++) unused_queries[w] = 0;
@@ -53,7 +54,7 @@ template <class T, bool KEYS> struct GradientTile {
             add_unused(c, c.rows_any, c.bits, tile, queries, keys, unused_queries);
         }
         for (int q = queries.low; q < queries.high; q++)
-            unused_queries[q >> 5] |= (uint32_t)(lse2[q] == infinity<T>()) << (q & 31);
+            unused_queries[q >> 5] |= (uint32_t)(lse[q] == infinity<T>()) << (q & 31);
         any_keys = any_of(unused_keys, keys), any_queries = any_of(unused_queries, queries);
         if (c.dropout_threshold) dropout_bits<KEYS>(random, queries, keys, keep);
     }
@@ -75,9 +76,9 @@ template <class T, int N, bool KEYS>
 void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int count, int lane,
                      const GradientTile<T, KEYS> &tile) {
     constexpr int L = Lanes<T>::count;
-    const T base = (T)(c.scale * 1.44269504088896340736), scale = (T)c.scale;
+    const T scale = (T)c.scale;
     const bool dropout = c.dropout_threshold;
-    const T share = dropout ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), *lse2 = tile.lse2, *delta = tile.delta;
+    const T share = dropout ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), *lse = tile.lse, *delta = tile.delta;
     const int32_t *bits = tile.bits;
     const uint32_t *masked = tile.masked_keys ? tile.unused_keys : nullptr;
     for (int i = 0; i < count; i++) {
@@ -86,9 +87,9 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int
         for (int n = 0; n < N; n++) {
             int at = lane + n * L;
             Vec<T> s = load(scores + i * GROUP<T> + n * L), g = load(grads + i * GROUP<T> + n * L);
-            Vec<T> high = KEYS ? splat<T>(lse2[other]) : load(lse2 + at),
+            Vec<T> high = KEYS ? splat<T>(lse[other]) : load(lse + at),
                 mean = KEYS ? splat<T>(delta[other]) : load(delta + at);
-            Vec<T> p = exp2<T>(s * base - high), q = p;
+            Vec<T> p = exp2<T>(exponent_of<T>(s, scale, high)), q = p;
             if (dropout) {
                 Ints<T> keep = lanes_of<T>((const int32_t *)tile.keep[other], at);
                 q = keep ? p * share : Vec<T>{};
@@ -109,8 +110,9 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int
 }
 
 // Multiply in the accumulation type. The tokens in the lanes are packed once. Those of the other side are read in place,
-// or copied for each tile if they are narrower or some of them are unused.
-template <class E, class T> struct PlainGradients {
+// or copied for each tile if they are narrower or some of them are unused. PAIRS: the forward pass took its scores from
+// dot products of pairs, and weights exp(score - lse) need the same roundings.
+template <class E, class T, bool PAIRS = false> struct PlainGradients {
     typedef E Element;
     typedef T Number;
     typedef VectorUnit Unit;
@@ -123,25 +125,32 @@ template <class E, class T> struct PlainGradients {
     // other way around.
     T *lanes_d, *lanes_dv, *copy_d, *copy_dv, *keys, *used_keys, *query_copy, *scores, *grads;
     Rows<T> others_d, others_dv;
+    Rows<E> pairs;  // of the other side
+    E *pair_copy;
     T decoded[DECODE_QUERIES * MAX_BLOCK];  // scores of the current tile if it decodes
 
     static int64_t padded(const ringtile_call &c) { return (c.head_dim + L - 1) / L * L; }
     static int64_t size(const ringtile_call &c) {
-        return (2 * c.head_dim + 2 * c.value_dim + 3 * padded(c) + 2 * GROUP<T>) * MAX_BLOCK;
+        return (2 * c.head_dim + 2 * c.value_dim + 3 * padded(c) + 2 * GROUP<T> + (PAIRS ? c.head_dim / 2 : 0)) * MAX_BLOCK;
     }
 
-    PlainGradients(const ringtile_call &call, T *x) : c(call), width(padded(call)), others_d(), others_dv() {
+    PlainGradients(const ringtile_call &call, T *x) : c(call), width(padded(call)), others_d(), others_dv(), pairs() {
         T **places[] = {&keys, &used_keys, &query_copy, &scores, &grads, &lanes_d, &copy_d, &lanes_dv, &copy_dv};
         int64_t widths[] = {width, width, width, GROUP<T>, GROUP<T>, c.head_dim, c.head_dim, c.value_dim, c.value_dim};
         for (int i = 0; i < 9; i++) {
             *places[i] = x;
             x += widths[i] * MAX_BLOCK;
         }
+        pair_copy = (E *)x;
     }
 
     INLINE void pack_lanes(Rows<E> rows_d, Rows<E> rows_dv, Tokens side) {
         int from = side.low / L * L, end = (side.high + L - 1) / L * L;
-        transpose_in(rows_d, side.low, side.high, from, end, c.head_dim, T(1), lanes_d);
+#if HAS_BF16_PAIRS
+        if constexpr (PAIRS) interleave_queries(rows_d, side.low, side.high, from, end, c.head_dim, 1, (uint32_t *)lanes_d);
+        else
+#endif
+            transpose_in(rows_d, side.low, side.high, from, end, c.head_dim, T(1), lanes_d);
         transpose_in(rows_dv, side.low, side.high, from, end, c.value_dim, T(1), lanes_dv);
     }
 
@@ -158,6 +167,25 @@ template <class E, class T> struct PlainGradients {
         copy_in(rows_dv, side.high - side.low, c.value_dim, c.value_dim, from_low, copy_dv);
         others_d = {copy_d, c.head_dim};
         others_dv = {copy_dv, c.value_dim};
+        pairs = rows_d;
+        if (!PAIRS || !unused) return;
+        for (int i = 0; i < side.high - side.low; i++) {
+            E *to = pair_copy + i * c.head_dim;
+            if (bit(from_low, i)) __builtin_memset(to, 0, c.head_dim * sizeof(E));
+            else __builtin_memcpy(to, rows_d.row(i), c.head_dim * sizeof(E));
+        }
+        pairs = {pair_copy, c.head_dim};
+    }
+
+    // Scores of `count` tokens of the other side from `skipped` on, for a group of lanes.
+    INLINE void multiply_scores(int vectors, int offset, int skipped, int count) {
+#if HAS_BF16_PAIRS
+        if constexpr (PAIRS)
+            return matmul<E, true>(vectors, pairs.row(skipped), pairs.step, (uint32_t *)lanes_d + offset * (c.head_dim / 2),
+                                   GROUP<T>, scores, GROUP<T>, count, c.head_dim / 2, false);
+#endif
+        matmul<T, true>(vectors, others_d.row(skipped), others_d.step, lanes_d + offset * c.head_dim, GROUP<T>, scores,
+                        GROUP<T>, count, c.head_dim, false);
     }
 
     // The scores of a few queries, from [query][key] to the layout of other tiles.
@@ -177,9 +205,7 @@ template <class E, class T> struct PlainGradients {
     INLINE void group_gradients(const GradientTile<T, KEYS> &tile, int vectors, int lane, int offset, int skipped,
                                 int count) {
         if (decodes<T>(c, tile.queries)) place_decoded(tile, vectors, lane, skipped, count);
-        else
-            matmul<T, true>(vectors, others_d.row(skipped), others_d.step, lanes_d + offset * c.head_dim, GROUP<T>,
-                            scores, GROUP<T>, count, c.head_dim, false);
+        else multiply_scores(vectors, offset, skipped, count);
         matmul<T, true>(vectors, others_dv.row(skipped), others_dv.step, lanes_dv + offset * c.value_dim, GROUP<T>,
                         grads, GROUP<T>, count, c.value_dim, false);
         with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {

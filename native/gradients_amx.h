@@ -68,7 +68,7 @@ template <class E> INLINE bool all_finite(Rows<E> rows, Tokens side, const uint3
 struct PackedRow {
     char *queries, *grads;            // tiles [strip][32 dims]
     char *query_pairs, *grad_pairs;  // tiles [32 queries][16 dims], for columns only
-    float *lse2, *delta;              // by lane
+    float *lse, *delta;              // by lane
 };
 
 // The policy (see gradients.h).
@@ -95,6 +95,7 @@ template <class E> struct TileGradients {
     bfloat16 *key_copy, *value_copy, *row_copy;
     char *key_tiles, *used_key_tiles;  // of the transpose, [16 dims][32 keys]
     float *query_sums;                 // [d][lane], where the gradients themselves are not in whole tiles
+    float *decoded;
     Rows<bfloat16> keys, values;
     bool finite_keys;
     // Row tiles that stay packed from column to column, and what each place holds. A column of more tiles than there
@@ -121,10 +122,14 @@ template <class E> struct TileGradients {
         const int64_t most = min(MAX_PLACES, (9 << 19) / (row_size(c) * MAX_BLOCK * 4) + 1);
         return c.phase == 1 ? min(most, c.heads / c.kv_heads * c.n_rows) : 1;
     }
+    // Keys and a few queries as floats, and their scores.
+    static int64_t decoded_size(const ringtile_call &c) {
+        return c.head_dim + DECODE_QUERIES * c.head_dim / MAX_BLOCK + 1 + DECODE_QUERIES;
+    }
     static int64_t size(const ringtile_call &c) {
         const int64_t copies = packed_size(c.head_dim) + packed_size(c.value_dim) + copied_size(c);
         return (2 * LANES + SPLIT * (LANES / 2 + 2 * 64) + copies + 2 * pairs_size(c.head_dim) +
-                whole_tiles(c.head_dim) + places_of(c) * row_size(c)) * MAX_BLOCK;
+                whole_tiles(c.head_dim) + decoded_size(c) + places_of(c) * row_size(c)) * MAX_BLOCK;
     }
 
     TileGradients(const ringtile_call &call, float *memory)
@@ -137,7 +142,7 @@ template <class E> struct TileGradients {
         key_copy = (bfloat16 *)take(packed_size(c.head_dim)), value_copy = (bfloat16 *)take(packed_size(c.value_dim));
         row_copy = (bfloat16 *)take(copied_size(c));
         key_tiles = (char *)take(pairs_size(c.head_dim)), used_key_tiles = (char *)take(pairs_size(c.head_dim));
-        query_sums = take(key_width), packed_rows = (char *)take(0);
+        query_sums = take(key_width), decoded = take(decoded_size(c)), packed_rows = (char *)take(0);
         for (int64_t &number : packed) number = -1;
     }
 
@@ -149,7 +154,7 @@ template <class E> struct TileGradients {
         PackedRow row;
         row.queries = take(packed_size(c.head_dim)), row.grads = take(packed_size(c.value_dim));
         row.query_pairs = take(pairs_size(c.head_dim)), row.grad_pairs = take(pairs_size(c.value_dim));
-        row.lse2 = (float *)take(1), row.delta = (float *)take(1);
+        row.lse = (float *)take(1), row.delta = (float *)take(1);
         return row;
     }
 
@@ -203,7 +208,7 @@ template <class E> struct TileGradients {
         pack(query_rows<E>(c, head, side), c.head_dim, row.queries, row.query_pairs);
         pack(out_grad_rows<E>(c, head, side), c.value_dim, row.grads, row.grad_pairs);
         for (int lane = from; lane < end; lane++) {
-            row.lse2[lane] = inside(lane) ? lse2_of<float>(c, head)[side.first + lane] : infinity<float>();
+            row.lse[lane] = inside(lane) ? lse_of<float>(c, head)[side.first + lane] : infinity<float>();
             row.delta[lane] = inside(lane) ? delta_of<float>(c, head)[side.first + lane] : 0;
         }
     }
@@ -211,9 +216,9 @@ template <class E> struct TileGradients {
     // The queries that keep no key at all.
     INLINE void lone_queries(const Head &head, Tokens side, uint32_t *unused) const {
         for (int w = 0; w < MAX_WORDS; w++) unused[w] = 0;
-        const float *lse2 = lse2_of<float>(c, head) + side.first;
+        const float *lse = lse_of<float>(c, head) + side.first;
         for (int lane = side.low; lane < side.high; lane++)
-            unused[lane >> 5] |= (uint32_t)(lse2[lane] == infinity<float>()) << (lane & 31);
+            unused[lane >> 5] |= (uint32_t)(lse[lane] == infinity<float>()) << (lane & 31);
     }
 
     INLINE PackedRow packed_row(const Tile &tile) {
@@ -324,13 +329,32 @@ template <class E> struct TileGradients {
             const int64_t row = steps_of(dims) * TILE_BYTES;
             return TilesAt{x + strip * row, 64, row, TILE_BYTES, lanes_bytes(dims)};
         };
-        multiply(both, tokens(keys), lanes(row.queries, c.head_dim), scores, rows, steps);
+        if (decodes<float>(c, side)) decode(tile, lane, first, rows);
+        else multiply(both, tokens(keys), lanes(row.queries, c.head_dim), scores, rows, steps);
         multiply(both, tokens(values), lanes(row.grads, c.value_dim), products, rows, value_steps);
         reach = {first, (reach.last + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS};
         if (plain) weigh<false, false, COLUMNS, ROWS>(tile, row, lane, reach);
         else if (!c.dropout_threshold) weigh<true, false, COLUMNS, ROWS>(tile, row, lane, reach);
         else weigh<true, true, COLUMNS, ROWS>(tile, row, lane, reach);
         return reach;
+    }
+
+    // The scores of a few queries: those of the forward pass, which multiplies them without tiles.
+    INLINE void decode(const Tile &tile, int lane, int first, int rows) {
+        const Tokens side = tile.queries, others = tile.keys;
+        const int count = side.high - side.low;
+        uint32_t unused = 0;
+        for (int i = 0; i < count; i++) unused |= bit(tile.unused_queries, side.low + i) << i;
+        float *const own_keys = decoded + DECODE_QUERIES * MAX_BLOCK, *const own_queries = own_keys + c.head_dim * MAX_BLOCK;
+        copy_in(query_rows<E>(c, tile.head, side), count, c.head_dim, c.head_dim, &unused, own_queries);
+        copy_in(key_rows<E>(c, tile.head, others), others.high, c.head_dim, c.head_dim, nullptr, own_keys);
+        decode_scores<float>({own_queries, c.head_dim}, count, {own_keys, c.head_dim}, others.high, c.head_dim, decoded);
+        clear(scores, rows * TILE_SIDE * LANES);
+        for (int k = first; k < others.high && k < first + rows * TILE_SIDE; k++)
+            for (int i = 0; i < count; i++) {
+                const int at = side.low + i - lane;
+                if (at >= 0 && at < LANES) scores[(k - first) * LANES + at] = decoded[i * MAX_BLOCK + k];
+            }
     }
 
     // Products of 32 queries, or of 16 and zeros.
@@ -344,11 +368,12 @@ template <class E> struct TileGradients {
     template <bool MASKED, bool DROPS, bool COLUMNS, bool ROWS>
     void weigh(const Tile &tile, const PackedRow &row, int lane, Reach reach) {
         const int group = lane / LANES;
-        const __m512 base = _mm512_set1_ps((float)(c.scale * 1.44269504088896340736));
+        const float scale = (float)c.scale;
         const __m512 share = _mm512_set1_ps((float)(65536.0 / (65536 - c.dropout_threshold)));
-        __m512 lse2[2], delta[2];
+        Vec<float> lse[2];
+        __m512 delta[2];
         for (int n = 0; n < 2; n++) {
-            lse2[n] = _mm512_load_ps(row.lse2 + lane + n * TILE_SIDE);
+            lse[n] = load(row.lse + lane + n * TILE_SIDE);
             delta[n] = _mm512_load_ps(row.delta + lane + n * TILE_SIDE);
         }
         const float *score = scores, *product = products;
@@ -363,7 +388,7 @@ template <class E> struct TileGradients {
                 const uint32_t stays = DROPS ? tile.keep[key + i][group] : 0;
 #pragma GCC unroll 2
                 for (int n = 0; n < 2; n++, score += TILE_SIDE, product += TILE_SIDE) {
-                    const __m512 p = exp2_of<E>(_mm512_fmsub_ps(_mm512_load_ps(score), base, lse2[n]));
+                    const __m512 p = exp2_of<E>((__m512)exponent_of<float>(load(score), scale, lse[n]));
                     const __mmask16 alive = (__mmask16)(keep >> n * TILE_SIDE);
                     const __mmask16 left = (__mmask16)(stays >> n * TILE_SIDE);
                     __m512 g = _mm512_load_ps(product);

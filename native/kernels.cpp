@@ -26,7 +26,11 @@ int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_FLOAT32: return ISA::backward<ISA::PlainGradients<float, float>>(*c);
     case RINGTILE_FLOAT64: return ISA::backward<ISA::PlainGradients<double, double>>(*c);
-    case RINGTILE_BFLOAT16: return ISA::backward<ISA::PlainGradients<ISA::bfloat16, float>>(*c);
+    case RINGTILE_BFLOAT16:
+#if HAS_BF16_PAIRS
+        if (c->head_dim % 2 == 0) return ISA::backward<ISA::PlainGradients<ISA::bfloat16, float, true>>(*c);
+#endif
+        return ISA::backward<ISA::PlainGradients<ISA::bfloat16, float>>(*c);
     default: return ISA::backward<ISA::PlainGradients<ISA::float16, float>>(*c);
     }
 }

@@ -114,17 +114,17 @@ INLINE void mask_scores(float *scores, const KeyTile &tile, const int32_t *seen,
 
 // Add the weights of a tile to the sums of its segments, which start at the tile's first segment.
 template <int N>
-void add_tile(float *scores, const KeyTile &tile, const int32_t *seen, float scale, bool masked, int64_t segment,
+void add_tile(float *scores, const KeyTile &tile, const int32_t *seen, float base, bool masked, int64_t segment,
               float *highest, float *maximum, float *sums) {
     constexpr int L = Lanes<float>::count;
     const float low = -infinity<float>();
     Vec<float> top[N], safe[N], share[N];
     mask_scores<N>(scores, tile, seen, masked, top);
     for (int n = 0; n < N; n++) {
-        Vec<float> now = max<float>(load(highest + n * L), top[n] * scale);
+        Vec<float> now = max<float>(load(highest + n * L), top[n]);
         store(highest + n * L, now);
         safe[n] = now == low ? Vec<float>{} : now;
-        if (tile.continues) share[n] = exp2<float>(load(maximum + n * L) - safe[n]);
+        share[n] = tile.continues ? exp2<float>((load(maximum + n * L) - safe[n]) * base) : Vec<float>{};
         store(maximum + n * L, now);
     }
     for (int first = 0; first < tile.count; first += (int)min(segment, MAX_BLOCK), sums += GROUP<float>) {
@@ -133,7 +133,7 @@ void add_tile(float *scores, const KeyTile &tile, const int32_t *seen, float sca
         for (int n = 0; n < N; n++) sum[n] = tile.continues ? load(sums + n * L) * share[n] : Vec<float>{};
         for (int k = first; k < last; k++)
             for (int n = 0; n < N; n++) {
-                Vec<float> s = load(scores + k * GROUP<float> + n * L), p = exp2<float>(s * scale - safe[n]);
+                Vec<float> s = load(scores + k * GROUP<float> + n * L), p = exp2<float>((s - safe[n]) * base);
                 sum[n] += masked ? (s == low ? Vec<float>{} : p) : p;
             }
         for (int n = 0; n < N; n++) store(sums + n * L, sum[n]);
@@ -142,12 +142,12 @@ void add_tile(float *scores, const KeyTile &tile, const int32_t *seen, float sca
 
 // Bring the sums of all slots to the row's maximum, and return what divides them. Rows that see no key, or a NaN, get 0.
 INLINE Vec<float> share_of(const Segments &segments, int64_t count, const float *highest, const float *maxima,
-                           float *sums) {
+                           float *sums, float base) {
     const float low = -infinity<float>();
     const int64_t per_slot = segments.keys / segments.length;
     Vec<float> now = load(highest), safe = now == low ? Vec<float>{} : now, total = {};
     for (int64_t first = 0; first < count; first += per_slot, maxima += GROUP<float>) {
-        Vec<float> share = exp2<float>(load(maxima) - safe);
+        Vec<float> share = exp2<float>((load(maxima) - safe) * base);
         for (int64_t at = first; at < min(first + per_slot, count); at++) {
             Vec<float> sum = load(sums + at * GROUP<float>) * share;
             store(sums + at * GROUP<float>, sum);
@@ -259,7 +259,7 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
         Vec<float> share[TILE_VECTORS];
         for (int n = 0; n < vectors; n++) {
             share[n] = share_of(segments, found, to.highest + lane + n * L, to.maxima_of(c, group) + n * L,
-                                to.sums_of(group) + n * L);
+                                to.sums_of(group) + n * L, base);
             for (int l = 0; l < L; l++) empty[lane + n * L + l] = share[n][l] == 0;
         }
         pool_group(c, found, to.sums_of(group), share, vectors, owner + lane, out);

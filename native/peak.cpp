@@ -62,7 +62,7 @@ template <class T> int64_t exponentiate(T *x) {
         T shift = T(round & 7);
         for (int64_t i = 0; i < NUMBERS; i += N * L)
             for (int n = 0; n < N; n++) {
-                Vec<T> p = exp2<T>(load(x + i + n * L) * T(0.5) - shift);
+                Vec<T> p = exp2<T>((load(x + i + n * L) - shift) * T(0.5));
                 store(x + NUMBERS + i + n * L, p);
                 sum[n] += p;
             }

@@ -363,25 +363,25 @@ template <class E, int STRIPS> struct TileProducts {
         else multiply_strip<2, false>(a, b, to, rows);
     }
 
-    INLINE void weigh(int vectors, const float *scores, int first, int count, int lane, float scale, const Mask &,
+    INLINE void weigh(int vectors, const float *scores, int first, int count, int lane, float base, const Mask &,
                       const uint32_t (*keep)[MAX_WORDS], Softmax<float> softmax) {
         const bool ahead = STRIPS == 1 && value_tiles == 4;
         for (int k = 0; keep && keeps_all && k < count; k++) kept[first + k] = ~0u;
         for (int n = 0; n < vectors; n++) {
             const int at = lane + n * TILE_SIDE;
-            if (keep) weigh_strip<true, true, false>(scores, n, first, count, at, scale, keep, softmax);
-            else if (!keeps_all) weigh_strip<true, false, false>(scores, n, first, count, at, scale, keep, softmax);
-            else if (ahead) weigh_strip<false, false, true>(scores, n, first, count, at, scale, keep, softmax);
-            else weigh_strip<false, false, false>(scores, n, first, count, at, scale, keep, softmax);
+            if (keep) weigh_strip<true, true, false>(scores, n, first, count, at, base, keep, softmax);
+            else if (!keeps_all) weigh_strip<true, false, false>(scores, n, first, count, at, base, keep, softmax);
+            else if (ahead) weigh_strip<false, false, true>(scores, n, first, count, at, base, keep, softmax);
+            else weigh_strip<false, false, false>(scores, n, first, count, at, base, keep, softmax);
         }
     }
 
     // The step of the online softmax for a strip: weights go to pairs of keys. Where AHEAD, what the next products read
     // is brought into the first cache meanwhile: the tiles of values and the sums.
     template <bool MASKED, bool DROPS, bool AHEAD>
-    void weigh_strip(const float *scores, int n, int first, int count, int lane, float scale,
+    void weigh_strip(const float *scores, int n, int first, int count, int lane, float base,
                      const uint32_t (*keep)[MAX_WORDS], Softmax<float> softmax) {
-        const __m512 low = _mm512_set1_ps(-infinity<float>()), factor = _mm512_set1_ps(scale);
+        const __m512 low = _mm512_set1_ps(-infinity<float>()), factor = _mm512_set1_ps(base);
         const float *column = scores + n * TILE_SIDE;
         const auto score = [&](int k) INLINE_LAMBDA { return _mm512_load_ps(column + k * LANES); };
         const auto lanes = [&](int k) INLINE_LAMBDA { return (__mmask16)(kept[first + k] >> n * TILE_SIDE); };
@@ -401,10 +401,10 @@ template <class E, int STRIPS> struct TileProducts {
 
         float *highest = softmax.highest + lane, *total = softmax.total + lane, *sums = softmax.sums + lane;
         const __m512 before = _mm512_load_ps(highest);
-        const __m512 now = _mm512_maskz_max_ps(0xffff, before, _mm512_mul_ps(top[0], factor));
+        const __m512 now = _mm512_maskz_max_ps(0xffff, before, top[0]);
         const __m512 safe = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, low, _CMP_NEQ_UQ), now);
         // Exactly, because errors of shares would add up in the lse.
-        const __m512 share = (__m512)exp2<float>((Vec<float>)_mm512_sub_ps(before, safe));
+        const __m512 share = (__m512)exp2<float>((Vec<float>)_mm512_mul_ps(_mm512_sub_ps(before, safe), factor));
         _mm512_store_ps(highest, now);
         if (_mm512_cmp_ps_mask(now, before, _CMP_NLE_UQ))
             for (int64_t d = 0; d < c.value_dim; d++)
@@ -412,7 +412,7 @@ template <class E, int STRIPS> struct TileProducts {
 
         __m512 sum[4] = {_mm512_mul_ps(_mm512_load_ps(total), share), {}, {}, {}};
         const auto weight = [&](int k, __m512 &sum) INLINE_LAMBDA {
-            __m512 p = exp2_of<E>(_mm512_fmsub_ps(score(k), factor, safe));
+            __m512 p = exp2_of<E>(_mm512_mul_ps(_mm512_sub_ps(score(k), safe), factor));
             if (MASKED) p = _mm512_maskz_mov_ps(lanes(k), p);
             sum = _mm512_add_ps(sum, p);
             if (DROPS) p = _mm512_maskz_mov_ps((__mmask16)(keep[first + k][lane >> 5] >> (lane & 31)), p);

@@ -71,6 +71,22 @@ template <class T> INLINE Vec<T> exp2(Vec<T> x) {
     return p * (Vec<T>)((Ints<T>)rounded << (narrow ? 23 : 52));
 }
 
+// A product as the processor rounds it. Compilers would fuse it with the sum that follows.
+template <class T> INLINE Vec<T> rounded(Vec<T> x) {
+#if defined(__aarch64__)
+    asm("" : "+w"(x));
+#else
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
+// score * scale - lse in base 2, of which the weight is 2^x. An lse is the rounded product of the row's highest score if
+// no other score counts, so x is exactly 0 there, no matter how large the score is.
+template <class T> INLINE Vec<T> exponent_of(Vec<T> score, T scale, Vec<T> lse) {
+    return (rounded<T>(score * scale) - lse) * T(1.44269504088896340736);
+}
+
 #if defined(__AVX512F__)
 // The same with AVX-512 instructions: reduce x to its fraction, evaluate the polynomial, scale by 2^floor(x).
 template <> INLINE Vec<float> exp2<float>(Vec<float> x) {
@@ -97,6 +113,10 @@ template <class T> INLINE Ints<T> lanes_of(const int32_t *bits, int first) {
     for (int i = 0; i < Lanes<T>::count; i++) lane[i] = (integer)1 << i;
     return ((lane & word) != 0);
 }
+
+// a * b + c, rounded once, as compilers round it in a product of matrices.
+INLINE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+INLINE double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
 INLINE float exact_log(float x) { return __builtin_logf(x); }
 // log1p is as exact near 1 and above, and links with C libraries older than glibc 2.29, which changed log.

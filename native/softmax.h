@@ -4,8 +4,9 @@
 
 namespace ISA {
 
-// The running softmax of a row tile, by lane: the maximum score in base 2, the sum of weights, and the weighted values
-// [value_dim][MAX_BLOCK]. One after another they are also the form in which the splits of a row wait in scratch.
+// The running softmax of a row tile, by lane: the maximum score, before scaling, the sum of weights, and the weighted
+// values [value_dim][MAX_BLOCK]. Weights are exp2((score - maximum) * base): differences are scaled, because the rounding
+// of a scaled maximum grows with the score. One after another they are also the form in which the splits of a row wait in scratch.
 template <class T> struct Softmax {
     int64_t value_dim;
     T *highest, *total, *sums;
@@ -24,10 +25,9 @@ template <class T> struct Softmax {
     }
 };
 
-// A positive scale of scores in base 2. Its sign, or a zero, goes into the queries.
-template <class T> INLINE T base_of(const ringtile_call &c) {
-    return c.scale == 0 ? T(1) : (T)(__builtin_fabs(c.scale) * 1.44269504088896340736);
-}
+// A positive scale of scores, in base e and in base 2. Its sign, or a zero, goes into the queries.
+INLINE double size_of_scale(const ringtile_call &c) { return c.scale == 0 ? 1 : __builtin_fabs(c.scale); }
+template <class T> INLINE T base_of(const ringtile_call &c) { return (T)(size_of_scale(c) * 1.44269504088896340736); }
 template <class T> INLINE T sign_of(const ringtile_call &c) { return c.scale < 0 ? T(-1) : T(c.scale != 0); }
 
 // The kept pairs of a tile: a row of bits per key, and the keys that no query keeps. Both can be null.
@@ -79,7 +79,7 @@ INLINE void highest_scores(T *scores, int first, int count, int lane, const Mask
 
 // One step of the online softmax over `count` keys that start at `first`: scores [count][GROUP] become weights.
 template <class T, int N>
-void online_softmax_step(T *scores, int first, int count, int lane, T scale, const Mask &mask, Softmax<T> softmax) {
+void online_softmax_step(T *scores, int first, int count, int lane, T base, const Mask &mask, Softmax<T> softmax) {
     constexpr int L = Lanes<T>::count;
     const T low = -infinity<T>();
     const bool partial = mask.partial();
@@ -88,13 +88,13 @@ void online_softmax_step(T *scores, int first, int count, int lane, T scale, con
     bool moved = false;
     for (int n = 0; n < N; n++) {
         T *at = softmax.highest + lane + n * L;
-        Vec<T> before = load(at), now = max<T>(before, share[n] * scale);
+        Vec<T> before = load(at), now = max<T>(before, share[n]);
         store(at, now);
         safe[n] = now == low ? Vec<T>{} : now;
         Ints<T> rose = now > before;
         typename Lanes<T>::integer any = 0;
         for (int i = 0; i < L; i++) any |= rose[i];
-        share[n] = exp2<T>(before - safe[n]);
+        share[n] = exp2<T>((before - safe[n]) * base);
         moved |= any != 0;
     }
     for (int64_t d = 0; d < softmax.value_dim && moved; d++)
@@ -105,7 +105,7 @@ void online_softmax_step(T *scores, int first, int count, int lane, T scale, con
     for (int k = 0; k < count; k++)
         for (int n = 0; n < N; n++) {
             T *at = scores + k * GROUP<T> + n * L;
-            Vec<T> s = load(at), p = exp2<T>(s * scale - safe[n]);
+            Vec<T> s = load(at), p = exp2<T>((s - safe[n]) * base);
             if (partial) p = s == low ? Vec<T>{} : p;
             store(at, p);
             sum[n] += p;
@@ -139,10 +139,10 @@ template <class T> struct VectorWeights {
     }
 
     // Scores of `count` keys that start at `first` become weights. `keep` are the bits of dropout, or null.
-    INLINE static void weigh(int vectors, T *scores, int first, int count, int lane, T scale, const Mask &mask,
+    INLINE static void weigh(int vectors, T *scores, int first, int count, int lane, T base, const Mask &mask,
                              const uint32_t (*keep)[MAX_WORDS], Softmax<T> softmax) {
         with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
-            online_softmax_step<T, decltype(n)::value>(scores, first, count, lane, scale, mask, softmax);
+            online_softmax_step<T, decltype(n)::value>(scores, first, count, lane, base, mask, softmax);
         });
         if (keep) drop_weights(scores, count, vectors, lane, keep + first);
     }

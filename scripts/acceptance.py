@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringtile.measure.record import BOTH, DENSE, FORWARD, OURS, Record, Row
@@ -151,14 +151,14 @@ def _beyond_dense(record: Record, direction: str, **facts: Any) -> float:
     return 1e3 * (ours - dense)
 
 
-def call_costs(record: Record) -> dict[tuple[int, str], float]:
+def call_costs(record: Record, asked: str, lengths: Sequence[int]) -> dict[tuple[int, str], float]:
     """Return the microseconds of a short call beyond PyTorch's dense attention, by length and direction."""
-    keys = [(n_tokens, direction) for n_tokens in (26, 128) for direction in (FORWARD, BOTH)]
-    return {(n, direction): _beyond_dense(record, direction, asked="dense", n_tokens=n) for n, direction in keys}
+    keys = [(n_tokens, direction) for n_tokens in lengths for direction in (FORWARD, BOTH)]
+    return {(n, direction): _beyond_dense(record, direction, asked=asked, n_tokens=n) for n, direction in keys}
 
 
 def _small(record: Record) -> Iterator[Bar]:
-    costs = call_costs(record)
+    costs = call_costs(record, "dense", (26, 128))
     for (n_tokens, direction), cost in costs.items():
         what = f"dense, N {n_tokens}, {direction}: beyond torch's dense attention"
         yield Bar(what, "stated", MICROSECONDS.format(cost), None)

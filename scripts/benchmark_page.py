@@ -1,7 +1,8 @@
 """Write docs/benchmarks.md and the figures of README.md from benchmarks/records: `python scripts/benchmark_page.py`.
 
-`python scripts/benchmark_page.py --measure` measures the records first (default, density, long, acceptance and trains;
-or name some, `grid` too), each by the command that the page prints above it.
+`python scripts/benchmark_page.py --measure` measures the records first (all but `grid`, or the ones that you name),
+each by the command that the page prints above it. `--measure short fallback` takes about a minute: short calls, with
+the compiled kernel and without it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from acceptance import bars, call_costs, row_of
 from ringtile import cli
 from ringtile.analysis.units import bytes_text, count_text, duration_text
 from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, OURS, Record, Row, break_even, write_whole
+from ringtile.measure.suites import TILES, WINDOWS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "records"
@@ -30,9 +32,11 @@ PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 GPU, TRAINS = FOLDER / "gpu.json", FOLDER / "demo-trains.json"
 CLAIMS = ROOT / "benchmarks" / "claims.toml"
 
-RECORDS = ("default", "density", "long", "acceptance", "grid")
-"""The suites with a record, in the order of the page. A record that does not exist yet has no section."""
-MEASURED = ("default", "density", "long", "acceptance", "trains")
+RECORDS = ("default", "density", "long", "short", "fallback", "acceptance", "grid")
+"""The records, in the order of the page. A record that does not exist yet has no section."""
+MEASURED = (*RECORDS[:-1], "trains")
+OPTIONS = {"fallback": ("--suite", "short", "--backend", "blockwise")}
+"""The options of `ringtile bench` for a record that does not have the name of its suite."""
 
 INTRODUCTION = """\
 # Benchmarks
@@ -61,6 +65,12 @@ SECTIONS = {
     "default": "\n## Ratio against length\n",
     "density": "\n## Ratio against density\n",
     "long": "\n## Long sequences\n",
+    "short": "\n## Short sequences\n",
+    "fallback": """
+## Short sequences without the compiled kernel
+
+The same calls on PyTorch's own operations, as ringtile computes them if the install found no C++ compiler.
+""",
     "acceptance": """
 ## Targets
 
@@ -279,6 +289,9 @@ def _section(name: str, record: Record) -> Iterator[str]:
         yield from _cells(row for row in record.rows if row.n_tokens == longest)
     elif name == "density":
         yield from _densities(record)
+    elif name in ("short", "fallback"):
+        yield from _break_even(record)
+        yield from _lengths(record)
     elif name == "long":
         yield from _lengths(record)
     else:
@@ -345,14 +358,22 @@ def page(found: Mapping[str, Record]) -> str:
     return "\n".join([*lines, DOCUMENTS, *_documents(found)]) + "\n"
 
 
-def density_table(record: Record) -> list[str]:
-    """Return README's table of the ratios at each tile density."""
+def density_table(record: Record, acceptance: Record) -> list[str]:
+    """Return README's table of the ratios at each tile density: random tiles, then windows."""
     pairs: dict[str, list[Row]] = {}
-    for row in record.rows:
+    windows = [row for row in acceptance.rows if row.asked in WINDOWS[:2] and row.dtype == "float32"]
+    for row in (*record.rows, *windows):
         if row.peer == OURS:
             pairs.setdefault(row.asked, []).append(row)
-    rows = [[f"{pair[0].tile_density:.0%}", *(f"{row.speedup or 0.0:.1f}x" for row in pair)] for pair in pairs.values()]
-    return list(table(["tile density", "forward", "forward + backward"], rows))
+    rows = [
+        [
+            "random tiles" if asked.startswith(TILES) else f"`{asked}`",
+            f"{pair[0].tile_density:.{0 if asked.startswith(TILES) else 1}%}",
+            *(f"{row.speedup or 0.0:.1f}x" for row in pair),
+        ]
+        for asked, pair in pairs.items()
+    ]
+    return list(table(["pattern", "tile density", "forward", "forward + backward"], rows, 1))
 
 
 def length_table(record: Record) -> list[str]:
@@ -395,28 +416,62 @@ def _put_figures(text: str, sentence: str, *figures: str) -> str:
     return _put(text, shape, "".join(part + figure for part, figure in zip(parts, (*figures, ""), strict=True)))
 
 
+def _listed(figures: Sequence[object]) -> str:
+    *first, last = map(str, figures)
+    return f"{', '.join(first)} and {last}"
+
+
+def _faster_from(record: Record, asked: str) -> str:
+    """Say from which length a pattern is faster than dense attention, forward and with its backward pass."""
+    starts = {row.n_tokens for row in break_even(record.rows) if row.asked == asked}
+    longest = max(row.n_tokens for row in record.rows)
+    if None in starts:
+        return f"is not faster up to {longest:,} tokens"
+    return f"is faster from {max(filter(None, starts)):,} tokens up"
+
+
+def when_dense_is_better(found: Mapping[str, Record]) -> str:
+    """Return README's paragraph about the calls that dense attention computes faster."""
+    # Both suites begin with a causal window of 256. The short one has no other pattern, so it is measured in a minute.
+    record = found["short"] if "short" in found else found["default"]
+    asked, machine, lengths = record.rows[0].asked, record.machine, (26, 64, 128)
+    costs = call_costs(record, asked, lengths)
+    forward, both = (_listed([f"{costs[n_tokens, way]:.0f}" for n_tokens in lengths]) for way in DIRECTIONS)
+    told = (
+        f"**When dense is better.** On {machine['cores']} cores ({machine['cpu']}), a call of `{asked}` with 4 heads "
+        f"costs {forward} µs more than dense attention at {_listed(lengths)} tokens, and {both} µs more with its "
+        f"backward pass. It {_faster_from(record, asked)}"
+    )
+    if fallback := found.get("fallback"):
+        told += f", and without the compiled kernel it {_faster_from(fallback, fallback.rows[0].asked)}"
+    gains = [
+        row.speedup or 0.0
+        for row in found["acceptance"].rows
+        if (row.asked, row.peer, row.dtype, row.n_queries) == ("dense", OURS, "float32", None) and row.n_tokens >= 4096
+    ]
+    told += (
+        f". If there is nothing to skip, the kernel is {min(gains):.1f} to {max(gains):.1f} times as fast as PyTorch's "
+        "in float32 from 4,096 tokens up"
+    )
+    if grid := found.get("grid"):
+        short = [row_of(grid, way, asked="dense", n_tokens=1024, heads=1).speedup or 0.0 for way in DIRECTIONS]
+        told += f", but {short[0]:.2f} times at 1,024 tokens with one head, and {short[1]:.2f} with its backward pass"
+    more = "[Benchmarks](docs/benchmarks.md) has the break-even length of each pattern, and other implementations."
+    return f"{told}. {more}"
+
+
 def readme(text: str, found: Mapping[str, Record], trains: Mapping[str, Any] | None = None) -> str:
     """Return README with the figures of the records: tables, the cost of a short call, gains without sparsity."""
-    if (density := found.get("density")) and "--suite" in str(density.command):
-        text = _put_table(text, density_table(density))
+    acceptance = found.get("acceptance")
+    if (density := found.get("density")) and acceptance and "--suite" in str(density.command):
+        text = _put_table(text, density_table(density, acceptance))
         machine, version = density.machine, str(density.versions["torch"]).partition("+")[0]
         on = f"Measured on {machine['cores']} cores ({machine['cpu']}, {machine['instruction_set']})"
         text = _put(text, r"Measured on .*? with torch [^\s:]+:", f"{on} with torch {version}:")
     if (long := found.get("long")) and "--suite" in str(long.command):
         text = _put_table(text, length_table(long))
-    if acceptance := found.get("acceptance"):
-        costs = {way: [c for (_, d), c in call_costs(acceptance).items() if d == way] for way in DIRECTIONS}
-        figures = [f"{bound(costs[way]):.0f}" for way in DIRECTIONS for bound in (min, max)]
-        text = _put_figures(
-            text, "# to # µs more than dense attention, and # to # µs more with its backward pass", *figures
-        )
-        gains = [
-            row.speedup or 0.0
-            for row in acceptance.rows
-            if (row.asked, row.peer, row.dtype, row.n_queries) == ("dense", OURS, "float32", None)
-            and row.n_tokens >= 4096
-        ]
-        text = _put_figures(text, "still # to # times as fast", f"{min(gains):.1f}", f"{max(gains):.1f}")
+    if acceptance and ("short" in found or "default" in found):
+        text = _put(text, r"\*\*When dense is better\.\*\*.*", when_dense_is_better(found))
     if trains:
         sparse, dense = (trains["trains"]["runs"][label] for label in ("sparse", "dense"))
         early, last, theirs = sparse["held_out"][0], sparse["held_out"][-1], dense["held_out"][-1]
@@ -432,8 +487,17 @@ def _trains() -> dict[str, Any] | None:
     return json.loads(TRAINS.read_text(encoding="utf-8")) if TRAINS.exists() else None
 
 
+LEAST_FREE = 0.9
+"""The part of the processor that a record needs. With less, threads wait for each other and ratios are noise."""
+
+
+def free(record: Record) -> float:
+    """Return the part of the processor that other processes left to a run: the median clock of its rows."""
+    return statistics.median(row.clock for row in record.rows if row.clock is not None)
+
+
 def measure(names: Iterable[str]) -> None:
-    """Measure records, and continue interrupted ones."""
+    """Measure records, and continue interrupted ones. Raises SystemExit if other processes used the machine."""
     for name in names:
         if name == "trains":
             printed = io.StringIO()
@@ -444,8 +508,13 @@ def measure(names: Iterable[str]) -> None:
         else:
             path = FOLDER / f"bench-{name}.json"
             resume = path.exists() and Record.from_json(path.read_text(encoding="utf-8")).interrupted
-            words = ["bench", "--suite", name, "--json", str(path.relative_to(ROOT)), *(["--resume"] if resume else [])]
-            status = cli.main(words)
+            words = ["bench", *OPTIONS.get(name, ("--suite", name)), "--json", str(path.relative_to(ROOT))]
+            status = cli.main([*words, *(["--resume"] if resume else [])])
+            if not status and (share := free(Record.from_json(path.read_text(encoding="utf-8")))) < LEAST_FREE:
+                raise SystemExit(
+                    f"{path.name}: other processes left {share:.0%} of the processor, expected {LEAST_FREE:.0%}: "
+                    "measure it again on a quiet machine"
+                )
         if status:
             raise SystemExit(status)
 

@@ -99,6 +99,5 @@ def compile_choice(launch: Launch, choice: Choice, target: str) -> Compiled:
             attributes[(number,)] = [["tt.divisibility", 16]]
     constexprs = {(launch.kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(launch.kernel, signature, constexprs, attributes)
-    options = {"num_warps": choice.config.warps, "num_stages": choice.config.stages}
-    kernel = triton.compile(source, target=TARGETS[target], options=options)
+    kernel = triton.compile(source, target=TARGETS[target], options=choice.config.options())
     return Compiled(kernel.metadata.shared, kernel.asm)

@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
@@ -180,9 +181,9 @@ def counted_traffic() -> Iterator[Any]:
 
     def counting(name: str) -> Callable[..., Any]:
         def counted(*arguments: Any, **keywords: Any) -> Any:
-            if not arguments:
-                # FSDP's own, which names what it passes.
-                return _original[name](**keywords)
+            if sys._getframe(1).f_globals["__name__"].startswith("torch."):
+                # FSDP gathers and scatters its weights by the same functions.
+                return _original[name](*arguments, **keywords)
             traffic = local.__dict__.setdefault("traffic", Traffic())
             sent, received = _bytes_of(name, arguments)
             traffic.sent, traffic.received = traffic.sent + sent, traffic.received + received
@@ -273,7 +274,11 @@ def _enter(
     torch.manual_seed(0)
     torch.set_num_threads(1)
     global _joining
-    _joining = _shared_store(rank == host, n_ranks, folder / "port"), rank, n_ranks, timeout
+    store = _shared_store(rank == host, n_ranks, folder / "port")
+    # A busy machine takes longer to start a process than some groups give theirs.
+    store.set(f"started/{rank}", "")
+    store.wait([f"started/{each}" for each in range(n_ranks)])
+    _joining = store, rank, n_ranks, timeout
     join_group()
     function(rank, n_ranks, *arguments)
 

@@ -191,10 +191,10 @@ def test_scores_find_a_far_tile_that_all_rows_want(scores: Scores) -> None:
         inside = slice(tile * BLOCK, (tile + 1) * BLOCK)
         k[0, head, inside] = 3 + 0.2 * k[0, head, inside]
         q[0, head] = 0.2 * q[0, head] + 0.3
-    index = select(q, k, TopK(6), is_causal=True, scores=scores, block=BLOCK)
+    index = select(q, k, scores, TopK(6), is_causal=True, block=BLOCK)
     kept = index.tiles[0].gather(2, wanted[:, None, None].expand(-1, index.n_rows, 1)).squeeze(2)
     assert kept[:, 24:].float().mean() > 0.95
-    blind = select(q, k, TopK(6), is_causal=True, scores=Shuffled(), block=BLOCK)
+    blind = select(q, k, Shuffled(), TopK(6), is_causal=True, block=BLOCK)
     by_chance = blind.tiles[0].gather(2, wanted[:, None, None].expand(-1, index.n_rows, 1)).squeeze(2)
     assert by_chance[:, 24:].float().mean() < 0.3
     reports = [audit(q, k, v, x, rows=200) for x in (index, blind)]
@@ -206,7 +206,7 @@ def test_more_probes_come_nearer_to_the_true_mass() -> None:
     # The rows of a tile want similar keys.
     q += 3 * torch.randn(1, 4, 1024 // BLOCK, 32).repeat_interleave(BLOCK, 2)
     found = [
-        audit(q, k, v, select(q, k, Density(0.2), is_causal=True, scores=scores, block=BLOCK), rows=400).mean
+        audit(q, k, v, select(q, k, scores, Density(0.2), is_causal=True, block=BLOCK), rows=400).mean
         for scores in (Shuffled(), Probe(1), Probe(4), Probe(16))
     ]
     assert found == sorted(found)
@@ -221,14 +221,14 @@ def test_a_full_budget_has_the_bits_of_the_base(rule: Pattern, masked: bool, sco
     base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.8 if masked else None
     expected = sparse_attention(q, k, v, base, key_mask=key_mask, enable_gqa=True)
     for budget in FULL:
-        attend = AdaptiveAttention(scores, budget, block=BLOCK, sinks=0, local=0)
+        attend = AdaptiveAttention(scores, budget, block=BLOCK, first=0, local=0)
         assert torch.equal(attend(q, k, v, base, key_mask=key_mask, enable_gqa=True), expected), budget
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_attention_is_exact_over_the_chosen_tiles_in_every_dtype(dtype: torch.dtype) -> None:
     q, k, v, _ = make_inputs(1, 4, 177, 201, kv_heads=2, dtype=dtype)
-    index = select(q, k, Density(0.3), is_causal=True, block=BLOCK)
+    index = select(q, k, budget=Density(0.3), is_causal=True, block=BLOCK)
     assert 0.3 < index.tile_density < 0.6
     out = AdaptiveAttention(budget=Density(0.3), block=BLOCK)(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.equal(out, sparse_attention(q, k, v, index, enable_gqa=True))
@@ -281,7 +281,7 @@ def test_budgets_keep_the_best_tiles_of_each_row(problem: tuple[Tensor, Tensor, 
 
 def test_a_budget_by_head_and_forced_tiles_count() -> None:
     q, k, _, _ = make_inputs(1, 2, 320, dtype=torch.float32)
-    index = select(q, k, Density((0.1, 0.9)), base=Dense(), block=BLOCK, sinks=2, local=1, scores=Shuffled())
+    index = select(q, k, Shuffled(), Density((0.1, 0.9)), base=Dense(), block=BLOCK, first=2, local=1)
     counts = index.tiles.sum(3)[0]
     assert counts[0].tolist() == [2, 3, 4, *[5] * 16, 4]
     assert set(counts[1].tolist()) == {18}
@@ -293,13 +293,13 @@ def test_a_budget_by_head_and_forced_tiles_count() -> None:
 def test_last_queries_and_short_inputs_are_dense(scores: Scores) -> None:
     q, k, v, _ = make_inputs(1, 4, 250, dtype=torch.float32)
     options: dict[str, Any] = {"is_causal": True, "scores": scores, "block": BLOCK}
-    index = select(q, k, Density(0.1), last_dense=20, **options)
+    index = select(q, k, budget=Density(0.1), last_dense=20, **options)
     pairs = index.to_dense()[0]
     causal = torch.ones(250, 250, dtype=torch.bool).tril()
     assert torch.equal(pairs[:, 230:], causal[230:].expand(4, -1, -1))
     assert (pairs[:, 200:220].sum(2) < 150).all()
     assert select(q, k, min_length=251, **options) is build_index(Causal(), 250, num_heads=4, block=BLOCK)
-    assert select(q, k, Density(0.1), min_length=250, **options).tile_density < 0.5
+    assert select(q, k, budget=Density(0.1), min_length=250, **options).tile_density < 0.5
     whole = AdaptiveAttention(scores, min_length=300, block=BLOCK)(q, k, v, is_causal=True)
     assert torch.equal(whole, sparse_attention(q, k, v, is_causal=True))
 
@@ -309,7 +309,7 @@ def changed(scores: Scores, budget: Budget, start: int, **options: Any) -> int:
     n = 201
     torch.manual_seed(0)
     q, k, v, _ = make_inputs(1, 2, n, dtype=torch.float32, score_scale=3.0)
-    attend = AdaptiveAttention(scores, budget, block=BLOCK, sinks=0, local=0, **options)
+    attend = AdaptiveAttention(scores, budget, block=BLOCK, first=0, local=0, **options)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = attend(q[:, :, start:], k, v, is_causal=True)
@@ -372,7 +372,7 @@ def test_gradients_are_those_of_the_chosen_pairs(scores: Scores) -> None:
     q, k, v, grad_out = make_inputs(1, 2, 70, head_dim=4)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     attend = AdaptiveAttention(scores, Density(0.4), block=BLOCK, local=0)
-    pairs = select(q.detach(), k.detach(), Density(0.4), is_causal=True, scores=scores, block=BLOCK, local=0).to_dense()
+    pairs = select(q.detach(), k.detach(), scores, Density(0.4), is_causal=True, block=BLOCK, local=0).to_dense()
     assert pairs.float().mean() < 0.4
     found = torch.autograd.grad(attend(q, k, v, is_causal=True), leaves, grad_out)
     exact = (q @ k.mT / 2).masked_fill(~pairs, -math.inf).softmax(-1) @ v
@@ -412,7 +412,12 @@ def test_batch_elements_and_heads_are_alone_and_hidden_keys_may_be_nan(scores: S
 def test_wrong_arguments_are_named() -> None:
     q, k, v, _ = make_inputs(2, 4, 100, kv_heads=2, dtype=torch.float32)
     for options, message in (
-        ({"sinks": -1}, "sinks: expected an integer of at least 0, got -1"),
+        ({"first": -1}, "first: expected an integer of at least 0, got -1"),
+        (
+            {"scores": Density(0.2)},
+            r"scores: expected Scores, such as Probe\(\) or Blend\(\), got Density\(density=0.2\)",
+        ),
+        ({"budget": 0.2}, r"budget: expected a Budget, such as Density\(0.25\), or a Controller, got 0.2"),
         ({"min_length": 0.5}, "min_length: expected an integer of at least 0, got 0.5"),
         ({"key_mask": torch.ones(2, 99, dtype=torch.bool)}, r"key_mask: expected bool \(2, 100\), got"),
         ({"base": build_index(Causal(), 99)}, r"base: BlockIndex\(99 queries .* does not match q"),

@@ -79,7 +79,7 @@ def test_chunks_of_any_length_are_the_call(
 ) -> None:
     x = inputs(seed)
     mask = torch.rand(2, N, generator=torch.Generator().manual_seed(seed)) < 0.7 if masked else None
-    attend = AdaptiveAttention(scores, budget, block=BLOCK, sinks=forced[0], local=forced[1])
+    attend = AdaptiveAttention(scores, budget, block=BLOCK, first=forced[0], local=forced[1])
     expected = attend(*x, rule, key_mask=mask, enable_gqa=True)
     index = attend.index(*x[:2], rule, key_mask=mask)
     cache = attend.new_cache(rule)
@@ -97,7 +97,7 @@ def test_chunks_of_any_length_are_the_call(
 def test_a_step_is_the_last_row_of_a_call(scores: Any) -> None:
     """Of every length: no step knows how long the call is that it is compared with."""
     x = inputs(3, tokens=70)
-    attend = AdaptiveAttention(scores, Density(0.3), block=BLOCK, sinks=0, local=0)
+    attend = AdaptiveAttention(scores, Density(0.3), block=BLOCK, first=0, local=0)
     cache = attend.new_cache(Causal())
     for n, out in enumerate(steps(cache, x, list(range(20, 70))), 19):
         n_keys = n + 1
@@ -111,7 +111,7 @@ def test_short_contexts_are_dense() -> None:
     """A call with fewer tokens in all than `min_length` keeps all pairs, a longer one the choice, in each row."""
     x = inputs(1, tokens=100)
     for scores in (Probe("first"), Blend(None)):
-        attend = AdaptiveAttention(scores, TopK(1), block=BLOCK, sinks=0, local=0, min_length=53)
+        attend = AdaptiveAttention(scores, TopK(1), block=BLOCK, first=0, local=0, min_length=53)
         cache = attend.new_cache(Causal())
         for last, out in zip([10, 40, *range(41, 60), 100], steps(cache, x, [10, 40, *range(41, 60)]), strict=True):
             expected = attend(*(t[:, :, :last] for t in x), is_causal=True, enable_gqa=True)
@@ -161,7 +161,7 @@ def test_a_random_order_is_the_same_at_every_length() -> None:
 @pytest.mark.parametrize("scores", [Probe("first"), Blend(None)], ids=repr)
 def test_a_step_reads_the_chosen_tiles_only(scores: Any) -> None:
     x = inputs(4, tokens=200)
-    attend = AdaptiveAttention(scores, TopK(3), block=BLOCK, sinks=0, local=0)
+    attend = AdaptiveAttention(scores, TopK(3), block=BLOCK, first=0, local=0)
     caches = [attend.new_cache(Causal()) for _ in range(2)]
     for cache in caches:
         steps(cache, [t[:, :, :195] for t in x], [])
@@ -230,7 +230,7 @@ def test_summaries_grow_by_one_tile() -> None:
 @pytest.mark.parametrize("scores", SCORES, ids=repr)
 def test_no_step_knows_a_later_token(scores: Any) -> None:
     x = inputs(7, tokens=120, batch=1)
-    attend = AdaptiveAttention(scores, Density(0.3), block=BLOCK, sinks=0, local=0)
+    attend = AdaptiveAttention(scores, Density(0.3), block=BLOCK, first=0, local=0)
     cuts = [33, 50, *range(107, 120)]
 
     def run(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -254,7 +254,7 @@ def test_no_step_knows_a_later_token(scores: Any) -> None:
 @pytest.fixture
 def model() -> SparseLanguageModel:
     torch.manual_seed(0)
-    attend = AdaptiveAttention(Probe("first"), Density(0.3), block=BLOCK, sinks=0, local=0)
+    attend = AdaptiveAttention(Probe("first"), Density(0.3), block=BLOCK, first=0, local=0)
     transformer = SparseTransformer(2, 32, 4, num_kv_heads=2, is_causal=True, attend=attend, dtype=torch.float64)
     model = SparseLanguageModel(64, transformer).eval()
     with torch.no_grad():

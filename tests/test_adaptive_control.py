@@ -96,9 +96,9 @@ def test_a_call_reports_what_it_chose_and_the_audit_agrees() -> None:
     assert attend.report is not None
     assert attend.report.density.shape == (2, 4)
     some = Controller(0.9)
-    first, again = (select(q, k, some, is_causal=True, block=BLOCK).tiles for _ in range(2))
+    first, again = (select(q, k, budget=some, is_causal=True, block=BLOCK).tiles for _ in range(2))
     assert torch.equal(first, again)
-    index = select(q, k, Controller(0.9, rows=N), is_causal=True, block=BLOCK)
+    index = select(q, k, budget=Controller(0.9, rows=N), is_causal=True, block=BLOCK)
     recall = audit(q, k, k, index, rows=N).recall.mean(2)
     assert torch.allclose(recall, attend.report.recall, atol=1e-6)
     assert (recall > 0.9).all()
@@ -109,12 +109,12 @@ def test_a_head_that_nothing_serves_is_dense_and_named() -> None:
     q, k = heads_of_many_kinds(1, 4)
     q[:, 1] = 0
     controller = Controller(0.99, rows=99)
-    index = select(q, k, controller, is_causal=True, block=BLOCK)
+    index = select(q, k, budget=controller, is_causal=True, block=BLOCK)
     assert controller.report is not None
     assert bool(controller.report.dense[0, 1])
     assert torch.equal(index.tiles[0, 1], torch.ones(32, 32, dtype=torch.bool).tril())
     short = Controller(0.95)
-    select(q[:, :, :15], k[:, :, :15], short, is_causal=True, block=BLOCK)
+    select(q[:, :, :15], k[:, :, :15], budget=short, is_causal=True, block=BLOCK)
     assert short.report is not None
     # 15 rows cannot prove a dropped mass of 0.05.
     assert short.report.dense.all()
@@ -123,10 +123,10 @@ def test_a_head_that_nothing_serves_is_dense_and_named() -> None:
 def test_batch_elements_have_densities_of_their_own() -> None:
     q, k = heads_of_many_kinds(3, 4)
     controller = Controller(0.9)
-    select(q, k, controller, is_causal=True, block=BLOCK)
+    select(q, k, budget=controller, is_causal=True, block=BLOCK)
     whole = controller.report
     alone = Controller(0.9)
-    select(q[1:2], k[1:2], alone, is_causal=True, block=BLOCK)
+    select(q[1:2], k[1:2], budget=alone, is_causal=True, block=BLOCK)
     assert whole is not None
     assert alone.report is not None
     assert torch.equal(alone.report.density, whole.density[1:2])
@@ -136,34 +136,34 @@ def test_offline_densities_come_from_the_calls_before_and_stay() -> None:
     q, k = heads_of_many_kinds(1, 4)
     controller = Controller(0.9, "offline", rows=128)
     with pytest.raises(ValueError, match="mode: expected calls with fitting=True"):
-        select(q, k, controller, is_causal=True, block=BLOCK)
+        select(q, k, budget=controller, is_causal=True, block=BLOCK)
     controller.fitting = True
     for _ in range(2):
-        index = select(q, k, controller, is_causal=True, block=BLOCK)
+        index = select(q, k, budget=controller, is_causal=True, block=BLOCK)
         assert index.tile_density == 1
     controller.fitting = False
     other, keys = heads_of_many_kinds(2, 4)
-    select(other, keys, controller, is_causal=True, block=BLOCK)
+    select(other, keys, budget=controller, is_causal=True, block=BLOCK)
     first = controller.report
-    select(q, k, controller, is_causal=True, block=BLOCK)
+    select(q, k, budget=controller, is_causal=True, block=BLOCK)
     assert first is not None
     assert controller.report is not None
     assert torch.equal(first.density, controller.report.density)
     assert first.density.shape == (1, 4)
     assert (first.density < 1).any()
     q.requires_grad_()
-    select(q, k, controller, is_causal=True, scores=Probe("first"), block=BLOCK)
+    select(q, k, Probe("first"), controller, is_causal=True, block=BLOCK)
 
 
 def test_running_densities_come_from_earlier_calls_and_warn() -> None:
     q, k = heads_of_many_kinds(1, 4)
     controller = Controller(0.9, "running")
-    assert select(q, k, controller, is_causal=True, block=BLOCK).tile_density == 1
+    assert select(q, k, budget=controller, is_causal=True, block=BLOCK).tile_density == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert select(q, k, controller, is_causal=True, block=BLOCK).tile_density < 1
+        assert select(q, k, budget=controller, is_causal=True, block=BLOCK).tile_density < 1
     with pytest.warns(UserWarning, match=r"heads \[.*3.*\] keep less than 0.9 of their attention in this call"):
-        select(0.05 * q, k, controller, is_causal=True, block=BLOCK)
+        select(0.05 * q, k, budget=controller, is_causal=True, block=BLOCK)
 
 
 def dense_curves(
@@ -181,7 +181,7 @@ def dense_curves(
     share = weights.double() / weights.double().sum()
     missed, error, tiles = [], [], []
     for density in GRID:
-        index = select(q, k, Density(density), base=base, scores=scores)
+        index = select(q, k, scores, Density(density), base=base)
         kept = index.to_dense() & pairs
         missed.append(((exact * ~kept).sum(-1)[:, :, rows] * share).sum(2).mean(0))
         sparse = logits.masked_fill(~kept, -math.inf).softmax(-1) @ values
@@ -248,10 +248,10 @@ def test_heads_that_need_more_get_more_and_the_mean_is_kept() -> None:
     base, rows = build_index(Causal(), N, num_heads=8, block=BLOCK), torch.randperm(N)[:128].sort().values
     curves = loss_curves(q, k, v, base, Probe(), rows)
     for density in (0.25, 0.5):
-        even = select(q, k, Density(density), is_causal=True, scores=Probe(), block=BLOCK)
+        even = select(q, k, Probe(), Density(density), is_causal=True, block=BLOCK)
         (found,) = allocate([curves], even.tile_density, "recall")
         assert max(found) - min(found) > 0.2
-        index = select(q, k, Density(found), is_causal=True, scores=Probe(), block=BLOCK)
+        index = select(q, k, Probe(), Density(found), is_causal=True, block=BLOCK)
         assert index.tile_density == pytest.approx(even.tile_density, abs=0.01)
         kept = [audit(q, k, v, x, rows=N).mean for x in (index, even)]
         assert kept[0] > kept[1] + 0.01
@@ -276,11 +276,11 @@ def test_a_calibration_is_stored_and_refuses_another_model(tmp_path: Path) -> No
     before.save(path)
     assert [child.name for child in tmp_path.iterdir()] == ["budgets.json"]
     after = Calibration.load(path)
-    assert (after.model, after.scores, after.block, after.sinks, after.local) == (facts, scores, 32, 2, 1)
+    assert (after.model, after.scores, after.block, after.first, after.local) == (facts, scores, 32, 2, 1)
     assert after.text == {"tokens": 4096}
     assert all(torch.equal(x, y) for x, y in zip(after.curves[0], curve, strict=True))
     (attend,) = after.attention(0.3, min_length=512)
-    assert (attend.scores, attend.block, attend.sinks, attend.min_length) == (scores, 32, 2, 512)
+    assert (attend.scores, attend.block, attend.first, attend.min_length) == (scores, 32, 2, 512)
     assert attend.budget == Density(allocate([curve], 0.3)[0])
     after.check(facts)
     with pytest.raises(ValueError, match="calibration: it is of a model with heads=2, got 9"):

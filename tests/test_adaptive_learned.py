@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,8 +23,11 @@ from ringtile.adaptive import (
     audit,
     distill,
     select,
+    selection,
     with_coordinates,
 )
+from ringtile.adaptive import gate as gate_module
+from ringtile.adaptive import routed as routed_module
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
 
@@ -173,7 +177,7 @@ def kept(scores: Scores, samples: list[tuple[Tensor, Tensor]]) -> float:
     """Mean recall at a density of 25%."""
     found = []
     for q, k in samples:
-        index = select(q, k, Density(0.25), is_causal=True, scores=scores, block=BLOCK)
+        index = select(q, k, scores, Density(0.25), is_causal=True, block=BLOCK)
         found.append(audit(q, k, k, index, rows=128).mean)
     return sum(found) / len(found)
 
@@ -205,7 +209,7 @@ def test_a_gate_stays_as_it_was_if_other_text_loses_by_it() -> None:
 def routed(seed: int = 0, **options: Any) -> RoutedAttention:
     torch.manual_seed(seed)
     gate = trained(Gate(4, 16, num_kv_heads=2, places=9, pool=None))
-    return RoutedAttention(gate, Density(0.3), block=BLOCK, sinks=0, local=0, **options)
+    return RoutedAttention(gate, Density(0.3), block=BLOCK, first=0, local=0, **options)
 
 
 @pytest.mark.parametrize("straight_through", [False, True])
@@ -219,6 +223,49 @@ def test_routing_adds_nothing_to_the_output(straight_through: bool) -> None:
     assert attend.loss.requires_grad
     assert (found - wanted).abs().max() <= (1e-14 if straight_through else 0)
     assert torch.equal(attend.eval()(q, k, v, is_causal=True, enable_gqa=True), wanted)
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+def test_a_call_in_training_codes_each_tile_and_each_query_once(
+    straight_through: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, _ = (x.requires_grad_() for x in make_inputs(2, 4, 201, kv_heads=2))
+    attend, calls = routed(straight_through=straight_through, rows=7), Counter[str]()
+
+    def counting(name: str, function: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            calls[name] += arguments[-1].shape[2] if name == "queries" else 1
+            return function(*arguments, **options)
+
+        return counted
+
+    monkeypatch.setattr(Gate, "codes_of_queries", counting("queries", Gate.codes_of_queries))
+    monkeypatch.setattr(Gate, "codes_of_tiles", counting("tiles", Gate.codes_of_tiles))
+    monkeypatch.setattr(gate_module, "summaries", counting("summaries", gate_module.summaries))
+    monkeypatch.setattr(routed_module, "base_index", counting("base", routed_module.base_index))
+    monkeypatch.setattr(selection, "build_index", counting("built", selection.build_index))
+    attend(q, k, v, is_causal=True, enable_gqa=True)
+    # The gradient of the loss needs the codes of the drawn queries alone.
+    drawn = 0 if straight_through else 7
+    assert calls == {"queries": 201 + drawn, "tiles": 1, "summaries": 1, "base": 1, "built": 1}
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_loss_of_a_call_is_that_of_its_gate(straight_through: bool, masked: bool) -> None:
+    q, k, v, _ = (x.requires_grad_() for x in make_inputs(2, 4, 201, kv_heads=2))
+    attend = routed(straight_through=straight_through, rows=7)
+    options = {"key_mask": torch.rand(2, 201) < 0.8 if masked else None, "scale": 0.3}
+    torch.manual_seed(5)
+    attend(q, k, v, is_causal=True, enable_gqa=True, **options)
+    torch.manual_seed(5)
+    rows, base = torch.randperm(201)[:7], base_of(Causal(), 201, 201)
+    wanted = attend.scores.loss(q, k, base, rows, first=0, local=0, **options)
+    torch.testing.assert_close(attend.loss, wanted, rtol=1e-5, atol=1e-7)
+    found, wanted = (torch.autograd.grad(loss, list(attend.parameters())) for loss in (attend.loss, wanted))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def dense_routed(attend: RoutedAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -364,7 +411,7 @@ def test_wrong_arguments_are_named() -> None:
 def test_steps_of_generation_equal_the_call() -> None:
     torch.manual_seed(0)
     gate = trained(Gate(2, 16, places=16, pool=None))
-    attend = RoutedAttention(gate, Density(0.3), block=BLOCK, sinks=0, local=0)
+    attend = RoutedAttention(gate, Density(0.3), block=BLOCK, first=0, local=0)
     model = SparseTransformer(1, 32, 2, is_causal=True, attend=attend).eval()
     torch.nn.init.normal_(model.layers[0].output.weight)
     x = torch.randn(1, 120, 32)

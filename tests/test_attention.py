@@ -383,6 +383,58 @@ def test_heads_of_one_key_head_may_have_different_patterns(kv_heads: int) -> Non
         assert_same(attend(inputs, pattern), oracle(*inputs[:3], pattern, grad_out=inputs.grad_out))
 
 
+@pytest.mark.parametrize("backend", [None, "blockwise", "dense", "reference"])
+def test_lazily_negated_and_zero_tensors_count_as_their_values(backend: str | None) -> None:
+    plain = [torch.randn(1, 2, 6, 4) for _ in range(4)]
+    negated = [torch._neg_view((-x).contiguous()) for x in plain]
+    assert all(x.is_neg() and torch.equal(x, y) for x, y in zip(negated, plain, strict=True))
+    nothing = torch.zeros(1, 2, 6, 4)
+
+    def results(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = sparse_attention(*leaves, Causal(), backend=backend)
+        with torch.no_grad():
+            assert torch.equal(sparse_attention(*leaves, Causal(), backend=backend), out)
+        return [out, *torch.autograd.grad(out, leaves, out_grad)]
+
+    for which in range(4):
+        for others, lazy in ((plain[which], negated[which]), (nothing, torch._efficientzerotensor((1, 2, 6, 4)))):
+            expected, found = (results(*plain[:which], x, *plain[which + 1 :]) for x in (others, lazy))
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_lazily_zero_options_count_as_zeros() -> None:
+    q, k, v = torch.randn(3, 2, 2, 6, 4).unbind()
+    for options in ({"key_lengths": [2]}, {"head_at": [2], "dropout_p": 0.5, "seed": 3}):
+        name, shape = next(iter(options.items()))
+        for lazy, zeros in ((torch._efficientzerotensor(shape, dtype=torch.int64), torch.zeros(shape).long()),):
+            a, b = (sparse_attention(q, k, v, Causal(), **options | {name: x}) for x in (lazy, zeros))
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", [None, "blockwise", "dense"])
+def test_freed_memory_is_refused_in_both_passes(backend: str | None) -> None:
+    def tensors() -> list[Tensor]:
+        return [torch.randn(1, 2, 6, 4)[:, 1:] for _ in range(4)]
+
+    def freed(x: Tensor) -> None:
+        x.untyped_storage().resize_(0)
+
+    for _ in range(3):
+        sparse_attention(*tensors()[:3], Causal(), backend=backend)
+    for which, name in enumerate(("query", "key", "value", "out_grad")):
+        inputs = tensors()
+        leaves = [x.requires_grad_() for x in inputs[:3]]
+        out = sparse_attention(*leaves, Causal(), backend=backend)
+        freed(inputs[which])
+        with pytest.raises(ValueError, match=f"{name}: expected a tensor with memory, got a freed storage"):
+            torch.autograd.grad(out, leaves, inputs[3])
+        if which < 3:
+            with pytest.raises(ValueError, match=f"{name}: expected a tensor with memory, got a freed storage"):
+                sparse_attention(*leaves, Causal(), backend=backend)
+
+
 def test_only_what_is_asked_for_gets_a_gradient() -> None:
     inputs = make_inputs(1, 2, 150)
     expected = oracle(*inputs[:3], TILED, grad_out=inputs.grad_out)

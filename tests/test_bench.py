@@ -883,6 +883,39 @@ def test_json_to_standard_output_is_only_that(fakes, capsys):
     assert [row["peer"] for row in rows] == ["ringtile", "dense"]
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.0, False), (1000.0, True)])
+def test_a_busy_machine_is_mentioned_before_anything_is_measured(fakes, monkeypatch, capsys, load, warned):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    words = ("window(5)", "--tokens", "26", "--direction", "forward", "--peers")
+    assert run(*words) == 0
+    assert capsys.readouterr().out.startswith("This machine is busy (load 1000.0 on") == warned
+    # Standard output is the record's.
+    assert run(*words, "--json", "-") == 0
+    out, err = capsys.readouterr()
+    assert ("This machine is busy" in err) == (json.loads(out)["warning"] is not None) == warned
+
+
+def test_rows_to_measure_again_are_marked(fakes, monkeypatch, capsys):
+    right_row = made_row(median_ms=2.0, low_ms=1.9, high_ms=2.8, limit_ms=2.0, clock=0.9)
+    assert right_row.doubts == []
+    assert made_row().doubts == []
+    wrong = replace(right_row, low_ms=1.0, limit_ms=3.0, clock=0.5)
+    assert wrong.doubts == [
+        "faster than the limit, whose rates were measured too low",
+        "times vary 2.8x",
+        "had 50% of the processor",
+    ]
+
+    def measured(case: Case, peers: Sequence[Fake], **options: Any) -> Any:
+        yield [replace(right_row, error=1e-7), replace(wrong, error=1e-7, peer=DENSE)]
+
+    monkeypatch.setattr(bench, "measure", measured)
+    assert run("window(5)", "--tokens", "26") == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if " ! times vary 2.8x" in line] == [DENSE]
+    assert out.endswith("1 of 2 rows are doubtful (!). Measure again on a machine that is idle.\n")
+
+
 def test_densities_choose_the_free_parameter(fakes, capsys):
     words = ("--tokens", "256", "--density", "0.2", "--direction", "forward", "--json", "-")
     assert run("causal & window(1, 0)", *words) == 0
@@ -964,7 +997,7 @@ def test_progress_shows_on_a_terminal_only(fakes, monkeypatch, capsys):
     assert run("window(5)", "--tokens", "26", "50", "--direction", "forward") == 0
     shown = terminal.getvalue()
     first, second = (line for line in shown.split("\r\x1b[K") if "N " in line)
-    assert first == "case 1 of 2: window(5), N 26"
+    assert first == "case 1 of 2: window(5), N 26  1.0 s left"
     assert re.fullmatch(r"case 2 of 2: window\(5\), N 50  \S+ s left", second)
     assert shown.endswith("\r\x1b[K")
 

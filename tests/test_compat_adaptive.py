@@ -173,22 +173,34 @@ def test_bounds_hold_the_density_of_chosen_tiles() -> None:
         (lambda: SparsePatternGenerator(SMALL).generate_pattern(500), "pattern_type: 'adaptive'"),
         (lambda: create_adaptive_sparse_multihead_attention(8, 2, quality_threshold=1.0), "quality: "),
         (
-            lambda: create_adaptive_sparse_multihead_attention(8, 2, quality_threshold=0.9, sparsity_ratio=0.1),
-            "sparsity_ratio: changes nothing beside quality_threshold=0.9",
-        ),
-        (
             lambda: create_adaptive_sparse_multihead_attention(
                 8, 2, quality_threshold=0.9, use_adaptive_sparsity=FIRST
             ),
-            "use_adaptive_sparsity: changes nothing beside",
+            "use_adaptive_sparsity: expected True beside quality_threshold=0.9",
         ),
         (lambda: create_adaptive_sparse_multihead_attention(8, 2, pattern_type="local_window"), "pattern_type: "),
-        (lambda: create_adaptive_sparse_multihead_attention(8, 2, dilation_rates=[1, 2]), "dilation_rates: "),
     ],
 )  # fmt: skip
-def test_what_changes_nothing_or_contradicts_is_refused(make: Any, named: str) -> None:
+def test_what_contradicts_is_refused(make: Any, named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named}"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            {"quality_threshold": 0.9, "sparsity_ratio": 0.1},
+            r"sparsity_ratio=0\.1 changes nothing: quality_threshold=0\.9 decides",
+        ),
+        ({"dilation_rates": [1, 2]}, r"dilation_rates=\(1, 2\) changes nothing: pattern_type='adaptive' decides"),
+    ],
+)
+def test_what_another_argument_overrides_is_said(arguments: dict[str, Any], said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        module = create_adaptive_sparse_multihead_attention(8, 2, **arguments)
+    assert isinstance(module.attention.adaptive, AdaptiveAttention) == ("quality_threshold" in arguments)
+    assert module(torch.randn(1, 300, 8))[0].isfinite().all()
 
 
 # Quality.

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_processes
-from torch import nn
+from oracle import relative_error
+from ranks import on_ranks, run_processes
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringtile.compat import (
     BlockSparseRingAdvancedDistributedDilatedAttention,
+    BlockSparseRingDilatedAttention,
     DistributedSparseConfig,
     DistributedSparsePattern,
+    RingAttentionConfig,
+    RingDilatedAttentionProduction,
+    RingDilatedAttentionV2,
+    SparsePatternConfig,
     compress_gradients,
+    create_block_sparse_multihead_attention,
 )
 from ringtile.distributed import Layout
 from ringtile.patterns import hierarchical, longnet_union
@@ -152,7 +163,20 @@ def compressed_between_replicas(rank: int, size: int) -> None:
             assert 0 < float(error.abs().max()) < 2**-10 * float(wanted.abs().max())
 
 
+def measured(rank: int, size: int) -> None:
+    """The dense attention that a ring is compared with is that over all ranks."""
+    x = torch.randn(1, 512, 1, 8, generator=torch.Generator().manual_seed(0))
+    attention = BlockSparseRingDilatedAttention(sparse_config=SparsePatternConfig(sparsity_ratio=1.0), ring_size=size)
+    attention.performance_monitor.enable()
+    out = attention(Layout.contiguous(512, size, unit=1).shard(x, rank, 1))
+    stats = attention.get_performance_stats()
+    assert stats["quality_score"] == pytest.approx(1)
+    assert stats["avg_sparsity"] == 1
+    assert out.shape == (1, 512 // size, 1, 8)
+
+
 def run_checks(rank: int, size: int) -> None:
+    measured(rank, size)
     balanced(rank, size)
     compressed_between_replicas(rank, size)
     compressed(rank, size)
@@ -190,3 +214,144 @@ def test_deepspeeds_group_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=SimpleNamespace(groups=groups)))
     assert made[True].group is group
     assert made[False].group is None
+
+
+# A ring of all ranks.
+
+TOO_SHORT = pytest.mark.filterwarnings("ignore:dilation_rates=", "ignore:sparsity_ratio=.* cannot be reached")
+"""The lengths are small here, and the ratio and the rates have no room: warnings say so."""
+
+RINGS: dict[str, dict[str, Any]] = {
+    "window": {"sparse_config": SparsePatternConfig("local_window", local_window_size=300)},
+    "density": {"sparse_config": SparsePatternConfig("global_local", 0.6, global_tokens=5)},
+    "segments": {
+        "sparse_config": SparsePatternConfig("dilated_sparse"),
+        "segment_lengths": [256, 500],
+        "dilation_rates": [1, 2],
+    },
+    "checkpointed": {
+        "sparse_config": SparsePatternConfig("dilated_sparse", 0.5, dilation_rates=[1, 2]),
+        "use_gradient_checkpointing": True,
+    },
+    "all pairs": {"sparse_config": SparsePatternConfig(sparsity_ratio=1.0), "attention_scale": 0.2},
+}
+
+
+def with_grads(attend: Any, inputs: tuple[Tensor, ...], grad_out: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("name", RINGS)
+@TOO_SHORT
+def test_a_ring_is_one_process_forward_and_backward(name: str, n_ranks: int) -> None:
+    x = torch.randn(4, 2, 999 // n_ranks * n_ranks, 2, 8, dtype=torch.float64)
+    layout = Layout.contiguous(x.shape[2], n_ranks, unit=1)
+    mask = torch.rand(2, x.shape[2]) < 0.7
+    alone = BlockSparseRingDilatedAttention(**RINGS[name])
+
+    def on_rank(rank: int) -> list[list[Tensor]]:
+        attention = BlockSparseRingDilatedAttention(**copy.deepcopy(RINGS[name]), ring_size=n_ranks)
+        *mine, grad_out = layout.shard(x, rank)
+        options = ({"is_causal": True}, {"key_mask": layout.shard(mask, rank, 1)})
+        found = [with_grads(partial(attention, **how), tuple(mine), grad_out) for how in options]
+        assert attention.get_memory_info()["memory_reduction"] == reductions[1]
+        return found
+
+    reductions, expected = [], []
+    for how in ({"is_causal": True}, {"key_mask": mask}):
+        expected.append(with_grads(partial(alone, **how), tuple(x[:3]), x[3]))
+        reductions.append(alone.get_memory_info()["memory_reduction"])
+    assert name == "all pairs" or min(reductions) > 0.1
+    found = on_ranks(n_ranks, on_rank)
+    for number, whole in enumerate(expected):
+        for ours, theirs in zip(zip(*(each[number] for each in found), strict=True), whole, strict=True):
+            assert relative_error(layout.unshard(ours, 1), theirs) < 1e-12
+
+
+def _longnet(**arguments: Any) -> RingDilatedAttentionV2:
+    return RingDilatedAttentionV2([128, 300], [1, 2], **arguments)
+
+
+def _production(**arguments: Any) -> RingDilatedAttentionProduction:
+    return RingDilatedAttentionProduction(RingAttentionConfig([128, 300], [1, 2], **arguments))
+
+
+def _multihead(**arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return create_block_sparse_multihead_attention(32, 4, 0.5, "local_window", dtype=torch.float64, **arguments)
+
+
+@TOO_SHORT
+@pytest.mark.parametrize("make", [_longnet, _production, _multihead])
+def test_a_ring_serves_every_class_with_a_ring_size(make: Callable[..., Any]) -> None:
+    layout = Layout.contiguous(600, 2, unit=1)
+    x = torch.randn(1, 600, 32, dtype=torch.float64)
+    x = x if make is _multihead else x.unflatten(-1, (4, 8))
+
+    def output(module: Any, x: Tensor) -> Tensor:
+        out = module(x, is_causal=True)
+        return (out[0] if make is _multihead else out).detach()
+
+    alone, modules = make(), []
+    # One module for both threads, which share the generator that draws its weights.
+    on_ranks(2, lambda rank: modules.append(make(ring_size=2)) if rank == 0 else None)
+    found = on_ranks(2, lambda rank: output(modules[0], layout.shard(x, rank, 1)))
+    assert relative_error(layout.unshard(found, 1), output(alone, x)) < 1e-12
+
+
+def test_a_rank_of_a_ring_saves_its_part_and_the_keys_that_its_rows_need() -> None:
+    def saved(attention: BlockSparseRingDilatedAttention, x: Tensor) -> int:
+        found: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: found.append(y) or y, lambda y: y):
+            attention(x.requires_grad_(), is_causal=True)
+        return sum(y.numel() for y in found)
+
+    def on_rank(rank: int) -> int:
+        attention = BlockSparseRingDilatedAttention(sparse_config=config, ring_size=4)
+        return saved(attention, torch.randn(1, 1024, 2, 8))
+
+    config = SparsePatternConfig("local_window", local_window_size=256)
+    whole = saved(BlockSparseRingDilatedAttention(sparse_config=config), torch.randn(1, 4096, 2, 8))
+    # Keys and values of the tile of 128 tokens before its own, of two heads.
+    beside = 2 * 128 * 2 * 8
+    assert whole == 4 * 1024 * 2 * (4 * 8 + 1)
+    assert on_ranks(4, on_rank) == [whole // 4] + [whole // 4 + beside] * 3
+
+
+def test_a_ring_drops_weights_in_training() -> None:
+    value = torch.ones(1, 512, 1, 8)
+    layout = Layout.contiguous(512, 2, unit=1)
+
+    def on_rank(rank: int) -> list[Tensor]:
+        config = SparsePatternConfig(sparsity_ratio=1.0)
+        attention = BlockSparseRingDilatedAttention(sparse_config=config, ring_size=2, dropout=0.5)
+        x = torch.randn(1, 256, 1, 8)
+        return [each(x, x, layout.shard(value, rank, 1)) for each in (attention, copy.deepcopy(attention).eval())]
+
+    for trained, evaluated in on_ranks(2, on_rank):
+        assert trained.std() > 0.05
+        assert trained.mean() == pytest.approx(1, abs=0.1)
+        assert evaluated.allclose(torch.ones(()))
+
+
+@TOO_SHORT
+def test_a_ring_refuses_what_needs_the_tokens_of_all_ranks() -> None:
+    def on_rank(rank: int) -> None:
+        x = torch.randn(1, 100, 32)
+        module = create_block_sparse_multihead_attention(32, 4, 0.8, ring_size=2)
+        with pytest.raises(ValueError, match="need_weights: expected False with ring_size=2"):
+            module(x, need_weights=True)
+        with pytest.raises(ValueError, match="pattern: expected none with ring_size=2"):
+            module(x, attn_mask=torch.rand(100, 100) < 0.5)
+        with pytest.raises(ValueError, match="ring_size: expected 1, because tiles that follow the contents"):
+            module.enable_adaptive_sparsity()
+        with pytest.raises(ValueError, match="ring_size: expected 1, because tiles that follow the contents"):
+            BlockSparseRingDilatedAttention(use_adaptive_sparsity=True, ring_size=2)
+        module.sparse_config = SparsePatternConfig("adaptive")
+        with pytest.raises(ValueError, match="ring_size: expected 1, because tiles that follow the contents"):
+            module(x)
+
+    on_ranks(2, on_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import multiprocessing
 import subprocess
@@ -22,16 +23,17 @@ from test_distributed import LAYOUTS, PATTERNS
 from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
 from ringtile.distributed import plan as plan_module
+from ringtile.distributed import work as work_module
 from ringtile.distributed.cost import LAYOUTS as NAMED_LAYOUTS
 from ringtile.distributed.cost import Cost, cheapest_for_model, cheapest_layout, cost_of_model, estimate
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
 from ringtile.distributed.plan import TRANSPORTS
 from ringtile.distributed.work import Work, split, survey
-from ringtile.layout import build_index, build_rows, candidates
+from ringtile.layout import build_index, build_rows, candidates, needed
 from ringtile.measure import cluster
 from ringtile.measure import plan as plan_verb
 from ringtile.measure.cluster import fit_link
-from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Window, parse, per_head
+from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
 from ringtile.patterns.base import TileGrid
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +121,7 @@ def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:
         if is_exact:
             assert int(cost.tiles[rank]) == sum(tiles)
             assert int(cost.buffer[rank]) == buffered
+            assert int(cost.copied[rank]) == sum(copy.length for copy in plan.own) * token
             assert int(parts.calls[rank]) == len(plan.pieces)
             if plan.n_tokens % 128 == 0:
                 assert [int(parts.own_pairs[rank]), int(parts.hot_pairs[rank])] == pairs
@@ -142,6 +145,79 @@ def test_work_and_buffers_are_those_of_the_plans(name: str, gather: bool, layout
         name in ("window", "both sides", "global tokens", "causal", "dense", "documents") and "equal" not in layout
     )
     check_plans(work, plans, is_exact)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_rows_of_a_survey_are_those_of_its_covers(name: str, layout: str) -> None:
+    made = LAYOUTS[layout](N_TOKENS, 4)
+    work = survey(PATTERNS[name], made, Sizes(4, 2, 8, 4, batch=2))
+    grid, sizes = work.grid, {"num_heads": 4, "batch": 2}
+    rows, ranks, _ = made.tiles()
+    touched = needed(PATTERNS[name], rows, ranks, 4, grid, **sizes)
+    assert torch.equal(work.demand.needs, touched)
+    holds = torch.zeros_like(touched).index_put_((ranks, rows), torch.tensor(True))
+    assert torch.equal(work.demand.holds, holds)
+    shared = (holds.sum(0) > holds.long()) & ~work.demand.is_hot
+    assert work.demand.is_mixed == bool((touched & shared).any())
+    of_row = needed(PATTERNS[name], rows, torch.arange(len(rows)), len(rows), grid, **sizes)
+    remote, cold = of_row & ~holds[ranks], of_row & ~(holds[ranks] | work.demand.is_hot)
+    whole = ~work.is_cut[ranks]
+    assert torch.equal(work.sources[rows][whole], (remote.any(1).long() + cold.any(1))[whole])
+    for gather in (False, True):
+        parts = split(work, gather=gather)
+        both = needed(PATTERNS[name], rows, ranks, 4, grid, **sizes)
+        assert not ((parts.needs_hot | parts.needs_all) & ~both).any()
+
+
+def test_more_covers_than_are_kept_are_listed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, layout, sizes = parse("bigbird(2, block=40)"), Layout.striped(N_TOKENS, 3), Sizes(4, 2, 8)
+    kept = estimate(survey(rule, layout, sizes), "exchange", H100)
+    monkeypatch.setattr(work_module, "_KEPT", 20)
+    for mine, theirs in zip(estimate(survey(rule, layout, sizes), "exchange", H100), kept, strict=True):
+        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+
+
+def test_a_plan_lists_the_tiles_of_each_head_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = []
+
+    def cover(self: RandomBlocks, head: int, rows: torch.Tensor, grid: TileGrid) -> Any:
+        listed.append(head)
+        return plain(self, head, rows, grid)
+
+    plain = RandomBlocks.cover
+    monkeypatch.setattr(RandomBlocks, "cover", cover)
+    argv = ["plan", "causal & bigbird", "--tokens", "16K", "--ranks", "4", "16", "--heads", "5"]
+    assert cli.main(argv) == 0
+    assert listed == list(range(5))
+    assert cli.main([*argv, "--layers", "3"]) == 0
+    assert listed == list(range(5)) * 2
+    cheapest_layout(parse("causal & bigbird"), 16384, 4, Sizes(5, 5))
+    assert listed == list(range(5)) * 3
+
+
+def test_a_plan_shows_where_it_is_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    argv = ["plan", "causal & window(300)", "--tokens", "16K", "--ranks", "4", "16"]
+    assert cli.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for more in ([], ["--layers", "2"]):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert cli.main([*argv, *more]) == 0
+        shown = [line for line in terminal.getvalue().split("\r\x1b[K") if "ranks: " in line]
+        assert shown == [f"{n} ranks: {name}" for n in (4, 16) for name in NAMED_LAYOUTS]
+        assert terminal.getvalue().endswith("\r\x1b[K")
+        if not more:
+            assert capsys.readouterr().out == out
 
 
 @settings(max_examples=40)
@@ -411,6 +487,22 @@ def test_plan_prints_a_table_for_each_number_of_ranks(capsys: pytest.CaptureFixt
     assert [line.split()[:2] for line in lines].count(["contiguous", "hierarchy"]) == 1
     assert out.count("no ring: transport 'ring': expected the pattern dense or causal") == 2
     assert out.count("ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n") == 2
+
+
+def test_a_plan_stars_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "causal & (window(4096) | global_tokens(128))", "--tokens", "1M", "--ranks", "8", "1024"]
+    assert cli.main(argv) == 0
+    few, many = capsys.readouterr().out.split("\n1,024 ranks (")
+    assert "\n8 ranks (* least time with transport='auto', by the model)\n" in few
+    assert "\n* contiguous  exchange " in few
+    assert "\n+ " not in few
+    own = "  buffer: copies of the rank's own keys, for rows that also read others': 528.0 MiB (contiguous, exchange), "
+    assert own in few
+    assert many.startswith("* least time with transport='auto', + with any, by the model)\n")
+    assert "\n* contiguous  exchange " in many
+    assert "\n+ contiguous  hierarchy " in many
+    assert "\n  ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n" in many
+    assert "own keys" not in many
 
 
 def test_plan_prints_the_layouts_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ringtile.distributed import Layout, attention, exchange, make_plan, pieces, ring_attention, ring_dilated_attention
+from ringtile.distributed import (
+    Layout,
+    PlanMismatch,
+    attention,
+    exchange,
+    make_plan,
+    pieces,
+    ring_attention,
+    ring_dilated_attention,
+)
 from ringtile.distributed import plan as plan_module
 from ringtile.distributed.attention import group_of
 from ringtile.distributed.exchange import Exchange
@@ -618,6 +627,41 @@ def test_wrong_calls_are_named_before_data_moves(change: dict[str, Any], words: 
 
     with counted_traffic() as local:
         on_ranks(1, run)
+
+
+@pytest.mark.parametrize("transport", ["exchange", "gather", "ring", "ulysses", "longnet"])
+def test_ranks_that_need_other_gradients_are_named_before_data_moves(transport: str) -> None:
+    """Else a rank without a backward pass keeps the others waiting until the timeout."""
+    layout = Layout.contiguous(256, 3)
+
+    def attend(rank: int, needs: str) -> Tensor:
+        q, k, v = (
+            torch.randn(1, 3, layout.size(rank), 8).requires_grad_(rank != 1 or name in needs)
+            for name in ("q", "k", "v")
+        )
+        if transport == "longnet":
+            return ring_dilated_attention(q, k, v, layout=layout, segment_lengths=[128, 256], dilation_rates=[1, 2])
+        return ring_attention(q, k, v, Causal(), layout=layout, transport=transport)
+
+    def run(rank: int) -> list[str]:
+        lines = []
+        for needs, enabled in (("", True), ("qv", True), ("qkv", False)):
+            with torch.set_grad_enabled(enabled or rank != 1), pytest.raises(PlanMismatch) as raised:
+                attend(rank, needs)
+            lines.append(str(raised.value).partition(": ")[2])
+        assert local.traffic.calls == []
+        with torch.no_grad():
+            attend(rank, "")
+        attend(rank, "qkv")
+        return lines
+
+    with counted_traffic() as local:
+        found = on_ranks(3, run)
+    sides = [
+        f"rank 1 has gradients='{own}', the others gradients='query, key, value'"
+        for own in ("none", "query, value", "none")
+    ]
+    assert found == [sides] * 3
 
 
 @pytest.mark.parametrize(

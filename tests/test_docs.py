@@ -75,6 +75,13 @@ def test_readme_links_lead_to_files() -> None:
     assert [link for link in links if not link.startswith("https:") and not (ROOT / link).is_file()] == []
 
 
+def test_no_page_installs_ringtile_from_an_index() -> None:
+    told = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, "CONTRIBUTING.md"]}
+    told |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
+    assert [page for page, text in told.items() if re.search(r"pip install [^\n`]*[ \"']ringtile\b", text)] == []
+    assert any('pip install ".[transformers]"' in text for text in told.values())
+
+
 def parsing_status(arguments: list[str]) -> object:
     try:
         cli.parse(arguments)

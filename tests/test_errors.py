@@ -38,6 +38,11 @@ def zeros(*shape: int, **options: Any) -> Tensor:
     return torch.zeros(shape, **options)
 
 
+def freed(x: Tensor) -> Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
 INDEX = build_index(Causal(), 6, 8)
 META = {"device": "meta"}
 
@@ -77,6 +82,18 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "holds data",
         "meta",
     ),
+    # Memory.
+    "sparse query": ({"query": zeros(2, 4, 6, 3).to_sparse()}, "query", "torch.strided", "torch.sparse_coo"),
+    "mkldnn key": ({"key": zeros(2, 2, 8, 3).to_mkldnn()}, "key", "torch.strided", "torch._mkldnn"),
+    "sparse key_mask": ({"key_mask": zeros(2, 8).bool().to_sparse()}, "key_mask", "torch.strided", "torch.sparse_coo"),
+    "sparse seed": ({"seed": torch.tensor([3]).to_sparse()}, "seed", "torch.strided", "torch.sparse_coo"),
+    "freed query": ({"query": freed(zeros(2, 4, 6, 3))}, "query", "memory", "[2, 4, 6, 3]"),
+    "freed key": ({"key": freed(zeros(2, 2, 8, 3))}, "key", "memory", "[2, 2, 8, 3]"),
+    "freed value": ({"value": freed(zeros(2, 2, 8, 5))}, "value", "memory", "[2, 2, 8, 5]"),
+    "freed key_mask": ({"key_mask": freed(zeros(2, 8).bool())}, "key_mask", "memory", "[2, 8]"),
+    "freed key_lengths": ({"key_lengths": freed(zeros(2).long())}, "key_lengths", "memory", "[2]"),
+    "freed alibi_slopes": ({"alibi_slopes": freed(zeros(4))}, "alibi_slopes", "memory", "[4]"),
+    "freed seed": ({"dropout_p": 0.1, "seed": freed(zeros(1).long())}, "seed", "memory", "[1]"),
     # Masks.
     "shape of key_mask": ({"key_mask": zeros(2, 6).bool()}, "key_mask", "(2, 8)", "[2, 6]"),
     "key_mask for each query": ({"key_mask": zeros(2, 6, 8).bool()}, "key_mask", "(2, 8)", "[2, 6, 8]"),
@@ -105,6 +122,9 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "scale nan": ({"scale": math.nan}, "scale", "finite", "nan"),
     "start of no integer": ({"start": 1.5}, "start", "integer", "1.5"),
     "start of no number": ({"start": "now"}, "start", "integer", "'now'"),
+    "start too far": ({"start": 2**40 - 5}, "start", "less than 2**40", f"start={2**40 - 5}"),
+    "start too far before": ({"start": 7 - 2**40}, "start", "less than 2**40", f"start={7 - 2**40}"),
+    "start of 65 bits": ({"start": 2**64}, "start", "less than 2**40", str(2**64)),
     # Numbers for each head.
     "shape of alibi_slopes": ({"alibi_slopes": zeros(2)}, "alibi_slopes", "(4,)", "[2]"),
     "device of alibi_slopes": ({"alibi_slopes": zeros(4, **META)}, "alibi_slopes", "cpu", "meta"),
@@ -165,18 +185,23 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "n_keys=8",
     ),
     # Indices.
-    "index of other lengths": ({"pattern": build_index(Causal(), 8)}, "pattern", "does not match", "[2, 4, 6, 3]"),
-    "index of another start": ({"pattern": INDEX, "start": 0}, "pattern", "does not match", "start=0"),
+    "index of other lengths": (
+        {"pattern": build_index(Causal(), 7)},
+        "pattern",
+        "an index with n_queries=6, n_keys=8, got",
+        "index.n_queries=7, index.n_keys=7, index.start=0",
+    ),
+    "index of another start": ({"pattern": INDEX, "start": 0}, "pattern", "start=0, got", "index.start=2"),
     "index for other heads": (
         {"pattern": build_index(per_head([Dense(), Causal()]), 6, 8, num_heads=2)},
         "pattern",
-        "groups",
+        "groups [1 or 2, 1 or 4]",
         "[1, 2]",
     ),
     "index for another batch": (
         {"pattern": build_index(Documents(ids=torch.arange(24).view(3, 8) // 5), 6, 8, num_heads=4, batch=3)},
         "pattern",
-        "groups",
+        "groups [1 or 2, 1 or 4]",
         "[3, 1]",
     ),
     "causal index": ({"pattern": INDEX, "is_causal": True}, "is_causal", "Causal()", "BlockIndex"),
@@ -262,6 +287,8 @@ PARTS: dict[str, tuple[Callable[[], Any], str]] = {
     "mask of numbers": (lambda: from_mask(torch.ones(2, 2)), "float32"),
     "mask of one dimension": (lambda: from_mask(torch.ones(2).bool()), "[2]"),
     "empty mask": (lambda: from_mask(torch.ones(0, 2).bool()), "[0, 2]"),
+    "sparse matrix": (lambda: Blocks(torch.ones(2, 2).bool().to_sparse()), "matrix.layout=torch.sparse_coo"),
+    "sparse mask": (lambda: from_mask(torch.ones(2, 2).bool().to_sparse()), "mask.layout=torch.sparse_coo"),
     "no mask_mod": (lambda: Elements.from_mask_mod(3), "mask_mod=3"),
     "mask_mod of numbers": (
         lambda: build_index(Elements.from_mask_mod(lambda b, h, q_idx, kv_idx: q_idx - kv_idx), 8),
@@ -282,6 +309,9 @@ PARTS: dict[str, tuple[Callable[[], Any], str]] = {
     "block of 100": (lambda: build_index(Causal(), 8, block=100), "100"),
     "no heads in an index": (lambda: build_index(Causal(), 8, num_heads=0), "0"),
     "start of no integer": (lambda: build_index(Causal(), 8, start=0.5), "0.5"),
+    "index too far": (lambda: build_index(Causal(), 8, start=2**40 - 7), f"start={2**40 - 7}"),
+    "index too far before": (lambda: build_index(Strided(3), 8, start=7 - 2**40), f"start={7 - 2**40}"),
+    "drawing too far": (lambda: Causal().draw(8, 8, start=2**40 - 7), f"start={2**40 - 7}"),
     "negative cache limit": (lambda: set_cache_limit(-1), "-1"),
 }
 

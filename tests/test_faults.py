@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Outcome, join_group, run_processes
+from ranks import Outcome, join_group, on_ranks, run_processes
 
-from ringtile.distributed import faults, process_groups
+from ringtile.distributed import faults, process_groups, watcher
 from ringtile.distributed.errors import difference
 from ringtile.distributed.faults import (
     PlanMismatch,
@@ -33,6 +33,7 @@ from ringtile.distributed.faults import (
     wait,
     watch,
 )
+from ringtile.distributed.watcher import Watcher
 
 # One worker runs all cases at once.
 pytestmark = pytest.mark.xdist_group("faults")
@@ -172,8 +173,8 @@ def disagree(rank: int, size: int) -> None:
     agree(None, "four", FACTS)
     if rank == 2:
         # A slow reader: rank 0, which hosts the store, fails first.
-        at_once = faults._missing
-        faults._missing = lambda *arguments: (at_once(*arguments), time.sleep(0.7))[0]
+        at_once = faults._until
+        faults._until = lambda *arguments: (at_once(*arguments), time.sleep(0.7))[0]
     agree(None, "four", FACTS | {"heads": 4 if odd else 8})
 
 
@@ -186,6 +187,9 @@ def peace(rank: int, size: int) -> None:
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     kept = [store.check([f"ringtile/1/plan/{count}/{rank}"]) for count in (1, 2, 3)]
     assert kept == [False, False, True]
+    dist.barrier()
+    kept = [store.check([f"ringtile/1/plan/{count}/{name}"]) for name in ("digest", "came") for count in (1, 2, 3)]
+    assert kept == [False, False, True] * 2
     half = dist.new_group([0, 1]), dist.new_group([2, 3])
     watch(half[rank // 2])
     agree(half[rank // 2], "plan", FACTS | {"half": rank // 2})
@@ -265,12 +269,14 @@ class Case:
     host: int = 0
     options: tuple[tuple[str, Any], ...] = ()
     watched: bool = True
+    silence: float = 1.0
     exit_at_once: bool = False
 
 
 CASES = {
     "killed before the payload": Case(killed, options=(("when", "before the payload"),)),
     "killed in the payload": Case(killed, options=(("when", "in the payload"),)),
+    "killed in the payload, long silence": Case(killed, options=(("when", "in the payload"),), silence=60.0),
     "killed with the store": Case(killed, host=1, options=(("when", "in the payload"),)),
     "killed in the handshake": Case(killed_in_the_handshake),
     "killed before it sends": Case(killed_before_it_sends, ranks=4),
@@ -302,7 +308,7 @@ def go() -> None:
 def run_rank(rank: int, size: int, name: str) -> None:
     case = CASES[name]
     if case.watched:
-        watch(exit_at_once=case.exit_at_once)
+        watch(silence=case.silence, exit_at_once=case.exit_at_once)
         watch()
         agree(None, "begin", {"case": name})
     dist.barrier()
@@ -346,7 +352,8 @@ def survivors(outcome: Outcome) -> list[int]:
 NAMED = {
     "killed before the payload": r"rank 1 is lost: no heartbeat for 1 s",
     "killed in the payload": r"rank 1 is lost: no heartbeat for 1 s",
-    "killed with the store": r"rank 1 is lost: it hosts the store, which does not answer",
+    "killed in the payload, long silence": r"rank 1 is lost: no heartbeat for 2 s",
+    "killed with the store": r"rank 1 is lost, or it ended because another failed: it hosts the store, which .*",
     "killed in the handshake": r"rank 1 is lost: no heartbeat for 1 s",
     "killed before it sends": r"rank 1 is lost: no heartbeat for 1 s",
     "stalled in the handshake": r"rank 1 did not come to 'plan' within 6 s",
@@ -393,7 +400,7 @@ def test_exit_at_once_ends_ranks_that_wait_for_nothing(outcomes: dict[str, Outco
     for rank in survivors(outcome):
         assert outcome.exit_codes[rank] == 1
         assert seconds_of(outcome, rank) < TIMEOUT
-        assert re.findall(r"^ringtile: rank 1 is lost: ", outcome.texts[rank], re.M) == ["ringtile: rank 1 is lost: "]
+        assert re.findall(r"^ringtile: (rank 1 is lost)", outcome.texts[rank], re.M) == ["rank 1 is lost"]
 
 
 @pytest.mark.parametrize("case", ["killed in a collective of others"])
@@ -533,6 +540,224 @@ def test_another_pytorch_without_its_private_names(monkeypatch: pytest.MonkeyPat
         process_groups.store_of(group)
     # A thread of its own waits for what can be a receive.
     assert process_groups.is_point_to_point(object())
+
+
+class Counting:
+    """A store that counts the bytes that are read from it."""
+
+    def __init__(self, store: Any, read: list[int]) -> None:
+        self._store, self._read = store, read
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            found = call(*arguments)
+            if isinstance(found, bytes | list):
+                self._read.append(sum(map(len, [found] if isinstance(found, bytes) else found)))
+            return found
+
+        return counted
+
+
+def test_ranks_that_agree_do_not_read_the_facts_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(faults, "store_of", lambda group: Counting(process_groups.store_of(group), read))
+    facts, n = FACTS | {"pattern": "window(4) | " * 100}, 64
+
+    def run(rank: int) -> int:
+        agree(None, "plan", facts)
+        dist.barrier()
+        bytes_read = sum(read)
+        dist.barrier()
+        with pytest.raises(PlanMismatch, match="plan: rank 40 has n=131073, the others n=131072"):
+            agree(None, "plan", facts | {"n": 131072 + (rank == 40)})
+        # All came, but it takes the facts to say what differs.
+        return bytes_read
+
+    (bytes_read,) = set(on_ranks(n, run))
+    # Each looks for the others a few times, and reads a number of two digits. All facts would be 5 million bytes.
+    assert bytes_read < n * 1000
+    assert sum(read) - bytes_read > n * n * 1000
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Ranks:
+    """Rank 2 of three, whose watcher a test moves by hand. Rank 0 hosts the store."""
+
+    def __init__(self, clock: Clock, silence: float) -> None:
+        self.clock, group = clock, dist.group.WORLD
+        member = faults.Member(group)
+        member.ranks, member.me, member.host = [0, 1, 2], 2, 0
+        self.watcher = Watcher(group, member, 0.25, silence, False)
+        self.store = self.watcher._store
+        self.store.compare_set(self.watcher._key("verdict"), "", "-")
+
+    def live(self, seconds: float, *beating: int) -> str | None:
+        """Let time pass in which some of the other ranks are alive. Return the verdict."""
+        for _ in range(round(seconds / 0.25)):
+            self.clock.now += 0.25
+            for rank in beating:
+                self.store.set(self.watcher._key(rank), f"on|{self.clock.now}|0|")
+            if self.watcher.verdict is None:
+                self.watcher._tick()
+        return self.watcher.verdict
+
+    def lose_the_store(self) -> str | None:
+        """Break the connection to the store. Return the verdict."""
+        self.watcher._store = Gone()
+        self.watcher.run()
+        return self.watcher.verdict
+
+
+class Gone:
+    """A store that does not answer. A beat expects no answer, as with a TCPStore."""
+
+    def set(self, *arguments: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.fixture
+def clock(single: None, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(watcher, "time", found)
+    return found
+
+
+def test_a_stall_is_no_death_until_the_silence_or_a_broken_connection(clock: Clock) -> None:
+    ranks = Ranks(clock, 60.0)
+    assert ranks.live(5, 0, 1) is None
+    assert ranks.live(55, 0) is None
+    assert ranks.live(5, 0, 1) is None
+    assert ranks.live(61, 0) == "rank 1 is lost: no heartbeat for 60 s"
+    ranks = Ranks(clock, 60.0)
+    assert ranks.live(5, 0, 1) is None
+    # As `blame` does it at any rank.
+    ranks.store.compare_set(ranks.watcher._key("verdict"), "-", watcher._BROKEN)
+    assert ranks.live(1.75, 0) is None
+    assert ranks.live(1, 0) == "rank 1 is lost: no heartbeat for 2 s"
+    assert ranks.store.get(ranks.watcher._key("verdict")).decode() == ranks.watcher.verdict
+
+
+def test_a_store_that_vanishes_is_not_blamed_on_its_host_if_another_rank_was_overdue(clock: Clock) -> None:
+    """The host can have ended because of that rank, before this one read the verdict."""
+    ranks = Ranks(clock, 5.0)
+    ranks.live(2, 0, 1)
+    ranks.live(4.75, 0)
+    assert ranks.lose_the_store() == "rank 1 is lost: no heartbeat for 5 s"
+    ranks = Ranks(clock, 60.0)
+    ranks.store.compare_set(ranks.watcher._key("verdict"), "-", watcher._BROKEN)
+    ranks.live(2, 0, 1)
+    ranks.live(1.75, 0)
+    assert ranks.lose_the_store() == "rank 1 is lost: no heartbeat for 2 s"
+
+
+def test_a_store_that_vanishes_while_all_are_alive_leaves_it_open_why(clock: Clock) -> None:
+    ranks = Ranks(clock, 5.0)
+    ranks.live(10, 0, 1)
+    line = "rank 0 is lost, or it ended because another failed: it hosts the store, which does not answer"
+    assert ranks.lose_the_store() == line
+    ranks = Ranks(clock, 5.0)
+    ranks.live(10, 0, 1)
+    ranks.watcher.member.host = None
+    assert (
+        ranks.lose_the_store()
+        == "the host of the store is lost, or it ended because another failed: the store does not answer"
+    )
+
+
+def test_a_rank_that_stood_still_until_the_others_had_gone_names_itself(clock: Clock) -> None:
+    ranks = Ranks(clock, 5.0)
+    ranks.live(10, 0, 1)
+    ranks.watcher._store = Gone()
+    clock.now += 7
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        ranks.watcher._tick()
+    assert ranks.lose_the_store() == "rank 2 is lost: no heartbeat for 5 s"
+
+
+def test_a_store_that_hangs_is_no_stall_of_this_rank(clock: Clock) -> None:
+    ranks = Ranks(clock, 5.0)
+    ranks.live(10, 0, 1)
+
+    class Hangs:
+        def __getattr__(self, name: str) -> Any:
+            clock.now += 300
+            raise RuntimeError("wait timeout")
+
+    ranks.watcher._store = Hangs()
+    ranks.watcher.run()
+    assert str(ranks.watcher.verdict).startswith("rank 0 is lost, or it ended")
+
+
+@pytest.mark.parametrize(("timeout", "silence"), [(1800.0, 60.0), (20.0, 5.0), (0.5, 0.4)])
+@pytest.mark.usefixtures("single")
+def test_the_default_silence(timeout: float, silence: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Watcher] = []
+    monkeypatch.setattr(faults, "is_alone", lambda group: False)
+    monkeypatch.setattr(faults, "timeout_of", lambda group: timeout)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(Watcher, "start", lambda self: made.append(self))
+    watch()
+    assert [found.silence for found in made] == [silence]
+    made[0].at_exit.cancel()
+
+
+class Work:
+    """A work of NCCL, whose wait does not block."""
+
+    waits = 0
+
+    def __init__(self, during: Callable[[], None] = lambda: None) -> None:
+        self._during = during
+
+    def wait(self) -> None:
+        self.waits += 1
+        self._during()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_looks_at_the_verdict_before_and_after_a_wait(
+    backend: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a work that only looks like one of NCCL."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backend)
+
+    def aborted() -> None:
+        found.verdict = "rank 1 failed: ValueError"
+        raise RuntimeError("NCCL communicator was aborted")
+
+    found = Ranks(clock, 5.0).watcher
+    monkeypatch.setattr(faults, "_watcher", lambda group: found)
+    fine = Work()
+    wait(fine, None, WHAT)
+    assert fine.waits == 1
+    with pytest.raises(RankLost, match="rank 1 failed: ValueError") as raised:
+        wait(Work(aborted), None, WHAT)
+    assert "communicator was aborted" in str(raised.value.__context__)
+    assert raised.value.__notes__ == [f"while waiting for {WHAT}"]
+    late = Work()
+    for work in (late, None):
+        with pytest.raises(RankLost, match="rank 1 failed: ValueError"):
+            wait(work, None, WHAT)
+    assert late.waits == 0
+    found.verdict = None
+    with pytest.raises(RankLost, match="rank 0 left"):
+        wait(Work(lambda: setattr(found, "verdict", "rank 0 left")), None, WHAT)
 
 
 def test_a_group_is_needed() -> None:

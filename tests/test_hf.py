@@ -237,6 +237,30 @@ def test_bad_input_is_one_line(
     assert err.startswith(f"ringtile: error: {complaint}")
 
 
+def test_a_name_is_asked_for_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, loads = [], []
+
+    def out_of_reach(self: Any, name: str, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise ConnectionError("no network")
+
+    def load(source: str, **options: Any) -> None:
+        loads.append(options["local_files_only"])
+        raise OSError("stop")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", out_of_reach)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    wanted = "MODEL: 'owner/model' is no local file or folder, and the hub gave none"
+    assert cli.main(["hf", "owner/model"]) == 2
+    assert capsys.readouterr().err == f"ringtile: error: {wanted}: no network\n"
+    assert (asked, loads) == ([("owner/model", 10.0)], [])
+    # A name in the cache is loaded from there.
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: file)
+    assert cli.main(["hf", "owner/model"]) == 2
+    assert capsys.readouterr().err == f"ringtile: error: {wanted}: stop\n"
+    assert loads == [True]
+
+
 def test_a_model_without_attention_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", **sizes}))
@@ -250,7 +274,7 @@ def test_transformers_is_named_if_it_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main(["hf", "--random-weights", str(config)]) == 2
-    assert "pip install 'ringtile[transformers]'" in capsys.readouterr().err
+    assert "pip install 'transformers>=5.5,<6'" in capsys.readouterr().err
 
 
 def test_the_arguments_are_read_without_transformers() -> None:

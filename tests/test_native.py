@@ -21,7 +21,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_sets import INSTRUCTION_SETS, precision_of, set_number, use_set
 from oracle import kept_pairs, make_inputs, oracle, relative_error
 from torch import Tensor
 
@@ -38,7 +38,7 @@ from ringtile.cli import main
 from ringtile.kernels import native
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.masses import pooled_masses
-from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, EMULATED_SETS, RATES, InstructionSet, choose
+from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, EMULATED_SETS, RATES, InstructionSet
 from ringtile.kernels.native.library import VARIABLE, library, reason_against
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.native.precision import arithmetic_of
@@ -66,7 +66,6 @@ SOURCE = Path(native.__file__).parents[3]
 TESTS = Path(__file__).parent
 CASES = int(os.environ.get("RINGTILE_FUZZ", "64"))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon")
 
 pytestmark = pytest.mark.skipif(
     bool(reason_against()), reason=f"the native kernel cannot be used here: {reason_against()}"
@@ -1097,17 +1096,6 @@ TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DRAWN = {dtype: [number for number in range(200, 400) if draw(number).dtype == dtype] for dtype in TILE_DTYPES}
 
 
-def set_number(name: str) -> int:
-    """The number of an instruction set that runs here; skip the test if it does not."""
-    handle = library().handle
-    names = [handle.ringtile_isa_name(number).decode() for number in range(handle.ringtile_isa_count())]
-    if name not in names:
-        pytest.skip(f"{name} is not among the sets of this library: {names}")
-    if reason := handle.ringtile_isa_reason(names.index(name)).decode():
-        pytest.skip(f"{name}: {reason}")
-    return names.index(name)
-
-
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_every_instruction_set(name: str) -> None:
     set_number(name)
@@ -1239,27 +1227,6 @@ def test_a_library_that_is_not_there_has_no_rates() -> None:
 
 
 # The tiles of AMX: the emulation is tested where there are none, and the processor where there are.
-
-
-def use_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls go to an instruction set, as if the environment named it; skip the test if it does not run here."""
-    module, found, number = importlib.import_module("ringtile.kernels.native.library"), library(), set_number(name)
-    choice = choose([InstructionSet(number, name, found.handle.ringtile_lanes(number))], lambda wanted: [])
-    monkeypatch.setattr(module, "_FOUND", module._Found(found._replace(choice=choice), ""))
-
-
-@contextmanager
-def precision_of(name: str) -> Iterator[None]:
-    """PyTorch's precision of products of float32: highest, high or medium."""
-    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-    before = [x.fp32_precision for x in settings]
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        for x, value in zip(settings, before, strict=True):
-            x.fp32_precision = value
 
 
 @pytest.fixture(

@@ -6,7 +6,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from strategies import BLOCKS, checkerboard, compositions, grids, patterns, prim
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
+from ringtile import sparse_attention
 from ringtile.analysis import plot
 from ringtile.layout import build, build_index
 from ringtile.patterns import (
@@ -590,10 +591,17 @@ def test_strided_needs_one_class_per_phase() -> None:
     assert len(Strided(127).tile_class(0, row, col, LONG).unique()) == 127 + 2
 
 
-@pytest.mark.parametrize("text", ["causal", "window(2147483647)", "strided(2147483647)", "dilated([2147483647], 7)"])
-def test_far_positions_do_not_overflow(text: str) -> None:
-    check_tiles(parse(text), TileGrid(128, 2**38, 256, 300), 0)
-    check_tiles(parse(text), TileGrid(128, -(2**38), 256, 300), 0)
+@pytest.mark.parametrize(
+    "text", ["causal", "strided(3)", "window(2147483647)", "strided(2147483647)", "dilated([2147483647], 7)"]
+)
+@pytest.mark.parametrize("start", [2**38, -(2**38), 2**40 - 256, 384 - 2**40])
+def test_far_positions_do_not_overflow(text: str, start: int) -> None:
+    grid = TileGrid(128, start, 256, 300)
+    check_tiles(parse(text), grid, 0)
+    if text in ("causal", "strided(3)"):
+        offset = grid.start + torch.arange(256).unsqueeze(1) - torch.arange(300)
+        expected = offset >= 0 if text == "causal" else (offset.abs() < 3) | (offset % 3 == 0)
+        assert torch.equal(kept_of(parse(text), 256, 300, start=start), expected)
 
 
 # Equivalences.
@@ -690,6 +698,97 @@ def test_patterns_do_not_change() -> None:
     assert documents != Documents(ids=ids)
     with pytest.raises(FrozenInstanceError):
         Window(3).left = 4  # type: ignore[misc]
+
+
+def no_pairs(pattern: Pattern, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (head + query + key) < 0
+
+
+class NoPairs:
+    """A rule without a pattern, to inherit from first."""
+
+    allowed = no_pairs
+
+
+@pytest.mark.parametrize(
+    ("bases", "name", "owner"),
+    [
+        *(((base,), "allowed", base) for base in (Dense, Causal, Window, GlobalTokens, Segments, RandomBlocks)),
+        *(((base,), "allowed", base) for base in (Documents, Blocks, type(Causal() & Causal()), type(~Causal()))),
+        ((offsets.OffsetPattern,), "allowed", offsets.OffsetPattern),
+        ((Window,), "terms", Window),
+        ((BlockDilated,), "unit", BlockDilated),
+        ((SampledBlocks,), "kept", SampledBlocks),
+        ((RandomBlocks,), "draws", RandomBlocks),
+        ((NoPairs, Window), "allowed", Window),
+        ((Causal, Window), "terms", Window),
+    ],
+)
+def test_a_rule_that_others_follow_from_is_not_overridden(
+    bases: tuple[type, ...], name: str, owner: type[Pattern]
+) -> None:
+    members = {name: no_pairs} if len(bases) == 1 else {}
+    with pytest.raises(TypeError) as raised:
+        type("Mine", bases, members)
+    assert str(raised.value).startswith(f"Mine overrides {name} of {owner.__name__}, ")
+    assert str(raised.value).endswith(
+        f"derive from Pattern and define allowed, or combine patterns, for example {owner.__name__}(...) & Elements(fn)"
+    )
+    assert "\n" not in str(raised.value)
+
+
+@dataclass(frozen=True, repr=False)
+class EveryOther(Pattern):
+    """Keys that are as even as their head, by the rule alone."""
+
+    of: int
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key + head) % self.of == 0 * query
+
+
+class Shorter(EveryOther):
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return super().allowed(head, query, key) & (key < 40)
+
+
+@pytest.mark.parametrize("backend", [None, "native", "blockwise", "dense", "reference"])
+def test_rules_of_ones_own_are_kept_by_every_backend(backend: str | None) -> None:
+    q, k, v = torch.randn(3, 1, 2, 64, 8, dtype=torch.float64).unbind()
+    rules = [
+        EveryOther(2),
+        Shorter(2),
+        Causal() & (Shorter(3) | Window(2)),
+        ~Shorter(2),
+        per_head([Causal(), Shorter(2)]),
+    ]
+    for rule in rules:
+        assert rule.text is None
+        kept = torch.stack([kept_of(rule, 64, head=head) for head in (0, 1)])
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept)
+        if backend == "dense":
+            with pytest.raises(ValueError, match="backend 'dense' does not support this call"):
+                sparse_attention(q, k, v, rule, backend=backend)
+            continue
+        torch.testing.assert_close(sparse_attention(q, k, v, rule, backend=backend), expected)
+
+
+def test_a_subclass_has_the_text_of_its_base_only_if_it_says_no_more() -> None:
+    class Near(Window):
+        def __init__(self) -> None:
+            super().__init__(2)
+
+    class Short(Window):
+        def validate(self, grid: TileGrid) -> None:
+            if grid.n_keys > 8:
+                raise ValueError("too long")
+
+    assert repr(Near()) == "window(2)"
+    assert same(Near(), Window(2))
+    assert repr(Causal() & Short(2)) == "<And without a text form>"
+    q = torch.zeros(1, 1, 9, 4)
+    with pytest.raises(ValueError, match="too long"):
+        sparse_attention(q, q, q, Short(2))
 
 
 def test_head_classes() -> None:

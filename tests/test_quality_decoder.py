@@ -204,12 +204,12 @@ def test_budgets_of_another_model_block_or_scores(
         attend.budget for attend in calibrations[0].attention(0.25)
     ]
     for scores, block in ((SAFE, 16), (Sum(Probe(2)), 16), (DEFAULT_SCORES, 32)):
-        with pytest.raises(ValueError, match="calibration: expected scores, block, sinks and local"):
+        with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
             checked(found, tiny, scores, block)
     record = json.loads(file.read_text())
     record["forced"]["local"] = 2
     file.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="calibration: expected scores, block, sinks and local"):
+    with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
         checked(Calibration.load(file), tiny, DEFAULT_SCORES, 16)
     weight = tiny.model.model.layers[1].mlp.up_proj.weight
     before = weight.detach().clone()
@@ -398,7 +398,7 @@ def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: 
     jobs, notes = open_leg(arguments(*words, "--quick"), tmp_path, Progress(quiet=True))
     assert notes == ()
     assert {job.setting.sizes["dtype"] for job in jobs} == {"bfloat16"}
-    with pytest.raises(ValueError, match="calibration: expected scores, block, sinks and local"):
+    with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
         open_leg(arguments(*words[:4], "--budgets", str(out)), tmp_path, Progress(quiet=True))
     with pytest.raises(ValueError, match="--density: expected a number above 0"):
         run(arguments("--calibrate", str(model), "--density", "0"), Progress(quiet=True))

@@ -245,7 +245,7 @@ def forged(plan: RingPlan, tokens: int) -> RingPlan:
     return replace(plan, received=(((begin, end + tokens), *rest), *plan.received[1:]))
 
 
-DIFFERENCES = ["tokens", "batch", "heads", "dtype", "pattern", "layout", "more rows", "fewer rows"]
+DIFFERENCES = ["tokens", "batch", "heads", "dtype", "gradients", "pattern", "layout", "more rows", "fewer rows"]
 
 
 def differs(rank: int, size: int) -> None:
@@ -256,7 +256,7 @@ def differs(rank: int, size: int) -> None:
         layout = (Layout.zigzag if odd == "layout" else Layout.contiguous)(n_tokens, size)
         pattern = Causal() & Window(99 if odd == "pattern" else 150)
         x = torch.randn(2 if odd == "batch" else 1, 4 if odd == "heads" else 2, layout.size(rank), 8)
-        x = x.double() if odd == "dtype" else x
+        x = (x.double() if odd == "dtype" else x).requires_grad_(what == "gradients" != odd)
         with counted_traffic() as local, pytest.MonkeyPatch.context() as patch:
             if odd in ("more rows", "fewer rows"):
                 more = 64 if odd == "more rows" else -64

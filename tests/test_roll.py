@@ -111,6 +111,8 @@ def test_ranks_that_shift_by_other_numbers_are_named() -> None:
     def run(rank: int) -> None:
         with pytest.raises(PlanMismatch, match="rank 0 has shifts=1, rank 1 has shifts=2"):
             roll(torch.ones(1, 4), 1 + rank, layout)
+        with pytest.raises(PlanMismatch, match="rank 0 has gradient=False, rank 1 has gradient=True"):
+            roll(torch.ones(1, 4, requires_grad=rank == 1), 1, layout)
 
     on_ranks(2, run)
 

@@ -236,7 +236,7 @@ def test_show_without_matplotlib(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"--out: matplotlib cannot be imported.*ringtile\[plot\]"):
+    with pytest.raises(ValueError, match=r"--out: matplotlib cannot be imported.*pip install matplotlib"):
         run("causal", "--tokens", "64", "--out", str(tmp_path / "a.png"))
     assert capsys.readouterr().out == ""
     assert run("causal", "--tokens", "64") == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import PatternMask, pairs
 from ringtile.integrations.transformers.registry import OLDEST
 from ringtile.layout import cache_info
+from ringtile.modules import replace_attention
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Segments, Window, per_head
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +72,7 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
             layer_types=["chunked_attention", "full_attention"] * 2,
         ),
     ),
+    "Gemma 4": lambda: (hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**SHARED)),
     "Phi-3": lambda: (hf.Phi3ForCausalLM, hf.Phi3Config(**DECODER, sliding_window=20)),
     "Starcoder2": lambda: (hf.Starcoder2ForCausalLM, hf.Starcoder2Config(**STARCODER)),
     "DeepSeek-V2": lambda: (hf.DeepseekV2ForCausalLM, hf.DeepseekV2Config(**ENCODER, **LATENT)),
@@ -125,6 +129,10 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
         ),
     ),
 }
+SHARED = dict(
+    **(MIXED | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    **dict(num_kv_shared_layers=2, global_head_dim=32, vocab_size_per_layer_input=97, hidden_size_per_layer_input=8),
+)
 STARCODER = {name: value for name, value in DECODER.items() if name != "head_dim"} | {"sliding_window": 20}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 VISION = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
@@ -144,7 +152,7 @@ def _registered() -> Iterator[None]:
     yield
     # A mapping per class, for all models: leave it as it was.
     for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
-        for name in [name for name in interface._global_mapping if name.startswith("ringtile")]:
+        for name in [name for name in interface._global_mapping if "ringtile" in name]:
             del interface._global_mapping[name]
 
 
@@ -275,6 +283,32 @@ def test_beams_and_samples(options: dict[str, Any]) -> None:
         torch.manual_seed(1)
         found.append(model.generate(tokens, attention_mask=mask.long(), max_new_tokens=24, **options))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["no", "left", "right"])
+def test_layers_that_share_keys_drop_queries_and_keep_their_places(kind: str) -> None:
+    # Its own rounding is 2e-5 in float32, and its eager attention has no float64.
+    first, second = (model_of(*MODELS["Gemma 4"](), name).double() for name in ("sdpa", "ringtile"))
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(kind)
+    assert_equal_models(first, second, mask, input_ids=tokens, attention_mask=mask.long())
+    for count in (1, 7, 45):
+        found, expected = (
+            model(tokens, attention_mask=mask.long(), logits_to_keep=count)[0] for model in (second, first)
+        )
+        assert found.shape[1] == count
+        assert ((found - expected) * mask[:, -count:, None]).abs().max() <= TOLERANCE
+    model = use_ringtile(second, GlobalTokens(2) | Segments(11))
+    whole = model(tokens, attention_mask=mask.long()).logits
+    last = model(tokens, attention_mask=mask.long(), logits_to_keep=9).logits
+    assert ((whole[:, -9:] - last) * mask[:, -9:, None]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_layers_that_share_keys_generate_the_tokens_of_eager(cache: str) -> None:
+    tokens, mask = torch.randint(3, 97, (3, 40)), padding("left", tokens=40)
+    options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    first, second = (model.generate(tokens, attention_mask=mask.long(), **options) for model in both("Gemma 4"))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -478,8 +512,10 @@ def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("padded", ["no", "left"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_a_compiled_model_is_one_graph(name: str, padded: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dynamic"), [("Llama", None), ("Mistral", None), ("Gemma 4", None), ("Mistral", True)]
+)
+def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: str) -> None:
     model = model_of(*MODELS[name](), "ringtile")
     graphs: list[Any] = []
 
@@ -488,7 +524,7 @@ def test_a_compiled_model_is_one_graph(name: str, padded: str) -> None:
         return graph
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
     tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(padded)
     inputs = {} if padded == "no" else {"attention_mask": mask.long()}
     expected, found = model(tokens, **inputs).logits, compiled(tokens, **inputs).logits
@@ -496,6 +532,34 @@ def test_a_compiled_model_is_one_graph(name: str, padded: str) -> None:
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=0)
     grads = [torch.autograd.grad(output[mask].sum(), list(model.parameters())) for output in (expected, found)]
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:While compiling, we found")
+@pytest.mark.parametrize(
+    ("name", "pattern", "strict"),
+    [("Mistral", None, False), ("Mistral", None, True), ("BERT", GlobalTokens(2) | Window(9), False)],
+)
+def test_an_exported_model(pattern: Pattern | None, name: str, strict: bool) -> None:
+    model = eager_and_sparse(name, pattern)[1]
+    options = {"use_cache": False} if name == "Mistral" else {}
+    size = torch.export.Dim("size", min=33, max=512)
+    shapes = {"input_ids": {1: size}, "attention_mask": {1: size}, **dict.fromkeys(options)}
+    calls = []
+    for tokens in (TOKENS, 150, 40):
+        mask = padding("right", tokens=tokens)
+        calls.append({"input_ids": torch.randint(3, 97, (3, tokens)), "attention_mask": mask.long(), **options})
+    with torch.no_grad():
+        program = torch.export.export(model, (), calls[0], strict=strict, dynamic_shapes=shapes).module()
+        for call in calls:
+            expected, found = model(**call)[0], program(**call)[0]
+            torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_exported_model_needs_a_mask_of_its_tokens() -> None:
+    call = {"input_ids": torch.randint(3, 97, (1, TOKENS)), "use_cache": False}
+    with pytest.raises(ValueError, match=r"torch.export support causal .*; if it is that of packed rows, pass att"):
+        torch.export.export(model_of(*MODELS["Mistral"](), "ringtile"), (), call, strict=False)
 
 
 KNOWN = [kind for kind in KINDS if not kind.endswith((" or", " and", " apart", "chunked, packed"))]
@@ -637,13 +701,64 @@ T5 = dict(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4
 
 def test_a_model_that_computes_with_its_mask_is_refused() -> None:
     tokens = torch.randint(3, 97, (2, 20))
-    model = hf.BloomForCausalLM._from_config(hf.BloomConfig(**BLOOM), attn_implementation="ringtile")
+    model = hf.BloomForCausalLM(hf.BloomConfig(**BLOOM))
+    model.config._attn_implementation = "ringtile"
     with pytest.raises(ValueError, match="attention_mask: expected a model that hands its mask"):
         model(tokens)
-    model = hf.BloomForCausalLM(hf.BloomConfig(**BLOOM))
+    model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match=r"model: expected parts that use .* got BloomForCausalLM, BloomModel"):
         use_ringtile(model)
     assert model.config._attn_implementation == "eager"
+
+
+BY_HAND: dict[str, Callable[[], tuple[type, Any]]] = {
+    "DeBERTa": lambda: (hf.DebertaV2Model, hf.DebertaV2Config(**ENCODER)),
+    "XLNet": lambda: (hf.XLNetLMHeadModel, hf.XLNetConfig(vocab_size=97, d_model=64, n_layer=2, n_head=4)),
+    "WavLM": lambda: (hf.WavLMModel, hf.WavLMConfig(**VISION)),
+    "Falcon": lambda: (hf.FalconForCausalLM, hf.FalconConfig(**VISION)),
+    "GPT-J": lambda: (hf.GPTJForCausalLM, hf.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8)),
+    "GPT-Neo": lambda: (
+        hf.GPTNeoForCausalLM,
+        hf.GPTNeoConfig(hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+    ),
+    "BLOOM": lambda: (hf.BloomForCausalLM, hf.BloomConfig(**BLOOM)),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_model_that_ignores_the_name_is_not_built(name: str) -> None:
+    made, config = BY_HAND[name]()
+    register("ringtile-4", Window(4))
+    part = made.__name__.partition("For")[0].partition("LM")[0]
+    message = rf"^attn_implementation='ringtile-4': {part}\w* ignores it, because .* by hand; leave the name out$"
+    with pytest.raises(ValueError, match=message):
+        made._from_config(copy.deepcopy(config), attn_implementation="ringtile-4")
+    assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+def test_a_part_that_ignores_the_name_is_not_built() -> None:
+    config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(
+        hf.RobertaConfig(**ENCODER), hf.XLMConfig(emb_dim=64, n_layers=2, n_heads=4, vocab_size=97)
+    )
+    with pytest.raises(ValueError, match="XLMModel ignores it"):
+        hf.EncoderDecoderModel._from_config(config, attn_implementation="ringtile")
+    with pytest.raises(ValueError, match=r"LongformerModel ignores it, .*, and call use_ringtile\(model\)"):
+        hf.LongformerModel._from_config(hf.LongformerConfig(**LONGFORMER), attn_implementation="ringtile")
+
+
+def test_a_model_whose_source_is_not_known_is_built(tmp_path: Path) -> None:
+    source = """
+class OwnAttention(hf.models.bert.modeling_bert.nn.Module):
+    pass
+class OwnModel(hf.BertPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = OwnAttention()
+"""
+    names: dict[str, Any] = {"hf": hf, "__name__": "no_module"}
+    exec(source, names)
+    made = names["OwnModel"]._from_config(hf.BertConfig(**ENCODER), attn_implementation="ringtile")
+    assert made.config._attn_implementation == "ringtile"
 
 
 @pytest.mark.parametrize(
@@ -652,6 +767,10 @@ def test_a_model_that_computes_with_its_mask_is_refused() -> None:
         lambda mask: mask + 1.0,
         lambda mask: 1.0 - mask,
         lambda mask: mask[:, :, :, :3],
+        lambda mask: mask[:1],
+        lambda mask: mask[:, :, 3],
+        lambda mask: mask[:, :, ::2],
+        lambda mask: mask[:, :, :0],
         lambda mask: torch.where(mask, 0.0, -1.0),
         lambda mask: torch.zeros(2, 2, 150, 150).masked_fill(~mask, 0),
         lambda mask: torch.zeros(2, 2, 150, 150).masked_fill(mask, 0),
@@ -681,6 +800,7 @@ def test_a_mask_has_no_values_to_compute_with(compute: Callable[[Tensor], Any]) 
         lambda mask: mask.detach(),
         lambda mask: mask.bool(),
         lambda mask: mask.to(torch.bool),
+        lambda mask: mask[:, :, :, :150],
         lambda mask: mask.to("cpu"),
         lambda mask: mask.to(device="cpu", dtype=torch.bool),
     ],
@@ -714,6 +834,8 @@ def test_attention_weights_are_refused() -> None:
     [
         (torch.ones(2, 20, dtype=torch.bool), r"got mask.shape=torch.Size\(\[2, 20\]\)"),
         (torch.ones(2, 1, 20, 19, dtype=torch.bool), "expected .* 20, 20"),
+        (torch.ones(3, 1, 20, 20, dtype=torch.bool), r"expected \[2, 1 or 2, 20, 20\]"),
+        (torch.ones(2, 3, 20, 20, dtype=torch.bool), r"expected \[2, 1 or 2, 20, 20\]"),
         (torch.ones(2, 1, 20, 20, dtype=torch.long), "expected bool, or a float mask"),
         (torch.ones(2, 1, 20, 20), "expected bool, or a float mask"),
     ],
@@ -721,6 +843,12 @@ def test_attention_weights_are_refused() -> None:
 def test_other_masks_are_refused(mask: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attended(mask, *torch.randn(3, 2, 2, 20, 16))
+
+
+@pytest.mark.parametrize("shape", [(20,), (2, 20, 20)])
+def test_masks_of_other_dimensions_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"attention_mask: expected \[2, N\] of the tokens, or .* of all pairs"):
+        model_of(*MODELS["Llama"](), "ringtile")(torch.ones(2, 20).long(), attention_mask=torch.ones(shape).bool())
 
 
 def test_a_mask_that_changes_in_place_is_read_again() -> None:
@@ -743,8 +871,10 @@ def test_arguments_that_change_the_result_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (3, "expected a Pattern, a dict of layer kinds or a function"),
-        ({"full_attention": 3}, "expected a Pattern or None for each kind of layer"),
+        (3, "expected a Pattern, its text, None, a dict of layer kinds or a function"),
+        ({"full_attention": 3}, "expected a Pattern, its text, None, for each kind of layer, got 3"),
+        ("windw(4)", r"^pattern: unknown pattern 'windw', did you mean 'window'\?"),
+        ({"full_attention": "windw(4)"}, "^pattern: unknown pattern 'windw'"),
         (Documents(ids=torch.tensor([[0, 1], [0, 0]])), "expected one for all batch elements"),
     ],
 )
@@ -779,10 +909,15 @@ def test_importing_the_integration_loads_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", probe], check=True)
 
 
-@pytest.mark.parametrize("name", ["", "flash_ringtile", "my/ringtile", "ringtile|paged"])
-def test_a_name_with_a_meaning_in_transformers_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["", Window(4), "flash_ringtile", "my/ringtile", "ringtile|paged", "use_ringtile"])
+def test_a_name_with_a_meaning_in_transformers_is_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="name: expected"):
         register(name)
+
+
+def test_a_pattern_in_place_of_the_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"name: .* write register\(pattern='window\(64\)'\)"):
+        register("window(64)")
 
 
 def test_a_pattern_for_kinds_of_layers() -> None:
@@ -811,13 +946,90 @@ def test_a_model_switches_back_and_forth() -> None:
     model, tokens = model_of(*MODELS["Mistral"](), "eager"), torch.randint(3, 97, (2, TOKENS))
     eager = model(tokens).logits
     assert use_ringtile(model) is model
-    assert model.config._attn_implementation == "ringtile"
+    assert model.config._attn_implementation == "use_ringtile"
     torch.testing.assert_close(model(tokens).logits, eager, rtol=0, atol=TOLERANCE)
     sparse = use_ringtile(model, Window(3))(tokens).logits
     assert (sparse - eager).abs().max() > 1e-2
     assert torch.equal(use_ringtile(model, Window(3))(tokens).logits, sparse)
     model.set_attn_implementation("eager")
     assert torch.equal(model(tokens).logits, eager)
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ("window(3)", Window(3)),
+        ({"sliding_attention": "window(3)"}, {"sliding_attention": Window(3)}),
+        (lambda layer: "window(3)", Window(3)),
+    ],
+)
+def test_a_pattern_as_text(given: Any, pattern: Any) -> None:
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    expected, found = (eager_and_sparse("Gemma3", each)[1](tokens).logits for each in (pattern, given))
+    assert torch.equal(expected, found)
+    register("ringtile-text", given)
+    assert torch.equal(model_of(*MODELS["Gemma3"](), "ringtile-text")(tokens).logits, expected)
+
+
+def test_what_is_no_model_of_transformers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got BertModel without one; for a model of .* call .*use_ringtile$"):
+        replace_attention(hf.BertModel(hf.BertConfig(**ENCODER)), pattern=Window(3))
+    with pytest.raises(ValueError, match=r"^model: expected a model of transformers, got Linear\(in_features=2"):
+        use_ringtile(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"^model: expected .*, got Sequential; pass the BertModel in it"):
+        use_ringtile(nn.Sequential(hf.BertModel(hf.BertConfig(**ENCODER))))
+    with pytest.raises(ValueError, match=r"^model: expected a model of transformers, got <class"):
+        use_ringtile(hf.BertModel)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_keeps_its_pattern(copied: Callable[[Any], Any]) -> None:
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    first, second = (eager_and_sparse("Mistral", pattern)[1] for pattern in (Window(3), Window(5)))
+    copies = [copied(model) for model in (first, second)]
+    for model, other in zip((first, second), copies, strict=True):
+        assert torch.equal(other(tokens).logits, model(tokens).logits)
+    assert (copies[0](tokens).logits - copies[1](tokens).logits).abs().max() > 1e-2
+    assert first.state_dict().keys() == model_of(*MODELS["Mistral"](), "eager").state_dict().keys()
+
+
+def test_a_model_loads_in_another_process(tmp_path: Path) -> None:
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    model = eager_and_sparse("Mistral", Window(3))[1]
+    torch.save((model, tokens, model(tokens).logits), tmp_path / "model.pt")
+    probe = (
+        "import sys, torch; torch.set_num_threads(1); "
+        "model, tokens, logits = torch.load(sys.argv[1], weights_only=False); "
+        "assert (model(tokens).logits - logits).abs().max() < 1e-6"
+    )
+    subprocess.run([sys.executable, "-c", probe, str(tmp_path / "model.pt")], check=True)
+
+
+def test_a_model_without_a_pattern_of_its_own_does_not_take_that_of_another(tmp_path: Path) -> None:
+    made, config = MODELS["Mistral"]()
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    first, second = made(config), made(config)
+    use_ringtile(first, Window(3))
+    with pytest.raises(ValueError, match=r"pattern: MistralAttention is new, or .* call use_ringtile\(model, ...\)"):
+        second(tokens)
+    # A saved model has no implementation.
+    first.save_pretrained(tmp_path)
+    loaded = made.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(use_ringtile(loaded, Window(3))(tokens).logits, first(tokens).logits)
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    def compute(*args: Any, **options: Any) -> Tensor:
+        return torch.zeros(0)
+
+    model = use_ringtile(model_of(*MODELS["Llama"](), "eager"), attend=compute)
+    gone = weakref.ref(compute)
+    del model, compute
+    gc.collect()
+    assert gone() is None
+    names = [name for name in hf.AttentionInterface._global_mapping if "ringtile" in name]
+    assert names == ["ringtile", "use_ringtile"]
 
 
 def test_bounds_of_sequences_as_for_flash_attention() -> None:

@@ -153,7 +153,7 @@ def test_a_full_budget_is_eager_attention_and_a_small_one_is_not(name: str) -> N
     model.set_attn_implementation("eager")
     expected = hidden(model, ids, attention_mask=mask)[real]
     for density, near in ((1.0, True), (0.1, False)):
-        attend = AdaptiveAttention(budget=Density(density), block=BLOCK, sinks=0, local=0)
+        attend = AdaptiveAttention(budget=Density(density), block=BLOCK, first=0, local=0)
         found = hidden(use_ringtile(model, attend=attend), ids, attention_mask=mask)[real]
         assert torch.allclose(found, expected, atol=2e-4, rtol=2e-4) is near
 
@@ -162,7 +162,7 @@ def test_short_inputs_take_the_old_path_bit_for_bit() -> None:
     model, ids = made("Mistral"), tokens()
     mask = padding("right", ids)
     for n_tokens, same in ((TOKENS, False), (TOKENS - 1, True)):
-        attend = AdaptiveAttention(budget=Density(0.1), block=BLOCK, sinks=0, local=0, min_length=TOKENS)
+        attend = AdaptiveAttention(budget=Density(0.1), block=BLOCK, first=0, local=0, min_length=TOKENS)
         some = {"attention_mask": mask[:, :n_tokens]}
         found = hidden(use_ringtile(model, attend=attend), ids[:, :n_tokens], **some)
         assert torch.equal(found, hidden(use_ringtile(model), ids[:, :n_tokens], **some)) is same
@@ -194,13 +194,20 @@ def test_one_budget_per_layer_and_head() -> None:
             from ringtile.adaptive import select
 
             index = select(
-                query, key, self.budget, base=pattern, is_causal=options["is_causal"], block=BLOCK, sinks=0, local=0
+                query,
+                key,
+                budget=self.budget,
+                base=pattern,
+                is_causal=options["is_causal"],
+                block=BLOCK,
+                first=0,
+                local=0,
             )
             kept.append(index.to_dense().float().mean((0, 2, 3)))
             return super().forward(query, key, value, pattern, **options)
 
     budgets = [(0.1, 0.5, 1.0, 0.2), (1.0, 0.2, 0.1, 0.5)]
-    layers = [Counted(budget=Density(each), block=BLOCK, sinks=0, local=0) for each in budgets]
+    layers = [Counted(budget=Density(each), block=BLOCK, first=0, local=0) for each in budgets]
     hidden(use_ringtile(made("Llama"), attend=layers), tokens(1))
     for each, shares in zip(budgets, kept, strict=True):
         assert shares.argsort().tolist() == torch.tensor(each).argsort().tolist()
@@ -320,15 +327,18 @@ def test_arguments() -> None:
         use_ringtile(bird, attend=Random())
 
 
-def test_names_of_implementations() -> None:
-    """Each pair of pattern and attention has one name, and two models with others do not share one."""
-    first, second, attend = made("Llama"), made("Llama"), Random()
-    use_ringtile(first, attend=attend)
-    use_ringtile(second, Window(9), attend=attend)
-    names = [model.config._attn_implementation for model in (first, second)]
-    assert len({"ringtile", *names}) == 3
-    use_ringtile(second, attend=attend)
-    assert second.config._attn_implementation == names[0]
+def test_models_keep_their_own_attention() -> None:
+    """Two models with others do not share them, and a copy has its own."""
+    first, second, calls = made("Llama"), made("Llama"), []
+
+    def record(name: str) -> Any:
+        return lambda *args, **options: calls.append(name) or sparse_attention(*args, **options)
+
+    use_ringtile(first, attend=record("first"))
+    use_ringtile(second, Window(9), attend=record("second"))
+    for model in (first, second, copy.deepcopy(first)):
+        model(tokens(1))
+    assert calls == ["first"] * 2 + ["second"] * 2 + ["first"] * 2
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,29 @@ def test_descriptors_serve_where_they_are_asked_for(head_dim: int, wide: bool, m
             assert not any("LDL" in line for loop in made.loops() for line in loop), name
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("tf32", "tf32"), ("ieee", "ieee"), ("high", "tf32"), ("highest", "ieee")]
+)
+def test_products_of_float32_follow_either_setting_of_torch(
+    setting: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ringtile.kernels.triton.launches import Job
+
+    q, matmul = torch.zeros(1, 1, 8, 16), torch.backends.cuda.matmul
+    before = matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        if setting.startswith("high"):
+            torch.set_float32_matmul_precision(setting)
+        else:
+            matmul.fp32_precision = setting
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        assert Job(q, q, q, call_of(Causal(), 8, 8, 1)).constants["PRECISION"] == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before
+
+
 def test_a_switch_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "tma,")
     with pytest.raises(ValueError, match=f"{VARIABLE}: expected 'tma' or nothing, got 'tma,'"):
@@ -281,7 +304,7 @@ def test_the_first_configuration_that_fits_is_remembered(monkeypatch: pytest.Mon
         room = 2
 
         def __getitem__(self, grid: tuple[int]) -> object:
-            def run(num_warps: int, num_stages: int, **arguments: int) -> None:
+            def run(num_warps: int, num_stages: int, enable_fp_fusion: bool, **arguments: int) -> None:
                 assert (grid, arguments) == ((10 * num_stages,), {"x": 7, "BM": num_stages})
                 tried.append(num_stages)
                 if num_stages > self.room:

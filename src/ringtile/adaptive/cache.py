@@ -37,7 +37,7 @@ class AdaptiveCache(LayerCache):
 
     >>> from ringtile.adaptive import Density, Probe
     >>> from ringtile.patterns import Causal
-    >>> cache = AdaptiveAttention(Probe("first"), Density(0.25), block=16, sinks=0, local=0).new_cache(Causal())
+    >>> cache = AdaptiveAttention(Probe("first"), Density(0.25), block=16, first=0, local=0).new_cache(Causal())
     >>> for tokens in (200, 1, 1):
     ...     out = cache.attend(*torch.randn(3, 1, 4, tokens, 16).unbind())
     >>> out.shape, cache.length, cache.index.kept_tiles
@@ -134,7 +134,7 @@ class AdaptiveCache(LayerCache):
     ) -> Tensor:
         """Return the tiles that the budget keeps by scores of rows in the row tiles ``row``."""
         allowed = base.tiles[:, :, row]
-        forced = forced_tiles(base, self.attention.sinks, self.attention.local)[row]
+        forced = forced_tiles(base, self.attention.first, self.attention.local)[row]
         budget = self.attention.budget
         if isinstance(budget, Controller):
             budget = budget.budget(query, seen.key, base, found, allowed, forced, key_mask=mask)

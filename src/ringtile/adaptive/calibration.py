@@ -48,7 +48,7 @@ def loss_curves(
     *,
     weights: Tensor | None = None,
     output: Tensor | None = None,
-    sinks: int = 1,
+    first: int = 1,
     local: int = 1,
     key_mask: Tensor | None = None,
     scale: float | None = None,
@@ -64,7 +64,7 @@ def loss_curves(
         rows: int64 ``[n]``, the audited queries, counted from 0.
         weights: ``[n]``, their weights. Default: equal ones.
         output: ``[E, H * Dv]``, the layer's output projection. Default: none, and errors are of each head's output.
-        sinks: See `select`.
+        first: See `select`.
         local: See `select`.
         key_mask: ``[B, Nk]`` bool, True for keys that count.
         scale: Factor for the scores. Default: ``D ** -0.5``.
@@ -87,7 +87,7 @@ def loss_curves(
     share = torch.ones(len(rows), dtype=torch.float64) if weights is None else weights.double()
     share = (share / share.sum()).to(query.device)
     heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-    forced, allowed = forced_tiles(base, sinks, local), base.tiles
+    forced, allowed = forced_tiles(base, first, local), base.tiles
     found = scores(query, key, base, key_mask=key_mask, scale=scale)
 
     missed = query.new_zeros(heads, len(GRID), dtype=torch.float64)
@@ -218,7 +218,7 @@ class Calibration:
     """Facts that identify the model: its name, sizes and a hash of its weights."""
     scores: Scores
     block: int
-    sinks: int
+    first: int
     local: int
     curves: tuple[LossCurves, ...]
     """One per layer."""
@@ -229,7 +229,7 @@ class Calibration:
         """Return a module per layer, at a mean tile density over all heads. ``options`` go to `AdaptiveAttention`."""
         return [
             AdaptiveAttention(
-                self.scores, Density(of_heads), block=self.block, sinks=self.sinks, local=self.local, **options
+                self.scores, Density(of_heads), block=self.block, first=self.first, local=self.local, **options
             )
             for of_heads in allocate(self.curves, density)
         ]
@@ -249,7 +249,7 @@ class Calibration:
             "model": dict(self.model),
             "scores": _as_record(self.scores),
             "block": self.block,
-            "forced": {"sinks": self.sinks, "local": self.local},
+            "forced": {"first": self.first, "local": self.local},
             "calibration": dict(self.text),
             "grid": GRID,
             "curves": [{name: x.tolist() for name, x in curve._asdict().items()} for curve in self.curves],
@@ -275,7 +275,7 @@ class Calibration:
                 record["model"],
                 _from_record(record["scores"]),
                 record["block"],
-                forced["sinks"],
+                forced["first"],
                 forced["local"],
                 curves,
                 record["calibration"],

@@ -54,7 +54,7 @@ def compensated(
         >>> from ringtile.patterns import Causal
         >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
         >>> q, base = q / 4, build_index(Causal(), 512, num_heads=2, block=32)
-        >>> exact, index = sparse_attention(q, k, v, base), select(q, k, Density(0.2), base=base)
+        >>> exact, index = sparse_attention(q, k, v, base), select(q, k, budget=Density(0.2), base=base)
         >>> plain = sparse_attention(q, k, v, index, return_lse=True)
         >>> more, _ = compensated(*plain, q, k, v, index, base)
         >>> bool((more - exact).norm() < 0.5 * (plain[0] - exact).norm())

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.quality import audit
-from ringtile.adaptive.scores import Pooled, check_pool, exact_weights, grouped_products, summaries, summarized
+from ringtile.adaptive.scores import (
+    Pooled,
+    Summaries,
+    check_pool,
+    exact_weights,
+    grouped_products,
+    summaries,
+    summarized,
+)
 from ringtile.adaptive.selection import base_index, forced_tiles, select
 from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
@@ -20,6 +28,16 @@ _BIAS = -1.5
 """Standard deviations below which a place of a new code is 0: 7% of the places are above."""
 _TILES = 64
 """Tiles of keys whose codes exist at once."""
+
+
+class Coded(NamedTuple):
+    """What a `Gate` scores by."""
+
+    of_query: Tensor
+    """``[B, H, Nq, places]``: the codes of queries, with weights."""
+    of_tile: Tensor
+    """``[B, Hkv, C, places]``: the codes of tiles."""
+    tiles: Summaries
 
 
 class Gate(nn.Module, Pooled):
@@ -81,13 +99,35 @@ class Gate(nn.Module, Pooled):
         places = self.weight.shape[2]
         return f"{self.num_heads}, {self.head_dim}, num_kv_heads={self.num_kv_heads}, {places=}, pool={self.pool!r}"
 
-    def codes(self, query: Tensor, key: Tensor, block: int, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the codes of queries, with weights, ``[B, H, Nq, places]``, and of tiles ``[B, Hkv, C, places]``."""
+    def coded(
+        self,
+        query: Tensor,
+        key: Tensor,
+        block: int,
+        key_mask: Tensor | None = None,
+        *,
+        trains_queries: bool = True,
+    ) -> Coded:
+        """Return the codes and the summaries of ``[B, H, Nq, D]`` and ``[B, Hkv, Nk, D]``.
+
+        Without ``trains_queries`` the codes of queries record no gradient, which needs the memory of the queries.
+        Raises ValueError if the heads or the head dim do not match.
+        """
         if query.shape[1::2] != (self.num_heads, self.head_dim) or key.shape[1] != self.num_kv_heads:
             raise ValueError(
                 f"query, key: expected {self.num_heads} and {self.num_kv_heads} heads of {self.head_dim}, got "
                 f"{query.shape=} and {key.shape=}"
             )
+        with torch.set_grad_enabled(trains_queries and torch.is_grad_enabled()):
+            of_query = self.codes_of_queries(query)
+        return Coded(of_query, self.codes_of_tiles(key, block, key_mask), summaries(key, block, key_mask))
+
+    def codes_of_queries(self, query: Tensor) -> Tensor:
+        """Return the codes of queries, with weights, ``[B, H, Nq, places]``."""
+        return self._code(query, self.of_query, self.query_bias) * self.weight
+
+    def codes_of_tiles(self, key: Tensor, block: int, key_mask: Tensor | None = None) -> Tensor:
+        """Return the codes of the tiles of keys ``[B, Hkv, C, places]``."""
         if key_mask is not None:
             key = key.masked_fill(~key_mask[:, None, :, None], 0)
         found: list[Tensor] = []
@@ -98,7 +138,7 @@ class Gate(nn.Module, Pooled):
                 code = code * shown[:, None, :, None]
             padding = -part.shape[2] % block
             found.append(F.pad(code, (0, 0, 0, padding)).unflatten(2, (-1, block)).amax(3))
-        return self._code(query, self.of_query, self.query_bias) * self.weight, torch.cat(found, 2)
+        return torch.cat(found, 2)
 
     def _code(self, x: Tensor, of_x: Tensor, bias: Tensor) -> Tensor:
         return (F.rms_norm(x.to(of_x.dtype), (self.head_dim,)) @ of_x + bias).relu()
@@ -113,10 +153,14 @@ class Gate(nn.Module, Pooled):
         scale: float | None = None,
     ) -> Tensor:
         """Return the scores, see `Scores`. They have no gradient: `loss` does."""
-        scale = self.head_dim**-0.5 if scale is None else scale
-        tiles = summaries(key, base.block, key_mask)
         with torch.no_grad():
-            of_query, of_tile = (x.float() for x in self.codes(query, key, base.block, key_mask))
+            return self.scored(query, self.coded(query, key, base.block, key_mask), base, scale)
+
+    def scored(self, query: Tensor, coded: Coded, base: BlockIndex, scale: float | None = None) -> Tensor:
+        """Return the scores of queries ``[B, H, Nq, D]`` from what they are made of. They have no gradient."""
+        scale, tiles = self.head_dim**-0.5 if scale is None else scale, coded.tiles
+        with torch.no_grad():
+            of_query, of_tile = coded.of_query.float(), coded.of_tile.float()
             high, low = (torch.cat(((tiles.mean + side) / 2, of_tile), 3) for side in (tiles.high, tiles.low))
             wide = torch.cat((query.float(), of_query * self.head_dim**0.5), 3)
             return summarized(wide, high, low, tiles, base, self.pool, scale)
@@ -128,10 +172,11 @@ class Gate(nn.Module, Pooled):
         base: BlockIndex,
         rows: Tensor,
         *,
-        sinks: int = 1,
+        first: int = 1,
         local: int = 1,
         key_mask: Tensor | None = None,
         scale: float | None = None,
+        coded: Coded | None = None,
     ) -> Tensor:
         """Return the KL divergence of the gate from exact attention to the tiles it chooses from, a mean over rows.
 
@@ -143,18 +188,24 @@ class Gate(nn.Module, Pooled):
             key: ``[B, Hkv, Nk, D]``.
             base: Index of the pairs to choose from.
             rows: int64 ``[n]``, the queries to compute exactly, counted from 0.
-            sinks: See `select`.
+            first: See `select`.
             local: See `select`.
             key_mask: ``[B, Nk]`` bool, True for keys that count.
             scale: Factor for the products. Default: ``D ** -0.5``.
+            coded: What `coded` returned for these tensors, with gradients of the tiles. Default: computed here.
         """
         query, key = query.detach(), key.detach()
         scale = self.head_dim**-0.5 if scale is None else scale
-        tiles = summaries(key, base.block, key_mask)
         part = query[:, :, rows]
-        of_query, of_tile = self.codes(part, key, base.block, key_mask)
+        if coded is None:
+            coded = self.coded(part, key, base.block, key_mask)
+        elif coded.of_query.requires_grad:
+            coded = coded._replace(of_query=coded.of_query[:, :, rows])
+        else:
+            coded = coded._replace(of_query=self.codes_of_queries(part))
+        of_query, of_tile, tiles = coded
         row = base.row_of(rows)
-        choice = (base.tiles & ~forced_tiles(base, sinks, local))[:, :, row] & tiles.log_count.isfinite()[:, None, None]
+        choice = (base.tiles & ~forced_tiles(base, first, local))[:, :, row] & tiles.log_count.isfinite()[:, None, None]
         exact = exact_weights(query, key, base, rows, key_mask, scale).sum(4).masked_fill(~choice, 0)
         middle = (tiles.mean + (tiles.high + tiles.low) / 2) / 2
         width = (tiles.high - tiles.low) / 4
@@ -191,7 +242,7 @@ def distill(
     base: Pattern | None = None,
     is_causal: bool = False,
     block: int = 128,
-    sinks: int = 1,
+    first: int = 1,
     local: int = 1,
     scale: float | None = None,
     rows: int = 128,
@@ -216,7 +267,7 @@ def distill(
         base: The pairs to choose from. Default: all pairs.
         is_causal: Choose only from keys at or before the query's position.
         block: Tile side in tokens, 16, 32, 64 or 128.
-        sinks: See `select`.
+        first: See `select`.
         local: See `select`.
         scale: Factor for the products. Default: ``D ** -0.5``.
         rows: Number of queries to compute exactly, in each step and of each held-out sample.
@@ -243,7 +294,7 @@ def distill(
         raise ValueError(f"samples, held_out: expected at least one of each, got {len(samples)} and {len(held_out)}")
     if {x.data_ptr() for pair in samples for x in pair} & {x.data_ptr() for pair in held_out for x in pair}:
         raise ValueError("held_out: expected other texts than the samples, got the same tensor in both")
-    options: dict[str, Any] = {"sinks": sinks, "local": local, "scale": scale}
+    options: dict[str, Any] = {"first": first, "local": local, "scale": scale}
     generator = torch.Generator().manual_seed(seed)
 
     def index_of(query: Tensor, key: Tensor) -> BlockIndex:
@@ -252,7 +303,7 @@ def distill(
     def recall() -> float:
         found = []
         for query, key in held_out:
-            index = select(query, key, budget, base=index_of(query, key), scores=gate, **options)
+            index = select(query, key, gate, budget, base=index_of(query, key), **options)
             found.append(audit(query, key, key, index, rows=rows, seed=seed, scale=scale).mean)
         return sum(found) / len(found)
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive.budgets import Budget, Density
-from ringtile.adaptive.gate import Gate
+from ringtile.adaptive.gate import Coded, Gate
+from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.selection import AdaptiveAttention, base_index
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors
@@ -38,6 +39,32 @@ def with_coordinates(query: Tensor, key: Tensor, of_query: Tensor, of_key: Tenso
     )
 
 
+class _Coding(Scores):
+    """The scores of a gate, which keep what they are made of for the gradients."""
+
+    coded: Coded
+
+    def __init__(self, gate: Gate, trains_queries: bool) -> None:
+        self.gate, self.trains_queries = gate, trains_queries
+        self.causal_safe, self.per_token = gate.causal_safe, gate.per_token
+
+    def __repr__(self) -> str:
+        return repr(self.gate)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        base: BlockIndex,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        with torch.enable_grad():
+            self.coded = self.gate.coded(query, key, base.block, key_mask, trains_queries=self.trains_queries)
+        return self.gate.scored(query, self.coded, base, scale)
+
+
 class RoutedAttention(AdaptiveAttention):
     """`AdaptiveAttention` whose `Gate` learns while the model trains, from the first step on.
 
@@ -53,7 +80,7 @@ class RoutedAttention(AdaptiveAttention):
         straight_through: Also give the gate the gradient of your model's loss, as if its scores were added to the
             logits, see `with_coordinates`. It judges kept tiles only, adds twice the gate's places to the head dim, and
             the output differs by rounding.
-        block, sinks, local, last_dense, min_length, allow_future: See `select`.
+        block, first, local, last_dense, min_length, allow_future: See `select`.
 
     Raises:
         ValueError: If ``gate`` is no `Gate`, ``rows`` is not positive, or as `select`, when called.
@@ -78,7 +105,7 @@ class RoutedAttention(AdaptiveAttention):
         rows: int = 16,
         straight_through: bool = False,
         block: int = 128,
-        sinks: int = 1,
+        first: int = 1,
         local: int = 1,
         last_dense: int = 0,
         min_length: int = 0,
@@ -92,7 +119,7 @@ class RoutedAttention(AdaptiveAttention):
             gate,
             budget,
             block=block,
-            sinks=sinks,
+            first=first,
             local=local,
             last_dense=last_dense,
             min_length=min_length,
@@ -134,15 +161,17 @@ class RoutedAttention(AdaptiveAttention):
             same |= {"is_causal": is_causal, "enable_gqa": enable_gqa}
             return super().forward(query, key, value, pattern, **same, **options)
         query, key, value = checked_tensors(query, key, value, enable_gqa)
-        index = self.index(query, key, pattern, is_causal=is_causal, **same)
         base = base_index(query, key, pattern, is_causal, self.block)
+        coding = _Coding(self.scores, self.straight_through)
+        index = self.index(query, key, base, scores=coding, **same)
         drawn = torch.randperm(query.shape[2], device=query.device)[: self.rows]
-        self._loss = self.scores.loss(query, key, base, drawn, sinks=self.sinks, local=self.local, **same)
+        self._loss = self.scores.loss(
+            query, key, base, drawn, first=self.first, local=self.local, coded=coding.coded, **same
+        )
         if not self.straight_through:
             return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)
-        of_query, of_tile = self.scores.codes(query.detach(), key.detach(), base.block, key_mask)
-        of_key = of_tile.repeat_interleave(base.block, 2)[:, :, : key.shape[2]]
-        of_query = of_query * query.shape[3] ** 0.5
+        of_key = coding.coded.of_tile.repeat_interleave(base.block, 2)[:, :, : key.shape[2]]
+        of_query = coding.coded.of_query * query.shape[3] ** 0.5
         same["scale"] = query.shape[3] ** -0.5 if scale is None else scale
         query, key = with_coordinates(query, key, of_query, of_key)
         return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)

@@ -27,13 +27,13 @@ DEFAULT_SCORES = Sum(Probe(), Blend())
 def select(
     query: Tensor,
     key: Tensor,
+    scores: Scores = DEFAULT_SCORES,
     budget: Budget | Controller = Density(0.25),  # noqa: B008
     *,
     base: BlockIndex | Pattern | None = None,
     is_causal: bool = False,
-    scores: Scores = DEFAULT_SCORES,
     block: int = 128,
-    sinks: int = 1,
+    first: int = 1,
     local: int = 1,
     last_dense: int = 0,
     min_length: int = 0,
@@ -49,13 +49,13 @@ def select(
     Args:
         query: ``[B, H, Nq, D]``.
         key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        scores: Which tiles are best. Default: ``Sum(Probe(), Blend())``.
         budget: How many tiles a row keeps: `Density`, `TopK`, `TopP` or `Threshold`, or a `Controller` that finds it.
         base: The pairs to choose from, a pattern or an index. Default: all pairs.
         is_causal: Choose only from keys at or before the query's position, as in `sparse_attention`. Not available with
             an index.
-        scores: Which tiles are best. Default: ``Sum(Probe(), Blend())``.
         block: Tile side in tokens, 16, 32, 64 or 128, if ``base`` is no index.
-        sinks: Number of first tiles that every row keeps.
+        first: Number of first tiles that every row keeps.
         local: Number of tiles on each side of a row's own that it keeps, beside its own.
         last_dense: Number of last queries whose tiles of rows keep all of ``base``.
         min_length: Number of keys below which all rows keep all of ``base``.
@@ -69,12 +69,13 @@ def select(
 
     Example:
         >>> q, k = torch.randn(2, 1, 4, 2048, 64, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> index = select(q, k, Density(0.25), is_causal=True)
+        >>> index = select(q, k, budget=Density(0.25), is_causal=True)
         >>> round(index.tile_density, 2)
         0.36
     """
+    check_choice(scores, budget)
     query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
-    for name, count in (("sinks", sinks), ("local", local), ("last_dense", last_dense), ("min_length", min_length)):
+    for name, count in (("first", first), ("local", local), ("last_dense", last_dense), ("min_length", min_length)):
         if type(count) is not int or count < 0:
             raise ValueError(f"{name}: expected an integer of at least 0, got {count!r}")
     batch, n_queries, n_keys = query.shape[0], query.shape[2], key.shape[2]
@@ -99,9 +100,9 @@ def select(
             tokens = torch.arange(n_queries, device=query.device)
             of_token = index.row_of(tokens)
             late = (tokens >= n_queries - last_dense).unsqueeze(1)
-            allowed, forced = allowed[:, :, of_token], forced_tiles(index, sinks, local)[of_token] | late
+            allowed, forced = allowed[:, :, of_token], forced_tiles(index, first, local)[of_token] | late
         else:
-            forced = forced_tiles(index, sinks, local, last_dense)
+            forced = forced_tiles(index, first, local, last_dense)
         if isinstance(budget, Controller):
             budget = budget.budget(query, key, index, found, allowed, forced, key_mask=key_mask, scale=scale)
         keep = budget.keep(found, allowed, forced)
@@ -110,8 +111,16 @@ def select(
         most = None
         if isinstance(budget, Counted) and not isinstance(budget, Held):
             # No score decides it. It is read once per base and budget.
-            most = derived(index, _most_tiles, budget, *keep.shape[:2], sinks, local, last_dense, lengths=True)
+            most = derived(index, _most_tiles, budget, *keep.shape[:2], first, local, last_dense, lengths=True)
         return index.restricted(keep, most)
+
+
+def check_choice(scores: Scores, budget: Budget | Controller) -> None:
+    """Raise ValueError if one of them is something else, such as the other."""
+    if not isinstance(scores, Scores):
+        raise ValueError(f"scores: expected Scores, such as Probe() or Blend(), got {scores!r}")
+    if not isinstance(budget, Budget | Controller):
+        raise ValueError(f"budget: expected a Budget, such as Density(0.25), or a Controller, got {budget!r}")
 
 
 def base_index(
@@ -132,19 +141,19 @@ def base_index(
     return build_index(rule, n_queries, n_keys, num_heads=heads, batch=max(batch, 1), block=block, device=query.device)
 
 
-def forced_tiles(base: BlockIndex, sinks: int, local: int, last_dense: int = 0) -> Tensor:
+def forced_tiles(base: BlockIndex, first: int, local: int, last_dense: int = 0) -> Tensor:
     """Return the first tiles, those near a row's own, and the rows of the last queries, bool ``[R, C]``."""
     row, col = tile_positions(base)
     first_late = (base.start + base.n_queries - last_dense) // base.block if last_dense else math.inf
     late = base.first_row + torch.arange(base.n_rows, device=base.device) >= first_late
-    return (col < sinks) | ((col - row.unsqueeze(1)).abs() <= local) | late.unsqueeze(1)
+    return (col < first) | ((col - row.unsqueeze(1)).abs() <= local) | late.unsqueeze(1)
 
 
 def _most_tiles(
-    base: BlockIndex, budget: Counted, batch: int, heads: int, sinks: int, local: int, last_dense: int
+    base: BlockIndex, budget: Counted, batch: int, heads: int, first: int, local: int, last_dense: int
 ) -> int:
     """Return how many tiles a budget keeps."""
-    allowed, forced = base.tiles, forced_tiles(base, sinks, local, last_dense)
+    allowed, forced = base.tiles, forced_tiles(base, first, local, last_dense)
     wanted = budget.wanted(allowed.sum(3), heads).maximum((allowed & forced).sum(3))
     return int(wanted.expand(batch, heads, -1).sum())
 
@@ -155,12 +164,12 @@ class AdaptiveAttention(nn.Module):
     Args:
         scores: See `select`.
         budget: See `select`. A `Controller` holds a quality: ``budget=Controller(0.95)``.
-        block, sinks, local, last_dense, min_length, allow_future: See `select`.
+        block, first, local, last_dense, min_length, allow_future: See `select`.
         compensate: Let each dropped tile count as its mean key and mean value. It lowers the error of attention that is
             spread evenly, and can raise the loss of a model: measure it on yours.
 
     Raises:
-        ValueError: As `select`, when called.
+        ValueError: If ``scores`` or ``budget`` is something else, or as `select`, when called.
 
     Example:
         >>> from ringtile import SparseTransformer
@@ -177,16 +186,17 @@ class AdaptiveAttention(nn.Module):
         budget: Budget | Controller = Density(0.25),  # noqa: B008
         *,
         block: int = 128,
-        sinks: int = 1,
+        first: int = 1,
         local: int = 1,
         last_dense: int = 0,
         min_length: int = 0,
         allow_future: bool = False,
         compensate: bool = False,
     ) -> None:
+        check_choice(scores, budget)
         super().__init__()
         self.scores, self.budget, self.block = scores, budget, block
-        self.sinks, self.local, self.last_dense, self.min_length = sinks, local, last_dense, min_length
+        self.first, self.local, self.last_dense, self.min_length = first, local, last_dense, min_length
         self.allow_future, self.compensate = allow_future, compensate
         # A sum is no module, but its gates learn.
         self.learned = nn.ModuleList(part for part in getattr(scores, "parts", ()) if isinstance(part, nn.Module))
@@ -272,19 +282,20 @@ class AdaptiveAttention(nn.Module):
         pattern: Pattern | BlockIndex | None = None,
         *,
         is_causal: bool = False,
+        scores: Scores | None = None,
         key_mask: Tensor | None = None,
         scale: float | None = None,
     ) -> BlockIndex:
-        """Return the index of the tiles that a call keeps, see `select`."""
+        """Return the index of the tiles that a call keeps, see `select`. ``scores`` replace those of the module."""
         return select(
             query,
             key,
+            self.scores if scores is None else scores,
             self.budget,
             base=pattern,
             is_causal=is_causal,
-            scores=self.scores,
             block=self.block,
-            sinks=self.sinks,
+            first=self.first,
             local=self.local,
             last_dense=self.last_dense,
             min_length=self.min_length,

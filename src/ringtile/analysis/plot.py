@@ -95,7 +95,7 @@ def missing_matplotlib() -> str | None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        return f"matplotlib cannot be imported ({error}); pip install 'ringtile[plot]' brings it"
+        return f"matplotlib cannot be imported ({error}); pip install matplotlib"
     return None
 
 

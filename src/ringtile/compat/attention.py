@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from ringtile.adaptive import AdaptiveAttention, Density
 from ringtile.compat.config import SparsePatternConfig
 from ringtile.compat.generator import Problem, SparsePatternGenerator, count_tiles
 from ringtile.compat.monitor import PerformanceMonitor
+from ringtile.distributed import Layout, ring_attention, ring_dilated_attention
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import (
     all_parts,
@@ -35,6 +36,8 @@ from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid
 
+_ONE_PROCESS = "ring_size: expected 1, because tiles that follow the contents are chosen in one process, got {}"
+
 
 class BlockSparseRingDilatedAttention(nn.Module):
     """Attention over the pairs that a pattern keeps, over the whole sequence or inside LongNet's dilated segments.
@@ -49,15 +52,15 @@ class BlockSparseRingDilatedAttention(nn.Module):
         sparse_config: Pattern, read at every call. Default: ``SparsePatternConfig()``.
         use_adaptive_sparsity: True to choose tiles by the contents of each call, see `enable_adaptive_sparsity`, or the
             `ringtile.adaptive.AdaptiveAttention` that chooses.
-        ring_size: 1, or the number of ranks, over which attention is not divided yet.
+        ring_size: 1, or the number of ranks of the default process group. Each rank then passes its part of the
+            sequence, in order of ranks and equally long, and gets its part of the output.
         dropout: Probability of dropping a weight after the softmax in training.
         attention_scale: Scale of the scores. Default: ``D ** -0.5``.
         use_gradient_checkpointing: True to save only the inputs for the backward pass and recompute the rest.
         cache_size: Number of solved patterns to remember.
 
     Raises:
-        ValueError: If an argument is out of range.
-        NotImplementedError: If ``ring_size`` is the number of several ranks.
+        ValueError: If an argument is out of range, or ``use_adaptive_sparsity`` comes with several ranks.
 
     Example:
         >>> config = SparsePatternConfig("local_window", sparsity_ratio=0.25)
@@ -120,6 +123,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
     ) -> Tensor:
         """Compute attention ``[B, N, H, D]``; ``forward(x)`` alone is self-attention.
 
+        With a ``ring_size`` of several ranks, N are the tokens of this rank, and they attend to those of all ranks.
+
         Args:
             query: ``[B, N, H, D]``, float64, float32, bfloat16 or float16.
             key: ``[B, M, H, D]``. Default: the query, if value is None too.
@@ -128,7 +133,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             key_mask: ``[B, M]`` bool, True for keys to attend to.
 
         Raises:
-            ValueError: If shapes are invalid, as in `ringtile.sparse_attention`.
+            ValueError: If shapes are invalid, as in `ringtile.sparse_attention`, or as `ringtile.distributed` raises.
         """
         key, value = self_attention_if_alone(query, key, value)
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -152,15 +157,20 @@ class BlockSparseRingDilatedAttention(nn.Module):
     ) -> Tensor:
         """Compute the same on ``[B, H, N, D]``, as ``attend=`` of `ringtile.SparseMultiheadAttention`.
 
-        A ``pattern`` restricts the kept pairs further. Raises ValueError if there are segments beside a ``pattern``:
-        it relates positions, and tokens of a dilated segment have others.
+        A ``pattern`` restricts the kept pairs further. Raises ValueError if there are segments or several ranks beside
+        a ``pattern``: it relates positions, and tokens of a dilated segment or of a rank have others.
         """
         if pattern is not None and self.segment_lengths:
             raise ValueError(
                 f"pattern: a mask of positions cannot be applied inside dilated segments, got {pattern!r} with "
                 f"segment_lengths={self.segment_lengths}; is_causal and key masks can"
             )
-        heads, n_queries, n_keys = query.shape[1], query.shape[2], key.shape[2]
+        if pattern is not None and self.ring_size > 1:
+            raise ValueError(
+                f"pattern: expected none with ring_size={self.ring_size}, because positions are those of all ranks, "
+                f"got {pattern!r}; is_causal and key masks can be used"
+            )
+        heads, n_queries, n_keys = query.shape[1], query.shape[2] * self.ring_size, key.shape[2] * self.ring_size
         whole = Problem(n_queries, n_keys, n_keys - n_queries)
         problems: tuple[Problem, ...] = (whole,)
         if self.segment_lengths:
@@ -170,6 +180,12 @@ class BlockSparseRingDilatedAttention(nn.Module):
         options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask}
         options["scale"] = self.attention_scale if scale is None else scale
         sparse: Callable[..., Tensor]
+        attend: Any = sparse_attention
+        attend_in_segments: Any = dilated_attention
+        if self.ring_size > 1:
+            layout = Layout.contiguous(n_keys, self.ring_size, unit=1)
+            attend = partial(ring_attention, layout=layout)
+            attend_in_segments = partial(ring_dilated_attention, layout=layout)
         chooser = self._chooser()
         if chooser is not None:
             segments = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
@@ -178,17 +194,17 @@ class BlockSparseRingDilatedAttention(nn.Module):
         else:
             rule = self.pattern_generator.inside(problems, is_causal=is_causal)
             self._last = rule, problems, whole, is_causal
-            sparse = partial(sparse_attention, pattern=rule if pattern is None else rule & pattern, **options)
+            sparse = partial(attend, pattern=rule if pattern is None else rule & pattern, **options)
             if self.segment_lengths:
                 where = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
-                sparse = partial(dilated_attention, **where, pattern=rule, **options)
+                sparse = partial(attend_in_segments, **where, pattern=rule, **options)
         dropping = partial(sparse, dropout_p=dropout_p)
         saves_inputs = self.use_gradient_checkpointing and torch.is_grad_enabled()
         call = partial(recomputed, dropping) if saves_inputs else dropping
         call = partial(call, query, key, value)
         if not self.performance_monitor.enabled:
             return call()
-        dense = partial(sparse_attention, query, key, value, pattern, **options)
+        dense = partial(attend, query, key, value, pattern, **options)
         shape = (query.shape, key.shape, value.shape, query.dtype, query.device, is_causal, pattern)
         # Its memory includes what the choice needs.
         alone = partial(sparse if chooser is None else choosing(), query, key, value)
@@ -207,15 +223,20 @@ class BlockSparseRingDilatedAttention(nn.Module):
     def set_sparsity_ratio(self, sparsity_ratio: float) -> None:
         """Set the density of the pattern, the fraction of tiles computed, from the next call on.
 
-        Raises ValueError if it is not in (0, 1], if the configuration has a ``local_window_size``, or if an
-        `AdaptiveAttention` of your own decides.
+        It decides over a ``local_window_size``, which a UserWarning says. Raises ValueError if it is not in (0, 1], or
+        if an `AdaptiveAttention` of your own decides.
         """
         if self.adaptive is not None:
             raise ValueError(f"sparsity_ratio: changes nothing beside {self.adaptive!r}, got {sparsity_ratio}")
         if sparsity_ratio is None:
             raise ValueError("sparsity_ratio: expected a density in (0, 1], got None")
-        replace(self.sparse_config, sparsity_ratio=sparsity_ratio)
-        self.sparse_config.sparsity_ratio = sparsity_ratio
+        config = self.sparse_config
+        before, config.sparsity_ratio = config.sparsity_ratio, sparsity_ratio
+        try:
+            config.check()
+        except ValueError:
+            config.sparsity_ratio = before
+            raise
 
     def enable_adaptive_sparsity(self, enabled: bool | AdaptiveAttention = True) -> None:
         """Choose tiles by the contents of each call, or follow the configuration's pattern again, from now on.
@@ -228,14 +249,16 @@ class BlockSparseRingDilatedAttention(nn.Module):
         True looks at later tokens of the rows that it probes. Causal training with it raises ValueError in the call:
         pass ``AdaptiveAttention(Probe("first"), Density(0.25))``.
 
-        Raises ValueError if ``enabled`` is neither or computes more than a choice, as `RoutedAttention` does, if it is
-        False and ``pattern_type`` is "adaptive", or if calls change later ones (a `Controller` of another mode than
-        "call") beside segments or gradient checkpointing.
+        Raises ValueError if there are several ranks, if ``enabled`` is neither or computes more than a choice, as
+        `RoutedAttention` does, if it is False and ``pattern_type`` is "adaptive", or if calls change later ones (a
+        `Controller` of another mode than "call") beside segments or gradient checkpointing.
         """
         if not isinstance(enabled, bool | AdaptiveAttention):
             raise ValueError(f"enabled: expected True, False or an AdaptiveAttention, got {enabled!r}")
         if enabled is False and self.sparse_config.pattern_type == "adaptive":
             raise ValueError("enabled: expected True, because pattern_type='adaptive' has no other pattern, got False")
+        if enabled is not False and self.ring_size > 1:
+            raise ValueError(_ONE_PROCESS.format(self.ring_size))
         own = enabled if isinstance(enabled, AdaptiveAttention) else None
         if own is not None and (own.compensate or type(own).forward is not AdaptiveAttention.forward):
             raise ValueError(f"enabled: {own!r} attends in its own way: pass it as attend= of SparseMultiheadAttention")
@@ -248,7 +271,11 @@ class BlockSparseRingDilatedAttention(nn.Module):
 
     def _chooser(self) -> AdaptiveAttention | None:
         config = self.sparse_config
-        if self.adaptive is not None or not (self._is_adaptive or config.pattern_type == "adaptive"):
+        if not (self._is_adaptive or config.pattern_type == "adaptive"):
+            return None
+        if self.ring_size > 1:
+            raise ValueError(_ONE_PROCESS.format(self.ring_size))
+        if self.adaptive is not None:
             return self.adaptive
         config.check()
         density = config.bounded(0.25 if config.sparsity_ratio is None else config.sparsity_ratio)
@@ -449,7 +476,3 @@ def _check_ring_size(ring_size: int) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if isinstance(ring_size, bool) or ring_size not in (1, ranks):
         raise ValueError(f"ring_size: expected 1 or the number of ranks, {ranks}, got {ring_size!r}")
-    if ring_size > 1:
-        raise NotImplementedError(
-            f"ring_size={ring_size}: attention is not divided over ranks yet; ring_size=1 computes it on each rank"
-        )

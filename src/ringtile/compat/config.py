@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ringtile.patterns.base import checked_int, checked_ints
 
 BLOCK_SIZES = (64, 128, 256)
+TILE = 128
+"""Tokens per side of the tiles that attention over a pattern computes."""
 
 _SHAPING = {
     "local_window": ("local_window_size",),
@@ -25,25 +27,27 @@ class SparsePatternConfig:
 
     ``sparsity_ratio`` is a density: the fraction of tiles computed, of the 128 x 128 tiles that dense attention under
     the same causal rule computes. 0.1 means a tenth of the work. A ratio sets the width of the window, or the reach of
-    the dilated blocks, in whole blocks of ``block_size`` tokens. Tiles come in diagonals, and each token keeps its own
-    block: if the nearest density is more than 10% of the ratio away, a UserWarning names it.
+    the dilated blocks, and rounds the global tokens up, so that all pairs of a computed tile are kept. Tiles come in
+    diagonals, and each token keeps its own block: if the nearest density is more than 10% of the ratio away, a
+    UserWarning names it. So does a field that another one overrides: the warning says which one decides.
 
     Args:
         pattern_type: ``"local_window"``; ``"dilated_sparse"``, blocks at multiples of the rates; ``"global_local"``, a
             window and global tokens; ``"adaptive"``, the tiles that matter most to queries and keys, in each call.
         sparsity_ratio: Density in (0, 1]. Default: None, which leaves the geometry as the other fields set it, and is
             0.25 for ``"adaptive"``.
-        block_size: 64, 128 or 256 tokens per side of a block. A window without a ratio is exact in tokens, so it
-            accepts only 128.
-        local_window_size: Tokens, half on each side. Default: 512. Not with ``sparsity_ratio``, which sets the width.
-        global_tokens: Number of first tokens that attend to all and that all attend to. Default: 64.
+        block_size: 64, 128 or 256 tokens per side of a block. A ratio needs whole tiles: 64 counts as 128 there. A
+            window without a ratio is exact in tokens.
+        local_window_size: Tokens, half on each side. Default: 512. A ``sparsity_ratio`` decides instead.
+        global_tokens: Number of first tokens that attend to all and that all attend to. Default: 64. With a ratio, they
+            are whole blocks.
         dilation_rates: Distances in blocks. Default: (1, 2, 4, 8, 16).
         min_sparsity: Lowest density, in (0, 1].
         max_sparsity: Highest density, in (0, 1].
         enable_caching: True to remember the pattern of each length.
 
     Raises:
-        ValueError: If a value is out of range, or a field changes nothing beside the others.
+        ValueError: If a value is out of range.
 
     Example:
         >>> config = SparsePatternConfig("global_local", global_tokens=16)
@@ -66,7 +70,7 @@ class SparsePatternConfig:
         self.check()
 
     def check(self) -> None:
-        """Raise ValueError if a field is out of range or changes nothing; fields may have changed since."""
+        """Raise ValueError if a field is out of range, and warn once of one that another overrides."""
         if self.pattern_type not in _SHAPING:
             raise ValueError(f"pattern_type: expected one of {tuple(_SHAPING)}, got {self.pattern_type!r}")
         if self.block_size not in BLOCK_SIZES:
@@ -81,30 +85,48 @@ class SparsePatternConfig:
                 f"min_sparsity: expected at most max_sparsity={self.max_sparsity}, got {self.min_sparsity} (both are "
                 "densities)"
             )
+        for name in ("local_window_size", "global_tokens", "dilation_rates"):
+            value = getattr(self, name)
+            if value is not None:
+                check = checked_ints if name == "dilation_rates" else checked_int
+                setattr(self, name, check(self.pattern_type, name, value, 1))
+        if self.pattern_type == "adaptive" and self.block_size > 128:
+            raise ValueError(f"block_size: tiles that follow the content have at most 128, got {self.block_size}")
+        said = self.__dict__.setdefault("_said", set())
+        for message in self._overridden():
+            if message not in said:
+                said.add(message)
+                warnings.warn(message, stacklevel=4)
+
+    def _overridden(self) -> Iterator[str]:
+        """Yield a sentence for each field that another one overrides: which one decides."""
         shaping = _SHAPING[self.pattern_type]
         for name in ("local_window_size", "global_tokens", "dilation_rates"):
             value = getattr(self, name)
             if value is not None and name not in shaping:
-                raise ValueError(
-                    f"{name}: changes nothing for pattern_type={self.pattern_type!r}, which is shaped by "
-                    f"{' and '.join(shaping) or 'the contents'}; got {name}={value!r}"
+                yield (
+                    f"{name}={value!r} changes nothing: pattern_type={self.pattern_type!r} decides, which is shaped by "
+                    f"{' and '.join(shaping) or 'the contents'}"
                 )
-            if value is not None:
-                check = checked_ints if name == "dilation_rates" else checked_int
-                setattr(self, name, check(self.pattern_type, name, value, 1))
-        if self.local_window_size is not None and self.sparsity_ratio is not None:
-            raise ValueError(
-                f"local_window_size: changes nothing beside sparsity_ratio={self.sparsity_ratio}, which sets the width "
-                f"of the window; set one of them to None, got local_window_size={self.local_window_size}"
-            )
         if self.pattern_type == "adaptive":
-            if self.block_size > 128:
-                raise ValueError(f"block_size: tiles that follow the content have at most 128, got {self.block_size}")
             return
-        if self.block_size != 128 and "dilation_rates" not in shaping and not any(densities.values()):
-            raise ValueError(
-                f"block_size: changes nothing for pattern_type={self.pattern_type!r} without sparsity_ratio, because "
-                f"its window is exact in tokens; got block_size={self.block_size}"
+        if self.sparsity_ratio is not None:
+            if self.local_window_size is not None and "local_window_size" in shaping:
+                yield (
+                    f"local_window_size={self.local_window_size} changes nothing: sparsity_ratio={self.sparsity_ratio} "
+                    "decides, and sets the width of the window; None lets the window decide"
+                )
+            if self.block_size < TILE:
+                yield (
+                    f"block_size={self.block_size} shapes no pattern: sparsity_ratio={self.sparsity_ratio} decides, "
+                    f"and keeps whole computed tiles of {TILE} x {TILE} tokens"
+                )
+        elif self.block_size < TILE or (self.block_size > TILE and not (self.min_sparsity or self.max_sparsity)):
+            if "dilation_rates" in shaping:
+                return
+            yield (
+                f"block_size={self.block_size} changes nothing: local_window_size={self.local_window_size or 512} "
+                "decides, which is exact in tokens"
             )
 
     def bounded(self, density: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import UserDict
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.compat.config import SparsePatternConfig
+from ringtile.compat.config import TILE, SparsePatternConfig
 from ringtile.layout import build_index
 from ringtile.layout.allowed import count_allowed
 from ringtile.layout.build import real_tensors
@@ -21,7 +21,6 @@ from ringtile.layout.density import solve
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
 from ringtile.patterns.base import TileGrid, checked_int
 
-_TILE = 128
 _TOLERANCE = 0.1
 """Relative distance of a density from the ratio beyond which a warning names it."""
 
@@ -39,29 +38,33 @@ def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) 
     """Count the 128 x 128 tiles that a rule and dense attention compute over all problems, the mean of all heads."""
     kept = dense = 0.0
     for n_queries, n_keys, start, times in problems:
-        grid = TileGrid(_TILE, start, n_queries, n_keys)
+        grid = TileGrid(TILE, start, n_queries, n_keys)
         allowed = count_allowed(Causal() if is_causal else Dense(), grid, torch.device("cpu"))[1]
         tiles: float = allowed
         if not isinstance(rule, Dense):
             in_force = Causal() & rule if is_causal else rule
-            index = build_index(in_force, n_queries, n_keys, start=start, num_heads=rule.num_heads or 1, block=_TILE)
+            index = build_index(in_force, n_queries, n_keys, start=start, num_heads=rule.num_heads or 1, block=TILE)
             with real_tensors():
                 tiles = index.kept_tiles / index.group.numel()
         kept, dense = kept + times * tiles, dense + times * allowed
     return kept, dense
 
 
-def _solve(fields: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bool) -> Pattern:
+def _solve(values: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bool) -> Pattern:
     """Return the pattern of a configuration whose tile density over all problems is nearest to the ratio."""
-    config = SparsePatternConfig(*fields)
-    ratio, low, high, block = config.sparsity_ratio, config.min_sparsity, config.max_sparsity, config.block_size
+    config = SparsePatternConfig()
+    # Checked before, and the caller has been warned.
+    vars(config).update(zip((field.name for field in fields(config)), values, strict=True))
+    ratio, low, high = config.sparsity_ratio, config.min_sparsity, config.max_sparsity
+    # A density pays for whole tiles, so all pairs of a tile are kept.
+    block = max(config.block_size, TILE)
     rates, near = tuple(config.dilation_rates or (1, 2, 4, 8, 16)), BlockDilated([1], 1, block)
-    window, tokens = Window((config.local_window_size or 512) // 2), GlobalTokens(config.global_tokens or 64)
+    window, first = Window((config.local_window_size or 512) // 2), config.global_tokens or 64
     # Each type by its fields, and with the free parameter that a density sets.
     plain, free = {
         "local_window": (window, near),
-        "global_local": (window | tokens, near | tokens),
-        "dilated_sparse": (BlockDilated(rates, 1, block), near),
+        "global_local": (window | GlobalTokens(first), near | GlobalTokens(-(-first // block) * block)),
+        "dilated_sparse": (BlockDilated(rates, 1, config.block_size), near),
     }[config.pattern_type]
 
     def density(rule: Pattern) -> float:
@@ -206,12 +209,12 @@ class SparsePatternGenerator:
         A pattern of your own that differs between heads has a leading ``[num_heads]``.
         """
         rule, block_size = self.rule(seq_len, is_causal=is_causal), self.config.block_size
-        index = build_index(rule, seq_len, num_heads=rule.num_heads or 1, block=min(block_size, _TILE))
+        index = build_index(rule, seq_len, num_heads=rule.num_heads or 1, block=min(block_size, TILE))
         blocks = torch.zeros(index.n_groups, index.n_rows, index.n_cols, dtype=torch.bool)
         blocks.view(-1)[index.entries().number] = True
         blocks = blocks[index.group[0].long()]
-        if block_size > _TILE:
-            blocks = F.max_pool2d(blocks.float(), block_size // _TILE, ceil_mode=True).bool()
+        if block_size > TILE:
+            blocks = F.max_pool2d(blocks.float(), block_size // TILE, ceil_mode=True).bool()
         return blocks if rule.num_heads else blocks[0]
 
     def generate_pattern(self, seq_len: int, num_heads: int = 1, is_causal: bool = False) -> Tensor:

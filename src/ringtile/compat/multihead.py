@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -109,9 +110,16 @@ class BlockSparseRingMultiheadDilatedAttention(SparseMultiheadAttention):
         """Compute `torch.nn.MultiheadAttention.forward`. ``forward(x)`` alone is self-attention, without weights.
 
         Returns the output ``[B, N, E]`` and the weights ``[B, N, M]`` (``[B, H, N, M]`` unless averaged) or None.
-        Raises ValueError as `ringtile.SparseMultiheadAttention` does, and if an ``attn_mask`` other than the causal one
-        is given beside ``segment_lengths``.
+        With a ``ring_size`` of several ranks, N are the tokens of this rank.
+
+        Raises ValueError as `ringtile.SparseMultiheadAttention` does, if an ``attn_mask`` other than the causal one is
+        given beside ``segment_lengths`` or several ranks, or if several ranks need weights.
         """
+        if need_weights and self.attention.ring_size > 1:
+            raise ValueError(
+                f"need_weights: expected False with ring_size={self.attention.ring_size}, because a rank has no "
+                f"columns for the keys of the others, got {need_weights!r}"
+            )
         key, value = self_attention_if_alone(query, key, value)
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -187,7 +195,8 @@ def create_adaptive_sparse_multihead_attention(
     ``arguments`` are ``sparsity_ratio``, ``block_size`` and the bounds of `SparsePatternConfig`, or arguments of the
     module. ``use_adaptive_sparsity`` can be an `AdaptiveAttention` of your own, as causal training needs.
 
-    Raises ValueError if an argument is out of range, changes nothing, or contradicts the threshold.
+    A UserWarning names a density that the threshold overrides. Raises ValueError if an argument is out of range or
+    contradicts the threshold.
 
     >>> attention = create_adaptive_sparse_multihead_attention(64, 4, [256, 512], [1, 2], quality_threshold=0.95)
     >>> attention.attention.adaptive.budget
@@ -201,10 +210,14 @@ def create_adaptive_sparse_multihead_attention(
     config = SparsePatternConfig("adaptive", **shape)
     adaptive = arguments.pop("use_adaptive_sparsity", True)
     if quality_threshold is not None:
-        taken = [name for name in ("sparsity_ratio", "min_sparsity", "max_sparsity") if shape.get(name) is not None]
-        if taken or adaptive is not True:
-            name = taken[0] if taken else "use_adaptive_sparsity"
-            raise ValueError(f"{name}: changes nothing beside {quality_threshold=}, which finds the densities")
+        if adaptive is not True:
+            raise ValueError(f"use_adaptive_sparsity: expected True beside {quality_threshold=}, got {adaptive!r}")
+        for name in ("sparsity_ratio", "min_sparsity", "max_sparsity"):
+            if shape.get(name) is not None:
+                warnings.warn(
+                    f"{name}={shape[name]} changes nothing: {quality_threshold=} decides, and finds the densities",
+                    stacklevel=2,
+                )
         adaptive = AdaptiveAttention(budget=Controller(quality_threshold), block=config.block_size)
     return BlockSparseRingMultiheadDilatedAttention(
         embed_dim, num_heads, segment_lengths, dilation_rates, config, use_adaptive_sparsity=adaptive, **arguments

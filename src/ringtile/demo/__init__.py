@@ -1,11 +1,10 @@
-"""`ringtile demo`: exact, fast, and training on text, in about two minutes on two cores."""
+"""`ringtile demo`: exact, fast, and training on text, in about three minutes on two cores."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from ringtile.analysis.units import count, duration_text
 from ringtile.demo.fast import Fast
 from ringtile.demo.right import Right
 from ringtile.demo.trains import Trains
-from ringtile.measure.machine import commit, machine_facts, versions
+from ringtile.measure.machine import busy_warning, commit, machine_facts, versions
 from ringtile.measure.progress import Progress, threads_text
 from ringtile.patterns import TileGrid, parse
 
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """
     acts = _acts(args)
     progress, began = Progress(quiet=args.json), time.monotonic()
-    facts, found, warning, no_pictures = machine_facts(), versions(), _busy(), missing_matplotlib()
+    facts, found, warning, no_pictures = machine_facts(), versions(), busy_warning(), missing_matplotlib()
     progress.say(
         f"ringtile {found['ringtile']}, torch {found['torch']}, Python {platform.python_version()}, "
         f"{threads_text()} on {facts['cpu']} ({facts['instruction_set']}), {facts['system']}"
@@ -119,12 +118,3 @@ def _acts(args: argparse.Namespace) -> list[Right | Fast | Trains]:
         for n_tokens in sorted({n_tokens for act in acts for n_tokens in act.lengths}):
             pattern.validate(TileGrid(128, 0, n_tokens, n_tokens))
     return acts
-
-
-def _busy() -> str | None:
-    """Return a warning if other processes compute on this machine: one thread that waits makes all others wait."""
-    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, machine_facts()["cores"]
-    assert isinstance(cores, int)
-    if load <= 0.5 * cores:
-        return None
-    return f"This machine is busy (load {load:.1f} on {cores} cores): times are longer and speedups lower than alone."

@@ -25,6 +25,7 @@ from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan
 from ringtile.distributed.process_groups import Axes, axes_of, carries_cpu
 from ringtile.distributed.relays import Relays, routes_of
 from ringtile.distributed.ring import Ring, ring
+from ringtile.distributed.traced import constant
 from ringtile.distributed.ulysses import HeadTrade
 from ringtile.distributed.wires import from_octets, to_octets
 from ringtile.functional import sparse_attention
@@ -43,10 +44,6 @@ from ringtile.layout.build import check_counts
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.content import described
-
-_SILENCE = 5.0
-"""Seconds without a heartbeat until a rank is lost, unless the caller watches the group with another number: machines
-that are busy or swap stand still for a second."""
 
 CHOICES = ("auto", *TRANSPORTS)
 
@@ -152,7 +149,7 @@ def place_of(ranks: Ranks) -> tuple[int, int]:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _place_in_mesh(mesh: DeviceMesh) -> tuple[int, int]:
     group = real_group(mesh)
     return group.rank(), group.size()
@@ -322,7 +319,7 @@ def _by_heads(
     return out, lse.squeeze(-1)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _dealt(
     pattern: Pattern | str,
     layout: Layout,
@@ -385,7 +382,7 @@ _AGREED = 1 << 16
 """When a group has compared so many calls, its ranks forget them, in the same call. Packed batches differ each time."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _prepared(
     pattern: Pattern | str,
     layout: Layout,
@@ -426,8 +423,10 @@ def _prepared(
 
 
 def shapes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """Return the sizes that `compare` compares."""
-    return *query.shape[:2], key.shape[1], key.shape[3], value.shape[3]
+    """Return the sizes that `compare` compares, and for each tensor whether it needs a gradient."""
+    # All ranks take part in a backward pass: one that needs none would keep the others waiting.
+    needs = [int(torch.is_grad_enabled() and x.requires_grad) for x in (query, key, value)]
+    return *query.shape[:2], key.shape[1], key.shape[3], value.shape[3], *needs
 
 
 def compare(
@@ -439,7 +438,8 @@ def compare(
     """
     facts: dict[str, str | int] = {
         "tokens": layout.n_tokens,
-        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=bool(shapes))),
+        **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=False)),
+        **({"gradients": _needing(shapes[5:])} if shapes else {}),
         "dtype": dtype,
         "layout": layout.text,
         **more,
@@ -451,7 +451,7 @@ def compare(
         agreed = _agreed.setdefault(ranks, {})
     found = agreed.get(mine)
     if found is None:
-        watch(ranks, silence=_SILENCE)
+        watch(ranks)
         if carries_cpu(ranks):
             # Ranks that have compared theirs before are at the first exchange of their call, and do not shake hands.
             begin(ranks)
@@ -461,6 +461,11 @@ def compare(
             agreed.clear()
         found = agreed[mine] = mine
     return found
+
+
+def _needing(bits: tuple[int, ...]) -> str:
+    names = (name for name, bit in zip(("query", "key", "value"), bits, strict=True) if bit)
+    return ", ".join(names) or "none"
 
 
 def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, rank: int, layer: bool | str) -> None:

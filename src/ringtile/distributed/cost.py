@@ -19,9 +19,9 @@ from torch import Tensor
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes, flops_per_pair
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.layout import Layout
-from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_sent, find_demand
+from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_hot, count_sent, find_demand
 from ringtile.distributed.relays import count_levels
-from ringtile.distributed.work import Work, split, survey
+from ringtile.distributed.work import Tiles, Work, split, survey
 from ringtile.layout import candidates
 from ringtile.layout.covers import check_candidates
 from ringtile.patterns import Causal, Pattern
@@ -59,6 +59,8 @@ class Cost(NamedTuple):
     """float64 ``[P]``: predicted seconds, by the model."""
     traffic: Tensor
     """int64 ``[P, P]``: forward bytes from each rank (row) to each other, broadcasts to all."""
+    copied: Tensor
+    """int64 ``[P]``: bytes of the buffer that copy the rank's own keys and values, beside those of others."""
 
     @property
     def balance(self) -> float:
@@ -170,10 +172,12 @@ def _cheapest(
         raise ValueError(f"layers: expected a positive number of layers of each pattern, got {dict(layers)}")
     heads = next((pattern.num_heads for pattern in layers if pattern.num_heads is not None), 32)
     found, reason = [], None
+    sizes = sizes or Sizes(heads=heads)
+    listed: dict[Pattern, Tiles] = {}
     for make in LAYOUTS.values():
         try:
             layout = make(n_tokens, n_ranks)
-            found.append(cost_of_model(layers, layout, sizes or Sizes(heads=heads), hardware, transports))
+            found.append(cost_of_model(layers, layout, sizes, hardware, transports, listed))
         except ValueError as error:
             reason = reason or error
     if not found:
@@ -188,14 +192,19 @@ def cost_of_model(
     sizes: Sizes,
     hardware: Hardware,
     transports: Sequence[Transport] | None = TRANSPORTS,
+    listed: dict[Pattern, Tiles] | None = None,
 ) -> ModelCost:
     """Return the cost of a model's layers in one layout, each pattern with its cheapest of these transports.
 
-    None: the transport that `ring_attention` takes by default. Raises ValueError as `cheapest_for_model`.
+    None: the transport that `ring_attention` takes by default. If you compare layouts, pass the same dict ``listed``
+    for all. Raises ValueError as `cheapest_for_model`.
     """
     costs = {}
+    listed = {} if listed is None else listed
     for pattern in layers:
-        work = survey(pattern, layout, sizes)
+        if pattern not in listed:
+            listed[pattern] = Tiles(pattern, layout.n_tokens, sizes)
+        work = survey(pattern, layout, sizes, listed=listed[pattern])
         found, reason = [], None
         for transport in (work.automatic,) if transports is None else transports:
             if transport == "hierarchy" and layout.n_ranks <= hardware.ranks_per_node:
@@ -220,6 +229,8 @@ class _Rows(NamedTuple):
     """Rows that also read broadcast keys."""
     rest: Tensor
     n_buffer: Tensor
+    n_copied: Tensor
+    """Own tokens among them."""
     calls: Tensor
 
     @classmethod
@@ -227,16 +238,18 @@ class _Rows(NamedTuple):
         """Return those of the forward and of the backward pass."""
         grid, parts = work.grid, split(work, gather=gather)
         arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
-        n_buffer = torch.zeros(work.layout.n_ranks, dtype=torch.int64)
+        n_buffer, n_copied = torch.zeros(2, work.layout.n_ranks, dtype=torch.int64)
+        tiles, ranks, tokens = work.layout.tiles(grid.block)
         for part in (parts.needs_all | arrives, parts.needs_hot):
-            n_buffer += part.sum(1) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
+            n_buffer += part.sum(1, dtype=torch.int32) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
+            n_copied.index_add_(0, ranks, tokens * part[ranks, tiles])
         # Seconds per multiplication or addition of ranks that share processors.
         turn = _shared(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
         pairs = parts.own_pairs, parts.hot_pairs, work.pairs - parts.own_pairs - parts.hot_pairs
 
         def rows(per_pair: int) -> _Rows:
             own, hot, rest = (n * per_pair * turn for n in pairs)
-            return cls(own, hot, rest, n_buffer, parts.calls)
+            return cls(own, hot, rest, n_buffer, n_copied, parts.calls)
 
         forward, backward = flops_per_pair(work.sizes)
         return rows(forward), rows(backward)
@@ -290,6 +303,7 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
         around + forward,
         around + back.rest + backward,
         traffic,
+        rows.n_copied * token,
     )
 
 
@@ -301,7 +315,7 @@ def _hierarchy(work: Work, hardware: Hardware) -> Cost:
     n_nodes = n_ranks // per_node
     token = sizes.width * sizes.dtype.itemsize
     wide = sizes.width * sizes.accumulator.itemsize
-    hot, _ = count_sent(layout, demand.needs, demand.is_hot, work.grid.block)
+    hot = count_hot(layout, demand.is_hot, work.grid.block)
     crossing, direct, kept_or_handed = count_levels(layout, demand.needs, demand.is_hot, work.grid.block, per_node)
     # From node, from number, to node or number. What a rank hands to itself does not travel.
     shape = (n_nodes, per_node)
@@ -354,6 +368,7 @@ def _hierarchy(work: Work, hardware: Hardware) -> Cost:
         around + forward,
         around + back.rest + backward,
         traffic * token,
+        rows.n_copied * token,
     )
 
 
@@ -406,6 +421,7 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
         copies + step + hops * step.clamp(min=keys),
         copies + (backward if n_ranks > 1 else step_backward),
         traffic,
+        ones * 0,
     )
 
 
@@ -451,6 +467,7 @@ def _ulysses(work: Work, hardware: Hardware) -> Cost:
         forward,
         backward,
         traffic,
+        torch.zeros_like(buffer),
     )
 
 

@@ -26,6 +26,7 @@ from ringtile.distributed.attention import (
 from ringtile.distributed.branches import BranchPlan, Piece, Shape, make_branch_plan
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
 from ringtile.distributed.layout import Layout
+from ringtile.distributed.traced import constant
 from ringtile.functional.attention import check_options, checked_tensors, without_autocast
 from ringtile.functional.compacted import for_heads
 from ringtile.functional.dilated import (
@@ -167,7 +168,7 @@ class _Masks(NamedTuple):
     buffer: Tensor | None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _prepared(
     at: tuple[tuple[int, int], ...],
     pattern: Pattern | None,

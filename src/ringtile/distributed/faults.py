@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
+from hashlib import blake2b
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -19,10 +20,14 @@ from ringtile.distributed.errors import PlanMismatch as PlanMismatch
 from ringtile.distributed.errors import RankLost as RankLost
 from ringtile.distributed.errors import difference, first_line, named
 from ringtile.distributed.process_groups import STORES, base_of, is_alone, store_of, timeout_of
-from ringtile.distributed.watcher import OPEN, Member, Watcher, aside, end_process, failure
+from ringtile.distributed.watcher import OPEN, Member, Watcher, aside, end_process, failure, settle
 
 _PATIENCE = 0.5
 """Seconds that the store's host waits, after a timeout, for the others to read why a handshake failed."""
+_SILENCE = 60.0
+"""Seconds without a heartbeat that lose a rank: libraries that load and large garbage collections stall for many."""
+_DIFFERS = 1 << 32
+"""What a rank whose facts are not those of the first to come adds to the count of ranks that came."""
 
 _members: weakref.WeakKeyDictionary[dist.ProcessGroup, Member] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -72,28 +77,36 @@ def agree(
         _handshakes += 1
     seconds = timeout_of(group) if timeout is None else timeout
     count = member.counts[name] = member.counts.get(name, 0) + 1
-    watcher, place = member.watcher, f"{member.prefix}/{name}"
-    keys = [f"{place}/{count}/{rank}" for rank in range(len(member.ranks))]
+    watcher, place, size = member.watcher, f"{member.prefix}/{name}", len(member.ranks)
+    keys = [f"{place}/{count}/{rank}" for rank in range(size)]
+    text, came = json.dumps(dict(facts)), f"{place}/{count}/came"
+    digest = blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def gather() -> tuple[list[int], list[bytes]]:
-        store.set(keys[member.me], json.dumps(dict(facts)))
-        missing = _missing(store, keys, seconds)
-        texts: list[bytes] = [] if missing else store.multi_get(keys)
-        if count > 1 and texts:
+        """Return the ranks that do not come or, if facts differ, the facts of all."""
+        store.set(keys[member.me], text)
+        # If all agree, no rank reads the others' facts: with 1,024 ranks that is a gigabyte from one store.
+        differs = store.compare_set(f"{place}/{count}/digest", "", digest).decode() != digest
+        store.add(came, 1 + differs * _DIFFERS)
+        _until(lambda: int(store.get(came)) % _DIFFERS == size, seconds, size)
+        number = int(store.get(came))
+        missing = [] if number % _DIFFERS == size else [rank for rank in range(size) if not store.check([keys[rank]])]
+        if count > 1 and not missing:
             # All ranks are here, so all have read the facts of the handshake before.
-            store.delete_key(f"{place}/{count - 1}/{member.me}")
+            for ours in (member.me, "digest", "came") if member.me == 0 else (member.me,):
+                store.delete_key(f"{place}/{count - 1}/{ours}")
         elif watcher:
             member.find_host(store)
-        return missing, texts
+        return missing, [] if missing or number == size else store.multi_get(keys)
 
     try:
         missing, texts = aside(gather, watcher, seconds + 2 * _PATIENCE) if watcher else gather()
-        if missing or any(text != texts[0] for text in texts):
+        if missing or texts:
             # The ranks will fail. The host of the store must not go before the others have read why.
             store.set(f"{keys[member.me]}/read", "")
             if member.hosts and not (missing and watcher):
                 here = [f"{key}/read" for rank, key in enumerate(keys) if rank not in missing]
-                _missing(store, here, _PATIENCE if missing else seconds)
+                _until(lambda: store.check(here), _PATIENCE if missing else seconds, size)
     except RankLost:
         raise
     except RuntimeError as error:
@@ -101,9 +114,7 @@ def agree(
     if missing:
         line = f"{named(member.ranks[rank] for rank in missing)} did not come to {name!r} within {seconds:g} s"
         raise RankLost(watcher.publish(line) if watcher else line)
-    if all(text == texts[0] for text in texts):
-        return
-    if differing := difference({rank: json.loads(text) for rank, text in zip(member.ranks, texts, strict=True)}):
+    if texts and (differing := difference(dict(zip(member.ranks, map(json.loads, texts), strict=True)))):
         raise PlanMismatch(f"{name}: {differing}")
 
 
@@ -111,7 +122,7 @@ def watch(
     group: dist.ProcessGroup | None = None,
     *,
     interval: float = 0.2,
-    silence: float = 1.0,
+    silence: float | None = None,
     exit_at_once: bool = False,
 ) -> None:
     """Watch the ranks of a group from a thread that keeps a heartbeat in the group's store.
@@ -122,7 +133,7 @@ def watch(
 
     A rank can compute for minutes: its thread keeps the heartbeat. But a call in C++ that holds Python's global lock
     for longer than ``silence`` looks like a dead rank, as does a machine that stops for so long. Set it longer than
-    your longest such call.
+    your longest such call. If a connection breaks, a rank has ended, and one without a heartbeat for 2 seconds is lost.
 
     A second call for the same group changes nothing. A group of one rank, of threads or of PyTorch's "fake" backend
     needs no watcher.
@@ -130,19 +141,22 @@ def watch(
     Args:
         group: The process group. Default: the default group.
         interval: Seconds between heartbeats.
-        silence: Seconds without a heartbeat until a rank is lost, at least 2 intervals.
+        silence: Seconds without a heartbeat until a rank is lost, at least 2 intervals. Default: 60, or a quarter of
+            the group's timeout if that is less.
         exit_at_once: End the process with status 1 after printing the line. Otherwise `wait` raises, and all other
             calls of `torch.distributed` end by the group's timeout.
 
     Raises:
         ValueError: If a number is out of range.
     """
-    if not 0 < interval or not 2 * interval <= silence:
+    if not 0 < interval or (silence is not None and not 2 * interval <= silence):
         raise ValueError(f"silence: expected at least 2 intervals above 0, got {silence=}, {interval=}")
     group = _group(group)
     if is_alone(group) or isinstance(base_of(store_of(group)), STORES.HashStore):
         return
     member = _member(group)
+    if silence is None:
+        silence = max(2 * interval, min(_SILENCE, timeout_of(group) / 4))
     with _lock:
         if member.watcher is not None:
             return
@@ -184,16 +198,18 @@ def publish_failure(group: dist.ProcessGroup | None, error: BaseException) -> No
         member, store = _member(group), store_of(group)
         key = f"{member.prefix}/watch/verdict"
         store.compare_set(key, "", OPEN)
-        store.compare_set(key, OPEN, failure(member, error))
+        settle(store, key, failure(member, error))
 
 
 def wait(work: dist.Work | None, group: dist.ProcessGroup | None, what: str) -> None:
     """Wait for a collective, and raise within about a second if the watcher knows that a rank is lost.
 
     On gloo it waits in steps and looks at the watcher in between. Sends and receives wait in a thread of their own,
-    since a timeout would close their connection. NCCL's ``wait`` does not block the host and is called unchanged. If a
-    group has several backends, ``wait`` blocks until PyTorch returns or raises. All ranks make the same waits in the
-    same order: the watcher counts them to find the rank that is late.
+    since a timeout would close their connection. NCCL's ``wait`` does not block the host, which runs ahead of the
+    device: ``wait`` looks at the watcher before and after it. So a rank that waits for a device learns of a verdict in
+    its next call, if it returns at all: `watch` with ``exit_at_once`` ends it. The same holds if a group has several
+    backends, whose ``wait`` can block until PyTorch returns or raises. All ranks make the same waits in the same order:
+    the watcher counts them to find the rank that is late.
 
     Args:
         work: Result of a call with ``async_op=True``. None: this rank has no part in it, but counts the wait.
@@ -247,17 +263,14 @@ def first_nonfinite(x: Tensor, tile: int) -> tuple[int, int, int] | None:
     return element, head, first
 
 
-def _missing(store: Any, keys: Sequence[str], seconds: float) -> list[int]:
-    """Return the places of the keys that do not come within some seconds."""
+def _until(done: Callable[[], bool], seconds: float, n_ranks: int) -> None:
+    """Wait until something is done, or for some seconds."""
     end, pause = time.monotonic() + seconds, 0.0
     # Not Store.wait: it logs each timeout, and Ctrl-C would wait for its end.
-    while not store.check(keys):
-        if time.monotonic() > end:
-            return [place for place, key in enumerate(keys) if not store.check([key])]
-        # All ranks read all keys, so their pauses grow with their number.
-        pause = min(pause + 0.0005, 0.02 + 1e-6 * len(keys) ** 2)
+    while not done() and time.monotonic() <= end:
+        # All ranks ask one store, so their pauses grow with their number.
+        pause = min(pause + 0.0005, 0.02 + 2e-5 * n_ranks)
         time.sleep(pause)
-    return []
 
 
 def _lost(watcher: Watcher | None, what: str, error: RuntimeError) -> RankLost:

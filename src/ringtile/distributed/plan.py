@@ -309,31 +309,48 @@ def find_demand(
 
     Raises ValueError as `needed` does.
     """
-    rows, parts, tokens = layout.tiles(grid.block)
     if gather:
-        needs = torch.ones(layout.n_ranks, grid.n_cols, dtype=torch.bool)
-    else:
-        heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-        needs = needed(pattern, rows, parts, layout.n_ranks, grid, **heads)
-    holds = torch.zeros_like(needs)
+        return demand_of(None, layout, grid)
+    rows, parts, _ = layout.tiles(grid.block)
+    heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
+    return demand_of(needed(pattern, rows, parts, layout.n_ranks, grid, **heads), layout, grid)
+
+
+def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
+    """Return the demand of ranks that need these column tiles, bool ``[P, C]``, or all of them."""
+    rows, parts, tokens = layout.tiles(grid.block)
+    holds = torch.zeros(layout.n_ranks, grid.n_cols, dtype=torch.bool)
     holds[parts, rows] = True
-    asked = (needs & ~holds).sum(0)
-    is_hot = asked > 0 if gather else _hot_tiles(asked, layout.n_ranks)
+    # The matrices can have millions of elements, and the list of holders is short.
+    holder, held = parts, rows
+    if len(rows) > grid.n_rows:
+        pairs = torch.unique(parts * grid.n_cols + rows)
+        holder, held = pairs // grid.n_cols, pairs % grid.n_cols
+    n_holders = torch.bincount(held, minlength=grid.n_cols)
+    if needs is None:
+        needs, asked = torch.ones_like(holds), layout.n_ranks - n_holders
+        is_hot = asked > 0
+    else:
+        asked = (needs & ~holds).sum(0, dtype=torch.int32).long()
+        is_hot = _hot_tiles(asked, layout.n_ranks)
+    used = torch.bincount(held[needs[holder, held]], minlength=grid.n_cols)
     # To each other rank that needs the tile, or once to all.
-    times = (needs.sum(0)[rows] - needs[parts, rows].long()).where(~is_hot[rows], 1)
+    times = ((asked + used)[rows] - needs[parts, rows].long()).where(~is_hot[rows], 1)
     sent = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, parts, times * tokens)
     # A tile that a rank holds a part of can lack the tokens of others.
-    is_shared = holds.sum(0) > holds.long()
-    is_mixed = bool((needs & is_shared & ~is_hot).any())
-    return Demand(needs, holds, is_hot, int(sent.max()), is_mixed)
+    lacks = (asked > 0) | ((used > 0) & (n_holders > 1))
+    return Demand(needs, holds, is_hot, int(sent.max()), bool((lacks & ~is_hot).any()))
 
 
 def count_sent(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return the tokens that each rank broadcasts, int64 ``[P]``, and sends to each other rank, int64 ``[P, P]``."""
+    return count_hot(layout, is_hot, block), count_cold(layout, needs, is_hot, block).fill_diagonal_(0)
+
+
+def count_hot(layout: Layout, is_hot: Tensor, block: int) -> Tensor:
+    """Return the tokens that each rank broadcasts, int64 ``[P]``."""
     tiles, ranks, tokens = layout.tiles(block)
-    hot = is_hot[tiles]
-    broadcast = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, ranks[hot], tokens[hot])
-    return broadcast, count_cold(layout, needs, is_hot, block).fill_diagonal_(0)
+    return torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, ranks, tokens * is_hot[tiles])
 
 
 def count_cold(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> Tensor:

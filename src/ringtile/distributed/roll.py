@@ -68,7 +68,16 @@ def roll(
         raise ValueError(f"x: expected the {size} tokens of rank {ranks.rank()} in dimension {dim}, got {x.shape=}")
     others = [count for place, count in enumerate(x.shape) if place != dim % x.dim()]
     agreed = compare(
-        ranks, "roll", layout, (), str(x.dtype), shape=str(others), shifts=shifts, dim=dim % x.dim(), fill=str(fill)
+        ranks,
+        "roll",
+        layout,
+        (),
+        str(x.dtype),
+        shape=str(others),
+        shifts=shifts,
+        dim=dim % x.dim(),
+        fill=str(fill),
+        gradient=torch.is_grad_enabled() and x.requires_grad,
     )
     shifts = shifts % n_tokens if fill is None else max(-n_tokens, min(shifts, n_tokens))
     rolled: Tensor = _Roll.apply(x, shifts, layout, ranks, dim, fill, agreed)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar, cast
@@ -24,8 +25,11 @@ _STEP = timedelta(seconds=0.1)
 """Time between two looks at the watcher while a thread waits."""
 _WATCHED = 8
 """A rank watches the heartbeats of the next 8 ranks of its group, so the store's load grows with the ranks only."""
-OPEN, _GONE = "-", "+"
-"""The verdict's key before there is a verdict, and after the store's host has left."""
+_SHORT = 2.0
+"""Seconds without a heartbeat that are enough once a connection has broken: then a rank has ended, and the question is
+which. A busy machine stands still for a second."""
+OPEN, _BROKEN, _GONE = "-", "?", "+"
+"""The verdict's key before there is a verdict, after a connection broke, and after the store's host has left."""
 
 _printed: set[str] = set()
 """Lines on stderr: several groups can have the same verdict."""
@@ -64,6 +68,7 @@ class Watcher(threading.Thread):
         self.verdict: str | None = None
         self.concluded = threading.Event()
         self._patience = max(1.0, 3 * interval)
+        self._short = min(silence, max(_SHORT, 5 * interval))
         self.ticks = 0
         self.at_exit: Finalize | None = None
         self._group = weakref.ref(group)
@@ -83,15 +88,26 @@ class Watcher(threading.Thread):
         self._beats: dict[int, str] = {}
         self._quiet: dict[int, float] = {}
         self._before, self._doubt = time.monotonic(), False
+        self._open, self._asked, self._answered = OPEN, self._before, self._before
+
+    @property
+    def _limit(self) -> float:
+        """Seconds without a heartbeat after which a rank is lost."""
+        return self.silence if self._open == OPEN else self._short
 
     def wait(self, work: dist.Work | None, what: str) -> None:
         """Wait for a collective. Raise RankLost if there is a verdict before its end."""
         # The others read how far this rank has come.
         self._waits, self._what = self._waits + 1, what
+        self.look()
         if work is None:
             return
         if not self._gloo:
-            work.wait()
+            # Not polled: the host runs ahead of NCCL, and to wait for the end of a work would stop it.
+            try:
+                work.wait()
+            finally:
+                self.look()
         elif is_point_to_point(work):
             aside(work.wait, self)
         else:
@@ -107,13 +123,15 @@ class Watcher(threading.Thread):
             raise RankLost(self.verdict)
 
     def blame(self, error: BaseException) -> str | None:
-        """Return the verdict about a broken connection, after the time that it takes to miss a heartbeat."""
+        """Return the verdict about a broken connection, after the time that it takes to miss heartbeats."""
         if self.is_alive() and "timed out" in str(error).lower():
             # A dead rank would be known by now. A store can stall for seconds: it looks up the names of new clients.
             if time.monotonic() - self._before > max(2 * self.silence, 3.0):
                 return self.stuck()
         elif self.is_alive():
-            self.concluded.wait(self.silence + 4 * self.interval)
+            # All ranks look for the one that ended.
+            self._ask(lambda: self._store.compare_set(self._key("verdict"), OPEN, _BROKEN))
+            self.concluded.wait(self._short + max(4 * self.interval, 1.0))
         return self.verdict or self._ask(self._accuse) or self.verdict
 
     def fail(self, error: BaseException) -> None:
@@ -133,7 +151,7 @@ class Watcher(threading.Thread):
     def stuck(self) -> str:
         """Conclude that the store does not answer, from another thread."""
         self._stuck = True
-        self.verdict = self.verdict or self._store_is_lost()
+        self.verdict = self.verdict or self._host_is_lost()
         return self.verdict
 
     def _ask(self, call: Callable[[], T]) -> T | None:
@@ -161,7 +179,9 @@ class Watcher(threading.Thread):
         except RuntimeError:
             # The class of all exceptions of a store. A host that leaves waits until the others know, so this one died.
             if not self._leaving:
-                self._conclude(self._store_is_lost(), own=False)
+                # The verdict stands, and there is nowhere left to say that it was read.
+                with suppress(RuntimeError):
+                    self._conclude(self._store_is_lost(), own=False)
         finally:
             self._kept = None
             if self.at_exit is not None:
@@ -174,9 +194,10 @@ class Watcher(threading.Thread):
         if self._state != "on":
             return
         line, beats = self._read(self._next)
-        if line != OPEN:
+        if line not in (OPEN, _BROKEN):
             self._obey(line, own=False)
             return
+        self._open = line
         self.member.find_host(self._store)
         now = time.monotonic()
         # A process that stood still has missed the heartbeats of the others: only two of its intervals count.
@@ -185,34 +206,39 @@ class Watcher(threading.Thread):
             still = beat == self._beats.get(rank) and _fields(beat)[0] == "on"
             self._quiet[rank] = self._quiet.get(rank, 0.0) + passed if still else 0.0
         self._beats = beats
-        lost = [rank for rank in beats if self._quiet[rank] >= self.silence - self._doubt * self.interval]
+        lost = [rank for rank in beats if self._quiet[rank] >= self._limit - self._doubt * self.interval]
         if lost and self._doubt:
-            names = named(self.member.ranks[rank] for rank in sorted(lost))
-            verb = "is" if len(lost) == 1 else "are"
-            self._publish(f"{names} {verb} lost: no heartbeat for {self.silence:g} s", own=False)
+            self._publish(self._silent(lost), own=False)
         # Ranks that died together fall silent up to an interval apart, so look twice.
         self._doubt = bool(lost)
 
+    def _silent(self, lost: Iterable[int]) -> str:
+        """Return the line about ranks whose heartbeats have stopped."""
+        ranks = sorted(self.member.ranks[rank] for rank in lost)
+        return f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} lost: no heartbeat for {self._limit:g} s"
+
     def _beat(self) -> None:
         self.ticks += 1
+        self._asked = time.monotonic()
         self._store.set(self._key(self.member.me), f"{self._state}|{self.ticks}|{self._waits}|{self._what}")
 
     def _read(self, ranks: Iterable[int]) -> tuple[str, dict[int, str]]:
         """Return the verdict's key, and the heartbeats of those ranks that have begun."""
+        self._asked = time.monotonic()
         self._there |= {rank for rank in ranks if rank not in self._there and self._store.check([self._key(rank)])}
         present = [rank for rank in ranks if rank in self._there]
         texts = self._store.multi_get([self._key("verdict"), *map(self._key, present)])
+        self._answered = self._asked
         line, *beats = (text.decode() for text in texts)
         return line, dict(zip(present, beats, strict=True))
 
     def _publish(self, line: str, own: bool) -> str:
-        found: str = self._store.compare_set(self._key("verdict"), OPEN, line).decode()
-        return self._obey(found, own) or line
+        return self._obey(settle(self._store, self._key("verdict"), line), own) or line
 
     def _accuse(self) -> str | None:
         """Blame the ranks that have left or, if there are none, those that have come to fewer waits than this one."""
         found, beats = self._read(self._others)
-        if found != OPEN:
+        if found not in (OPEN, _BROKEN):
             return self._obey(found, own=True)
         states = {self.member.ranks[rank]: _fields(beat) for rank, beat in beats.items()}
         if left := [rank for rank, (state, _) in states.items() if state == "bye"]:
@@ -251,7 +277,7 @@ class Watcher(threading.Thread):
 
     def _goodbye(self) -> None:
         if self.member.hosts:
-            self._store.compare_set(self._key("verdict"), OPEN, _GONE)
+            settle(self._store, self._key("verdict"), _GONE)
         self._state = "bye"
         self._beat()
 
@@ -264,12 +290,30 @@ class Watcher(threading.Thread):
             time.sleep(self.interval / 4)
 
     def _store_is_lost(self) -> str:
+        """Return whom to blame for a broken connection to the store: its host can have ended because of another."""
+        if self._asked - self._answered > self._limit:
+            # This process stood still, and the others have gone.
+            return self._silent([self.member.me])
+        near = self._limit - 2 * self.interval
+        overdue = [rank for rank, quiet in self._quiet.items() if quiet >= near and rank != self.member.host]
+        return self._silent(overdue) if overdue else self._host_is_lost(", or it ended because another failed")
+
+    def _host_is_lost(self, other: str = "") -> str:
         if self.member.host is None:
-            return "the host of the store is lost: the store does not answer"
-        return f"rank {self.member.host} is lost: it hosts the store, which does not answer"
+            return f"the host of the store is lost{other}: the store does not answer"
+        return f"rank {self.member.host} is lost{other}: it hosts the store, which does not answer"
 
     def _key(self, name: str | int) -> str:
         return f"{self.member.prefix}/watch/{name}"
+
+
+def settle(store: Any, key: str, line: str) -> str:
+    """Write the verdict unless there is one, and return the verdict."""
+    found = _BROKEN
+    for before in (OPEN, _BROKEN):
+        if found == _BROKEN:
+            found = store.compare_set(key, before, line).decode()
+    return found
 
 
 def _fields(beat: str) -> tuple[str, int]:

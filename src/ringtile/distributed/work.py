@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,17 +15,83 @@ from ringtile.distributed.plan import (
     RING_PATTERNS,
     Demand,
     Transport,
-    find_demand,
+    demand_of,
     is_better_gathered,
     is_cut,
 )
-from ringtile.layout import candidates, needed
-from ringtile.layout.covers import MAX_BYTES, check_candidates
+from ringtile.layout import candidates
+from ringtile.layout.covers import MAX_BYTES, Budget, Touched, check_candidates
 from ringtile.patterns import Pattern
-from ringtile.patterns.base import TileGrid
+from ringtile.patterns.base import Cover, TileGrid
 
 MAX_RANKS = 4096
 """Traffic is a matrix of all pairs of ranks."""
+
+_KEPT = 1 << 24
+"""Covers of so many intervals are kept, in 24 bytes each. With more, every pass lists them again."""
+
+
+_COLD = 1 << 32
+
+
+class Tiles:
+    """The candidate tiles of a pattern, which are the same for all layouts and numbers of ranks.
+
+    Raises ValueError if the pattern does not support the tokens or the heads, or its covers exceed ``max_bytes``.
+    """
+
+    def __init__(
+        self, pattern: Pattern, n_tokens: int, sizes: Sizes, *, block: int = 128, max_bytes: int = MAX_BYTES
+    ) -> None:
+        for name, count, expected in (
+            ("heads", sizes.heads, pattern.num_heads),
+            ("batch", sizes.batch, pattern.batch_size),
+        ):
+            if expected is not None and count != expected:
+                raise ValueError(f"{name}: the pattern is defined for {expected}, got {count}")
+        self.pattern, self.sizes, self.max_bytes = pattern, sizes, max_bytes
+        self.grid = TileGrid(block, 0, n_tokens, n_tokens)
+        pattern.validate(self.grid)
+        self.row_tiles = torch.zeros(self.grid.n_rows, dtype=torch.int64)
+        """int64 ``[R]``: tiles of each row tile, for all heads and batch elements."""
+        self.lengths: list[Tensor] = []
+        """int64 ``[R]``: tiles of each row tile, for each group of equal heads and batch elements."""
+        self._covers: list[Cover] | None = []
+        n_kept = 0
+        for copies, cover in self._listed():
+            length = torch.zeros_like(self.row_tiles).index_add_(0, cover.row, cover.hi - cover.lo)
+            self.lengths.append(length)
+            self.row_tiles += copies * length
+            # Heads that differ inside tiles only have equal covers.
+            if self._covers and all(map(torch.equal, self._covers[-1], cover)):
+                continue
+            n_kept += len(cover.row)
+            if n_kept > _KEPT:
+                self._covers = None
+            if self._covers is not None:
+                self._covers.append(cover)
+
+    def _listed(self) -> Iterator[tuple[int, Cover]]:
+        heads, batch = self.sizes.heads, self.sizes.batch
+        return candidates(self.pattern, self.grid, num_heads=heads, batch=batch, max_bytes=self.max_bytes)
+
+    def covers(self) -> Iterator[Cover]:
+        """Yield the distinct covers."""
+        if self._covers is None:
+            yield from (cover for _, cover in self._listed())
+        else:
+            yield from self._covers
+
+    def needed(self, rows: Tensor, ranks: Tensor, n_ranks: int) -> Tensor:
+        """Return the column tiles that ranks need for these of their rows, bool ``[P, C]``."""
+        Budget(self.max_bytes, self.grid).check(self.pattern, n_ranks * (self.grid.n_cols + 1), 8)
+        if len(rows) == 0:
+            return torch.zeros(n_ranks, self.grid.n_cols, dtype=torch.bool)
+        touched = Touched(rows, ranks, n_ranks, self.grid)
+        for cover in self.covers():
+            Budget(self.max_bytes, self.grid).check(self.pattern, touched.count(cover), 16)
+            touched.add(cover)
+        return touched.columns()
 
 
 class Split(NamedTuple):
@@ -49,11 +116,10 @@ class Work(NamedTuple):
     layout: Layout
     sizes: Sizes
     grid: TileGrid
+    listed: Tiles
     demand: Demand
-    row_tiles: Tensor
-    """int64 ``[R]``: tiles of each row tile, for all heads and batch elements."""
     tiles: Tensor
-    """int64 ``[P]``: the same of each rank."""
+    """int64 ``[P]``: tiles of each rank, for all heads and batch elements."""
     pairs: Tensor
     """int64 ``[P]``: pairs in these tiles."""
     sources: Tensor
@@ -62,6 +128,8 @@ class Work(NamedTuple):
     """bool ``[P]``: the ranks whose runs begin or end inside a tile."""
     reason: str
     """Why ranks cannot build their indices, or an empty text."""
+    splits: dict[bool, Split]
+    """What `split` has found."""
 
     @property
     def automatic(self) -> Transport:
@@ -71,75 +139,76 @@ class Work(NamedTuple):
         return "gather" if is_better_gathered(self.demand.most_sent, self.layout) else "exchange"
 
 
-def survey(pattern: Pattern, layout: Layout, sizes: Sizes, *, block: int = 128, max_bytes: int = MAX_BYTES) -> Work:
+def survey(
+    pattern: Pattern,
+    layout: Layout,
+    sizes: Sizes,
+    *,
+    block: int = 128,
+    max_bytes: int = MAX_BYTES,
+    listed: Tiles | None = None,
+) -> Work:
     """Return the work of all ranks, without an index.
 
-    Raises ValueError if the pattern does not support the tokens or the heads, or its covers exceed ``max_bytes``.
+    If you survey several layouts of the same tokens, pass the tiles that you ``listed`` once: heads with patterns of
+    their own take most of the time. Raises ValueError as `Tiles` does.
 
     >>> from ringtile.patterns import Causal, Window
     >>> work = survey(Causal() & Window(4096), Layout.contiguous(1 << 20, 8), Sizes(heads=1, kv_heads=1))
     >>> work.tiles.tolist()
     [33264, 33792, 33792, 33792, 33792, 33792, 33792, 33792]
     """
-    for name, count, expected in (
-        ("heads", sizes.heads, pattern.num_heads),
-        ("batch", sizes.batch, pattern.batch_size),
-    ):
-        if expected is not None and count != expected:
-            raise ValueError(f"{name}: the pattern is defined for {expected}, got {count}")
-    n_ranks, n_tokens = layout.n_ranks, layout.n_tokens
+    n_ranks = layout.n_ranks
     if n_ranks > MAX_RANKS:
         raise ValueError(f"layout: expected at most {MAX_RANKS:,} ranks, got {n_ranks:,}")
-    grid = TileGrid(block, 0, n_tokens, n_tokens)
-    pattern.validate(grid)
-    rows, ranks, tokens = layout.tiles(block)
-    heads: dict[str, Any] = {"num_heads": sizes.heads, "batch": sizes.batch, "max_bytes": max_bytes}
-    demand = find_demand(pattern, layout, grid, **heads)
+    if listed is None:
+        listed = Tiles(pattern, layout.n_tokens, sizes, block=block, max_bytes=max_bytes)
+    grid, max_bytes = listed.grid, listed.max_bytes
+    rows, ranks, tokens = layout.tiles(grid.block)
+    demand = demand_of(listed.needed(rows, ranks, n_ranks), layout, grid)
     rank_of_row = torch.empty(grid.n_rows, dtype=torch.int64).index_put_((rows,), ranks)
-    is_hot = demand.is_hot
-    own, own_cold = ((ranks * (grid.n_cols + 1) + rows)[chosen].sort().values for chosen in (rows >= 0, ~is_hot[rows]))
-    hot_before = torch.nn.functional.pad(is_hot.cumsum(0), (1, 0))
-    is_remote, is_cold = torch.zeros(2, grid.n_rows, dtype=torch.bool)
-    tiles = torch.zeros(grid.n_rows, dtype=torch.int64)
-    listed = torch.zeros(n_ranks, dtype=torch.int64)
-    for copies, cover in candidates(pattern, grid, **heads):
-        length = cover.hi - cover.lo
-        tiles.index_add_(0, cover.row, copies * length)
-        first = rank_of_row[cover.row] * (grid.n_cols + 1)
-        # How many tiles of the interval the row's rank holds, and how many it holds or gets by a broadcast.
-        held, held_cold = (
-            torch.searchsorted(mine, first + cover.hi) - torch.searchsorted(mine, first + cover.lo)
-            for mine in (own, own_cold)
-        )
-        is_remote[cover.row[held < length]] = True
-        is_cold[cover.row[held_cold + hot_before[cover.hi] - hot_before[cover.lo] < length]] = True
-        of_rank = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, rank_of_row[cover.row], length)
-        listed = torch.maximum(listed, of_rank)
+    # How many columns before each a rank does not hold. Those that are not broadcast either count in the upper half.
+    before = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.int64)
+    before[:, 1:] = torch.where(demand.is_hot, 1, _COLD + 1)
+    before[:, 1:][demand.holds] = 0
+    before = before.cumsum_(1).flatten()
+    first_of_row = rank_of_row * (grid.n_cols + 1)
+    missed = torch.zeros_like(listed.row_tiles)
+    for cover in listed.covers():
+        first = first_of_row[cover.row]
+        missed.index_add_(0, cover.row, before[first + cover.hi] - before[first + cover.lo])
+    most = 0
+    for length in listed.lengths:
+        of_rank = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, rank_of_row, length)
+        most = max(most, int(of_rank.max()))
     reason = ""
     try:
-        check_candidates(pattern, grid, int(listed.max()), max_bytes)
+        check_candidates(pattern, grid, most, max_bytes)
         cut = torch.tensor([is_cut(layout, rank, block) for rank in range(n_ranks)])
     except ValueError as error:
         reason, cut = str(error), torch.ones(n_ranks, dtype=torch.bool)
-    of_rank = torch.zeros(n_ranks, dtype=torch.int64)
+    of_rank, tiles = torch.zeros(n_ranks, dtype=torch.int64), listed.row_tiles
     return Work(
         pattern,
         layout,
         sizes,
         grid,
+        listed,
         demand,
-        tiles,
         of_rank.index_add(0, ranks, tiles[rows]),
         of_rank.index_add(0, ranks, tiles[rows] * tokens * block),
-        is_remote.long() + is_cold,
+        (missed > 0).long() + (missed >= _COLD),
         cut,
         reason,
+        {},
     )
 
 
 def split(work: Work, *, gather: bool = False) -> Split:
     """Return the calls of an exchange, or of a gather, in which all remote keys are broadcast."""
-    layout, sizes, grid = work.layout, work.sizes, work.grid
+    if gather in work.splits:
+        return work.splits[gather]
+    layout, grid = work.layout, work.grid
     n_ranks = layout.n_ranks
     rows, ranks, tokens = layout.tiles(grid.block)
     order = (ranks * grid.n_rows + rows).argsort()
@@ -151,13 +220,14 @@ def split(work: Work, *, gather: bool = False) -> Split:
         if merged is not None:
             source = source.where((calls <= MAX_PIECES)[ranks] | (source < merged), 2)
     runs = torch.tensor([len(held) for held in layout.runs])
-    pairs, of_rank = work.row_tiles[rows] * tokens * grid.block, torch.zeros(n_ranks, dtype=torch.int64)
+    pairs, of_rank = work.listed.row_tiles[rows] * tokens * grid.block, torch.zeros(n_ranks, dtype=torch.int64)
     columns = (
-        needed(work.pattern, rows[chosen], ranks[chosen], n_ranks, grid, num_heads=sizes.heads, batch=sizes.batch)
+        work.demand.needs if chosen.all() else work.listed.needed(rows[chosen], ranks[chosen], n_ranks)
         for chosen in (source == 1, source == 2)
     )
-    return Split(
+    found = work.splits[gather] = Split(
         torch.where(work.is_cut, runs, calls).where(runs > 0, 0),
         *(of_rank.index_add(0, ranks, pairs * (source == number)) for number in (0, 1)),
         *columns,
     )
+    return found

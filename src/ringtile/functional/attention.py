@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
-from ringtile.kernels.contracts import Call, attention, pack_keys
+from ringtile.kernels.contracts import Call, attention, check_memory, pack_keys
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.reference import attention_reference
 from ringtile.kernels.select import NAMES, select
 from ringtile.layout import BlockIndex, build_index
-from ringtile.patterns import Blocks, Causal, Dense, Pattern
+from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -73,6 +74,8 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
                 raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
     if device.type == "meta":
         raise ValueError(f"query: expected a device that holds data, got {query.device=}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _check_plain(name, x)
     if torch.is_autocast_enabled(device.type):
         # Like PyTorch, cast each tensor except float64. Different dtypes become one.
         to = torch.get_autocast_dtype(device.type)
@@ -105,6 +108,7 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
     if x.shape != shape or x.device != query.device:
         raise ValueError(f"{name}: expected shape {tuple(shape)} on {query.device}, got {x.shape=} on {x.device}")
+    _check_plain(name, x)
 
 
 def _checked_numbers(name: str, numbers: Tensor | None, count: int, query: Tensor) -> Tensor | None:
@@ -123,6 +127,7 @@ def _check_seed(seed: int | Tensor, query: Tensor) -> None:
             raise ValueError(
                 f"seed: expected one int64 element on {query.device}, got {seed.shape=}, {seed.dtype=} on {seed.device}"
             )
+        _check_plain("seed", seed)
     elif isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed: expected a 64-bit integer or one int64 element, got {seed!r}")
 
@@ -176,11 +181,24 @@ def check_rows(
                 raise ValueError(f"{name}: expected a floating dtype, got {per_head.dtype=}")
 
 
+def _is_real(x: Tensor) -> bool:
+    """Return True if a tensor has memory of its own, or had: it is not traced, transformed or a subclass."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(x) in (Tensor, Parameter) and not x._is_zerotensor()
+
+
 def _may_read(x: Tensor) -> bool:
     """Return True if the values of a tensor are available and reading them does not synchronize."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(x) is Tensor
+    return x.device.type == "cpu" and _is_real(x)
+
+
+def _check_plain(name: str, x: Tensor) -> None:
+    """Raise ValueError if a tensor has another layout, for example a sparse one, or its storage was freed."""
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name}: expected torch.strided, got {x.layout=}")
+    if _is_real(x):
+        check_memory((name,), (x,))
 
 
 def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) -> Pattern:
@@ -291,6 +309,8 @@ def _place(
 ) -> Hashable:
     """Return all that the checks of a plain call depend on, or None if they must run."""
     if torch.compiler.is_compiling() or not type(query) is type(key) is type(value) is Tensor:
+        return None
+    if not query.layout is key.layout is value.layout is torch.strided:
         return None
     # Values of other types can be equal to valid ones, and so are two zeros.
     types = type(start) in (int, NoneType), type(scale) in (float, NoneType), type(backend) in (str, NoneType)
@@ -438,6 +458,8 @@ def sparse_attention(
     check_rows(query, n_keys, key_lengths, softcap, alibi_slopes, sinks)
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
         raise ValueError(f"start: expected an integer or None, got {start!r}")
+    if isinstance(start, int) and not torch.compiler.is_compiling():
+        TileGrid(128, start, n_queries, n_keys)  # raises if the positions are too far
 
     call = make_call(
         query,
@@ -457,9 +479,13 @@ def sparse_attention(
         if is_causal:
             raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
         if (index.n_queries, index.n_keys) != (n_queries, n_keys) or start not in (None, index.start):
-            raise ValueError(f"pattern: {index!r} does not match {query.shape=}, {key.shape=}, {start=}")
+            at = "" if start is None else f", {start=}"
+            got = f"{index.n_queries=}, {index.n_keys=}, {index.start=}"
+            raise ValueError(f"pattern: expected an index with {n_queries=}, {n_keys=}{at}, got {got}")
         if index.group.shape[0] not in (1, batch) or index.group.shape[1] not in (1, heads):
-            raise ValueError(f"pattern: its groups {index.group.shape=} do not match {query.shape=}")
+            raise ValueError(
+                f"pattern: expected groups [1 or {batch}, 1 or {heads}] as in {query.shape=}, got {index.group.shape=}"
+            )
         if index.device != query.device:
             raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
         text, first, block = "", index.start, index.block

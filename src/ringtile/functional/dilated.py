@@ -25,7 +25,7 @@ from ringtile.functional.attention import (
 from ringtile.functional.compacted import Compacted, InSegments, for_heads
 from ringtile.functional.merge import merge_attention
 from ringtile.functional.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
-from ringtile.kernels.contracts import Call, accumulator, merge_into, new_out, pack_keys
+from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memory, merge_into, new_out, pack_keys
 from ringtile.kernels.select import select
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Pattern, Segments
@@ -199,6 +199,7 @@ class _Merged(torch.autograd.Function):
             return *differentiable_grads(results, (q, k, v), ctx.needs_input_grad, (out_grad, lse_grad)), None
         if out_grad is None:
             out_grad = torch.zeros_like(out)
+        check_memory(ROW_NAMES, (out_grad, lse_grad, q, k, v, out, lse))
         totals = [torch.zeros(x.shape, dtype=accumulator(q), device=x.device) for x in (q, k, v)]
         for _, part in all_parts(q, k, ctx.options):
             piece = part.piece

@@ -97,7 +97,9 @@ backends: dict[str, Any] = {}
 
 def pack_keys(keep: Tensor) -> Tensor:
     """Pack ``[B, Nk]`` bool into ``[B, ceil(Nk / 32)]`` int32 words, key j in bit ``j % 32`` of word ``j // 32``."""
-    return pack_words(torch.nn.functional.pad(keep, (0, -keep.shape[1] % 32)))
+    # As a number of words, so that a graph with any number of keys can tell that the bits fill them.
+    words = (keep.shape[1] + 31) // 32
+    return pack_words(torch.nn.functional.pad(keep, (0, 32 * words - keep.shape[1])))
 
 
 def key_keep(call: Call, n_keys: int) -> Tensor | None:
@@ -173,22 +175,49 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def has_memory(x: Tensor) -> bool:
+    """Return False if the storage of a tensor was freed."""
+    # The address of a freed storage is 0. No tensor begins a tebibyte into it, so most calls look no further.
+    at = x.data_ptr()
+    return at >> 40 != 0 or x.numel() == 0 or at != x.storage_offset() * x.element_size()
+
+
+def check_memory(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """Raise ValueError if the storage of a tensor was freed: kernels would read address 0."""
+    for name, x in zip(names, tensors, strict=True):
+        if x is not None and not has_memory(x):
+            raise ValueError(f"{name}: expected a tensor with memory, got a freed storage with {x.shape=}")
+
+
 def accumulator(x: Tensor) -> torch.dtype:
     """Return the dtype of sums and of the lse: float64 for float64, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+ROW_NAMES = ("out_grad", "lse_grad", "query", "key", "value", "out", "lse")
+
+_OPTIONAL = ("key_bits", "key_lengths", "seed", "alibi_slopes", "head_at", "batch_at")
+"""The fields of a call that are tensors or None."""
+
+
+def _options_of(call: Call) -> tuple[Tensor | None, ...]:
+    return call.key_bits, call.key_lengths, call.seed, call.alibi_slopes, call.head_at, call.batch_at
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     call = Call(*rest)
+    check_memory(("query", "key", "value", *_OPTIONAL), (q, k, v, *_options_of(call)))
     return backends[call.backend].forward(q, k, v, call)
 
 
 def _backward(*arguments: Any) -> Any:
     call = Call(*arguments[7:])
+    check_memory((*ROW_NAMES, *_OPTIONAL), (*arguments[:7], *_options_of(call)))
     return backends[call.backend].backward(*arguments[:7], call)
 
 
 def _double_backward(*arguments: Any) -> Any:
+    check_memory(ROW_NAMES, arguments[3:10])
     return backends["blockwise"].double_backward(*arguments[:10], Call(*arguments[10:]))
 
 
@@ -267,16 +296,12 @@ for _name, _implementation, _fake, _n_tensors in (
     torch.library.register_vmap(f"ringtile::{_name}", _vmap_rule(_n_tensors, _op), lib=library)
 
 
-_OPTIONAL = ("key_bits", "key_lengths", "seed", "alibi_slopes", "head_at", "batch_at")
-"""The fields of a call that are tensors or None."""
-
-
 def _apart(call: Call) -> tuple[Any, ...]:
     """Return the call without tensors, then its tensors: autograd and torch.func must see each as an argument."""
-    if not call.tiles and all(getattr(call, name) is None for name in _OPTIONAL):
+    if not call.tiles and all(x is None for x in _options_of(call)):
         return (call,)
     absent: dict[str, Any] = dict.fromkeys(_OPTIONAL)
-    return call._replace(tiles=(), **absent), *(getattr(call, name) for name in _OPTIONAL), *call.tiles
+    return call._replace(tiles=(), **absent), *_options_of(call), *call.tiles
 
 
 def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
@@ -291,8 +316,8 @@ def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
 def _is_unseen(*tensors: Tensor | None) -> bool:
     """Return True if nobody sees whether the operator is called through PyTorch's dispatcher.
 
-    A call of a few tokens is a tenth faster without it. Compilers, modes, tracers, profilers, transforms, other devices
-    and subclasses of tensors need it.
+    A call of a few tokens is a tenth faster without it. Compilers, modes, tracers, profilers, transforms, other
+    devices, subclasses of tensors, and tensors without plain memory (lazily negated, zero, freed) need it.
     """
     return (
         not torch.compiler.is_compiling()
@@ -301,7 +326,14 @@ def _is_unseen(*tensors: Tensor | None) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()
         and torch._C._get_tracing_state() is None
-        and all(x is None or (type(x) in _PLAIN and x.is_cpu) for x in tensors)
+        # Written out: each function called here would cost more than what it asks.
+        and all(
+            [
+                type(x) in _PLAIN and x.is_cpu and not x.is_neg() and (x.data_ptr() >> 40 != 0 or has_memory(x))
+                for x in tensors
+                if x is not None
+            ]
+        )
     )
 
 
@@ -309,7 +341,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _call_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    if _is_unseen(q, k, v):
+    if _is_unseen(q, k, v, *_options_of(call)):
         out, lse = backends[call.backend].forward(q, k, v, call)
     else:
         out, lse = torch.ops.ringtile.forward(q, k, v, *call)
@@ -389,7 +421,7 @@ class Attention(torch.autograd.Function):
         if torch.compiler.is_compiling() or not _differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
             call = _with_tensors(ctx.call, *rest)
-            if _is_unseen(*rows):
+            if _is_unseen(*rows, *_options_of(call)):
                 grads = backends[call.backend].backward(*rows, call)
             else:
                 grads = torch.ops.ringtile.backward(*rows, *call)

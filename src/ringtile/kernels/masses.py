@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ringtile.kernels.select  # noqa: F401  fills `backends`
-from ringtile.kernels.contracts import backends, library
+from ringtile.kernels.contracts import backends, check_memory, library
 
 POOLS = ("mean", "max")
 _SCORES = 1 << 22
@@ -136,6 +136,7 @@ def _pooled_masses(
     by_sign: bool,
     scale: float,
 ) -> Tensor:
+    check_memory(("query", "key", "seen", "groups", "bias"), (query, key, seen, groups, bias))
     ends = groups.tolist()
     if not 0 <= ends[0] <= ends[-1] <= query.shape[2] or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"groups: expected ascending numbers from 0 to {query.shape[2]}, got {groups!r}")

@@ -131,27 +131,57 @@ def needed(
     """
     budget = Budget(max_bytes, grid)
     budget.check(pattern, n_parts * (grid.n_cols + 1), 8)
-    # Each interval adds one to the columns from its begin and takes one away from its end.
-    change = torch.zeros(n_parts, grid.n_cols + 1, dtype=torch.int32, device=rows.device)
-    distinct, row_of = torch.unique(rows, return_inverse=True)
+    touched, distinct = Touched(rows, parts, n_parts, grid), torch.unique(rows)
     for member, head in groups_of(pattern, num_heads, batch)[1]:
         cover = member.cover(head, distinct, grid) if grid.n_cols else None
         if cover is None:
             has_rows = torch.bincount(parts, minlength=n_parts) > 0
             return has_rows.unsqueeze(1).expand(n_parts, grid.n_cols)
-        row = torch.searchsorted(distinct, cover.row)
-        order = torch.argsort(row)
-        count = torch.bincount(row, minlength=len(distinct))
-        begin, copies = (count.cumsum(0) - count)[row_of], count[row_of]
-        budget.check(pattern, int(copies.sum()), _COVER_BYTES)
-        place = torch.arange(int(copies.sum()), device=rows.device)
-        place += torch.repeat_interleave(begin - (copies.cumsum(0) - copies), copies)
-        part = torch.repeat_interleave(parts, copies)
-        lo, hi = cover.lo[order][place], cover.hi[order][place]
-        part, lo, hi = (x[hi > lo] for x in (part, lo, hi))
-        one, begin = torch.ones_like(lo, dtype=torch.int32), part * (grid.n_cols + 1)
-        change.view(-1).index_add_(0, begin + lo, one).index_add_(0, begin + hi, one, alpha=-1)
-    return change.cumsum(1, dtype=torch.int32)[:, :-1] > 0
+        budget.check(pattern, touched.count(cover), _COVER_BYTES)
+        touched.add(cover)
+    return touched.columns()
+
+
+class Touched:
+    """Collects the column tiles that covers name for parts of their rows. Rows of no part do not count."""
+
+    def __init__(self, rows: Tensor, parts: Tensor, n_parts: int, grid: TileGrid) -> None:
+        # Rows of no part go to one more, at the end.
+        self._first, self._width, self._n_parts = grid.first_row, grid.n_cols + 1, n_parts
+        # Each interval adds one to the columns from its begin and takes one away from its end.
+        self._change = torch.zeros((n_parts + 1) * self._width, dtype=torch.int32, device=rows.device)
+        self._copies = torch.bincount(rows - self._first, minlength=grid.n_rows)
+        order = torch.argsort(rows)
+        self._parts = parts[order] * self._width
+        self._begin = self._copies.cumsum(0) - self._copies
+        self._of_row: Tensor | None = None
+        if len(rows) == 0 or int(self._copies.max()) == 1:
+            # A row has one part at most.
+            last = torch.full_like(self._copies, n_parts * self._width)
+            self._of_row = last.index_put_((rows - self._first,), parts * self._width)
+
+    def count(self, cover: Cover) -> int:
+        """Return the number of intervals that `add` adds at most, one for each part of a row."""
+        return len(cover.row) if self._of_row is not None else int(self._copies[cover.row - self._first].sum())
+
+    def add(self, cover: Cover) -> None:
+        """Add a cover, whose intervals may overlap."""
+        row, lo, hi = cover.row - self._first if self._first else cover.row, cover.lo, cover.hi
+        if self._of_row is not None:
+            begin = self._of_row[row]
+        else:
+            copies = self._copies[row]
+            part = torch.arange(int(copies.sum()), device=row.device)
+            part += torch.repeat_interleave(self._begin[row] - (copies.cumsum(0) - copies), copies)
+            lo, hi = (torch.repeat_interleave(x, copies) for x in (lo, hi))
+            begin = self._parts[part]
+        one = (hi > lo).int()
+        self._change.index_add_(0, begin + lo, one).index_add_(0, begin + hi, one, alpha=-1)
+
+    def columns(self) -> Tensor:
+        """Return the columns of each part, bool ``[n_parts, n_cols]``."""
+        change = self._change.view(-1, self._width)[: self._n_parts]
+        return change.cumsum(1, dtype=torch.int32)[:, :-1] > 0
 
 
 def candidates(

@@ -20,7 +20,7 @@ from ringtile.analysis.units import count
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.select import NAMES
 from ringtile.measure.exact import Exact
-from ringtile.measure.machine import commit, machine_facts, versions
+from ringtile.measure.machine import busy_warning, commit, machine_facts, versions
 from ringtile.measure.peers import Attention, Case, Peer, all_peers
 from ringtile.measure.progress import Progress
 from ringtile.measure.record import (
@@ -228,7 +228,7 @@ def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:
 
 def blank_record(seed: int, seconds: float) -> Record:
     """Return a record without rows, with the facts about this machine."""
-    return Record(seed, seconds, commit(), versions(), machine_facts(), ())
+    return Record(seed, seconds, commit(), versions(), machine_facts(), (), warning=busy_warning())
 
 
 def run_bench(
@@ -247,8 +247,10 @@ def run_bench(
     long the rounds of one case and direction take. Tasks that are whole in ``before`` are not measured again.
     """
     counts = {task.case.threads or torch.get_num_threads() for task in tasks}
+    # What other processes do, before this one computes.
+    record = blank_record(seed, seconds)
     peaks = {str(number): peak_rates(threads=number) for number in sorted(counts)}
-    record = replace(blank_record(seed, seconds), interrupted=True, peaks=peaks, command=command)
+    record = replace(record, interrupted=True, peaks=peaks, command=command)
     known = [rows_in(task, before) for task in tasks]
     # The work of a call grows with the square of the length, and every case has a constant cost.
     works = [0.0 if old else 1.0 + (task.case.queries / 2048) ** 2 for task, old in zip(tasks, known, strict=True)]
@@ -259,7 +261,9 @@ def run_bench(
                 record = replace(record, rows=(*record.rows, *old))
                 continue
             so_far = sum(works[:done])
-            left = sum(works[done:]) / so_far * (time.monotonic() - began) if so_far else None
+            # Before the first case has ended, the time that its rounds and those of the others take at least.
+            left = sum(len(task.directions) for task, old in zip(tasks, known, strict=True) if not old) * seconds
+            left = sum(works[done:]) / so_far * (time.monotonic() - began) if so_far else left
             progress.show(f"case {done + 1} of {len(tasks)}: {task.case.asked}, N {task.case.n_tokens:,}", left)
             rates = peaks[str(task.case.threads or torch.get_num_threads())]
             case, peers, directions = task.case, task.peers, task.directions
@@ -300,7 +304,7 @@ def _table(rows: list[Row]) -> Iterator[str]:
         limit = "" if row.of_limit is None else f"  {row.of_limit:.0%} of the limit"
         yield (
             f"  {row.peer:<13}{row.direction:<17}{row.median_ms:>10.3f} ms  [{row.low_ms:.3f}, {row.high_ms:.3f}]"
-            f"{ratio:>9}  error {row.error:.1e}{memory}{limit}"
+            f"{ratio:>9}  error {row.error:.1e}{memory}{limit}" + "".join(f"  ! {doubt}" for doubt in row.doubts)
         )
 
 
@@ -418,12 +422,16 @@ def run(args: argparse.Namespace) -> int:
         if json_path is not None:
             write_whole(json_path, record.to_json())
 
+    if (warning := busy_warning()) is not None:
+        print(warning, file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
     options = {"seconds": args.seconds, "seed": args.seed, "command": args.command}
     record = run_bench(tasks, **options, before=kept, report=report, save=save)
     if args.json == "-":
         print(record.to_json())
     else:
         print(*_break_even_lines(record), sep="\n")
+        if doubtful := sum(bool(row.doubts) for row in record.rows):
+            print(f"{doubtful} of {len(record.rows)} rows are doubtful (!). Measure again on a machine that is idle.")
         save(record)
     complaints = [f"{row.pattern}, N {row.n_tokens}, {row.direction}: {row.reason}" for row in wrong_rows(record)]
     if before is not None:

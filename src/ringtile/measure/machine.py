@@ -63,6 +63,15 @@ def machine_facts() -> dict[str, str | int | list[str]]:
     }
 
 
+def busy_warning() -> str | None:
+    """Return a warning if other processes compute on this machine: one thread that waits makes all others wait."""
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, machine_facts()["cores"]
+    assert isinstance(cores, int)
+    if load <= 0.5 * cores:
+        return None
+    return f"This machine is busy (load {load:.1f} on {cores} cores): times are longer, and speedups can be far off."
+
+
 def commit() -> str | None:
     """Return the git commit of ringtile's files, with ``+changes`` if they differ from it; None outside a checkout."""
     here = Path(__file__)

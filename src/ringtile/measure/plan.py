@@ -18,7 +18,7 @@ from ringtile.analysis.units import bytes_text, count, count_text, duration_text
 from ringtile.distributed.cost import LAYOUTS, Cost, ModelCost, cost_of_model, estimate
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
 from ringtile.distributed.plan import TRANSPORTS, Transport
-from ringtile.distributed.work import MAX_RANKS, survey
+from ringtile.distributed.work import MAX_RANKS, Tiles, survey
 from ringtile.measure.cluster import measure_machine
 from ringtile.measure.progress import Progress
 from ringtile.measure.record import write_whole
@@ -54,6 +54,7 @@ _MOST = (
     "messages",
     "peers",
     "buffer",
+    "copied",
 )
 
 
@@ -83,10 +84,10 @@ class Table(NamedTuple):
         return self.rows[min(possible)[1]]
 
     @property
-    def layout(self) -> str | None:
-        """The layout with the least predicted time by these transports, as in `cheapest_layout`."""
-        default = [row for row in self.rows if row.cost is not None and row.transport == self.automatic[row.layout]]
-        return min(default, key=lambda row: row.cost.seconds if row.cost else 0).layout if default else None
+    def default(self) -> Row | None:
+        """The row with the least predicted time by these transports, with the layout of `cheapest_layout`."""
+        taken = [row for row in self.rows if row.cost is not None and row.transport == self.automatic[row.layout]]
+        return min(taken, key=lambda row: row.cost.seconds if row.cost else 0, default=None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,8 +126,14 @@ def run(args: argparse.Namespace) -> int:
         return _run_model(dict(zip(rules, args.layers or [1] * len(rules), strict=True)), args, sizes, hardware)
     rule = rules[0]
     tables: list[Table] = []
+    progress = Progress(quiet=True)
+    progress.show(f"listing the tiles of {rule!r}")
+    listed = Tiles(rule, args.tokens, sizes)
     for n_ranks in args.ranks:
-        table = _table(rule, args.tokens, n_ranks, args.layout, sizes, hardware)
+        try:
+            table = _table(listed, n_ranks, args.layout, hardware, progress)
+        finally:
+            progress.clear()
         if not args.json:
             # Table by table: many ranks take seconds.
             lines = [] if tables else list(_header(repr(rule), args.tokens, sizes, args.dtype, hardware))
@@ -152,13 +159,18 @@ def run(args: argparse.Namespace) -> int:
 def _run_model(layers: dict[Pattern, int], args: argparse.Namespace, sizes: Sizes, hardware: Hardware) -> int:
     """Print a table of layouts for each number of ranks, with the cheapest transport of each pattern."""
     records = []
+    progress, listed = Progress(quiet=True), dict[Pattern, Tiles]()
     for n_ranks in args.ranks:
         found: dict[str, ModelCost | str] = {}
         for name in args.layout:
+            progress.show(f"{n_ranks:,} ranks: {name}")
             try:
-                found[name] = cost_of_model(layers, LAYOUTS[name](args.tokens, n_ranks), sizes, hardware)
+                layout = LAYOUTS[name](args.tokens, n_ranks)
+                found[name] = cost_of_model(layers, layout, sizes, hardware, listed=listed)
             except ValueError as error:
                 found[name] = str(error)
+            finally:
+                progress.clear()
         costs = {name: cost for name, cost in found.items() if isinstance(cost, ModelCost)}
         if not costs:
             raise ValueError(f"--ranks {n_ranks}: {next(iter(found.values()))}")
@@ -262,11 +274,12 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return found
 
 
-def _table(rule: Pattern, n_tokens: int, n_ranks: int, layouts: list[str], sizes: Sizes, hardware: Hardware) -> Table:
+def _table(listed: Tiles, n_ranks: int, layouts: list[str], hardware: Hardware, progress: Progress) -> Table:
     rows: list[Row] = []
     automatic: dict[str, Transport] = {}
     for name in layouts:
-        work = survey(rule, LAYOUTS[name](n_tokens, n_ranks), sizes)
+        progress.show(f"{n_ranks:,} ranks: {name}")
+        work = survey(listed.pattern, LAYOUTS[name](listed.grid.n_keys, n_ranks), listed.sizes, listed=listed)
         automatic[name] = work.automatic
         for transport in TRANSPORTS:
             if transport == "hierarchy" and n_ranks <= hardware.ranks_per_node:
@@ -303,11 +316,16 @@ def _cells(row: Row) -> Iterator[str]:
 
 
 def _lines(table: Table) -> Iterator[str]:
-    best = table.best
-    cells = [_COLUMNS, *(tuple(_cells(row)) for row in table.rows if row.cost is not None)]
-    marks = [" ", *("*" if row is best else " " for row in table.rows if row.cost is not None)]
-    yield f"{table.n_ranks:,} {'rank' if table.n_ranks == 1 else 'ranks'} (* least time, by the model)"
+    best, default = table.best, table.default
+    rows = [row for row in table.rows if row.cost is not None]
+    cells = [_COLUMNS, *(tuple(_cells(row)) for row in rows)]
+    marks = [" ", *("*" if row is default else "+" if row is best else " " for row in rows)]
+    told = "* least time with transport='auto'" + ("" if best is default else ", + with any")
+    yield f"{table.n_ranks:,} {'rank' if table.n_ranks == 1 else 'ranks'} ({told}, by the model)"
     yield from _aligned(cells, marks)
+    if own := [f"{bytes_text(most)} ({row.layout}, {row.transport})" for row in rows if (most := _copied(row))]:
+        text = f"buffer: copies of the rank's own keys, for rows that also read others': {', '.join(own)}"
+        yield textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in table.rows:
         if row.reason:
@@ -316,11 +334,21 @@ def _lines(table: Table) -> Iterator[str]:
         text = f"no {transport}{_named(layouts, table)}: {reason}"
         yield textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     taken: dict[str, list[str]] = {}
-    for layout, default in table.automatic.items():
-        taken.setdefault(default, []).append(layout)
-    texts = [f"{default}{_named(layouts, table)}" for default, layouts in taken.items()]
-    cheapest = "" if table.layout is None else f"; cheapest_layout: {table.layout}"
+    for layout, transport in table.automatic.items():
+        taken.setdefault(transport, []).append(layout)
+    texts = [f"{transport}{_named(layouts, table)}" for transport, layouts in taken.items()]
+    cheapest = "" if default is None else f"; cheapest_layout: {default.layout}"
     yield f"  ring_attention with transport='auto': {', '.join(texts)}{cheapest}"
+    if best is not default:
+        yield f"  less time: transport={best.transport!r}"
+
+
+def _copied(row: Row) -> int:
+    """Return the bytes of own keys in the largest buffer if they are most of it, otherwise 0."""
+    assert row.cost is not None
+    largest = int(row.cost.buffer.argmax())
+    most = int(row.cost.copied[largest])
+    return most if 2 * most > int(row.cost.buffer[largest]) else 0
 
 
 def _aligned(cells: Sequence[Sequence[str]], marks: Sequence[str]) -> Iterator[str]:
@@ -351,7 +379,8 @@ def _record(table: Table) -> dict[str, object]:
             found["balance"] = row.cost.balance
             found["model_seconds"] = {name: float(getattr(row.cost, name).max()) for name in ("forward", "backward")}
         rows.append(found)
-    return {"ranks": table.n_ranks, "auto": table.automatic, "cheapest_layout": table.layout, "rows": rows}
+    layout = None if table.default is None else table.default.layout
+    return {"ranks": table.n_ranks, "auto": table.automatic, "cheapest_layout": layout, "rows": rows}
 
 
 def _draw(tables: list[Table], title: str, path: Path) -> None:

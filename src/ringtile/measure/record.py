@@ -21,6 +21,15 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 _FORMAT = 1
 
+_SPREAD = 1.5
+"""Times whose 80th percentile is more than so many times their 20th are doubtful."""
+
+_CLOCK = 0.8
+"""With less of the processor than this, times are doubtful."""
+
+_OVER = 1.05
+"""The rates of a run are known to a few percent. Beyond that, no call is faster than its limit."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -91,6 +100,18 @@ class Row:
         return None if self.limit_ms is None or self.median_ms is None else self.limit_ms / self.median_ms
 
     @property
+    def doubts(self) -> list[str]:
+        """Reasons to measure again, as on a machine that other processes use."""
+        found = []
+        if self.of_limit is not None and self.of_limit > _OVER:
+            found.append("faster than the limit, whose rates were measured too low")
+        if self.low_ms and self.high_ms and self.high_ms > _SPREAD * self.low_ms:
+            found.append(f"times vary {self.high_ms / self.low_ms:.1f}x")
+        if self.clock is not None and self.clock < _CLOCK:
+            found.append(f"had {self.clock:.0%} of the processor")
+        return found
+
+    @property
     def sizes(self) -> str:
         """Heads, head dim, dtype, and whatever is not the default: "H8:2 D64 float32 block 64 1 query"."""
         parts = [f"H{self.heads}" if self.kv_heads is None else f"H{self.heads}:{self.kv_heads}"]
@@ -123,6 +144,8 @@ class Record:
     """The processor's rates by number of threads, measured in this run (`peak_rates`), or None in older records."""
     command: str | None = None
     """The command line that made the record."""
+    warning: str | None = None
+    """What the run said about other processes when it began, if they used the machine."""
 
     def to_json(self) -> str:
         """Return one JSON object, for `from_json`."""

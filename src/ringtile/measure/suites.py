@@ -30,6 +30,10 @@ CLAIMED = {0.5: 2.0, 0.25: 4.0, 0.1: 10.0, 0.05: 20.0, 0.02: 50.0}
 CLAIMED_TOKENS, CLAIMED_HEADS = 16384, 4
 """The length and heads of README, docs/benchmarks.md and docs/promises.md for these claims."""
 
+SHORT = "causal & window(256)"
+SHORT_TOKENS = (26, 64, 128, 256, 512, 1024, 2048)
+"""The pattern and lengths that tell from which length README says that sparse attention is faster."""
+
 CURVE = "causal & (window(1024) | global_tokens(64))"
 CURVE_TOKENS = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 """The pattern and lengths of the table of time and memory against the length."""
@@ -119,6 +123,11 @@ def _long() -> Iterator[_Cell]:
         yield _cell(CURVE, n_tokens, directions=(BOTH,), heads=1)
 
 
+def _short() -> Iterator[_Cell]:
+    for n_tokens in SHORT_TOKENS:
+        yield _cell(SHORT, n_tokens, heads=4)
+
+
 def _acceptance() -> Iterator[_Cell]:
     low = torch.bfloat16
     # Nothing to skip: the rate of the kernel itself.
@@ -177,6 +186,7 @@ _SUITES = {
     "default": _default,
     "density": _density,
     "long": _long,
+    "short": _short,
     "acceptance": _acceptance,
     "grid": _grid,
     "smoke": _smoke,

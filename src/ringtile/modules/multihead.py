@@ -490,7 +490,12 @@ def replace_attention(
     kinds = (nn.MultiheadAttention, SparseMultiheadAttention)
     found = [module for module in model.modules() if isinstance(module, kinds) and type(module) in kinds]
     if not found:
-        raise ValueError(f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one")
+        advice = ""
+        if any(hasattr(module, "set_attn_implementation") for module in model.modules()):
+            advice = "; for a model of transformers, call ringtile.integrations.transformers.use_ringtile"
+        raise ValueError(
+            f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one{advice}"
+        )
     rules = [_checked_rule(pattern, attend, module.num_heads) for module in found]
     for module, rule in zip(found, rules, strict=True):
         module.__class__ = SparseMultiheadAttention

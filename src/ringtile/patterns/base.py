@@ -10,12 +10,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from ringtile.patterns.drawing import draw_rule
+from ringtile.patterns.grid import Cover as Cover
+from ringtile.patterns.grid import TileGrid as TileGrid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,82 +27,17 @@ if TYPE_CHECKING:
 _FEW = 1 << 12
 """Covers of so many tiles are listed, although another has fewer."""
 
+_RULE = ("allowed", "terms", "kept", "draws", "unit")
+"""Members that define which pairs a pattern keeps."""
+
+_DERIVED = ("unbounded", "cover", "cover_size", "col_range", "tile_class", "head_class", "envelope", "resized")
+"""Members that follow from the rule."""
+
+_TOLD = (*_DERIVED, "num_heads", "batch_size", "batch_row", "validate")
+"""Members that a text tells, for the classes of the grammar."""
+
 LARGEST = 2**31 - 1
 """Largest window, rate or length: a product of two fits into int64."""
-
-
-@dataclass(frozen=True)
-class TileGrid:
-    """The tiles that ``n_queries`` queries, from position ``start``, and ``n_keys`` keys touch."""
-
-    block: int
-    start: int
-    n_queries: int
-    n_keys: int
-
-    @property
-    def first_row(self) -> int:
-        """Number of the first row tile, in position space."""
-        return self.start // self.block
-
-    @property
-    def whole(self) -> TileGrid:
-        """The same tiles, all of them whole."""
-        block = self.block
-        return TileGrid(block, self.first_row * block, self.n_rows * block, self.n_cols * block)
-
-    @property
-    def n_rows(self) -> int:
-        """Number of row tiles."""
-        if self.n_queries == 0:
-            return 0
-        return (self.start + self.n_queries - 1) // self.block - self.first_row + 1
-
-    @property
-    def n_cols(self) -> int:
-        """Number of column tiles. The first is number 0."""
-        return -(-self.n_keys // self.block)
-
-
-class Cover(NamedTuple):
-    """Candidate tiles as intervals: row tile ``row[m]`` may touch column tiles ``lo[m] <= c < hi[m]``.
-
-    Three int64 vectors of equal length. Together the intervals contain every non-empty tile. They can overlap or be
-    empty, and a row can occur many times. They are clipped to ``[0, n_cols)``.
-    """
-
-    row: Tensor
-    lo: Tensor
-    hi: Tensor
-
-    def size(self) -> int:
-        """Return an upper bound of the number of candidate tiles."""
-        return int((self.hi - self.lo).clamp(min=0).sum())
-
-    def disjoint(self, n_cols: int) -> Cover:
-        """Return the same tiles as intervals that ascend and neither overlap nor are empty."""
-        # In one line, row after row: each interval begins after all before it.
-        begin, order = (self.row * n_cols + self.lo).sort()
-        row, end = self.row[order], (self.row * n_cols + self.hi)[order].cummax(0).values
-        begin[1:] = torch.maximum(begin[1:], end[:-1])
-        kept = end > begin
-        row, begin, end = row[kept], begin[kept], end[kept]
-        return Cover(row, begin - row * n_cols, end - row * n_cols)
-
-    def meet(self, other: Cover, n_cols: int) -> Cover:
-        """Return the tiles that both covers contain."""
-        first, second = self.disjoint(n_cols), other.disjoint(n_cols)
-        (begin, end), (low, high) = ((x.row * n_cols + x.lo, x.row * n_cols + x.hi) for x in (first, second))
-        # Each interval meets those that end after it begins and begin before it ends. Their numbers are consecutive.
-        met = torch.searchsorted(high, begin, right=True)
-        count = torch.searchsorted(low, end) - met
-        mine = torch.repeat_interleave(count)
-        theirs = torch.arange(len(mine), device=mine.device) + (met - count.cumsum(0) + count)[mine]
-        return Cover(
-            first.row[mine],
-            torch.maximum(first.lo[mine], second.lo[theirs]),
-            torch.minimum(first.hi[mine], second.hi[theirs]),
-        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,6 +55,30 @@ class Pattern:
 
     text: str | None = field(init=False, default=None, compare=False)
     """The pattern in the words of the command line, or None if it has no text form."""
+
+    _rule: ClassVar[tuple[str, ...]] = _RULE
+    """The members of the rule that subclasses may define."""
+    _has_text: ClassVar[bool] = True
+
+    def __init_subclass__(cls, rule: tuple[str, ...] | None = None, **keywords: object) -> None:
+        """Raise TypeError if a class overrides a rule from which its base derives a text, a cover or tile classes."""
+        super().__init_subclass__(**keywords)
+        bases = [base for base in cls.__mro__[1:] if issubclass(base, Pattern)]
+        for base in bases:
+            for name in _RULE:
+                if name not in base._rule and getattr(cls, name, None) is not getattr(base, name, None):
+                    raise TypeError(
+                        f"{cls.__name__} overrides {name} of {base.__name__}, whose text, cover and tile classes would "
+                        f"still mean {base.__name__}: derive from Pattern and define allowed, or combine patterns, for "
+                        f"example {base.__name__}(...) & Elements(fn)"
+                    )
+
+        def differs(base: type[Pattern], names: tuple[str, ...]) -> bool:
+            return any(getattr(cls, name) is not getattr(base, name) for name in names)
+
+        # A class with its rule alone has nothing that a subclass could contradict.
+        cls._rule = rule or (() if differs(Pattern, _DERIVED) else _RULE)
+        cls._has_text = not any(differs(base, _TOLD) for base in bases if not base._rule)
 
     @property
     def unbounded(self) -> bool:
@@ -151,8 +112,8 @@ class Pattern:
         return 2 + (row - grid.first_row) * grid.n_cols + col
 
     def head_class(self, head: int) -> Hashable:
-        """Return the class of a head. Heads of equal class have the same rule."""
-        return None
+        """Return the class of a head. Heads of equal class have the same rule. Default: each its own."""
+        return head
 
     @property
     def num_heads(self) -> int | None:
@@ -268,7 +229,7 @@ class Pattern:
         return self.text if self.text is not None else f"<{type(self).__name__} without a text form>"
 
     def _set_text(self, text: str | None) -> None:
-        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "text", text if self._has_text else None)
 
 
 def interval_cover(rows: Tensor, lo: Tensor | int, hi: Tensor | int, grid: TileGrid) -> Cover:
@@ -319,6 +280,9 @@ class Dense(Pattern):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         return torch.ones_like(row)
 
+    def head_class(self, head: int) -> Hashable:
+        return None
+
 
 def _renumber(numbers: Tensor) -> tuple[Tensor, int]:
     """Number the distinct values 0, 1, ... in ascending order, and count them."""
@@ -341,7 +305,7 @@ def number_pairs(first: Tensor, second: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class _Pair(Pattern):
+class _Pair(Pattern, rule=("allowed",)):
     """Base of `And` and `Or`: both sides must be defined for the same heads and batch rows."""
 
     first: Pattern
@@ -486,7 +450,7 @@ class Or(_Pair):
         return a if a == b else Dense()
 
 
-class Wrapper(Pattern):
+class Wrapper(Pattern, rule=("allowed",)):
     """A pattern of another one, `inner`, and by default for the same heads, batch elements and lengths."""
 
     inner: Pattern

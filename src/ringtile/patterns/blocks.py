@@ -20,7 +20,7 @@ _MAX_PAIRS = 64
 """A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
 
 
-class BlockPattern(Pattern):
+class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
     """A pattern of whole blocks of ``unit`` by ``unit`` tokens."""
 
     @property
@@ -194,6 +194,8 @@ class Blocks(BlockPattern):
 
 
 def _from_matrix(matrix: Tensor) -> tuple[Tensor, tuple[int, int, int | None]]:
+    if matrix.layout is not torch.strided:
+        raise ValueError(f"blocks expects torch.strided, got {matrix.layout=}")
     if matrix.dtype != torch.bool or matrix.dim() not in (2, 3) or matrix.numel() == 0:
         raise ValueError(
             f"blocks expects a non-empty bool matrix [R, C] or [H, R, C], got {matrix.dtype=}, {matrix.shape=}; "
@@ -270,9 +272,6 @@ class Elements(Pattern):
         if not callable(mask_mod):
             raise ValueError(f"elements expects mask_mod to be callable, got mask_mod={mask_mod!r}")
         return cls(_FlexRule(mask_mod))
-
-    def head_class(self, head: int) -> Hashable:
-        return head
 
 
 @dataclass(frozen=True)

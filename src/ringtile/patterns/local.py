@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -134,6 +135,9 @@ class GlobalTokens(Pattern):
         ]
         full = (sides[0] == 1) | (sides[1] == 1)
         return torch.where(full, 1, torch.where(sides[0] + sides[1] == 0, 0, 2 + 3 * sides[0] + sides[1]))
+
+    def head_class(self, head: int) -> Hashable:
+        return None
 
     @property
     def free_rank(self) -> int | None:

@@ -100,6 +100,8 @@ def from_mask(mask: Tensor) -> Pattern:
     █·█
     ██·
     """
+    if mask.layout is not torch.strided:
+        raise ValueError(f"from_mask expects torch.strided, got {mask.layout=}")
     if mask.dtype != torch.bool or mask.dim() not in (2, 3, 4) or mask.numel() == 0:
         raise ValueError(
             "from_mask expects a non-empty bool mask [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], "

@@ -6,7 +6,7 @@ With ``D = query // unit - key // unit``, a term keeps the pairs for which D is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, number_pairs
+from ringtile.patterns.grid import FAR
 
-ANY = 2**40
-"""A reach larger than every position."""
+ANY = FAR
+"""A reach without a limit."""
 
 _MANY = 32
 """A rule with this many terms or more looks up its pairs and tiles in a table of all offsets."""
@@ -68,7 +69,7 @@ def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[T
     return classes(phase, phase - number % count - low)[(row % period) * count + offset - low]
 
 
-class OffsetPattern(Pattern):
+class OffsetPattern(Pattern, rule=("terms", "unit")):
     """A pattern defined by its terms, on blocks of ``unit`` tokens."""
 
     unbounded = True
@@ -148,6 +149,9 @@ class OffsetPattern(Pattern):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         period = self.unit // gcd(self.unit, grid.block)
         return periodic_classes(row, col, period, lambda row, col: self._classes(row, col, grid))
+
+    def head_class(self, head: int) -> Hashable:
+        return None
 
     def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import reduce
 from operator import or_
 
@@ -92,6 +91,9 @@ def hierarchical(
     >>> hierarchical(4096, 32768)
     segments(128) | sampled_blocks(2, 4, 128, 4096) | sampled_blocks(1, 5, 4096, 32768) | sampled_blocks(1, 20, 32768)
     """
+    # It brings `decimal`, which `import torch` does not load.
+    from fractions import Fraction
+
     block = checked_int("hierarchical", "block", block, 1)
     local = checked_int("hierarchical", "local", local, 1)
     node = checked_int("hierarchical", "node", node, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,9 +109,6 @@ class RandomBlocks(BlockPattern):
         wide, tall = max_met(self.block, grid.block), max_met(grid.block, self.block)
         columns = -(-grid.n_cols * grid.block // self.block)
         return min(self.per_row, columns) * wide * (len(rows) * tall + columns * wide)
-
-    def head_class(self, head: int) -> Hashable:
-        return head
 
     @property
     def free_rank(self) -> int | None:

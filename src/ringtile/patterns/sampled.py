@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,9 @@ class SampledBlocks(BlockPattern):
         k = least[which] + torch.arange(len(which), device=count.device) - (count.cumsum(0) - count)[which]
         end = number[which] - k * self.of + 1
         return tile[which], torch.maximum(end - self.keep, low[which]), torch.minimum(end, high[which])
+
+    def head_class(self, head: int) -> Hashable:
+        return None
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         n_blocks = -(-min(self.within or grid.n_keys, grid.n_keys) // self.block) + 1

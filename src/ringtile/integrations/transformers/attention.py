@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, moves_along, pairs
 from ringtile.integrations.transformers.shifted import Shifted
-from ringtile.patterns import Causal, Dense, Documents, Pattern, from_mask
+from ringtile.patterns import Causal, Dense, Documents, Pattern, from_mask, parse
 from ringtile.patterns.base import And
 
-LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Pattern | None], None]  # noqa: UP007
+LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Any], None]  # noqa: UP007
 """A pattern for all layers, one per kind of layer (``config.layer_types``), or a function of the attention module."""
+
+GivenPattern = Union[LayerPattern, str, Mapping[str, Pattern | str | None]]  # noqa: UP007
+"""A `LayerPattern` whose patterns may be texts, as `ringtile.patterns.parse` reads them."""
 
 LayerAttend = Union[Callable[..., Tensor], Sequence[Callable[..., Tensor] | None], nn.ModuleList, None]  # noqa: UP007
 """A function that computes the attention of all layers, or one per layer, or None for `sparse_attention`."""
@@ -35,18 +38,27 @@ _REFUSED = {
 """Arguments of attention functions that change the result and that ringtile does not support."""
 
 
-def check_pattern(pattern: LayerPattern) -> None:
-    """Raise ValueError if this is no pattern for the layers of a model."""
-    each = pattern.values() if isinstance(pattern, Mapping) else () if isinstance(pattern, Pattern) else None
-    if each is None and not callable(pattern) and pattern is not None:
-        raise ValueError(
-            f"pattern: expected a Pattern, a dict of layer kinds or a function of a layer, got {pattern!r}"
-        )
-    for one in (pattern,) if isinstance(pattern, Pattern) else each or ():
-        if one is not None and not isinstance(one, Pattern):
-            raise ValueError(f"pattern: expected a Pattern or None for each kind of layer, got {one!r}")
-        if one is not None and one.batch_size is not None:
-            raise ValueError(f"pattern: expected one for all batch elements, got {one.batch_size=}")
+def read_pattern(pattern: GivenPattern) -> LayerPattern:
+    """Return the patterns of the layers of a model, with texts parsed. Raise ValueError if they are none."""
+    if isinstance(pattern, Mapping):
+        return {kind: _pattern(one, "for each kind of layer") for kind, one in pattern.items()}
+    if callable(pattern) and not isinstance(pattern, Pattern):
+        return pattern
+    return _pattern(pattern, "a dict of layer kinds or a function of a layer")
+
+
+def _pattern(given: Any, others: str) -> Pattern | None:
+    found = given
+    if isinstance(given, str):
+        try:
+            found = parse(given)
+        except ValueError as error:
+            raise ValueError(f"pattern: {error}") from None
+    if found is not None and not isinstance(found, Pattern):
+        raise ValueError(f"pattern: expected a Pattern, its text, None, {others}, got {given!r}")
+    if found is not None and found.batch_size is not None:
+        raise ValueError(f"pattern: expected one for all batch elements, got {found.batch_size=}")
+    return found
 
 
 def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None:
@@ -55,9 +67,7 @@ def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None
     Raises ValueError if the module has no known kind, or if the pattern cannot be meant for it.
     """
     if pattern is None or (callable(pattern) and not isinstance(pattern, Pattern)):
-        found = None if pattern is None else pattern(module)
-        check_pattern(found)
-        return found
+        return None if pattern is None else _pattern(pattern(module), "of a layer")
     config: Any = getattr(module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(
@@ -146,7 +156,7 @@ def _kept(module: nn.Module, mask: Tensor | None, query: Tensor, n_keys: int, is
     if isinstance(mask, PatternMask):
         return mask.kept
     if mask is not None:
-        return kept_by_mask(mask, query.shape[2], n_keys)
+        return kept_by_mask(mask, query, n_keys)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Without a mask, the first query is at the first key, and a single query is the last one.
     start = 0 if query.shape[2] > 1 else n_keys - 1

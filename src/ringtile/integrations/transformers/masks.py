@@ -72,6 +72,8 @@ class PatternMask(Tensor):
         name = getattr(func, "__name__", "")
         if name in _UNCHANGED:
             return args[0]
+        if name == "__getitem__" and (cut := _cut(*args)) is not None:
+            return cut
         if name == "__set__" and args[1] is False:
             # Checkpoints that recompute a layer set requires_grad.
             return None
@@ -115,13 +117,46 @@ def _moved_to(mask: Tensor, *targets: Any, **options: Any) -> torch.device | Non
     return device
 
 
+def _cut(mask: PatternMask, index: Any) -> Tensor | None:
+    """Return the mask of consecutive queries and all keys, or None if the index asks for anything else."""
+    index = index if isinstance(index, tuple) else (index,)
+    if (
+        _is_exporting()
+        or not all(isinstance(each, slice) and each.step in (None, 1) for each in index)
+        or len(index) > 4
+    ):
+        return None
+    bounds = [each.indices(size)[:2] for each, size in zip(index, mask.shape, strict=False)]
+    whole = [(0, size) for size in mask.shape]
+    first, end = bounds[2] if len(bounds) > 2 else whole[2]
+    if bounds[:2] != whole[: len(bounds[:2])] or bounds[3:] != whole[3 : len(bounds)] or first >= end:
+        return None
+    if (first, end) == whole[2]:
+        return mask
+    kept = mask.kept._replace(start=mask.kept.start + first, offset=mask.kept.offset + first)
+    return carrier(kept, mask.shape[0], end - first, mask.shape[3], mask.device)
+
+
 def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: torch.device | str) -> Tensor:
     """Return the kept pairs as a mask that transformers hands through to the attention function."""
-    # In a graph, a mask that has lost its pairs must not look like a mask.
-    size = 0 if torch.compiler.is_compiling() else n_keys
-    mask = torch.zeros((), dtype=torch.bool, device=device).expand(batch, 1, n_queries, size).as_subclass(PatternMask)
+    if _is_exporting():
+        # Tensors are fake there, and none of them can carry anything.
+        mask = torch.Tensor._make_subclass(PatternMask, _NO_MASK)
+    else:
+        # In a graph, a mask that has lost its pairs must not look like a mask.
+        size = 0 if torch.compiler.is_compiling() else n_keys
+        empty = torch.zeros((), dtype=torch.bool, device=device).expand(batch, 1, n_queries, size)
+        mask = empty.as_subclass(PatternMask)
     mask.kept = kept
     return mask
+
+
+_NO_MASK = torch.zeros(1, 1, 1, 0, dtype=torch.bool)
+
+
+def _is_exporting() -> bool:
+    """Return True in ``torch.export`` that runs the model as Python, which is its default."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def _closure(function: MaskFunction) -> dict[str, Any]:
@@ -129,16 +164,16 @@ def _closure(function: MaskFunction) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
-def read_rule(function: MaskFunction, first: int, n_keys: int, *, on_shard: bool = False) -> Pattern | None:
+def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shard: bool = False) -> Pattern | None:
     """Return the pattern of a mask function, whose key 0 is at position ``first``, or None if it is not known.
 
-    Documents and groups of tokens follow from the tokens of the call. On a shard of a sequence they mean nothing:
-    documents are left out, and groups are not known.
+    Documents, chunks and groups follow from the tokens of the call. In a graph, without ``n_keys``, they are not known.
+    On a shard of a sequence they mean nothing: documents are left out, and groups are not known.
     """
     if function.__module__ != "transformers.masking_utils":
         return None
     name, values = function.__qualname__.partition(".")[0], _closure(function)
-    here = slice(first, first + n_keys)
+    here = slice(first, first + (n_keys or 0))
     read = partial(read_rule, first=first, n_keys=n_keys, on_shard=on_shard)
     match name:
         case "causal_mask_function":
@@ -149,7 +184,7 @@ def read_rule(function: MaskFunction, first: int, n_keys: int, *, on_shard: bool
             return _joined(and_, [read(each) for each in values["mask_functions"]])
         case "or_masks":
             parts = [read(each) for each in values["mask_functions"]]
-            if not on_shard and any(part is not None and _keeps_self(part) for part in parts):
+            if not on_shard and n_keys is not None and any(part is not None and _keeps_self(part) for part in parts):
                 groups = [_groups(each, here) for each in values["mask_functions"]]
                 parts = [group if part is None else part for part, group in zip(parts, groups, strict=True)]
             return _joined(or_, parts)
@@ -157,11 +192,11 @@ def read_rule(function: MaskFunction, first: int, n_keys: int, *, on_shard: bool
             return Window(values["sliding_window"] - 1, LARGEST)
         case "sliding_window_bidirectional_overlay":
             return Window(values["sliding_window"])
-        case "chunked_overlay":
+        case "chunked_overlay" if n_keys is not None:
             return _chunks(values["chunk_size"], values["left_padding"], first, n_keys)
         case "packed_sequence_mask_function" if on_shard:
             return Dense()
-        case "packed_sequence_mask_function":
+        case "packed_sequence_mask_function" if n_keys is not None:
             ids = values["packed_sequence_mask"][:, here]
             return Documents(ids=ids) if bool((ids != ids[:, :1]).any()) else Dense()
         case "remap_positions_for_packed_sequence":
@@ -247,11 +282,14 @@ def moves_along(pattern: Pattern) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant_rule(function: MaskFunction, first: int, n_keys: int) -> Pattern:
+def _constant_rule(function: MaskFunction, first: int) -> Pattern:
     """Read a rule while a graph is traced, in which closures cannot be read."""
-    rule = read_rule(function, first, n_keys)
+    rule = read_rule(function, first, None)
     if rule is None or rule.text is None:
-        raise ValueError("attention mask: torch.compile supports causal and sliding rules, got another one")
+        raise ValueError(
+            "attention mask: torch.compile and torch.export support causal and sliding rules, got another one; if it "
+            "is that of packed rows, pass attention_mask"
+        )
     return rule
 
 
@@ -287,6 +325,11 @@ def _pattern_mask(
 ) -> Tensor:
     from transformers import masking_utils
 
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask: expected [{batch_size}, N] of the tokens, or [{batch_size}, 1 or H, Nq, Nk] of all "
+            f"pairs, got {attention_mask.shape=}"
+        )
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -299,7 +342,7 @@ def _pattern_mask(
             leading = tuple(padding.long().argmax(1).tolist())
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     offset = q_offset - kv_offset
-    rule = (_constant_rule if tracing else read_rule)(mask_function, kv_offset, kv_length)
+    rule = _constant_rule(mask_function, kv_offset) if tracing else read_rule(mask_function, kv_offset, kv_length)
     start = 0
     if rule is None:
         found = masking_utils.sdpa_mask(
@@ -331,22 +374,25 @@ _outside_graphs = torch.compiler.disable(
 )
 
 
-def kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
+def kept_by_mask(mask: Tensor, query: Tensor, n_keys: int) -> KeptPairs:
     """Return the pairs that a mask of the model or its caller keeps: bool, or float with 0 and very small values.
 
     The result is remembered until the mask changes. Raises ValueError for other shapes and values.
     """
     if torch.compiler.is_compiling():
         raise ValueError("attention_mask: torch.compile needs a mask [B, N] of the tokens, got one of all pairs")
+    batch, heads, n_queries, _ = query.shape
+    allowed = ({1, batch}, {1, heads}, {1, n_queries}, {n_keys})
+    if mask.dim() != 4 or any(size not in sizes for size, sizes in zip(mask.shape, allowed, strict=True)):
+        raise ValueError(
+            f"attention_mask: expected [{batch}, 1 or {heads}, {n_queries}, {n_keys}] of all pairs in the model's "
+            f"attention, got {mask.shape=}; register masks and attention together, by "
+            "ringtile.integrations.transformers.register"
+        )
     return read_once(mask, _kept_by_mask, n_queries, n_keys)
 
 
 def _kept_by_mask(mask: Tensor, n_queries: int, n_keys: int) -> KeptPairs:
-    if mask.dim() != 4 or mask.shape[2] not in (1, n_queries) or mask.shape[3] != n_keys:
-        raise ValueError(
-            f"attention_mask: expected [B, 1 or H, {n_queries}, {n_keys}] of all pairs in the model's attention, "
-            f"got {mask.shape=}; register masks and attention together, by ringtile.integrations.transformers.register"
-        )
     keep = mask
     if mask.dtype != torch.bool:
         keep = mask == 0

@@ -22,10 +22,10 @@ from ringtile.distributed.attention import group_of, real_group
 from ringtile.distributed.cost import LAYOUTS
 from ringtile.distributed.plan import RING_PATTERNS
 from ringtile.integrations.transformers.attention import (
-    LayerPattern,
+    GivenPattern,
     check_arguments,
-    check_pattern,
     pattern_of_layer,
+    read_pattern,
 )
 from ringtile.integrations.transformers.masks import (
     KeptPairs,
@@ -228,7 +228,7 @@ class ContextParallel:
         model: Any,
         group: dist.ProcessGroup | DeviceMesh | None,
         layout: Layouts,
-        pattern: LayerPattern,
+        pattern: GivenPattern,
         documents: bool | None,
     ) -> None:
         self.group = real_group(group_of(group))
@@ -237,7 +237,7 @@ class ContextParallel:
             raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)} or a function, got {layout!r}")
         if documents not in (True, False, None):
             raise ValueError(f"documents: expected True, False or None, got {documents!r}")
-        check_pattern(pattern)
+        pattern = read_pattern(pattern)
         _check_model(model)
         self.model, self.pattern, self._layout = model, pattern, layout
         self._is_rotary = any("inv_freq" in name for name, _ in model.named_buffers())
@@ -483,7 +483,7 @@ def context_parallel(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: Layouts = "zigzag",
     *,
-    pattern: LayerPattern = None,
+    pattern: GivenPattern = None,
     documents: bool | None = None,
 ) -> ContextParallel:
     """Share each row of a transformers model between the ranks of a group, and return what shares its batches.

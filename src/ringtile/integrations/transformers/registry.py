@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, partial
+from inspect import getsource
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ringtile.integrations.transformers.attention import (
+    GivenPattern,
     LayerAttend,
     LayerPattern,
     check_attend,
-    check_pattern,
+    read_pattern,
 )
 from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.big_bird import convert_big_bird
@@ -27,11 +31,16 @@ if TYPE_CHECKING:
 OLDEST = (5, 5)
 """The oldest version of transformers whose mask interface is the one that `pattern_mask` implements."""
 
-_names: list[tuple[LayerPattern, LayerAttend, str]] = []
-"""The arguments of `use_ringtile`, and the name that each pair is registered under."""
+CHOSEN = "use_ringtile"
+"""The implementation of all models that `use_ringtile` switched. Their modules keep what it chose."""
+
+_KEPT = "_ringtile"
+_TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
+_CONVERTED = {"longformer": convert_longformer, "big_bird": convert_big_bird}
+_registered: set[str] = set()
 
 
-def register(name: str = "ringtile", pattern: LayerPattern = None, attend: LayerAttend = None) -> None:
+def register(name: str = "ringtile", pattern: GivenPattern = None, attend: LayerAttend = None) -> None:
     """Register ringtile as an attention implementation of transformers, together with its masks.
 
     Afterwards ``attn_implementation="ringtile"`` selects it in ``from_pretrained``, and
@@ -41,13 +50,16 @@ def register(name: str = "ringtile", pattern: LayerPattern = None, attend: Layer
     Args:
         name: Name of the implementation. Names that contain "flash", "sdpa", "flex", "paged", "eager", "/" or "|" have
             a meaning in transformers.
-        pattern: A `Pattern` that makes the model sparse: attention keeps the pairs that it and the model's mask keep. A
-            dict gives one per kind of layer, as in ``config.layer_types``. A function gets the attention module and
-            returns one, or None for the model's own mask. Positions count from the first real token, so global tokens
-            are the first of the text and not of its padding.
+        pattern: A `Pattern`, or its text, that makes the model sparse: attention keeps the pairs that it and the
+            model's mask keep. A dict gives one per kind of layer, as in ``config.layer_types``. A function gets the
+            attention module and returns one, or None for the model's own mask. Positions count from the first real
+            token, so global tokens are the first of the text and not of its padding.
         attend: A function in place of `sparse_attention`, with the same arguments, for all layers. A list has one per
             layer, or None. It gets the kept pairs as ``pattern`` and ``is_causal``, and padding as ``key_mask``. Calls
             with one query, as in decoding, ignore it: they compute all kept pairs.
+
+    A model whose attention is written by hand ignores the name. Its constructor raises a ValueError instead, so
+    ``from_pretrained`` does. For that, the first call adds a hook to PyTorch, which sees the parts of new modules.
 
     Raises:
         ImportError: If transformers is missing or too old.
@@ -60,11 +72,13 @@ def register(name: str = "ringtile", pattern: LayerPattern = None, attend: Layer
         >>> config = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=1024)
         >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="ringtile")
     """
-    check_pattern(pattern)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name: expected a text that is not empty, got {name!r}; write register(pattern=...)")
+    if taken := [word for word in _TAKEN if word in name]:
+        hint = f"; for a pattern, write register(pattern={name!r})" if "(" in taken else ""
+        raise ValueError(f"name: expected one without {', '.join(map(repr, taken))}, got {name!r}{hint}")
+    pattern = read_pattern(pattern)
     check_attend(attend)
-    taken = [word for word in ("flash", "sdpa", "flex", "paged", "eager", "/", "|") if word in name]
-    if taken or not name:
-        raise ValueError(f"name: expected one without {', '.join(map(repr, taken)) or 'being empty'}, got {name!r}")
     register_pair(name, partial(attend_layer, pattern, by=attend), pattern_mask)
 
 
@@ -79,12 +93,46 @@ def register_pair(name: str, attention: Callable[..., Any], mask: Callable[..., 
     # Without the second, transformers drops every mask and says nothing.
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+    if not _registered:
+        # transformers has no hook that sees a model and its implementation.
+        register_module_module_registration_hook(_refuse_by_hand)
+    _registered.add(name)
 
 
-def use_ringtile(model: Model, pattern: LayerPattern = None, attend: LayerAttend = None) -> Model:
+def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Raise ValueError if a new model is to use ringtile, and computes attention by itself."""
+    implementation = getattr(module.__dict__.get("config"), "_attn_implementation", None)
+    if implementation is None or implementation not in _registered:
+        return
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel) and _is_by_hand(cast(Any, type(module))):
+        advice = "leave the name out"
+        if module.config.model_type in _CONVERTED:
+            advice += ", and call use_ringtile(model)"
+        raise ValueError(
+            f"attn_implementation={implementation!r}: {type(module).__name__} ignores it, because its attention is "
+            f"written by hand; {advice}"
+        )
+
+
+@cache
+def _is_by_hand(kind: Any) -> bool:
+    """Return True if it is certain that a class of models does not use transformers' attention interface."""
+    try:
+        if kind._can_set_attn_implementation():
+            return False
+        # Code for an older transformers looks the function up in this dict, and a notebook has no source.
+        return "ALL_ATTENTION_FUNCTIONS" not in getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):
+        return False
+
+
+def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend = None) -> Model:
     """Switch a model of transformers to ringtile, in place, and return it.
 
-    Longformer and BigBird write their attention by hand. It is replaced, and their weights are kept.
+    Longformer and BigBird write their attention by hand. It is replaced, and their weights are kept. Copies and pickles
+    of the model have its pattern and ``attend``, too. `save_pretrained` saves neither: call this again.
 
     Args:
         model: The model, with or without a head.
@@ -94,14 +142,21 @@ def use_ringtile(model: Model, pattern: LayerPattern = None, attend: LayerAttend
 
     Raises:
         ImportError: If transformers is missing or too old.
-        ValueError: If a part of the model computes attention by itself, or if the pattern or ``attend`` is invalid.
+        ValueError: If this is no model of transformers, if a part of it computes attention by itself, or if the pattern
+            or ``attend`` is invalid.
 
     Example:
         >>> from ringtile.patterns import GlobalTokens, Window
         >>> from transformers import BertConfig, BertModel
         >>> model = BertModel(BertConfig(num_hidden_layers=1))
         >>> model = use_ringtile(model, Window(256) | GlobalTokens(1))
+        >>> model = use_ringtile(model, "window(256) | global_tokens(1)")
     """
+    given: Any = model
+    if not isinstance(given, nn.Module) or not hasattr(given, "set_attn_implementation"):
+        inside = sorted({type(part).__name__ for part in _parts(model)}) if isinstance(given, nn.Module) else []
+        got = f"{type(model).__name__}; pass the {' or '.join(inside)} in it" if inside else repr(model)
+        raise ValueError(f"model: expected a model of transformers, got {got}")
     kind = model.config.model_type
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     check_attend(attend)
@@ -109,16 +164,47 @@ def use_ringtile(model: Model, pattern: LayerPattern = None, attend: LayerAttend
         raise ValueError(f"attend: expected one function per layer for {layers} layers, got {len(attend)}")
     if getattr(attend, "stateful", False):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
-    name = _name_of(pattern, attend)
-    register(name, pattern, attend)
-    if kind in ("longformer", "big_bird"):
+    pattern = read_pattern(pattern)
+    _register_chosen()
+    if kind in _CONVERTED:
         for argument, given in (("pattern", pattern), ("attend", attend)):
             if given is not None:
                 raise ValueError(f"{argument}: {kind} has its own, got {given!r}")
-        (convert_longformer if kind == "longformer" else convert_big_bird)(model)
+        _CONVERTED[kind](model)
         return model
-    switch(model, name)
+    switch(model, CHOSEN)
+    chosen = _Chosen(pattern, attend)
+    for module in model.modules():
+        setattr(module, _KEPT, chosen)
     return model
+
+
+class _Chosen:
+    """What `use_ringtile` chose for a model."""
+
+    def __init__(self, pattern: LayerPattern, attend: LayerAttend) -> None:
+        self.pattern, self.attend = pattern, attend
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The process that loads a model may not know the name.
+        self.__dict__.update(state)
+        _register_chosen()
+
+
+def _register_chosen() -> None:
+    register_pair(CHOSEN, _attend_chosen, pattern_mask)
+
+
+def _attend_chosen(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    chosen = getattr(module, _KEPT, None)
+    if chosen is None:
+        raise ValueError(
+            f"pattern: {type(module).__name__} is new, or of a model that shares its config with one of use_ringtile; "
+            "call use_ringtile(model, ...) with this model"
+        )
+    return attend_layer(chosen.pattern, module, query, key, value, attention_mask, by=chosen.attend, **options)
 
 
 def switch(model: Any, name: str) -> Callable[[], None]:
@@ -148,13 +234,3 @@ def _parts(model: Any) -> list[Any]:
     from transformers import PreTrainedModel
 
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-
-
-def _name_of(pattern: LayerPattern, attend: LayerAttend) -> str:
-    if pattern is None and attend is None:
-        return "ringtile"
-    for known, known_attend, name in _names:
-        if (known is pattern or known == pattern) and (known_attend is attend or known_attend == attend):
-            return name
-    _names.append((pattern, attend, f"ringtile-{len(_names) + 1}"))
-    return _names[-1][2]

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ringtile.kernels.contracts import check_memory
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.layout import BlockIndex
 from ringtile.layout.restrict import LISTS, compiled, too_many
@@ -22,8 +23,9 @@ def kept_lists(
     """
     # A graph has operators only, and the tensors of a trace have no memory.
     plain = type(keep) is Tensor and keep.device.type == "cpu" and not torch.compiler.is_compiling()
-    if reason_against() or not plain:
+    if reason_against() or not plain or keep._is_zerotensor():
         return None
+    check_memory(("keep",), (keep,))
     if shape is None:
         base, heads = torch.arange(index.n_groups, dtype=torch.int32), max(index.n_groups, 1)
         keep = keep.expand(1, heads, -1, -1)

@@ -1,7 +1,7 @@
 """The backward kernels: statistics of the rows, dQ along rows, dK and dV along columns. No addition is atomic.
 
 Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. ``STATS`` is
-``[2, B, H, N]`` float32: lse in base 2 (inf where a row is empty, so that its weights are 0), and the sum over a row of
+``[2, B, H, N]`` float32: lse (inf if a row is empty, so that its weights are 0), and the sum over a row of
 out times its gradient, less the gradient of lse, over the scale of dropout, which the end results are multiplied by.
 """
 
@@ -22,6 +22,7 @@ from ringtile.kernels.triton.tiles import (
     stretch,
     survives,
     survives_transposed,
+    weights,
     whole_tile,
     without_bits,
 )
@@ -51,7 +52,7 @@ def stats_kernel(
     if HAS_LSE_GRAD:
         delta -= tl.load(LSE_GRAD + place, mask=exists, other=0.0)
     empty = lse == float("-inf")
-    tl.store(STATS + place, tl.where(empty, float("inf"), lse * 1.4426950408889634), mask=exists)
+    tl.store(STATS + place, tl.where(empty, float("inf"), lse), mask=exists)
     tl.store(STATS + size + place, tl.where(empty, 0.0, delta) / dropout_scale, mask=exists)
 
 
@@ -60,7 +61,7 @@ def dq_kernel(
     Q, K, V, K_TILES, V_TILES, OUT_GRAD, STATS, Q_GRAD, SCRATCH,
     group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
     key_bits, key_lengths, seed, row_at, col_at, head_at, batch_at,
-    c, scale, dropout_scale, threshold,
+    natural, scale, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_rows, longest, scratch_stride, room, key_words, size,
     group_b, group_h,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
@@ -121,7 +122,7 @@ def dq_kernel(
         k = whole_tile(K, k_n, K_TILES, b, h // ratio, n0, n, d, D, DP, BN, True, TMA)
         v = whole_tile(V, v_n, V_TILES, b, h // ratio, n0, n, e, E, EP, BN, True, TMA)
         s = tl.dot(q, k, input_precision=PRECISION)
-        p = tl.exp2(s * c - lse[:, None])
+        p = weights(s, natural, lse[:, None])
         dp = tl.dot(out_grad, v, input_precision=PRECISION)
         if DROPOUT:
             at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
@@ -151,7 +152,7 @@ def dq_kernel(
         k = tl.load(K + n0.to(tl.int64) * k_n + k_places, mask=inside_both(kept, d, D, DP, 0), other=0.0)
         v = tl.load(V + n0.to(tl.int64) * v_n + v_places, mask=inside_both(kept, e, E, EP, 0), other=0.0)
         s = tl.dot(q, k, input_precision=PRECISION)
-        p = tl.exp2(s * c - lse[:, None])
+        p = weights(s, natural, lse[:, None])
         dp = tl.dot(out_grad, v, input_precision=PRECISION)
         if DROPOUT:
             at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
@@ -206,7 +207,7 @@ def dkdv_kernel(
     Q, K, V, OUT_GRAD, STATS, K_GRAD, V_GRAD, SCRATCH,
     group, work, begin, full_ptr, full_row, part_ptr, part_row, part_tile, bits, rows_any,
     key_bits, key_lengths, seed, row_at, col_at, head_at, batch_at,
-    c, scale, dropout_scale, threshold,
+    natural, scale, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_cols, longest, scratch_stride, whole_base, key_words, size,
     group_b, group_h,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
@@ -264,7 +265,6 @@ def dkdv_kernel(
     slow_full = 0
     if HAS_BITS or HAS_LENGTHS:
         slow_full = full_end - full
-    unscale = 1.0 / c
 
     for looped in range(LOOPED):
         h = (first_head + looped).to(tl.int64)
@@ -292,9 +292,8 @@ def dkdv_kernel(
                 out_grad = tl.load(g_tile + g_places)
                 lse = tl.load(stats + m0 + m)
                 delta = tl.load(stats + size + m0 + m)
-            # Sums begin with the value to subtract, which saves registers.
-            s = tl.dot(k, q, tl.broadcast_to((lse * -unscale)[None, :], [BN, BM]), input_precision=PRECISION)
-            p = tl.exp2(s * c)
+            s = tl.dot(k, q, input_precision=PRECISION)
+            p = weights(s, natural, lse[None, :])
             if DROPOUT:
                 at = position_of(m0 + m + start, row, first_row + row, row_at, BLOCK, PLACED)
                 stays = survives_transposed(seed_value, batch_number, head_number, at, key_position, threshold, BM, BN)
@@ -335,8 +334,8 @@ def dkdv_kernel(
                 keep = keep & there[None, :]
             if MIXED:
                 keep = keep & kept_keys[:, None]
-            s = tl.dot(k, q, tl.broadcast_to((lse * -unscale)[None, :], [BN, BM]), input_precision=PRECISION)
-            p = tl.where(keep, tl.exp2(s * c), 0.0)
+            s = tl.dot(k, q, input_precision=PRECISION)
+            p = tl.where(keep, weights(s, natural, lse[None, :]), 0.0)
             if DROPOUT:
                 at = position_of(m0 + m + start, row, first_row + row, row_at, BLOCK, PLACED)
                 stays = survives_transposed(seed_value, batch_number, head_number, at, key_position, threshold, BM, BN)

@@ -1,7 +1,8 @@
 """The forward kernels: one split of a row tile's list, and the merge of the splits.
 
-Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. Scores stay in raw units;
-``c`` is the scale times log2(e), so that a weight is one multiply-add and one exp2.
+Suffixes: ``M`` queries of a tile, ``N`` keys of a tile, ``D`` head dim, ``E`` value dim. Scores and their maxima stay
+in raw units, because the rounding of a scaled maximum grows with the score. ``c`` is ``natural``, the size of the
+scale, times log2(e).
 """
 
 import triton
@@ -31,7 +32,7 @@ def forward_kernel(
     Q, K, V, K_TILES, V_TILES, OUT, LSE, SCRATCH,
     group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
     key_bits, key_lengths, seed, row_at, col_at, head_at, batch_at,
-    c, dropout_scale, threshold,
+    c, natural, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_rows, longest, scratch_stride, room, key_words,
     group_b, group_h,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
@@ -139,8 +140,7 @@ def forward_kernel(
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     if DROPOUT:
         acc = acc * dropout_scale
-    # Base 2 until the very end.
-    lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) * c + tl.log2(tl.where(empty, 1.0, total)))
+    lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) * natural + tl.log(tl.where(empty, 1.0, total)))
     if SPLIT:
         if scratch >= 0:
             place = (bh.to(tl.int64) * scratch_stride + scratch) * room + sub * BM + tl.arange(0, BM)
@@ -149,7 +149,7 @@ def forward_kernel(
             return
     places = b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + query.to(tl.int64) * o_n
     tl.store(OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=inside_both(exists, e, E, EP, 1))
-    tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)
+    tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse, mask=exists)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -187,13 +187,13 @@ def merge_kernel(
         lse = tl.load(SCRATCH + place * (EP + 1) + EP)
         new_top = tl.maximum(top, lse)
         used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        alpha, weight = tl.exp2(top - used_top), tl.exp2(lse - used_top)
+        alpha, weight = tl.exp(top - used_top), tl.exp(lse - used_top)
         total = total * alpha + weight
         acc = acc * alpha[:, None] + out * weight[:, None]
         top = new_top
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) + tl.log2(tl.where(empty, 1.0, total)))
+    lse = tl.where(empty, float("-inf"), tl.where(empty, 0.0, top) + tl.log(tl.where(empty, 1.0, total)))
     places = b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + query.to(tl.int64) * o_n
     tl.store(OUT + places[:, None] + e[None, :], acc.to(OUT.dtype.element_ty), mask=inside_both(exists, e, E, EP, 1))
-    tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse * 0.6931471805599453, mask=exists)
+    tl.store(LSE + (b * heads + head).to(tl.int64) * n_queries + query, lse, mask=exists)

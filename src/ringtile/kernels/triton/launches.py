@@ -53,9 +53,7 @@ class Launch(NamedTuple):
         for number in range(_fitting.get(key, 0), len(self.choices)):
             config, constants, programs, tiles = self.choices[number]
             try:
-                self.kernel[(programs,)](
-                    **self.arguments, **tiles, **constants, num_warps=config.warps, num_stages=config.stages
-                )
+                self.kernel[(programs,)](**self.arguments, **tiles, **constants, **config.options())
             except triton.runtime.errors.OutOfResources:
                 if number + 1 == len(self.choices):
                     raise
@@ -106,7 +104,9 @@ class Job:
         self.batch, self.heads, self.n_queries, self.head_dim = q.shape
         self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
         self.ratio = self.heads // self.kv_heads
-        tf32 = q.is_cuda and torch.get_float32_matmul_precision() != "highest"
+        # This follows torch.set_float32_matmul_precision, whose getter raises if a program has used both settings.
+        matmul: Any = torch.backends.cuda.matmul
+        tf32 = q.is_cuda and matmul.fp32_precision == "tf32"
         group, scale = self.index.group, call.scale
         self.group = group.contiguous()
         self.groups = {
@@ -125,7 +125,7 @@ class Job:
             "key_lengths": self.group if call.key_lengths is None else call.key_lengths.contiguous(),
             "seed": self.group if call.seed is None else call.seed,
             **(self._numbers() if placed else dict.fromkeys(_NUMBERS, self.group)),
-            "c": abs(scale) * _LOG2_E or 1.0,
+            "natural": abs(scale) or 1.0,
             "dropout_scale": dropout_scale(call.dropout_p),
             "threshold": dropout_threshold(call.dropout_p),
             "heads": self.heads,
@@ -276,6 +276,7 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     owners = job.batch * (job.kv_heads if packs else job.heads)
     split = _split(job, order, owners, job.widths["EP"] + 1, job.index.block * pack)
     results = {"OUT": out, "LSE": lse, **_strides("o", out)}
+    scale = {"c": job.shared["natural"] * _LOG2_E}
     choices, merges = [], []
     for config in job.configs("forward"):
         tiles = {**job.sub_rows(config, pack), "PACK": pack}
@@ -283,7 +284,9 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
         choices.append(Choice(config, job.row_constants(config, tiles), programs, job.key_tiles(config)))
         widths = {name: job.widths[name] for name in ("E", "EP", "BLOCK")}
         merges.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
-    launches = [Launch(forward_kernels.forward_kernel, {**job.shared, **job.rows(), **results, **split}, choices)]
+    launches = [
+        Launch(forward_kernels.forward_kernel, {**job.shared, **scale, **job.rows(), **results, **split}, choices)
+    ]
     if order.n_scratch:
         names = ("heads", "ratio", "n_queries", "start", "first_row")
         shared = {name: job.shared[name] for name in names} | job.groups

@@ -46,9 +46,16 @@ def online_softmax_step(s, c, top, total, acc, MASKED: tl.constexpr):
     used_top = new_top
     if MASKED:
         used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s * c - (used_top * c)[:, None])
+    p = tl.exp2((s - used_top[:, None]) * c)
     alpha = tl.exp2((top - used_top) * c)
     return p, new_top, total * alpha + tl.sum(p, 1), acc * alpha[:, None]
+
+
+@triton.jit
+def weights(s, natural, lse):
+    """Weights of scores from their rows' lse. It holds the rounded product of a row's highest score if no other counts,
+    so this product must be rounded too: launches do not fuse it with the difference."""
+    return tl.exp2((s * natural - lse) * 1.4426950408889634)
 
 
 @triton.jit

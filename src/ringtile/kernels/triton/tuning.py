@@ -31,6 +31,10 @@ class Config(NamedTuple):
     warps: int
     stages: int
 
+    def options(self) -> dict[str, int]:
+        """Return the compiler's options. It fuses no product with a sum: `tiles.weights` needs its rounding."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+
 
 INTERPRETED_CONFIG = Config(64, 64, 4, 1)
 """The interpreter has no registers: large tiles take fewer steps. A block of 128 has sub-tiles of these."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from ringtile.integrations.transformers import register
+
+_HUB_SECONDS = 10.0
+"""The hub answers in this time, or counts as out of reach."""
 
 
 class Loaded(NamedTuple):
@@ -38,7 +42,7 @@ def _attempt(what: str, load: Callable[[], Any]) -> Any:
 
 def _quiet_transformers() -> Any:
     """Import transformers without progress bars and advice."""
-    _attempt("ringtile hf needs transformers (pip install 'ringtile[transformers]')", register)
+    _attempt("ringtile hf needs transformers (pip install 'transformers>=5.5,<6')", register)
     import huggingface_hub
     import transformers
 
@@ -47,6 +51,24 @@ def _quiet_transformers() -> Any:
     huggingface_hub.logging.set_verbosity(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
     return transformers
+
+
+def _ask_hub(name: str) -> bool:
+    """Return True if the hub answers for a name, or False if it does not and the name is in the local cache.
+
+    transformers asks the hub for many files, and again after each failure. Raises ValueError with one line.
+    """
+    from huggingface_hub import HfApi, errors, try_to_load_from_cache
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except (errors.HTTPError, OSError, ValueError) as error:  # type: ignore[attr-defined]
+        if not isinstance(error, ValueError) and isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return False
+        raise ValueError(
+            f"MODEL: {name!r} is no local file or folder, and the hub gave none: {_first_line(error)}"
+        ) from None
+    return True
 
 
 class Source(NamedTuple):
@@ -66,10 +88,13 @@ def load_model(source: str | None, random_weights: Path | None, n_tokens: int, s
         raise ValueError(f"--tokens: expected at least 2, got {n_tokens}")
     if random_weights is not None and not random_weights.exists():
         raise ValueError(f"--random-weights: expected a config.json or its folder, got {str(random_weights)!r}")
+    where: dict[str, Any] = {}
+    if source is not None and not Path(source).exists() and find_spec("huggingface_hub"):
+        # First, because the import of transformers takes seconds.
+        where["local_files_only"] = not _ask_hub(source)
     transformers = _quiet_transformers()
     # Weights are cast later: the check needs them in float32.
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    where: dict[str, Any] = {}
     if random_weights is not None:
         what, name, source = "--random-weights", f"random weights of {random_weights}", str(random_weights)
         config = _attempt(what, lambda: transformers.AutoConfig.from_pretrained(source))

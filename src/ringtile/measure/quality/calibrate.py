@@ -31,7 +31,7 @@ def calibrate(
     scores: Sequence[Scores],
     *,
     block: int = 32,
-    sinks: int = 1,
+    first: int = 1,
     local: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
@@ -44,7 +44,7 @@ def calibrate(
         decoder: The model.
         text: Sequence to calibrate by.
         scores: The scores, each with a calibration of its own.
-        block, sinks, local: See `select`.
+        block, first, local: See `select`.
         seed: Seed of the rows.
         progress: Where to show the layers.
 
@@ -87,7 +87,7 @@ def calibrate(
                         rows,
                         weights=weights,
                         output=decoder.output_weight(layer),
-                        sinks=sinks,
+                        first=first,
                         local=local,
                         key_mask=key_mask,
                         scale=scale,
@@ -111,7 +111,7 @@ def calibrate(
         "text_sha256": text.sha256,
     }
     return [
-        Calibration(decoder.facts, each, block, sinks, local, tuple(curves), facts)
+        Calibration(decoder.facts, each, block, first, local, tuple(curves), facts)
         for each, curves in zip(scores, found, strict=True)
     ]
 

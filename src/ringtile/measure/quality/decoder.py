@@ -376,10 +376,10 @@ class Leg:
 def checked(calibration: Calibration, decoder: Decoder, scores: Scores, block: int) -> Calibration:
     """Return the calibration. Raises ValueError if it is of another model, scores, block or forced tiles."""
     calibration.check(decoder.facts)
-    theirs = (calibration.scores, calibration.block, calibration.sinks, calibration.local)
+    theirs = (calibration.scores, calibration.block, calibration.first, calibration.local)
     ours = (scores, block, 1, 1)
     if theirs != ours:
-        raise ValueError(f"calibration: expected scores, block, sinks and local {ours}, got {theirs}")
+        raise ValueError(f"calibration: expected scores, block, first and local {ours}, got {theirs}")
     return calibration
 
 

@@ -109,11 +109,11 @@ class Selected:
         index = select(
             query,
             key,
+            self.scores,
             Density(self.density),
             is_causal=is_causal,
-            scores=self.scores,
             block=self.block,
-            sinks=0,
+            first=0,
             local=0,
             key_mask=key_mask,
             allow_future=True,

@@ -1,0 +1,93 @@
+"""The tiles that queries and keys touch, and candidates among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FAR = 2**40
+"""A distance larger than that of any two positions. Rules without a limit reach so far."""
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """The tiles that ``n_queries`` queries, from position ``start``, and ``n_keys`` keys touch."""
+
+    block: int
+    start: int
+    n_queries: int
+    n_keys: int
+
+    def __post_init__(self) -> None:
+        if self.start + self.n_queries > FAR or self.n_keys - self.start > FAR:
+            raise ValueError(
+                f"start: expected positions less than 2**40 from position 0 and from each other, got "
+                f"start={self.start}, n_queries={self.n_queries}, n_keys={self.n_keys}"
+            )
+
+    @property
+    def first_row(self) -> int:
+        """Number of the first row tile, in position space."""
+        return self.start // self.block
+
+    @property
+    def whole(self) -> TileGrid:
+        """The same tiles, all of them whole."""
+        block = self.block
+        return TileGrid(block, self.first_row * block, self.n_rows * block, self.n_cols * block)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of row tiles."""
+        if self.n_queries == 0:
+            return 0
+        return (self.start + self.n_queries - 1) // self.block - self.first_row + 1
+
+    @property
+    def n_cols(self) -> int:
+        """Number of column tiles. The first is number 0."""
+        return -(-self.n_keys // self.block)
+
+
+class Cover(NamedTuple):
+    """Candidate tiles as intervals: row tile ``row[m]`` may touch column tiles ``lo[m] <= c < hi[m]``.
+
+    Three int64 vectors of equal length. Together the intervals contain every non-empty tile. They can overlap or be
+    empty, and a row can occur many times. They are clipped to ``[0, n_cols)``.
+    """
+
+    row: Tensor
+    lo: Tensor
+    hi: Tensor
+
+    def size(self) -> int:
+        """Return an upper bound of the number of candidate tiles."""
+        return int((self.hi - self.lo).clamp(min=0).sum())
+
+    def disjoint(self, n_cols: int) -> Cover:
+        """Return the same tiles as intervals that ascend and neither overlap nor are empty."""
+        # In one line, row after row: each interval begins after all before it.
+        begin, order = (self.row * n_cols + self.lo).sort()
+        row, end = self.row[order], (self.row * n_cols + self.hi)[order].cummax(0).values
+        begin[1:] = torch.maximum(begin[1:], end[:-1])
+        kept = end > begin
+        row, begin, end = row[kept], begin[kept], end[kept]
+        return Cover(row, begin - row * n_cols, end - row * n_cols)
+
+    def meet(self, other: Cover, n_cols: int) -> Cover:
+        """Return the tiles that both covers contain."""
+        first, second = self.disjoint(n_cols), other.disjoint(n_cols)
+        (begin, end), (low, high) = ((x.row * n_cols + x.lo, x.row * n_cols + x.hi) for x in (first, second))
+        # Each interval meets those that end after it begins and begin before it ends. Their numbers are consecutive.
+        met = torch.searchsorted(high, begin, right=True)
+        count = torch.searchsorted(low, end) - met
+        mine = torch.repeat_interleave(count)
+        theirs = torch.arange(len(mine), device=mine.device) + (met - count.cumsum(0) + count)[mine]
+        return Cover(
+            first.row[mine],
+            torch.maximum(first.lo[mine], second.lo[theirs]),
+            torch.minimum(first.hi[mine], second.hi[theirs]),
+        )

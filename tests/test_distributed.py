@@ -19,6 +19,8 @@ from oracle import Inputs, make_inputs, oracle, relative_error, rule_everywhere
 from ranks import Traffic, counted_traffic, on_ranks
 from strategies import patterns
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -706,6 +708,39 @@ def test_a_compiled_graph_keeps_its_exchange(monkeypatch: pytest.MonkeyPatch) ->
         assert len(attention._exchanges) == 2
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("is_longnet", [False, True])
+def test_compiled_graphs_exchange_masks_before_keys(is_longnet: bool) -> None:
+    layout, mask = Layout.contiguous(300, 1), torch.ones(1, 300, dtype=torch.bool)
+    found: list[list[torch.fx.Node]] = []
+
+    def keep(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(list(module.graph.nodes))
+        return make_boxed_func(module.forward)
+
+    def attend(x: Tensor) -> Tensor:
+        if is_longnet:
+            return ring_dilated_attention(x, x, x, [64], [1], layout=layout, key_mask=mask)
+        return ring_attention(x, x, x, CAUSAL & Window(60), layout=layout, key_mask=mask)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch._dynamo.reset()
+        torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(torch.randn(1, 2, 300, 8))
+    finally:
+        dist.destroy_process_group()
+    ((masks, keys),) = (
+        [node for node in nodes if str(node.target).split(".")[-2:-1] in (["cast_bits"], ["cast_start"])]
+        for nodes in found
+    )
+    assert "cast_bits" in str(masks.target)
+    before, new = set(), {keys}
+    while new:
+        before |= new
+        new = {node for each in new for node in each.all_input_nodes} - before
+    assert masks in before
 
 
 def test_indices_are_moved_to_the_device_once() -> None:

@@ -330,7 +330,7 @@ def _composed(
     """Compute the same with operations that differentiate to any order and compile, but use more memory."""
     queries, keys, values = (_items(x) for x in (q, k, v))
     wires = keys.unsqueeze(1), values.unsqueeze(1)
-    buffers = cast_finish(*wires, cast_start(*wires, exchange), exchange)
+    buffers = cast_finish(*wires, cast_start(*wires, exchange, masks.buffer), exchange)
     sources = {True: (keys, values), False: tuple(x.squeeze(1) for x in buffers)}
     parts = (
         (part.piece.branch, part.tensors(queries, *sources[is_local]), part.problem, part.rows)

@@ -53,7 +53,8 @@ _in_flight: dict[int, tuple[StorageWeakRef, Works]] = {}
 """What to wait for, by ticket, and a weak reference to the ticket: a call that fails leaves it behind."""
 
 library = torch.library.Library("ringtile", "FRAGMENT")
-library.define("cast_start(Tensor k, Tensor v, int exchange) -> (Tensor, Tensor)")
+# It reads nothing of `after`, which keeps compilers from another order of masks and keys at some ranks.
+library.define("cast_start(Tensor k, Tensor v, int exchange, Tensor? after=None) -> (Tensor, Tensor)")
 library.define("group_cast(Tensor k, Tensor v, Tensor received, Tensor ticket, int exchange) -> (Tensor, Tensor)")
 library.define("cast_hot(Tensor k, Tensor v, Tensor received, Tensor ticket, int exchange) -> (Tensor, Tensor)")
 library.define("cast_cold(Tensor(a!) keys, Tensor(b!) values, Tensor received, Tensor ticket, int exchange) -> ()")
@@ -293,7 +294,7 @@ def there(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return found
 
 
-def _start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def _start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     for left in [left for left, (held, _) in list(_in_flight.items()) if held.expired()]:
         _in_flight.pop(left, None)
     received, works = _exchanges[number].start((k, v))
@@ -337,7 +338,7 @@ def _cast_bits(keep: Tensor, number: int) -> Tensor:
     return from_octets(buffer, len(keep))
 
 
-def _fake_start(k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def _fake_start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return k.new_empty(_exchanges[number].size_received((k, v))), torch.empty(1, dtype=torch.int64)
 
 
@@ -438,10 +439,13 @@ def tied(x: Tensor, keys: Tensor, values: Tensor, key_mask: Tensor | None) -> Te
     return _Tied.apply(x, keys, values)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def cast_start(k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
-    """Begin to send keys and values to the ranks that need them. Give both results to `cast_finish`."""
+def cast_start(k: Tensor, v: Tensor, exchange: Exchange, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Begin to send keys and values to the ranks that need them. Give both results to `cast_finish`.
+
+    It follows the exchange that ``after`` comes from, in compiled graphs too.
+    """
     with torch.no_grad():
-        received, ticket = torch.ops.ringtile.cast_start(k, v, exchange.number)
+        received, ticket = torch.ops.ringtile.cast_start(k, v, exchange.number, after)
     return received, ticket
 
 

@@ -69,7 +69,7 @@ def _composed(
             if piece.source == source:
                 found[place] = compute(queries[place], keys, values, piece.index, key_mask=key_mask, **options)
 
-    started = cast_start(key, value, exchange)
+    started = cast_start(key, value, exchange, buffer_mask)
     if overlap:
         compute_pieces("own", key, value, own_mask)
     buffers = cast_finish(key, value, started, exchange)

@@ -704,6 +704,13 @@ def test_a_store_that_hangs_is_no_stall_of_this_rank(clock: Clock) -> None:
     assert str(ranks.watcher.verdict).startswith("rank 0 is lost, or it ended")
 
 
+def test_only_connections_of_pytorch_are_those_to_other_ranks() -> None:
+    assert watcher.is_broken_connection(RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:2318"))
+    assert watcher.is_broken_connection(dist.DistNetworkError("failed to recv"))
+    assert not watcher.is_broken_connection(BrokenPipeError(32, "Broken pipe"))
+    assert not watcher.is_broken_connection(ConnectionResetError(104, "Connection reset by peer"))
+
+
 @pytest.mark.parametrize(("timeout", "silence"), [(1800.0, 60.0), (20.0, 5.0), (0.5, 0.4)])
 @pytest.mark.usefixtures("single")
 def test_the_default_silence(timeout: float, silence: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -368,6 +368,9 @@ def failure(member: Member, error: BaseException) -> str:
 
 def is_broken_connection(error: BaseException) -> bool:
     """Return True if another rank can be to blame."""
+    if not isinstance(error, RuntimeError):
+        # Programs have connections and pipes of their own.
+        return False
     signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "Application timeout")
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 

@@ -335,7 +335,7 @@ def _composed(
         for is_local in (True, False)
         for part in _parts(q, plan, masks, options, is_local=is_local)
     )
-    out, lse = compose(q, v.shape[-1], parts, options)
+    out, lse = compose(q, k, v, parts, options)
     if all(piece.is_local for piece in plan.pieces):
         # A rank without remote keys takes part in both passes all the same.
         out, lse = (tied(x, *buffers, masks.buffer) for x in (out, lse))

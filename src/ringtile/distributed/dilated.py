@@ -195,7 +195,8 @@ def _prepared(
         shapes,
         dtype,
         branches=", ".join(
-            f"({length}, {dilation}): {rule.text or type(rule).__name__}" for length, dilation, rule in branches
+            f"({branch.length}, {branch.dilation}): {branch.rule.text or type(branch.rule).__name__}"
+            for branch in branches
         ),
         key_mask=has_mask,
         plan=plan.fingerprint,

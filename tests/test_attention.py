@@ -473,6 +473,18 @@ def test_results_are_in_the_dtypes_of_the_contract() -> None:
             assert {grad.dtype for grad in actual.grads.values()} == {dtype}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("backend", "most"), [("native", 1e-6), ("dense", 1e-4), ("blockwise", 1e-4)])
+def test_the_lse_of_half_types_is_as_close_as_documented(backend: str, most: float, dtype: torch.dtype) -> None:
+    if backend == "native" and native.reason_against():
+        pytest.skip(native.reason_against())
+    q, k, v = (torch.randn(1, 4, 256, 64, generator=torch.Generator().manual_seed(3)).to(dtype) for _ in range(3))
+    scores = q.double() @ k.double().mT / 8
+    expected = scores.masked_fill(torch.ones(256, 256).triu(1) > 0, -math.inf).logsumexp(3)
+    lse = sparse_attention(q, k, v, Causal(), backend=backend, return_lse=True)[1]
+    assert (lse - expected).abs().max() < most
+
+
 # Dropout.
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from oracle import SDPA_BUDGET, make_inputs, relative_error, sdpa_low_precision_error
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -500,6 +501,45 @@ def test_one_compiled_graph_serves_lengths_of_one_kind() -> None:
         mine, right = (torch.autograd.grad(y, leaves, grad) for y in (out, expected))
         assert worst([out, *mine], [expected, *right]) < 1e-13
     assert counted["graphs"] <= 2
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:dilated_attention:UserWarning")
+@pytest.mark.parametrize(
+    ("branches", "is_causal", "most_graphs"),
+    [(([16, 64], [1, 2]), True, 4), (([16, 64], [1, 2]), False, 4), (([12, 36], [2, 3]), True, 2), (COPRIME, False, 2)],
+    ids=str,
+)
+def test_a_union_compiles_as_one_graph(branches: Any, is_causal: bool, most_graphs: int) -> None:
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    options = {"overlap": "union", "is_causal": is_causal}
+    compiled = torch.compile(lambda x: dilated_attention(x, x, x, *branches, **options), backend=graphs, fullgraph=True)
+    for n_tokens in (64, 128, 576, 70):
+        x = torch.randn(1, 3, n_tokens, 8, dtype=torch.float64, requires_grad=True)
+        out, expected = compiled(x), dilated_attention(x, x, x, *branches, **options)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected)))
+    assert graphs.frame_count <= most_graphs
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_queries_without_keys_have_gradients_of_zero_composed() -> None:
+    torch._dynamo.reset()
+    q, k = torch.randn(1, 1, 2, 4, requires_grad=True), torch.randn(1, 1, 4, 4, requires_grad=True)
+
+    def attend(q: Tensor, k: Tensor) -> Tensor:
+        return dilated_attention(q, k, k, [5], [4])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for function in (attend, torch.compile(attend, backend="aot_eager")):
+            out = function(q[:, :, :1], k)
+            assert out.requires_grad
+            assert not out.any()
+            grads = torch.autograd.grad(out.sum(), (q, k), create_graph=function is attend)
+            assert not any(grad.any() for grad in grads)
+        assert not torch.func.grad(lambda q: attend(q[:, :, :1], k).sum())(q).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

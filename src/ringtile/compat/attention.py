@@ -356,7 +356,7 @@ class AdaptiveCall:
             places = compact(numbers, part.piece).flatten()
             # `compose` passes the rule on, and attention accepts an index as well.
             parts.append((branch, tensors, part.problem._replace(rule=index), places))  # type: ignore[arg-type]
-        return compose(query, value.shape[-1], parts, options)[0]
+        return compose(query, key, value, parts, options)[0]
 
     def _choose(self, query: Tensor, key: Tensor, key_mask: Tensor | None, earlier: Iterator[BlockIndex]) -> BlockIndex:
         index = next(earlier, None)

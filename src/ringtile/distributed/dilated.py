@@ -197,7 +197,8 @@ def _prepared(
         shapes,
         dtype,
         branches=", ".join(
-            f"({length}, {dilation}): {rule.text or type(rule).__name__}" for length, dilation, rule in branches
+            f"({branch.length}, {branch.dilation}): {branch.rule.text or type(branch.rule).__name__}"
+            for branch in branches
         ),
         key_mask=has_mask,
         plan=plan.fingerprint,
@@ -337,7 +338,7 @@ def _composed(
         for is_local in (True, False)
         for part in _parts(q, plan, masks, options, is_local=is_local)
     )
-    out, lse = compose(q, v.shape[-1], parts, options)
+    out, lse = compose(q, k, v, parts, options)
     if all(piece.is_local for piece in plan.pieces):
         # A rank without remote keys takes part in both passes all the same.
         out, lse = (tied(x, *buffers, masks.buffer) for x in (out, lse))

@@ -28,7 +28,7 @@ from ringtile.functional.permute import Piece, add_compacted, compact, kept_rows
 from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memory, merge_into, new_out, pack_keys
 from ringtile.kernels.select import select
 from ringtile.layout import build_index
-from ringtile.patterns import Causal, Dense, Pattern, Segments
+from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
 from ringtile.patterns.base import checked_ints
 
 _DENSE, _CAUSAL = Dense(), Causal()
@@ -47,6 +47,8 @@ class Branch(NamedTuple):
     length: int
     dilation: int
     rule: Pattern
+    is_alike: bool = False
+    """True if all heads are known to have the same rule."""
 
 
 class Options(NamedTuple):
@@ -105,7 +107,8 @@ def _parts(branch: Branch, q: Tensor, k: Tensor, options: Options, number: int) 
         kept = None
         if mask is not None:
             kept = kept_rows(mask.unsqueeze(1), piece, piece.offsets.start, keys=True).squeeze(1).flatten(0, 1)
-        problem = Problem(for_heads(branch.rule, piece.heads, heads), piece.start, kept)
+        rule = branch.rule if branch.is_alike else for_heads(branch.rule, piece.heads, heads)
+        problem = Problem(rule, piece.start, kept)
         segments = piece.key // piece.length + torch.arange(piece.segments, device=q.device)
         yield _Part(piece, heads // k.shape[1], numbered(problem, options, number, piece.heads, q.shape[0], segments))
 
@@ -225,12 +228,13 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         (branch, compact_part(q, k, v, part), part.problem, compact(numbers, part.piece).flatten())
         for branch, part in all_parts(q, k, options)
     )
-    return compose(q, v.shape[-1], parts, options)
+    return compose(q, k, v, parts, options)
 
 
 def compose(
     q: Tensor,
-    value_dim: int,
+    k: Tensor,
+    v: Tensor,
     parts: Iterable[tuple[int, tuple[Tensor, Tensor, Tensor], Problem, Tensor]],
     options: Options,
 ) -> tuple[Tensor, Tensor]:
@@ -239,9 +243,11 @@ def compose(
     A part is the number of its branch, its tensors, its problem and the number ``head * N + token`` of each row.
     """
     batch, heads, n_queries = q.shape[:3]
-    rows, branches = heads * n_queries, options.branches
-    outs = [torch.zeros(batch, rows, value_dim, dtype=q.dtype, device=q.device) for _ in branches]
-    lses = [torch.full((batch, rows), -math.inf, dtype=accumulator(q), device=q.device) for _ in branches]
+    rows, value_dim = heads * n_queries, v.shape[3]
+    # A zero with a derivative, so that there are gradients (zeros) if no query keeps a key.
+    zero = sum((x[:, :, :0].sum() for x in (k, v)), q[:, :, :0].sum())
+    outs = [zero.expand(batch, rows, value_dim) for _ in options.branches]
+    lses = [(zero.to(accumulator(q)) - math.inf).expand(batch, rows) for _ in options.branches]
     for branch, tensors, problem, places in parts:
         found = sparse_attention(
             *tensors,
@@ -339,11 +345,38 @@ def rules_of(
     _check_pattern(pattern, heads)
     if overlap not in ("mix", "union"):
         raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
+    if overlap == "union" and pattern is None and torch.compiler.is_compiling():
+        told = _told_rules(tuple(at), is_causal)
+        return told and tuple(Branch(length, rate, _told(text), is_alike=True) for length, rate, text in told)
+    return _rules(at, pattern, is_causal, overlap)
+
+
+def _rules(
+    at: Sequence[tuple[int, int]], pattern: Pattern | None, is_causal: bool, overlap: str
+) -> tuple[Branch, ...] | None:
     each = tuple(Branch(length, rate, pattern or _DENSE) for length, rate in at)
     found = _disjoint(each, pattern) if overlap == "union" else each
     if found is None or not is_causal:
         return found
     return tuple(part._replace(rule=_CAUSAL if part.rule == _DENSE else _CAUSAL & part.rule) for part in found)
+
+
+# Dynamo does not trace the algebra of patterns.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _told_rules(at: tuple[tuple[int, int], ...], is_causal: bool) -> tuple[tuple[int, int, str], ...] | None:
+    """Return length, dilation and text of the branches of a union, or None if not all have a text.
+
+    A rule with a text leaves out whole segments, the same for all heads.
+    """
+    found = _rules(at, None, is_causal, "union")
+    if found is None or any(part.rule.text is None for part in found):
+        return None
+    return tuple((part.length, part.dilation, repr(part.rule)) for part in found)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _told(text: str) -> Pattern:
+    return parse(text)
 
 
 def union_of(at: Sequence[tuple[int, int]], pattern: Pattern | None) -> Pattern:
@@ -468,6 +501,9 @@ def dilated_attention(
     modulo r is ``h % r``, by dense attention on w / r tokens. Each query costs as much as ``sum(w / r**2)`` keys, and
     memory is O(N). As in `sparse_attention`, the last query is aligned with the last key.
 
+    Under `torch.compile`, one graph serves all lengths that are multiples of the longest segment. Where the last
+    segment of a branch becomes ragged or whole, PyTorch compiles it again. A union with a ``pattern`` breaks the graph.
+
     Args:
         query: ``[B, H, Nq, D]`` in float64, float32, bfloat16 or float16, with any strides. Under autocast, all three
             tensors are cast first, except float64.
@@ -481,7 +517,7 @@ def dilated_attention(
         overlap: How to count a pair that several branches keep: "mix" counts it once per branch (the paper: branches
             are weighted by their softmax denominators), "union" counts it once, in one softmax over all kept pairs. If
             the segment lengths divide one another, the union is as fast as the mix. Otherwise it runs over tiles in
-            token order.
+            token order, and inside a compiled graph also if neither of two rates divides the other.
         key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
         dropout_p: Probability of dropping a weight after the softmax, separately per branch. The dropout mask depends
             only on the seed, the number of the branch, the segment, the two places in it, the head and the batch

@@ -24,8 +24,8 @@ class TileGrid:
     def __post_init__(self) -> None:
         if self.start + self.n_queries > FAR or self.n_keys - self.start > FAR:
             raise ValueError(
-                f"start: expected positions less than 2**40 from position 0 and from each other, got "
-                f"start={self.start}, n_queries={self.n_queries}, n_keys={self.n_keys}"
+                f"start: expected positions less than 2**40 from 0 and from each other, got start={self.start}, "
+                f"n_queries={self.n_queries}, n_keys={self.n_keys}"
             )
 
     @property

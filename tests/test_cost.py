@@ -483,7 +483,7 @@ def test_plan_prints_a_table_for_each_number_of_ranks(capsys: pytest.CaptureFixt
     lines = out.splitlines()
     best = [line for line in lines if line.startswith("* ")]
     assert [line.split()[1:5] for line in best] == [["contiguous", "exchange", "16.0", "MiB"]] * 2
-    assert out.count("  between nodes") == 2
+    assert out.count("  between  ") == 2
     assert [line.split()[:2] for line in lines].count(["contiguous", "hierarchy"]) == 1
     assert out.count("no ring: transport 'ring': expected the pattern dense or causal") == 2
     assert out.count("ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n") == 2
@@ -500,7 +500,10 @@ def test_a_plan_stars_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> Non
     assert own in few
     assert many.startswith("* least time with transport='auto', + with any, by the model)\n")
     assert "\n* contiguous  exchange " in many
-    assert "\n+ contiguous  hierarchy " in many
+    assert "\n+ contiguous  ulysses 128x8 " in many
+    assert "\n  contiguous  hierarchy 128x8 " in many
+    assert "\n  128x8: with group=init_device_mesh(device, (128, 8))\n" in many
+    assert "\n  less time: transport='ulysses'\n" in many
     assert "\n  ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n" in many
     assert "own keys" not in many
 
@@ -548,7 +551,7 @@ def test_plan_prints_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path
     assert [table["ranks"] for table in record["tables"]] == [1, 300]
     for table in record["tables"]:
         # A hierarchy needs more ranks than a node has.
-        assert len(table["rows"]) == (8 if table["ranks"] == 1 else 10)
+        assert len(table["rows"]) == (8 if table["ranks"] == 1 else 12)
         totals = [sum(row["model_seconds"].values()) if "reason" not in row else float("inf") for row in table["rows"]]
         assert table["rows"][totals.index(min(totals))]["best"]
         assert sum(row["best"] for row in table["rows"]) == 1
@@ -558,6 +561,8 @@ def test_plan_prints_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path
     assert row["most_received"] == int(estimate(work, "ring", H100).received.max())
     row = record["tables"][1]["rows"][3]
     assert row["reason"] == "transport 'hierarchy': expected nodes of 8 ranks, got 300 ranks"
+    row = record["tables"][1]["rows"][5]
+    assert (row["transport"], row["mesh"]) == ("ulysses", [75, 4])
     assert file.read_bytes()[1:4] == b"PNG"
 
 

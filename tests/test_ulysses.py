@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Inputs, make_inputs, oracle, relative_error
-from ranks import counted_traffic, on_ranks, run_processes
+from ranks import Traffic, counted_traffic, on_ranks, run_processes
 from test_distributed import (
     CAUSAL,
     LAYOUTS,
@@ -35,6 +35,7 @@ from ringtile.distributed.attention import group_of, place_of, real_group
 from ringtile.distributed.cost import estimate
 from ringtile.distributed.hardware import HARDWARE
 from ringtile.distributed.heads import HeadPlan
+from ringtile.distributed.mesh_cost import estimate_mesh, ranks_per_row
 from ringtile.distributed.process_groups import axes_of
 from ringtile.distributed.work import survey
 from ringtile.functional import sparse_attention
@@ -223,6 +224,62 @@ def test_bytes_on_a_mesh_are_those_of_both_dimensions() -> None:
     # The second row needs the last tile of the first, of the 2 key heads of each rank.
     of_tiles = 128 * 2 * 2 * head_dim * 8
     assert sent == [of_heads + of_tiles, of_heads + of_tiles, of_heads, of_heads]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "kv_heads"),
+    [
+        ("window", "contiguous", 4),
+        ("window", "equal zigzag", 1),
+        ("global tokens", "striped", 2),
+        ("per head", "contiguous", 2),
+        ("documents", "equal", 4),
+        ("causal", "zigzag", 1),
+    ],
+)
+def test_bytes_on_a_mesh_are_predicted(name: str, layout: str, kv_heads: int) -> None:
+    made, shape = LAYOUTS[layout](N_TOKENS, 6), (3, 2)
+    q, k, v, grad_out = (x.bfloat16() for x in make_inputs(2, 4, N_TOKENS, head_dim=8, kv_heads=kv_heads, value_dim=4))
+    node = replace(HARDWARE["h100"], ranks_per_node=2, processors_per_node=2)
+    cost = estimate_mesh(survey(PATTERNS[name], made, Sizes(4, kv_heads, 8, 4, batch=2)), 2, node)
+
+    def run(rank: int) -> dict[str, Any]:
+        leaves = [made.shard(x, rank).clone().requires_grad_() for x in (q, k, v)]
+        how: dict[str, Any] = {"layout": made, "transport": "ulysses", "group": init_device_mesh("cpu", shape)}
+        out = ring_attention(*leaves, PATTERNS[name], enable_gqa=True, **how)
+        traffic = local.__dict__.setdefault("traffic", Traffic())
+        found = {"between": traffic.between(rank, 2), "traffic": [traffic.to(other) for other in range(6)]}
+        found |= {"sent": traffic.sent, "received": traffic.received, "messages": traffic.messages}
+        out.backward(made.shard(grad_out, rank))
+        return found | {"both": [traffic.sent, traffic.received]}
+
+    with counted_traffic() as local:
+        ranks = on_ranks(6, run)
+    for key in ("between", "traffic", "sent", "received", "messages"):
+        assert getattr(cost, key).tolist() == [found[key] for found in ranks], key
+    both = (cost.sent + cost.sent_backward, cost.received + cost.received_backward)
+    assert [list(pair) for pair in zip(*(x.tolist() for x in both), strict=True)] == [found["both"] for found in ranks]
+    assert torch.equal(cost.inside + cost.between, cost.traffic.sum(1)) or name == "global tokens"
+    assert cost.mesh == shape
+
+
+def test_rows_of_a_mesh_lie_inside_a_node_and_share_the_heads() -> None:
+    h100 = HARDWARE["h100"]
+    found = {
+        ranks: ranks_per_row(ranks, heads, h100) for ranks, heads in ((64, 32), (8, 32), (300, 32), (24, 6), (9, 4))
+    }
+    assert found == {64: 8, 8: None, 300: 4, 24: 2, 9: None}
+    work = survey(CAUSAL & Window(300), Layout.contiguous(4096, 16), Sizes(8, 4, 16))
+    cost = estimate_mesh(work, 8, h100)
+    # All heads of all tokens are computed once.
+    assert int(cost.tiles.sum()) == int(work.tiles.sum())
+    # Slow links inside the nodes take as long as the heads, slow ones between them as long as the keys.
+    # Two ranks share a key head, and each gets it.
+    heads = (2 * 8 + 2 * 8) * 16 * 2 * 256 * 7 // 8
+    inside, between = (estimate_mesh(work, 8, replace(h100, **{name: 1e3})) for name in ("node_beta", "net_beta"))
+    assert float(inside.forward.max()) == pytest.approx(heads / 1e3, rel=1e-2)
+    # A window of 300 needs three tiles of the row before, of the one key head that a rank then has.
+    assert float(between.forward.max()) == pytest.approx(3 * 128 * 2 * 16 * 2 / 1e3, rel=1e-2)
 
 
 def test_no_batch_elements() -> None:

@@ -61,6 +61,8 @@ class Cost(NamedTuple):
     """int64 ``[P, P]``: forward bytes from each rank (row) to each other, broadcasts to all."""
     copied: Tensor
     """int64 ``[P]``: bytes of the buffer that copy the rank's own keys and values, beside those of others."""
+    mesh: tuple[int, int] | None = None
+    """The mesh that the transport needs: number of rows, ranks of a row."""
 
     @property
     def balance(self) -> float:
@@ -244,7 +246,7 @@ class _Rows(NamedTuple):
             n_buffer += part.sum(1, dtype=torch.int32) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
             n_copied.index_add_(0, ranks, tokens * part[ranks, tiles])
         # Seconds per multiplication or addition of ranks that share processors.
-        turn = _shared(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
+        turn = shared_time(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
         pairs = parts.own_pairs, parts.hot_pairs, work.pairs - parts.own_pairs - parts.hot_pairs
 
         def rows(per_pair: int) -> _Rows:
@@ -256,7 +258,7 @@ class _Rows(NamedTuple):
 
     def around(self, moved: Tensor, token: int, hardware: Hardware) -> Tensor:
         """Return the seconds of copies and calls, float64 ``[P]``."""
-        return _shared(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
+        return shared_time(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
 
 
 def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
@@ -273,13 +275,13 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     linked = (cold > 0) | (cold.T > 0) | (hot > 0) | (hot > 0).unsqueeze(1)
     peers = linked.fill_diagonal_(False).sum(1)
     traffic = (cold + hot.unsqueeze(1)).fill_diagonal_(0) * token
-    node = _nodes(n_ranks, hardware)
+    node = nodes_of(n_ranks, hardware)
     is_inside = node.unsqueeze(1) == node
     n_mates = is_inside.sum(1)
     # A broadcast crosses every kind of link. They run one after another.
     link, n_broadcasts = _slowest(n_ranks, hardware), int((hot > 0).sum())
     hot_wire, hot_wire_back = _broadcasts(n_ranks, n_broadcasts, int(hot.sum()), token, wide, link, hardware)
-    cold_wire, cold_wire_back = (_all_to_all(traffic * token, hardware) for traffic in (cold, cold.T))
+    cold_wire, cold_wire_back = (all_to_all_time(traffic * token, hardware) for traffic in (cold, cold.T))
     moved = sent + received + hot.sum() + rows.n_buffer
     around = rows.around(moved, token, hardware)
     # Own rows run beside the broadcasts, and rows with broadcast keys beside the other exchange.
@@ -369,6 +371,7 @@ def _hierarchy(work: Work, hardware: Hardware) -> Cost:
         around + back.rest + backward,
         traffic * token,
         rows.n_copied * token,
+        (n_nodes, per_node),
     )
 
 
@@ -392,7 +395,7 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
     keys = alpha + longest * token / beta
     gradients = alpha + longest * wide / beta
     step, step_backward = (
-        _shared(work.pairs * each / hardware.flops + calls * hardware.call, hardware) / n_ranks
+        shared_time(work.pairs * each / hardware.flops + calls * hardware.call, hardware) / n_ranks
         for each in (per_pair, per_pair_backward)
     )
     copies = 2 * longest * token / hardware.memory
@@ -403,7 +406,7 @@ def _ring(work: Work, hardware: Hardware) -> Cost:
     rank = torch.arange(n_ranks)
     traffic = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
     traffic[rank, (rank + 1) % n_ranks] = hops * longest * token
-    node = _nodes(n_ranks, hardware)
+    node = nodes_of(n_ranks, hardware)
     stays = node == node.roll(-1)
     return Cost(
         "ring",
@@ -441,15 +444,15 @@ def _ulysses(work: Work, hardware: Hardware) -> Cost:
     sent, received = traffic.sum(1), traffic.sum(0)
     buffer = inputs.sum(1) + inputs.sum(0) + layout.n_tokens * into
     moved = buffer + outputs.sum(1) + outputs.sum(0) + tokens * home.sum()
-    around = _shared(2 * moved / hardware.memory + hardware.call, hardware)
+    around = shared_time(2 * moved / hardware.memory + hardware.call, hardware)
     forward, backward = (
         around
-        + _shared(pairs * per_pair / hardware.flops, hardware)
-        + _all_to_all(there, hardware)
-        + _all_to_all(back, hardware)
+        + shared_time(pairs * per_pair / hardware.flops, hardware)
+        + all_to_all_time(there, hardware)
+        + all_to_all_time(back, hardware)
         for per_pair, there, back in zip(flops_per_pair(sizes), (inputs, outputs.T), (outputs, inputs.T), strict=True)
     )
-    node = _nodes(n_ranks, hardware)
+    node = nodes_of(n_ranks, hardware)
     is_inside = node.unsqueeze(1) == node
     return Cost(
         "ulysses",
@@ -494,9 +497,9 @@ def _of_heads(work: Work, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     return every[:, 0], every[:, 1]
 
 
-def _shared(seconds: Tensor, hardware: Hardware) -> Tensor:
+def shared_time(seconds: Tensor, hardware: Hardware) -> Tensor:
     """Return when each rank ends, float64 ``[P]``, if the ranks of a node share its processors evenly."""
-    node = _nodes(len(seconds), hardware)
+    node = nodes_of(len(seconds), hardware)
     ranks = torch.bincount(node)[node]
     work = torch.zeros(len(seconds), dtype=torch.float64).index_add_(0, node, seconds.double())[node]
     # All take turns until the work is done, or until the longest has a processor of its own.
@@ -504,7 +507,7 @@ def _shared(seconds: Tensor, hardware: Hardware) -> Tensor:
     return torch.minimum(seconds * turns, torch.maximum(seconds, work / hardware.processors_per_node))
 
 
-def _nodes(n_ranks: int, hardware: Hardware) -> Tensor:
+def nodes_of(n_ranks: int, hardware: Hardware) -> Tensor:
     """Return the node of each rank, int64 ``[P]``."""
     return torch.arange(n_ranks) // hardware.ranks_per_node
 
@@ -542,9 +545,9 @@ def _slowest(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
     return hardware.node_alpha, hardware.node_beta
 
 
-def _all_to_all(traffic: Tensor, hardware: Hardware) -> Tensor:
+def all_to_all_time(traffic: Tensor, hardware: Hardware) -> Tensor:
     """Return the seconds of each rank, float64 ``[P]``, for bytes ``[P, P]`` from rank to rank."""
-    node = _nodes(len(traffic), hardware)
+    node = nodes_of(len(traffic), hardware)
     inside = node.unsqueeze(1) == node
     seconds = []
     for part, alpha, beta in (

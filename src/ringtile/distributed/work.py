@@ -56,6 +56,8 @@ class Tiles:
         """int64 ``[R]``: tiles of each row tile, for all heads and batch elements."""
         self.lengths: list[Tensor] = []
         """int64 ``[R]``: tiles of each row tile, for each group of equal heads and batch elements."""
+        self.parts: dict[tuple[Pattern, Sizes], Tiles] = {}
+        """Tiles of some of the heads, that others have listed."""
         self._covers: list[Cover] | None = []
         n_kept = 0
         for copies, cover in self._listed():

@@ -17,6 +17,7 @@ from ringtile.analysis.plot import FORMATS, missing_matplotlib, picture, plot_tr
 from ringtile.analysis.units import bytes_text, count, count_text, duration_text
 from ringtile.distributed.cost import LAYOUTS, Cost, ModelCost, cost_of_model, estimate
 from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
+from ringtile.distributed.mesh_cost import estimate_mesh, ranks_per_row
 from ringtile.distributed.plan import TRANSPORTS, Transport
 from ringtile.distributed.work import MAX_RANKS, Tiles, survey
 from ringtile.measure.cluster import measure_machine
@@ -35,7 +36,7 @@ _COLUMNS = (
     "transport",
     "received",
     "sent",
-    "between nodes",
+    "between",
     "messages",
     "peers",
     "balance",
@@ -199,7 +200,7 @@ _SUMMED = ("received", "sent", "between")
 
 def _model_lines(n_ranks: int, layers: dict[Pattern, int], costs: dict[str, ModelCost], best: str) -> Iterator[str]:
     cells: list[Sequence[str]] = [
-        ("layout", "transports", "received", "sent", "between nodes", "buffer", "forward", "backward")
+        ("layout", "transports", "received", "sent", "between", "buffer", "forward", "backward")
     ]
     for name, cost in costs.items():
         sums = [bytes_text(int(_of_layers(layers, cost, figure).max())) for figure in _SUMMED]
@@ -288,6 +289,12 @@ def _table(listed: Tiles, n_ranks: int, layouts: list[str], hardware: Hardware, 
                 rows.append(Row(name, estimate(work, transport, hardware), transport, ""))
             except ValueError as error:
                 rows.append(Row(name, None, transport, str(error)))
+        per_row = ranks_per_row(n_ranks, listed.sizes.heads, hardware)
+        if per_row is not None:
+            try:
+                rows.append(Row(name, estimate_mesh(work, per_row, hardware), "ulysses", ""))
+            except ValueError as error:
+                rows.append(Row(name, None, f"ulysses {n_ranks // per_row}x{per_row}", str(error)))
     table = Table(n_ranks, rows, automatic)
     assert table.best
     return table
@@ -307,7 +314,7 @@ def _header(what: str, n_tokens: int, sizes: Sizes, dtype: str, hardware: Hardwa
 def _cells(row: Row) -> Iterator[str]:
     cost = row.cost
     assert cost is not None
-    yield from (row.layout, row.transport)
+    yield from (row.layout, row.transport + (f" {cost.mesh[0]}x{cost.mesh[1]}" if cost.mesh else ""))
     yield from (bytes_text(int(x.max())) for x in (cost.received, cost.sent, cost.between))
     yield from (f"{int(x.max()):,}" for x in (cost.messages, cost.peers))
     yield f"{cost.balance:.2f}"
@@ -323,6 +330,9 @@ def _lines(table: Table) -> Iterator[str]:
     told = "* least time with transport='auto'" + ("" if best is default else ", + with any")
     yield f"{table.n_ranks:,} {'rank' if table.n_ranks == 1 else 'ranks'} ({told}, by the model)"
     yield from _aligned(cells, marks)
+    meshes = sorted({row.cost.mesh for row in rows if row.cost is not None and row.cost.mesh})
+    for n_rows, per_row in meshes:
+        yield f"  {n_rows}x{per_row}: with group=init_device_mesh(device, ({n_rows}, {per_row}))"
     if own := [f"{bytes_text(most)} ({row.layout}, {row.transport})" for row in rows if (most := _copied(row))]:
         text = f"buffer: copies of the rank's own keys, for rows that also read others': {', '.join(own)}"
         yield textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
@@ -377,6 +387,7 @@ def _record(table: Table) -> dict[str, object]:
                 found[f"most_{name}"] = int(getattr(row.cost, name).max())
             found["total_between"] = int(row.cost.between.sum())
             found["balance"] = row.cost.balance
+            found["mesh"] = row.cost.mesh
             found["model_seconds"] = {name: float(getattr(row.cost, name).max()) for name in ("forward", "backward")}
         rows.append(found)
     layout = None if table.default is None else table.default.layout

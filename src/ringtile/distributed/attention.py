@@ -25,7 +25,6 @@ from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, RingPlan
 from ringtile.distributed.process_groups import Axes, axes_of, carries_cpu
 from ringtile.distributed.relays import Relays, routes_of
 from ringtile.distributed.ring import Ring, ring
-from ringtile.distributed.traced import constant
 from ringtile.distributed.ulysses import HeadTrade
 from ringtile.distributed.wires import from_octets, to_octets
 from ringtile.functional import sparse_attention
@@ -40,6 +39,7 @@ from ringtile.functional.attention import (
     without_autocast,
 )
 from ringtile.kernels.contracts import Call, lacking
+from ringtile.kernels.traced import constant
 from ringtile.layout.build import check_counts
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid

@@ -26,7 +26,6 @@ from ringtile.distributed.attention import (
 from ringtile.distributed.branches import BranchPlan, Piece, Shape, make_branch_plan
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
 from ringtile.distributed.layout import Layout
-from ringtile.distributed.traced import constant
 from ringtile.functional.attention import check_options, checked_tensors, without_autocast
 from ringtile.functional.compacted import for_heads
 from ringtile.functional.dilated import (
@@ -44,6 +43,7 @@ from ringtile.functional.dilated import (
     warn_of_uncovered,
 )
 from ringtile.kernels.contracts import accumulator, merge_into
+from ringtile.kernels.traced import constant
 from ringtile.patterns import Pattern
 
 

@@ -27,6 +27,7 @@ from ringtile.functional.merge import merge_attention
 from ringtile.functional.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
 from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memory, merge_into, new_out, pack_keys
 from ringtile.kernels.select import select
+from ringtile.kernels.traced import constant
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
 from ringtile.patterns.base import checked_ints
@@ -362,7 +363,7 @@ def _rules(
 
 
 # Dynamo does not trace the algebra of patterns.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _told_rules(at: tuple[tuple[int, int], ...], is_causal: bool) -> tuple[tuple[int, int, str], ...] | None:
     """Return length, dilation and text of the branches of a union, or None if not all have a text.
 
@@ -374,7 +375,7 @@ def _told_rules(at: tuple[tuple[int, int], ...], is_causal: bool) -> tuple[tuple
     return tuple((part.length, part.dilation, repr(part.rule)) for part in found)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _told(text: str) -> Pattern:
     return parse(text)
 

@@ -52,7 +52,7 @@ _HOPPER = {
     },
     "dkdv": {
         64: [Config(64, 128, 8, 3), Config(64, 64, 8, 2), Config(32, 64, 8, 2)],
-        128: [Config(64, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 8, 2)],
+        128: [Config(64, 64, 8, 2), Config(32, 64, 8, 2)],
         256: [Config(32, 32, 8, 2), Config(32, 32, 4, 1)],
     },
 }
@@ -60,7 +60,7 @@ _HOPPER = {
 _OTHERS = {
     "forward": {
         64: [Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)],
-        128: [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
+        128: [Config(128, 32, 8, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
         256: [Config(64, 32, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
     },
     "dq": {

@@ -470,6 +470,26 @@ def offsets_beyond_32_bits() -> float:
 
 
 @case
+def scores_of_any_size() -> float:
+    """One key wins each row, by exact products: it has a weight of 1, so the results are its value and gradient."""
+    draws = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (1, 2, 130, 64), generator=draws) * 2.0 - 1
+    winners = torch.randperm(130, generator=draws)
+    worst = 0.0
+    for dtype, size in ((torch.float32, 2.0**20), (torch.float32, 2.0**5), *((half, 2.0**15) for half in HALVES)):
+        v, grad_out = (torch.randn(1, 2, 130, 64, generator=draws).to(dtype) for _ in range(2))
+        q, k = (signs[:, :, winners] * size).to(dtype), (signs * size).to(dtype)
+        x = on(Inputs(q, k, v, grad_out), DEVICE)
+        index = build_index(Dense(), 130, num_heads=2, block=64, device=DEVICE)
+        for scale in (0.1, 0.3, 0.7, -0.9):
+            # A negative scale lets the same keys win queries of the opposite sign.
+            out, _, grads = run(x._replace(q=x.q * math.copysign(1, scale)), index, scale=scale)
+            same = torch.equal(out, x.v[:, :, winners]) and torch.equal(grads["v"][:, :, winners], x.grad_out)
+            worst = max(worst, 0.0 if same else math.inf)
+    return worst
+
+
+@case
 def twice_the_same_bits() -> float:
     x = on(make(4, 130, kv_heads=2), DEVICE)
     index = build_index(TILED, 130, num_heads=4, block=64, device=DEVICE)

@@ -23,6 +23,8 @@ TARGETS = {
     "sm_86": GPUTarget("cuda", 86, 32),
     "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_BYTES = {
@@ -32,6 +34,8 @@ SHARED_BYTES = {
     "sm_86": 99 * 1024,
     "sm_89": 99 * 1024,
     "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
     "gfx942": 64 * 1024,
 }
 """What one program may have of shared memory."""
@@ -61,14 +65,15 @@ class Compiled(NamedTuple):
         return done.stdout.splitlines()
 
     def loops(self) -> list[list[str]]:
-        """The instructions of each loop: what lies between a label and a jump back to it."""
+        """The instructions of each loop: what lies between a label and a jump back to it. Blocks behind the end, where
+        sm_100 waits for its matrix units, jump back too, but are no loops."""
         place = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
         found = [(int(m[1], 16), m[2]) for line in self.sass if (m := place.search(line))]
         loops = []
         for at, text in found:
             if (jump := re.search(r"\bBRA(?:\.\w+)* .*?(0x[0-9a-f]+)", text)) and int(jump[1], 16) < at:
                 loops.append([other for where, other in found if int(jump[1], 16) <= where <= at])
-        return loops
+        return [loop for loop in loops if "EXIT" not in [instruction.strip() for instruction in loop]]
 
 
 def compile_choice(launch: Launch, choice: Choice, target: str) -> Compiled:

@@ -130,19 +130,32 @@ def launches_of(
 LOOPING = ("forward_kernel", "dq_kernel", "dkdv_kernel")
 
 
+PRODUCTS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("target", "head_dim", "dtype", "dropout_p", "placed"),
     [
         ("sm_90", 64, torch.bfloat16, 0.0, False),
         ("sm_90", 128, torch.bfloat16, 0.0, False),
-        ("sm_90", 128, torch.float16, 0.1, False),
         ("sm_90", 128, torch.float16, 0.1, True),
-        ("sm_80", 64, torch.float16, 0.0, False),
         ("sm_80", 128, torch.bfloat16, 0.0, False),
+        ("sm_100", 128, torch.bfloat16, 0.0, False),
+        ("sm_120", 64, torch.float16, 0.0, False),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                ("sm_90", 64, torch.float16, 0.1, False),
+                ("sm_90", 128, torch.float16, 0.1, False),
+                ("sm_80", 64, torch.float16, 0.0, False),
+                ("sm_100", 64, torch.float16, 0.0, False),
+                ("sm_120", 128, torch.bfloat16, 0.0, False),
+            )
+        ),
     ],
 )
-def test_loops_use_the_tensor_cores_and_no_local_memory(
+def test_loops_copy_ahead_and_use_the_tensor_cores_and_no_local_memory(
     target: str, head_dim: int, dtype: torch.dtype, dropout_p: float, placed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from compiled import SHARED_BYTES, compile_choice
@@ -150,19 +163,27 @@ def test_loops_use_the_tensor_cores_and_no_local_memory(
     from ringtile.kernels.triton import launches
 
     monkeypatch.setattr(launches, "architecture", lambda device: int(target[3:]))
-    product = "HGMMA" if target == "sm_90" else "HMMA"
     for name, launch in launches_of(head_dim, dtype, dropout_p, placed=placed):
         if name in LOOPING:
-            assert launch.choices[0].constants["PLACED"] == placed
-            made = compile_choice(launch, launch.choices[0], target)
+            choice = launch.choices[0]
+            assert choice.constants["PLACED"] == placed
+            made = compile_choice(launch, choice, target)
             assert made.shared <= SHARED_BYTES[target], name
-            loops = [loop for loop in made.loops() if any(product in instruction for instruction in loop)]
+            loops = [loop for loop in made.loops() if any(PRODUCTS[target] in instruction for instruction in loop)]
             assert len(loops) == 2, f"{name}: full and partial tiles have a loop each"
             for loop in loops:
                 text = "\n".join(loop)
                 assert "LDGSTS" in text, f"{name}: nothing is copied ahead"
                 assert "LDL" not in text, f"{name}: registers are spilled"
                 assert "STL" not in text, f"{name}: registers are spilled"
+                # The number of groups of copies that may still be on their way when a step begins.
+                flying = [int(number, 16) for number in re.findall(r"DEPBAR\.LE SB0, (0x[0-9a-f]+)", text)]
+                assert flying, f"{name}: nothing waits for the copies"
+                assert choice.config.stages < 3 or min(flying) > 0, f"{name}: a step waits for all copies"
+            if not dropout_p:
+                full, partial = (sum("FSEL" in instruction for instruction in loop) for loop in loops)
+                assert full == 0, f"{name}: full tiles are masked"
+                assert partial > 0, f"{name}: the loops are in another order"
 
 
 @needs_triton
@@ -177,8 +198,9 @@ def test_descriptors_serve_where_they_are_asked_for(head_dim: int, wide: bool, m
     for name, launch in launches_of(head_dim, torch.bfloat16, 0.0):
         if name in ("forward_kernel", "dq_kernel"):
             made = compile_choice(launch, launch.choices[0], "sm_90")
-            # Keys and values, before the loop over full tiles and in it.
-            assert sum("UTMALDG" in line for line in made.sass) == (4 if wide else 0), name
+            # Keys and values in the loop over full tiles, and before it those of all stages but one.
+            copies = 2 * launch.choices[0].config.stages if wide else 0
+            assert sum("UTMALDG" in line for line in made.sass) == copies, name
             assert not any("LDL" in line for loop in made.loops() for line in loop), name
 
 

@@ -10,11 +10,14 @@ import triton.language as tl
 
 from ringtile.kernels.triton.tiles import (
     CHANGING,
+    any_kept,
     expanded,
     expanded_row,
     inside_both,
     keys_kept,
-    masked_tile,
+    listed,
+    next_tile,
+    number_at,
     number_of,
     position_of,
     rows_of,
@@ -25,6 +28,7 @@ from ringtile.kernels.triton.tiles import (
     weights,
     whole_tile,
     without_bits,
+    words_of,
 )
 
 
@@ -107,6 +111,7 @@ def dq_kernel(
     k_places = n[None, :] * k_n + d[:, None]
     v_places = n[None, :] * v_n + e[:, None]
     acc = tl.zeros([BM, DP], tl.float32)
+    zero = natural - natural  # LLVM would choose after the conversion to half types, which costs more
     if DROPOUT:
         seed_value = tl.load(seed)
         batch_number = number_of(b, batch_at, PLACED)
@@ -116,9 +121,12 @@ def dq_kernel(
     # Whether the slow loop takes full tiles too, without bits.
     MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
     slow_full = without_bits(full_col, full, full_end, n_keys, BLOCK, HAS_BITS or HAS_LENGTHS, RAGGED_KEYS)
-    for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BN), num_stages=STAGES):
-        col = tl.load(full_col + full + i // (BLOCK // BN))
-        n0 = col * BLOCK + i % (BLOCK // BN) * BN
+    PER: tl.constexpr = BLOCK // BN
+    steps = (full_end - slow_full - full) * PER
+    n0 = listed(full_col + full, 0, steps, PER) * BLOCK
+    later = listed(full_col + full, 1, steps, PER)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        col = n0 // BLOCK
         k = whole_tile(K, k_n, K_TILES, b, h // ratio, n0, n, d, D, DP, BN, True, TMA)
         v = whole_tile(V, v_n, V_TILES, b, h // ratio, n0, n, e, E, EP, BN, True, TMA)
         s = tl.dot(q, k, input_precision=PRECISION)
@@ -130,22 +138,25 @@ def dq_kernel(
             dp = tl.where(stays, dp, 0.0)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
+        # The tile after the next is in registers already, so that copies wait for no list.
+        n0 = later * BLOCK + (i + 1) % PER * BN
+        later = listed(full_col + full, i + 2, steps, PER)
 
     key_length = n_keys
     if HAS_LENGTHS:
         key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
-    for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BN), num_stages=STAGES):
-        entry = i // (BLOCK // BN)
-        at = i % (BLOCK // BN) * BN
-        col, words, some = masked_tile(
-            full_col, full_end, slow_full, part_col, part, part_tile, bits, cols_any, entry, at, inside,
-            BLOCK, BN, MIXED, True,
-        )  # fmt: skip
-        n0 = col * BLOCK + at
+    steps = (slow_full + part_end - part) * PER
+    later = number_at(part_tile, part, slow_full, 0, steps, PER, MIXED)
+    col, number, low, high, later = next_tile(
+        full_col, full_end, slow_full, part_col, part, part_tile, cols_any, later, 0, steps, BLOCK, BN, MIXED
+    )
+    for i in tl.range(0, steps, num_stages=STAGES):
+        words = words_of(bits, number, i, slow_full, inside, BLOCK, BN, MIXED, True)
+        n0 = col * BLOCK + i % PER * BN
+        kept = any_kept(low, high, BN)
         if RAGGED_ROWS:
-            some = some & seen_by(words, exists)
-        kept = expanded_row(some, BN)
-        stay = expanded(words, BM, BN)
+            kept = kept & expanded_row(seen_by(words, exists), BN)
+        stay = expanded(words, BM, BN, False)
         if MIXED:
             kept = kept & keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
             stay = stay & kept[None, :]
@@ -158,8 +169,11 @@ def dq_kernel(
             at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
             stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
             dp = tl.where(stays, dp, 0.0)
-        ds = tl.where(stay, p * (dp - delta[:, None]), 0.0)
+        ds = tl.where(stay, p * (dp - delta[:, None]), zero)
         acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
+        col, number, low, high, later = next_tile(
+            full_col, full_end, slow_full, part_col, part, part_tile, cols_any, later, i + 1, steps, BLOCK, BN, MIXED
+        )
 
     acc = acc * scale
     if SPLIT:
@@ -258,6 +272,7 @@ def dkdv_kernel(
         kept_keys = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, at_key, n_keys, HAS_BITS, BN)
     k_acc = tl.zeros([BN, DP], tl.float32)
     v_acc = tl.zeros([BN, EP], tl.float32)
+    zero = natural - natural  # LLVM would choose after the conversion to half types, which costs more
     if DROPOUT:
         seed_value = tl.load(seed)
         batch_number = number_of(b, batch_at, PLACED)
@@ -266,6 +281,7 @@ def dkdv_kernel(
     if HAS_BITS or HAS_LENGTHS:
         slow_full = full_end - full
 
+    PER: tl.constexpr = BLOCK // BM
     for looped in range(LOOPED):
         h = (first_head + looped).to(tl.int64)
         if DROPOUT:
@@ -275,9 +291,11 @@ def dkdv_kernel(
         stats = STATS + (b * heads + h) * n_queries
         q_places = m[None, :] * q_n + d[:, None]
         g_places = m[:, None] * g_n + e[None, :]
-        for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BM), num_stages=STAGES):
-            row = tl.load(full_row + full + i // (BLOCK // BM))
-            m0 = (first_row + row) * BLOCK + i % (BLOCK // BM) * BM - start
+        steps = (full_end - slow_full - full) * PER
+        m0 = (first_row + listed(full_row + full, 0, steps, PER)) * BLOCK - start
+        later = listed(full_row + full, 1, steps, PER)
+        for i in tl.range(0, steps, num_stages=STAGES):
+            row = (m0 + start) // BLOCK - first_row
             q_tile = q_head + m0.to(tl.int64) * q_n
             g_tile = g_head + m0.to(tl.int64) * g_n
             if RAGGED_ROWS or D != DP or E != EP:
@@ -307,35 +325,45 @@ def dkdv_kernel(
             v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=PRECISION)
             ds = p * dp
             k_acc = tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=PRECISION)
+            # The tile after the next is in registers already, so that copies wait for no list.
+            m0 = (first_row + later) * BLOCK + (i + 1) % PER * BM - start
+            later = listed(full_row + full, i + 2, steps, PER)
 
-        for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BM), num_stages=STAGES):
-            entry = i // (BLOCK // BM)
-            at = i % (BLOCK // BM) * BM
-            row, words, some = masked_tile(
-                full_row, full_end, slow_full, part_row, part, part_tile, bits, rows_any, entry, at, inside,
-                BLOCK, BM, MIXED, False,
-            )  # fmt: skip
-            m0 = (first_row + row) * BLOCK + at - start
+        steps = (slow_full + part_end - part) * PER
+        later = number_at(part_tile, part, slow_full, 0, steps, PER, MIXED)
+        row, number, low, high, later = next_tile(
+            full_row, full_end, slow_full, part_row, part, part_tile, rows_any, later, 0, steps, BLOCK, BM, MIXED
+        )
+        for i in tl.range(0, steps, num_stages=STAGES):
+            words = words_of(bits, number, i, slow_full, inside, BLOCK, BM, MIXED, False)
+            m0 = (first_row + row) * BLOCK + i % PER * BM - start
+            there = any_kept(low, high, BM)
+            if RAGGED_ROWS:
+                real = (m0 + m >= 0) & (m0 + m < n_queries)
+                there = there & real
+                lse = tl.load(stats + m0 + m, mask=real, other=float("inf"))
+                delta = tl.load(stats + size + m0 + m, mask=real, other=0.0)
+            else:
+                lse = tl.load(stats + m0 + m)
+                delta = tl.load(stats + size + m0 + m)
             if RAGGED_KEYS:
-                some = some & seen_by(words, exists)
-            there = (m0 + m >= 0) & (m0 + m < n_queries) & expanded_row(some, BM)
-            lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
-            delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
-            # A row that a key mask emptied has no weights, and we do not read its values.
-            there = there & (lse != float("inf"))
+                there = there & expanded_row(seen_by(words, exists), BM)
+            if MIXED:
+                # A row that a key mask emptied has no weights, and we do not read its values.
+                there = there & (lse != float("inf"))
             q = tl.load(q_head + m0.to(tl.int64) * q_n + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0)
             out_grad = tl.load(
                 g_head + m0.to(tl.int64) * g_n + g_places, mask=inside_both(there, e, E, EP, 1), other=0.0
             )
             # Rows that do not exist have an lse of inf, so their weights are 0.
-            keep = expanded(words, BN, BM)
+            keep = expanded(words, BN, BM, False)
             if RAGGED_ROWS:
                 # A key that only rows beyond the lengths keep may be NaN, which no weight of 0 removes.
                 keep = keep & there[None, :]
             if MIXED:
                 keep = keep & kept_keys[:, None]
             s = tl.dot(k, q, input_precision=PRECISION)
-            p = tl.where(keep, weights(s, natural, lse[None, :]), 0.0)
+            p = tl.where(keep, weights(s, natural, lse[None, :]), zero)
             if DROPOUT:
                 at = position_of(m0 + m + start, row, first_row + row, row_at, BLOCK, PLACED)
                 stays = survives_transposed(seed_value, batch_number, head_number, at, key_position, threshold, BM, BN)
@@ -347,8 +375,12 @@ def dkdv_kernel(
                 dp = tl.broadcast_to(-delta[None, :], [BN, BM])
                 dp = tl.dot(v, tl.trans(out_grad), dp, input_precision=PRECISION)
             v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=PRECISION)
-            ds = tl.where(keep, p * dp, 0.0)
+            ds = tl.where(keep, p * dp, zero)
             k_acc = tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=PRECISION)
+            row, number, low, high, later = next_tile(
+                full_row, full_end, slow_full, part_row, part, part_tile, rows_any, later, i + 1, steps,
+                BLOCK, BM, MIXED,
+            )  # fmt: skip
 
     k_acc = k_acc * scale
     if DROPOUT:

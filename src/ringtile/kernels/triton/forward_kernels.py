@@ -10,11 +10,14 @@ import triton.language as tl
 
 from ringtile.kernels.triton.tiles import (
     CHANGING,
+    any_kept,
     expanded,
     expanded_row,
     inside_both,
     keys_kept,
-    masked_tile,
+    listed,
+    next_tile,
+    number_at,
     number_of,
     online_softmax_step,
     position_of,
@@ -24,6 +27,7 @@ from ringtile.kernels.triton.tiles import (
     survives,
     whole_tile,
     without_bits,
+    words_of,
 )
 
 
@@ -91,9 +95,12 @@ def forward_kernel(
     # Whether the slow loop takes full tiles too, without bits.
     MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
     slow_full = without_bits(full_col, full, full_end, n_keys, BLOCK, HAS_BITS or HAS_LENGTHS, RAGGED_KEYS)
-    for i in tl.range(0, (full_end - slow_full - full) * (BLOCK // BN), num_stages=STAGES):
-        col = tl.load(full_col + full + i // (BLOCK // BN))
-        n0 = col * BLOCK + i % (BLOCK // BN) * BN
+    PER: tl.constexpr = BLOCK // BN
+    steps = (full_end - slow_full - full) * PER
+    n0 = listed(full_col + full, 0, steps, PER) * BLOCK
+    later = listed(full_col + full, 1, steps, PER)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        col = n0 // BLOCK
         k = whole_tile(K, k_n, K_TILES, b, h // ratio, n0, n, d, D, DP, BN, True, TMA)
         v = whole_tile(V, v_n, V_TILES, b, h // ratio, n0, n, e, E, EP, BN, False, TMA)
         s = tl.dot(q, k, input_precision=PRECISION)
@@ -103,23 +110,26 @@ def forward_kernel(
             stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
             p = tl.where(stays, p, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        # The tile after the next is in registers already, so that copies wait for no list.
+        n0 = later * BLOCK + (i + 1) % PER * BN
+        later = listed(full_col + full, i + 2, steps, PER)
 
     key_length = n_keys
     if HAS_LENGTHS:
         key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
-    for i in tl.range(0, (slow_full + part_end - part) * (BLOCK // BN), num_stages=STAGES):
-        entry = i // (BLOCK // BN)
-        at = i % (BLOCK // BN) * BN
-        col, words, some = masked_tile(
-            full_col, full_end, slow_full, part_col, part, part_tile, bits, cols_any, entry, at, inside,
-            BLOCK, BN, MIXED, True,
-        )  # fmt: skip
-        n0 = col * BLOCK + at
+    steps = (slow_full + part_end - part) * PER
+    later = number_at(part_tile, part, slow_full, 0, steps, PER, MIXED)
+    col, number, low, high, later = next_tile(
+        full_col, full_end, slow_full, part_col, part, part_tile, cols_any, later, 0, steps, BLOCK, BN, MIXED
+    )
+    for i in tl.range(0, steps, num_stages=STAGES):
+        words = words_of(bits, number, i, slow_full, inside, BLOCK, BN, MIXED, True)
+        n0 = col * BLOCK + i % PER * BN
         # Zero times NaN is NaN, so we do not read values that no row keeps.
+        kept = any_kept(low, high, BN)
         if RAGGED_ROWS:
-            some = some & seen_by(words, exists)
-        kept = expanded_row(some, BN)
-        stay = expanded(words, BM, BN)
+            kept = kept & expanded_row(seen_by(words, exists), BN)
+        stay = expanded(words, BM, BN, True)
         if MIXED:
             kept = kept & keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
             stay = stay & kept[None, :]
@@ -135,6 +145,9 @@ def forward_kernel(
             stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
             p = tl.where(stays, p, 0.0)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        col, number, low, high, later = next_tile(
+            full_col, full_end, slow_full, part_col, part, part_tile, cols_any, later, i + 1, steps, BLOCK, BN, MIXED
+        )
 
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]

@@ -16,10 +16,19 @@ specializes on those that tell how statistics are aligned: unaligned reads would
 
 
 @triton.jit
-def expanded(words, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return ``[ROWS, COLS // 32]`` words as bits ``[ROWS, COLS]``."""
-    bits = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-    return tl.reshape(bits, [ROWS, COLS]) != 0
+def expanded(words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_SIGN: tl.constexpr):
+    """Return ``[ROWS, COLS // 32]`` words as bits ``[ROWS, COLS]``.
+
+    A thread of the matrix units has columns 2 t, 2 t + 1, 2 t + 8 and so on: it shifts a word once, by 2 t, and then
+    tests constant bits. BY_SIGN: for bits that a maximum follows. LLVM would pack constant bits into vectors there.
+    """
+    bit = tl.arange(0, 32)
+    if BY_SIGN:
+        shifted = words[:, :, None] << (6 - (bit & 6))[None, None, :]
+        return tl.reshape(shifted << (25 - (bit & 25))[None, None, :], [ROWS, COLS]) < 0
+    else:
+        shifted = words[:, :, None] >> (bit & 6)[None, None, :]
+        return tl.reshape(shifted & (1 << (bit & 25))[None, None, :], [ROWS, COLS]) != 0
 
 
 @triton.jit
@@ -191,37 +200,88 @@ def without_bits(full_col, full, full_end, n_keys, BLOCK: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def masked_tile(
-    full_list, full_end, n_full, part_list, part, part_tile, bits, any_words, entry, at, inside,
+def listed(tiles, step, steps, PER: tl.constexpr):
+    """Return the entry of a list of full tiles that a step is in: each has PER steps."""
+    return tl.load(tiles + step // PER, mask=step < steps, other=0)
+
+
+@triton.jit
+def number_at(part_tile, part, n_full, step, steps, PER: tl.constexpr, MIXED: tl.constexpr):
+    """Return the number of the tile of a step of a masked loop."""
+    there = step < steps
+    if MIXED:
+        there = there & (step // PER >= n_full)
+    return tl.load(part_tile + part + step // PER - n_full, mask=there, other=0)
+
+
+@triton.jit
+def next_tile(
+    full_list, full_end, n_full, part_list, part, part_tile, any_words, number, step, steps,
+    BLOCK: tl.constexpr, SIDE: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Return the tile of a step of a masked loop: its place, its number, and which of its SIDE columns anybody keeps,
+    as two scalars of up to 64 bits; then the number of the tile of the step after it.
+
+    The last ``n_full`` full tiles come first, if MIXED says that there are any; then the partial ones. ``number`` is
+    that of the step's tile, as this function returned it a step ago. We call it a step before the tile, so that what
+    it loads stays in registers. A copy whose address were itself copied would keep all other copies waiting.
+    """
+    PER: tl.constexpr = BLOCK // SIDE
+    entry = step // PER
+    there = step < steps
+    place_there = there
+    places = part_list + part + entry - n_full
+    if MIXED:
+        places = tl.where(entry >= n_full, places, full_list + full_end - n_full + entry)
+        there = there & (entry >= n_full)
+    first = any_words + number.to(tl.int64) * (BLOCK // 32) + step % PER * (SIDE // 32)
+    if SIDE == 32:
+        low = tl.load(first, mask=there, other=-1)
+        high = low
+    else:
+        pairs = first.to(tl.pointer_type(tl.int64))
+        low = tl.load(pairs, mask=there, other=-1)
+        high = low
+        if SIDE == 128:
+            high = tl.load(pairs + 1, mask=there, other=-1)
+    place = tl.load(places, mask=place_there, other=0)
+    # The pipeliner copies a value ahead that both chooses a mask and finds words, so we load the number twice.
+    now = number_at(part_tile, part, n_full, step, steps, PER, MIXED)
+    return place, now, low, high, number_at(part_tile, part, n_full, step + 1, steps, PER, MIXED)
+
+
+@triton.jit
+def any_kept(low, high, SIDE: tl.constexpr):
+    """Return the columns, ``[SIDE]``, that `next_tile` says anybody keeps."""
+    n = tl.arange(0, SIDE)
+    word = low.to(tl.int32)
+    if SIDE >= 64:
+        word = tl.where(n % 64 < 32, word, (low >> 32).to(tl.int32))
+    if SIDE == 128:
+        word = tl.where(n < 64, word, tl.where(n < 96, high.to(tl.int32), (high >> 32).to(tl.int32)))
+    return ((word >> (n & 15)) & (1 << (n & 16))) != 0
+
+
+@triton.jit
+def words_of(
+    bits, number, step, n_full, inside,
     BLOCK: tl.constexpr, SIDE: tl.constexpr, MIXED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """One entry of a masked loop: the tile's place, its words from ``at`` on and which of their bits anybody keeps.
-
-    The last ``n_full`` full tiles come first, if MIXED says that there are any, with all bits set; then the partial
-    ones. RAGGED: ``inside``, the rows of the words, may lead beyond the tile.
-    """
+    """Return the words of a tile for a step of a masked loop. A full tile has all bits set. RAGGED: ``inside``, the
+    rows of the words, may lead beyond the tile."""
     W: tl.constexpr = BLOCK // 32
-    at_part = part + entry - n_full
-    word = at // 32 + tl.arange(0, SIDE // 32)
+    PER: tl.constexpr = BLOCK // SIDE
+    word = step % PER * (SIDE // 32) + tl.arange(0, SIDE // 32)
+    places = bits + (number.to(tl.int64) * BLOCK + inside)[:, None] * W + word[None, :]
     if MIXED:
-        has_bits = entry >= n_full
-        place = tl.load(tl.where(has_bits, part_list + at_part, full_list + full_end - n_full + entry))
-        tile = tl.load(part_tile + at_part, mask=has_bits, other=0).to(tl.int64)
-    else:
-        place = tl.load(part_list + at_part)
-        tile = tl.load(part_tile + at_part).to(tl.int64)
-    some_places = any_words + tile * W + word
-    places = bits + tile * (BLOCK * W) + (inside * W)[:, None] + word[None, :]
-    if MIXED:
-        some = tl.load(some_places, mask=(word >= 0) & has_bits, other=-1)
+        has_bits = step // PER >= n_full
         if RAGGED:
             words = tl.load(places, mask=(inside < BLOCK)[:, None] & has_bits, other=-1)
         else:
             words = tl.load(places, mask=has_bits, other=-1)
     else:
-        some = tl.load(some_places)
         if RAGGED:
             words = tl.load(places, mask=(inside < BLOCK)[:, None], other=0)
         else:
             words = tl.load(places)
-    return place, words, some
+    return words

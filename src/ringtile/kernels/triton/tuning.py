@@ -41,36 +41,42 @@ INTERPRETED_CONFIG = Config(64, 64, 4, 1)
 
 _HOPPER = {
     "forward": {
-        64: [Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2)],
-        128: [Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2)],
+        64: [Config(64, 64, 4, 4), Config(64, 64, 4, 2)],
+        128: [Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
         256: [Config(128, 32, 8, 3), Config(64, 32, 4, 3), Config(64, 32, 4, 1)],
     },
     "dq": {
-        64: [Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)],
-        128: [Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2)],
+        64: [Config(128, 64, 8, 3), Config(64, 64, 4, 2)],
+        128: [Config(128, 64, 8, 3), Config(64, 64, 4, 2)],
         256: [Config(64, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
     },
     "dkdv": {
-        64: [Config(64, 128, 8, 3), Config(64, 64, 8, 2), Config(32, 64, 8, 2)],
-        128: [Config(64, 64, 8, 2), Config(32, 64, 8, 2)],
+        64: [Config(64, 128, 8, 3), Config(32, 64, 8, 3)],
+        128: [Config(64, 128, 8, 3), Config(64, 64, 8, 3), Config(32, 64, 8, 3)],
         256: [Config(32, 32, 8, 2), Config(32, 32, 4, 1)],
     },
 }
-"""For sm_90 and up: the matrix units read shared memory, and registers contain only sums."""
+"""For sm_90 to sm_110: the matrix units read shared memory, and registers contain only sums. Three forward programs of
+head dim 64 share a multiprocessor, so that one computes products while another computes exponentials."""
+_BLACKWELL = {
+    **_HOPPER,
+    "forward": {**_HOPPER["forward"], 64: [Config(128, 128, 8, 3), *_HOPPER["forward"][64]]},
+}
+"""For sm_100 to sm_110, whose matrix units want 128 rows."""
 _OTHERS = {
     "forward": {
-        64: [Config(128, 128, 8, 3), Config(128, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)],
-        128: [Config(128, 32, 8, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
+        64: [Config(128, 128, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)],
+        128: [Config(128, 64, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
         256: [Config(64, 32, 8, 2), Config(64, 32, 4, 1), Config(32, 32, 4, 1)],
     },
     "dq": {
-        64: [Config(128, 64, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)],
-        128: [Config(64, 64, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)],
+        64: [Config(128, 32, 8, 3), Config(64, 64, 8, 2), Config(64, 32, 4, 2), Config(32, 32, 4, 1)],
+        128: [Config(64, 64, 8, 3), Config(64, 32, 4, 2), Config(32, 32, 4, 1)],
         256: [Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 1)],
     },
     "dkdv": {
-        64: [Config(32, 128, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 4, 1)],
-        128: [Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(32, 64, 4, 1), Config(32, 32, 4, 1)],
+        64: [Config(64, 128, 8, 3), Config(32, 64, 8, 2), Config(32, 32, 4, 1)],
+        128: [Config(64, 64, 8, 3), Config(32, 64, 8, 2), Config(32, 64, 4, 1), Config(32, 32, 4, 1)],
         256: [Config(32, 32, 8, 2), Config(32, 32, 8, 1), Config(32, 32, 4, 1)],
     },
 }
@@ -85,7 +91,8 @@ _DROPOUT_AREA = {"forward": 128 * 64, "dq": 128 * 64, "dkdv": 32 * 64}
 
 def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, block: int, drops: bool) -> list[Config]:
     """Return the configurations to try, best first. ``width`` is the larger head dim, padded to a power of two."""
-    table = _HOPPER if architecture >= 90 else _OTHERS
+    # Consumer Blackwell, sm_120, has the matrix units of sm_80 and the shared memory of sm_89.
+    table = _HOPPER if 90 <= architecture < 100 else _BLACKWELL if 100 <= architecture < 120 else _OTHERS
     found = _FLOAT32[kernel] if dtype == torch.float32 else table[kernel][max(width, 64)]
     if 0 < architecture < 80:
         # These GPUs do not copy ahead, and compiling a large tile takes minutes.

@@ -39,7 +39,7 @@ def forward_kernel(
     c, natural, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_rows, longest, scratch_stride, room, key_words,
     group_b, group_h,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    q_b, q_h, q_n, k_b, k_h, k_n: tl.constexpr, v_b, v_h, v_n: tl.constexpr, o_b, o_h, o_n,
     D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, PACK: tl.constexpr,
     SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,

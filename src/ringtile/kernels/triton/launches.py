@@ -277,20 +277,21 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     split = _split(job, order, owners, job.widths["EP"] + 1, job.index.block * pack)
     results = {"OUT": out, "LSE": lse, **_strides("o", out)}
     scale = {"c": job.shared["natural"] * _LOG2_E}
+    # Compiled in, the distance of two tokens takes no registers. It changes with heads and head dim, not with lengths.
+    rows = {"k_n": job.k.stride(2), "v_n": job.v.stride(2)}
+    shared = {name: value for name, value in job.shared.items() if name not in rows}
     choices, merges = [], []
     for config in job.configs("forward"):
         tiles = {**job.sub_rows(config, pack), "PACK": pack}
         programs = owners * order.longest * tiles["SUBS"]
-        choices.append(Choice(config, job.row_constants(config, tiles), programs, job.key_tiles(config)))
+        choices.append(Choice(config, {**job.row_constants(config, tiles), **rows}, programs, job.key_tiles(config)))
         widths = {name: job.widths[name] for name in ("E", "EP", "BLOCK")}
         merges.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
-    launches = [
-        Launch(forward_kernels.forward_kernel, {**job.shared, **scale, **job.rows(), **results, **split}, choices)
-    ]
+    launches = [Launch(forward_kernels.forward_kernel, {**shared, **scale, **job.rows(), **results, **split}, choices)]
     if order.n_scratch:
         names = ("heads", "ratio", "n_queries", "start", "first_row")
-        shared = {name: job.shared[name] for name in names} | job.groups
-        merged = {**shared, **results, **split, "splits": order.splits, "n_rows": job.index.n_rows}
+        facts = {name: job.shared[name] for name in names} | job.groups
+        merged = {**facts, **results, **split, "splits": order.splits, "n_rows": job.index.n_rows}
         launches.append(Launch(forward_kernels.merge_kernel, merged, merges))
     return launches
 

@@ -205,6 +205,39 @@ def test_descriptors_serve_where_they_are_asked_for(head_dim: int, wide: bool, m
 
 
 @needs_triton
+def test_the_page_of_static_figures_is_that_of_the_record() -> None:
+    sys.path.insert(0, str(HERE.parent / "benchmarks"))
+    try:
+        import gpu_static
+    finally:
+        sys.path.pop(0)
+    record = json.loads(gpu_static.RECORD.read_text(encoding="utf-8"))
+    assert gpu_static.PAGE.read_text(encoding="utf-8") == gpu_static.page(record), "run gpu_static.py --page"
+    ours = [row for row in record["rows"] if row["who"] == "ringtile"]
+    assert len(ours) == 4 * 2 * 3
+    assert all(row[loop]["flying"] > 0 and not row[loop]["spills"] for row in ours for loop in ("full", "partial"))
+
+
+@needs_triton
+def test_a_model_of_a_loop_waits_for_copies_unless_they_are_ahead() -> None:
+    sys.path.insert(0, str(HERE.parent / "benchmarks"))
+    try:
+        from sass_model import Instruction, cycles, facts
+    finally:
+        sys.path.pop(0)
+
+    def loop(flying: int) -> list[Instruction]:
+        texts = [f"DEPBAR.LE SB0, {flying:#x}", "HMMA.16816.F32 R4, R8, R12, R4", "LDGSTS.E.BYPASS.128 [R2], [R6]"]
+        return [Instruction(16 * n, text, 2, 7, 7, 0) for n, text in enumerate([*texts, "LDGDEPBAR", "BRA 0x0"])]
+
+    assert facts(loop(2))[:4] == (5, 1, 1, 0)
+    assert facts(loop(2)).flying == 2
+    waiting, half, ahead = (cycles(loop(flying), 1, 1, 600) for flying in (0, 1, 20))
+    assert waiting > 600
+    assert 2 * ahead < half < 0.6 * waiting
+
+
+@needs_triton
 @pytest.mark.parametrize(
     ("setting", "expected"), [("tf32", "tf32"), ("ieee", "ieee"), ("high", "tf32"), ("highest", "ieee")]
 )

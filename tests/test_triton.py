@@ -155,7 +155,7 @@ PRODUCTS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "H
         ),
     ],
 )
-def test_loops_copy_ahead_and_use_the_tensor_cores_and_no_local_memory(
+def test_loops_use_the_tensor_cores_and_no_local_memory(
     target: str, head_dim: int, dtype: torch.dtype, dropout_p: float, placed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from compiled import SHARED_BYTES, compile_choice

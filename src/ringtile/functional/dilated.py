@@ -348,7 +348,9 @@ def rules_of(
         raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
     if overlap == "union" and pattern is None and torch.compiler.is_compiling():
         told = _told_rules(tuple(at), is_causal)
-        return told and tuple(Branch(length, rate, _told(text), is_alike=True) for length, rate, text in told)
+        if told is None:
+            return None
+        return tuple(Branch(length, rate, _told(text), is_alike=True) for length, rate, text in told)
     return _rules(at, pattern, is_causal, overlap)
 
 

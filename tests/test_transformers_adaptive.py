@@ -191,18 +191,7 @@ def test_one_budget_per_layer_and_head() -> None:
 
     class Counted(AdaptiveAttention):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, pattern: Any = None, **options: Any) -> Tensor:
-            from ringtile.adaptive import select
-
-            index = select(
-                query,
-                key,
-                budget=self.budget,
-                base=pattern,
-                is_causal=options["is_causal"],
-                block=BLOCK,
-                first=0,
-                local=0,
-            )
+            index = self.index(query, key, pattern, is_causal=options["is_causal"])
             kept.append(index.to_dense().float().mean((0, 2, 3)))
             return super().forward(query, key, value, pattern, **options)
 

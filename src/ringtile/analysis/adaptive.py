@@ -11,9 +11,9 @@ from torch import Tensor
 from ringtile.adaptive import Calibration, ControlReport, QualityReport, allocate
 from ringtile.adaptive.scores import exact_masses
 from ringtile.analysis.plot import axes_or_new, colors_on, mark_positions
-from ringtile.functional.compacted import for_heads
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ringtile import sparse_attention
 from ringtile.adaptive import AdaptiveAttention, Blend, Controller, Density, Probe, Scores, Sum
 from ringtile.integrations.transformers import register, use_ringtile
-from ringtile.integrations.transformers.attention import sees_no_future
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, Window
+from ringtile.patterns.facts import sees_no_future
 
 TOKENS = 150
 BLOCK = 16

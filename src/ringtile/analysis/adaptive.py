@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ringtile.adaptive import Calibration, ControlReport, QualityReport, View, allocate
 from ringtile.analysis.plot import axes_or_new, colors_on, mark_positions
-from ringtile.functional.compacted import for_heads
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,24 +10,8 @@
     TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke --out FILE    small problems on a CPU, to see that it runs
     python benchmarks/gpu.py --mock --out FILE                        the same on a GPU that is not there
 
-It runs from a source tree without an install. The sections, in this order:
-
-* ``gate``: every case of tests/triton_cases.py against float64. Nothing is timed whose case is wrong.
-* ``machine``: clocks, and the rate of a large matmul.
-* ``ab``: both passes of this tree and of ``--baseline``, in turn.
-* ``sweep``: at most 8 configurations per kernel and head dim, for ``--adopt``.
-* ``masks``: 131,072 tokens, H4, beside PyTorch's own kernels, cuDNN's, FlashAttention's if installed, and FA4.
-* ``flex``: five of the masks beside FlexAttention, which takes most of a minute per mask to compile.
-* ``tma``: both passes by pointers and by tensor descriptors.
-* ``graph``: calls replayed from a CUDA graph.
-* ``lengths``: 128 to 65,536 tokens, to find the break-even length.
-* ``million``: 1,048,576 tokens.
-* ``claims``: the figures of the documents, row by row.
-* ``model``: the forward pass of a model of 125 million parameters.
-* ``sanitizer``: small cases under compute-sanitizer.
-
-Times are medians of interleaved rounds by the GPU's events, apart from the host's time per call. Sampled rows of each
-result are compared with float64 before it is timed.
+It runs from a source tree without an install. Times are medians of interleaved rounds by the GPU's events, apart from
+the host's time per call. Sampled rows of each result are compared with float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -41,24 +25,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests", "benchmarks")]
+SOURCE = sys.argv[sys.argv.index("--source") + 1] if "--source" in sys.argv else str(ROOT / "src")
+sys.path[:0] = [SOURCE, str(ROOT / "tests"), str(ROOT / "benchmarks")]
 if {"--mock", "--prepare"} & set(sys.argv):
     os.environ["RINGTILE_MOCK_GPU"] = "1"
-for name, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-    os.environ.setdefault(name, str(ROOT / "build" / folder))
 
 import torch  # noqa: E402
 import triton_cases  # noqa: E402
 from gpu_prepare import no_gpu, prepare  # noqa: E402
-from gpu_sections import GROUPED, SECTIONS, TIMED, UNTIMED, Cell, Setup, Side, ab_cases, first_line, question_of  # noqa: E402
+from gpu_sections import GROUPED, SECTIONS, TIMED, UNTIMED, Cell, Setup, first_line  # noqa: E402
 from gpu_times import CLOCK, DEVICE  # noqa: E402
+from mock_gpu import SHARED_BYTES  # noqa: E402
 
+import ringtile  # noqa: E402
 from ringtile.kernels.triton import launches, tuning  # noqa: E402
 from ringtile.measure.machine import commit, machine_facts, versions  # noqa: E402
 from ringtile.measure.record import write_whole  # noqa: E402
@@ -94,8 +79,8 @@ def at_most(seconds: float) -> Iterator[None]:
 
 def blank() -> Found:
     """Return a record without cells."""
-    digest, machine = hashlib.sha256(), machine_facts()
-    for path in sorted((ROOT / "src").rglob("*.py")):
+    digest, machine, source = hashlib.sha256(), machine_facts(), Path(SOURCE)
+    for path in sorted([*source.rglob("*.py"), *source.rglob("tuned.json")]):
         digest.update(path.read_bytes())
     about = {name: version for name, version in versions().items() if name in ("torch", "triton")}
     devices = [name for name in machine["devices"] if CLOCK == "events" or name == "cpu"]
@@ -145,6 +130,7 @@ def run_section(name: str, cells: Sequence[Cell], found: Found, seconds: float, 
             else:
                 with at_most(ends - time.monotonic()):
                     value = cell.run()
+                    synchronize()
         except Overtime:
             break
         except Exception as error:
@@ -153,13 +139,20 @@ def run_section(name: str, cells: Sequence[Cell], found: Found, seconds: float, 
             found["running"] = None
         done[cell.name] = value
         found["left"][name].remove(cell.name)
+        save()
         print(*told(name, cell.name, value), sep="\n", flush=True)
-        if CLOCK == "events":
-            # After an illegal access this raises, as all that comes would. The next run goes on behind this cell.
-            save()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        try:
+            synchronize()
+        except RuntimeError as error:
+            raise SystemExit(f"the GPU does not answer after this cell, run it again: {first_line(error)}") from None
     save()
+
+
+def synchronize() -> None:
+    """Wait for the GPU. After an illegal access, this and all that follows in the process raises."""
+    if CLOCK == "events":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def told(section: str, name: str, value: Found) -> Iterator[str]:
@@ -170,9 +163,11 @@ def told(section: str, name: str, value: Found) -> Iterator[str]:
         yield f"  {row['peer']:16} {row['direction']:17} {time}"
 
 
-def prepare_all(setup: Setup, names: Sequence[str], target: tuple[int, int] | None) -> None:
-    """Compile the kernels of sections for the GPU of this machine, or for another one."""
-    if target is None:
+def prepare_all(setup: Setup, args: argparse.Namespace) -> int:
+    """Compile the kernels of the sections for the GPU of this machine, or for another one."""
+    if args.architecture:
+        target = args.architecture, SHARED_BYTES[args.architecture]
+    else:
         code = "import triton; a = triton.runtime.driver.active; t = a.get_current_target(); assert t.backend == 'cuda'"
         code += "; print(t.arch, a.utils.get_device_properties(0)['max_shared_mem'])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -180,20 +175,20 @@ def prepare_all(setup: Setup, names: Sequence[str], target: tuple[int, int] | No
             raise SystemExit(f"found no NVIDIA GPU to prepare for, give --architecture: {done.stderr[-300:]}")
         target = tuple(map(int, done.stdout.split()))
     with patch.object(launches, "architecture", lambda device: target[0]):
-        cells = [(name, cell) for name in names for cell in SECTIONS[name](setup)]
+        cells = [(name, cell) for name in args.sections for cell in SECTIONS[name](setup)]
     checks = [cell.run for name, cell in cells if name == "gate"]
-    made = [prepare(*target, checks, [problem for _, cell in cells for problem in cell.problems])]
-    if setup.baseline and "ab" in names:
-        side = Side(setup.baseline / "src")
-        setup.stack.callback(side.close)
-        cases = [question_of(case) for case in ab_cases(setup)]
-        made.append(side.ask({"prepare": target, "cases": cases}))
-    print(f"{sum(part['kernels'] for part in made)} kernels are in {os.environ['TRITON_CACHE_DIR']}")
-    if failed := [error for part in made for error in part["failed"]]:
-        raise SystemExit("\n".join(failed))
+    made = prepare(*target, checks, [problem for _, cell in cells for problem in cell.problems])
+    print(
+        f"{made['kernels']} kernels for sm_{target[0]} in {os.environ['TRITON_CACHE_DIR']}", *made["failed"], sep="\n"
+    )
+    # Both trees of a comparison run the section passes.
+    for tree in (setup.baseline, ROOT) if setup.baseline and "ab" in args.sections else ():
+        command = [sys.executable, __file__, "--prepare", "--sections", "passes", "--source", tree / "src"]
+        subprocess.run([*command, "--architecture", str(target[0])], check=True)
+    return 1 if made["failed"] else 0
 
 
-def adopt(path: Path) -> None:
+def adopt(path: Path) -> int:
     """Write the fastest configurations of a record's sweep where the kernels look for them."""
     found = json.loads(path.read_text(encoding="utf-8"))
     capability = next((name.rpartition("sm_")[2] for name in found["devices"] if "sm_" in name), None)
@@ -211,6 +206,7 @@ def adopt(path: Path) -> None:
             chosen.setdefault(f"sm_{capability}", {}).setdefault(kernel, {})[head_dim] = best["config"]
     write_whole(tuning.TUNED, json.dumps(chosen, indent=1) + "\n")
     print(f"{tuning.TUNED}:\n{json.dumps(chosen)}")
+    return 0
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -218,12 +214,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--prepare", action="store_true", help="compile the kernels of the sections, and measure nothing")
     add("--architecture", type=int, metavar="90", help="with --prepare: for another GPU than this machine's")
-    add("--sections", default=",".join(SECTIONS), metavar="A,B", help=f"some of {','.join(SECTIONS)}")
+    default = ",".join(name for name in SECTIONS if name != "passes")
+    add("--sections", default=default, metavar="A,B", help=f"some of {','.join(SECTIONS)}")
     add("--seconds", type=float, default=240.0, help="time of a section (default: 240)")
     add("--total", type=float, default=540.0, help="time of the run (default: 540)")
     add("--out", type=Path, default=ROOT / "benchmarks/records/gpu.json", help="the record to write or to continue")
     add("--before", type=Path, metavar="RECORD", help="a record whose cells are not measured again")
     add("--baseline", type=Path, metavar="PATH", help="another checkout, for the section ab")
+    add("--source", metavar="SRC", help="another tree's src, for the section passes")
     add("--adopt", type=Path, metavar="RECORD", help="write the best configurations of a record, and measure nothing")
     add("--smoke", action="store_true", help="a few small problems, to see that everything runs")
     add("--mock", action="store_true", help="the same on a GPU that is not there")
@@ -240,54 +238,46 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args, began = arguments(), time.monotonic()
+    for name, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        os.environ.setdefault(name, str(ROOT / "build" / folder))
+    setup = Setup(args.smoke or args.mock, args.baseline)
     if args.adopt:
-        adopt(args.adopt)
-        return 0
-    with ExitStack() as stack:
-        setup = Setup(args.smoke or args.mock, args.baseline, stack)
-        if args.prepare:
-            from mock_gpu import SHARED_BYTES
+        return adopt(args.adopt)
+    if args.prepare:
+        return prepare_all(setup, args)
+    if not Path(ringtile.__file__).is_relative_to(Path(SOURCE).resolve()):
+        raise SystemExit(f"expected ringtile from {SOURCE}, got {ringtile.__file__}")
+    if CLOCK == "events" and not torch.cuda.is_available():
+        raise SystemExit("expected a GPU, found none")
+    found = opened(args.out, args.before)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
 
-            number = args.architecture
-            prepare_all(setup, args.sections, None if number is None else (number, SHARED_BYTES[number]))
-            return 0
-        if CLOCK == "events" and not torch.cuda.is_available():
-            raise SystemExit("expected a GPU, found none")
-        found = opened(args.out, args.before)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
+    def save() -> None:
+        write_whole(args.out, json.dumps(found, indent=1))
 
-        def save() -> None:
-            write_whole(args.out, json.dumps(found, indent=1))
-
-        # A time limit from outside ends a run as Ctrl-C does.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            with no_gpu() if CLOCK == "mock" else nullcontext():
-                measure(setup, args, found, began, save)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-        finally:
-            save()
-    left = {name: len(names) for name, names in found["left"].items() if names}
-    wrong = [
-        f"{s}: {name}: {v['error']}" for s, cells in found["cells"].items() for name, v in cells.items() if "error" in v
-    ]
-    print(f"left: {left or 'nothing'}; {len(wrong)} wrong or failed", *wrong, sep="\n  ")
-    return 1 if wrong else 2 if left else 0
-
-
-def measure(setup: Setup, args: argparse.Namespace, found: Found, began: float, save: Callable[[], None]) -> None:
-    """Run the sections that were asked for, the gate first."""
-    for name in (name for name in SECTIONS if name in args.sections):
-        with ExitStack() as stack:
-            cells = list(SECTIONS[name](setup._replace(stack=stack)))
-            late = time.monotonic() - began
-            if name in TIMED and any(
-                cell.name not in found["cells"].get("gate", {}) for cell in SECTIONS["gate"](setup)
-            ):
-                print(f"{name}: left, because the gate is not complete: run the section gate first")
-                late = args.total
-            run_section(name, cells, found, min(args.seconds, args.total - late), save)
+    # A time limit from outside ends a run as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with no_gpu() if CLOCK == "mock" else nullcontext():
+            for name in (name for name in SECTIONS if name in args.sections):
+                cells, left = list(SECTIONS[name](setup)), args.total - (time.monotonic() - began)
+                if (
+                    name in TIMED
+                    and {cell.name for cell in SECTIONS["gate"](setup)} - found["cells"].get("gate", {}).keys()
+                ):
+                    print(f"{name}: left, because it needs all of the gate")
+                    left = 0.0
+                run_section(name, cells, found, min(args.seconds, left), save)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    save()
+    left_over = {name: len(names) for name, names in found["left"].items() if names}
+    failed = [
+        f"{section}: {name}: {value['error']}"
+        for section, cells in found["cells"].items() for name, value in cells.items() if "error" in value
+    ]  # fmt: skip
+    print(f"left: {left_over or 'nothing'}; {len(failed)} wrong or failed", *failed, sep="\n  ")
+    return 1 if failed else 2 if left_over else 0
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -40,7 +40,7 @@ NARROW = ("causal", "causal window", "global and local", "documents")
 """Masks of head dim 64, too."""
 FLEX = ("full", "causal window", "documents", "global and local", "dilated")
 """Masks of FlexAttention, which compiles for most of a minute per mask."""
-AB = ("full", "causal", "causal window", "dilated", "LongNet")
+PASSES = ("full", "causal", "causal window", "dilated", "LongNet")
 SANITIZED = ("causal over sub tiles", "grouped heads and another value dim", "long rows and columns in pieces")
 SANITIZER_SECONDS = 100
 MODEL, MODEL_RULE = (12, 768, 12), "causal & (window(4095, 0) | global_tokens(64))"
@@ -65,11 +65,10 @@ class Cell(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """The choices of a run, and what to close after a section."""
+    """The choices of a run."""
 
     smoke: bool
     baseline: Path | None
-    stack: ExitStack
 
     @property
     def seconds(self) -> float:
@@ -89,17 +88,21 @@ class Setup(NamedTuple):
         return Case(asked, parse(masks(n)[asked]) if pattern is None else pattern, n, device=DEVICE, **sizes)
 
 
-@cache
+def documents(n: int) -> list[int]:
+    """Return the lengths of the documents of n tokens."""
+    lengths = [max(1, round(length * n / LONG)) for length in DOCUMENTS[:-1]]
+    return [*lengths, n - sum(lengths)]
+
+
 def masks(n: int) -> dict[str, str]:
     """Return patterns by name."""
-    lengths = [max(1, round(length * n / LONG)) for length in DOCUMENTS[:-1]]
     prefix = n // 4
     return {
         "full": "dense",
         "causal": "causal",
         "window": "window(512)",
         "causal window": "causal & window(1023, 0)",
-        "documents": f"causal & documents({[*lengths, n - sum(lengths)]})",
+        "documents": f"causal & documents({documents(n)})",
         "sink and window": "streaming(4, 512)",
         "prefix": f"causal | documents([{prefix}, {n - prefix}]) & global_tokens({prefix})",
         "global and local": "window(256) | global_tokens(8)",
@@ -113,8 +116,8 @@ def masks(n: int) -> dict[str, str]:
 
 def flex_rule(name: str, n: int) -> Rule:
     """Return the same mask for FlexAttention."""
-    lengths = parse(masks(n)["documents"]).second.lengths
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(DEVICE)
+    lengths = torch.tensor(documents(n))
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(DEVICE)
     rules: dict[str, Rule] = {
         "full": lambda b, h, i, j: i >= 0,
         "causal window": lambda b, h, i, j: (j <= i) & (i - j < 1024),
@@ -208,12 +211,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
-def compared(setup: Setup, peers: tuple[Peer, ...], case: Case, directions: tuple[str, ...] = DIRECTIONS) -> Cell:
-    name = f"{case.asked}, N {case.n_tokens}, D {case.head_dim}"
-    problem = Problem(case, BOTH in directions)
-    return Cell(name, lambda: compare(case, peers, directions, setup.seconds), (problem,))
-
-
 def gate(setup: Setup) -> Iterator[Cell]:
     def checked(name: str) -> Value:
         torch.manual_seed(0)
@@ -226,72 +223,47 @@ def gate(setup: Setup) -> Iterator[Cell]:
 
 
 def machine(setup: Setup) -> Iterator[Cell]:
-    def clocks(*command: str) -> Value:
+    def clocks() -> Value:
+        command = ["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE"]
+        command = command if shutil.which(command[0]) else ["rocm-smi", "--showclocks"]
         return {"text": subprocess.run(command, capture_output=True, text=True, timeout=30).stdout[-6000:]}
-
-    for command in (("nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE"), ("rocm-smi", "--showclocks")):
-        if shutil.which(command[0]):
-            yield Cell("clocks", partial(clocks, *command))
 
     def matmul(size: int) -> Value:
         a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         time = times_of({"matmul": lambda: a @ b}, setup.seconds)["matmul"]
         return {**time, "size": size, "tflops": 2 * size**3 / time["ms"] / 1e9}
 
+    if CLOCK == "events":
+        yield Cell("clocks", clocks)
     yield Cell("bfloat16 matmul", partial(matmul, 32 if setup.smoke else 8192))
 
 
-class Side:
-    """A process that times the kernels of one source tree."""
-
-    def __init__(self, source: Path) -> None:
-        command = [sys.executable, str(HERE / "gpu_ab.py"), str(source)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, question: Value) -> Value:
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-        if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"{self.process.args} ended with status {self.process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def ab_cases(setup: Setup) -> list[Case]:
-    heads = setup.some((128, 64))
-    return [setup.case(name, LONG, head_dim=head_dim) for head_dim in heads for name in setup.some(AB)]
-
-
-def question_of(case: Case) -> Value:
-    sizes = {name: getattr(case, name) for name in ("n_tokens", "heads", "head_dim")}
-    return {**sizes, "pattern": case.pattern.text, "dtype": str(case.dtype).removeprefix("torch.")}
+def passes(setup: Setup) -> Iterator[Cell]:
+    """Time both passes of one source tree: `ab` runs this section for two."""
+    for head_dim in setup.some((128, 64)):
+        for name in setup.some(PASSES):
+            case = setup.case(name, LONG // 2, head_dim=head_dim)
+            run = lambda case=case: passes_of(Exact(case, 0), TRITON.prepare(case), setup.seconds)  # noqa: E731
+            yield Cell(f"{name}, D {head_dim}", run, (Problem(case),))
 
 
 def ab(setup: Setup) -> Iterator[Cell]:
-    @cache
-    def sides() -> dict[str, Side]:
-        found = {"before": Side(setup.baseline / "src"), "now": Side(HERE.parent / "src")}
-        for side in found.values():
-            setup.stack.callback(side.close)
-        return found
+    def timed(source: Path) -> Value:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "record.json")
+            command = [sys.executable, HERE / "gpu.py", "--sections", "passes", "--source", source, "--out", out]
+            command += {"mock": ["--mock"], "wall": ["--smoke"]}.get(CLOCK, [])
+            done = subprocess.run(command, capture_output=True, text=True)
+            if not out.exists():
+                raise RuntimeError(f"status {done.returncode}: {done.stderr[-300:]}")
+            found = json.loads(out.read_text(encoding="utf-8"))
+        return {"source": str(source), "sources": found["sources"], **found["cells"]["passes"]}
 
-    def asked(case: Case) -> Value:
-        # Each side twice, in turn: the difference of a side from itself is the noise.
-        turns = [*sides()] * (1 if setup.smoke else 2)
-        replies = [(name, sides()[name].ask({**question_of(case), "seconds": setup.seconds})) for name in turns]
-        value: Value = {name: [reply for other, reply in replies if other == name] for name in sides()}
-        if wrong := [f"{name}: {reply['error']}" for name, reply in replies if "error" in reply]:
-            return {"error": "; ".join(wrong), **value}
-        for part in ("forward", "backward"):
-            before, now = (min(reply[part]["ms"] for reply in value[name]) for name in sides())
-            value[f"{part}_speedup"] = before / now
-        return value
-
-    for case in ab_cases(setup) if setup.baseline else []:
-        yield Cell(f"{case.asked}, D {case.head_dim}", partial(asked, case), (Problem(case),))
+    # Each tree twice, in turn: what differs between its own times is noise.
+    trees = {"before": setup.baseline, "now": HERE.parent} if setup.baseline else {}
+    for number in setup.some((1, 2)):
+        for name, tree in trees.items():
+            yield Cell(f"{name}, {number}", partial(timed, tree / "src"))
 
 
 def candidates(kernel: str, number: int, head_dim: int) -> list[Config]:
@@ -313,7 +285,8 @@ def sweep(setup: Setup) -> Iterator[Cell]:
         with forced(kernel, config):
             return {**about, **passes_of(exact(case), TRITON.prepare(case), setup.seconds)}
 
-    for head_dim in (64, 128):
+    # The interpreter has a configuration of its own.
+    for head_dim in setup.some((64, 128)) if CLOCK != "wall" else ():
         case = setup.case("causal window", 32_768, heads=8, head_dim=head_dim)
         for kernel in TILES:
             for config in setup.some(candidates(kernel, launches.architecture(DEVICE), head_dim)):
@@ -322,15 +295,41 @@ def sweep(setup: Setup) -> Iterator[Cell]:
                 yield Cell(name, partial(timed, case, kernel, config), (problem,))
 
 
-def all_masks(setup: Setup) -> Iterator[Cell]:
-    for head_dim, names in ((128, masks(LONG)), (64, NARROW)):
-        for name in setup.some(names, head_dim // 64 - 1):
-            yield compared(setup, ALL, setup.case(name, LONG, head_dim=head_dim))
+def comparisons(section: str, setup: Setup) -> Iterator[tuple[tuple[Peer, ...], Case]]:
+    """Yield the peers and cases of a section that compares."""
+    half, eight = {"heads": 8, "head_dim": 64, "dtype": torch.float16}, {"heads": 8, "head_dim": 64}
+    if section == "masks":
+        yield from ((ALL, setup.case(name, LONG)) for name in setup.some(masks(LONG)))
+        yield from ((ALL, setup.case(name, LONG, head_dim=64)) for name in setup.some(NARROW, 0))
+    elif section == "flex":
+        yield from (((TRITON, Flex()), setup.case(name, LONG)) for name in setup.some(FLEX))
+    elif section == "million":
+        for name in setup.some(("causal window", "LongNet")):
+            yield PAIR, setup.case(name, MILLION, heads=2, head_dim=64)
+    elif section == "lengths":
+        for n in setup.some((128, 256, 512, 1024, 2048, 4096, 16_384, 65_536)):
+            yield PAIR, setup.case("causal window 4096", n, parse("causal & window(4095, 0)"), **eight)
+        for n in setup.some((2048, 4096, 16_384, 65_536), 0):
+            yield PAIR, setup.case("a tenth in random blocks", n, parse(random_blocks(0.1, n)), **eight)
+        yield PAIR, decoding(setup)
+    elif not setup.smoke:
+        # Figures of the documents: 131,072 tokens in 6.95 ms; 4,096 tokens at 90, 95 and 98% sparse.
+        yield PAIR, setup.case("131,072 tokens at 5%", LONG, parse(random_blocks(0.05, LONG)), **half)
+        for n in (LONG, 2 * LONG):
+            yield (
+                PAIR,
+                setup.case("window and global", n, parse("causal & (window(511, 0) | global_tokens(64))"), **half),
+            )
+        for density, block in ((0.1, 128), (0.05, 128), (0.02, 64)):
+            pattern = with_density(parse("window(1)"), density, 4096, num_heads=8, block=block).pattern
+            yield PAIR, setup.case(f"4,096 tokens at {density:g}", 4096, pattern, block=block, **half)
 
 
-def flex(setup: Setup) -> Iterator[Cell]:
-    for name in setup.some(FLEX):
-        yield compared(setup, (TRITON, Flex()), setup.case(name, LONG))
+def compared(section: str, setup: Setup) -> Iterator[Cell]:
+    for peers, case in comparisons(section, setup):
+        directions = (FORWARD,) if case.n_queries else DIRECTIONS
+        run = partial(compare, case, peers, directions, setup.seconds)
+        yield Cell(f"{case.asked}, N {case.n_tokens}, D {case.head_dim}", run, (Problem(case, BOTH in directions),))
 
 
 def tma(setup: Setup) -> Iterator[Cell]:
@@ -380,36 +379,6 @@ def graph(setup: Setup) -> Iterator[Cell]:
     for case, trains in ((short, True), (short, False), (decoding(setup), False)) if CLOCK != "wall" else ():
         name = f"{case.asked}, {BOTH if trains else FORWARD}"
         yield Cell(name, partial(step, case, trains), (Problem(case, trains),))
-
-
-def lengths(setup: Setup) -> Iterator[Cell]:
-    for n in setup.some((128, 256, 512, 1024, 2048, 4096, 16_384, 65_536)):
-        window = setup.case("causal window 4096", n, parse("causal & window(4095, 0)"), heads=8, head_dim=64)
-        yield compared(setup, PAIR, window)
-        if n >= 2048:
-            tenth = parse(random_blocks(0.1, n))
-            yield compared(setup, PAIR, setup.case("a tenth in random blocks", n, tenth, heads=8, head_dim=64))
-    yield compared(setup, PAIR, decoding(setup), (FORWARD,))
-
-
-def million(setup: Setup) -> Iterator[Cell]:
-    for name in setup.some(("causal window", "LongNet")):
-        yield compared(setup, PAIR, setup.case(name, MILLION, heads=2, head_dim=64))
-
-
-def claims(setup: Setup) -> Iterator[Cell]:
-    """131,072 tokens in 6.95 ms; 4,096 tokens at 90, 95 and 98% sparse; each with dense attention."""
-    if setup.smoke:
-        return
-    sizes = {"heads": 8, "head_dim": 64, "dtype": torch.float16}
-    random = parse(random_blocks(0.05, LONG))
-    yield compared(setup, PAIR, setup.case("131,072 tokens at 5%", LONG, random, **sizes))
-    window = parse("causal & (window(511, 0) | global_tokens(64))")
-    for n in (LONG, 2 * LONG):
-        yield compared(setup, PAIR, setup.case("window and global tokens", n, window, **sizes))
-    for density, block in ((0.1, 128), (0.05, 128), (0.02, 64)):
-        pattern = with_density(parse("window(1)"), density, 4096, num_heads=8, block=block).pattern
-        yield compared(setup, PAIR, setup.case(f"4,096 tokens at {density:g}", 4096, pattern, block=block, **sizes))
 
 
 def model(setup: Setup) -> Iterator[Cell]:
@@ -470,8 +439,10 @@ def sanitizer(setup: Setup) -> Iterator[Cell]:
 
 
 SECTIONS: dict[str, Callable[[Setup], Iterator[Cell]]] = {
-    "gate": gate, "machine": machine, "ab": ab, "sweep": sweep, "masks": all_masks, "flex": flex, "tma": tma,
-    "graph": graph, "lengths": lengths, "million": million, "claims": claims, "model": model, "sanitizer": sanitizer,
+    "gate": gate, "machine": machine, "passes": passes, "ab": ab, "sweep": sweep, "masks": partial(compared, "masks"),
+    "flex": partial(compared, "flex"), "tma": tma, "graph": graph, "lengths": partial(compared, "lengths"),
+    "million": partial(compared, "million"), "claims": partial(compared, "claims"), "model": model,
+    "sanitizer": sanitizer,
 }  # fmt: skip
 UNTIMED = {
     "an index with unused room", "a fixed capacity changes no bit", "key mask", "key lengths", "dropout",

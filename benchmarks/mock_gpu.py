@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import ASTSource, CompiledKernel, compiler
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -163,6 +163,8 @@ def mock_gpu(
                     # What another driver compiled is none of this one's.
                     caches = type(function.device_caches)(function.create_binder)
                     enter(patch.object(function, "device_caches", caches))
+        # Triton reads it once per process.
+        enter(patch.object(compiler, "max_shared_mem", lambda device: SHARED_BYTES[architecture]))
         enter(patch.object(launches, "architecture", lambda device: architecture))
         enter(patch.object(launches, "_fitting", {}))
         enter(patch.object(backend, "unsupported", reasons))

@@ -42,6 +42,7 @@ from gpu_prepare import no_gpu, prepare  # noqa: E402
 from gpu_sections import GROUPED, SECTIONS, TIMED, UNTIMED, Cell, Setup, first_line  # noqa: E402
 from gpu_times import CLOCK, DEVICE  # noqa: E402
 from mock_gpu import SHARED_BYTES  # noqa: E402
+from triton import knobs  # noqa: E402
 
 import ringtile  # noqa: E402
 from ringtile.kernels.triton import launches, tuning  # noqa: E402
@@ -85,7 +86,16 @@ def blank() -> Found:
     about = {name: version for name, version in versions().items() if name in ("torch", "triton")}
     devices = [name for name in machine["devices"] if CLOCK == "events" or name == "cpu"]
     facts = {"devices": devices, "versions": about, "sources": digest.hexdigest(), "commit": commit()}
-    return {"format": FORMAT, "clock": CLOCK, **facts, "machine": machine, "cells": {}, "left": {}, "running": None}
+    return {
+        "format": FORMAT,
+        "clock": CLOCK,
+        **facts,
+        "machine": machine,
+        "cells": {},
+        "left": {},
+        "compiled": {},
+        "running": None,
+    }
 
 
 def opened(out: Path, before: Path | None) -> Found:
@@ -118,7 +128,6 @@ def run_section(name: str, cells: Sequence[Cell], found: Found, seconds: float, 
     """Measure the cells that a record lacks, until the time is over. The record is saved after each."""
     done, ends = found["cells"].setdefault(name, {}), time.monotonic() + seconds
     todo = [cell for cell in cells if cell.name not in done]
-    found["left"][name] = [cell.name for cell in todo]
     for cell in todo:
         if time.monotonic() >= ends:
             break
@@ -157,10 +166,18 @@ def synchronize() -> None:
 
 def told(section: str, name: str, value: Found) -> Iterator[str]:
     """Yield the lines about a cell."""
-    yield f"{section}: {name}: " + str({key: x for key, x in value.items() if key not in ("rows", "text")})[:400]
+    yield f"{section}: {name}: {_brief(value)}"
     for row in value.get("rows", ()):
         time = row["reason"] or f"{row['median_ms']:.4g} ms, host {row['host_us']:.0f} us"
         yield f"  {row['peer']:16} {row['direction']:17} {time}"
+
+
+def _brief(value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if "ms" in value:
+        return f"{value['ms']:.4g} ms, host {value['host_us']:.0f} us"
+    return "; ".join(f"{key} {_brief(x)}" for key, x in value.items() if key not in ("rows", "text", "sources"))
 
 
 def prepare_all(setup: Setup, args: argparse.Namespace) -> int:
@@ -241,43 +258,56 @@ def main() -> int:
     for name, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
         os.environ.setdefault(name, str(ROOT / "build" / folder))
     setup = Setup(args.smoke or args.mock, args.baseline)
+    if not Path(ringtile.__file__).is_relative_to(Path(SOURCE).resolve()):
+        raise SystemExit(f"expected ringtile from {SOURCE}, got {ringtile.__file__}")
     if args.adopt:
         return adopt(args.adopt)
     if args.prepare:
         return prepare_all(setup, args)
-    if not Path(ringtile.__file__).is_relative_to(Path(SOURCE).resolve()):
-        raise SystemExit(f"expected ringtile from {SOURCE}, got {ringtile.__file__}")
     if CLOCK == "events" and not torch.cuda.is_available():
         raise SystemExit("expected a GPU, found none")
     found = opened(args.out, args.before)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-
-    def save() -> None:
-        write_whole(args.out, json.dumps(found, indent=1))
-
     # A time limit from outside ends a run as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with no_gpu() if CLOCK == "mock" else nullcontext():
-            for name in (name for name in SECTIONS if name in args.sections):
-                cells, left = list(SECTIONS[name](setup)), args.total - (time.monotonic() - began)
-                if (
-                    name in TIMED
-                    and {cell.name for cell in SECTIONS["gate"](setup)} - found["cells"].get("gate", {}).keys()
-                ):
-                    print(f"{name}: left, because it needs all of the gate")
-                    left = 0.0
-                run_section(name, cells, found, min(args.seconds, left), save)
+            measure(setup, args, found, began)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-    save()
-    left_over = {name: len(names) for name, names in found["left"].items() if names}
+    left = {name: len(names) for name, names in found["left"].items() if names}
     failed = [
         f"{section}: {name}: {value['error']}"
         for section, cells in found["cells"].items() for name, value in cells.items() if "error" in value
     ]  # fmt: skip
-    print(f"left: {left_over or 'nothing'}; {len(failed)} wrong or failed", *failed, sep="\n  ")
-    return 1 if failed else 2 if left_over else 0
+    print(f"left: {left or 'nothing'}; {len(failed)} wrong or failed", *failed, sep="\n  ")
+    return 1 if failed else 2 if left else 0
+
+
+def measure(setup: Setup, args: argparse.Namespace, found: Found, began: float) -> None:
+    """Run the sections that were asked for, the gate first."""
+
+    def save() -> None:
+        write_whole(args.out, json.dumps(found, indent=1))
+
+    def count(*, cache_hit: bool, **about: Any) -> None:
+        section = (found["running"] or ("",))[0]
+        found["compiled"][section] = found["compiled"].get(section, 0) + (not cache_hit)
+
+    knobs.compilation.listener = count
+    gate = {cell.name for cell in SECTIONS["gate"](setup)}
+    sections = {name: list(SECTIONS[name](setup)) for name in SECTIONS if name in args.sections}
+    for name, cells in sections.items():
+        found["left"][name] = [cell.name for cell in cells if cell.name not in found["cells"].get(name, {})]
+    try:
+        for name, cells in sections.items():
+            seconds = min(args.seconds, args.total - (time.monotonic() - began))
+            if name in TIMED and gate - found["cells"].get("gate", {}).keys():
+                print(f"{name}: left, because it needs all of the gate")
+                seconds = 0.0
+            run_section(name, cells, found, seconds, save)
+    finally:
+        save()
 
 
 if __name__ == "__main__":

@@ -53,19 +53,23 @@ def _sample(call: Call, repeats: int, host: float, wall: bool) -> Sample:
 
 
 def times_of(calls: Mapping[str, Call], seconds: float, *, wall: bool = False) -> dict[str, dict[str, Any]]:
-    """Time calls in turn, round after round, for so many seconds each.
+    """Time calls in turn, round after round, for so many seconds each, or once for no seconds.
 
     ``ms`` is the median on the GPU. It contains the host's time if ``wall`` is set, or if not ``apart``.
     """
     found: dict[str, list[Sample]] = {name: [] for name in calls}
     repeats, hosts = {}, {}
     for name, call in calls.items():
-        call()
-        took, hosts[name], _ = _sample(call, 1, 0.0, wall)
-        repeats[name] = 1 if wall else max(1, min(MOST_REPEATS, round(SAMPLE_SECONDS / max(took, 1e-9))))
+        if seconds:
+            call()
+        first = _sample(call, 1, 0.0, wall)
+        repeats[name] = 1 if wall else max(1, min(MOST_REPEATS, round(SAMPLE_SECONDS / max(first[0], 1e-9))))
+        hosts[name] = first[1]
+        # A smoke test has no other round.
+        found[name] += [] if seconds else [first]
     names, began, done = list(calls), time.perf_counter(), 0
-    while done < (LEAST_ROUNDS if seconds else 1) or (
-        done < MOST_ROUNDS and time.perf_counter() - began < seconds * len(names)
+    while seconds and (
+        done < LEAST_ROUNDS or (done < MOST_ROUNDS and time.perf_counter() - began < seconds * len(names))
     ):
         for place in range(len(names)):
             name = names[(place + done) % len(names)]

@@ -309,8 +309,10 @@ def _best(rows: Iterable[Row], *peers: str) -> Row | None:
 
 def gpu_section(record: Mapping[str, Any]) -> Iterator[str]:
     """Write the section of a record of benchmarks/gpu.py."""
-    if record["clock"] == "mock":
-        raise ValueError("a record of benchmarks/gpu.py --mock has no times of a GPU")
+    if record["clock"] != "events":
+        raise ValueError(
+            f"expected times by a GPU's events in benchmarks/records/gpu.json, got clock={record['clock']!r}"
+        )
     cells, version = record["cells"], record["versions"]
     gate, wrong = cells["gate"], [name for name, value in cells["gate"].items() if "error" in value]
     yield "\n## On a GPU\n\n```sh\npython benchmarks/gpu.py\n```\n"

@@ -75,7 +75,7 @@ def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, m
     assert len(ours) == 2 * 4 + 1
     assert all(row["median_ms"] and row["error"] <= row["error_bound"] and row["host_us"] for row in ours)
     # Such a record is no measurement.
-    with pytest.raises(ValueError, match="--mock has no times of a GPU"):
+    with pytest.raises(ValueError, match=r"expected times by a GPU's events .*, got clock='mock'"):
         page_of(found, monkeypatch)
     with pytest.raises(SystemExit, match="expected a record of an NVIDIA GPU, got mock"):
         gpu.adopt(path)
@@ -85,12 +85,15 @@ def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, m
 
 def test_the_interpreter_is_right_and_its_record_is_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
-    done = ran("--smoke", "--sections", "gate,masks,lengths,model", "--out", path, TRITON_INTERPRET="1")
+    done = ran("--smoke", "--out", path, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())
     assert found["clock"] == "wall"
     assert [value["share"] <= 1 for value in found["cells"]["gate"].values()] == [True, True]
-    lines = page_of(found, monkeypatch)
+    # The interpreter has one configuration, and no graphs.
+    assert {name for name, cells in found["cells"].items() if not cells} == {"ab", "sweep", "graph", "claims"}
+    # As if it were one of a GPU, whose page is made of the same fields.
+    lines = page_of({**found, "clock": "events"}, monkeypatch)
     assert "2 of 2 cases of outputs and gradients are right against float64." in lines
     assert sum(line.startswith("| causal window 4096 | 64 | 1 | 16 | float32 |") for line in lines) == 2
     assert found["cells"]["model"]["N 32"]["seconds"] > 0
@@ -108,7 +111,7 @@ def blank() -> dict[str, Any]:
 
 
 def test_a_section_stops_in_time_and_says_what_is_left(gpu: Any) -> None:
-    found, saved = blank(), []
+    found, saved = {**blank(), "left": {"masks": ["first", "slow", "last"]}}, []
     began = time.monotonic()
     cells = cells_of(gpu, first=lambda: {"x": 1}, slow=lambda: time.sleep(60), last=lambda: {"x": 3})
     gpu.run_section("masks", cells, found, 0.2, lambda: saved.append(json.loads(json.dumps(found))))
@@ -124,7 +127,7 @@ def test_a_section_stops_in_time_and_says_what_is_left(gpu: Any) -> None:
 
 
 def test_an_interruption_keeps_the_record(gpu: Any, tmp_path: Path) -> None:
-    found, path = gpu.blank(), tmp_path / "record.json"
+    found, path = {**gpu.blank(), "left": {"masks": ["first", "second"]}}, tmp_path / "record.json"
 
     def save() -> None:
         gpu.write_whole(path, json.dumps(found))
@@ -170,7 +173,11 @@ def test_what_the_gate_found_wrong_is_not_timed(gpu: Any) -> None:
         ("one query decodes", (False, True)),
         ("causal over sub tiles", (True, True)),
     ):
-        found = {**blank(), "cells": {"gate": {wrong: {"error": "2 of the error"}, "scales": {"share": 0.5}}}}
+        found = {
+            **blank(),
+            "left": {"masks": ["0", "1"]},
+            "cells": {"gate": {wrong: {"error": "2 of the error"}, "scales": {"share": 0.5}}},
+        }
         cells = [
             gpu.Cell(f"{n}", lambda: {"x": 1}, (problem,))
             for n, problem in enumerate((gpu_prepare.Problem(case), grouped))

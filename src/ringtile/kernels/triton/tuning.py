@@ -92,7 +92,7 @@ _DROPOUT_AREA = {"forward": 128 * 64, "dq": 128 * 64, "dkdv": 32 * 64}
 
 @cache
 def _tuned() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    return json.loads(TUNED.read_text(encoding="utf-8")) if TUNED.exists() else {}  # type: ignore[no-any-return]
+    return json.loads(TUNED.read_text(encoding="utf-8")) if TUNED.exists() else {}
 
 
 def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, block: int, drops: bool) -> list[Config]:

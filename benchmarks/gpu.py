@@ -86,16 +86,8 @@ def blank() -> Found:
     about = {name: version for name, version in versions().items() if name in ("torch", "triton")}
     devices = [name for name in machine["devices"] if CLOCK == "events" or name == "cpu"]
     facts = {"devices": devices, "versions": about, "sources": digest.hexdigest(), "commit": commit()}
-    return {
-        "format": FORMAT,
-        "clock": CLOCK,
-        **facts,
-        "machine": machine,
-        "cells": {},
-        "left": {},
-        "compiled": {},
-        "running": None,
-    }
+    empty = {"cells": {}, "left": {}, "compiled": {}, "running": None}
+    return {"format": FORMAT, "clock": CLOCK, **facts, "machine": machine, **empty}
 
 
 def opened(out: Path, before: Path | None) -> Found:
@@ -195,9 +187,8 @@ def prepare_all(setup: Setup, args: argparse.Namespace) -> int:
         cells = [(name, cell) for name in args.sections for cell in SECTIONS[name](setup)]
     checks = [cell.run for name, cell in cells if name == "gate"]
     made = prepare(*target, checks, [problem for _, cell in cells for problem in cell.problems])
-    print(
-        f"{made['kernels']} kernels for sm_{target[0]} in {os.environ['TRITON_CACHE_DIR']}", *made["failed"], sep="\n"
-    )
+    print(f"{made['kernels']} kernels for sm_{target[0]} in {os.environ['TRITON_CACHE_DIR']}")
+    print(*made["failed"], sep="\n", end="")
     # Both trees of a comparison run the section passes.
     for tree in (setup.baseline, ROOT) if setup.baseline and "ab" in args.sections else ():
         command = [sys.executable, __file__, "--prepare", "--sections", "passes", "--source", tree / "src"]

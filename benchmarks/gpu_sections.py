@@ -34,7 +34,7 @@ from ringtile.measure.peers import Attention, Case, FlexAttention, Peer, Ringtil
 from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS
 from ringtile.patterns import Pattern, parse
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 LONG, MILLION = 131_072, 1 << 20
 DOCUMENTS = [7_000, 20_072, 1_000, 31_000, 5_000, 12_000, 25_000, 3_000, 15_000, 12_000]
 NARROW = ("causal", "causal window", "global and local", "documents")
@@ -241,27 +241,41 @@ def machine(setup: Setup) -> Iterator[Cell]:
 
 def passes(setup: Setup) -> Iterator[Cell]:
     """Time both passes of one source tree: `ab` runs this section for two."""
+
+    def timed(case: Case) -> Value:
+        return passes_of(Exact(case, 0), TRITON.prepare(case), setup.seconds, by_kernel=True)
+
     for head_dim in setup.some((128, 64)):
         for name in setup.some(PASSES):
             case = setup.case(name, LONG // 2, head_dim=head_dim)
-            run = lambda case=case: passes_of(Exact(case, 0), TRITON.prepare(case), setup.seconds)  # noqa: E731
-            yield Cell(f"{name}, D {head_dim}", run, (Problem(case),))
+            yield Cell(f"{name}, D {head_dim}", partial(timed, case), (Problem(case),))
 
 
 def ab(setup: Setup) -> Iterator[Cell]:
     def timed(source: Path) -> Value:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "record.json")
-            command = [sys.executable, HERE / "gpu.py", "--sections", "passes", "--source", source, "--out", out]
+            command = [
+                sys.executable,
+                ROOT / "benchmarks/gpu.py",
+                "--sections",
+                "passes",
+                "--source",
+                source,
+                "--out",
+                out,
+            ]
             command += {"mock": ["--mock"], "wall": ["--smoke"]}.get(CLOCK, [])
             done = subprocess.run(command, capture_output=True, text=True)
             if not out.exists():
                 raise RuntimeError(f"status {done.returncode}: {done.stderr[-300:]}")
             found = json.loads(out.read_text(encoding="utf-8"))
-        return {"source": str(source), "sources": found["sources"], **found["cells"]["passes"]}
+        cells = found["cells"]["passes"]
+        wrong = [f"{name}: {value['error']}" for name, value in cells.items() if "error" in value]
+        return {"sources": found["sources"], **cells, **({"error": "; ".join(wrong)} if wrong else {})}
 
     # Each tree twice, in turn: what differs between its own times is noise.
-    trees = {"before": setup.baseline, "now": HERE.parent} if setup.baseline else {}
+    trees = {"before": setup.baseline, "now": ROOT} if setup.baseline else {}
     for number in setup.some((1, 2)):
         for name, tree in trees.items():
             yield Cell(f"{name}, {number}", partial(timed, tree / "src"))
@@ -283,8 +297,14 @@ def sweep(setup: Setup) -> Iterator[Cell]:
 
     def timed(case: Case, kernel: str, config: Config) -> Value:
         about = {"kernel": kernel, "head_dim": case.head_dim, "config": config._asdict()}
-        with forced(kernel, config):
-            return {**about, **passes_of(exact(case), TRITON.prepare(case), setup.seconds)}
+        try:
+            with forced(kernel, config):
+                return {**about, **passes_of(exact(case), TRITON.prepare(case), setup.seconds)}
+        except ValueError:
+            raise
+        except Exception as reason:
+            # It does not fit, or does not compile: others do.
+            return {**about, "verdict": first_line(reason)}
 
     # The interpreter has a configuration of its own.
     for head_dim in setup.some((64, 128)) if CLOCK != "wall" else ():
@@ -316,11 +336,8 @@ def comparisons(section: str, setup: Setup) -> Iterator[tuple[tuple[Peer, ...], 
     elif not setup.smoke:
         # Figures of the documents: 131,072 tokens in 6.95 ms; 4,096 tokens at 90, 95 and 98% sparse.
         yield PAIR, setup.case("131,072 tokens at 5%", LONG, parse(random_blocks(0.05, LONG)), **half)
-        for n in (LONG, 2 * LONG):
-            yield (
-                PAIR,
-                setup.case("window and global", n, parse("causal & (window(511, 0) | global_tokens(64))"), **half),
-            )
+        window = parse("causal & (window(511, 0) | global_tokens(64))")
+        yield from ((PAIR, setup.case("window and global", n, window, **half)) for n in (LONG, 2 * LONG))
         for density, block in ((0.1, 128), (0.05, 128), (0.02, 64)):
             pattern = with_density(parse("window(1)"), density, 4096, num_heads=8, block=block).pattern
             yield PAIR, setup.case(f"4,096 tokens at {density:g}", 4096, pattern, block=block, **half)
@@ -342,7 +359,7 @@ def tma(setup: Setup) -> Iterator[Cell]:
                 found[name] = passes_of(exact, TRITON.prepare(case), setup.seconds)
         return found
 
-    for head_dim in setup.some((128, 64)):
+    for head_dim in setup.some((128, 64)) if CLOCK == "wall" or launches.architecture(DEVICE) >= 90 else ():
         for name in setup.some(("full", "causal window")):
             case = setup.case(name, LONG, head_dim=head_dim)
             problems = (Problem(case), Problem(case, by_descriptor=True))
@@ -415,17 +432,9 @@ def sanitizer(setup: Setup) -> Iterator[Cell]:
     def sanitized(check: str, name: str) -> Value:
         if (tool := shutil.which("compute-sanitizer")) is None:
             return {"verdict": "not run: compute-sanitizer is not installed"}
-        command = [
-            tool,
-            "--tool",
-            check,
-            "--error-exitcode",
-            "9",
-            sys.executable,
-            HERE.parent / "tests/triton_cases.py",
-        ]
+        command = [tool, f"--tool={check}", "--error-exitcode=9", sys.executable, ROOT / "tests/triton_cases.py"]
         # With an allocation per tensor, an access behind a tensor is out of bounds.
-        paths = {"PYTHONPATH": str(HERE.parent / "src"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        paths = {"PYTHONPATH": str(ROOT / "src"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         options: Any = {"capture_output": True, "text": True, "timeout": SANITIZER_SECONDS}
         try:
             done = subprocess.run([*command, name], env={**os.environ, **paths}, **options)

@@ -98,8 +98,11 @@ def share_of(exact: Exact, attention: Attention, direction: str = BOTH) -> float
     return share
 
 
-def passes_of(exact: Exact, attention: Attention, seconds: float) -> dict[str, Any]:
-    """Return the times of both passes and of each of their kernels, apart, after a check of the results."""
+def passes_of(exact: Exact, attention: Attention, seconds: float, *, by_kernel: bool = False) -> dict[str, Any]:
+    """Return the times of both passes, apart, after a check of the results. Raise ValueError if they are wrong.
+
+    ``by_kernel`` adds the times of each kernel. After that, launches of this process can take longer.
+    """
     share = share_of(exact, attention)
     leaves = [x.detach().requires_grad_() for x in exact.inputs]
     out = attention(*leaves)
@@ -107,8 +110,10 @@ def passes_of(exact: Exact, attention: Attention, seconds: float) -> dict[str, A
         "forward": partial(exact.run, attention, FORWARD, exact.grad),
         "backward": partial(torch.autograd.grad, out, leaves, exact.grad, retain_graph=True),
     }
-    kernels = {name: us for call in calls.values() for name, us in _kernels_of(call).items()}
-    return {"share": share, **times_of(calls, seconds), "kernels_us": kernels}
+    found = {"share": share, **times_of(calls, seconds)}
+    if by_kernel:
+        found["kernels_us"] = {name: us for call in calls.values() for name, us in _kernels_of(call).items()}
+    return found
 
 
 def _kernels_of(call: Call, repeats: int = 5) -> dict[str, float]:

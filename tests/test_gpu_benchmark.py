@@ -113,9 +113,9 @@ def blank() -> dict[str, Any]:
 def test_a_section_stops_in_time_and_says_what_is_left(gpu: Any) -> None:
     found, saved = {**blank(), "left": {"masks": ["first", "slow", "last"]}}, []
     began = time.monotonic()
-    cells = cells_of(gpu, first=lambda: {"x": 1}, slow=lambda: time.sleep(60), last=lambda: {"x": 3})
+    cells = cells_of(gpu, first=lambda: {"x": 1}, slow=lambda: time.sleep(20), last=lambda: {"x": 3})
     gpu.run_section("masks", cells, found, 0.2, lambda: saved.append(json.loads(json.dumps(found))))
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 10
     assert found == {"cells": {"masks": {"first": {"x": 1}}}, "left": {"masks": ["slow", "last"]}, "running": None}
     assert saved[-1] == found
     # Then the others, and none twice.
@@ -267,12 +267,15 @@ def test_a_configuration_of_the_sweep_is_what_is_launched(gpu: Any) -> None:
             assert len(found) == len(set(found)) <= 8
         config = found[0]._replace(queries=64, keys=32, warps=4)
         with mock_gpu.mock_gpu(90) as device:
+            gpu_prepare.Problem(case).launch()
+            before = len(device.kernels)
             gpu_prepare.Problem(case, forced=(kernel, config)).launch()
-        (launched,) = (each for each in device.kernels if each.function.__name__ == f"{kernel}_kernel")
+        # The other kernels are the same as before.
+        (launched,) = device.kernels[before:]
+        assert launched.function.__name__ == f"{kernel}_kernel"
         names = launched.function.arg_names
         constants = {names[at]: value for (at,), value in launched.constants.items()}
         assert (constants["BM"], constants["BN"], launched.options.num_warps) == (64, 32, 4)
-        assert len([each for each in device.kernels if each.function.__name__ in ("dq_kernel", "dkdv_kernel")]) == 2
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -85,7 +85,8 @@ def blank() -> Found:
         digest.update(path.read_bytes())
     about = {name: version for name, version in versions().items() if name in ("torch", "triton")}
     devices = [name for name in machine["devices"] if CLOCK == "events" or name == "cpu"]
-    facts = {"devices": devices, "versions": about, "sources": digest.hexdigest(), "commit": commit()}
+    facts: Found = {"devices": devices, "versions": about, "sources": digest.hexdigest(), "commit": commit()}
+    facts["architecture"] = launches.architecture(DEVICE) if torch.cuda.is_available() else 0
     empty = {"cells": {}, "left": {}, "compiled": {}, "running": None}
     return {"format": FORMAT, "clock": CLOCK, **facts, "machine": machine, **empty}
 
@@ -199,8 +200,7 @@ def prepare_all(setup: Setup, args: argparse.Namespace) -> int:
 def adopt(path: Path) -> int:
     """Write the fastest configurations of a record's sweep where the kernels look for them."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    capability = next((name.rpartition("sm_")[2] for name in found["devices"] if "sm_" in name), None)
-    if found["clock"] != "events" or capability is None:
+    if found["clock"] != "events" or not found["architecture"]:
         raise SystemExit(f"{path}: expected a record of an NVIDIA GPU, got {found['clock']} of {found['devices']}")
     tables: dict[tuple[str, str], list[Found]] = {}
     for cell in found["cells"].get("sweep", {}).values():
@@ -211,7 +211,7 @@ def adopt(path: Path) -> int:
         part = "forward" if kernel == "forward" else "backward"
         best = min(cells, key=lambda cell: cell[part]["ms"])
         if best[part]["ms"] * GAIN <= cells[0][part]["ms"]:
-            chosen.setdefault(f"sm_{capability}", {}).setdefault(kernel, {})[head_dim] = best["config"]
+            chosen.setdefault(f"sm_{found['architecture']}", {}).setdefault(kernel, {})[head_dim] = best["config"]
     write_whole(tuning.TUNED, json.dumps(chosen, indent=1) + "\n")
     print(f"{tuning.TUNED}:\n{json.dumps(chosen)}")
     return 0

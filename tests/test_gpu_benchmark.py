@@ -353,12 +353,7 @@ def test_a_record_is_adopted_if_its_configuration_is_faster(
         "e": cell("dkdv", 1, 2.0, 9.0),
         "f": {"error": "OutOfResources"},
     }
-    record = {
-        **gpu.blank(),
-        "clock": "events",
-        "devices": ["cpu", "cuda:0 GPU, 80 GiB, sm_90"],
-        "cells": {"sweep": sweep},
-    }
+    record = {**gpu.blank(), "clock": "events", "architecture": 90, "cells": {"sweep": sweep}}
     (tmp_path / "record.json").write_text(json.dumps(record))
     gpu.adopt(tmp_path / "record.json")
     chosen = {"queries": 64, "keys": 64, "warps": 4, "stages": 2}

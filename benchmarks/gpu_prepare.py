@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -45,7 +46,8 @@ class Problem(NamedTuple):
 
     def launch(self) -> None:
         """Call it with tensors that have no values, and so take no memory."""
-        case = self.case
+        # A case keeps its index, and an index the kernels that were launched over it.
+        case = replace(self.case)
         shapes = [(case.heads, case.queries), (case.key_heads, case.n_tokens), (case.key_heads, case.n_tokens)]
         leaves = [
             torch.empty(case.batch, *shape, case.head_dim, dtype=case.dtype, requires_grad=self.trains)
@@ -93,6 +95,7 @@ def prepare(
         return sizes.get(_key(kernel), 0)
 
     while True:
+        clear_cache()
         with mock_gpu.mock_gpu(architecture, shared_of=size_of, results=True, recording=False) as gpu:
             for check in checks:
                 try:

@@ -272,7 +272,7 @@ def main() -> int:
         for section, cells in found["cells"].items() for name, value in cells.items() if "error" in value
     ]  # fmt: skip
     print(f"left: {left or 'nothing'}; {len(failed)} wrong or failed", *failed, sep="\n  ")
-    return 1 if failed else 2 if left else 0
+    return 1 if failed else 3 if left else 0
 
 
 def measure(setup: Setup, args: argparse.Namespace, found: Found, began: float) -> None:

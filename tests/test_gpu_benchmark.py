@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -100,6 +101,19 @@ def test_the_interpreter_is_right_and_its_record_is_a_page(tmp_path: Path, monke
 
 
 # The record.
+
+
+def test_the_page_has_a_line_per_section(gpu: Any) -> None:
+    import gpu_sections
+
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page.partition("## How to read")[0], re.M))
+    assert list(told) == [name for name in gpu.SECTIONS if name != "passes"]
+    assert f"{len(gpu_sections.masks(gpu_sections.LONG))} masks at {gpu_sections.LONG:,} tokens" in told["masks"]
+    assert f"At most {gpu_sections.MOST_CONFIGS} configurations" in told["sweep"]
+    assert f"at least {gpu.GAIN} times as fast" in page
+    assert "after four minutes (`--seconds`)" in page
+    assert (gpu.arguments([]).seconds, gpu.arguments([]).total) == (240, 540)
 
 
 def cells_of(gpu: Any, **runs: Callable[[], dict[str, Any]]) -> list[Any]:

@@ -326,6 +326,25 @@ def test_kernels_are_compiled_beforehand_also_those_that_fit_instead(
     assert made["kernels"] == 3 + 3
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_run_finds_the_kernels_that_were_compiled_beforehand(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import gpu_prepare
+    import mock_gpu
+    from triton import knobs
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    problem = gpu_prepare.Problem(Case("causal", Causal(), 64, heads=1, head_dim=16, dtype=torch.float16), trains=False)
+    made = gpu_prepare.prepare(80, 163 * 1024, [], [problem])
+    assert made == {"kernels": 1, "failed": []}
+    hits: list[bool] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **about: hits.append(about["cache_hit"]))
+    with mock_gpu.mock_gpu(80, compiled=True):
+        problem.launch()
+    assert hits == [True]
+
+
 def test_tuned_configurations_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path, config = tmp_path / "tuned.json", tuning.Config(64, 64, 4, 5)
     path.write_text(json.dumps({"sm_90": {"forward": {"128": config._asdict()}}}))

@@ -219,7 +219,9 @@ def gate(setup: Setup) -> Iterator[Cell]:
         # JSON has no infinity.
         return {"share": share} if share <= 1 else {"error": f"{share:.3g} of the error that is allowed"}
 
-    for name in ("causal over sub tiles", "an index with unused room") if setup.smoke else triton_cases.CASES:
+    # The second reads what only a GPU computes, so that the mock lists a failure.
+    few = ("causal over sub tiles", "an index with unused room")[: 1 if CLOCK == "wall" else 2]
+    for name in few if setup.smoke else triton_cases.CASES:
         yield Cell(name, partial(checked, name))
 
 

@@ -295,7 +295,7 @@ def test_nested_tensors_are_refused() -> None:
         # PyTorch warns that they are a prototype.
         warnings.simplefilter("ignore")
         x = torch.nested.nested_tensor([zeros(4, 6, 3)] * 2)
-    with pytest.raises(ValueError, match="query: expected torch.strided, got a nested tensor"):
+    with pytest.raises(ValueError, match=r"query: expected torch\.strided, got a nested tensor"):
         sparse_attention(x, x, x)
 
 

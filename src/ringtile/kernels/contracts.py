@@ -427,9 +427,10 @@ class Attention(torch.autograd.Function):
                 return (None,) * (4 + len(rest))
             out_grad = torch.zeros_like(out)
         rows = (out_grad, lse_grad, q, k, v, out, lse)
-        if not out_grad.layout is (out if lse_grad is None else lse_grad).layout is torch.strided:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and not out_grad.layout is (lse if lse_grad is None else lse_grad).layout is torch.strided:
             check_memory(("out_grad", "lse_grad"), (out_grad, lse_grad))
-        if torch.compiler.is_compiling() or not _differentiated(*rows):
+        if compiling or not _differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
             call = _with_tensors(ctx.call, *rest)
             if _is_unseen(*rows, *_options_of(call)):

@@ -26,14 +26,21 @@ def with_lse_column(out_grad: Tensor, lse_grad: Tensor, out: Tensor) -> tuple[Te
     return grads, torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
 
 
-def _part_of_scale(q: Tensor, scale: float) -> float:
-    """Return the part of a scale that multiplies the queries. What is left is a power of two.
+def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the part of a scale that multiplies the queries, or 1, and the rest for PyTorch's kernel.
 
-    PyTorch's backward pass fuses the product of a score and the scale with the difference from the lse, and its forward
-    pass rounds the product. The difference grows with the score. A power of two rounds nothing. Queries of half
-    precision would lose more than that.
+    Its backward pass fuses score * scale - lse, of which the forward pass rounds the product. The difference grows with
+    the score, unless the rest is a power of two. Queries of half precision would lose more than that.
     """
-    return math.frexp(scale)[0] if q.dtype in (torch.float32, torch.float64) and scale else 0.5
+    if not scale or dtype not in (torch.float32, torch.float64):
+        return 1.0, scale
+    part, exponent = math.frexp(scale)
+    return (1.0, scale) if part == 0.5 else (part, math.ldexp(1, exponent))
+
+
+def times(x: Tensor, part: float) -> Tensor:
+    """Return the product, without a copy if the part is 1."""
+    return x if part == 1 else x * part
 
 
 def flash_forward(
@@ -41,14 +48,13 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and natural-log lse. ``mask`` is added to the scores and broadcasts. Causal is upper left."""
     width = max(q.shape[-1], v.shape[-1])
-    part = _part_of_scale(q, scale)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        padded(q if part == 0.5 else q * part, width),
+        padded(q, width),
         padded(k, width),
         padded(v, width),
         is_causal=is_causal,
         attn_mask=mask,
-        scale=scale if part == 0.5 else scale / part,
+        scale=scale,
     )
     return out[..., : v.shape[-1]], lse
 
@@ -71,10 +77,9 @@ def flash_backward(
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)
         width = max(width, out.shape[-1])
-    part = _part_of_scale(q, scale)
     q_grad, k_grad, v_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         padded(out_grad, width),
-        padded(q if part == 0.5 else q * part, width),
+        padded(q, width),
         padded(k, width),
         padded(v, width),
         padded(out, width),
@@ -82,7 +87,6 @@ def flash_backward(
         0.0,
         is_causal,
         attn_mask=mask,
-        scale=scale if part == 0.5 else scale / part,
+        scale=scale,
     )
-    q_grad = q_grad[..., : q.shape[-1]]
-    return q_grad if part == 0.5 else q_grad * part, k_grad[..., : k.shape[-1]], v_grad[..., : v.shape[-1]]
+    return q_grad[..., : q.shape[-1]], k_grad[..., : k.shape[-1]], v_grad[..., : v.shape[-1]]

@@ -511,9 +511,9 @@ def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, 
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("padded", ["no", "left"])
 @pytest.mark.parametrize(
-    ("name", "dynamic"), [("Llama", None), ("Mistral", None), ("Gemma 4", None), ("Mistral", True)]
+    ("name", "dynamic", "padded"),
+    [("Llama", None, "no"), ("Mistral", None, "left"), ("Gemma 4", None, "left"), ("Mistral", True, "no")],
 )
 def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: str) -> None:
     model = model_of(*MODELS[name](), "ringtile")

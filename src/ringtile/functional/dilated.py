@@ -22,7 +22,6 @@ from ringtile.functional.attention import (
     sparse_attention,
     without_autocast,
 )
-from ringtile.functional.compacted import Compacted, InSegments, for_heads
 from ringtile.functional.merge import merge_attention
 from ringtile.functional.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
 from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memory, merge_into, new_out, pack_keys
@@ -31,6 +30,7 @@ from ringtile.kernels.traced import constant
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
 from ringtile.patterns.base import checked_ints
+from ringtile.patterns.wrapped import Compacted, InSegments, for_heads
 
 _DENSE, _CAUSAL = Dense(), Causal()
 _BLOCK = 128

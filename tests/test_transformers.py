@@ -722,6 +722,8 @@ BY_HAND: dict[str, Callable[[], tuple[type, Any]]] = {
         hf.GPTNeoConfig(hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
     ),
     "BLOOM": lambda: (hf.BloomForCausalLM, hf.BloomConfig(**BLOOM)),
+    # Some parts use the interface, others look a class up.
+    "GIT": lambda: (hf.GitModel, hf.GitConfig(**ENCODER)),
 }
 
 
@@ -733,7 +735,10 @@ def test_a_model_that_ignores_the_name_is_not_built(name: str) -> None:
     message = rf"^attn_implementation='ringtile-4': {part}\w* ignores it, because .* by hand; leave the name out$"
     with pytest.raises(ValueError, match=message):
         made._from_config(copy.deepcopy(config), attn_implementation="ringtile-4")
-    assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+    model = made._from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match=rf"model: expected parts that use .* got .*{part}"):
+        use_ringtile(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_part_that_ignores_the_name_is_not_built() -> None:

@@ -505,7 +505,7 @@ def test_a_plan_stars_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> Non
     assert "\n+ contiguous  ulysses 128x8 " in many
     assert "\n  contiguous  hierarchy 128x8 " in many
     assert "\n  128x8: with group=init_device_mesh(device, (128, 8))\n" in many
-    assert "\n  less time: transport='ulysses'\n" in many
+    assert "\n  less time: contiguous with transport='ulysses'\n" in many
     assert "\n  ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n" in many
     assert "own keys" not in many
 

@@ -473,6 +473,8 @@ def self_attention_if_alone(query: Tensor, key: Tensor | None, value: Tensor | N
 
 
 def _check_ring_size(ring_size: int) -> None:
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    has_group = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if has_group else 1
     if isinstance(ring_size, bool) or ring_size not in (1, ranks):
-        raise ValueError(f"ring_size: expected 1 or the number of ranks, {ranks}, got {ring_size!r}")
+        expected = f"the number of ranks, {ranks}" if has_group else "a process group, which init_process_group() makes"
+        raise ValueError(f"ring_size: expected 1 or {expected}, got {ring_size!r}")

@@ -362,6 +362,12 @@ def test_bounds_hold_the_density() -> None:
     assert density(min_sparsity=0.05) == density(max_sparsity=0.5) == plain
     assert density(min_sparsity=0.3) == density(0.3)
     assert density(max_sparsity=0.05) == density(0.05)
+    with pytest.warns(UserWarning, match=r"local_window_size=64 changes nothing: min_sparsity=0\.3 decides over 8192"):
+        assert density(local_window_size=64, min_sparsity=0.3) == density(0.3)
+    with pytest.warns(
+        UserWarning, match=r"local_window_size=4096 changes nothing: max_sparsity=0\.2 decides over 8192"
+    ):
+        assert density(local_window_size=4096, max_sparsity=0.2) == density(0.2)
 
 
 @pytest.mark.parametrize(
@@ -629,7 +635,7 @@ def passed_on(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
 def holds_a_quality(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
     attention = kind(**fixed, quality_threshold=0.9).attention
     _result(attention)
-    assert attention.adaptive.budget.quality == 0.9
+    assert attention.adaptive.choice.budget.quality == 0.9
     assert attention.adaptive.report is not None
 
 
@@ -769,7 +775,9 @@ def test_flags_without_an_effect_are_refused(flag: str) -> None:
 def test_a_ring_has_one_rank_or_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BlockSparseRingDilatedAttention(ring_size=1).ring_size == 1
     for wrong in (0, 2, True, None):
-        with pytest.raises(ValueError, match=r"ring_size: expected 1 or the number of ranks, 1, got"):
+        with pytest.raises(
+            ValueError, match=r"ring_size: expected 1 or a process group, which init_process_group\(\) makes, got"
+        ):
             BlockSparseRingDilatedAttention(ring_size=wrong)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)

@@ -190,6 +190,10 @@ def test_what_contradicts_is_refused(make: Any, named: str) -> None:
     ("arguments", "said"),
     [
         (
+            {"use_adaptive_sparsity": FIRST, "sparsity_ratio": 0.1},
+            r"sparsity_ratio=0\.1 changes nothing: the AdaptiveAttention of use_adaptive_sparsity decides",
+        ),
+        (
             {"quality_threshold": 0.9, "sparsity_ratio": 0.1},
             r"sparsity_ratio=0\.1 changes nothing: quality_threshold=0\.9 decides",
         ),
@@ -199,7 +203,7 @@ def test_what_contradicts_is_refused(make: Any, named: str) -> None:
 def test_what_another_argument_overrides_is_said(arguments: dict[str, Any], said: str) -> None:
     with pytest.warns(UserWarning, match=said):
         module = create_adaptive_sparse_multihead_attention(8, 2, **arguments)
-    assert isinstance(module.attention.adaptive, AdaptiveAttention) == ("quality_threshold" in arguments)
+    assert isinstance(module.attention.adaptive, AdaptiveAttention) == ("dilation_rates" not in arguments)
     assert module(torch.randn(1, 300, 8))[0].isfinite().all()
 
 

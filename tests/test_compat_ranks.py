@@ -190,7 +190,9 @@ def test_ranks_balance_and_compress() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"compression_ratio: expected a number between 0 and 1 with enable_grad"):
+    with pytest.raises(ValueError, match=r"compression_ratio: expected a number between 0 and 1, got 1\.0"):
+        DistributedSparseConfig(enable_gradient_compression=True, compression_ratio=1.0)
+    with pytest.warns(UserWarning, match=r"compression_ratio=0\.1 changes nothing: enable_gradient_compression=False"):
         DistributedSparseConfig(compression_ratio=0.1)
     with pytest.raises(ValueError, match=r"local_sparsity: expected a density in \[0, 1\], got 2"):
         DistributedSparseConfig(local_sparsity=2)

@@ -189,13 +189,15 @@ def test_a_plan_lists_the_tiles_of_each_head_once(
 
     plain = RandomBlocks.cover
     monkeypatch.setattr(RandomBlocks, "cover", cover)
-    argv = ["plan", "causal & bigbird", "--tokens", "16K", "--ranks", "4", "16", "--heads", "5"]
+    # Ranks that exchange heads, all of them or in the rows of a mesh, have the tiles of their heads from there, too.
+    argv = ["plan", "causal & bigbird", "--tokens", "16K", "--ranks", "4", "16", "--heads", "8", "--kv-heads", "4"]
     assert cli.main(argv) == 0
-    assert listed == list(range(5))
+    assert "ulysses 2x8" in capsys.readouterr().out
+    assert listed == list(range(8))
     assert cli.main([*argv, "--layers", "3"]) == 0
-    assert listed == list(range(5)) * 2
-    cheapest_layout(parse("causal & bigbird"), 16384, 4, Sizes(5, 5))
-    assert listed == list(range(5)) * 3
+    assert listed == list(range(8)) * 2
+    cheapest_layout(parse("causal & bigbird"), 16384, 4, Sizes(8, 8))
+    assert listed == list(range(8)) * 3
 
 
 def test_a_plan_shows_where_it_is_on_a_terminal_only(
@@ -503,7 +505,7 @@ def test_a_plan_stars_what_auto_takes(capsys: pytest.CaptureFixture[str]) -> Non
     assert "\n+ contiguous  ulysses 128x8 " in many
     assert "\n  contiguous  hierarchy 128x8 " in many
     assert "\n  128x8: with group=init_device_mesh(device, (128, 8))\n" in many
-    assert "\n  less time: transport='ulysses'\n" in many
+    assert "\n  less time: contiguous with transport='ulysses'\n" in many
     assert "\n  ring_attention with transport='auto': exchange; cheapest_layout: contiguous\n" in many
     assert "own keys" not in many
 

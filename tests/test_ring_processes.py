@@ -274,6 +274,7 @@ LATER = {
     "new tokens": "tokens=640",
     "pattern": r"pattern='causal & window\(99\)'",
     "dtype": "dtype='torch.float64'",
+    **{f"scale by {way}": r"scale=0\.3" for way in ("exchange", "ring", "ulysses", "longnet")},
     "transport": "transport='gather'",
     "no backward": "data='keys and values, forward'",
     "failed": "exchanges=",
@@ -285,17 +286,21 @@ def disagrees_later(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
 
     def attend(
-        tokens: int = 1024, dtype: torch.dtype = torch.float32, window: int = 150, way: str = "exchange"
+        tokens: int = 1024,
+        dtype: torch.dtype = torch.float32,
+        window: int = 150,
+        way: str = "exchange",
+        scale: float | None = None,
     ) -> Tensor:
         layout = Layout.contiguous(tokens, size, unit=1)
         x = torch.ones(1, 4, layout.size(rank), 8, dtype=dtype, requires_grad=True)
         if way == "longnet":
-            return ring_dilated_attention(x, x, x, [512], [1], layout=layout)
+            return ring_dilated_attention(x, x, x, [512], [1], layout=layout, scale=scale)
         if way == "roll":
             return roll(x, -1, layout, dim=2)
         pattern = Causal() if way == "ring" else Causal() & Window(window)
         group = mesh if way == "hierarchy" else None
-        return ring_attention(x, x, x, pattern, layout=layout, group=group, transport=way)
+        return ring_attention(x, x, x, pattern, layout=layout, group=group, transport=way, scale=scale)
 
     def differs_at_rank_1(what: str, mine: dict[str, Any], others: dict[str, Any]) -> None:
         with pytest.raises(PlanMismatch) as raised:
@@ -307,7 +312,8 @@ def disagrees_later(rank: int, size: int) -> None:
     for way in WAYS:
         for tokens in (512, 1024):
             attend(tokens, way=way)
-    for how in ({"dtype": torch.float64}, {"window": 99}):
+    scales = [{"scale": 0.3, "way": way} for way in ("exchange", "ring", "ulysses", "longnet")]
+    for how in ({"dtype": torch.float64}, {"window": 99}, *scales):
         attend(**how)
     before = handshakes()
     for way in WAYS:
@@ -315,6 +321,8 @@ def disagrees_later(rank: int, size: int) -> None:
     differs_at_rank_1("new tokens", {"tokens": 640}, {})
     differs_at_rank_1("pattern", {"window": 99}, {})
     differs_at_rank_1("dtype", {"dtype": torch.float64}, {})
+    for how in scales:
+        differs_at_rank_1(f"scale by {how['way']}", how, {**how, "scale": 0.4})
     differs_at_rank_1("transport", {"way": "gather"}, {})
     out = attend()
     with pytest.raises(PlanMismatch) as raised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -51,7 +52,7 @@ class DistributedSparseConfig:
         compression_ratio: Elements sent per element of the gradients, by PowerSGD. Default: None, float16.
 
     Raises:
-        ValueError: If a value is out of range, or ``compression_ratio`` is set without compression.
+        ValueError: If a value is out of range. A ``compression_ratio`` without compression is a UserWarning.
 
     >>> DistributedSparseConfig(local_sparsity=0.5).pattern_type
     <DistributedSparsePattern.HIERARCHICAL: 'hierarchical'>
@@ -72,10 +73,11 @@ class DistributedSparseConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: expected a density in [0, 1], got {getattr(self, name)!r}")
         ratio = self.compression_ratio
-        if ratio is not None and not (self.enable_gradient_compression and 0 < ratio < 1):
-            raise ValueError(
-                "compression_ratio: expected a number between 0 and 1 with enable_gradient_compression=True, got "
-                f"{ratio!r} with {self.enable_gradient_compression=}"
+        if ratio is not None and not 0 < ratio < 1:
+            raise ValueError(f"compression_ratio: expected a number between 0 and 1, got {ratio!r}")
+        if ratio is not None and not self.enable_gradient_compression:
+            warnings.warn(
+                f"compression_ratio={ratio} changes nothing: enable_gradient_compression=False decides", stacklevel=3
             )
 
 

@@ -75,11 +75,17 @@ def _solve(values: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bo
         return plain
     wanted = density(plain) if ratio is None else ratio
     target = config.bounded(wanted)
+    n_keys = max((problem.n_keys for problem in problems), default=0)
     if ratio is None and target == wanted:
         return plain
+    if ratio is None and config.local_window_size is not None and config.pattern_type != "dilated_sparse":
+        bound = f"min_sparsity={low}" if target == low else f"max_sparsity={high}"
+        warnings.warn(
+            f"local_window_size={config.local_window_size} changes nothing: {bound} decides over {n_keys} keys",
+            stacklevel=2,
+        )
     if target == 1:
         return Dense()
-    n_keys = max((problem.n_keys for problem in problems), default=0)
     count = len(rates) if config.pattern_type == "dilated_sparse" else 0
     while count > 1 and density(BlockDilated(rates[:count], 1, block)) > target:
         count -= 1

@@ -16,6 +16,8 @@ from ringtile.compat.attention import BlockSparseRingDilatedAttention, self_atte
 from ringtile.compat.config import SparsePatternConfig
 from ringtile.modules.multihead import SparseMultiheadAttention
 
+_DENSITIES = ("sparsity_ratio", "min_sparsity", "max_sparsity")
+
 
 def _of_core(name: str) -> Any:
     """Return a property that reads and sets a name of the core attention module."""
@@ -195,11 +197,11 @@ def create_adaptive_sparse_multihead_attention(
     ``arguments`` are ``sparsity_ratio``, ``block_size`` and the bounds of `SparsePatternConfig`, or arguments of the
     module. ``use_adaptive_sparsity`` can be an `AdaptiveAttention` of your own, as causal training needs.
 
-    A UserWarning names a density that the threshold overrides. Raises ValueError if an argument is out of range or
-    contradicts the threshold.
+    A UserWarning names a field that the threshold, or your `AdaptiveAttention`, overrides. Raises ValueError if an
+    argument is out of range or contradicts the threshold.
 
     >>> attention = create_adaptive_sparse_multihead_attention(64, 4, [256, 512], [1, 2], quality_threshold=0.95)
-    >>> attention.attention.adaptive.budget
+    >>> attention.attention.adaptive.choice.budget
     Controller(0.95, 'call', rows=64, seed=0)
     """
     shape = {field.name: arguments.pop(field.name) for field in fields(SparsePatternConfig) if field.name in arguments}
@@ -209,15 +211,16 @@ def create_adaptive_sparse_multihead_attention(
         shape["dilation_rates"], dilation_rates = dilation_rates, None
     config = SparsePatternConfig("adaptive", **shape)
     adaptive = arguments.pop("use_adaptive_sparsity", True)
+    decides = f"{quality_threshold=} decides, and finds the densities"
+    overridden = list(_DENSITIES) if quality_threshold is not None else []
+    if isinstance(adaptive, AdaptiveAttention):
+        decides, overridden = "the AdaptiveAttention of use_adaptive_sparsity decides", [*_DENSITIES, "block_size"]
+    for name in overridden:
+        if shape.get(name) is not None:
+            warnings.warn(f"{name}={shape[name]} changes nothing: {decides}", stacklevel=2)
     if quality_threshold is not None:
         if adaptive is not True:
             raise ValueError(f"use_adaptive_sparsity: expected True beside {quality_threshold=}, got {adaptive!r}")
-        for name in ("sparsity_ratio", "min_sparsity", "max_sparsity"):
-            if shape.get(name) is not None:
-                warnings.warn(
-                    f"{name}={shape[name]} changes nothing: {quality_threshold=} decides, and finds the densities",
-                    stacklevel=2,
-                )
         adaptive = AdaptiveAttention(budget=Controller(quality_threshold), block=config.block_size)
     return BlockSparseRingMultiheadDilatedAttention(
         embed_dim, num_heads, segment_lengths, dilation_rates, config, use_adaptive_sparsity=adaptive, **arguments

@@ -217,8 +217,8 @@ def ring_attention(
     Raises:
         ValueError: If an argument is invalid, the ranks that exchange heads do not divide them, or a key or value is
             not finite and ``check_finite`` is set.
-        PlanMismatch: At every rank, if ranks call with different patterns, layouts, shapes, dtypes or transports. They
-            compare them once, before the first data moves.
+        PlanMismatch: At every rank, if ranks call with different patterns, layouts, shapes, dtypes, transports or
+            options. Seeds, and the values of tensors, are not compared.
         RankLost: If a rank fails, dies or does not come. The message names it.
     """
     ranks = group_of(group, transport)
@@ -253,7 +253,8 @@ def ring_attention(
     # Dynamo passes on no pattern that it has made, but its text.
     planned = rule.text if torch.compiler.is_compiling() and rule.text else rule
     in_graph = torch.compiler.is_compiling()
-    number = _prepared(planned, layout, ranks, mode, shapes, str(key.dtype), key_mask is not None, in_graph)
+    numbers = numbers_of(call, key_mask is not None, sinks is not None)
+    number = _prepared(planned, layout, ranks, mode, shapes, str(key.dtype), numbers, in_graph)
     own_mask = _with_lengths(key_mask, lengths, layout.runs[rank], key)
     if isinstance(number, Ring):
         with without_autocast(query):
@@ -285,7 +286,7 @@ def _by_heads(
     operators, shapes = torch.ops.ringtile, shapes_of(*tensors)
     key_mask, lengths, sinks = rows
     planned = rule.text if torch.compiler.is_compiling() and rule.text else rule
-    facts = shapes, str(tensors[0].dtype), key_mask is not None, return_lse
+    facts = shapes, str(tensors[0].dtype), numbers_of(call, key_mask is not None, sinks is not None), return_lse
     compiled_on = tensors[0].device if torch.compiler.is_compiling() else None
     trade = by_number[_dealt(planned, layout, ranks, *facts, compiled_on)]
     masks = () if key_mask is None else (to_octets(key_mask),)
@@ -326,7 +327,7 @@ def _dealt(
     ranks: Ranks,
     shapes: tuple[int, ...],
     dtype: str,
-    has_mask: bool,
+    numbers: tuple[float, ...],
     returns_lse: bool,
     compiled_on: torch.device | None,
 ) -> int:
@@ -346,8 +347,8 @@ def _dealt(
         pattern=described(pattern),
         transport="ulysses",
         ranks_per_row=row.size(),
-        key_mask=has_mask,
         return_lse=returns_lse,
+        **dict(zip(NUMBERS, numbers, strict=True)),
     )
     trade = exchange_of(plan, agreed, row, every, in_graph=compiled_on is not None)
     assert isinstance(trade, HeadTrade)
@@ -390,7 +391,7 @@ def _prepared(
     transport: str,
     shapes: tuple[int, ...],
     dtype: str,
-    has_mask: bool,
+    numbers: tuple[float, ...],
     in_graph: bool,
 ) -> int | Ring:
     """Return the number of a call's exchange, or its ring, after a comparison with the other ranks."""
@@ -414,8 +415,8 @@ def _prepared(
         dtype,
         pattern=described(pattern),
         transport=transport,
-        key_mask=has_mask,
         plan="" if routes is None else routes.fingerprint,
+        **dict(zip(NUMBERS, numbers, strict=True)),
     )
     if routes is None:
         return Ring(layout, group.rank(), group, isinstance(pattern, Causal), agreed)
@@ -429,14 +430,22 @@ def shapes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
     return *query.shape[:2], key.shape[1], key.shape[3], value.shape[3], *needs
 
 
+NUMBERS = ("scale", "softcap", "dropout_p", "key_mask", "alibi_slopes", "sinks")
+
+
+def numbers_of(call: Call, has_mask: bool, has_sinks: bool) -> tuple[float, ...]:
+    """Return the options that `compare` compares, by `NUMBERS`: of tensors whether they are given."""
+    return call.scale, call.softcap, call.dropout_p, has_mask, call.alibi_slopes is not None, has_sinks
+
+
 def compare(
-    ranks: dist.ProcessGroup, name: str, layout: Layout, shapes: tuple[int, ...], dtype: str, **more: str | int
+    ranks: dist.ProcessGroup, name: str, layout: Layout, shapes: tuple[int, ...], dtype: str, **more: str | float
 ) -> Facts:
     """Return the facts of a call, after a comparison with the other ranks, once. Raise PlanMismatch if they differ.
 
     Later calls compare a digest of them in every exchange.
     """
-    facts: dict[str, str | int] = {
+    facts: dict[str, str | float] = {
         "tokens": layout.n_tokens,
         **dict(zip(("batch", "heads", "key_heads", "head_dim", "value_dim"), shapes, strict=False)),
         **({"gradients": _needing(shapes[5:])} if shapes else {}),

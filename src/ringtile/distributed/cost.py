@@ -22,7 +22,6 @@ from ringtile.distributed.layout import Layout
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_hot, count_sent, find_demand
 from ringtile.distributed.relays import count_levels
 from ringtile.distributed.work import Tiles, Work, split, survey
-from ringtile.layout import candidates
 from ringtile.layout.covers import check_candidates
 from ringtile.patterns import Causal, Pattern
 
@@ -281,13 +280,13 @@ def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
     # A broadcast crosses every kind of link. They run one after another.
     link, n_broadcasts = _slowest(n_ranks, hardware), int((hot > 0).sum())
     hot_wire, hot_wire_back = _broadcasts(n_ranks, n_broadcasts, int(hot.sum()), token, wide, link, hardware)
-    cold_wire, cold_wire_back = (all_to_all_time(traffic * token, hardware) for traffic in (cold, cold.T))
+    cold_wire = all_to_all_time(cold * token, hardware)
     moved = sent + received + hot.sum() + rows.n_buffer
     around = rows.around(moved, token, hardware)
     # Own rows run beside the broadcasts, and rows with broadcast keys beside the other exchange.
     forward = torch.maximum(rows.own.clamp(min=hot_wire) + rows.hot, hot_wire + cold_wire) + rows.rest
     # Backward the other way around.
-    backward = torch.maximum(back.hot, cold_wire_back)
+    backward = torch.maximum(back.hot, cold_wire)
     backward = torch.maximum(back.hot + back.own, backward + hot_wire_back)
     return Cost(
         transport,
@@ -445,12 +444,9 @@ def _ulysses(work: Work, hardware: Hardware) -> Cost:
     buffer = inputs.sum(1) + inputs.sum(0) + layout.n_tokens * into
     moved = buffer + outputs.sum(1) + outputs.sum(0) + tokens * home.sum()
     around = shared_time(2 * moved / hardware.memory + hardware.call, hardware)
+    around += all_to_all_time(inputs, hardware) + all_to_all_time(outputs, hardware)
     forward, backward = (
-        around
-        + shared_time(pairs * per_pair / hardware.flops, hardware)
-        + all_to_all_time(there, hardware)
-        + all_to_all_time(back, hardware)
-        for per_pair, there, back in zip(flops_per_pair(sizes), (inputs, outputs.T), (outputs, inputs.T), strict=True)
+        around + shared_time(pairs * per_pair / hardware.flops, hardware) for per_pair in flops_per_pair(sizes)
     )
     node = nodes_of(n_ranks, hardware)
     is_inside = node.unsqueeze(1) == node
@@ -485,13 +481,12 @@ def _of_heads(work: Work, plan: HeadPlan) -> tuple[Tensor, Tensor]:
             # All ranks have the same.
             found.append(found[0])
             continue
-        tiles = torch.zeros(grid.n_rows, dtype=torch.int64)
-        listed = 0
-        for copies, cover in candidates(rule, grid, num_heads=plan.num_heads // n_ranks, batch=plan.batch):
-            tiles.index_add_(0, cover.row, copies * (cover.hi - cover.lo))
-            listed = max(listed, int((cover.hi - cover.lo).sum()))
+        begin, end = plan.heads["q"][rank]
+        lengths = work.listed.lengths
+        groups = list(work.listed.groups(begin, end - begin))
         if not isinstance(rule, RING_PATTERNS):
-            check_candidates(rule, grid, listed)
+            check_candidates(rule, grid, max(int(lengths[group].sum()) for group, _ in groups))
+        tiles = sum((copies * lengths[group] for group, copies in groups), torch.zeros_like(work.listed.row_tiles))
         found.append(torch.stack([tiles.sum(), (tiles * tokens).sum() * grid.block]))
     every = torch.stack(found)
     return every[:, 0], every[:, 1]
@@ -546,7 +541,10 @@ def _slowest(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
 
 
 def all_to_all_time(traffic: Tensor, hardware: Hardware) -> Tensor:
-    """Return the seconds of each rank, float64 ``[P]``, for bytes ``[P, P]`` from rank to rank."""
+    """Return the seconds of each rank, float64 ``[P]``, for bytes ``[P, P]`` from rank to rank, or for their way back.
+
+    Links carry as much in both directions at once, so both take the same time.
+    """
     node = nodes_of(len(traffic), hardware)
     inside = node.unsqueeze(1) == node
     seconds = []

@@ -27,7 +27,6 @@ from ringtile.distributed.branches import BranchPlan, Piece, Shape, make_branch_
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
 from ringtile.distributed.layout import Layout
 from ringtile.functional.attention import check_options, checked_tensors, without_autocast
-from ringtile.functional.compacted import for_heads
 from ringtile.functional.dilated import (
     Options,
     Problem,
@@ -45,6 +44,7 @@ from ringtile.functional.dilated import (
 from ringtile.kernels.contracts import accumulator, merge_into
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
 
 
 def ring_dilated_attention(
@@ -144,7 +144,9 @@ def ring_dilated_attention(
         check_keys_finite(key, value, layout, rank, check_finite)
     shapes = shapes_of(query, key, value)
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.
-    how = layout, ranks, shapes, str(key.dtype), key.device, key_mask is not None, torch.compiler.is_compiling()
+    options = options_of(query, branches, None, dropout_p, seed, scale, backend)
+    numbers = options.scale, dropout_p, key_mask is not None
+    how = layout, ranks, shapes, str(key.dtype), key.device, numbers, torch.compiler.is_compiling()
     exchange = by_number[_prepared(tuple(at), pattern, is_causal, overlap, *how)]
     assert isinstance(exchange.plan, BranchPlan)
     plan = exchange.plan
@@ -152,7 +154,6 @@ def ring_dilated_attention(
     if key_mask is not None:
         every = key_mask.unsqueeze(1).expand(-1, key.shape[1], -1).flatten(1)
         masks = _Masks(every, torch.ops.ringtile.cast_bits(every, exchange.number))
-    options = options_of(query, branches, None, dropout_p, seed, scale, backend)
     with without_autocast(query):
         if needs_composing(backend):
             out, lse = _composed(query, key, value, masks, plan, exchange, options)
@@ -179,7 +180,7 @@ def _prepared(
     shapes: tuple[int, ...],
     dtype: str,
     device: torch.device,
-    has_mask: bool,
+    numbers: tuple[float, ...],
     in_graph: bool,
 ) -> int:
     """Return the number of a call's exchange, after a comparison with the other ranks."""
@@ -189,7 +190,7 @@ def _prepared(
     group = real_group(ranks)
     # A rule for some lengths only does not fit a part of a segment.
     planned = tuple(Shape(each.length, each.dilation, is_causal and each.rule.unbounded) for each in branches)
-    plan = make_branch_plan(planned, layout, group.rank(), shapes[1], shapes[2], has_mask, device)
+    plan = make_branch_plan(planned, layout, group.rank(), shapes[1], shapes[2], bool(numbers[2]), device)
     agreed = compare(
         group,
         "ring_dilated_attention",
@@ -200,8 +201,8 @@ def _prepared(
             f"({branch.length}, {branch.dilation}): {branch.rule.text or type(branch.rule).__name__}"
             for branch in branches
         ),
-        key_mask=has_mask,
         plan=plan.fingerprint,
+        **dict(zip(("scale", "dropout_p", "key_mask"), numbers, strict=True)),
     )
     return exchange_of(plan, agreed, group, in_graph=in_graph).number
 

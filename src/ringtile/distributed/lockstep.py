@@ -31,7 +31,7 @@ class Facts:
     """What ranks compare of a call."""
 
     call: str
-    fields: tuple[tuple[str, str | int], ...] = ()
+    fields: tuple[tuple[str, str | float], ...] = ()
 
     @cached_property
     def digest(self) -> bytes:
@@ -113,7 +113,7 @@ def _read(group: dist.ProcessGroup, comparison: _Comparison) -> None:
         return
     # All ranks have read the same bytes, so all come here.
     agree(group, "a rank is a step ahead", {"exchanges": begun})
-    given: Mapping[str, str | int] = {"call": facts.call, **dict(facts.fields)}
+    given: Mapping[str, str | float] = {"call": facts.call, **dict(facts.fields)}
     agree(group, "exchange", given)
     agree(group, "exchange", {"data": data})
     raise PlanMismatch("exchange: a rank calls for the first time what the others have called before")

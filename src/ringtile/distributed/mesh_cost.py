@@ -62,10 +62,7 @@ def estimate_mesh(work: Work, per_row: int, hardware: Hardware) -> Cost:
     of_heads = there + here
     sent, received = of_heads.sum(1), of_heads.sum(0)
     around = shared_time(2 * moved.flatten() / hardware.memory + hardware.call, hardware)
-    forward, backward = (
-        around + all_to_all_time(first, hardware) + all_to_all_time(last, hardware)
-        for first, last in ((there, here), (here.T, there.T))
-    )
+    around += all_to_all_time(there, hardware) + all_to_all_time(here, hardware)
     return Cost(
         "ulysses",
         sent + each("sent"),
@@ -79,8 +76,8 @@ def estimate_mesh(work: Work, per_row: int, hardware: Hardware) -> Cost:
         each("tiles"),
         each("flops"),
         gathered.flatten() + torch.maximum(wires.flatten(), each("buffer")),
-        forward + each("forward"),
-        backward + each("backward"),
+        around + each("forward"),
+        around + each("backward"),
         traffic,
         each("copied"),
         (n_rows, per_row),
@@ -112,7 +109,9 @@ def _columns(work: Work, plan: HeadPlan, hardware: Hardware) -> list[Cost]:
             own = Sizes(heads, kv_heads, sizes.head_dim, sizes.value_dim, sizes.batch, sizes.dtype)
             listed = work.listed.parts.get((rule, own))
             if listed is None:
-                listed = work.listed.parts[rule, own] = Tiles(rule, plan.layout.n_tokens, own, block=work.grid.block)
+                of = work.listed, mine.heads["q"][number][0]
+                listed = Tiles(rule, plan.layout.n_tokens, own, block=work.grid.block, of=of)
+                work.listed.parts[rule, own] = listed
             surveyed = survey(rule, plan.rows, own, listed=listed)
             found[rule, kv_heads] = estimate(surveyed, "exchange", replace(hardware, **beside))
         costs.append(found[rule, kv_heads])

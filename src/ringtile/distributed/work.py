@@ -20,7 +20,7 @@ from ringtile.distributed.plan import (
     is_cut,
 )
 from ringtile.layout import candidates
-from ringtile.layout.covers import MAX_BYTES, Budget, Touched, check_candidates
+from ringtile.layout.covers import MAX_BYTES, Budget, Touched, check_candidates, groups_of
 from ringtile.patterns import Pattern
 from ringtile.patterns.base import Cover, TileGrid
 
@@ -37,11 +37,20 @@ _COLD = 1 << 32
 class Tiles:
     """The candidate tiles of a pattern, which are the same for all layouts and numbers of ranks.
 
-    Raises ValueError if the pattern does not support the tokens or the heads, or its covers exceed ``max_bytes``.
+    If ``pattern`` and ``sizes`` are those of some heads, pass the tiles of all heads and the first of these heads as
+    ``of``. Raises ValueError if the pattern does not support the tokens or the heads, or its covers exceed
+    ``max_bytes``.
     """
 
     def __init__(
-        self, pattern: Pattern, n_tokens: int, sizes: Sizes, *, block: int = 128, max_bytes: int = MAX_BYTES
+        self,
+        pattern: Pattern,
+        n_tokens: int,
+        sizes: Sizes,
+        *,
+        block: int = 128,
+        max_bytes: int = MAX_BYTES,
+        of: tuple[Tiles, int] | None = None,
     ) -> None:
         for name, count, expected in (
             ("heads", sizes.heads, pattern.num_heads),
@@ -58,27 +67,42 @@ class Tiles:
         """int64 ``[R]``: tiles of each row tile, for each group of equal heads and batch elements."""
         self.parts: dict[tuple[Pattern, Sizes], Tiles] = {}
         """Tiles of some of the heads, that others have listed."""
+        self._group = torch.tensor(groups_of(pattern, sizes.heads, sizes.batch)[0])
+        self._of = of
         self._covers: list[Cover] | None = []
+        self._cover_of: list[int] = []
         n_kept = 0
         for copies, cover in self._listed():
             length = torch.zeros_like(self.row_tiles).index_add_(0, cover.row, cover.hi - cover.lo)
             self.lengths.append(length)
             self.row_tiles += copies * length
-            # Heads that differ inside tiles only have equal covers.
-            if self._covers and all(map(torch.equal, self._covers[-1], cover)):
+            if self._covers is None:
                 continue
-            n_kept += len(cover.row)
+            # Heads that differ inside tiles only have equal covers.
+            if not (self._covers and all(map(torch.equal, self._covers[-1], cover))):
+                n_kept += len(cover.row)
+                self._covers.append(cover)
+            self._cover_of.append(len(self._covers) - 1)
             if n_kept > _KEPT:
                 self._covers = None
-            if self._covers is not None:
-                self._covers.append(cover)
+
+    def groups(self, first: int, heads: int) -> Iterator[tuple[int, int]]:
+        """Yield the groups of equal heads and batch elements among some heads, and their number of these."""
+        some = self._group[:, first : first + heads] if self._group.shape[1] > 1 else self._group
+        copies = heads * self.sizes.batch // some.numel()
+        for group, count in zip(*(x.tolist() for x in some.unique(return_counts=True)), strict=True):
+            yield group, copies * count
 
     def _listed(self) -> Iterator[tuple[int, Cover]]:
         heads, batch = self.sizes.heads, self.sizes.batch
-        return candidates(self.pattern, self.grid, num_heads=heads, batch=batch, max_bytes=self.max_bytes)
+        if self._of is not None and self._of[0]._covers is not None:
+            (whole, first), covers = self._of, self._of[0]._covers
+            return ((copies, covers[whole._cover_of[group]]) for group, copies in whole.groups(first, heads))
+        found = candidates(self.pattern, self.grid, num_heads=heads, batch=batch, max_bytes=self.max_bytes)
+        return ((copies, Cover(*_singles_first(cover))) for copies, cover in found)
 
     def covers(self) -> Iterator[Cover]:
-        """Yield the distinct covers."""
+        """Yield the distinct covers, intervals of one tile first."""
         if self._covers is None:
             yield from (cover for _, cover in self._listed())
         else:
@@ -94,6 +118,11 @@ class Tiles:
             Budget(self.max_bytes, self.grid).check(self.pattern, touched.count(cover), 16)
             touched.add(cover)
         return touched.columns()
+
+
+def _singles_first(cover: Cover) -> Iterator[Tensor]:
+    wide = cover.hi - cover.lo > 1
+    return (torch.cat([x[~wide], x[wide]]) for x in cover)
 
 
 class Split(NamedTuple):
@@ -169,16 +198,21 @@ def survey(
     rows, ranks, tokens = layout.tiles(grid.block)
     demand = demand_of(listed.needed(rows, ranks, n_ranks), layout, grid)
     rank_of_row = torch.empty(grid.n_rows, dtype=torch.int64).index_put_((rows,), ranks)
-    # How many columns before each a rank does not hold. Those that are not broadcast either count in the upper half.
+    # Columns that a rank does not hold: those that are not broadcast either count in the upper half.
+    remote = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.uint8)
+    remote[:, :-1] = torch.where(demand.is_hot, 1, 2).masked_fill(demand.holds, 0)
+    counts = torch.tensor([0, 1, _COLD + 1])
     before = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.int64)
-    before[:, 1:] = torch.where(demand.is_hot, 1, _COLD + 1)
-    before[:, 1:][demand.holds] = 0
-    before = before.cumsum_(1).flatten()
+    before[:, 1:] = counts[remote[:, :-1].int()].cumsum_(1)
+    remote, before = remote.flatten(), before.flatten()
     first_of_row = rank_of_row * (grid.n_cols + 1)
     missed = torch.zeros_like(listed.row_tiles)
-    for cover in listed.covers():
-        first = first_of_row[cover.row]
-        missed.index_add_(0, cover.row, before[first + cover.hi] - before[first + cover.lo])
+    for row, lo, hi in listed.covers():
+        lo, hi = first_of_row[row] + lo, first_of_row[row] + hi
+        # The table of single columns is a byte each, and stays in a cache.
+        one = int((hi == lo + 1).sum())
+        missed.index_add_(0, row[:one], counts[remote[lo[:one]].int()])
+        missed.index_add_(0, row[one:], before[hi[one:]] - before[lo[one:]])
     most = 0
     for length in listed.lengths:
         of_rank = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, rank_of_row, length)

@@ -350,7 +350,7 @@ def _lines(table: Table) -> Iterator[str]:
     cheapest = "" if default is None else f"; cheapest_layout: {default.layout}"
     yield f"  ring_attention with transport='auto': {', '.join(texts)}{cheapest}"
     if best is not default:
-        yield f"  less time: transport={best.transport!r}"
+        yield f"  less time: {best.layout} with transport={best.transport!r}"
 
 
 def _copied(row: Row) -> int:

@@ -41,15 +41,11 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask
 
     with real_tensors():
-        table = _dense_states(index)
+        table = dense_states(index)
         kept, full = _query_blocks(index, table)
         group = index.group.long()
         (counts, indices), (full_counts, full_indices) = (
-            (
-                chosen.sum(-1, dtype=torch.int32)[group],
-                torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()[group],
-            )
-            for chosen in (kept & ~full, full)
+            (found[group] for found in listed(chosen)) for chosen in (kept & ~full, full)
         )
         return BlockMask.from_kv_blocks(
             counts,
@@ -62,13 +58,19 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
         )
 
 
-def _dense_states(index: BlockIndex) -> Tensor:
+def dense_states(index: BlockIndex) -> Tensor:
     """Return the state of each tile, `EMPTY`, `FULL` or a row of the tile table, int32 ``[G, R, C]``."""
     size = index.n_groups * index.n_rows * index.n_cols
     table = torch.full((size,), EMPTY, dtype=torch.int32, device=index.device)
     number, state = index.entries()
     table[number] = state.int()
     return table.view(index.n_groups, index.n_rows, index.n_cols)
+
+
+def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of chosen columns, ``[G, R]``, and all columns ``[G, R, C]``, the chosen ones first."""
+    counts = chosen.sum(-1, dtype=torch.int32)
+    return counts, torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
 
 
 def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +220,7 @@ def _read_states(block_mask: BlockMask) -> Tensor:
         if count is None or indices is None:
             continue
         # Entries beyond the count are undefined.
-        listed = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
-        batch, head, row, _ = place = listed.nonzero(as_tuple=True)
+        there = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
+        batch, head, row, _ = place = there.nonzero(as_tuple=True)
         states[batch, head, row, indices[place].long()] = value
     return states

@@ -42,7 +42,6 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from ringtile import SparseTransformer, sparse_attention  # noqa: E402
-from ringtile.kernels.flash import band_of  # noqa: E402
 from ringtile.kernels.triton.tuning import VARIABLE  # noqa: E402
 from ringtile.layout import build_index, clear_cache  # noqa: E402
 from ringtile.layout.density import with_density  # noqa: E402
@@ -59,6 +58,7 @@ from ringtile.measure.peers import (  # noqa: E402
 from ringtile.measure.record import FORWARD, OURS, Record, Row, write_whole  # noqa: E402
 from ringtile.measure.suites import Task  # noqa: E402
 from ringtile.patterns import Causal, GlobalTokens, Pattern, RandomBlocks, Window, parse  # noqa: E402
+from ringtile.patterns.facts import band_of  # noqa: E402
 
 LONG = 131_072
 DOCUMENTS = [7_000, 20_072, 1_000, 31_000, 5_000, 12_000, 25_000, 3_000, 15_000, 12_000]

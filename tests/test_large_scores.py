@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -150,13 +151,12 @@ def test_a_single_winner_has_a_weight_of_one(
     parts = dtype == torch.float32 and precision == "high" and name.startswith("amx")
     rtol = 2.0**-15 if parts else 0
     with precision_of(precision) if dtype == torch.float32 else nullcontext():
-        for pattern, chosen in ((Dense(), winner), (Window(0), None)):
-            for products in (5, 7):
-                monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
-                leaves = [x.detach().requires_grad_() for x in ((q, k, v) if chosen is not None else (k, k, v))]
-                out = sparse_attention(*leaves, pattern, backend="native")
-                value_grad = torch.autograd.grad(out, leaves, grad_out)[2]
-                wanted = v if chosen is None else v.gather(2, chosen)
-                torch.testing.assert_close(out, wanted, rtol=rtol, atol=0)
-                given = value_grad if chosen is None else value_grad.gather(2, chosen)
-                torch.testing.assert_close(given, grad_out, rtol=rtol, atol=1e-30)
+        # No scale is a power of two: each rounds the product of a score.
+        for pattern, products, scale in product((Dense(), Window(0)), (5, 7), (0.1, 0.3, 0.7)):
+            monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+            leaves = [x.detach().requires_grad_() for x in (k if pattern == Window(0) else q, k, v)]
+            out = sparse_attention(*leaves, pattern, scale=scale, backend="native")
+            value_grad = torch.autograd.grad(out, leaves, grad_out)[2]
+            wanted, given = (v, value_grad) if pattern == Window(0) else (x.gather(2, winner) for x in (v, value_grad))
+            torch.testing.assert_close(out, wanted, rtol=rtol, atol=0)
+            torch.testing.assert_close(given, grad_out, rtol=rtol, atol=1e-30)

@@ -11,11 +11,9 @@ import importlib
 import importlib.metadata
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.kernels.contracts import Call, as_new_out, index_of, lacking
@@ -23,9 +21,8 @@ from ringtile.kernels.cpu_flash import padded
 from ringtile.kernels.proof import ERRORS, attend, difference, gradients, told
 from ringtile.kernels.spans import INDEX, KERNEL, span
 from ringtile.layout import BlockIndex, build_index
-from ringtile.layout.flex import dense_states, listed
+from ringtile.layout.block_lists import BLOCK, Lists, Tiles, make_tiles
 from ringtile.layout.schedule import derived
-from ringtile.layout.tiles import EMPTY, FULL, unpack_words
 from ringtile.patterns import BlockDilated, Dense, Segments
 
 DEVICE = "cuda"
@@ -33,37 +30,9 @@ VERSIONS = ("4.0.0b34", "4.0.0b35", "4.0.0b36")
 """Versions of flash-attn-4 whose kernels for sm_90 are the same. They wait for what the backward pass prepares."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_BLOCK = 128
 _WIDEST, _MULTIPLE = 128, 8
 _PLACES_AT_MOST = 1 << 28
 """Lists and tables have a place for each pair of a row and a column tile."""
-
-
-class Lists(NamedTuple):
-    """The tiles of each row or column, ascending: counts ``[B or 1, H or 1, R]`` and numbers ``[.., R, longest]``."""
-
-    mask_block_cnt: Tensor
-    mask_block_idx: Tensor
-    full_block_cnt: Tensor
-    full_block_idx: Tensor
-
-
-class Tiles(NamedTuple):
-    """An index as the kernels read it."""
-
-    rows: Lists
-    """On sm_100, one list for two row tiles."""
-    cols: Lists
-    has_partial: bool
-    group: Tensor
-    tile_at: Tensor
-    """``[G, R, C]`` int32: the row of ``bits`` of each tile."""
-    bits: Tensor
-    """``[2 + T, 128, 4]`` int32: an empty tile, a full one, and the tiles of the index."""
-    queries: Tensor | None
-    """Bool ``[B or 1, H or 1, Nq]``: the queries that keep a key, or None if all do."""
-    keys: Tensor | None
-    """Bool ``[B or 1, H or 1, Nk]``: the keys that a query keeps, or None if all are kept."""
 
 
 def reason_against() -> str:
@@ -104,8 +73,8 @@ def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ..
         reasons.append(f"supports {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:
         reasons.append(f"supports head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")
-    if call.start % _BLOCK:
-        reasons.append(f"needs a start at a multiple of {_BLOCK}, got {call.start=}")
+    if call.start % BLOCK:
+        reasons.append(f"needs a start at a multiple of {BLOCK}, got {call.start=}")
     if not call.scale > 0:
         reasons.append(f"supports a scale > 0, got {call.scale=}")
     reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
@@ -118,7 +87,7 @@ def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ..
         # The operator asks again, with values.
         return reasons
     index = index_of(call, q, k)
-    places = index.group.numel() * (q.shape[2] // _BLOCK + 1) * (k.shape[2] // _BLOCK + 1)
+    places = index.group.numel() * (q.shape[2] // BLOCK + 1) * (k.shape[2] // BLOCK + 1)
     if places > _PLACES_AT_MOST:
         return [f"supports {_PLACES_AT_MOST} pairs of tiles, got {places}: {q.shape=}, {k.shape=}"]
     shared = index.group.shape[0] == 1, index.group.shape[1] == 1
@@ -130,66 +99,12 @@ def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ..
 def tiles_of(index: BlockIndex) -> Tiles:
     """Return an index as the kernels read it, made at its first use. That synchronizes with the device."""
     with span(INDEX):
-        return derived(index, _tiles_of, _row_tiles(index.device), lengths=True)
+        return derived(index, make_tiles, _row_tiles(index.device), lengths=True)
 
 
 def _row_tiles(device: torch.device) -> int:
     """Return how many row tiles share a list."""
     return 2 if _generation(device) == 10 else 1
-
-
-@torch.inference_mode(False)
-def _tiles_of(index: BlockIndex, row_tiles: int) -> Tiles:
-    if index.block < _BLOCK:
-        # Nothing here depends on positions, so tiles that become one need not follow each other there.
-        index = replace(index, row_at=index.row_at[:0], col_at=index.col_at[:0]).coarsen(_BLOCK)
-    # Without the bits outside the lengths: a key that only these keep is kept by no query.
-    index = index.trimmed()
-    states = dense_states(index)
-    # A last row tile without a second one is full if it is full itself.
-    single, joined = (
-        F.pad(states, (0, 0, 0, -index.n_rows % row_tiles), value=value).unflatten(1, (-1, row_tiles))
-        for value in (EMPTY, FULL)
-    )
-    full = (joined == FULL).all(2)
-    part = (single != EMPTY).any(2) & ~full
-    return Tiles(
-        _lists(part, full, index.group),
-        _lists(part.mT, full.mT, index.group),
-        bool(part.any()),
-        index.group,
-        single.flatten(1, 2) - EMPTY,
-        _with_both(index.bits),
-        _kept(states, index.rows_any, index.group, index.n_queries),
-        _kept(states.mT, index.cols_any, index.group, index.n_keys),
-    )
-
-
-def _lists(part: Tensor, full: Tensor, group: Tensor) -> Lists:
-    """Return the lists of the tiles that are chosen, bool ``[G, R, C]``."""
-    found = []
-    for counts, numbers in (listed(part), listed(full)):
-        numbers = numbers[..., : max(int(counts.max()), 1)]
-        # Kernels expect a last stride of 1, which `contiguous` does not give a last dimension of 1.
-        found += [x[group.long()].clone(memory_format=torch.contiguous_format) for x in (counts, numbers)]
-    return Lists(*found)
-
-
-def _with_both(words: Tensor) -> Tensor:
-    """Prepend an empty and a full tile to a table, so that a state less `EMPTY` is a row of it."""
-    table = torch.cat((words.new_zeros(2, *words.shape[1:]), words))
-    table[FULL - EMPTY] = -1
-    return table
-
-
-def _kept(states: Tensor, words: Tensor, group: Tensor, length: int) -> Tensor | None:
-    """Return which rows of the tiles ``[G, R, C]`` keep anything, by the words of each tile, or None if all do."""
-    anything = unpack_words(_with_both(words), _BLOCK)
-    kept = torch.zeros(*states.shape[:2], _BLOCK, dtype=torch.bool, device=states.device)
-    for col in states.unbind(2):
-        kept |= anything[col.long() - EMPTY]
-    kept = kept.flatten(1)[:, :length]
-    return None if kept.all() else kept[group.long()]
 
 
 def keeps(batch: Any, head: Any, query: Any, key: Any, lengths: Any, tensors: Any) -> Any:
@@ -209,7 +124,7 @@ def kernels() -> tuple[Any, Callable[..., Any]]:
 
 def _options(tiles: Tiles, lists: Lists, q: Tensor, scale: float) -> dict[str, Any]:
     module, mask = kernels()
-    block = _row_tiles(q.device) * _BLOCK, _BLOCK
+    block = _row_tiles(q.device) * BLOCK, BLOCK
     sparse = module.BlockSparseTensorsTorch(**lists._asdict(), block_size=block)
     options = {"softmax_scale": scale, "block_sparse_tensors": sparse}
     if tiles.has_partial:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ringtile.layout.block_lists import dense_states, listed
 from ringtile.layout.build import real_tensors
 from ringtile.layout.index import BlockIndex
 from ringtile.layout.tiles import EMPTY, FULL
@@ -56,21 +57,6 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
             mask_mod=_mask_of(index, table),
             seq_lengths=(index.n_queries, index.n_keys),
         )
-
-
-def dense_states(index: BlockIndex) -> Tensor:
-    """Return the state of each tile, `EMPTY`, `FULL` or a row of the tile table, int32 ``[G, R, C]``."""
-    size = index.n_groups * index.n_rows * index.n_cols
-    table = torch.full((size,), EMPTY, dtype=torch.int32, device=index.device)
-    number, state = index.entries()
-    table[number] = state.int()
-    return table.view(index.n_groups, index.n_rows, index.n_cols)
-
-
-def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of chosen columns, ``[G, R]``, and all columns ``[G, R, C]``, the chosen ones first."""
-    counts = chosen.sum(-1, dtype=torch.int32)
-    return counts, torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
 
 
 def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:

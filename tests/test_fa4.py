@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
@@ -86,6 +87,7 @@ def kept_by(
                     j = torch.arange(col * wide, (col + 1) * wide)
                     place = ((torch.tensor(b),), (torch.tensor(h),), (i,), (j,))
                     (kept[b, h][tile],) = mask_mod(*place, None, aux_tensors)
+                    assert kept[b, h, :n_queries, :n_keys][tile].any(), "a tile without pairs is in a list"
                 else:
                     kept[b, h][tile] = True
     assert seen.max() <= 1
@@ -581,6 +583,11 @@ def test_self_test_compares_both_passes_with_and_without_bits(
 # The package itself.
 
 
+def test_the_extra_installs_the_versions_that_are_known() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["fa4"]
+    assert extra[0] == f"flash-attn-4>={fa4.VERSIONS[0]},<={fa4.VERSIONS[-1]}"
+
+
 def test_nothing_is_loaded_before_a_call_that_it_can_run() -> None:
     script = """
 import sys, torch
@@ -607,7 +614,7 @@ def test_both_passes_compile_with_and_without_bits(architecture: str) -> None:
     try:
         installed = metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
-        pytest.skip("flash-attn-4 is not installed: pip install 'ringtile[fa4]'")
+        pytest.skip("flash-attn-4 is not installed: pip install '.[fa4]'")
     assert installed in fa4.VERSIONS
     script = ROOT / "tests" / "compiled_fa4.py"
     done = subprocess.run([sys.executable, script, architecture], capture_output=True, text=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, as_new_out, index_of, lacking
+from ringtile.kernels.contracts import Call, as_new_out, dense_tiles_reason, index_of, lacking
 from ringtile.kernels.cpu_flash import padded
 from ringtile.kernels.proof import ERRORS, attend, difference, gradients, told
 from ringtile.kernels.spans import INDEX, KERNEL, span
@@ -78,6 +78,7 @@ def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ..
     if not call.scale > 0:
         reasons.append(f"supports a scale > 0, got {call.scale=}")
     reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
+    reasons += dense_tiles_reason(q, k, call)
     if 0 in (*q.shape, *k.shape, v.shape[-1]):
         reasons.append(f"needs queries and keys, got {q.shape=}, {k.shape=}, {v.shape=}")
     if True in passes and torch.are_deterministic_algorithms_enabled():
@@ -227,6 +228,8 @@ def proof(
         found = run_backward(out_grad, lse_grad, q, k, v, out, lse, tiles, scale)
         expected = gradients(out_grad, lse_grad, q, k, v, out, lse, kept, scale)
         return difference(("q_grad", "k_grad", "v_grad"), found, expected, dtype)
+    except torch.OutOfMemoryError:
+        raise  # The next call compares again.
     except Exception as error:
         # The compiler's own errors are none of the built-in ones.
         if isinstance(error, ERRORS) or type(error).__module__.startswith("cutlass."):

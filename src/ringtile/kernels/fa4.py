@@ -112,9 +112,9 @@ def keeps(batch: Any, head: Any, query: Any, key: Any, lengths: Any, tensors: An
     """Return whether a pair is kept. CuTe compiles this for each element of a partial tile."""
     group, tile_at, bits = tensors
     i, j = query[0], key[0]
-    tile = tile_at[group[batch[0], head[0]], i // 128, j // 128]
-    word = bits[tile, i % 128, j % 128 // 32]
-    return ((word >> (j % 32) & 1) != 0,)
+    tile = tile_at[group[batch[0], head[0]], i >> 7, j >> 7]
+    word = bits[tile, i & 127, j >> 5 & 3]
+    return ((word >> (j & 31) & 1) != 0,)
 
 
 @functools.cache

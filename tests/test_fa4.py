@@ -387,11 +387,12 @@ def test_other_gpus_are_a_reason(stand_in: StandIn, monkeypatch: pytest.MonkeyPa
         sparse_attention(*tensors(9, 9), enable_gqa=True, backend="fa4")
 
 
-def test_too_many_pairs_of_tiles_are_a_reason(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_pairs_of_tiles_or_bits_are_a_reason(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa4, "_PLACES_AT_MOST", 4 * 9 - 1)
-    sparse_attention(*tensors(300, 300), Causal(), enable_gqa=True, backend="fa4")
-    with pytest.raises(ValueError, match="supports 35 pairs of tiles, got 36"):
-        sparse_attention(*tensors(300, 300), Segments(100, 2), enable_gqa=True, backend="fa4")
+    results("fa4", tensors(300, 300), Dense())
+    for pattern, got in ((Segments(100, 2), "got 36 and "), (Causal(), "got 9 and 512")):
+        with pytest.raises(ValueError, match=f"supports 35 pairs of tiles and words of bits, {got}"):
+            sparse_attention(*tensors(300, 300), pattern, enable_gqa=True, backend="fa4")
 
 
 def test_an_index_of_all_pairs_of_long_sequences_is_not_built(stand_in: StandIn) -> None:

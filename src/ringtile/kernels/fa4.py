@@ -32,7 +32,7 @@ VERSIONS = ("4.0.0b34", "4.0.0b35", "4.0.0b36")
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST, _MULTIPLE = 128, 8
 _PLACES_AT_MOST = 1 << 28
-"""Lists and tables have a place for each pair of a row and a column tile."""
+"""Lists and tables have a place for each pair of a row and a column tile. The mask function counts in 32 bits."""
 
 
 def reason_against() -> str:
@@ -89,8 +89,9 @@ def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ..
         return reasons
     index = index_of(call, q, k)
     places = index.group.numel() * (q.shape[2] // BLOCK + 1) * (k.shape[2] // BLOCK + 1)
-    if places > _PLACES_AT_MOST:
-        return [f"supports {_PLACES_AT_MOST} pairs of tiles, got {places}: {q.shape=}, {k.shape=}"]
+    if max(places, index.bits.numel()) > _PLACES_AT_MOST:
+        got = f"{places} and {index.bits.numel()}: {q.shape=}, {k.shape=}"
+        return [f"supports {_PLACES_AT_MOST} pairs of tiles and words of bits, got {got}"]
     shared = index.group.shape[0] == 1, index.group.shape[1] == 1
     kind = str(q.device), q.dtype, (q.shape[-1], v.shape[-1]), q.shape[1] // k.shape[1], shared
     has_partial = tiles_of(index).has_partial
@@ -110,10 +111,11 @@ def _row_tiles(device: torch.device) -> int:
 
 def keeps(batch: Any, head: Any, query: Any, key: Any, lengths: Any, tensors: Any) -> Any:
     """Return whether a pair is kept. CuTe compiles this for each element of a partial tile."""
-    group, tile_at, bits = tensors
+    # One-dimensional tensors, shifts and masks: others take twice as many instructions.
+    first, n_cols, tile_at, bits = tensors
     i, j = query[0], key[0]
-    tile = tile_at[group[batch[0], head[0]], i >> 7, j >> 7]
-    word = bits[tile, i & 127, j >> 5 & 3]
+    tile = tile_at[first[batch[0], head[0]] + (i >> 7) * n_cols[0] + (j >> 7)]
+    word = bits[tile * 512 + (i & 127) * 4 + (j >> 5 & 3)]
     return ((word >> (j & 31) & 1) != 0,)
 
 
@@ -129,7 +131,10 @@ def _options(tiles: Tiles, lists: Lists, q: Tensor, scale: float) -> dict[str, A
     sparse = module.BlockSparseTensorsTorch(**lists._asdict(), block_size=block)
     options = {"softmax_scale": scale, "block_sparse_tensors": sparse}
     if tiles.has_partial:
-        options |= {"mask_mod": mask, "aux_tensors": [tiles.group.expand(*q.shape[:2]), tiles.tile_at, tiles.bits]}
+        flat = tiles.n_cols, tiles.tile_at, tiles.bits
+        for x in flat:
+            x.__leading_dim__ = 0  # type: ignore[attr-defined]
+        options |= {"mask_mod": mask, "aux_tensors": [tiles.first.expand(*q.shape[:2]), *flat]}
     return options
 
 

@@ -32,11 +32,14 @@ class Tiles(NamedTuple):
     """On sm_100, one list for two row tiles."""
     cols: Lists
     has_partial: bool
-    group: Tensor
+    first: Tensor
+    """``[B or 1, H or 1]`` int32: where the tiles of each batch element and head begin in ``tile_at``."""
+    n_cols: Tensor
+    """``[1]`` int32."""
     tile_at: Tensor
-    """``[G, R, C]`` int32: the row of ``bits`` of each tile."""
+    """``[G * R * C]`` int32: the number of each tile in ``bits``."""
     bits: Tensor
-    """``[2 + T, 128, 4]`` int32: an empty tile, a full one, and the tiles of the index."""
+    """``[(2 + T) * 128 * 4]`` int32: an empty tile, a full one, and the tiles of the index."""
     queries: Tensor | None
     """Bool ``[B or 1, H or 1, Nq]``: the queries that keep a key, or None if all do."""
     keys: Tensor | None
@@ -81,9 +84,10 @@ def make_tiles(index: BlockIndex, row_tiles: int) -> Tiles:
         _lists(part, full, index.group),
         _lists(part.mT, full.mT, index.group),
         bool(part.any()),
-        index.group,
-        single.flatten(1, 2) - EMPTY,
-        _with_both(index.bits),
+        index.group * single[0].numel(),
+        index.group.new_full((1,), index.n_cols),
+        single.flatten() - EMPTY,
+        _with_both(index.bits).flatten(),
         _kept(states, index.rows_any, index.group, index.n_queries),
         _kept(states.mT, index.cols_any, index.group, index.n_keys),
     )

@@ -1,0 +1,175 @@
+"""A CUDA GPU that is not there: Triton's kernels are compiled for it, or only named, and their launches written down.
+
+    with mock_gpu(90) as gpu:
+        sparse_attention(q, k, v, index, backend="triton")  # tensors on the CPU
+    gpu.launches    # what a GPU would have been told to run
+    gpu.kernels     # what it would have had to compile first
+
+Nothing is computed, so results are uninitialized memory. With ``results=True``, "blockwise" computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, compiler
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ringtile.kernels import blockwise
+from ringtile.kernels import triton as backend
+from ringtile.kernels.triton import backward_kernels, forward_kernels, launches
+
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""What one program may have of shared memory."""
+
+
+class Kernel(NamedTuple):
+    """What `triton.compile` is asked for."""
+
+    function: JITFunction[Any]
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: Any
+
+    def compile(self, target: GPUTarget) -> CompiledKernel:
+        source = ASTSource(self.function, self.signature, self.constants, self.attributes)
+        return self.function.compile(source, target=target, options=self.options.__dict__)
+
+
+class Launched(NamedTuple):
+    """A launch."""
+
+    source: ASTSource
+    grid: tuple[int, int, int]
+    stream: int
+    values: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.source.fn.__name__)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name, with addresses in place of tensors."""
+        named = zip(self.source.fn.arg_names, self.values, strict=True)
+        return {name: x.data_ptr() if isinstance(x, torch.Tensor) else x for name, x in named}
+
+
+@dataclass
+class MockGpu:
+    """A driver as Triton 3.6 calls it, which runs nothing."""
+
+    architecture: int
+    shared_of: Callable[[Kernel], int] | None
+    """Bytes of shared memory of a kernel that is not compiled. None compiles kernels."""
+    recording: bool = True
+    stream: int = 0
+    """The current stream."""
+    capturing: bool = False
+    """Whether a CUDA graph captures it."""
+    launches: list[Launched] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+
+    binary_ext = "cubin"
+
+    @property
+    def utils(self) -> Any:
+        shared = SHARED_BYTES[self.architecture]
+        return SimpleNamespace(
+            load_binary=lambda *args: (1, 1, 128, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": shared, "warpSize": 32},
+        )
+
+    def launcher_cls(self, source: ASTSource, metadata: Any) -> Callable[..., None]:
+        def launch(x: int, y: int, z: int, stream: int, function: int, packed: Any, about: Any, *args: Any) -> None:
+            if self.recording:
+                self.launches.append(Launched(source, (x, y, z), stream, args[2:]))
+
+        return launch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return self.stream
+
+    def make(self, function: Any, key: str, *what: Any) -> Any:
+        """Stand in for `JITFunction._do_compile`."""
+        signature, device, constants, options, attributes, _ = what
+        kernel = Kernel(function, signature, constants, attributes, options)
+        self.kernels.append(kernel)
+        if self.shared_of is None:
+            made = kernel.compile(self.get_current_target())
+        else:
+            made = object.__new__(CompiledKernel)
+            made.src = ASTSource(function, signature, constants, attributes)
+            made.name, made.hash, made.metadata_group = function.__name__, key, {}
+            made.metadata = SimpleNamespace(
+                shared=self.shared_of(kernel), num_warps=options.num_warps, tmem_size=None, name=made.name
+            )
+            made.packed_metadata = options.num_warps, 1, made.metadata.shared
+            made.kernel, made.module, made.function, made._run = b"", None, None, None
+        function.device_caches[device][0][key] = made
+        return made
+
+
+@contextmanager
+def mock_gpu(
+    architecture: int = 90,
+    *,
+    compiled: bool = False,
+    shared_of: Callable[[Kernel], int] = lambda kernel: 0,
+    results: bool = False,
+    recording: bool = True,
+) -> Iterator[MockGpu]:
+    """Let ringtile's Triton backend take tensors on the CPU for those of a GPU that runs nothing.
+
+    ``compiled`` compiles every kernel, in seconds each. Otherwise a kernel takes the shared memory that ``shared_of``
+    says. ``recording=False`` counts no launches, for timings.
+    """
+    gpu = MockGpu(architecture, None if compiled else shared_of, recording)
+    unsupported, forward, backward = backend.unsupported, backend.forward, backend.backward
+
+    def reasons(q: Any, k: Any, v: Any, call: Any) -> list[str]:
+        return [reason for reason in unsupported(q, k, v, call) if not reason.startswith("needs a GPU")]
+
+    def forward_with_results(q: Any, k: Any, v: Any, call: Any) -> Any:
+        forward(q, k, v, call)
+        return blockwise.forward(q, k, v, call)
+
+    def backward_with_results(*rows_and_call: Any) -> Any:
+        backward(*rows_and_call)
+        return blockwise.backward(*rows_and_call)
+
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(patch.object(driver, "_active", gpu))
+        enter(patch.object(JITFunction, "_do_compile", lambda function, *args: gpu.make(function, *args)))
+        for module in (forward_kernels, backward_kernels):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    # What another driver compiled is none of this one's.
+                    caches = type(function.device_caches)(function.create_binder)
+                    enter(patch.object(function, "device_caches", caches))
+        # Triton reads it once per process.
+        enter(patch.object(compiler, "max_shared_mem", lambda device: SHARED_BYTES[architecture]))
+        enter(patch.object(launches, "architecture", lambda device: architecture))
+        enter(patch.object(launches, "_fitting", {}))
+        enter(patch.object(backend, "unsupported", reasons))
+        enter(patch.object(backend, "reason_against", lambda: ""))
+        if results:
+            enter(patch.object(backend, "forward", forward_with_results))
+            enter(patch.object(backend, "backward", backward_with_results))
+        yield gpu

@@ -62,6 +62,7 @@ def fill(folder: Path, torch: str, transformers: str) -> str:
     if triton and tuple(map(int, triton.groups())) < LOWEST_TRITON:
         pip("uninstall", "--yes", "triton")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    del extras["fa4"]  # for GPUs
     wanted = [word for extra in extras.values() for word in extra if not word.startswith(("ringtile", "triton"))]
     pins, free = folder / "constraints.txt", "torch|triton"
     if transformers:

@@ -29,7 +29,7 @@ ROOMS_BELOW |= {room: _WINGS for room in ("demo", "compat")}
 ROOMS_BELOW |= {"cli": _WINGS | {"demo"}, "__main__": {"cli"}}
 """Each room and the rooms it may import; the face is `ringtile/__init__.py`."""
 
-BACKENDS = {"reference", "dense", "blockwise", "native", "triton", "flash"}
+BACKENDS = {"reference", "dense", "blockwise", "native", "triton", "flash", "fa4"}
 """What implements the contract in `kernels`; nothing else in the room but `select` may import one of them."""
 
 BANNED_FILES = {"utils", "helpers", "common", "core", "manager"}

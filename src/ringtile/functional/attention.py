@@ -427,8 +427,8 @@ def sparse_attention(
         batch_at: ``[B]`` integers, the same for the batch elements.
         enable_gqa: Let H / Hkv query heads share each key head.
         return_lse: Also return the log-sum-exp (natural log).
-        backend: "native" (CPU), "triton" or "flash" (GPU), "dense", "blockwise" or "reference". Default: the first one
-            that supports the call, never "flash". A backend that you name never falls back to another.
+        backend: "native" (CPU), "triton", "flash" or "fa4" (GPU), "dense", "blockwise" or "reference". Default: the
+            first one that supports the call, never "flash" or "fa4". A backend that you name never falls back.
 
     Returns:
         The output ``[B, H, Nq, Dv]``. With ``return_lse``, also the lse ``[B, H, Nq]`` in float32 (float64 for float64

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from ringtile.kernels import blockwise, dense, flash, native, triton
+from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
 from ringtile.kernels.contracts import Backend, Call, backends
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native.library import library, reason_against
@@ -18,6 +18,7 @@ _BACKENDS: dict[str, Backend] = {
     "native": native,
     "triton": triton,
     "flash": flash,
+    "fa4": fa4,
     "dense": dense,
     "blockwise": blockwise,
 }
@@ -69,5 +70,6 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
 
 def backend_report() -> list[tuple[str, list[str]]]:
     """Return all backends with the reasons why they are not available, or no reasons if they are."""
-    against = {"native": reason_against(), "triton": triton.reason_against(), "flash": flash.reason_against()}
+    against = {"native": reason_against()}
+    against |= {name: each.reason_against() for name, each in (("triton", triton), ("flash", flash), ("fa4", fa4))}
     return [(name, [reason] if (reason := against.get(name, "")) else []) for name in NAMES]

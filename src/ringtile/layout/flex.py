@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ringtile.layout.block_lists import dense_states, listed
 from ringtile.layout.build import real_tensors
 from ringtile.layout.index import BlockIndex
 from ringtile.layout.tiles import EMPTY, FULL
@@ -41,15 +42,11 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask
 
     with real_tensors():
-        table = _dense_states(index)
+        table = dense_states(index)
         kept, full = _query_blocks(index, table)
         group = index.group.long()
         (counts, indices), (full_counts, full_indices) = (
-            (
-                chosen.sum(-1, dtype=torch.int32)[group],
-                torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()[group],
-            )
-            for chosen in (kept & ~full, full)
+            (found[group] for found in listed(chosen)) for chosen in (kept & ~full, full)
         )
         return BlockMask.from_kv_blocks(
             counts,
@@ -60,15 +57,6 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
             mask_mod=_mask_of(index, table),
             seq_lengths=(index.n_queries, index.n_keys),
         )
-
-
-def _dense_states(index: BlockIndex) -> Tensor:
-    """Return the state of each tile, `EMPTY`, `FULL` or a row of the tile table, int32 ``[G, R, C]``."""
-    size = index.n_groups * index.n_rows * index.n_cols
-    table = torch.full((size,), EMPTY, dtype=torch.int32, device=index.device)
-    number, state = index.entries()
-    table[number] = state.int()
-    return table.view(index.n_groups, index.n_rows, index.n_cols)
 
 
 def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +206,7 @@ def _read_states(block_mask: BlockMask) -> Tensor:
         if count is None or indices is None:
             continue
         # Entries beyond the count are undefined.
-        listed = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
-        batch, head, row, _ = place = listed.nonzero(as_tuple=True)
+        there = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
+        batch, head, row, _ = place = there.nonzero(as_tuple=True)
         states[batch, head, row, indices[place].long()] = value
     return states

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ringtile.kernels import fa4
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.tiles import TileReport, check_tiles
 from ringtile.kernels.select import backend_report, before_native
@@ -76,7 +77,7 @@ def _detail(name: str, found: dict[str, Any]) -> str:
     if name == "triton":
         measured = found["triton_measured_on"]
         return f", measured on {measured}" if measured else ", not measured on a GPU yet"
-    return ", only if you name it" if name == "flash" else ""
+    return ", only if you name it" if name in ("flash", "fa4") else ""
 
 
 def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -98,7 +99,11 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ringtile doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--self-test", action="store_true", help="also test the processor's tiles (AMX) for a second")
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="also test the processor's tiles (AMX) for a second, and compile and test FlashAttention 4 for minutes",
+    )
 
 
 def _told(report: TileReport) -> str:
@@ -110,12 +115,23 @@ def _told(report: TileReport) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; return 0, or 1 if the self-test finds something wrong."""
-    found, report = diagnosis(), check_tiles() if args.self_test else None
-    if args.json:
-        print(json.dumps({**found, **({"self_test": report._asdict()} if report else {})}, indent=2))
-    else:
-        lines = [*_lines(found), *([("self-test", _told(report))] if report else [])]
-        width = max(len(name) for name, _ in lines)
-        for name, text in lines:
-            print(f"{name:{width}}  {text}")
-    return 1 if report and report.wrong else 0
+    found = diagnosis()
+    if not args.self_test:
+        _print(found, [], args.json)
+        return 0
+    report, against = check_tiles(), fa4.reason_against()
+    wrong = "" if against else fa4.self_test()
+    of_fa4 = f"nothing to test: {against}" if against else wrong or "matches float64"
+    tests = {"self_test": report._asdict(), "self_test_fa4": of_fa4}
+    _print({**found, **tests}, [("self-test", _told(report)), ("self-test fa4", of_fa4)], args.json)
+    return 1 if report.wrong or wrong else 0
+
+
+def _print(found: dict[str, Any], tests: list[tuple[str, str]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    lines = [*_lines(found), *tests]
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        print(f"{name:{width}}  {text}")

@@ -1,0 +1,69 @@
+"""Attention in float64, written out, to compare kernels of other packages with before they run.
+
+Tensors are ``[B, H, N, D]``. ``kept`` is bool and broadcasts to ``[B, H, Nq, Nk]``. An empty row has weights of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALLOWED = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+"""Allowed error, relative to the largest value: a wrong mask, scale or head is off by as much as the values."""
+_ALLOWED_LSE = 2.0**-9
+"""Kernels add up its exponentials in float32, whatever the dtype."""
+
+ERRORS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""What a package raises that is compiled for other GPUs, or has other arguments."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the output and the lse."""
+    scores = _scores(q, k, kept, scale)
+    lse = scores.logsumexp(-1)
+    return _weights(scores, lse) @ _wide(v, q), lse
+
+
+def gradients(
+    out_grad: Tensor, lse_grad: Tensor | float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    kept: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v. ``out`` and ``lse`` can be those of a softmax over more keys."""
+    # Written out, because autograd does not record inside an operator.
+    weights, grad = _weights(_scores(q, k, kept, scale), lse.double()), out_grad.double()
+    delta = (grad * out.double()).sum(-1) - lse_grad
+    score_grad = weights * (grad @ _wide(v, q).mT - delta.unsqueeze(-1)) * scale
+    sums = (score_grad.mT @ q.double(), weights.mT @ grad)
+    k_grad, v_grad = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in sums)
+    return score_grad @ _wide(k, q), k_grad, v_grad
+
+
+def told(error: BaseException) -> str:
+    """Return that a kernel fails, and how, in one line."""
+    return f"fails: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+def difference(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> str:
+    """Return the results that are off, and by how much, or an empty string."""
+    off = []
+    for name, x, y in zip(names, found, expected, strict=True):
+        # An lse is -inf in both if a query keeps no keys.
+        distance = (x.double() - y).masked_fill(x == y, 0).abs().max()
+        error = float(distance / y.abs().masked_fill(y.isinf(), 0).max())
+        if not error <= (_ALLOWED_LSE if name == "lse" else ALLOWED[dtype]):
+            off.append(f"{name} by {error:.2g}")
+    return f"is wrong: {', '.join(off)}" if off else ""
+
+
+def _wide(x: Tensor, q: Tensor) -> Tensor:
+    return x.double().repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _scores(q: Tensor, k: Tensor, kept: Tensor, scale: float) -> Tensor:
+    return (q.double() @ _wide(k, q).mT * scale).masked_fill(~kept, -torch.inf)
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    return (scores - lse.unsqueeze(-1)).exp().masked_fill(scores == -torch.inf, 0)

@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     folder = Path(tempfile.gettempdir(), "ringtile-lora")
     parser.add_argument("--save", type=Path, default=folder, help="folder of adapter and checkpoints (%(default)s)")
     args = parser.parse_args(argv)
+    if args.file and not args.file.is_file():
+        parser.error(f"file: expected a text file, got {str(args.file)!r}")
     torch.manual_seed(0)
     model = new_model(args.model, args.context)
     # Each layer keeps the pairs that the pattern and its own mask keep. All tokens also attend to the first 4.

@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> bytes:
     parser.add_argument("--bytes", type=int, default=400)
     parser.add_argument("--temperature", type=float, default=0.7)
     args = parser.parse_args(argv)
+    if not args.model.is_file():
+        parser.error(f"model: expected a file that examples/train_window.py has saved, got {str(args.model)!r}")
+    if not args.prompt:
+        parser.error("--prompt: expected at least one byte, got ''")
     saved = torch.load(args.model)
     model = new_model(saved["window"]).eval()
     model.load_state_dict(saved["weights"])

@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     parser.add_argument("--context", type=int, default=4096, help="a multiple of 16")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args(argv)
+    if args.file and not args.file.is_file():
+        parser.error(f"file: expected a text file, got {str(args.file)!r}")
     torch.manual_seed(0)
     # Each branch attends within segments of one length, to every r-th token. Rate 1 covers every query.
     segments = [args.context // 16, args.context // 4, args.context]

@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     folder = Path(tempfile.gettempdir(), "ringtile-context-parallel")
     parser.add_argument("--save", type=Path, default=folder, help="folder of the model (%(default)s)")
     args = parser.parse_args(argv)
+    if args.file and not args.file.is_file():
+        parser.error(f"file: expected a text file, got {str(args.file)!r}")
     training = TrainingArguments(
         output_dir=str(args.save),
         max_steps=args.steps,

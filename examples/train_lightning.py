@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     folder = Path(tempfile.gettempdir(), "ringtile-lightning")
     parser.add_argument("--save", type=Path, default=folder, help="folder of the checkpoint (%(default)s)")
     args = parser.parse_args(argv)
+    if args.file and not args.file.is_file():
+        parser.error(f"file: expected a text file, got {str(args.file)!r}")
     pl.seed_everything(0, verbose=False)
     data = args.file.read_bytes() if args.file else "\n".join(topics.values()).encode()
     if len(data) < args.context:

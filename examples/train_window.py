@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> float:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save", type=Path, help="write the weights to this file, for examples/generate.py")
     args = parser.parse_args(argv)
+    if args.file and not args.file.is_file():
+        parser.error(f"file: expected a text file, got {str(args.file)!r}")
     torch.manual_seed(0)
     model = new_model(args.window)
     held_out = train(model, read_bytes(args.file), args.context, args.steps)

@@ -16,6 +16,7 @@ import statistics
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -301,10 +302,6 @@ def _section(name: str, record: Record) -> Iterator[str]:
         yield from _cells(record.rows)
 
 
-FLEX_MASKS = ("window", "causal window", "documents", "sink and window", "prefix", "global and local", "dilated")
-"""The sparse masks of benchmarks/gpu.py that have a rule for FlexAttention."""
-
-
 def _best(rows: Iterable[Row], *peers: str) -> Row | None:
     timed = [row for row in rows if row.peer in peers and row.median_ms is not None]
     return min(timed, key=lambda row: row.median_ms or 0.0, default=None)
@@ -312,32 +309,46 @@ def _best(rows: Iterable[Row], *peers: str) -> Row | None:
 
 def gpu_section(record: Mapping[str, Any]) -> Iterator[str]:
     """Write the section of a record of benchmarks/gpu.py."""
-    device = next((name for name in record["machine"]["devices"] if name.startswith("cuda")), "no GPU")
-    version, gate = record["versions"], record["gate"]
+    if record["clock"] != "events":
+        raise ValueError(
+            f"expected times by a GPU's events in benchmarks/records/gpu.json, got clock={record['clock']!r}"
+        )
+    cells, version = record["cells"], record["versions"]
+    gate, wrong = cells["gate"], [name for name, value in cells["gate"].items() if "error" in value]
     yield "\n## On a GPU\n\n```sh\npython benchmarks/gpu.py\n```\n"
-    yield f"{device}; torch {version['torch']}, triton {version['triton']}, commit `{str(record['commit'])[:12]}`."
-    yield f"{len(gate)} cases of outputs and gradients are right against float64. The worst has"
-    yield f"{max(gate.values()):.0%} of the error that is allowed. compute-sanitizer: {record['sanitizer']}."
+    yield f"{record['devices'][-1]}; torch {version['torch']}, triton {version['triton']},"
+    yield f"commit `{str(record['commit'])[:12]}`."
+    yield f"{len(gate) - len(wrong)} of {len(gate)} cases of outputs and gradients are right against float64."
+    if wrong:
+        yield f"Wrong, and not timed: {', '.join(wrong)}."
+    verdicts = [
+        f"{name}: {value.get('verdict', value.get('error'))}" for name, value in cells.get("sanitizer", {}).items()
+    ]
+    yield f"compute-sanitizer: {'; '.join(verdicts) or 'not run'}."
+    known = {field.name for field in fields(Row)}
+    timed = [row for section in cells.values() for value in section.values() for row in value.get("rows", ())]
+    if mixed := sum(row.get("apart") is False for row in timed):
+        yield f"{mixed} times contain the host's, because the GPU waited for it."
     problems: dict[tuple[Any, ...], list[Row]] = {}
-    for row in (Row(**row) for row in record["rows"]):
+    for row in (Row(**{name: x for name, x in row.items() if name in known}) for row in timed):
         problems.setdefault((row.asked, row.problem[:-1]), []).append(row)
-    cells, ratios = [], {direction: [] for direction in DIRECTIONS}
+    lines, ratios = [], {direction: [] for direction in DIRECTIONS}
     for rows in problems.values():
         row, ours = rows[0], _best(rows, OURS)
-        flex, dense = _best(rows, "flex", "flex, tuned"), _best(rows, DENSE, "SDPA cuDNN")
-        if ours and flex and row.asked in FLEX_MASKS and row.n_tokens >= 32_768 and row.head_dim == 128:
+        flex, dense = _best(rows, "flex"), _best(rows, DENSE, "SDPA cuDNN")
+        if ours and flex and row.tile_density < 1:
             ratios[row.direction].append((flex.median_ms or 0.0) / (ours.median_ms or 1.0))
         error = "-" if ours is None or ours.error is None else f"{ours.error:.1e}"
         sizes = [row.asked, f"{row.n_tokens:,}", row.heads, row.head_dim, row.dtype, row.direction]
-        cells.append([*sizes, _ms(ours), _ms(flex), _ms(dense), error])
+        lines.append([*sizes, _ms(ours), _ms(flex), _ms(dense), error])
     for direction, found in ratios.items():
         if found:
             mean = f"{statistics.geometric_mean(found):.2f}x in the geometric mean, {min(found):.2f}x at least"
-            yield f"Over the best time of FlexAttention, sparse masks, {direction}: {mean}."
+            yield f"Over FlexAttention, sparse masks, {direction}: {mean}."
     yield ""
     heads = ["mask", "N", "H", "D", "dtype", "direction", "ringtile", "FlexAttention", "dense", "error"]
-    yield from table(heads, cells, 1)
-    if model := record["model"]:
+    yield from table(heads, lines, 1)
+    if model := [value for value in cells.get("model", {}).values() if "seconds" in value]:
         yield ""
         rows = [
             [f"{r['tokens']:,}", r["layers"], r["width"], f"{r['seconds']:.3g} s", f"{1e3 * r['index_seconds']:.3g} ms"]

@@ -32,6 +32,7 @@ from ringtile.adaptive import (
     Threshold,
     TopK,
     TopP,
+    View,
     audit,
     select,
 )
@@ -101,7 +102,7 @@ def test_scores_are_shares_of_the_tiles_of_the_base(rule: Pattern, masked: bool,
     q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32)
     base = base_of(rule, 177, 201)
     key_mask = torch.rand(2, 201) < 0.8 if masked else None
-    found = scores(q, k, base, key_mask=key_mask, scale=0.4)
+    found = scores(View(q, k, base, key_mask, 0.4))
     assert found.shape == (2, 4, 177 if scores.per_token else base.n_rows, base.n_cols)
     assert found.dtype == torch.float32
     assert (found >= 0).all()
@@ -118,7 +119,7 @@ def test_a_probe_is_the_exact_attention_of_its_rows(rule: Pattern, rows: Any) ->
     q, k, _, _ = make_inputs(2, 4, 177, 201, kv_heads=2, dtype=torch.float32, score_scale=2.0)
     base, key_mask = base_of(rule, 177, 201), torch.rand(2, 201) < 0.7
     masses = by_tile(weights_of(q, k, kept_pairs(base, q, k, key_mask=key_mask)))
-    found = Probe(rows)(q, k, base, key_mask=key_mask)
+    found = Probe(rows)(View(q, k, base, key_mask))
     of_tile = row_of(base)
     for tile in range(base.n_rows):
         inside = (of_tile == tile).nonzero().flatten()
@@ -160,7 +161,7 @@ def test_summaries_score_as_they_say(scores: Any, rule: Pattern) -> None:
     if scores.pool is not None:
         rows = [weights[:, :, row_of(base) == tile] for tile in range(base.n_rows)]
         weights = normalized(torch.stack([x.amax(2) if scores.pool == "max" else x.mean(2) for x in rows], 2))
-    assert torch.allclose(scores(q, k, base, key_mask=key_mask).double(), weights, atol=1e-6)
+    assert torch.allclose(scores(View(q, k, base, key_mask)).double(), weights, atol=1e-6)
 
 
 def test_means_of_queries_score_means_of_keys() -> None:
@@ -168,7 +169,7 @@ def test_means_of_queries_score_means_of_keys() -> None:
     base, every = base_of(Causal(), 201, 201, 1), torch.ones(1, 201, dtype=torch.bool)
     mean = torch.stack([q[:, :, row_of(base) == tile].mean(2) for tile in range(base.n_rows)], 2)
     logits = summary_logits(Means(None), mean, k, every).masked_fill(~base.tiles, -math.inf)
-    assert torch.allclose(Means()(q, k, base).double(), logits.softmax(-1), atol=1e-6)
+    assert torch.allclose(Means()(View(q, k, base)).double(), logits.softmax(-1), atol=1e-6)
 
 
 def test_antidiagonals_are_summed() -> None:
@@ -178,9 +179,9 @@ def test_antidiagonals_are_summed() -> None:
     logits = sum(products[:, :, :, 3 - t, :, t] for t in range(4)) * (16**-0.5 / 4)
     assert isinstance(logits, Tensor)
     expected = logits.softmax(-1).unflatten(3, (-1, 4)).sum(4).unflatten(2, (-1, 4)).sum(3)
-    assert torch.allclose(Antidiagonal(4)(q, k, base).double(), normalized(expected), atol=1e-6)
+    assert torch.allclose(Antidiagonal(4)(View(q, k, base)).double(), normalized(expected), atol=1e-6)
     with pytest.raises(ValueError, match="stride: expected a divisor of block=16, got 5"):
-        Antidiagonal(5)(q, k, base)
+        Antidiagonal(5)(View(q, k, base))
 
 
 @pytest.mark.parametrize("scores", INFORMED, ids=repr)
@@ -403,7 +404,7 @@ def test_batch_elements_and_heads_are_alone_and_hidden_keys_may_be_nan(scores: S
     poisoned = [x.masked_fill(later, math.nan) for x in (k, v)]
     after = attend(q[:, :, :170], *poisoned, early, **options)
     if not scores.causal_safe:
-        assert (scores(q[:, :, :170], poisoned[0], early).sum(3) > 0.9).all()
+        assert (scores(View(q[:, :, :170], poisoned[0], early)).sum(3) > 0.9).all()
     assert after.isfinite().all()
     if scores.causal_safe:
         assert torch.equal(after, before)

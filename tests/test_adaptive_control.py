@@ -28,6 +28,7 @@ from ringtile.adaptive import (
     Scores,
     Shuffled,
     Sum,
+    View,
     allocate,
     audit,
     loss_curves,
@@ -58,8 +59,8 @@ def heads_of_many_kinds(batch: int, heads: int) -> tuple[Tensor, Tensor]:
 def parts_of(
     controller: Controller, q: Tensor, k: Tensor, base: BlockIndex, found: Tensor
 ) -> tuple[tuple[Tensor, Tensor], Any]:
-    arguments = q, k, base, found, base.tiles, forced_tiles(base, 1, 1)
-    return controller._audit(*arguments, None, None), arguments
+    arguments = View(q, k, base), found, base.tiles, forced_tiles(base, 1, 1)
+    return controller._audit(*arguments), arguments
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_the_target_is_held_on_rows_that_were_not_audited(scores: Scores, qualit
     batch, heads, draws = 8, 16, 40
     q, k = heads_of_many_kinds(batch, heads)
     base = build_index(Causal(), N, num_heads=heads, block=BLOCK)
-    found = scores(q, k, base)
+    found = scores(View(q, k, base))
     (lost, count), _ = parts_of(Controller(quality, rows=N), q, k, base, found)
     assert (count == N).all()
     realized, density = torch.zeros(batch, heads, dtype=torch.float64), torch.zeros(batch, heads, dtype=torch.float64)
@@ -197,7 +198,7 @@ def test_curves_are_those_of_dense_attention(scores: Scores, rule: Pattern) -> N
     q, k, v, _ = make_inputs(2, 4, 230, kv_heads=2, value_dim=8, dtype=torch.float32, score_scale=2.0)
     base = build_index(rule, 230, num_heads=4, batch=2, block=BLOCK)
     rows, weights, output = torch.randperm(230)[:40].sort().values, torch.rand(40), torch.randn(20, 32)
-    found = loss_curves(q, k, v, base, scores, rows, weights=weights, output=output)
+    found = loss_curves(View(q, k, base), v, scores, rows, weights=weights, output=output)
     expected = dense_curves(q, k, v, base, scores, rows, weights, output)
     assert torch.allclose(found.missed, expected.missed, atol=1e-6)
     assert torch.allclose(found.error, expected.error, rtol=1e-4, atol=1e-6)
@@ -206,16 +207,16 @@ def test_curves_are_those_of_dense_attention(scores: Scores, rule: Pattern) -> N
     assert (found.missed.diff() <= 1e-6).all()
     assert found.missed[:, 0].min() > 0.05
     with pytest.raises(ValueError, match="rows: expected numbers of queries below 230"):
-        loss_curves(q, k, v, base, scores, torch.tensor([230]))
+        loss_curves(View(q, k, base), v, scores, torch.tensor([230]))
 
 
 def test_hidden_keys_count_for_no_curve() -> None:
     q, k, v, _ = make_inputs(1, 2, 200, dtype=torch.float32)
     base, key_mask = build_index(Causal(), 200, num_heads=2, block=BLOCK), torch.arange(200)[None] >= 30
     rows = torch.arange(0, 200, 9)
-    found = loss_curves(q, k, v, base, Probe(), rows, key_mask=key_mask)
-    poisoned = [x.masked_fill(~key_mask[:, None, :, None], math.nan) for x in (k, v)]
-    again = loss_curves(q, *poisoned, base, Probe(), rows, key_mask=key_mask)
+    found = loss_curves(View(q, k, base, key_mask), v, Probe(), rows)
+    keys, values = (x.masked_fill(~key_mask[:, None, :, None], math.nan) for x in (k, v))
+    again = loss_curves(View(q, keys, base, key_mask), values, Probe(), rows)
     for x, y in zip(found, again, strict=True):
         assert torch.equal(x, y)
         assert x.isfinite().all()
@@ -246,7 +247,7 @@ def test_heads_that_need_more_get_more_and_the_mean_is_kept() -> None:
     q, k = heads_of_many_kinds(1, 8)
     v = torch.randn(1, 8, N, 16)
     base, rows = build_index(Causal(), N, num_heads=8, block=BLOCK), torch.randperm(N)[:128].sort().values
-    curves = loss_curves(q, k, v, base, Probe(), rows)
+    curves = loss_curves(View(q, k, base), v, Probe(), rows)
     for density in (0.25, 0.5):
         even = select(q, k, Probe(), Density(density), is_causal=True, block=BLOCK)
         (found,) = allocate([curves], even.tile_density, "recall")
@@ -280,8 +281,9 @@ def test_a_calibration_is_stored_and_refuses_another_model(tmp_path: Path) -> No
     assert after.text == {"tokens": 4096}
     assert all(torch.equal(x, y) for x, y in zip(after.curves[0], curve, strict=True))
     (attend,) = after.attention(0.3, min_length=512)
-    assert (attend.scores, attend.block, attend.first, attend.min_length) == (scores, 32, 2, 512)
-    assert attend.budget == Density(allocate([curve], 0.3)[0])
+    choice = attend.choice
+    assert (choice.scores, choice.block, choice.first, choice.min_length) == (scores, 32, 2, 512)
+    assert choice.budget == Density(allocate([curve], 0.3)[0])
     after.check(facts)
     with pytest.raises(ValueError, match="calibration: it is of a model with heads=2, got 9"):
         after.check({**facts, "heads": 9})

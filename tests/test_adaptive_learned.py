@@ -20,14 +20,14 @@ from ringtile.adaptive import (
     RoutedAttention,
     Scores,
     TopK,
+    View,
     audit,
     distill,
     select,
     selection,
+    view,
     with_coordinates,
 )
-from ringtile.adaptive import gate as gate_module
-from ringtile.adaptive import routed as routed_module
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
 
@@ -63,7 +63,7 @@ def test_a_new_gate_has_the_scores_of_blend(rule: Pattern, masked: bool, pool: A
     gate, blend = Gate(4, 32, num_kv_heads=2, pool=pool), Blend(pool)
     assert (gate.per_token, gate.causal_safe) == (blend.per_token, blend.causal_safe)
     for scale in (None, 0.3):
-        found = [scores(q, k, base, key_mask=key_mask, scale=scale) for scores in (gate, blend)]
+        found = [scores(View(q, k, base, key_mask, scale)) for scores in (gate, blend)]
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
@@ -112,7 +112,7 @@ def test_the_loss_is_the_divergence_from_exact_attention(rule: Pattern) -> None:
     for scale, local in ((0.25, 1), (0.5, 0)):
         for x in gate.parameters():
             x.grad = None
-        found = gate.loss(q, k, base, rows, local=local, scale=scale)
+        found = gate.loss(View(q, k, base, scale=scale), rows, local=local)
         wanted = dense_loss(gate, q, k, base, rows, scale, local)
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-7)
         found.backward()
@@ -131,12 +131,12 @@ def test_the_loss_leaves_masked_keys_and_the_model_alone() -> None:
     losses, grads = [], []
     for keys in (k, spoilt):
         query, keys = q.clone().requires_grad_(), keys.clone().requires_grad_()
-        loss = gate.loss(query, keys, base, rows, key_mask=key_mask)
+        loss = gate.loss(View(query, keys, base, key_mask), rows)
         losses.append(loss.detach())
         grads.append(torch.autograd.grad(loss, list(gate.parameters())))
         assert not loss.isnan()
         assert torch.autograd.grad(
-            gate.loss(query, keys, base, rows, key_mask=key_mask), [query, keys, gate.weight], allow_unused=True
+            gate.loss(View(query, keys, base, key_mask), rows), [query, keys, gate.weight], allow_unused=True
         )[:2] == (None, None)
     assert torch.equal(*losses)
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
@@ -241,13 +241,13 @@ def test_a_call_in_training_codes_each_tile_and_each_query_once(
 
     monkeypatch.setattr(Gate, "codes_of_queries", counting("queries", Gate.codes_of_queries))
     monkeypatch.setattr(Gate, "codes_of_tiles", counting("tiles", Gate.codes_of_tiles))
-    monkeypatch.setattr(gate_module, "summaries", counting("summaries", gate_module.summaries))
-    monkeypatch.setattr(routed_module, "base_index", counting("base", routed_module.base_index))
-    monkeypatch.setattr(selection, "build_index", counting("built", selection.build_index))
+    for name in ("summaries", "build_index"):
+        monkeypatch.setattr(view, name, counting(name, getattr(view, name)))
+    monkeypatch.setattr(selection, "base_index", counting("base_index", selection.base_index))
     attend(q, k, v, is_causal=True, enable_gqa=True)
     # The gradient of the loss needs the codes of the drawn queries alone.
     drawn = 0 if straight_through else 7
-    assert calls == {"queries": 201 + drawn, "tiles": 1, "summaries": 1, "base": 1, "built": 1}
+    assert calls == {"queries": 201 + drawn, "tiles": 1, "summaries": 1, "base_index": 1, "build_index": 1}
 
 
 @pytest.mark.parametrize("straight_through", [False, True])
@@ -260,7 +260,7 @@ def test_the_loss_of_a_call_is_that_of_its_gate(straight_through: bool, masked: 
     attend(q, k, v, is_causal=True, enable_gqa=True, **options)
     torch.manual_seed(5)
     rows, base = torch.randperm(201)[:7], base_of(Causal(), 201, 201)
-    wanted = attend.scores.loss(q, k, base, rows, first=0, local=0, **options)
+    wanted = attend.scores.loss(View(q, k, base, **options), rows, first=0, local=0)
     torch.testing.assert_close(attend.loss, wanted, rtol=1e-5, atol=1e-7)
     found, wanted = (torch.autograd.grad(loss, list(attend.parameters())) for loss in (attend.loss, wanted))
     for ours, theirs in zip(found, wanted, strict=True):
@@ -375,12 +375,12 @@ def test_a_full_budget_has_the_bits_of_dense_attention(pool: Any) -> None:
 def test_batch_elements_are_alone() -> None:
     q, k, *_ = make_inputs(2, 4, 100, dtype=torch.float32, kv_heads=2)
     gate = trained(Gate(4, 16, num_kv_heads=2))
-    both = gate(q, k, base_of(Causal(), 100, 100))
-    one = gate(q[1:], k[1:], base_of(Causal(), 100, 100, 1))
+    both = gate(View(q, k, base_of(Causal(), 100, 100)))
+    one = gate(View(q[1:], k[1:], base_of(Causal(), 100, 100, 1)))
     torch.testing.assert_close(both[1:], one, rtol=1e-5, atol=1e-7)
     spoilt = k.clone()
     spoilt[0] = math.nan
-    assert torch.equal(gate(q, spoilt, base_of(Causal(), 100, 100))[1], both[1])
+    assert torch.equal(gate(View(q, spoilt, base_of(Causal(), 100, 100)))[1], both[1])
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -393,7 +393,7 @@ def test_wrong_arguments_are_named() -> None:
             Gate(4, 16, **wrong)
     gate, (q, k, *_) = Gate(4, 16), make_inputs(1, 2, 64, dtype=torch.float32)
     with pytest.raises(ValueError, match="query, key: expected 4 and 4 heads of 16, got"):
-        gate(q, k, build_index(Causal(), 64, num_heads=2, block=BLOCK))
+        gate(View(q, k, build_index(Causal(), 64, num_heads=2, block=BLOCK)))
     with pytest.raises(ValueError, match="gate: expected a Gate, got Blend"):
         RoutedAttention(Blend(None))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows: expected a positive integer, got 0"):

@@ -275,19 +275,26 @@ def test_any_call(problem: Problem, served: str) -> None:
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("given_options", MODIFIERS.values(), ids=MODIFIERS)
+SOME_KINDS: dict[str, Pattern] = {
+    "dense": Dense(),
+    "causal": Causal(),
+    "holes": HOLES,
+    "per head": per_head([Causal(), Window(5), ~Dense(), HOLES]),
+    "tiled": TILED,
+}
+
+
 @pytest.mark.parametrize(
-    ("pattern", "length"),
+    ("kind", "option"),
     [
-        (Dense(), 210),
-        (Causal(), 300),
-        (TILED, 210),
-        (HOLES, 210),
-        (per_head([Causal(), Window(5), ~Dense(), HOLES]), 210),
+        (kind, option)
+        for column, option in enumerate(MODIFIERS)
+        for row, kind in enumerate(SOME_KINDS)
+        if kind == "tiled" or (row + column) % 4 == 0
     ],
-    ids=["dense", "causal", "tiled", "holes", "per head"],
 )
-def test_options(pattern: Pattern, length: int, given_options: dict[str, Any]) -> None:
+def test_options(kind: str, option: str) -> None:
+    pattern, length, given_options = SOME_KINDS[kind], 300 if kind == "causal" else 210, MODIFIERS[option]
     inputs = make_inputs(2, 4, length, 300, kv_heads=2, value_dim=8)
     grad_lse = torch.randn(2, 4, length, dtype=torch.float64)
     expected = oracle(*inputs[:3], pattern, grad_out=inputs.grad_out, grad_lse=grad_lse, **given_options)
@@ -686,9 +693,7 @@ def test_float32_within_three_times_the_error_of_torch(pattern: Pattern, score_s
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pattern", ROUNDED.values(), ids=ROUNDED)
-@pytest.mark.parametrize("seed", range(3))
-def test_half_types_within_a_fifth_of_the_error_of_torch(pattern: Pattern, dtype: torch.dtype, seed: int) -> None:
-    torch.manual_seed(seed)
+def test_half_types_within_a_fifth_of_the_error_of_torch(pattern: Pattern, dtype: torch.dtype) -> None:
     for kv_heads, backend in ((4, None), (2, "blockwise")):
         assert_within_budget(pattern, make_inputs(1, 4, 320, head_dim=64, kv_heads=kv_heads, dtype=dtype), backend)
 

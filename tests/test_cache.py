@@ -17,7 +17,7 @@ from strategies import compositions, primitives
 from torch import Tensor
 
 from ringtile.functional import merge_attention, sparse_attention
-from ringtile.functional.cache import LayerCache, Reach, pattern_reach
+from ringtile.functional.cache import LayerCache
 from ringtile.layout import cache_info
 from ringtile.modules.cache import KVCache
 from ringtile.modules.language_model import SparseLanguageModel
@@ -41,6 +41,7 @@ from ringtile.patterns import (
     per_head,
     streaming,
 )
+from ringtile.patterns.facts import Reach, pattern_reach
 
 GLOBAL = Causal() & (Window(20) | GlobalTokens(5))
 ROLLING: dict[str, Pattern] = {

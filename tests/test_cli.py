@@ -16,6 +16,7 @@ import torch
 
 import ringtile
 from ringtile import cli
+from ringtile.kernels.native.library import reason_against
 from ringtile.measure import doctor
 
 
@@ -166,6 +167,14 @@ def test_the_module_runs_as_the_command() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("ringtile: error: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(bool(reason_against()), reason="no native kernel here")
+def test_an_unknown_instruction_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGTILE_CPU", "sse9")
+    done = ringtile_command("doctor")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"ringtile: error: RINGTILE_CPU: expected one of \[.*\], got 'sse9'\n", done.stderr)
 
 
 def test_a_closed_pipe_is_quiet() -> None:

@@ -629,7 +629,7 @@ def passed_on(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
 def holds_a_quality(kind: type[Any], fixed: dict[str, Any], _: Any) -> None:
     attention = kind(**fixed, quality_threshold=0.9).attention
     _result(attention)
-    assert attention.adaptive.budget.quality == 0.9
+    assert attention.adaptive.choice.budget.quality == 0.9
     assert attention.adaptive.report is not None
 
 

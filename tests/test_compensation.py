@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile import sparse_attention
-from ringtile.adaptive import AdaptiveAttention, Density, Probe, Recent, TopK
+from ringtile.adaptive import AdaptiveAttention, Density, Probe, Recent, TopK, View
 from ringtile.adaptive.compensation import compensated
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Causal, Window
@@ -29,7 +29,7 @@ def some_tiles(base: BlockIndex, share: float = 0.4) -> BlockIndex:
 
 def run(x: list[Tensor], index: BlockIndex, base: BlockIndex, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     plain = sparse_attention(*x, index, key_mask=mask, enable_gqa=True, return_lse=True)
-    return compensated(*plain, *x, index, base, key_mask=mask)
+    return compensated(*plain, View(*x[:2], base, mask), x[2], index)
 
 
 def one_row(x: list[Tensor], index: BlockIndex, base: BlockIndex, mask: Tensor, place: tuple[int, int, int]) -> Tensor:
@@ -152,4 +152,4 @@ def test_options_that_it_cannot_follow() -> None:
     assert lse.shape == (2, 4, 100)
     base = build_index(Causal(), 100, block=BLOCK)
     with pytest.raises(ValueError, match="base: expected the lengths, block and device of"):
-        compensated(out, lse, *x, base, build_index(Causal(), 100, block=32))
+        compensated(out, lse, View(*x[:2], build_index(Causal(), 100, block=32)), x[2], base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,7 @@ CALLS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     # Patterns.
     "text": ({"pattern": "causal"}, "pattern", "BlockMask", "str"),
     "function": ({"pattern": checkerboard}, "pattern", "BlockMask", "function"),
+    "freed matrix": ({"pattern": freed(torch.ones(1, 1).bool())}, "pattern", "memory", "[1, 1]"),
     "float matrix": ({"pattern": torch.ones(1, 1)}, "blocks", "bool matrix", "torch.float32"),
     "matrix of other lengths": ({"pattern": zeros(1, 2).bool()}, "blocks of 128 tokens", "1 columns", "2"),
     "mask of pairs": ({"pattern": zeros(6, 8).bool()}, "blocks of 128 tokens", "patterns.from_mask(mask)", "got 8"),
@@ -263,6 +265,38 @@ MERGES: dict[str, tuple[list[Tensor], list[Tensor], str]] = {
 def test_bad_merges(outs: list[Tensor], lses: list[Tensor], got: str) -> None:
     with pytest.raises(ValueError, match=told("outs, lses: expected", "", got)):
         merge_attention(outs, lses)
+
+
+@pytest.mark.parametrize("spoil", [freed, Tensor.to_sparse], ids=["freed", "sparse"])
+def test_merged_parts_have_memory(spoil: Callable[[Tensor], Tensor]) -> None:
+    for name, which in (("outs", 0), ("lses", 1)):
+        parts = [zeros(1, 2, 3, 4), zeros(1, 2, 3)]
+        parts[which] = spoil(parts[which])
+        with pytest.raises(ValueError, match=f"{name}: expected .*, got "):
+            merge_attention(parts[:1], parts[1:])
+    # Tensors that never had memory are not freed.
+    assert merge_attention([zeros(1, 2, 3, 4, **META)], [zeros(1, 2, 3, **META)])[0].is_meta
+
+
+@pytest.mark.parametrize("backend", [None, "blockwise", "dense"])
+def test_sparse_gradients_are_refused(backend: str | None) -> None:
+    q = torch.randn(1, 2, 6, 4, requires_grad=True)
+    out, lse = sparse_attention(q, q, q, Causal(), return_lse=True, backend=backend)
+    for name, outputs, grads in (
+        ("out_grad", [out], [zeros(1, 2, 6, 4).to_sparse()]),
+        ("lse_grad", [out, lse], [zeros(1, 2, 6, 4), zeros(1, 2, 6).to_sparse()]),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: expected torch.strided, got x.layout=torch.sparse_coo"):
+            torch.autograd.grad(outputs, q, grads, retain_graph=True)
+
+
+def test_nested_tensors_are_refused() -> None:
+    with warnings.catch_warnings():
+        # PyTorch warns that they are a prototype.
+        warnings.simplefilter("ignore")
+        x = torch.nested.nested_tensor([zeros(4, 6, 3)] * 2)
+    with pytest.raises(ValueError, match=r"query: expected torch\.strided, got a nested tensor"):
+        sparse_attention(x, x, x)
 
 
 PARTS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -51,6 +51,28 @@ def test_a_window_is_trained_and_its_model_continues_a_prompt(
     assert len(made) == 30
     # The window keeps 32 keys before the query and the query's own; 4 tokens are global.
     assert "48 tokens seen, 37 keys per layer kept" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        example("generate").main([model, "--prompt", ""])
+    assert capsys.readouterr().err.endswith("error: --prompt: expected at least one byte, got ''\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("train_window", "file"),
+        ("longnet", "file"),
+        ("finetune_lora", "file"),
+        ("train_context_parallel", "file"),
+        ("train_lightning", "file"),
+        ("generate", "model"),
+    ],
+)
+def test_a_file_that_is_missing_is_one_line(name: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example(name).main(["no/such/file"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {argument}: expected a " in last
+    assert last.endswith("got 'no/such/file'")
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:

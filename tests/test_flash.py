@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringtile import sparse_attention
 from ringtile.kernels import flash
-from ringtile.kernels.flash import Band, Torch, band_of
+from ringtile.kernels.flash import Torch
 from ringtile.patterns import Causal, Dense, GlobalTokens, Pattern, Strided, Window, parse
+from ringtile.patterns.facts import Band, band_of
 
 CUTE, THREE, TWO = "flash_attn.cute.interface", "flash_attn_3.flash_attn_interface", "flash_attn.flash_attn_interface"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -121,6 +122,15 @@ def test_the_native_kernel_is_as_exact_as_torch(
 def test_blockwise_is_as_exact_as_torch(size: float) -> None:
     # Torch's own backward pass, which it calls, gives NaN for a head dim of 33.
     check(served_by("blockwise"), size, torch.float32, SHAPES[:2])
+    # In parts, as calls with a key mask are. The scale is no power of two.
+    check(
+        lambda q, k, v: sparse_attention(
+            q, k, v, Causal(), key_mask=torch.ones(1, 200).bool(), return_lse=True, backend="blockwise"
+        ),
+        size,
+        torch.float32,
+        [(32, 130, 200)],
+    )
 
 
 def one_key_wins(size: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -150,13 +160,31 @@ def test_a_single_winner_has_a_weight_of_one(
     parts = dtype == torch.float32 and precision == "high" and name.startswith("amx")
     rtol = 2.0**-15 if parts else 0
     with precision_of(precision) if dtype == torch.float32 else nullcontext():
-        for pattern, chosen in ((Dense(), winner), (Window(0), None)):
-            for products in (5, 7):
-                monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
-                leaves = [x.detach().requires_grad_() for x in ((q, k, v) if chosen is not None else (k, k, v))]
-                out = sparse_attention(*leaves, pattern, backend="native")
-                value_grad = torch.autograd.grad(out, leaves, grad_out)[2]
-                wanted = v if chosen is None else v.gather(2, chosen)
-                torch.testing.assert_close(out, wanted, rtol=rtol, atol=0)
-                given = value_grad if chosen is None else value_grad.gather(2, chosen)
-                torch.testing.assert_close(given, grad_out, rtol=rtol, atol=1e-30)
+        # No scale is a power of two: each rounds the product of a score.
+        for pattern, products, scale in product((Dense(), Window(0)), (5, 7), (0.1, 0.3, 0.7)):
+            monkeypatch.setattr(native, "backward_products", lambda *_, products=products: products)
+            leaves = [x.detach().requires_grad_() for x in (k if pattern == Window(0) else q, k, v)]
+            out = sparse_attention(*leaves, pattern, scale=scale, backend="native")
+            value_grad = torch.autograd.grad(out, leaves, grad_out)[2]
+            wanted, given = (v, value_grad) if pattern == Window(0) else (x.gather(2, winner) for x in (v, value_grad))
+            torch.testing.assert_close(out, wanted, rtol=rtol, atol=0)
+            torch.testing.assert_close(given, grad_out, rtol=rtol, atol=1e-30)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e9, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", ["blockwise", "dense"])
+def test_scales_of_torchs_kernel_are_powers_of_two(backend: str, dtype: torch.dtype, size: float) -> None:
+    """With others, the gradient of the value is infinite, as that of PyTorch's own attention is."""
+    q, k, v, grad_out = one_key_wins(size, dtype)
+    winner = (q.double() @ k.double().mT).argmax(-1)[..., None].expand(v.shape)
+    patterns = (Dense(), Window(0)) if backend == "blockwise" else (Dense(),)
+    # Calls with a key mask are computed in parts.
+    masks = (None, torch.ones(1, 150).bool()) if backend == "blockwise" else (None,)
+    for pattern, scale, mask in product(patterns, (0.1, 0.3, 0.7), masks):
+        leaves = [x.detach().requires_grad_() for x in (k if pattern == Window(0) else q, k, v)]
+        out = sparse_attention(*leaves, pattern, scale=scale, key_mask=mask, backend=backend)
+        value_grad = torch.autograd.grad(out, leaves, grad_out)[2]
+        wanted, given = (v, value_grad) if pattern == Window(0) else (x.gather(2, winner) for x in (v, value_grad))
+        torch.testing.assert_close(out, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(given, grad_out, rtol=0, atol=1e-30)

@@ -1139,8 +1139,11 @@ def test_without_the_library_blockwise_serves_and_doctor_says_why(tmp_path: Path
 def test_what_the_environment_and_the_file_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("ringtile.kernels.native.library")
     monkeypatch.setenv(VARIABLE, "sse9")
-    with pytest.raises(ValueError, match=r"RINGTILE_CPU: expected one of \[.*'none'\], got 'sse9'"):
-        module._find()
+    monkeypatch.setattr(module, "_FOUND", module._find())
+    q = torch.randn(1, 1, 4, 8)
+    for backend in (None, "native"):
+        with pytest.raises(ValueError, match=r"RINGTILE_CPU: expected one of \[.*'none'\], got 'sse9'"):
+            sparse_attention(q, q, q, Causal(), backend=backend)
     monkeypatch.setenv(VARIABLE, "")
     assert module._find().library is not None
     monkeypatch.setattr(module, "__file__", str(tmp_path / "kernels" / "native" / "library.py"))

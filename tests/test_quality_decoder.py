@@ -200,8 +200,8 @@ def test_budgets_of_another_model_block_or_scores(
     file = tmp_path / "budgets.json"
     calibrations[0].save(file)
     found = checked(Calibration.load(file), tiny, DEFAULT_SCORES, 16)
-    assert [attend.budget for attend in found.attention(0.25)] == [
-        attend.budget for attend in calibrations[0].attention(0.25)
+    assert [attend.choice.budget for attend in found.attention(0.25)] == [
+        attend.choice.budget for attend in calibrations[0].attention(0.25)
     ]
     for scores, block in ((SAFE, 16), (Sum(Probe(2)), 16), (DEFAULT_SCORES, 32)):
         with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):

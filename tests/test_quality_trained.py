@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringtile import cli
-from ringtile.adaptive import Density
+from ringtile.adaptive import Density, View
 from ringtile.layout import build_index
 from ringtile.measure.progress import Progress
 from ringtile.measure.quality import tasks, trained
@@ -142,7 +142,7 @@ def test_the_oracle_knows_exact_attention() -> None:
     q, k = tensors()
     base = build_index(Causal(), 150, num_heads=4, batch=2, block=16)
     for pool in ("max", "mean"):
-        found = Oracle(pool)(q, k, base)  # type: ignore[arg-type]
+        found = Oracle(pool)(View(q, k, base))  # type: ignore[arg-type]
         logits = (q.double() @ k.double().repeat_interleave(2, 1).mT) / 4
         weights = logits.masked_fill(torch.ones(150, 150).triu(1).bool(), -torch.inf).softmax(-1)
         masses = torch.nn.functional.pad(weights, (0, 10, 0, 10)).view(2, 4, 10, 16, 10, 16).sum(5)
@@ -399,7 +399,7 @@ def test_density_of_a_selector_is_the_budgets(tmp_path: Path) -> None:
         with torch.no_grad():
             selected(q, k, k, is_causal=True, enable_gqa=True)
         own = torch.eye(10, dtype=torch.bool)
-        tiles = Density(0.4).keep(scores_of(row, 0, 0)(q, k, base), base.tiles, own)
+        tiles = Density(0.4).keep(scores_of(row, 0, 0)(View(q, k, base)), base.tiles, own)
         assert selected.densities[0] == pytest.approx(float(tiles.sum() / (8 * 55)))
 
 

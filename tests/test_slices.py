@@ -62,7 +62,7 @@ def test_slices_give_the_bits_of_one_call(name: str, backend: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         leaves = inputs(dtype)
         whole = results(sparse_attention, leaves, PATTERNS[name], backend=backend)
-        for count in (1, 2, 3, 5, 12, 99):
+        for count in (1, 3, 5, 99):
             found = results(in_slices(count), leaves, PATTERNS[name], backend=backend)
             if backend == "native":
                 assert all(map(torch.equal, found, whole)), count

@@ -511,9 +511,9 @@ def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, 
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("padded", ["no", "left"])
 @pytest.mark.parametrize(
-    ("name", "dynamic"), [("Llama", None), ("Mistral", None), ("Gemma 4", None), ("Mistral", True)]
+    ("name", "dynamic", "padded"),
+    [("Llama", None, "no"), ("Mistral", None, "left"), ("Gemma 4", None, "left"), ("Mistral", True, "no")],
 )
 def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: str) -> None:
     model = model_of(*MODELS[name](), "ringtile")
@@ -722,6 +722,8 @@ BY_HAND: dict[str, Callable[[], tuple[type, Any]]] = {
         hf.GPTNeoConfig(hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
     ),
     "BLOOM": lambda: (hf.BloomForCausalLM, hf.BloomConfig(**BLOOM)),
+    # Some parts use the interface, others look a class up.
+    "GIT": lambda: (hf.GitModel, hf.GitConfig(**ENCODER)),
 }
 
 
@@ -733,7 +735,10 @@ def test_a_model_that_ignores_the_name_is_not_built(name: str) -> None:
     message = rf"^attn_implementation='ringtile-4': {part}\w* ignores it, because .* by hand; leave the name out$"
     with pytest.raises(ValueError, match=message):
         made._from_config(copy.deepcopy(config), attn_implementation="ringtile-4")
-    assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+    model = made._from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match=rf"model: expected parts that use .* got .*{part}"):
+        use_ringtile(model)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_part_that_ignores_the_name_is_not_built() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ringtile import sparse_attention
 from ringtile.adaptive import AdaptiveAttention, Blend, Controller, Density, Probe, Scores, Sum
 from ringtile.integrations.transformers import register, use_ringtile
-from ringtile.integrations.transformers.attention import sees_no_future
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, Window
+from ringtile.patterns.facts import sees_no_future
 
 TOKENS = 150
 BLOCK = 16
@@ -191,18 +191,7 @@ def test_one_budget_per_layer_and_head() -> None:
 
     class Counted(AdaptiveAttention):
         def forward(self, query: Tensor, key: Tensor, value: Tensor, pattern: Any = None, **options: Any) -> Tensor:
-            from ringtile.adaptive import select
-
-            index = select(
-                query,
-                key,
-                budget=self.budget,
-                base=pattern,
-                is_causal=options["is_causal"],
-                block=BLOCK,
-                first=0,
-                local=0,
-            )
+            index = self.index(query, key, pattern, is_causal=options["is_causal"])
             kept.append(index.to_dense().float().mean((0, 2, 3)))
             return super().forward(query, key, value, pattern, **options)
 

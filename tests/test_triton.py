@@ -81,33 +81,6 @@ def test_a_case_is_right_in_the_interpreter(name: str, switch: str, request: pyt
     assert re.search(rf"^right  .*  {re.escape(name)}$", printed, re.M), printed
 
 
-@needs_triton
-def test_the_benchmark_for_gpus_runs_and_resumes(tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    path = tmp_path / "record.json"
-    command = [sys.executable, HERE.parent / "benchmarks" / "gpu.py", "--smoke", "--out", path]
-    first = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert first.returncode == 0, first.stdout + first.stderr
-    record = path.read_text()
-    found = json.loads(record)
-    assert found["model"]
-    assert len(found["gate"]) == 2
-    ours = [row for row in found["rows"] if row["peer"] == "ringtile"]
-    assert len(ours) == 9
-    assert all(row["median_ms"] and row["error"] <= row["error_bound"] for row in ours)
-    again = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (again.returncode, again.stdout) == (0, "")
-    assert path.read_text() == record
-    sys.path.insert(0, str(HERE.parent / "scripts"))
-    try:
-        from benchmark_page import gpu_section
-    finally:
-        sys.path.pop(0)
-    lines = list(gpu_section(found))
-    assert sum(line.startswith("| causal | 256 | 1 | 16 | float32 |") for line in lines) == 2
-    assert sum(" ms |" in line for line in lines) == len(ours) + 1
-
-
 # Compiled ahead of time.
 
 

@@ -209,7 +209,7 @@ def test_block_09_patterns_that_follow_training(monkeypatch: pytest.MonkeyPatch)
     names = run(9)
     assert names["weights"].shape == (1, 1100, 1100)
     assert names["weights"].detach().sum(-1).allclose(torch.ones(()))
-    assert names["attention"].attention.adaptive.budget.quality == 0.95
+    assert names["attention"].attention.adaptive.choice.budget.quality == 0.95
     assert names["optimizer"].losses[1] < names["optimizer"].losses[0]
     # Both steps have the same batch: the gradients of the first have moved the tiles of the second.
     first, second = chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]

@@ -30,4 +30,6 @@ from ringtile.adaptive.scores import Scores as Scores
 from ringtile.adaptive.scores import Shuffled as Shuffled
 from ringtile.adaptive.scores import Sum as Sum
 from ringtile.adaptive.selection import AdaptiveAttention as AdaptiveAttention
+from ringtile.adaptive.selection import Choice as Choice
 from ringtile.adaptive.selection import select as select
+from ringtile.adaptive.view import View as View

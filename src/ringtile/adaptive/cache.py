@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.adaptive.control import Controller
-from ringtile.adaptive.scores import Summaries, summaries
-from ringtile.adaptive.selection import AdaptiveAttention, base_index, forced_tiles
+from ringtile.adaptive.selection import AdaptiveAttention, forced_tiles
+from ringtile.adaptive.view import Summaries, View, summaries
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors
 from ringtile.functional.cache import HeldKeys, LayerCache
@@ -46,7 +48,8 @@ class AdaptiveCache(LayerCache):
 
     def __init__(self, attention: AdaptiveAttention, pattern: Pattern) -> None:
         super().__init__(pattern)
-        scores, budget = attention.scores, attention.budget
+        choice = attention.choice
+        scores, budget = choice.scores, choice.budget
         if not scores.causal_safe:
             raise ValueError(
                 "scores: a cache needs scores without later tokens: Probe('first'), Blend(None), Box(None), "
@@ -57,14 +60,14 @@ class AdaptiveCache(LayerCache):
                 "budget: a cache needs one that decides about each row by itself, such as Density(0.25) or a "
                 f"Controller of the mode 'offline' after fitting, got {budget!r}"
             )
-        if attention.last_dense:
+        if choice.last_dense:
             raise ValueError(
-                f"last_dense: a cache needs 0, because each new token is the last one, got {attention.last_dense}"
+                f"last_dense: a cache needs 0, because each new token is the last one, got {choice.last_dense}"
             )
         if not pattern.unbounded:
             raise ValueError(f"pattern: a cache of tiles needs a rule for any length, got {pattern!r}")
         self.capacity = None
-        self.attention = attention
+        self.choice = choice
         self.index: BlockIndex | None = None
         """The tiles of the last call, its queries over all keys."""
         self._open: Tensor | None = None
@@ -82,13 +85,13 @@ class AdaptiveCache(LayerCache):
         assert seen is not None
         mask = seen.mask if self._masked else None
         with torch.no_grad():
-            self.index = self._choose(query, seen, mask, TileGrid(self.attention.block, start, n_new, self.length))
+            self.index = self._choose(query, seen, mask, TileGrid(self.choice.block, start, n_new, self.length))
         return sparse_attention(query, seen.key, seen.value, self.index, key_mask=mask, enable_gqa=True)
 
     def _choose(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> BlockIndex:
         """Return the index of the queries of a grid."""
-        least = self.attention.min_length
-        if self.attention.scores.per_token:
+        least = self.choice.min_length
+        if self.choice.scores.per_token:
             keep = self._keep_of_tokens(query, seen, mask, grid)
         else:
             last, follows = self.index, grid.start % grid.block != 0 and grid.start >= least
@@ -96,13 +99,13 @@ class AdaptiveCache(LayerCache):
                 # The same tiles, for later tokens of the row tile.
                 return last.at(grid)
             keep = self._keep_of_tiles(query, seen, mask, grid)
-        base = self._base(query, seen)
+        base = self._view(query, seen, mask).base
         if self.length < least:
             return base
         return base.restricted(keep) if keep.shape[2] == base.n_rows else base.restricted_rows(keep)
 
-    def _base(self, query: Tensor, seen: HeldKeys) -> BlockIndex:
-        return base_index(query, seen.key, self.pattern, False, self.attention.block)
+    def _view(self, query: Tensor, seen: HeldKeys, mask: Tensor | None) -> View:
+        return self.choice.view(query, seen.key, self.pattern, key_mask=mask)
 
     def _keep_of_tiles(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
         """Return the tiles of each row tile: of the first one, the choice of its first token, an earlier call's."""
@@ -112,33 +115,21 @@ class AdaptiveCache(LayerCache):
             assert self._open is not None
             parts.append(F.pad(self._open, (0, grid.n_cols - self._open.shape[3])))
         if lead < grid.n_queries:
-            query = query[:, :, lead:]
-            base = self._base(query, seen)
-            found = self.attention.scores(query, seen.key, base, key_mask=mask)
-            parts.append(self._kept_of(query, seen, mask, base, found, torch.arange(base.n_rows, device=query.device)))
+            view = self._view(query[:, :, lead:], seen, mask)
+            parts.append(self._chosen(view, torch.arange(view.base.n_rows, device=query.device)))
         keep = torch.cat(parts, 2)
         self._open = keep[:, :, -1:].clone()
         return keep
 
     def _keep_of_tokens(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
-        base = self._base(query, seen)
-        scores = self.attention.scores
-        found = scores.of_summaries(query, self._grown(seen, grid), base)
-        if found is None:
-            found = scores(query, seen.key, base, key_mask=mask)
-        row = base.row_of(torch.arange(grid.n_queries, device=query.device))
-        return self._kept_of(query, seen, mask, base, found, row)
+        view = replace(self._view(query, seen, mask), known=self._grown(seen, grid))
+        return self._chosen(view, view.base.row_of(torch.arange(grid.n_queries, device=query.device)))
 
-    def _kept_of(
-        self, query: Tensor, seen: HeldKeys, mask: Tensor | None, base: BlockIndex, found: Tensor, row: Tensor
-    ) -> Tensor:
-        """Return the tiles that the budget keeps by scores of rows in the row tiles ``row``."""
-        allowed = base.tiles[:, :, row]
-        forced = forced_tiles(base, self.attention.first, self.attention.local)[row]
-        budget = self.attention.budget
-        if isinstance(budget, Controller):
-            budget = budget.budget(query, seen.key, base, found, allowed, forced, key_mask=mask)
-        return budget.keep(found, allowed, forced)
+    def _chosen(self, view: View, row: Tensor) -> Tensor:
+        """Return the tiles that the budget keeps in rows of the row tiles ``row``."""
+        choice, base = self.choice, view.base
+        forced = forced_tiles(base, choice.first, choice.local)[row]
+        return choice.kept(view, choice.scores(view), base.tiles[:, :, row], forced)
 
     def _grown(self, seen: HeldKeys, grid: TileGrid) -> Summaries:
         """Return the summaries of all tiles of keys, after those that became complete have been added."""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ringtile.adaptive import scores as _scores
 from ringtile.adaptive.budgets import Density, counts_of, ranked
-from ringtile.adaptive.scores import Scores, exact_weights, rows_at_once
+from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.selection import AdaptiveAttention, forced_tiles
-from ringtile.layout import BlockIndex
+from ringtile.adaptive.view import View, tiles_at_once
 
 GRID = (0.0, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Densities at which losses are measured."""
@@ -39,10 +39,8 @@ class LossCurves(NamedTuple):
 
 
 def loss_curves(
-    query: Tensor,
-    key: Tensor,
+    view: View,
     value: Tensor,
-    base: BlockIndex,
     scores: Scores,
     rows: Tensor,
     *,
@@ -50,45 +48,40 @@ def loss_curves(
     output: Tensor | None = None,
     first: int = 1,
     local: int = 1,
-    key_mask: Tensor | None = None,
-    scale: float | None = None,
 ) -> LossCurves:
     """Measure what each head of a layer loses at each density of `GRID`, by exact attention of some rows.
 
     Args:
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        view: The queries and keys of the layer, and the index of the pairs that exact attention keeps.
         value: ``[B, Hkv, Nk, Dv]``.
-        base: Index of the pairs that exact attention keeps.
         scores: Which tiles are best.
         rows: int64 ``[n]``, the audited queries, counted from 0.
         weights: ``[n]``, their weights. Default: equal ones.
         output: ``[E, H * Dv]``, the layer's output projection. Default: none, and errors are of each head's output.
-        first: See `select`.
-        local: See `select`.
-        key_mask: ``[B, Nk]`` bool, True for keys that count.
-        scale: Factor for the scores. Default: ``D ** -0.5``.
+        first: See `Choice`.
+        local: See `Choice`.
 
     Raises:
         ValueError: If a row is out of range.
 
     Example:
-        >>> from ringtile.adaptive import Probe
+        >>> from ringtile.adaptive import Probe, View
         >>> from ringtile.layout import build_index
         >>> from ringtile.patterns import Causal
         >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
         >>> base = build_index(Causal(), 512, num_heads=2, block=32)
-        >>> curves = loss_curves(q, k, v, base, Probe(), torch.arange(0, 512, 8))
+        >>> curves = loss_curves(View(q, k, base), v, Probe(), torch.arange(0, 512, 8))
         >>> curves.missed.shape, float(curves.missed[:, -1].max()) < 1e-6
         (torch.Size([2, 18]), True)
     """
+    query, key, base, key_mask = view.query, view.key, view.base, view.key_mask
     if not rows.numel() or int(rows.min()) < 0 or int(rows.max()) >= base.n_queries:
         raise ValueError(f"rows: expected numbers of queries below {base.n_queries}, got {rows!r}")
     share = torch.ones(len(rows), dtype=torch.float64) if weights is None else weights.double()
     share = (share / share.sum()).to(query.device)
     heads, groups = query.shape[1], query.shape[1] // key.shape[1]
     forced, allowed = forced_tiles(base, first, local), base.tiles
-    found = scores(query, key, base, key_mask=key_mask, scale=scale)
+    found = scores(view)
 
     missed = query.new_zeros(heads, len(GRID), dtype=torch.float64)
     error, norm = missed.clone(), missed.new_zeros(heads)
@@ -99,10 +92,10 @@ def loss_curves(
     if output is not None:
         parts = output.double().unflatten(1, (heads, -1))
         mix = torch.einsum("ehd,ehf->hdf", parts, parts)
-    step = rows_at_once(query, max(key.shape[2], base.n_cols * value.shape[3]))
+    step = tiles_at_once(query, max(key.shape[2], base.n_cols * value.shape[3]))
     for part, weight in zip(rows.split(step), share.split(step), strict=True):
         row = base.row_of(part)
-        attention = exact_weights(query, key, base, part, key_mask, scale)
+        attention = view.exact_weights(part)
         grouped = attention.unflatten(1, (-1, groups))
         outs = torch.einsum("bkgrcj,bkcjd->bkgrcd", grouped, values).flatten(1, 2).double()
         some, must = allowed[:, :, row], forced[row]
@@ -210,7 +203,7 @@ class Calibration:
     >>> tiles = torch.tensor(GRID, dtype=torch.float64)
     >>> loss = torch.tensor([[2.0], [1.0]]) * (1 - tiles) ** 2
     >>> found = Calibration({"name": "tiny"}, Probe(), 32, 1, 1, (LossCurves(tiles, loss, loss),), {"tokens": 4096})
-    >>> found.attention(0.25)[0].budget
+    >>> found.attention(0.25)[0].choice.budget
     Density(density=(0.5, 0.0))
     """
 

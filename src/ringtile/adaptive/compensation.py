@@ -6,24 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.adaptive.scores import rows_at_once
+from ringtile.adaptive.view import View, tiles_at_once
 from ringtile.functional import merge_attention
 from ringtile.functional.attention import attend_scores
 from ringtile.layout import BlockIndex
 
 
-def compensated(
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index: BlockIndex,
-    base: BlockIndex,
-    *,
-    key_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def compensated(out: Tensor, lse: Tensor, view: View, value: Tensor, index: BlockIndex) -> tuple[Tensor, Tensor]:
     """Add dropped tiles to attention over an index, each as its mean key and mean value, counted once per key.
 
     Only tiles that all queries of the row tile would keep whole count: of a causal base, whole past tiles. Tiles whose
@@ -33,13 +22,9 @@ def compensated(
     Args:
         out: ``[B, H, Nq, Dv]``, the attention over the index.
         lse: ``[B, H, Nq]``, its log-sum-exp.
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        view: The queries and keys, and the index that the tiles were chosen from.
         value: ``[B, Hkv, Nk, Dv]``.
         index: The kept tiles.
-        base: The index that they were chosen from.
-        key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
-        scale: Factor for the scores. Default: ``D ** -0.5``.
 
     Returns:
         The output and the lse, in the dtypes of ``out`` and ``lse``.
@@ -49,17 +34,18 @@ def compensated(
 
     Example:
         >>> from ringtile import sparse_attention
-        >>> from ringtile.adaptive import Density, select
+        >>> from ringtile.adaptive import Density, View, select
         >>> from ringtile.layout import build_index
         >>> from ringtile.patterns import Causal
         >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
         >>> q, base = q / 4, build_index(Causal(), 512, num_heads=2, block=32)
         >>> exact, index = sparse_attention(q, k, v, base), select(q, k, budget=Density(0.2), base=base)
         >>> plain = sparse_attention(q, k, v, index, return_lse=True)
-        >>> more, _ = compensated(*plain, q, k, v, index, base)
+        >>> more, _ = compensated(*plain, View(q, k, base), v, index)
         >>> bool((more - exact).norm() < 0.5 * (plain[0] - exact).norm())
         True
     """
+    query, key, base, key_mask = view.query, view.key, view.base, view.key_mask
     if index.grid != base.grid or index.device != base.device:
         raise ValueError(f"base: expected the lengths, block and device of {index!r}, got {base!r}")
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -73,11 +59,10 @@ def compensated(
     dropped = base.full_tiles & ~index.tiles & usable.unsqueeze(2)
     logs = count.clamp(min=1).to(wide).log()[:, None, None]
     row = index.row_of(torch.arange(index.n_queries, device=query.device))
-    factor = query.shape[3] ** -0.5 if scale is None else scale
     parts = []
-    at_once = rows_at_once(query, base.n_cols)
+    at_once = tiles_at_once(query, base.n_cols)
     for some, rows in zip(query.split(at_once, 2), row.split(at_once), strict=True):
-        scores = some.to(wide) @ keys.mT * factor + logs
+        scores = some.to(wide) @ keys.mT * view.factor + logs
         parts.append(attend_scores(scores, dropped[:, :, rows], values))
     more, more_lse = (torch.cat(x, 2) for x in zip(*parts, strict=True))
     merged, total = merge_attention([out.to(wide), more], [lse, more_lse.to(lse.dtype)])

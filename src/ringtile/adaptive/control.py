@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive.budgets import Counted, counts_of, ranked
-from ringtile.adaptive.scores import exact_masses
-from ringtile.layout import BlockIndex
+from ringtile.adaptive.view import View
 
 LEVELS = tuple(x / 200 for x in range(20)) + tuple(x / 40 for x in range(4, 41))
 """Densities to choose from: finer where few tiles are kept."""
@@ -88,30 +87,19 @@ class Controller:
         """True if a call's densities do not depend on the call."""
         return self.mode != "call"
 
-    def budget(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        scores: Tensor,
-        allowed: Tensor,
-        forced: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Held:
+    def budget(self, view: View, scores: Tensor, allowed: Tensor, forced: Tensor) -> Held:
         """Return the budget of a call, from arguments as in `Budget.keep`."""
         gathers = self.mode != "offline" or self.fitting
         if not gathers:
             density = self._solved()
             self.report = ControlReport(density, torch.full_like(density, torch.nan), density == 1)
             return Held(density)
-        lost, count = self._audit(query, key, base, scores, allowed, forced, key_mask, scale)
+        lost, count = self._audit(view, scores, allowed, forced)
         if self.mode == "call":
             density = self._smallest(lost, count)
         else:
             density = lost.new_ones(1, lost.shape[1]) if self._lost is None or self.fitting else self._solved()
-            # Calls count alike for heads of all batch elements.
+            # Sums over the batch: the densities of later calls are the same for all batch elements.
             self._lost = lost.sum(0, keepdim=True) + (0 if self._lost is None else self._lost)
             self._count = count.sum(0, keepdim=True) + (0 if self._count is None else self._count)
         level = torch.searchsorted(self._levels(lost), density.expand(lost.shape[:2]).contiguous())
@@ -137,23 +125,13 @@ class Controller:
         level = torch.where(enough.any(2), enough.int().argmax(2), len(LEVELS) - 1)
         return self._levels(lost)[level]
 
-    def _audit(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        scores: Tensor,
-        allowed: Tensor,
-        forced: Tensor,
-        key_mask: Tensor | None,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _audit(self, view: View, scores: Tensor, allowed: Tensor, forced: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mass that audited rows drop at each level, added up ``[B, H, L]``, and their number ``[B, H]``."""
-        generator = torch.Generator().manual_seed(self.seed + self._calls)
+        base, generator = view.base, torch.Generator().manual_seed(self.seed + self._calls)
         # A call that is made again, as by a checkpoint, must choose the same tiles.
         self._calls += self.mode != "call"
-        row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(query.device)
-        masses = exact_masses(query, key, base, row.unsqueeze(1), key_mask, scale)
+        row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(base.device)
+        masses = view.exact_masses(row.unsqueeze(1))
         of_map = row if scores.shape[2] == base.n_queries else base.row_of(row)
         allowed, forced = allowed[:, :, of_map], forced[of_map]
         order = ranked(scores[:, :, of_map], allowed, allowed & forced)

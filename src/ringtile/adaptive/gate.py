@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +13,9 @@ from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.quality import audit
-from ringtile.adaptive.scores import (
-    Pooled,
-    Summaries,
-    check_pool,
-    exact_weights,
-    grouped_products,
-    summaries,
-    summarized,
-)
-from ringtile.adaptive.selection import base_index, forced_tiles, select
-from ringtile.layout import BlockIndex
+from ringtile.adaptive.scores import Pooled, check_pool, summarized
+from ringtile.adaptive.selection import Choice, ChoiceOptions, forced_tiles
+from ringtile.adaptive.view import View, grouped_products
 from ringtile.patterns import Pattern
 
 _BIAS = -1.5
@@ -31,13 +25,12 @@ _TILES = 64
 
 
 class Coded(NamedTuple):
-    """What a `Gate` scores by."""
+    """The codes that a `Gate` scores by."""
 
     of_query: Tensor
     """``[B, H, Nq, places]``: the codes of queries, with weights."""
     of_tile: Tensor
     """``[B, Hkv, C, places]``: the codes of tiles."""
-    tiles: Summaries
 
 
 class Gate(nn.Module, Pooled):
@@ -99,20 +92,13 @@ class Gate(nn.Module, Pooled):
         places = self.weight.shape[2]
         return f"{self.num_heads}, {self.head_dim}, num_kv_heads={self.num_kv_heads}, {places=}, pool={self.pool!r}"
 
-    def coded(
-        self,
-        query: Tensor,
-        key: Tensor,
-        block: int,
-        key_mask: Tensor | None = None,
-        *,
-        trains_queries: bool = True,
-    ) -> Coded:
-        """Return the codes and the summaries of ``[B, H, Nq, D]`` and ``[B, Hkv, Nk, D]``.
+    def coded(self, view: View, *, trains_queries: bool = True) -> Coded:
+        """Return the codes of the queries and of the tiles of keys.
 
         Without ``trains_queries`` the codes of queries record no gradient, which needs the memory of the queries.
         Raises ValueError if the heads or the head dim do not match.
         """
+        query, key = view.query, view.key
         if query.shape[1::2] != (self.num_heads, self.head_dim) or key.shape[1] != self.num_kv_heads:
             raise ValueError(
                 f"query, key: expected {self.num_heads} and {self.num_kv_heads} heads of {self.head_dim}, got "
@@ -120,7 +106,7 @@ class Gate(nn.Module, Pooled):
             )
         with torch.set_grad_enabled(trains_queries and torch.is_grad_enabled()):
             of_query = self.codes_of_queries(query)
-        return Coded(of_query, self.codes_of_tiles(key, block, key_mask), summaries(key, block, key_mask))
+        return Coded(of_query, self.codes_of_tiles(key, view.base.block, view.key_mask))
 
     def codes_of_queries(self, query: Tensor) -> Tensor:
         """Return the codes of queries, with weights, ``[B, H, Nq, places]``."""
@@ -143,76 +129,51 @@ class Gate(nn.Module, Pooled):
     def _code(self, x: Tensor, of_x: Tensor, bias: Tensor) -> Tensor:
         return (F.rms_norm(x.to(of_x.dtype), (self.head_dim,)) @ of_x + bias).relu()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
+    def forward(self, view: View) -> Tensor:
         """Return the scores, see `Scores`. They have no gradient: `loss` does."""
         with torch.no_grad():
-            return self.scored(query, self.coded(query, key, base.block, key_mask), base, scale)
+            return self.scored(view, self.coded(view))
 
-    def scored(self, query: Tensor, coded: Coded, base: BlockIndex, scale: float | None = None) -> Tensor:
-        """Return the scores of queries ``[B, H, Nq, D]`` from what they are made of. They have no gradient."""
-        scale, tiles = self.head_dim**-0.5 if scale is None else scale, coded.tiles
+    def scored(self, view: View, coded: Coded) -> Tensor:
+        """Return the scores of a call from the codes of its tokens. They have no gradient."""
+        tiles = view.summaries
         with torch.no_grad():
             of_query, of_tile = coded.of_query.float(), coded.of_tile.float()
             high, low = (torch.cat(((tiles.mean + side) / 2, of_tile), 3) for side in (tiles.high, tiles.low))
-            wide = torch.cat((query.float(), of_query * self.head_dim**0.5), 3)
-            return summarized(wide, high, low, tiles, base, self.pool, scale)
+            wide = torch.cat((view.query.float(), of_query * self.head_dim**0.5), 3)
+            return summarized(replace(view, query=wide, scale=view.factor, known=tiles), high, low, self.pool)
 
-    def loss(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        rows: Tensor,
-        *,
-        first: int = 1,
-        local: int = 1,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-        coded: Coded | None = None,
-    ) -> Tensor:
+    def loss(self, view: View, rows: Tensor, *, first: int = 1, local: int = 1, coded: Coded | None = None) -> Tensor:
         """Return the KL divergence of the gate from exact attention to the tiles it chooses from, a mean over rows.
 
         Each row counts as much as the attention that it gives to tiles that are not forced. Only the parameters of the
         gate get a gradient. The cost is that of as many queries of dense attention.
 
         Args:
-            query: ``[B, H, Nq, D]``.
-            key: ``[B, Hkv, Nk, D]``.
-            base: Index of the pairs to choose from.
+            view: The queries and keys of the call, and the index of the pairs to choose from.
             rows: int64 ``[n]``, the queries to compute exactly, counted from 0.
-            first: See `select`.
-            local: See `select`.
-            key_mask: ``[B, Nk]`` bool, True for keys that count.
-            scale: Factor for the products. Default: ``D ** -0.5``.
-            coded: What `coded` returned for these tensors, with gradients of the tiles. Default: computed here.
+            first: See `Choice`.
+            local: See `Choice`.
+            coded: The codes of this view, with gradients of the tiles. Default: computed here.
         """
-        query, key = query.detach(), key.detach()
-        scale = self.head_dim**-0.5 if scale is None else scale
-        part = query[:, :, rows]
+        view = view.detached
+        base, tiles, part = view.base, view.summaries, view.query[:, :, rows]
         if coded is None:
-            coded = self.coded(part, key, base.block, key_mask)
+            coded = self.coded(replace(view, query=part))
         elif coded.of_query.requires_grad:
             coded = coded._replace(of_query=coded.of_query[:, :, rows])
         else:
             coded = coded._replace(of_query=self.codes_of_queries(part))
-        of_query, of_tile, tiles = coded
+        of_query, of_tile = coded
         row = base.row_of(rows)
         choice = (base.tiles & ~forced_tiles(base, first, local))[:, :, row] & tiles.log_count.isfinite()[:, None, None]
-        exact = exact_weights(query, key, base, rows, key_mask, scale).sum(4).masked_fill(~choice, 0)
+        exact = view.exact_weights(rows).sum(4).masked_fill(~choice, 0)
         middle = (tiles.mean + (tiles.high + tiles.low) / 2) / 2
         width = (tiles.high - tiles.low) / 4
         part = part.to(of_query.dtype)
         sides = ((part, middle), (part.abs(), width), (of_query * self.head_dim**0.5, of_tile))
         products = [grouped_products(x, side.to(x.dtype)) for x, side in sides]
-        logits = (products[0] + products[1] + products[2]) * scale
+        logits = (products[0] + products[1] + products[2]) * view.factor
         logits = (logits + tiles.log_count[:, None, None]).masked_fill(~choice, -1e9)
         entropy: Tensor = torch.special.entr(exact).sum(3) - torch.special.entr(exact.sum(3))
         return -(entropy + (exact * logits.log_softmax(3)).sum(3)).mean()
@@ -241,9 +202,6 @@ def distill(
     budget: Budget = Density(0.25),  # noqa: B008
     base: Pattern | None = None,
     is_causal: bool = False,
-    block: int = 128,
-    first: int = 1,
-    local: int = 1,
     scale: float | None = None,
     rows: int = 128,
     steps: int = 400,
@@ -252,6 +210,7 @@ def distill(
     every: int = 20,
     patience: int = 5,
     seed: int = 0,
+    **options: Unpack[ChoiceOptions],
 ) -> Distilled:
     """Train a gate on exact attention of drawn rows, and keep it only if it keeps more of other text's attention.
 
@@ -266,9 +225,6 @@ def distill(
         budget: The budget at which held-out recall is measured.
         base: The pairs to choose from. Default: all pairs.
         is_causal: Choose only from keys at or before the query's position.
-        block: Tile side in tokens, 16, 32, 64 or 128.
-        first: See `select`.
-        local: See `select`.
         scale: Factor for the products. Default: ``D ** -0.5``.
         rows: Number of queries to compute exactly, in each step and of each held-out sample.
         steps: Largest number of steps, one sample each.
@@ -277,6 +233,7 @@ def distill(
         every: Number of steps between two measurements.
         patience: Number of measurements without a gain after which training ends.
         seed: Seed of the draws.
+        **options: ``block``, ``first`` and ``local``, see `Choice`.
 
     Raises:
         ValueError: If a number is not positive, there are no samples, or a held-out tensor is one of the samples.
@@ -294,17 +251,14 @@ def distill(
         raise ValueError(f"samples, held_out: expected at least one of each, got {len(samples)} and {len(held_out)}")
     if {x.data_ptr() for pair in samples for x in pair} & {x.data_ptr() for pair in held_out for x in pair}:
         raise ValueError("held_out: expected other texts than the samples, got the same tensor in both")
-    options: dict[str, Any] = {"first": first, "local": local, "scale": scale}
-    generator = torch.Generator().manual_seed(seed)
-
-    def index_of(query: Tensor, key: Tensor) -> BlockIndex:
-        return base_index(query, key, base, is_causal, block)
+    choice, generator = Choice(gate, budget, **options), torch.Generator().manual_seed(seed)
+    view = partial(choice.view, base=base, is_causal=is_causal, scale=scale)
 
     def recall() -> float:
-        found = []
-        for query, key in held_out:
-            index = select(query, key, gate, budget, base=index_of(query, key), **options)
-            found.append(audit(query, key, key, index, rows=rows, seed=seed, scale=scale).mean)
+        found = [
+            audit(query, key, key, choice.index(view(query, key)), rows=rows, seed=seed, scale=scale).mean
+            for query, key in held_out
+        ]
         return sum(found) / len(found)
 
     def state() -> dict[str, Tensor]:
@@ -318,7 +272,7 @@ def distill(
         query, key = samples[(step - 1) % len(samples)]
         drawn = torch.randperm(query.shape[2], generator=generator)[:rows].sort().values.to(query.device)
         optimizer.zero_grad()
-        gate.loss(query, key, index_of(query, key), drawn, **options).backward()
+        gate.loss(view(query, key), drawn, first=choice.first, local=choice.local).backward()
         optimizer.step()
         if step % every and step != steps:
             continue

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.gate import Coded, Gate
 from ringtile.adaptive.scores import Scores
-from ringtile.adaptive.selection import AdaptiveAttention, base_index
+from ringtile.adaptive.selection import AdaptiveAttention, ChoiceOptions
+from ringtile.adaptive.view import View
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors
 from ringtile.layout import BlockIndex
@@ -51,18 +53,10 @@ class _Coding(Scores):
     def __repr__(self) -> str:
         return repr(self.gate)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
+    def __call__(self, view: View) -> Tensor:
         with torch.enable_grad():
-            self.coded = self.gate.coded(query, key, base.block, key_mask, trains_queries=self.trains_queries)
-        return self.gate.scored(query, self.coded, base, scale)
+            self.coded = self.gate.coded(view, trains_queries=self.trains_queries)
+        return self.gate.scored(view, self.coded)
 
 
 class RoutedAttention(AdaptiveAttention):
@@ -74,13 +68,13 @@ class RoutedAttention(AdaptiveAttention):
 
     Args:
         gate: The scores. A causal model needs ``Gate(..., pool=None)``, which looks at no later token.
-        budget: See `select`.
+        budget: See `Choice`.
         rows: Number of queries per call whose attention is computed exactly. The cost is that of as many queries of
             dense attention.
         straight_through: Also give the gate the gradient of your model's loss, as if its scores were added to the
             logits, see `with_coordinates`. It judges kept tiles only, adds twice the gate's places to the head dim, and
             the output differs by rounding.
-        block, first, local, last_dense, min_length, allow_future: See `select`.
+        **options: ``block``, ``first``, ``local``, ``last_dense``, ``min_length`` and ``allow_future``, see `Choice`.
 
     Raises:
         ValueError: If ``gate`` is no `Gate`, ``rows`` is not positive, or as `select`, when called.
@@ -104,27 +98,13 @@ class RoutedAttention(AdaptiveAttention):
         *,
         rows: int = 16,
         straight_through: bool = False,
-        block: int = 128,
-        first: int = 1,
-        local: int = 1,
-        last_dense: int = 0,
-        min_length: int = 0,
-        allow_future: bool = False,
+        **options: Unpack[ChoiceOptions],
     ) -> None:
         if not isinstance(gate, Gate):
             raise ValueError(f"gate: expected a Gate, got {gate!r}")
         if type(rows) is not int or rows < 1:
             raise ValueError(f"rows: expected a positive integer, got {rows!r}")
-        super().__init__(
-            gate,
-            budget,
-            block=block,
-            first=first,
-            local=local,
-            last_dense=last_dense,
-            min_length=min_length,
-            allow_future=allow_future,
-        )
+        super().__init__(gate, budget, **options)
         self.rows, self.straight_through = rows, straight_through
         self._loss: Tensor | None = None
 
@@ -156,22 +136,20 @@ class RoutedAttention(AdaptiveAttention):
         """Compute the attention as `AdaptiveAttention` does. In training, record the gradients of the gate, too."""
         self._loss = None
         same: dict[str, Any] = {"key_mask": key_mask, "scale": scale}
-        learns = self.training and torch.is_grad_enabled() and key.shape[2] >= self.min_length
+        learns = self.training and torch.is_grad_enabled() and key.shape[2] >= self.choice.min_length
         if not learns or not query.numel() or {"key_lengths", "start"} & options.keys():
             same |= {"is_causal": is_causal, "enable_gqa": enable_gqa}
             return super().forward(query, key, value, pattern, **same, **options)
         query, key, value = checked_tensors(query, key, value, enable_gqa)
-        base = base_index(query, key, pattern, is_causal, self.block)
-        coding = _Coding(self.scores, self.straight_through)
-        index = self.index(query, key, base, scores=coding, **same)
+        choice, coding = self.choice, _Coding(self.scores, self.straight_through)
+        view = choice.view(query, key, pattern, is_causal=is_causal, **same)
+        index = replace(choice, scores=coding).index(view)
         drawn = torch.randperm(query.shape[2], device=query.device)[: self.rows]
-        self._loss = self.scores.loss(
-            query, key, base, drawn, first=self.first, local=self.local, coded=coding.coded, **same
-        )
+        self._loss = self.scores.loss(view, drawn, first=choice.first, local=choice.local, coded=coding.coded)
         if not self.straight_through:
             return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)
-        of_key = coding.coded.of_tile.repeat_interleave(base.block, 2)[:, :, : key.shape[2]]
+        of_key = coding.coded.of_tile.repeat_interleave(view.base.block, 2)[:, :, : key.shape[2]]
         of_query = coding.coded.of_query * query.shape[3] ** 0.5
-        same["scale"] = query.shape[3] ** -0.5 if scale is None else scale
+        same["scale"] = view.factor
         query, key = with_coordinates(query, key, of_query, of_key)
         return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringtile.adaptive import Calibration, ControlReport, QualityReport, allocate
-from ringtile.adaptive.scores import exact_masses
+from ringtile.adaptive import Calibration, ControlReport, QualityReport, View, allocate
 from ringtile.analysis.plot import axes_or_new, colors_on, mark_positions
-from ringtile.functional.compacted import for_heads
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -324,11 +323,11 @@ def tile_masses(
     key_head = head * key.shape[1] // query.shape[1]
     q, k = query[batch : batch + 1, head : head + 1], key[batch : batch + 1, key_head : key_head + 1]
     mask = None if key_mask is None else key_mask[batch : batch + 1]
-    found = torch.zeros(index.n_rows, index.n_cols, device=query.device)
+    view, found = View(q, k, base, mask, scale), torch.zeros(index.n_rows, index.n_cols, device=query.device)
     tokens = torch.arange(index.n_queries, device=query.device)
     row = index.row_of(tokens)
     for some in tokens.split(_ROWS * index.block):
-        found.index_add_(0, row[some], exact_masses(q, k, base, some.unsqueeze(1), mask, scale)[0, 0])
+        found.index_add_(0, row[some], view.exact_masses(some.unsqueeze(1))[0, 0])
     return found / row.bincount(minlength=index.n_rows).clamp(min=1).unsqueeze(1)
 
 

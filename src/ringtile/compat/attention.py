@@ -330,13 +330,13 @@ class AdaptiveCall:
         self.is_causal, self.key_mask, self.scale = is_causal, key_mask, scale
         self._chosen: list[BlockIndex] = []
         self._kept: list[int] = []
-        self._grid = TileGrid(chooser.block, 0, 0, 0)
+        self._grid = TileGrid(chooser.choice.block, 0, 0, 0)
         self._heads = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0) -> Tensor:
         """Compute the attention ``[B, H, N, D]``."""
         n_queries, n_keys = query.shape[2], key.shape[2]
-        self._grid = TileGrid(self.chooser.block, n_keys - n_queries, n_queries, n_keys)
+        self._grid = TileGrid(self.chooser.choice.block, n_keys - n_queries, n_queries, n_keys)
         self._heads = query.shape[0] * query.shape[1]
         indices = iter(self._chosen[:])
         if not self.branches:

@@ -199,7 +199,7 @@ def create_adaptive_sparse_multihead_attention(
     contradicts the threshold.
 
     >>> attention = create_adaptive_sparse_multihead_attention(64, 4, [256, 512], [1, 2], quality_threshold=0.95)
-    >>> attention.attention.adaptive.budget
+    >>> attention.attention.adaptive.choice.budget
     Controller(0.95, 'call', rows=64, seed=0)
     """
     shape = {field.name: arguments.pop(field.name) for field in fields(SparsePatternConfig) if field.name in arguments}

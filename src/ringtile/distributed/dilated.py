@@ -27,7 +27,6 @@ from ringtile.distributed.branches import BranchPlan, Piece, Shape, make_branch_
 from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
 from ringtile.distributed.layout import Layout
 from ringtile.functional.attention import check_options, checked_tensors, without_autocast
-from ringtile.functional.compacted import for_heads
 from ringtile.functional.dilated import (
     Options,
     Problem,
@@ -45,6 +44,7 @@ from ringtile.functional.dilated import (
 from ringtile.kernels.contracts import accumulator, merge_into
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
 
 
 def ring_dilated_attention(

@@ -8,8 +8,8 @@ from math import gcd
 
 from ringtile.distributed.layout import Layout, Run, count_tokens
 from ringtile.distributed.runs import placed, with_starts
-from ringtile.functional.compacted import for_heads
 from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
     if device.type == "meta":
         raise ValueError(f"query: expected a device that holds data, got {query.device=}")
     for name, x in (("query", query), ("key", key), ("value", value)):
-        _check_plain(name, x)
+        check_plain(name, x)
     if torch.is_autocast_enabled(device.type):
         # Like PyTorch, cast each tensor except float64. Different dtypes become one.
         to = torch.get_autocast_dtype(device.type)
@@ -108,7 +108,7 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 def _check_rows(name: str, x: Tensor, shape: tuple[int, ...], query: Tensor) -> None:
     if x.shape != shape or x.device != query.device:
         raise ValueError(f"{name}: expected shape {tuple(shape)} on {query.device}, got {x.shape=} on {x.device}")
-    _check_plain(name, x)
+    check_plain(name, x)
 
 
 def _checked_numbers(name: str, numbers: Tensor | None, count: int, query: Tensor) -> Tensor | None:
@@ -127,7 +127,7 @@ def _check_seed(seed: int | Tensor, query: Tensor) -> None:
             raise ValueError(
                 f"seed: expected one int64 element on {query.device}, got {seed.shape=}, {seed.dtype=} on {seed.device}"
             )
-        _check_plain("seed", seed)
+        check_plain("seed", seed)
     elif isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed: expected a 64-bit integer or one int64 element, got {seed!r}")
 
@@ -185,7 +185,7 @@ def _is_real(x: Tensor) -> bool:
     """Return True if a tensor has memory of its own, or had: it is not traced, transformed or a subclass."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return type(x) in (Tensor, Parameter) and not x._is_zerotensor()
+    return type(x) in (Tensor, Parameter) and not x._is_zerotensor() and not x.is_meta
 
 
 def _may_read(x: Tensor) -> bool:
@@ -193,10 +193,10 @@ def _may_read(x: Tensor) -> bool:
     return x.device.type == "cpu" and _is_real(x)
 
 
-def _check_plain(name: str, x: Tensor) -> None:
+def check_plain(name: str, x: Tensor) -> None:
     """Raise ValueError if a tensor has another layout, for example a sparse one, or its storage was freed."""
-    if x.layout is not torch.strided:
-        raise ValueError(f"{name}: expected torch.strided, got {x.layout=}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"{name}: expected torch.strided, got {'a nested tensor' if x.is_nested else f'{x.layout=}'}")
     if _is_real(x):
         check_memory((name,), (x,))
 
@@ -206,6 +206,7 @@ def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) 
     if isinstance(pattern, Pattern):
         return pattern
     if isinstance(pattern, Tensor):
+        check_plain("pattern", pattern)
         return Blocks(pattern)
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -310,7 +311,7 @@ def _place(
     """Return all that the checks of a plain call depend on, or None if they must run."""
     if torch.compiler.is_compiling() or not type(query) is type(key) is type(value) is Tensor:
         return None
-    if not query.layout is key.layout is value.layout is torch.strided:
+    if not query.layout is key.layout is value.layout is torch.strided or query.is_nested:
         return None
     # Values of other types can be equal to valid ones, and so are two zeros.
     types = type(start) in (int, NoneType), type(scale) in (float, NoneType), type(backend) in (str, NoneType)

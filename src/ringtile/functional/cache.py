@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -13,69 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.functional.attention import sparse_attention
-from ringtile.functional.compacted import InSegments
-from ringtile.patterns import GlobalTokens, Pattern, Segments, TileGrid
-from ringtile.patterns.base import And, Or, PerHead
-from ringtile.patterns.offsets import ANY, OffsetPattern
+from ringtile.patterns import Pattern, TileGrid
+from ringtile.patterns.facts import pattern_reach
 
 _PIECE = 128
 """Queries that share one mask over the held keys. Longer chunks are cut, or computed with a block index."""
-
-
-class Reach(NamedTuple):
-    """The keys that a pattern can keep: keys j < ``first``, and keys at most ``left`` tokens before the query."""
-
-    first: int
-    left: float
-    """Tokens, or infinite if the pattern sets no bound."""
-    ahead: bool
-    """True if a query can keep keys after its own position."""
-
-    @property
-    def size(self) -> float:
-        """Number of keys to hold for the next query, including its own."""
-        return self.first + self.left + 1
-
-
-_ANYWHERE = Reach(0, math.inf, ahead=True)
-
-
-def pattern_reach(pattern: Pattern) -> Reach:
-    """Return which keys a cache has to hold for a pattern, at any length.
-
-    The bound follows only from the words of the pattern, not from a length. Random blocks, strides, complements,
-    documents and your own rules can reach any key.
-
-    >>> from ringtile.patterns import Causal, Strided, streaming
-    >>> pattern_reach(streaming(sinks=4, window=256))
-    Reach(first=4, left=256, ahead=False)
-    >>> pattern_reach(Causal() & Strided(64)).left
-    inf
-    """
-    match pattern:
-        case And(first=a, second=b):
-            one, other = pattern_reach(a), pattern_reach(b)
-            both = Reach(max(one.first, other.first), min(one.left, other.left), one.ahead and other.ahead)
-            # Each side bounds the intersection.
-            return min(one, other, both, key=lambda reach: reach.size)._replace(ahead=both.ahead)
-        case Or(first=a, second=b):
-            return _union([pattern_reach(a), pattern_reach(b)])
-        case PerHead(patterns=patterns):
-            return _union([pattern_reach(each) for each in patterns])
-        case OffsetPattern(terms=terms, unit=unit):
-            left = max(term.left for term in terms)
-            ahead = unit > 1 or any(term.right > 0 for term in terms)
-            return Reach(0, math.inf if left >= ANY else (left + 1) * unit - 1, ahead)
-        case GlobalTokens(tokens=tokens):
-            return Reach(tokens, 0, ahead=True)
-        case Segments(length=length) | InSegments(length=length):
-            return Reach(0, length - 1, ahead=length > 1)
-    return _ANYWHERE
-
-
-def _union(reaches: Sequence[Reach]) -> Reach:
-    firsts, lefts, aheads = zip(*reaches, strict=True)
-    return Reach(max(firsts), max(lefts), any(aheads))
 
 
 class HeldKeys(NamedTuple):

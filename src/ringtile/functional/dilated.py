@@ -22,7 +22,6 @@ from ringtile.functional.attention import (
     sparse_attention,
     without_autocast,
 )
-from ringtile.functional.compacted import Compacted, InSegments, for_heads
 from ringtile.functional.merge import merge_attention
 from ringtile.functional.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
 from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memory, merge_into, new_out, pack_keys
@@ -31,6 +30,7 @@ from ringtile.kernels.traced import constant
 from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
 from ringtile.patterns.base import checked_ints
+from ringtile.patterns.wrapped import Compacted, InSegments, for_heads
 
 _DENSE, _CAUSAL = Dense(), Causal()
 _BLOCK = 128
@@ -348,7 +348,9 @@ def rules_of(
         raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
     if overlap == "union" and pattern is None and torch.compiler.is_compiling():
         told = _told_rules(tuple(at), is_causal)
-        return told and tuple(Branch(length, rate, _told(text), is_alike=True) for length, rate, text in told)
+        if told is None:
+            return None
+        return tuple(Branch(length, rate, _told(text), is_alike=True) for length, rate, text in told)
     return _rules(at, pattern, is_causal, overlap)
 
 

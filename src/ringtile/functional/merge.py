@@ -9,6 +9,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ringtile.functional.attention import check_plain
+
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attention over disjoint sets of keys into attention over all of them.
@@ -24,7 +26,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         The merged output, in the dtype of ``outs``, and the merged lse.
 
     Raises:
-        ValueError: If the lists are empty or of unequal length, or if shapes, dtypes or devices do not match.
+        ValueError: If the lists are empty or of unequal length, or if shapes, dtypes, devices or layouts do not match.
 
     Example:
         >>> from ringtile.functional import sparse_attention
@@ -43,6 +45,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         widest = reduce(torch.promote_types, (out.dtype for out in outs))
         outs = [out.to(widest) for out in outs]
     for out, lse in zip(outs, lses, strict=True):
+        check_plain("outs", out)
+        check_plain("lses", lse)
         if out.shape != outs[0].shape or lse.shape != out.shape[:-1]:
             raise ValueError(
                 f"outs, lses: expected [B, H, N, Dv] and [B, H, N], all alike, got {out.shape=}, {lse.shape=} "

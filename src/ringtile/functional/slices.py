@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ringtile.functional.attention import as_pattern, checked_tensors, drawn_seed, sparse_attention
-from ringtile.functional.compacted import for_heads
 from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
 
 _OF_ROWS = ("key_mask", "key_lengths", "batch_at")
 _OF_HEADS = ("alibi_slopes", "sinks", "head_at")

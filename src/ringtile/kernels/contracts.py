@@ -184,9 +184,18 @@ def has_memory(x: Tensor) -> bool:
 
 
 def check_memory(names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
-    """Raise ValueError if the storage of a tensor was freed: kernels would read address 0."""
+    """Raise ValueError if a tensor has no strides, or if its storage was freed: kernels would read address 0."""
     for name, x in zip(names, tensors, strict=True):
-        if x is not None and not has_memory(x):
+        if x is None:
+            continue
+        try:
+            held = has_memory(x)
+        except RuntimeError:
+            # To ask each tensor for its layout would take longer.
+            if x.layout is torch.strided:
+                raise
+            raise ValueError(f"{name}: expected torch.strided, got {x.layout=}") from None
+        if not held:
             raise ValueError(f"{name}: expected a tensor with memory, got a freed storage with {x.shape=}")
 
 
@@ -422,7 +431,10 @@ class Attention(torch.autograd.Function):
                 return (None,) * (4 + len(rest))
             out_grad = torch.zeros_like(out)
         rows = (out_grad, lse_grad, q, k, v, out, lse)
-        if torch.compiler.is_compiling() or not _differentiated(*rows):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and not out_grad.layout is (lse if lse_grad is None else lse_grad).layout is torch.strided:
+            check_memory(("out_grad", "lse_grad"), (out_grad, lse_grad))
+        if compiling or not _differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
             call = _with_tensors(ctx.call, *rest)
             if _is_unseen(*rows, *_options_of(call)):

@@ -6,6 +6,8 @@ rows are empty.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,23 @@ def with_lse_column(out_grad: Tensor, lse_grad: Tensor, out: Tensor) -> tuple[Te
     """Append a column to out_grad and out, so that a flash kernel's rowsum(out_grad * out) subtracts lse_grad."""
     grads = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
     return grads, torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
+
+
+def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the part of a scale that multiplies the queries, or 1, and the rest for PyTorch's kernel.
+
+    Its backward pass fuses score * scale - lse, of which the forward pass rounds the product. The difference grows with
+    the score, unless the rest is a power of two. Queries of half precision would lose more than that.
+    """
+    if not scale or dtype not in (torch.float32, torch.float64):
+        return 1.0, scale
+    part, exponent = math.frexp(scale)
+    return (1.0, scale) if part == 0.5 else (part, math.ldexp(1, exponent))
+
+
+def times(x: Tensor, part: float) -> Tensor:
+    """Return the product, without a copy if the part is 1."""
+    return x if part == 1 else x * part
 
 
 def flash_forward(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import Call, as_new_out, lacking
-from ringtile.kernels.cpu_flash import flash_backward, flash_forward
+from ringtile.kernels.cpu_flash import flash_backward, flash_forward, split_scale, times
 
 _AMX = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
 MATRIX_ROWS = 16
@@ -40,7 +40,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, N, Dv]`` and the lse ``[B, H, N]``."""
-    out, lse = flash_forward(q, k, v, scale=call.scale, is_causal=call.pattern == "causal")
+    part, scale = split_scale(call.scale, q.dtype)
+    out, lse = flash_forward(times(q, part), k, v, scale=scale, is_causal=call.pattern == "causal")
     return as_new_out(out), lse.contiguous()
 
 
@@ -56,5 +57,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     is_causal = call.pattern == "causal"
-    grads = flash_backward(out_grad, lse_grad, q, k, v, out, lse, scale=call.scale, is_causal=is_causal)
-    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
+    part, scale = split_scale(call.scale, q.dtype)
+    grads = flash_backward(out_grad, lse_grad, times(q, part), k, v, out, lse, scale=scale, is_causal=is_causal)
+    return times(grads[0], part).contiguous(), grads[1].contiguous(), grads[2].contiguous()

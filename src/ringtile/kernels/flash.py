@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from torch import Tensor
 from ringtile.kernels.contracts import Call, as_new_out, lacking
 from ringtile.kernels.cpu_flash import padded, with_lse_column
 from ringtile.kernels.spans import KERNEL, span
-from ringtile.patterns import Causal, Dense, Pattern, Window, parse
-from ringtile.patterns.base import And
+from ringtile.patterns import parse
+from ringtile.patterns.facts import Band, band_of
 
 DEVICE = "cuda"
 
@@ -27,23 +27,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST, _MULTIPLE = 256, 8
 _ALLOWED = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 """Allowed error, relative to the largest value: a wrong mask, scale or head is off by as much as the values."""
-
-
-class Band(NamedTuple):
-    """The keys ``i - left <= j <= i + right`` of query i, aligned to the lower right. None means no limit."""
-
-    left: int | None
-    right: int | None
-
-    @property
-    def is_causal(self) -> bool:
-        """True for plain causal attention, which has its own flag in the kernels."""
-        return self.left is None and self.right == 0
-
-    def cut(self, n_keys: int) -> Band:
-        """Return the band for ``n_keys`` keys: a side that reaches past all of them has no limit."""
-        left, right = (None if side is not None and side >= n_keys else side for side in self)
-        return Band(left, right)
 
 
 class Source(Protocol):
@@ -192,30 +175,6 @@ def _sources() -> tuple[tuple[str, Source | str], ...]:
 def reason_against() -> str:
     """Return why no such kernel can run here, or an empty string."""
     return "" if torch.cuda.is_available() else "needs a GPU"
-
-
-def band_of(pattern: Pattern) -> Band | None:
-    """Return the band of a pattern, or None if it is not a band.
-
-    >>> from ringtile.patterns import Causal, Window
-    >>> band_of(Causal() & Window(9))
-    Band(left=9, right=0)
-    """
-    if isinstance(pattern, Dense):
-        return Band(None, None)
-    if isinstance(pattern, Causal):
-        return Band(None, 0)
-    if isinstance(pattern, Window):
-        return Band(pattern.left, pattern.right)
-    if isinstance(pattern, And):
-        sides = band_of(pattern.first), band_of(pattern.second)
-        if sides[0] is None or sides[1] is None:
-            return None
-        left, right = (
-            min((x for x in pair if x is not None), default=None) for pair in zip(sides[0], sides[1], strict=True)
-        )
-        return Band(left, right)
-    return None
 
 
 def _band(text: str) -> Band | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from ringtile.patterns.base import And, Dense, Pattern, TileGrid
-from ringtile.patterns.documents import Documents
+from ringtile.patterns.base import Dense, Pattern, TileGrid
+from ringtile.patterns.facts import key_bounds
 from ringtile.patterns.local import Causal
 
 _QUERIES_AT_ONCE = 1 << 17
@@ -25,7 +24,7 @@ def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tu
     step = _QUERIES_AT_ONCE // grid.block * grid.block
     for first in range(grid.first_row * grid.block, end, step):
         query = torch.arange(max(first, grid.start), min(first + step, end), device=device)
-        lo, hi = _key_bounds(envelope, query, grid.n_keys)
+        lo, hi = key_bounds(envelope, query, grid.n_keys)
         pairs += int((hi - lo).clamp(min=0).sum())
         # The intervals of consecutive queries leave no gap, so the queries of a row tile cover one run of tiles.
         row = query[hi > lo] // grid.block - first // grid.block
@@ -34,19 +33,6 @@ def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tu
         highest = torch.zeros_like(lowest).scatter_reduce_(0, row, hi[hi > lo], "amax")
         tiles += int(((highest + grid.block - 1) // grid.block - lowest // grid.block).clamp(min=0).sum())
     return pairs, tiles
-
-
-def _key_bounds(envelope: Pattern, query: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the interval ``[lo, hi)`` of keys that each query position may attend to."""
-    if isinstance(envelope, Causal):
-        return torch.zeros_like(query), (query + 1).clamp(0, n_keys)
-    if isinstance(envelope, Documents):
-        bounds = envelope.bounds.tensor[0].to(query.device)
-        document = torch.searchsorted(bounds[1:-1], query, right=True)
-        return bounds[document], bounds[document + 1]
-    assert isinstance(envelope, And), f"no envelope: {envelope!r}"
-    (lo, hi), (lo2, hi2) = (_key_bounds(side, query, n_keys) for side in (envelope.first, envelope.second))
-    return torch.maximum(lo, lo2), torch.minimum(hi, hi2)
 
 
 def _count_causal(grid: TileGrid) -> tuple[int, int]:

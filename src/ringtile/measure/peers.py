@@ -17,7 +17,7 @@ from ringtile.layout import BlockIndex, build_index
 from ringtile.layout.flex import to_block_mask
 from ringtile.measure.record import DENSE, OURS
 from ringtile.patterns import Causal, Dense, Pattern
-from ringtile.patterns.base import And
+from ringtile.patterns.facts import sees_no_future
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of q, k and v ``[B, H, N, D]`` that returns an output of the same shape."""
@@ -71,13 +71,7 @@ class Case:
     @property
     def dense_pattern(self) -> Pattern:
         """The dense attention to compare with: causal if the pattern is."""
-        return Causal() if _is_causal(self.pattern.envelope()) else Dense()
-
-
-def _is_causal(envelope: Pattern) -> bool:
-    if isinstance(envelope, And):
-        return _is_causal(envelope.first) or _is_causal(envelope.second)
-    return isinstance(envelope, Causal)
+        return Causal() if sees_no_future(self.pattern) else Dense()
 
 
 class Peer:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringtile.functional.cache import pattern_reach
 from ringtile.modules.cache import KVCache
 from ringtile.modules.transformer import SparseTransformer
+from ringtile.patterns.facts import pattern_reach
 
 
 class SparseLanguageModel(nn.Module):

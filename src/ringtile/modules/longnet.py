@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ringtile.functional.compacted import InSegments
 from ringtile.functional.dilated import checked_branches, dilated_attention
 from ringtile.patterns import Causal, Pattern, Segments
+from ringtile.patterns.wrapped import InSegments
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import lru_cache
+from keyword import iskeyword
 from typing import NamedTuple
 
 from ringtile.patterns.base import Dense, Pattern, per_head
@@ -110,7 +111,12 @@ def _tree(line: str) -> ast.expr:
         # If the text ends too early, the parser reports no column.
         column = lead + error.offset - 1 if error.offset else len(called.rstrip())
         at = min(column - sum(c < column for c in closed), len(line))
-        raise _Mistake(f"cannot read this: {error.msg}", at) from None
+        for word in re.finditer(r"\w+", line):
+            # Words of Python, such as "global", are no names.
+            if iskeyword(word[0]):
+                raise _unknown(word[0], word.start()) from None
+        expected = "expected patterns combined with &, | and ~"
+        raise _Mistake(expected if error.msg == "invalid syntax" else f"cannot read this: {error.msg}", at) from None
     for node in ast.walk(tree):
         if isinstance(node, (ast.expr, ast.keyword)):
             column = lead + node.col_offset
@@ -159,8 +165,12 @@ def _build(node: ast.expr) -> Pattern:
 
 def _word(node: ast.Name) -> _Word:
     if node.id not in _WORDS:
-        raise _Mistake(f"unknown pattern {node.id!r}{_suggestion(node.id, list(_WORDS))}", node.col_offset)
+        raise _unknown(node.id, node.col_offset)
     return _WORDS[node.id]
+
+
+def _unknown(name: str, at: int) -> _Mistake:
+    return _Mistake(f"unknown pattern {name!r}{_suggestion(name, list(_WORDS))}", at)
 
 
 def _suggestion(name: str, known: list[str]) -> str:

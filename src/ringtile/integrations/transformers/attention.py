@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
-from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, moves_along, pairs
-from ringtile.integrations.transformers.shifted import Shifted
+from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
 from ringtile.patterns import Causal, Dense, Documents, Pattern, from_mask, parse
-from ringtile.patterns.base import And
+from ringtile.patterns.facts import moves_along, sees_no_future
+from ringtile.patterns.wrapped import Shifted
 
 LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module], Any], None]  # noqa: UP007
 """A pattern for all layers, one per kind of layer (``config.layer_types``), or a function of the attention module."""
@@ -280,14 +280,6 @@ def _adapted(
         dropout_p=dropout,
         enable_gqa=query.shape[1] != key.shape[1],
         scale=scaling,
-    )
-
-
-def sees_no_future(pattern: Pattern) -> bool:
-    """Return True if it is certain that a pattern keeps no key after its query."""
-    bounds = pattern.envelope()
-    return bounds == Causal() or (
-        isinstance(bounds, And) and (sees_no_future(bounds.first) or sees_no_future(bounds.second))
     )
 
 

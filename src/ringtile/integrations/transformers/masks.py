@@ -8,7 +8,7 @@ is one without memory, a `PatternMask`, that carries the kept pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from operator import and_, or_
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Segments, Window, from_mask
-from ringtile.patterns.base import LARGEST, And, Not, Or, PerHead
-from ringtile.patterns.offsets import OffsetPattern
+from ringtile.patterns.base import LARGEST
+from ringtile.patterns.facts import keeps_self, moves_along
 from ringtile.patterns.readings import read_once
 
 MaskFunction = Callable[..., Any]
@@ -184,7 +184,7 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
             return _joined(and_, [read(each) for each in values["mask_functions"]])
         case "or_masks":
             parts = [read(each) for each in values["mask_functions"]]
-            if not on_shard and n_keys is not None and any(part is not None and _keeps_self(part) for part in parts):
+            if not on_shard and n_keys is not None and any(part is not None and keeps_self(part) for part in parts):
                 groups = [_groups(each, here) for each in values["mask_functions"]]
                 parts = [group if part is None else part for part, group in zip(parts, groups, strict=True)]
             return _joined(or_, parts)
@@ -233,18 +233,6 @@ def _joined(join: Callable[[Pattern, Pattern], Pattern], parts: list[Pattern | N
     return reduce(join, known)
 
 
-def _keeps_self(pattern: Pattern) -> bool:
-    """Return True if it is certain that each token attends to itself."""
-    match pattern:
-        case And(first=first, second=second):
-            return _keeps_self(first) and _keeps_self(second)
-        case Or(first=first, second=second):
-            return _keeps_self(first) or _keeps_self(second)
-        case Segments(dilation=dilation):
-            return dilation == 1
-    return isinstance(pattern, Causal | Dense | Documents | Window)
-
-
 def _groups(function: MaskFunction, here: slice) -> Pattern | None:
     """Return the rule of tokens, such as those of an image, that all attend to their group, and each to itself."""
     if not function.__qualname__.startswith("blockwise_overlay."):
@@ -264,21 +252,6 @@ def _chunks(size: int, left_padding: Tensor, first: int, n_keys: int) -> Pattern
         return Segments(size)
     position = torch.arange(first, first + n_keys, device=left_padding.device)
     return Documents(ids=(position - left_padding[:, None]) // size)
-
-
-@lru_cache(maxsize=256)
-def moves_along(pattern: Pattern) -> bool:
-    """Return True if a pattern keeps the same pairs after all positions move by the same number."""
-    match pattern:
-        case And(first=first, second=second) | Or(first=first, second=second):
-            return moves_along(first) and moves_along(second)
-        case Not(inner=inner):
-            return moves_along(inner)
-        case PerHead(patterns=patterns):
-            return all(map(moves_along, patterns))
-        case OffsetPattern(unit=unit):
-            return unit == 1
-    return isinstance(pattern, Dense)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

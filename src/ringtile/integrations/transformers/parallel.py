@@ -33,14 +33,14 @@ from ringtile.integrations.transformers.masks import (
     carrier,
     chunks_begin_at_documents,
     is_packed,
-    moves_along,
     read_rule,
 )
 from ringtile.integrations.transformers.registry import register_pair, switch
-from ringtile.integrations.transformers.shifted import Shifted
 from ringtile.patterns import Documents, Pattern, Segments
 from ringtile.patterns.base import And
 from ringtile.patterns.content import digest_of
+from ringtile.patterns.facts import moves_along
+from ringtile.patterns.wrapped import Shifted
 
 NAME = "ringtile_cp"
 

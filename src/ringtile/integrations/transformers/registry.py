@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -37,6 +38,7 @@ CHOSEN = "use_ringtile"
 _KEPT = "_ringtile"
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
 _CONVERTED = {"longformer": convert_longformer, "big_bird": convert_big_bird}
+_OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
 _registered: set[str] = set()
 
 
@@ -118,12 +120,13 @@ def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> Non
 
 @cache
 def _is_by_hand(kind: Any) -> bool:
-    """Return True if it is certain that a class of models does not use transformers' attention interface."""
+    """Return True if it is certain that a class of models, or a part of it, has attention of its own."""
     try:
-        if kind._can_set_attn_implementation():
-            return False
-        # Code for an older transformers looks the function up in this dict, and a notebook has no source.
-        return "ALL_ATTENTION_FUNCTIONS" not in getsource(sys.modules[kind.__module__])
+        source = getsource(sys.modules[kind.__module__])
+        # Code for an older transformers looks the function up in this dict, and a notebook has no source. A model that
+        # looks up a class instead raises a KeyError when it is built, or ignores a later choice.
+        by_name = kind._can_set_attn_implementation() or "ALL_ATTENTION_FUNCTIONS" in source
+        return not by_name or bool(_OWN_CLASSES.search(source))
     except (KeyError, OSError, TypeError):
         return False
 
@@ -220,7 +223,9 @@ def switch(model: Any, name: str) -> Callable[[], None]:
             part.config._attn_implementation_internal = was
 
     model.set_attn_implementation(name)
-    stayed = sorted({type(part).__name__ for part in parts if part.config._attn_implementation != name})
+    stayed = sorted(
+        {type(x).__name__ for x in parts if x.config._attn_implementation != name or _is_by_hand(cast(Any, type(x)))}
+    )
     if stayed:
         switch_back()
         raise ValueError(

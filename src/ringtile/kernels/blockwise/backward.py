@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.kernels.blockwise.chunks import Chunk, RowTiles, Split, Work, works
+from ringtile.kernels.blockwise.chunks import Chunk, RowTiles, Split, Work, on_flash, works
 from ringtile.kernels.blockwise.forward import additive, costs, dense_mask
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
 from ringtile.kernels.contracts import Call, index_of
-from ringtile.kernels.cpu_flash import flash_backward
+from ringtile.kernels.cpu_flash import flash_backward, split_scale, times
 
 
 class RowGrads(NamedTuple):
@@ -29,7 +29,7 @@ def _split_backward(
     work: Work, chunk: Chunk, split: Split, grads: RowGrads, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one split from the output and lse of the full softmax."""
-    heads, scale = k.shape[1], work.call.scale
+    heads, scale = k.shape[1], work.scale[1]
     if not work.on_flash:
         found = masked_scores(work, chunk, split, q, k)
         weights = found.weights(grads.lse)
@@ -85,8 +85,9 @@ def backward(
     index = index_of(call, q, k)
     mask = dense_mask(index, q, v, call)
     if mask is not None:
-        dense = flash_backward(out_grad, lse_grad, q, k, v, out, lse, scale=call.scale, mask=mask)
-        return dense[0].contiguous(), dense[1].contiguous(), dense[2].contiguous()
+        part, scale = split_scale(call.scale, q.dtype)
+        dense = flash_backward(out_grad, lse_grad, times(q, part), k, v, out, lse, scale=scale, mask=mask)
+        return times(dense[0], part).contiguous(), dense[1].contiguous(), dense[2].contiguous()
     q_grad = q.new_zeros(q.shape)
     k_grad, v_grad = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     for work in works(index, (q, k, v, out_grad, out, lse), call):
@@ -94,6 +95,7 @@ def backward(
         inputs = RowInputs(work, q, out_grad, lse_grad, out, lse)
         for chunk in work.chunks(*costs(work, k, v, backward=True)):
             q_chunk, grads = inputs.read(chunk)
+            q_chunk = times(q_chunk, work.scale[0])
             total: Tensor | None = None
             for split in chunk.splits:
                 k_split, v_split = keys.read(chunk, split), values.read(chunk, split)
@@ -102,5 +104,8 @@ def backward(
                 k_sum.add(chunk, split, found[1])
                 v_sum.add(chunk, split, found[2])
             assert total is not None
-            q_rows.write(chunk, total)
+            # One product for all chunks, where it rounds nothing that the sums do not.
+            q_rows.write(chunk, total if q.dtype == work.dtype else times(total, work.scale[0]))
+    if q.dtype == lse.dtype and on_flash(q.device, call):
+        q_grad.mul_(split_scale(call.scale, q.dtype)[0])
     return q_grad, k_grad.to(q.dtype), v_grad.to(q.dtype)

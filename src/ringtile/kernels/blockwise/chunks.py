@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringtile.kernels.blockwise.plan import Launch, Plan, plan_of
 from ringtile.kernels.contracts import Call, accumulator, key_keep, settle_exponentials
+from ringtile.kernels.cpu_flash import split_scale
 from ringtile.kernels.philox import dropout_scale, dropout_tile
 from ringtile.layout.index import BlockIndex
 from ringtile.layout.tiles import FULL
@@ -284,6 +285,11 @@ class Work:
     def on_flash(self) -> bool:
         """True if PyTorch's flash kernel computes the call."""
         return on_flash(self.device, self.call)
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The part of the scale that multiplies the queries, and the rest."""
+        return split_scale(self.call.scale, self.dtype) if self.on_flash else (1.0, self.call.scale)
 
     def rows(self, *tensors: Tensor) -> list[RowTiles]:
         """Return the row tiles of some tensors ``[B, H, Nq, ...]``."""

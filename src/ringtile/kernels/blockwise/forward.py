@@ -11,7 +11,7 @@ from ringtile.kernels.blockwise.chunks import Chunk, Split, Work, on_flash, work
 from ringtile.kernels.blockwise.plan import plan_of
 from ringtile.kernels.blockwise.scores import masked_scores, matmul
 from ringtile.kernels.contracts import Call, accumulator, as_new_out, index_of, merge_into, new_out
-from ringtile.kernels.cpu_flash import flash_forward
+from ringtile.kernels.cpu_flash import flash_forward, split_scale, times
 from ringtile.layout.index import BlockIndex
 
 _WORTH_A_LAUNCH = 2e7
@@ -47,7 +47,7 @@ def _split_forward(work: Work, chunk: Chunk, split: Split, q: Tensor, k: Tensor,
         return matmul(found.dropped(weights), v), lse
     keep = work.keep(chunk, split)
     mask = None if keep is None else additive(keep, q.dtype)
-    out, lse = flash_forward(q, k, v, scale=work.call.scale, mask=mask)
+    out, lse = flash_forward(q, k, v, scale=work.scale[1], mask=mask)
     if keep is not None:
         empty = ~keep.any(-1)
         if bool(empty.any()):
@@ -60,7 +60,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     index = index_of(call, q, k)
     mask = dense_mask(index, q, v, call)
     if mask is not None:
-        dense, dense_lse = flash_forward(q, k, v, scale=call.scale, mask=mask)
+        part, scale = split_scale(call.scale, q.dtype)
+        dense, dense_lse = flash_forward(times(q, part), k, v, scale=scale, mask=mask)
         return as_new_out(dense), dense_lse.contiguous()
     out, lse = new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
     for work in works(index, (q, k, v, out), call):
@@ -72,7 +73,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
             unit.q(out)[:, idle] = 0
             unit.q(lse)[:, idle] = -math.inf
         for chunk in work.chunks(*costs(work, k, v, backward=False)):
-            q_chunk = queries.read(chunk).to(work.dtype)
+            q_chunk = times(queries.read(chunk).to(work.dtype), work.scale[0])
             total: tuple[Tensor, Tensor] | None = None
             for split in chunk.splits:
                 found = _split_forward(work, chunk, split, q_chunk, keys.read(chunk, split), values.read(chunk, split))

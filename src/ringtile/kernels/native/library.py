@@ -93,6 +93,8 @@ class Library(NamedTuple):
 class _Found(NamedTuple):
     library: Library | None
     reason: str
+    mistake: str = ""
+    """In the variable. `import ringtile` must not raise it, or the command could not print it as its own error."""
 
 
 class _Unusable(Exception):
@@ -220,7 +222,7 @@ def _find() -> _Found:
         return _Found(None, str(reason))
     names = [handle.ringtile_isa_name(isa).decode() for isa in range(handle.ringtile_isa_count())]
     if wanted and wanted not in names:
-        raise ValueError(f"{VARIABLE}: expected one of {[*names, 'none']}, got {wanted!r}")
+        return _Found(None, "", f"{VARIABLE}: expected one of {[*names, 'none']}, got {wanted!r}")
     # A set that cannot serve is not asked: the question lets the process use the registers of some.
     candidates = [wanted] if wanted else [name for name in names if name not in EMULATED_SETS]
     against = {name: handle.ringtile_isa_reason(names.index(name)).decode() for name in candidates}
@@ -248,7 +250,9 @@ _FOUND = _find()
 
 
 def reason_against() -> str:
-    """Return why the library cannot be used here, empty if it can."""
+    """Return why the library cannot be used here, empty if it can. Raise ValueError if the variable is wrong."""
+    if _FOUND.mistake:
+        raise ValueError(_FOUND.mistake)
     return _FOUND.reason
 
 

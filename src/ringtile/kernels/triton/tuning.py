@@ -5,7 +5,10 @@ We chose them by the compiler's output: no register is spilled inside a loop.
 
 from __future__ import annotations
 
+import json
 import os
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,6 +38,10 @@ class Config(NamedTuple):
         """Return the compiler's options. It fuses no product with a sum: `tiles.weights` needs its rounding."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
 
+
+TUNED = Path(__file__).with_name("tuned.json")
+"""Configurations that a GPU chose, by architecture, kernel and head dim: see `benchmarks/gpu.py --adopt`. They come
+before those of the tables. Without the file, the tables are all."""
 
 INTERPRETED_CONFIG = Config(64, 64, 4, 1)
 """The interpreter has no registers: large tiles take fewer steps. A block of 128 has sub-tiles of these."""
@@ -83,6 +90,11 @@ _DROPOUT_AREA = {"forward": 128 * 64, "dq": 128 * 64, "dkdv": 32 * 64}
 """Largest number of pairs per tile: random words take as many registers as scores."""
 
 
+@cache
+def _tuned() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+    return json.loads(TUNED.read_text(encoding="utf-8")) if TUNED.exists() else {}
+
+
 def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, block: int, drops: bool) -> list[Config]:
     """Return the configurations to try, best first. ``width`` is the larger head dim, padded to a power of two."""
     table = _HOPPER if architecture >= 90 else _OTHERS
@@ -90,6 +102,9 @@ def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, bloc
     if 0 < architecture < 80:
         # These GPUs do not copy ahead, and compiling a large tile takes minutes.
         found = found[-1:]
+    elif best := _tuned().get(f"sm_{architecture}", {}).get(kernel, {}).get(str(max(width, 64))):
+        if dtype != torch.float32 and not drops:
+            found = [Config(**best), *found]
     if drops:
         found = [config for config in found if config.queries * config.keys <= _DROPOUT_AREA[kernel]]
     return [config._replace(queries=min(config.queries, block), keys=min(config.keys, block)) for config in found]

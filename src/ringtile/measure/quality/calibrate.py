@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.adaptive import Calibration, LossCurves, Scores, loss_curves
-from ringtile.adaptive.selection import DEFAULT_SCORES, base_index
+from ringtile.adaptive import Calibration, Choice, LossCurves, Scores, loss_curves
+from ringtile.adaptive.selection import DEFAULT_SCORES
 from ringtile.analysis.units import duration_text
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers import use_ringtile
@@ -75,23 +75,11 @@ def calibrate(
         ) -> Tensor:
             if progress is not None:
                 progress.show(f"calibrate layer {layer + 1} of {decoder.layers}")
-            base = base_index(query, key, pattern, is_causal, block)
+            view = Choice(block=block).view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
+            projection = decoder.output_weight(layer)
             for each, curves in zip(scores, found, strict=True):
                 curves.append(
-                    loss_curves(
-                        query,
-                        key,
-                        value,
-                        base,
-                        each,
-                        rows,
-                        weights=weights,
-                        output=decoder.output_weight(layer),
-                        first=first,
-                        local=local,
-                        key_mask=key_mask,
-                        scale=scale,
-                    )
+                    loss_curves(view, value, each, rows, weights=weights, output=projection, first=first, local=local)
                 )
             out: Tensor = sparse_attention(
                 query, key, value, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale, **options

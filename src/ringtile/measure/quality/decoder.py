@@ -7,7 +7,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from ringtile.adaptive import (
     Recent,
     Scores,
     Shuffled,
+    View,
     audit,
 )
-from ringtile.adaptive.scores import exact_masses
 from ringtile.adaptive.selection import DEFAULT_SCORES, forced_tiles
 from ringtile.analysis.units import count
 from ringtile.functional import sparse_attention
@@ -155,14 +155,14 @@ class Watched(nn.Module):
         self.recall: list[Tensor] = []
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        chosen = {name: options.pop(name) for name in ("pattern", "is_causal")}
-        shared = {name: options[name] for name in ("key_mask", "scale")}
-        index = self.attend.index(query, key, **chosen, **shared)
+        chosen = {name: options.pop(name) for name in ("is_causal", "key_mask", "scale")}
+        view = self.attend.choice.view(query, key, options.pop("pattern"), **chosen)
+        index = self.attend.choice.index(view)
         self.density.append(index.tile_density)
         if self.rows:
-            found = audit(query, key, value, index, rows=self.rows, key_mask=shared["key_mask"], scale=shared["scale"])
+            found = audit(query, key, value, index, rows=self.rows, key_mask=view.key_mask, scale=view.scale)
             self.recall.append(found.of_heads)
-        out: Tensor = self.attend.over(index, query, key, value, **chosen, **options)
+        out: Tensor = self.attend.over(index, view, value, **options)
         return out
 
 
@@ -356,7 +356,7 @@ class Leg:
         ids = self.decoder.texts.far_copy(0, n_tokens).ids
         attends = row.make(self)
         for attend in attends:
-            attend.min_length = MIN_LENGTH
+            attend.choice = replace(attend.choice, min_length=MIN_LENGTH)
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(-1, rounds):
             # The first round only warms up, and takes a part of the tokens.
@@ -401,13 +401,14 @@ def count_far_keys(decoder: Decoder, seed: int, every: int = 3) -> dict[tuple[st
         query: Tensor, key: Tensor, value: Tensor, *, pattern: Pattern | None, is_causal: bool, **options: Any
     ) -> Tensor:
         if pattern is None and is_causal:
-            masses = exact_masses(query, key, base, rows.unsqueeze(1), options["key_mask"], options["scale"])
+            view = View(query, key, base, options["key_mask"], options["scale"])
+            masses = view.exact_masses(rows.unsqueeze(1))
             best = masses.masked_fill(forced[of_row], 0).max(3)
             far = best.values >= 0.5
             for name, scores in kinds.items():
-                found = scores(query, key, base, key_mask=options["key_mask"], scale=options["scale"])
+                scored = scores(view)
                 for density in FAR_DENSITIES:
-                    tiles = Density(density).keep(found, allowed, forced)[:, :, of_row]
+                    tiles = Density(density).keep(scored, allowed, forced)[:, :, of_row]
                     hit = tiles.gather(3, best.indices.unsqueeze(3)).squeeze(3)
                     kept.setdefault((name, density), []).append(hit[far])
         out: Tensor = sparse_attention(query, key, value, pattern, is_causal=is_causal, **options)

@@ -19,13 +19,12 @@ from ringtile.adaptive import (
     Recent,
     Scores,
     Shuffled,
+    View,
     audit,
     select,
 )
-from ringtile.adaptive.scores import rows_of_tiles
 from ringtile.adaptive.selection import DEFAULT_SCORES
 from ringtile.kernels.masses import pooled_masses
-from ringtile.layout import BlockIndex
 
 
 @dataclass(frozen=True)
@@ -38,23 +37,16 @@ class Oracle(Scores):
 
     pool: Literal["max", "mean"] = "max"
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        base: BlockIndex,
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        if base.leading is None or key_mask is not None:
-            raise ValueError(f"base: the oracle needs all or causal pairs and no key mask, got {base!r}, {key_mask=}")
-        first, last = rows_of_tiles(base)
+    def __call__(self, view: View) -> Tensor:
+        seen = view.base.leading
+        if seen is None or view.key_mask is not None:
+            raise ValueError(f"base: the oracle needs all or causal pairs and no key mask, got {view!r}")
+        first, last = view.rows_of_tiles
         groups = torch.cat((first, last[-1:])).int()
         found = pooled_masses(
-            query, key, segment=base.block, seen=base.leading, groups=groups, pool=self.pool, scale=scale
+            view.query, view.key, segment=view.base.block, seen=seen, groups=groups, pool=self.pool, scale=view.scale
         )
-        return found / found.sum(3, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        return view.normalized(found)
 
 
 DEFAULT = "default"

@@ -1,0 +1,192 @@
+"""The view that scores have of a call: queries, keys, the pairs to choose from, and summaries made once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.functional.attention import rule_of
+from ringtile.kernels.masses import pooled_masses
+from ringtile.layout import BlockIndex, build_index
+from ringtile.patterns import Pattern
+
+_SCORES = 1 << 20
+"""Most scores that exist at once, in each of a few tensors."""
+
+
+class Summaries(NamedTuple):
+    """Coordinates of the keys of each tile that count, float32 ``[B, Hkv, C, D]``, 0 if there are none."""
+
+    mean: Tensor
+    low: Tensor
+    high: Tensor
+    log_count: Tensor
+    """``[B, C]``: logarithm of their number."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """The queries and keys of a call, and the index of the pairs that its tiles are chosen from.
+
+    Args:
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        base: Index of the pairs to choose from, with R row tiles and C column tiles.
+        key_mask: ``[B, Nk]`` bool, True for keys that count.
+        scale: Factor for the products. Default: ``D ** -0.5``.
+        known: The `summaries` of these keys, if they were computed before.
+
+    Example:
+        >>> from ringtile.adaptive import Blend
+        >>> from ringtile.patterns import Causal
+        >>> q, k = torch.randn(2, 1, 4, 256, 16)
+        >>> Blend()(View(q, k, build_index(Causal(), 256, block=32))).shape
+        torch.Size([1, 4, 8, 8])
+    """
+
+    query: Tensor
+    key: Tensor
+    base: BlockIndex
+    key_mask: Tensor | None = None
+    scale: float | None = None
+    known: Summaries | None = None
+
+    @property
+    def factor(self) -> float:
+        """The factor for the products."""
+        return float(self.query.shape[3] ** -0.5) if self.scale is None else self.scale
+
+    @cached_property
+    def summaries(self) -> Summaries:
+        """The mean, the smallest and the largest of the keys of each tile."""
+        return summaries(self.key, self.base.block, self.key_mask) if self.known is None else self.known
+
+    @cached_property
+    def detached(self) -> View:
+        """The same view, without gradients."""
+        return replace(self, query=self.query.detach(), key=self.key.detach())
+
+    @property
+    def rows_of_tiles(self) -> tuple[Tensor, Tensor]:
+        """The first query of each row tile, counted from 0, and the query after its last."""
+        base = self.base
+        edges = (base.first_row + torch.arange(base.n_rows + 1, device=base.device)) * base.block - base.start
+        edges = edges.clamp(0, base.n_queries)
+        return edges[:-1], edges[1:]
+
+    @property
+    def padded_queries(self) -> Tensor:
+        """The queries of each tile, float32 ``[B, H, R, block, D]``, 0 outside the lengths."""
+        base = self.base
+        lead = base.start - base.first_row * base.block
+        rest = base.n_rows * base.block - lead - base.n_queries
+        padded: Tensor = F.pad(self.query.float(), (0, 0, lead, rest)).unflatten(2, (base.n_rows, base.block))
+        return padded
+
+    def normalized(self, found: Tensor, inside: Tensor | None = None) -> Tensor:
+        """Return scores that sum to 1 over the tiles of each row."""
+        found = found.masked_fill(~(self.base.tiles if inside is None else inside), 0)
+        return found / found.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+    def exact_masses(self, row: Tensor) -> Tensor:
+        """Return the exact attention that queries give to each tile: ``[B, H, R, C]``, means over ``row`` ``[R, m]``.
+
+        Queries without keys do not count.
+        """
+        query, key, base = self.query, self.key, self.base
+        if base.leading is not None:
+            rows = row.flatten()
+            hidden = None
+            if self.key_mask is not None:
+                hidden = torch.zeros(self.key_mask.shape, device=key.device).masked_fill(~self.key_mask, -math.inf)
+                hidden = hidden.unsqueeze(1)
+            groups = torch.arange(0, len(rows) + 1, row.shape[1], dtype=torch.int32, device=key.device)
+            seen = base.leading[rows]
+            return pooled_masses(
+                query[:, :, rows], key, segment=base.block, seen=seen, groups=groups, bias=hidden, scale=self.scale
+            )
+        found = []
+        for some in row.split(tiles_at_once(query, key.shape[2], row.shape[1])):
+            weights = self.exact_weights(some.flatten()).sum(4).unflatten(2, some.shape)
+            found.append(weights.sum(3) / (weights.sum(4) > 0).sum(3, keepdim=True).clamp(min=1))
+        return torch.cat(found, 2)
+
+    def exact_weights(self, rows: Tensor) -> Tensor:
+        """Return the exact weights that queries give to the keys of each tile, float32 ``[B, H, R, C, block]``."""
+        base, inside = self.base, self.base.keys_of(rows)
+        if self.key_mask is not None:
+            inside = inside & self.key_mask[:, None, None]
+        logits = grouped_products(self.query[:, :, rows].float(), self.key.float()) * self.factor
+        padding = base.n_cols * base.block - self.key.shape[2]
+        weights: Tensor = F.pad(softmax(logits, inside), (0, padding)).unflatten(3, (base.n_cols, base.block))
+        return weights
+
+
+def base_index(
+    query: Tensor, key: Tensor, base: BlockIndex | Pattern | None, is_causal: bool, block: int
+) -> BlockIndex:
+    """Return the index of the pairs to choose from, see `select`."""
+    (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
+    if isinstance(base, BlockIndex):
+        if is_causal:
+            raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
+        if (base.n_queries, base.n_keys) != (n_queries, n_keys) or base.device != query.device:
+            raise ValueError(f"base: {base!r} does not match {query.shape=}, {key.shape=} on {query.device}")
+        sizes = zip(base.group.shape, (batch, heads), strict=True)
+        if not all(size in (1, wanted) for size, wanted in sizes):
+            raise ValueError(f"base: its groups {base.group.shape=} do not match {query.shape=}")
+        return base
+    rule = rule_of(base, is_causal, None)
+    return build_index(rule, n_queries, n_keys, num_heads=heads, batch=max(batch, 1), block=block, device=query.device)
+
+
+def summaries(key: Tensor, block: int, key_mask: Tensor | None = None) -> Summaries:
+    """Return the mean, the smallest and the largest of the keys ``[B, Hkv, Nk, D]`` of each tile."""
+    batch, _, n_keys, _ = key.shape
+    cols = -(-n_keys // block)
+    if key_mask is None:
+        full = n_keys // block
+        parts = [key[:, :, : full * block].unflatten(2, (full, block)), key[:, :, full * block :].unsqueeze(2)]
+        parts = parts[: 1 + cols - full]
+        mean = torch.cat([part.sum(3, dtype=torch.float32) / part.shape[3] for part in parts], 2)
+        low, high = (torch.cat([best(part, 3) for part in parts], 2).float() for best in (torch.amin, torch.amax))
+        counts = torch.full((batch, cols), float(block), device=key.device)
+        counts[:, full:] = n_keys - full * block
+        return Summaries(mean, low, high, counts.log())
+    whole = F.pad(key_mask, (0, cols * block - n_keys)).view(batch, 1, cols, block, 1)
+    tiles = F.pad(key, (0, 0, 0, cols * block - n_keys)).unflatten(2, (cols, block))
+    count = whole.sum(3)
+    mean = tiles.masked_fill(~whole, 0).sum(3, dtype=torch.float32) / count.clamp(min=1)
+    low, high = tiles.masked_fill(~whole, math.inf).amin(3), tiles.masked_fill(~whole, -math.inf).amax(3)
+    low, high = (x.float().masked_fill(count == 0, 0) for x in (low, high))
+    return Summaries(mean, low, high, count.view(batch, cols).float().log())
+
+
+def tile_positions(base: BlockIndex) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the row tiles and of the column tiles in position space."""
+    row, col = (torch.arange(count, device=base.device) for count in (base.n_rows, base.n_cols))
+    return base.row_positions(row), base.col_positions(col)
+
+
+def grouped_products(query: Tensor, key: Tensor) -> Tensor:
+    """Return the products of queries ``[B, H, n, D]`` with what their key head has, ``[B, Hkv, m, D]``."""
+    products: Tensor = query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).mT
+    return products.flatten(1, 2)
+
+
+def softmax(logits: Tensor, inside: Tensor) -> Tensor:
+    """Return the softmax over the last dimension of what is inside, 0 elsewhere."""
+    # Keys after a query can hold NaN, and a tile's summary with them.
+    hidden = logits.isnan() | ~inside
+    return logits.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(hidden, 0)
+
+
+def tiles_at_once(query: Tensor, columns: int, rows: int = 1) -> int:
+    """Return the number of tiles, of so many rows each, whose scores exist at once."""
+    return max(1, _SCORES // max(1, math.prod(query.shape[:2]) * columns * rows))

@@ -1,0 +1,163 @@
+"""Facts that follow from a pattern's rule alone, for every combinator: how far it reaches, and what it never keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns.base import And, Dense, Not, Or, Pattern, PerHead
+from ringtile.patterns.dilated import Segments
+from ringtile.patterns.documents import Documents
+from ringtile.patterns.local import Causal, GlobalTokens, Window
+from ringtile.patterns.offsets import ANY, OffsetPattern
+from ringtile.patterns.wrapped import InSegments
+
+
+class Reach(NamedTuple):
+    """The keys that a pattern can keep: keys j < ``first``, and keys at most ``left`` tokens before the query."""
+
+    first: int
+    left: float
+    """Tokens, or infinite if the pattern sets no bound."""
+    ahead: bool
+    """True if a query can keep keys after its own position."""
+
+    @property
+    def size(self) -> float:
+        """Number of keys to hold for the next query, including its own."""
+        return self.first + self.left + 1
+
+
+_ANYWHERE = Reach(0, math.inf, ahead=True)
+
+
+def pattern_reach(pattern: Pattern) -> Reach:
+    """Return which keys a cache has to hold for a pattern, at any length.
+
+    The bound follows only from the words of the pattern, not from a length. Random blocks, strides, complements,
+    documents and your own rules can reach any key.
+
+    >>> from ringtile.patterns import Causal, Strided, streaming
+    >>> pattern_reach(streaming(sinks=4, window=256))
+    Reach(first=4, left=256, ahead=False)
+    >>> pattern_reach(Causal() & Strided(64)).left
+    inf
+    """
+    match pattern:
+        case And(first=a, second=b):
+            one, other = pattern_reach(a), pattern_reach(b)
+            both = Reach(max(one.first, other.first), min(one.left, other.left), one.ahead and other.ahead)
+            # Each side bounds the intersection.
+            return min(one, other, both, key=lambda reach: reach.size)._replace(ahead=both.ahead)
+        case Or(first=a, second=b):
+            return _union([pattern_reach(a), pattern_reach(b)])
+        case PerHead(patterns=patterns):
+            return _union([pattern_reach(each) for each in patterns])
+        case OffsetPattern(terms=terms, unit=unit):
+            left = max(term.left for term in terms)
+            ahead = unit > 1 or any(term.right > 0 for term in terms)
+            return Reach(0, math.inf if left >= ANY else (left + 1) * unit - 1, ahead)
+        case GlobalTokens(tokens=tokens):
+            return Reach(tokens, 0, ahead=True)
+        case Segments(length=length) | InSegments(length=length):
+            return Reach(0, length - 1, ahead=length > 1)
+    return _ANYWHERE
+
+
+def _union(reaches: Sequence[Reach]) -> Reach:
+    firsts, lefts, aheads = zip(*reaches, strict=True)
+    return Reach(max(firsts), max(lefts), any(aheads))
+
+
+class Band(NamedTuple):
+    """The keys ``i - left <= j <= i + right`` of query i, aligned to the lower right. None means no limit."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def is_causal(self) -> bool:
+        """True for plain causal attention, which has its own flag in the kernels."""
+        return self.left is None and self.right == 0
+
+    def cut(self, n_keys: int) -> Band:
+        """Return the band for ``n_keys`` keys: a side that reaches past all of them has no limit."""
+        left, right = (None if side is not None and side >= n_keys else side for side in self)
+        return Band(left, right)
+
+
+def band_of(pattern: Pattern) -> Band | None:
+    """Return the band of a pattern, or None if it is not a band.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> band_of(Causal() & Window(9))
+    Band(left=9, right=0)
+    """
+    if isinstance(pattern, Dense):
+        return Band(None, None)
+    if isinstance(pattern, Causal):
+        return Band(None, 0)
+    if isinstance(pattern, Window):
+        return Band(pattern.left, pattern.right)
+    if isinstance(pattern, And):
+        sides = band_of(pattern.first), band_of(pattern.second)
+        if sides[0] is None or sides[1] is None:
+            return None
+        left, right = (
+            min((x for x in pair if x is not None), default=None) for pair in zip(sides[0], sides[1], strict=True)
+        )
+        return Band(left, right)
+    return None
+
+
+def sees_no_future(pattern: Pattern) -> bool:
+    """Return True if it is certain that a pattern keeps no key after its query."""
+    bounds = pattern.envelope()
+    if isinstance(bounds, And):
+        return sees_no_future(bounds.first) or sees_no_future(bounds.second)
+    return isinstance(bounds, Causal)
+
+
+def keeps_self(pattern: Pattern) -> bool:
+    """Return True if it is certain that each token attends to itself."""
+    match pattern:
+        case And(first=first, second=second):
+            return keeps_self(first) and keeps_self(second)
+        case Or(first=first, second=second):
+            return keeps_self(first) or keeps_self(second)
+        case Segments(dilation=dilation):
+            return dilation == 1
+    return isinstance(pattern, Causal | Dense | Documents | Window)
+
+
+@lru_cache(maxsize=256)
+def moves_along(pattern: Pattern) -> bool:
+    """Return True if a pattern keeps the same pairs after all positions move by the same number."""
+    match pattern:
+        case And(first=first, second=second) | Or(first=first, second=second):
+            return moves_along(first) and moves_along(second)
+        case Not(inner=inner):
+            return moves_along(inner)
+        case PerHead(patterns=patterns):
+            return all(map(moves_along, patterns))
+        case OffsetPattern(unit=unit):
+            return unit == 1
+    return isinstance(pattern, Dense)
+
+
+def key_bounds(envelope: Pattern, query: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
+    """Return the interval ``[lo, hi)`` of keys that each query position may attend to."""
+    if isinstance(envelope, Causal):
+        return torch.zeros_like(query), (query + 1).clamp(0, n_keys)
+    if isinstance(envelope, Documents):
+        bounds = envelope.bounds.tensor[0].to(query.device)
+        document = torch.searchsorted(bounds[1:-1], query, right=True)
+        return bounds[document], bounds[document + 1]
+    assert isinstance(envelope, And), f"no envelope: {envelope!r}"
+    (lo, hi), (lo2, hi2) = (key_bounds(side, query, n_keys) for side in (envelope.first, envelope.second))
+    return torch.maximum(lo, lo2), torch.minimum(hi, hi2)

@@ -246,6 +246,21 @@ def plans_of(index: BlockIndex) -> Any:
     return derived(index, plans._plans)
 
 
+def test_a_sweep_launches_each_configuration(gpu: MockGpu, index: BlockIndex) -> None:
+    from gpu_prepare import forced
+
+    from ringtile.kernels.triton.tuning import Config
+
+    forward, _, call = problem(index)
+    plain = launch(gpu, MAKES[0], forward, call)[0].arguments["BN"]
+    for keys in (32, 64):
+        with forced("forward", Config(64, keys, 4, 2)):
+            for _ in range(2):
+                arguments = launch(gpu, MAKES[0], forward, call)[0].arguments
+                assert (arguments["BM"], arguments["BN"]) == (64, keys)
+    assert launch(gpu, MAKES[0], forward, call)[0].arguments["BN"] == plain
+
+
 def test_each_stream_has_its_own_plan(gpu: MockGpu, index: BlockIndex) -> None:
     forward, _, call = problem(index)
     for stream in (0, 7, 7, 0):

@@ -15,11 +15,12 @@ from unittest.mock import MagicMock, patch
 
 import mock_gpu
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.backends.compiler import GPUTarget
 
 from ringtile.kernels.triton import launches
 from ringtile.kernels.triton.tuning import VARIABLE, Config, configs
-from ringtile.layout import clear_cache
+from ringtile.layout import clear_cache, schedule
 from ringtile.measure.peers import Case, Ringtile
 
 
@@ -31,7 +32,9 @@ def forced(kernel: str, config: Config) -> Iterator[None]:
         return [config] if name == kernel else configs(name, *about)
 
     clear_cache()
-    with patch.object(launches, "configs", only), patch.object(launches, "_fitting", {}):
+    # An index keeps the plans of its launches.
+    plans = patch.object(schedule, "_table", WeakTensorKeyDictionary())
+    with plans, patch.object(launches, "configs", only), patch.object(launches, "_fitting", {}):
         yield
     clear_cache()
 

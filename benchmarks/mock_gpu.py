@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, compiler
 from triton.runtime import driver
@@ -26,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from ringtile.kernels import blockwise
 from ringtile.kernels import triton as backend
 from ringtile.kernels.triton import backward_kernels, forward_kernels, launches
+from ringtile.layout import schedule
 
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """What one program may have of shared memory."""
@@ -51,7 +53,7 @@ class Launched(NamedTuple):
     source: ASTSource
     grid: tuple[int, int, int]
     stream: int
-    values: tuple[Any, ...]
+    values: list[Any]
 
     @property
     def name(self) -> str:
@@ -62,6 +64,20 @@ class Launched(NamedTuple):
         """The arguments by name, with addresses in place of tensors."""
         named = zip(self.source.fn.arg_names, self.values, strict=True)
         return {name: x.data_ptr() if isinstance(x, torch.Tensor) else x for name, x in named}
+
+
+class Stream(NamedTuple):
+    """The current stream, as `torch.cuda.current_stream` returns it."""
+
+    cuda_stream: int
+    waits: list[tuple[int, int]]
+
+    def record_event(self) -> int:
+        """Return an event: it is known by its stream."""
+        return self.cuda_stream
+
+    def wait_event(self, event: int) -> None:
+        self.waits.append((self.cuda_stream, event))
 
 
 @dataclass
@@ -78,6 +94,8 @@ class MockGpu:
     """Whether a CUDA graph captures it."""
     launches: list[Launched] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
+    waits: list[tuple[int, int]] = field(default_factory=list)
+    """Streams that waited, and the streams of the events that they waited for."""
 
     binary_ext = "cubin"
 
@@ -91,8 +109,13 @@ class MockGpu:
 
     def launcher_cls(self, source: ASTSource, metadata: Any) -> Callable[..., None]:
         def launch(x: int, y: int, z: int, stream: int, function: int, packed: Any, about: Any, *args: Any) -> None:
+            enter, leave, *values = args
+            if enter is not None:
+                enter(about)
             if self.recording:
-                self.launches.append(Launched(source, (x, y, z), stream, args[2:]))
+                self.launches.append(Launched(source, (x, y, z), stream, values))
+            if leave is not None:
+                leave(about)
 
         return launch
 
@@ -167,6 +190,11 @@ def mock_gpu(
         enter(patch.object(compiler, "max_shared_mem", lambda device: SHARED_BYTES[architecture]))
         enter(patch.object(launches, "architecture", lambda device: architecture))
         enter(patch.object(launches, "_fitting", {}))
+        # Plans contain kernels of a driver.
+        enter(patch.object(schedule, "_table", WeakTensorKeyDictionary()))
+        enter(patch.object(schedule, "is_capturing", lambda device: gpu.capturing, create=True))
+        enter(patch.object(torch.cuda, "current_stream", lambda device=None: Stream(gpu.stream, gpu.waits)))
+        enter(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: gpu.stream, create=True))
         enter(patch.object(backend, "unsupported", reasons))
         enter(patch.object(backend, "reason_against", lambda: ""))
         if results:

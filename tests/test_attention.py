@@ -899,3 +899,24 @@ def test_merging_far_apart_does_not_overflow() -> None:
         expected = merge_attention(outs, lses)
         assert relative_error(out, expected[0]) < 1e-10
         assert relative_error(lse, expected[1] + shift) < 1e-14
+
+
+def test_an_index_is_checked_though_one_like_it_was() -> None:
+    q, k, v = torch.randn(3, 1, 2, 64, 8, dtype=torch.float64).unbind()
+    for pattern in (Causal(), Window(3), Causal()):
+        index = build_index(pattern, 64)
+        for _ in range(2):
+            out = sparse_attention(q, k, v, index)
+            torch.testing.assert_close(out, sparse_attention(q, k, v, pattern, backend="reference"))
+            out = sparse_attention(q, k, v, build_index(pattern, 64, start=9))
+            wanted = sparse_attention(q, k, v, pattern, start=9, backend="reference")
+            torch.testing.assert_close(out, wanted)
+    wrong: list[tuple[BlockIndex, dict[str, Any], str]] = [
+        (build_index(Causal(), 63, 64, start=0), {}, "pattern: expected an index with"),
+        (build_index(Causal(), 64), {"start": 1}, "pattern: expected an index with"),
+        (build_index(Causal(), 64), {"is_causal": True}, "is_causal: not supported"),
+        (build_index(per_head([Causal(), Window(3), Window(5)]), 64, num_heads=3), {}, "pattern: expected groups"),
+    ]
+    for index, options, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            sparse_attention(q, k, v, index, **options)

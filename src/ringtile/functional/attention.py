@@ -300,7 +300,7 @@ def _place(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | Tensor | BlockMask | None,
+    pattern: Pattern | BlockIndex | Tensor | BlockMask | None,
     is_causal: bool,
     start: int | None,
     scale: float | None,
@@ -317,10 +317,15 @@ def _place(
     types = type(start) in (int, NoneType), type(scale) in (float, NoneType), type(backend) in (str, NoneType)
     if not all(types) or type(softcap) is not float or scale == 0:
         return None
-    rule = pattern
-    if pattern is None:
-        rule = _CAUSAL if is_causal else _DENSE
-    if not isinstance(rule, Pattern) or (is_causal and pattern is not None):
+    rule = (_CAUSAL if is_causal else _DENSE) if pattern is None else pattern
+    if is_causal and pattern is not None:
+        return None
+    kept: Hashable
+    if isinstance(rule, BlockIndex):
+        kept = rule.block, rule.start, rule.n_queries, rule.n_keys, rule.group.shape, rule.device
+    elif isinstance(rule, Pattern):
+        kept = rule.text
+    else:
         return None
     device = query.device
     if device.type == "meta" or torch._C._are_functorch_transforms_active():
@@ -330,7 +335,7 @@ def _place(
     return (
         *(query.shape, key.shape, value.shape),
         *(query.dtype, key.dtype, value.dtype, device, key.device, value.device),
-        *(rule.text, start, scale, softcap, bool(enable_gqa), backend),
+        *(kept, start, scale, softcap, bool(enable_gqa), backend),
     )
 
 
@@ -445,15 +450,19 @@ def sparse_attention(
         torch.Size([1, 4, 1000, 64])
     """
     place = None
-    if not isinstance(pattern, BlockIndex):
+    given = isinstance(pattern, BlockIndex)
+    if not given:
         check_whole()
-        masked = key_mask is not None or key_lengths is not None or alibi_slopes is not None or sinks is not None
-        dropped = dropout_p != 0.0 or seed is not None or head_at is not None or batch_at is not None
-        if not masked and not dropped:
-            place = _place(query, key, value, pattern, is_causal, start, scale, softcap, enable_gqa, backend)
-            if place is not None and (known := _checked.get(place)) is not None:
-                out, lse = attention(query, key, value, known._replace(backend=select(query, key, value, known)))
-                return (out, lse) if return_lse else out
+    masked = key_mask is not None or key_lengths is not None or alibi_slopes is not None or sinks is not None
+    dropped = dropout_p != 0.0 or seed is not None or head_at is not None or batch_at is not None
+    if not masked and not dropped:
+        place = _place(query, key, value, pattern, is_causal, start, scale, softcap, enable_gqa, backend)
+        if place is not None and (call := _checked.get(place)) is not None:
+            if isinstance(pattern, BlockIndex):
+                call = call._replace(tiles=pattern.tensors())
+            chosen = select(query, key, value, call)
+            out, lse = attention(query, key, value, call._replace(backend=chosen) if chosen != call.backend else call)
+            return (out, lse) if return_lse else out
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
@@ -537,10 +546,10 @@ def sparse_attention(
             key_bits=None if key_mask is None else pack_keys(key_mask),
             key_lengths=key_lengths,
         )
-        if place is not None and text:
+        if place is not None and (text or given):
             if len(_checked) >= _CHECKED_AT_MOST:
                 _checked.clear()
-            _checked[place] = call
+            _checked[place] = call._replace(tiles=())
         with without_autocast(query):
             out, lse = attention(query, key, value, call._replace(backend=select(query, key, value, call)))
     if sinks is not None:

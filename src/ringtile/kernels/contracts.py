@@ -133,9 +133,10 @@ def is_remapped(call: Call) -> bool:
 
 def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:
     """Return the reason why a dense or causal call is too large for an index, or no reasons."""
-    tiles = (q.shape[2] // call.block + 1) * (k.shape[2] // call.block + 1)
-    if call.pattern in ("dense", "causal") and tiles > _TILES_AT_MOST:
-        return [f"would need an index of {tiles} tiles, got {q.shape=}, {k.shape=}"]
+    if call.pattern in ("dense", "causal"):
+        tiles = (q.shape[2] // call.block + 1) * (k.shape[2] // call.block + 1)
+        if tiles > _TILES_AT_MOST:
+            return [f"would need an index of {tiles} tiles, got {q.shape=}, {k.shape=}"]
     return []
 
 
@@ -325,8 +326,8 @@ def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
 def _is_unseen(*tensors: Tensor | None) -> bool:
     """Return True if nobody sees whether the operator is called through PyTorch's dispatcher.
 
-    A call of a few tokens is a tenth faster without it. Compilers, modes, tracers, profilers, transforms, other
-    devices, subclasses of tensors, and tensors without plain memory (lazily negated, zero, freed) need it.
+    A call of a few tokens is a tenth faster without it. Compilers, modes, tracers, profilers, transforms, devices other
+    than CPUs and GPUs, subclasses of tensors, and tensors without plain memory (lazily negated, zero, freed) need it.
     """
     return (
         not torch.compiler.is_compiling()
@@ -338,7 +339,10 @@ def _is_unseen(*tensors: Tensor | None) -> bool:
         # Written out: each function called here would cost more than what it asks.
         and all(
             [
-                type(x) in _PLAIN and x.is_cpu and not x.is_neg() and (x.data_ptr() >> 40 != 0 or has_memory(x))
+                type(x) in _PLAIN
+                and (x.is_cpu or x.is_cuda)
+                and not x.is_neg()
+                and (x.data_ptr() >> 40 != 0 or has_memory(x))
                 for x in tensors
                 if x is not None
             ]

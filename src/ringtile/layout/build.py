@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ringtile.layout.covers import CANDIDATE_BYTES, MAX_BYTES, Budget, groups_of, shortened, strips
 from ringtile.layout.index import BlockIndex
 from ringtile.layout.lists import Entries
+from ringtile.layout.schedule import is_capturing
 from ringtile.layout.tiles import BLOCKS as BLOCKS
 from ringtile.layout.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles
 from ringtile.patterns.base import Dense, Pattern, TileGrid
@@ -321,7 +322,7 @@ def build_index(
     # A rule that is defined for all positions fills whole tiles. They serve all lengths that touch the same tiles.
     grid = lengths.whole if pattern.unbounded else lengths
     key = (pattern, grid, num_heads, batch, device)
-    index = _cache.get(key, lengths, device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    index = _cache.get(key, lengths, is_capturing(device))
     if index is None:
         with real_tensors():
             pattern.validate(lengths)

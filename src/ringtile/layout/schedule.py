@@ -72,6 +72,21 @@ def _make_schedule(index: BlockIndex) -> Schedule:
     )
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return True if a CUDA graph captures what is queued now: it is computed at each replay, not before."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class _Made(NamedTuple):
+    """A value, and when the kernels that make it are done."""
+
+    value: Any
+    stream: int = 0
+    """The stream of these kernels."""
+    done: torch.cuda.Event | None = None
+    """An event behind them. None on a CPU."""
+
+
 class _Values(NamedTuple):
     """Values made of one index."""
 
@@ -79,7 +94,9 @@ class _Values(NamedTuple):
     """The identities and versions of the index's tensors."""
     tensors: tuple[Tensor, ...]
     """These tensors, except the key of the table below. They stay alive, so no other tensor gets their identity."""
-    made: OrderedDict[Hashable, Any]
+    made: OrderedDict[Hashable, _Made]
+    captured: dict[Hashable, Any]
+    """Values whose memory a CUDA graph reads. They live as long as the index."""
 
 
 _table: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -91,8 +108,9 @@ def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool
 
     Indices that share their tensors share the value, even if their lengths differ inside the first and last tiles. A
     value that depends on the lengths needs ``lengths=True``. If you change a tensor in place, all values are made
-    again. Inference tensors do not count their changes, so their values are not kept. The value must not refer to
-    ``index.full_row_ptr``, because it lives as long as that tensor.
+    again. Inference tensors do not count their changes, so their values are not kept. Nor are values that a CUDA graph
+    captures: they have no content before the first replay. The value must not refer to ``index.full_row_ptr``, because
+    it lives as long as that tensor.
     """
     address = _address(index, make, (*args, *((index.start, index.n_queries, index.n_keys) if lengths else ())))
     if address is None:
@@ -102,7 +120,7 @@ def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool
         values: _Values | None = _table.get(index.full_row_ptr)
         if values is not None and values.content == content and place in values.made:
             values.made.move_to_end(place)
-            found: T = values.made[place]
+            found: T = _ready(values, place, index.device)
             return found
     return _stored(index, content, place, make(index, *args))
 
@@ -118,22 +136,44 @@ def _address(
     index: BlockIndex, make: Callable[..., T], key: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Hashable, ...]] | None:
     """Return the content of an index and the name of a value, or None if the values of an index are not kept."""
-    tensors, grid = index.tensors(), index.grid
+    tensors, block, start, count = index.tensors(), index.block, index.start, index.n_queries
     try:
         content = (*map(id, tensors), *[x._version for x in tensors])
     except RuntimeError:
         return None
-    return content, (make, grid.block, grid.first_row, grid.n_rows, grid.n_cols, *key)
+    # The grid of tiles. A call of a few tokens would wait for a `TileGrid`.
+    grid = block, start // block, (start + count - 1) // block, count > 0, -(-index.n_keys // block)
+    return content, (make, *grid, *key)
 
 
-def _stored(index: BlockIndex, content: tuple[Any, ...], place: tuple[Hashable, ...], found: T) -> T:
+def _stored(index: BlockIndex, content: tuple[Any, ...], place: tuple[Hashable, ...], value: T) -> T:
+    device, made = index.device, _Made(value)
+    if is_capturing(device):
+        return value
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)
+        made = _Made(value, stream.cuda_stream, stream.record_event())
     with _lock:
         values = _table.get(index.full_row_ptr)
         if values is None or values.content != content:
             others = tuple(x for x in index.tensors() if x is not index.full_row_ptr)
-            _table[index.full_row_ptr] = values = _Values(content, others, OrderedDict())
+            _table[index.full_row_ptr] = values = _Values(content, others, OrderedDict(), {})
         # If another thread was first, all use its value.
-        found = values.made.setdefault(place, found)
+        values.made.setdefault(place, made)
         if len(values.made) > _VALUES:
             values.made.popitem(last=False)
+        found: T = _ready(values, place, device)
     return found
+
+
+def _ready(values: _Values, place: Hashable, device: torch.device) -> Any:
+    """Return a value. On another stream than its own, what is queued from now on waits for it."""
+    value, stream, done = values.made[place]
+    if done is None:
+        return value
+    if is_capturing(device):
+        # No wait: a graph may not depend on what came before its capture, and begins after that is done.
+        return values.captured.setdefault(place, value)
+    if stream != torch._C._cuda_getCurrentRawStream(device.index):
+        torch.cuda.current_stream(device).wait_event(done)
+    return value

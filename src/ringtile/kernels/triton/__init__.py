@@ -11,8 +11,15 @@ import os
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, dense_tiles_reason, index_of, is_remapped, lacking, new_out
-from ringtile.kernels.spans import KERNEL, span
+from ringtile.kernels.contracts import (
+    Call,
+    dense_tiles_reason,
+    index_of,
+    is_remapped,
+    lacking,
+    new_out,
+    with_contiguous_rows,
+)
 
 MEASURED_ON = ""
 """GPU of benchmarks/records/gpu.json, or empty until there is a record."""
@@ -60,17 +67,18 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` in float32."""
-    from ringtile.kernels.triton.launches import Job, forward_launches, on_device
-
-    out = new_out(q, v.shape[-1])
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    if not lse.numel():
+    if not q.shape[:3].numel():
         index_of(call, q, k)  # raises the same errors as a call with queries
-        return out, lse
-    job = Job(q, k, v, call)
-    with span(KERNEL), on_device(q):
-        for launch in forward_launches(job, out, lse):
-            launch.run(q.device)
+        return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    from ringtile.kernels.triton.plans import run_forward
+
+    batch, heads, n_queries, _ = q.shape
+    width = max(v.shape[-1], 1)
+    # As `new_out`, which takes as long as the rest of the call's tensors.
+    layout = (n_queries * heads * width, width, heads * width, 1)
+    out = q.new_empty_strided((batch, heads, n_queries, v.shape[-1]), layout)
+    lse = torch.empty((batch, heads, n_queries), dtype=torch.float32, device=q.device)
+    run_forward(call, *map(with_contiguous_rows, (q, k, v)), out, lse)
     return out, lse
 
 
@@ -85,13 +93,12 @@ def backward(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
-    from ringtile.kernels.triton.launches import Job, backward_launches, on_device
-
     if not lse.numel() or not k.numel():
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    job = Job(q, k, v, call)
+    from ringtile.kernels.triton.plans import run_backward
+
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    with span(KERNEL), on_device(q):
-        for launch in backward_launches(job, out_grad, lse_grad, out, lse, grads):
-            launch.run(q.device)
+    q, k, v, out_grad, out = map(with_contiguous_rows, (q, k, v, out_grad, out))
+    lse, lse_grad = lse.contiguous(), None if lse_grad is None else lse_grad.float().contiguous()
+    run_backward(call, q, k, v, out_grad, lse_grad, out, lse, *grads)
     return grads

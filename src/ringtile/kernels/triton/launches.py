@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ringtile.kernels.contracts import Call, index_of, is_remapped, with_contiguous_rows
+from ringtile.kernels.contracts import Call, index_of, is_remapped
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
@@ -47,19 +47,21 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     choices: list[Choice]
 
-    def run(self, device: torch.device) -> None:
-        """Launch the first configuration that fits into the device's shared memory."""
+    def run(self, device: torch.device) -> tuple[Choice, Any]:
+        """Launch the first configuration that fits into the device's shared memory. Return it and its kernel."""
         key = (self.kernel.__name__, device, *self.choices[0].constants.values())
         for number in range(_fitting.get(key, 0), len(self.choices)):
-            config, constants, programs, tiles = self.choices[number]
+            choice = self.choices[number]
+            config, constants, programs, tiles = choice
             try:
-                self.kernel[(programs,)](**self.arguments, **tiles, **constants, **config.options())
+                kernel = self.kernel[(programs,)](**self.arguments, **tiles, **constants, **config.options())
             except triton.runtime.errors.OutOfResources:
                 if number + 1 == len(self.choices):
                     raise
             else:
                 _fitting[key] = number
-                return
+                return choice, kernel
+        raise AssertionError("the last configuration runs or raises")
 
 
 _fitting: dict[Any, int] = {}
@@ -79,6 +81,13 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def allows_tf32(x: Tensor) -> bool:
+    """Return True if products of float32 may round their factors: torch.set_float32_matmul_precision allows it."""
+    # The getter of that function raises if a program has used both settings.
+    matmul: Any = torch.backends.cuda.matmul
+    return x.dtype == torch.float32 and x.is_cuda and bool(matmul.fp32_precision == "tf32")
+
+
 def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
@@ -88,25 +97,18 @@ def _strides(name: str, x: Tensor) -> dict[str, int]:
 
 
 class Job:
-    """The values that the launches of one call share."""
+    """The values that the launches of one call share. The tensors have contiguous rows."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         index = index_of(call, q, k)
         with span(INDEX):
             self.index = in_blocks(index)
             self.schedule = schedule_of(self.index)
-        self.q, self.k, self.v, self.call = (
-            with_contiguous_rows(q),
-            with_contiguous_rows(k),
-            with_contiguous_rows(v),
-            call,
-        )
+        self.q, self.k, self.v, self.call = q, k, v, call
+        self.scratch: list[Tensor] = []
         self.batch, self.heads, self.n_queries, self.head_dim = q.shape
         self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
         self.ratio = self.heads // self.kv_heads
-        # This follows torch.set_float32_matmul_precision, whose getter raises if a program has used both settings.
-        matmul: Any = torch.backends.cuda.matmul
-        tf32 = q.is_cuda and matmul.fp32_precision == "tf32"
         group, scale = self.index.group, call.scale
         self.group = group.contiguous()
         self.groups = {
@@ -148,7 +150,7 @@ class Job:
         self.constants: dict[str, Any] = {
             **self.widths,
             "SIGN": (scale > 0) - (scale < 0),
-            "PRECISION": "tf32" if tf32 else "ieee",
+            "PRECISION": "tf32" if allows_tf32(q) else "ieee",
             # Within a tile, 32 bits suffice unless its rows are millions of elements apart.
             "FAR": max(x.stride(2) for x in (self.q, self.k, self.v)) >= 1 << 24,
             "RAGGED_ROWS": any(end % self.index.block for end in (self.index.start, self.index.start + self.n_queries)),
@@ -258,8 +260,9 @@ def _scratch_slots(job: Job, order: Order, owners: int) -> tuple[int, int]:
     return (order.n_scratch, 0) if own else (order.n_scratch * owners, order.n_scratch)
 
 
-def _scratch(job: Job, size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.float32, device=job.q.device)
+def _scratch(job: Job, *size: int) -> Tensor:
+    job.scratch.append(torch.empty(size, dtype=torch.float32, device=job.q.device))
+    return job.scratch[-1]
 
 
 def _split(job: Job, order: Order, owners: int, numbers: int, room: int) -> dict[str, Any]:
@@ -299,15 +302,14 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
 def backward_launches(
     job: Job, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]
 ) -> list[Launch]:
-    """Yield the launches that fill the gradients of q, k and v."""
-    out, out_grad, lse = with_contiguous_rows(out), with_contiguous_rows(out_grad), lse.contiguous()
-    stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=lse.device)
+    """Yield the launches that fill the gradients of q, k and v. ``lse`` and ``lse_grad`` are contiguous float32."""
+    stats = _scratch(job, 2, *lse.shape)
     widths = {name: job.widths[name] for name in ("E", "EP")}
     preparation = {
         "OUT": out,
         "OUT_GRAD": out_grad,
         "LSE": lse,
-        "LSE_GRAD": lse if lse_grad is None else lse_grad.float().contiguous(),
+        "LSE_GRAD": lse if lse_grad is None else lse_grad,
         "STATS": stats,
         "heads": job.heads,
         "n_queries": job.n_queries,

@@ -34,8 +34,8 @@ from ringtile.adaptive import (
     loss_curves,
     select,
 )
+from ringtile.adaptive.choice import forced_tiles
 from ringtile.adaptive.control import LEVELS
-from ringtile.adaptive.selection import forced_tiles
 from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Causal, Pattern, Window
 

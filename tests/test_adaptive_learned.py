@@ -22,9 +22,9 @@ from ringtile.adaptive import (
     TopK,
     View,
     audit,
+    choice,
     distill,
     select,
-    selection,
     view,
     with_coordinates,
 )
@@ -243,7 +243,7 @@ def test_a_call_in_training_codes_each_tile_and_each_query_once(
     monkeypatch.setattr(Gate, "codes_of_tiles", counting("tiles", Gate.codes_of_tiles))
     for name in ("summaries", "build_index"):
         monkeypatch.setattr(view, name, counting(name, getattr(view, name)))
-    monkeypatch.setattr(selection, "base_index", counting("base_index", selection.base_index))
+    monkeypatch.setattr(choice, "base_index", counting("base_index", choice.base_index))
     attend(q, k, v, is_causal=True, enable_gqa=True)
     # The gradient of the loss needs the codes of the drawn queries alone.
     drawn = 0 if straight_through else 7

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ringtile import sparse_attention
 from ringtile.adaptive import GRID, AdaptiveAttention, Calibration, Density, Probe, Sum, audit
-from ringtile.adaptive.selection import DEFAULT_SCORES
+from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.measure.progress import Progress
 from ringtile.measure.quality import decoder as decoder_module

@@ -11,6 +11,8 @@ from ringtile.adaptive.calibration import Calibration as Calibration
 from ringtile.adaptive.calibration import LossCurves as LossCurves
 from ringtile.adaptive.calibration import allocate as allocate
 from ringtile.adaptive.calibration import loss_curves as loss_curves
+from ringtile.adaptive.choice import Choice as Choice
+from ringtile.adaptive.choice import select as select
 from ringtile.adaptive.control import Controller as Controller
 from ringtile.adaptive.control import ControlReport as ControlReport
 from ringtile.adaptive.gate import Distilled as Distilled
@@ -30,6 +32,4 @@ from ringtile.adaptive.scores import Scores as Scores
 from ringtile.adaptive.scores import Shuffled as Shuffled
 from ringtile.adaptive.scores import Sum as Sum
 from ringtile.adaptive.selection import AdaptiveAttention as AdaptiveAttention
-from ringtile.adaptive.selection import Choice as Choice
-from ringtile.adaptive.selection import select as select
 from ringtile.adaptive.view import View as View

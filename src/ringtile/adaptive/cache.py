@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.adaptive.choice import Choice, forced_tiles
 from ringtile.adaptive.control import Controller
-from ringtile.adaptive.selection import AdaptiveAttention, forced_tiles
 from ringtile.adaptive.view import Summaries, View, summaries
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors
@@ -21,23 +21,23 @@ from ringtile.patterns import Pattern, TileGrid
 class AdaptiveCache(LayerCache):
     """Keys and values of one layer with adaptive attention. It holds all tokens, and a step reads the chosen tiles.
 
-    Each call returns the last rows of a call of ``attention`` over all tokens so far. If the scores have rows of tiles,
-    the first token of a tile chooses, and reads what the scores need: `Probe` reads all keys, once per ``block``
-    tokens. The next ``block - 1`` tokens read the keys and values of its choice. If each token chooses, it reads the
-    summaries of the past tiles first, which grow by one for each tile.
+    Each call returns the last rows of a call over all tokens so far. If the scores have rows of tiles, the first token
+    of a tile chooses, and reads what the scores need: `Probe` reads all keys, once per ``block`` tokens. The next
+    ``block - 1`` tokens read the keys and values of its choice. If each token chooses, it reads the summaries of the
+    past tiles first, which grow by one for each tile.
 
     ``min_length`` counts the tokens so far: calls below it are dense. The choice is that of the same scores in one
     call, except for scores that differ by rounding only.
 
     Args:
-        attention: Scores and budget that decide by row, without later tokens.
+        choice: Scores and budget that decide by row, without later tokens.
         pattern: The pairs to choose from. It must not keep later keys.
 
     Raises:
         ValueError: If the scores are not causal-safe, the budget is a `Controller` that looks at calls, ``last_dense``
             is set (each token is the last one once), or the pattern is bound to a length or keeps later keys.
 
-    >>> from ringtile.adaptive import Density, Probe
+    >>> from ringtile.adaptive import AdaptiveAttention, Density, Probe
     >>> from ringtile.patterns import Causal
     >>> cache = AdaptiveAttention(Probe("first"), Density(0.25), block=16, first=0, local=0).new_cache(Causal())
     >>> for tokens in (200, 1, 1):
@@ -46,9 +46,8 @@ class AdaptiveCache(LayerCache):
     (torch.Size([1, 4, 1, 16]), 202, 16)
     """
 
-    def __init__(self, attention: AdaptiveAttention, pattern: Pattern) -> None:
+    def __init__(self, choice: Choice, pattern: Pattern) -> None:
         super().__init__(pattern)
-        choice = attention.choice
         scores, budget = choice.scores, choice.budget
         if not scores.causal_safe:
             raise ValueError(

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ringtile.adaptive import scores as _scores
 from ringtile.adaptive.budgets import Density, counts_of, ranked
+from ringtile.adaptive.choice import forced_tiles
 from ringtile.adaptive.scores import Scores
-from ringtile.adaptive.selection import AdaptiveAttention, forced_tiles
+from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.adaptive.view import View, tiles_at_once
 
 GRID = (0.0, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

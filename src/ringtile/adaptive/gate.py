@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
+from ringtile.adaptive.choice import Choice, ChoiceOptions, forced_tiles
 from ringtile.adaptive.quality import audit
 from ringtile.adaptive.scores import Pooled, check_pool, summarized
-from ringtile.adaptive.selection import Choice, ChoiceOptions, forced_tiles
 from ringtile.adaptive.view import View, grouped_products
 from ringtile.patterns import Pattern
 

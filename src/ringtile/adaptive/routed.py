@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive.budgets import Budget, Density
+from ringtile.adaptive.choice import ChoiceOptions
 from ringtile.adaptive.gate import Coded, Gate
 from ringtile.adaptive.scores import Scores
-from ringtile.adaptive.selection import AdaptiveAttention, ChoiceOptions
+from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.adaptive.view import View
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors

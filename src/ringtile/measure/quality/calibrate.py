@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive import Calibration, Choice, LossCurves, Scores, loss_curves
-from ringtile.adaptive.selection import DEFAULT_SCORES
+from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.analysis.units import duration_text
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers import use_ringtile

@@ -30,7 +30,7 @@ from ringtile.adaptive import (
     View,
     audit,
 )
-from ringtile.adaptive.selection import DEFAULT_SCORES, forced_tiles
+from ringtile.adaptive.choice import DEFAULT_SCORES, forced_tiles
 from ringtile.analysis.units import count
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers import model_facts, use_ringtile

@@ -23,7 +23,7 @@ from ringtile.adaptive import (
     audit,
     select,
 )
-from ringtile.adaptive.selection import DEFAULT_SCORES
+from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.kernels.masses import pooled_masses
 
 

@@ -26,9 +26,8 @@ SANITIZE = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -fsanitize=a
 demo: .venv/ready-plot .venv/ready-native
 	.venv/bin/ringtile demo --out .venv/demo $(ARGS)
 
-# One worker more than cores: tests of ranks wait for each other, and for timeouts.
 test: .venv/ready-dev .venv/ready-native
-	.venv/bin/python -m pytest -q --numprocesses=$$(($$(nproc) + 1)) --dist=loadgroup $(ARGS)
+	.venv/bin/python -m pytest -q --numprocesses=auto --dist=loadgroup $(ARGS)
 
 quick: .venv/ready-dev .venv/ready-native
 	.venv/bin/python -m pytest -q --numprocesses=auto $(QUICK) $(ARGS)

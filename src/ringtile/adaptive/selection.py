@@ -33,6 +33,7 @@ class AdaptiveAttention(nn.Module):
         ValueError: If an argument is out of range, or as `select`, when called.
 
     Example:
+        >>> import torch
         >>> from ringtile import SparseTransformer
         >>> attend = AdaptiveAttention(budget=Density(0.1), block=32)
         >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend).eval()

@@ -12,7 +12,7 @@ from torch import Tensor
 from ringtile.adaptive.budgets import Budget, Counted, Density
 from ringtile.adaptive.control import Controller, Held
 from ringtile.adaptive.scores import Blend, Probe, Scores, Sum
-from ringtile.adaptive.view import View, base_index, tile_positions
+from ringtile.adaptive.view import View, base_index, check_key_mask, tile_positions
 from ringtile.functional.attention import checked_tensors
 from ringtile.layout import BlockIndex
 from ringtile.layout.schedule import derived
@@ -80,9 +80,7 @@ class Choice:
         scale: float | None = None,
     ) -> View:
         """Return the view of a call, with the index of the pairs to choose from, see `select`."""
-        batch, n_keys = query.shape[0], key.shape[2]
-        if key_mask is not None and (key_mask.shape != (batch, n_keys) or key_mask.dtype != torch.bool):
-            raise ValueError(f"key_mask: expected bool {(batch, n_keys)}, got {key_mask.dtype=}, {key_mask.shape=}")
+        check_key_mask(key_mask, query.shape[0], key.shape[2])
         return View(query, key, base_index(query, key, base, is_causal, self.block), key_mask, scale)
 
     def index(self, view: View) -> BlockIndex:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, Unpack
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
-from ringtile.adaptive.choice import Choice, ChoiceOptions, forced_tiles
+from ringtile.adaptive.choice import Choice, forced_tiles
 from ringtile.adaptive.quality import audit
 from ringtile.adaptive.scores import Pooled, check_pool, summarized
 from ringtile.adaptive.view import View, grouped_products
@@ -202,6 +202,9 @@ def distill(
     budget: Budget = Density(0.25),  # noqa: B008
     base: Pattern | None = None,
     is_causal: bool = False,
+    block: int = 128,
+    first: int = 1,
+    local: int = 1,
     scale: float | None = None,
     rows: int = 128,
     steps: int = 400,
@@ -210,7 +213,6 @@ def distill(
     every: int = 20,
     patience: int = 5,
     seed: int = 0,
-    **options: Unpack[ChoiceOptions],
 ) -> Distilled:
     """Train a gate on exact attention of drawn rows, and keep it only if it keeps more of other text's attention.
 
@@ -225,6 +227,7 @@ def distill(
         budget: The budget at which held-out recall is measured.
         base: The pairs to choose from. Default: all pairs.
         is_causal: Choose only from keys at or before the query's position.
+        block, first, local: See `Choice`.
         scale: Factor for the products. Default: ``D ** -0.5``.
         rows: Number of queries to compute exactly, in each step and of each held-out sample.
         steps: Largest number of steps, one sample each.
@@ -233,7 +236,6 @@ def distill(
         every: Number of steps between two measurements.
         patience: Number of measurements without a gain after which training ends.
         seed: Seed of the draws.
-        **options: ``block``, ``first`` and ``local``, see `Choice`.
 
     Raises:
         ValueError: If a number is not positive, there are no samples, or a held-out tensor is one of the samples.
@@ -251,7 +253,7 @@ def distill(
         raise ValueError(f"samples, held_out: expected at least one of each, got {len(samples)} and {len(held_out)}")
     if {x.data_ptr() for pair in samples for x in pair} & {x.data_ptr() for pair in held_out for x in pair}:
         raise ValueError("held_out: expected other texts than the samples, got the same tensor in both")
-    choice, generator = Choice(gate, budget, **options), torch.Generator().manual_seed(seed)
+    choice, generator = Choice(gate, budget, block, first, local), torch.Generator().manual_seed(seed)
     view = partial(choice.view, base=base, is_causal=is_causal, scale=scale)
 
     def recall() -> float:
@@ -272,7 +274,7 @@ def distill(
         query, key = samples[(step - 1) % len(samples)]
         drawn = torch.randperm(query.shape[2], generator=generator)[:rows].sort().values.to(query.device)
         optimizer.zero_grad()
-        gate.loss(view(query, key), drawn, first=choice.first, local=choice.local).backward()
+        gate.loss(view(query, key), drawn, first=first, local=local).backward()
         optimizer.step()
         if step % every and step != steps:
             continue

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringtile.adaptive.view import check_key_mask
 from ringtile.functional.attention import attend_scores, checked_tensors
 from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
@@ -141,8 +142,7 @@ def audit(
         raise ValueError(f"index: {index!r} does not match {query.shape=}, {key.shape=} on {query.device}")
     if type(rows) is not int or rows < 1:
         raise ValueError(f"rows: expected a positive integer, got {rows!r}")
-    if key_mask is not None and (key_mask.shape != (batch, n_keys) or key_mask.dtype != torch.bool):
-        raise ValueError(f"key_mask: expected bool {(batch, n_keys)}, got {key_mask.dtype=}, {key_mask.shape=}")
+    check_key_mask(key_mask, batch, n_keys)
     if isinstance(reference, BlockIndex) and (reference.grid != index.grid or reference.device != index.device):
         raise ValueError(f"reference: expected the lengths, block and device of {index!r}, got {reference!r}")
     generator = torch.Generator().manual_seed(seed)

@@ -128,6 +128,12 @@ class View:
         return weights
 
 
+def check_key_mask(key_mask: Tensor | None, batch: int, n_keys: int) -> None:
+    """Raise ValueError if a key mask is given that is not bool ``[B, Nk]``."""
+    if key_mask is not None and (key_mask.shape != (batch, n_keys) or key_mask.dtype != torch.bool):
+        raise ValueError(f"key_mask: expected bool {(batch, n_keys)}, got {key_mask.dtype=}, {key_mask.shape=}")
+
+
 def base_index(
     query: Tensor, key: Tensor, base: BlockIndex | Pattern | None, is_causal: bool, block: int
 ) -> BlockIndex:

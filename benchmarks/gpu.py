@@ -46,8 +46,8 @@ from triton import knobs  # noqa: E402
 
 import ringtile  # noqa: E402
 from ringtile.kernels.triton import launches, tuning  # noqa: E402
-from ringtile.measure.machine import commit, machine_facts, versions  # noqa: E402
-from ringtile.measure.record import write_whole  # noqa: E402
+from ringtile.tools.machine import commit, machine_facts, versions  # noqa: E402
+from ringtile.tools.record import write_whole  # noqa: E402
 
 triton_cases.DEVICE = DEVICE
 FORMAT = 2

@@ -18,10 +18,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.backends.compiler import GPUTarget
 
+from ringtile.index import clear_cache, schedule
 from ringtile.kernels.triton import launches
 from ringtile.kernels.triton.tuning import VARIABLE, Config, configs
-from ringtile.layout import clear_cache, schedule
-from ringtile.measure.peers import Case, Ringtile
+from ringtile.tools.bench.peers import Case, Ringtile
 
 
 @contextmanager

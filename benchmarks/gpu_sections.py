@@ -23,16 +23,16 @@ from gpu_times import CLOCK, DEVICE, passes_of, share_of, times_of
 from torch import Tensor
 
 from ringtile import SparseTransformer, sparse_attention
+from ringtile.index import build_index, clear_cache
+from ringtile.index.density import with_density
 from ringtile.kernels.select import NAMES
 from ringtile.kernels.triton import launches
 from ringtile.kernels.triton.tuning import VARIABLE, Config, configs
-from ringtile.layout import build_index, clear_cache
-from ringtile.layout.density import with_density
-from ringtile.measure.bench import blank_row
-from ringtile.measure.exact import Exact
-from ringtile.measure.peers import Attention, Case, FlexAttention, Peer, Ringtile, SdpaDense, compiled_flex
-from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS
 from ringtile.patterns import Pattern, parse
+from ringtile.tools.bench import blank_row
+from ringtile.tools.bench.peers import Attention, Case, FlexAttention, Peer, Ringtile, SdpaDense, compiled_flex
+from ringtile.tools.exact import Exact
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG, MILLION = 131_072, 1 << 20

@@ -28,8 +28,8 @@ from sass_model import Machine, cycles, facts, machine_code  # noqa: E402
 from ringtile import build_index  # noqa: E402
 from ringtile.kernels.contracts import Call  # noqa: E402
 from ringtile.kernels.triton import launches  # noqa: E402
-from ringtile.measure.machine import commit, versions  # noqa: E402
 from ringtile.patterns import parse  # noqa: E402
+from ringtile.tools.machine import commit, versions  # noqa: E402
 
 RECORD = ROOT / "benchmarks" / "records" / "gpu-static.json"
 PAGE = ROOT / "docs" / "gpu-static.md"

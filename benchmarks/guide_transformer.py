@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ringtile.compat import BlockSparseRingMultiheadDilatedAttention, create_block_sparse_multihead_attention
 from ringtile.kernels.reference import attention_rows
-from ringtile.measure.exact import relative_error
-from ringtile.measure.machine import commit, machine_facts, versions
+from ringtile.tools.exact import relative_error
+from ringtile.tools.machine import commit, machine_facts, versions
 
 WIDTH, HEADS, DENSITY = 512, 8, 0.1
 CHECKED_ROWS, WORST_ERROR = 32, 1e-5

@@ -214,7 +214,7 @@ def kept(scores: Scores, samples: list[Sample]) -> float:
 
 
 def judge(args: argparse.Namespace) -> None:
-    from ringtile.measure.quality.decoder import Decoder
+    from ringtile.tools.quality.decoder import Decoder
 
     torch.manual_seed(0)
     decoder = Decoder(args.model, args.tokens)

@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.analysis.units import count
 from ringtile.functional import dilated_attention
-from ringtile.measure.exact import relative_error
-from ringtile.measure.machine import commit, machine_facts, versions
-from ringtile.measure.memory import peak_memory
+from ringtile.tools.exact import relative_error
+from ringtile.tools.machine import commit, machine_facts, versions
+from ringtile.tools.memory import peak_memory
+from ringtile.tools.units import count
 
 SEGMENTS, RATES = (2048, 4096, 8192, 16384), (1, 2, 4, 8)
 CHECKED_TOKENS, CHECKED_ROWS, BOUND = 16384, 48, 1e-5

@@ -24,10 +24,10 @@ from triton.compiler import ASTSource, CompiledKernel, compiler
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from ringtile.index import schedule
 from ringtile.kernels import blockwise
 from ringtile.kernels import triton as backend
 from ringtile.kernels.triton import backward_kernels, forward_kernels, launches
-from ringtile.layout import schedule
 
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """What one program may have of shared memory."""

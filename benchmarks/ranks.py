@@ -43,11 +43,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from ringtile import sparse_attention  # noqa: E402
-from ringtile.distributed import Hardware, Layout, Sizes, ring_attention  # noqa: E402
-from ringtile.distributed.cost import LAYOUTS, estimate  # noqa: E402
-from ringtile.distributed.work import MAX_RANKS, survey  # noqa: E402
-from ringtile.measure.cluster import Figures, measure_figures, processors_of  # noqa: E402
+from ringtile.distributed import Layout, ring_attention  # noqa: E402
+from ringtile.distributed.layout import LAYOUTS  # noqa: E402
 from ringtile.patterns import Causal, Documents, Pattern, Window, parse  # noqa: E402
+from ringtile.tools.predict import Hardware, Sizes  # noqa: E402
+from ringtile.tools.predict.cluster import Figures, measure_figures, processors_of  # noqa: E402
+from ringtile.tools.predict.cost import estimate  # noqa: E402
+from ringtile.tools.predict.work import MAX_RANKS, survey  # noqa: E402
 
 SECTIONS = ("predict", "ratios", "memory", "nccl")
 HEADS, HEAD_DIM = 2, 64

@@ -23,9 +23,9 @@ from typing import Any
 from acceptance import bars, call_costs, row_of
 
 from ringtile import cli
-from ringtile.analysis.units import bytes_text, count_text, duration_text
-from ringtile.measure.record import BOTH, DENSE, DIRECTIONS, OURS, Record, Row, break_even, write_whole
-from ringtile.measure.suites import TILES, WINDOWS
+from ringtile.tools.bench.suites import TILES, WINDOWS
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, OURS, Record, Row, break_even, write_whole
+from ringtile.tools.units import bytes_text, count_text, duration_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "records"

@@ -4,7 +4,7 @@
     python scripts/matrix.py --python 3.11 --torch 2.8 2.10    other pairs, every combination
     python scripts/matrix.py --transformers 5.5 -- tests/test_transformers.py
     python scripts/matrix.py --without-numpy                   this interpreter and its torch, without numpy
-    python scripts/matrix.py -- tests/test_layout.py -x        pytest gets the arguments after --
+    python scripts/matrix.py -- tests/test_index.py -x        pytest gets the arguments after --
 
 Each environment is made in a temporary folder and removed. It imports the sources of this checkout, with the native
 kernel if it is built (`make native`). The script exits with 1 if a test fails. A missing Python or torch is no failure.
@@ -29,7 +29,7 @@ PAIRS = (
     *((python, torch) for python in ("3.12", "3.13", "3.14") for torch in ("2.11", "2.13")),
 )
 LOWEST_TRITON = (3, 6)
-WITHOUT_NUMPY = ("tests/test_without_numpy.py", "tests/test_patterns.py", "tests/test_layout.py", "tests/test_show.py")
+WITHOUT_NUMPY = ("tests/test_without_numpy.py", "tests/test_patterns.py", "tests/test_index.py", "tests/test_show.py")
 
 
 def interpreter(version: str) -> str | None:

@@ -10,9 +10,9 @@ import matplotlib
 import torch
 from matplotlib.colors import LinearSegmentedColormap
 
-from ringtile.analysis.plot import picture, plot_pattern
-from ringtile.layout import build_index
+from ringtile.index import build_index
 from ringtile.patterns import Blocks, Causal, Documents, Elements, Pattern, Strided, Window, parse, per_head
+from ringtile.tools.plot import picture, plot_pattern
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "patterns"
 TOKENS = 2048

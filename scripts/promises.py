@@ -14,7 +14,7 @@ from typing import Any
 
 from acceptance import row_of
 
-from ringtile.measure.record import DENSE, FORWARD, OURS, Record, write_whole
+from ringtile.tools.record import DENSE, FORWARD, OURS, Record, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "promises.toml"

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ringtile import cli
-from ringtile.measure.quality import RECORD, decoder
-from ringtile.measure.quality.cells import FINE_TUNED, FROM_SCRATCH, POST_HOC, Cell, Record
-from ringtile.measure.quality.claims import CLAIMS, TaskTable, tables
-from ringtile.measure.quality.page import curves
-from ringtile.measure.quality.trained import TASKS
-from ringtile.measure.record import write_whole
+from ringtile.tools.quality import RECORD, decoder
+from ringtile.tools.quality.cells import FINE_TUNED, FROM_SCRATCH, POST_HOC, Cell, Record
+from ringtile.tools.quality.claims import CLAIMS, TaskTable, tables
+from ringtile.tools.quality.page import curves
+from ringtile.tools.quality.trained import TASKS
+from ringtile.tools.record import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "benchmarks" / "records" / "quality.json"

@@ -30,8 +30,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from ringtile.index import build_index  # noqa: E402
 from ringtile.kernels import fa4  # noqa: E402
-from ringtile.layout import build_index  # noqa: E402
 from ringtile.patterns import Causal, Dense, Window  # noqa: E402
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringtile.index import BlockIndex
 from ringtile.kernels.reference import attention_reference
-from ringtile.layout import BlockIndex
 from ringtile.patterns import Pattern
 from ringtile.patterns.base import TileGrid
 

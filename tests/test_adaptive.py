@@ -36,7 +36,7 @@ from ringtile.adaptive import (
     audit,
     select,
 )
-from ringtile.layout import BlockIndex, build_index
+from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
 
 BLOCK = 16

@@ -36,7 +36,7 @@ from ringtile.adaptive import (
 )
 from ringtile.adaptive.choice import forced_tiles
 from ringtile.adaptive.control import LEVELS
-from ringtile.layout import BlockIndex, build_index
+from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Pattern, Window
 
 BLOCK, N = 16, 512

@@ -28,7 +28,7 @@ from ringtile.adaptive import (
     view,
     with_coordinates,
 )
-from ringtile.layout import BlockIndex, build_index
+from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Window, per_head
 
 BLOCK = 16

@@ -22,7 +22,9 @@ from ringtile.adaptive import (
     audit,
     select,
 )
-from ringtile.analysis.adaptive import (
+from ringtile.index import BlockIndex, build_index
+from ringtile.patterns import Causal, Documents, Pattern, Window, per_head
+from ringtile.tools.adaptive_pictures import (
     _outlines,
     densities,
     plot_attention,
@@ -31,9 +33,7 @@ from ringtile.analysis.adaptive import (
     plot_recall,
     tile_masses,
 )
-from ringtile.analysis.plot import picture
-from ringtile.layout import BlockIndex, build_index
-from ringtile.patterns import Causal, Documents, Pattern, Window, per_head
+from ringtile.tools.plot import picture
 
 mcolors = pytest.importorskip("matplotlib.colors")
 
@@ -121,7 +121,7 @@ def exact_masses(q: Tensor, k: Tensor, allowed: Tensor, block: int, start: int, 
 def test_masses_are_those_of_dense_attention(
     n_queries: int, n_keys: int, reference: Pattern | None, masked: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringtile.analysis.adaptive._ROWS", rows)
+    monkeypatch.setattr("ringtile.tools.adaptive_pictures._ROWS", rows)
     q, k = torch.randn(2, 4, n_queries, 16), torch.randn(2, 2, n_keys, 16)
     mask = torch.rand(2, n_keys) < 0.6 if masked else None
     index = build_index(Causal() & Window(40), n_queries, n_keys, num_heads=4, block=32)

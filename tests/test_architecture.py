@@ -13,20 +13,19 @@ PACKAGE = Path(__file__).parents[1] / "src" / "ringtile"
 
 ROOMS_BELOW = {
     "patterns": set(),
-    "layout": {"patterns"},
-    "kernels": {"layout", "patterns"},
-    "functional": {"kernels", "layout", "patterns"},
+    "index": {"patterns"},
+    "kernels": {"index", "patterns"},
+    "functional": {"kernels", "index", "patterns"},
 }
 _GROUND = set(ROOMS_BELOW) | {"functional"}
 FACE = "__init__"
 ROOMS_BELOW |= {"modules": _GROUND, FACE: _GROUND | {"modules"}}
 ROOMS_BELOW |= {room: _GROUND | {FACE} for room in ("distributed", "adaptive")}
-ROOMS_BELOW["analysis"] = _GROUND | {FACE, "adaptive"}
 ROOMS_BELOW["integrations"] = _GROUND | {FACE, "adaptive", "distributed"}
-ROOMS_BELOW["measure"] = _GROUND | {FACE, "adaptive", "analysis", "distributed", "integrations"}
-_WINGS = _GROUND | {FACE, "modules", "analysis", "measure", "distributed", "adaptive"}
-ROOMS_BELOW |= {room: _WINGS for room in ("demo", "compat")}
-ROOMS_BELOW |= {"cli": _WINGS | {"demo"}, "__main__": {"cli"}}
+_WINGS = _GROUND | {FACE, "modules", "distributed", "adaptive"}
+ROOMS_BELOW["tools"] = _WINGS | {"integrations"}
+ROOMS_BELOW["compat"] = _WINGS | {"tools"}
+ROOMS_BELOW |= {"cli": _WINGS | {"tools"}, "__main__": {"cli"}}
 """Each room and the rooms it may import; the face is `ringtile/__init__.py`."""
 
 BACKENDS = {"reference", "dense", "blockwise", "native", "triton", "flash", "fa4"}
@@ -58,12 +57,12 @@ def imported_modules(tree: ast.AST, name: str, is_package: bool, modules: set[st
 
 
 def room_of(module: str) -> str:
-    """The room of a full module name: `ringtile.layout.build` -> `layout`, `ringtile` -> the face."""
+    """The room of a full module name: `ringtile.index.build` -> `layout`, `ringtile` -> the face."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else FACE
 
 
-UPWARD = {"ringtile.patterns.base": {"ringtile.layout.build", "ringtile.layout.index", "ringtile.analysis.plot"}}
+UPWARD = {"ringtile.patterns.base": {"ringtile.index.build", "ringtile.index.block_index", "ringtile.tools.plot"}}
 """`Pattern.density` and `Pattern.plot` read an index, which is built above them: they import it when called."""
 
 
@@ -119,33 +118,33 @@ def test_the_package_keeps_the_house_rules() -> None:
 
 def test_every_room_is_looked_at() -> None:
     rooms = {room_of(module_name(PACKAGE, path)) for path in PACKAGE.rglob("*.py")}
-    assert rooms >= {"patterns", "layout", "kernels", "functional", "modules", "distributed", "analysis", "measure"}
-    assert rooms >= {"demo", "cli", "integrations", FACE}
+    assert rooms >= {"patterns", "index", "kernels", "functional", "modules", "distributed", "tools"}
+    assert rooms >= {"cli", "integrations", "compat", FACE}
 
 
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
-        ("patterns/local.py", "from ..layout import build", "patterns may not import layout"),
-        ("patterns/local.py", "def f():\n    import ringtile.layout.build", "patterns may not import layout"),
-        ("patterns/base.py", "from ringtile.layout import tiles", "patterns may not import layout"),
-        ("patterns/local.py", "from ringtile import layout", "patterns may not import layout"),
-        ("patterns/__init__.py", "from ..layout.build import build_index", "patterns may not import layout"),
-        ("layout/build.py", "import ringtile", "layout may not import __init__"),
-        ("layout/build.py", "from .. import __version__", "layout may not import __init__"),
+        ("patterns/local.py", "from ..index import build", "patterns may not import index"),
+        ("patterns/local.py", "def f():\n    import ringtile.index.build", "patterns may not import index"),
+        ("patterns/base.py", "from ringtile.index import tiles", "patterns may not import index"),
+        ("patterns/local.py", "from ringtile import index", "patterns may not import index"),
+        ("patterns/__init__.py", "from ..index.build import build_index", "patterns may not import index"),
+        ("index/build.py", "import ringtile", "index may not import __init__"),
+        ("index/build.py", "from .. import __version__", "index may not import __init__"),
         ("kernels/native.py", "from .reference import attention_reference", "only select may"),
         ("kernels/native.py", "from ringtile.kernels import reference as r", "only select may"),
         ("kernels/contracts.py", "def f():\n    from ringtile.kernels.blockwise import forward", "only select may"),
         ("kernels/dense.py", "from .blockwise.plan import Plan", "only select may"),
         ("kernels/blockwise/plan.py", "from ringtile.kernels.reference import attention", "only select may"),
-        ("functional.py", "from ringtile.measure.bench import run", "functional may not import measure"),
+        ("functional.py", "from ringtile.tools.bench import run", "functional may not import tools"),
         ("modules/multihead.py", "from ringtile import __version__", "modules may not import __init__"),
-        ("measure/bench.py", "from ringtile.modules import multihead", "measure may not import modules"),
-        ("integrations/diffusers.py", "from ringtile.measure import bench", "integrations may not import measure"),
-        ("analysis/plot.py", "from ringtile.measure.record import Row", "analysis may not import measure"),
-        ("analysis/plot.py", "from ringtile.distributed import cost", "analysis may not import distributed"),
-        ("distributed/cost.py", "from ringtile.measure import plan", "distributed may not import measure"),
-        ("adaptive/gate.py", "from ringtile.analysis import plot", "adaptive may not import analysis"),
+        ("tools/bench.py", "from ringtile.compat import monitor", "tools may not import compat"),
+        ("integrations/diffusers.py", "from ringtile.tools import bench", "integrations may not import tools"),
+        ("tools/plot.py", "from ringtile.cli import main", "tools may not import cli"),
+        ("adaptive/gate.py", "from ringtile.distributed import plan", "adaptive may not import distributed"),
+        ("distributed/plan.py", "from ringtile.tools.predict import cost", "distributed may not import tools"),
+        ("adaptive/gate.py", "from ringtile.tools import plot", "adaptive may not import tools"),
         ("distributed/ring.py", "from ringtile.adaptive import gate", "distributed may not import adaptive"),
         ("distributed/ring.py", "from ringtile.modules import multihead", "distributed may not import modules"),
         (
@@ -154,12 +153,12 @@ def test_every_room_is_looked_at() -> None:
             "distributed may not import integrations",
         ),
         ("modules/multihead.py", "from ringtile.distributed import faults", "modules may not import distributed"),
-        ("demo/act.py", "from ringtile.cli import main", "demo may not import cli"),
+        ("tools/demo/act.py", "from ringtile.cli import main", "tools may not import cli"),
         ("stray.py", "import ringtile.patterns", "in no known room"),
-        ("layout/utils.py", "", "a file named utils"),
-        ("layout/_common/x.py", "", "a file named common"),
-        ("layout/build.py", "class IndexV2: ...", "named after its history"),
-        ("layout/build.py", "class ImprovedIndex: ...", "named after its history"),
+        ("index/utils.py", "", "a file named utils"),
+        ("index/_common/x.py", "", "a file named common"),
+        ("index/build.py", "class IndexV2: ...", "named after its history"),
+        ("index/build.py", "class ImprovedIndex: ...", "named after its history"),
         ("patterns/grammar.py", "eval('1')", "calls eval"),
         ("patterns/grammar.py", "exec('x = 1')", "calls exec"),
         ("cli.py", "try:\n    pass\nexcept Exception:\n    pass", "swallows every exception"),
@@ -169,11 +168,11 @@ def test_every_room_is_looked_at() -> None:
 )
 def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, complaint: str) -> None:
     root = tmp_path / "ringtile"
-    rooms = ("layout", "kernels", "kernels/blockwise", "adaptive", "patterns", "modules", "analysis", "measure")
+    rooms = ("index", "kernels", "kernels/blockwise", "adaptive", "patterns", "modules", "tools")
     for folder in ("", *rooms):
         (root / folder).mkdir(exist_ok=True)
         (root / folder / "__init__.py").touch()
-    for module in ("layout/build", "layout/tiles", "kernels/blockwise/plan", "kernels/reference", "adaptive/gate"):
+    for module in ("index/build", "index/tiles", "kernels/blockwise/plan", "kernels/reference", "adaptive/gate"):
         (root / f"{module}.py").touch()
     assert complaints(root) == []
     (root / path).parent.mkdir(exist_ok=True)
@@ -186,21 +185,27 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, co
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("layout/build.py", "from ..patterns.base import Pattern\nfrom .tiles import pack"),
-        ("kernels/blockwise/__init__.py", "from .. import contracts\nfrom .plan import Launch\nimport ringtile.layout"),
+        ("index/build.py", "from ..patterns.base import Pattern\nfrom .tiles import pack"),
+        ("kernels/blockwise/__init__.py", "from .. import contracts\nfrom .plan import Launch\nimport ringtile.index"),
         ("kernels/blockwise/forward.py", "from ringtile.kernels.blockwise import plan\nfrom ..philox import x"),
         ("kernels/select.py", "def f():\n    from . import blockwise\n    from .native import run"),
         ("kernels/__init__.py", "from ringtile.kernels.select import choose"),
-        ("analysis/show.py", "from ringtile import __version__\nfrom ringtile.analysis.plot import draw"),
-        ("demo/fast.py", "from ringtile.analysis import bench\nfrom ringtile import sparse_attention"),
-        ("cli.py", "from ringtile import demo\ntry:\n    pass\nexcept ValueError:\n    pass"),
-        ("demo/trains.py", "model.eval()\nimport torch.nn.functional"),
-        ("demo/fast.py", "try:\n    pass\nexcept BaseException:\n    print()\n    raise"),
+        ("tools/show.py", "from ringtile import __version__\nfrom ringtile.tools.plot import draw"),
+        ("tools/demo/fast.py", "from ringtile.tools import bench\nfrom ringtile import sparse_attention"),
+        ("cli.py", "from ringtile.tools import demo\ntry:\n    pass\nexcept ValueError:\n    pass"),
+        ("tools/demo/trains.py", "model.eval()\nimport torch.nn.functional"),
+        ("tools/demo/fast.py", "try:\n    pass\nexcept BaseException:\n    print()\n    raise"),
         ("compat/guide.py", "class RingAttentionV2: ..."),
     ],
 )
 def test_what_the_rules_allow_is_not_complained_about(tmp_path: Path, path: str, source: str) -> None:
-    for module in ("kernels/contracts.py", "kernels/blockwise/plan.py", "kernels/philox.py", "demo/__init__.py", path):
+    for module in (
+        "kernels/contracts.py",
+        "kernels/blockwise/plan.py",
+        "kernels/philox.py",
+        "tools/demo/__init__.py",
+        path,
+    ):
         (tmp_path / "ringtile" / module).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "ringtile" / module).touch()
     (tmp_path / "ringtile" / path).write_text(source)

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from ringtile import build_index, merge_attention, sparse_attention
 from ringtile.functional.attention import with_sinks
+from ringtile.index import BlockIndex, clear_cache, to_block_mask
 from ringtile.kernels import native
 from ringtile.kernels.blockwise import chunks, plan
 from ringtile.kernels.philox import dropout_keep, dropout_scale
-from ringtile.layout import BlockIndex, clear_cache, to_block_mask
 from ringtile.patterns import (
     BlockDilated,
     Blocks,

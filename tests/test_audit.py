@@ -11,7 +11,7 @@ from oracle import kept_pairs, make_inputs
 from torch import Tensor
 
 from ringtile.adaptive import audit
-from ringtile.layout import BlockIndex, build_index
+from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Documents, Pattern, Window, per_head
 
 N = 150
@@ -84,7 +84,7 @@ def test_the_seed_draws_the_rows_and_chunks_change_nothing(monkeypatch: pytest.M
     assert torch.equal(first.rows, again.rows)
     assert not torch.equal(first.rows, other.rows)
     assert len(audit(q, k, v, index, rows=1000).rows) == N
-    monkeypatch.setattr("ringtile.adaptive.quality._SCORES", 2 * N * 3)
+    monkeypatch.setattr("ringtile.adaptive.audit._SCORES", 2 * N * 3)
     assert torch.allclose(audit(q, k, v, index, rows=20, seed=1).error, first.error, atol=1e-14)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.cache import LayerCache
-from ringtile.layout import cache_info
+from ringtile.index import cache_info
 from ringtile.modules.cache import KVCache
 from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.longnet import longnet_attend

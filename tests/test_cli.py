@@ -17,7 +17,7 @@ import torch
 import ringtile
 from ringtile import cli
 from ringtile.kernels.native.library import reason_against
-from ringtile.measure import doctor
+from ringtile.tools import doctor
 
 
 def ringtile_command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -130,8 +130,8 @@ def test_a_verb_loads_only_its_own_room() -> None:
     program = "import sys; from ringtile import cli; cli.parse(['doctor']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert "ringtile.measure.doctor" in loaded
-    assert loaded.isdisjoint({"ringtile.demo", "ringtile.analysis.show", "ringtile.measure.bench", "matplotlib"})
+    assert "ringtile.tools.doctor" in loaded
+    assert loaded.isdisjoint({"ringtile.tools.demo", "ringtile.tools.show", "ringtile.tools.bench", "matplotlib"})
 
 
 def test_doctor_prints_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:

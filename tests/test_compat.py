@@ -45,9 +45,9 @@ from ringtile.compat import (
 )
 from ringtile.compat.generator import Problem, count_tiles
 from ringtile.functional.dilated import dilated_attention
-from ringtile.layout import build_index
-from ringtile.measure import doctor
+from ringtile.index import build_index
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
+from ringtile.tools import doctor
 
 ROOT = Path(__file__).parents[1]
 OLD_PATHS = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from ringtile import sparse_attention
 from ringtile.adaptive import AdaptiveAttention, Density, Probe, Recent, TopK, View
 from ringtile.adaptive.compensation import compensated
-from ringtile.layout import BlockIndex, build_index
+from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Window
 
 BLOCK = 16

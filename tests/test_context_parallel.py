@@ -20,7 +20,7 @@ from test_transformers import DECODER
 from torch import Tensor, nn
 
 from ringtile.distributed import Layout
-from ringtile.distributed.faults import handshakes
+from ringtile.distributed.failures.faults import handshakes
 from ringtile.functional import attention
 from ringtile.integrations.transformers import context_parallel, register, use_ringtile
 from ringtile.patterns import GlobalTokens, Window

@@ -23,18 +23,18 @@ from test_distributed import LAYOUTS, PATTERNS
 from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
 from ringtile.distributed import plan as plan_module
-from ringtile.distributed import work as work_module
-from ringtile.distributed.cost import LAYOUTS as NAMED_LAYOUTS
-from ringtile.distributed.cost import Cost, cheapest_for_model, cheapest_layout, cost_of_model, estimate
-from ringtile.distributed.hardware import HARDWARE, Hardware, Sizes
+from ringtile.distributed.layout import LAYOUTS as NAMED_LAYOUTS
 from ringtile.distributed.plan import TRANSPORTS
-from ringtile.distributed.work import Work, split, survey
-from ringtile.layout import build_index, build_rows, candidates, needed
-from ringtile.measure import cluster
-from ringtile.measure import plan as plan_verb
-from ringtile.measure.cluster import fit_link
+from ringtile.index import build_index, build_rows, candidates, needed
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
 from ringtile.patterns.base import TileGrid
+from ringtile.tools.predict import cluster
+from ringtile.tools.predict import plan as plan_verb
+from ringtile.tools.predict import work as work_module
+from ringtile.tools.predict.cluster import fit_link
+from ringtile.tools.predict.cost import Cost, cheapest_for_model, cheapest_layout, cost_of_model, estimate
+from ringtile.tools.predict.hardware import HARDWARE, Hardware, Sizes
+from ringtile.tools.predict.work import Work, split, survey
 
 ROOT = Path(__file__).parents[1]
 N_TOKENS = 700
@@ -458,9 +458,9 @@ def test_an_index_that_a_rank_cannot_build_is_refused() -> None:
 MEASURE = """
 import resource, sys
 from ringtile.distributed import Layout, make_plan
-from ringtile.distributed.cost import estimate
-from ringtile.distributed.hardware import HARDWARE, Sizes
-from ringtile.distributed.work import survey
+from ringtile.tools.predict.cost import estimate
+from ringtile.tools.predict.hardware import HARDWARE, Sizes
+from ringtile.tools.predict.work import survey
 from ringtile.patterns import parse
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for rule in sys.argv[1:]:
@@ -570,7 +570,7 @@ def test_plan_prints_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_a_picture_keeps_single_pairs_of_many_ranks() -> None:
     pytest.importorskip("matplotlib")
-    from ringtile.analysis.plot import plot_traffic
+    from ringtile.tools.plot import plot_traffic
 
     traffic = torch.zeros(1000, 1000, dtype=torch.int64)
     traffic[7, 998] = 5 * MIB

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringtile import BlockIndex, Pattern, build_index, sparse_attention
+from ringtile.index import cache_info, clear_cache, schedule
 from ringtile.kernels.blockwise import plan
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.select import load
-from ringtile.layout import cache_info, clear_cache, schedule
-from ringtile.measure.memory import Peaks, peak_memory
 from ringtile.patterns import (
     Causal,
     Dense,
@@ -30,6 +29,7 @@ from ringtile.patterns import (
     Window,
     per_head,
 )
+from ringtile.tools.memory import Peaks, peak_memory
 
 pytestmark = pytest.mark.unpoisoned
 

@@ -18,18 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile import demo
-from ringtile.demo import fast, right, trains
-from ringtile.demo.fast import Fast, LengthRow
-from ringtile.demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
-from ringtile.demo.trains import ModelSize, Trains, load_corpus
 from ringtile.functional import sparse_attention
-from ringtile.layout import build_index
-from ringtile.measure.bench import blank_row
-from ringtile.measure.peers import Attention, Case, Ringtile
-from ringtile.measure.progress import Progress
-from ringtile.measure.record import DIRECTIONS, FORWARD
+from ringtile.index import build_index
 from ringtile.patterns import Causal, GlobalTokens, Window, per_head
+from ringtile.tools import demo
+from ringtile.tools.bench import blank_row
+from ringtile.tools.bench.peers import Attention, Case, Ringtile
+from ringtile.tools.demo import fast, right, trains
+from ringtile.tools.demo.fast import Fast, LengthRow
+from ringtile.tools.demo.right import PER_TILE, RINGTILE, TORCH, Right, softmax_per_tile
+from ringtile.tools.demo.trains import ModelSize, Trains, load_corpus
+from ringtile.tools.progress import Progress
+from ringtile.tools.record import DIRECTIONS, FORWARD
 
 SMALL = ModelSize(width=32, layers=2, heads=1)
 

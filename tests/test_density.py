@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringtile.layout import Solution, build_index, cache_info, clear_cache, with_density
+from ringtile.index import Solution, build_index, cache_info, clear_cache, with_density
 from ringtile.patterns import (
     Causal,
     Dense,

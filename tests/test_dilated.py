@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from ringtile.functional import dilated, dilated_attention, sparse_attention
 from ringtile.functional.dilated import segment_numbers
 from ringtile.functional.permute import add_compacted, compact, pieces
-from ringtile.layout import build_index
-from ringtile.measure.memory import peak_memory
+from ringtile.index import build_index
 from ringtile.patterns import Causal, Pattern, Segments, Window, longnet_union, per_head
 from ringtile.patterns.wrapped import Compacted, InSegments, OfHeads
+from ringtile.tools.memory import peak_memory
 
 POWERS = ([64, 128, 256, 512], [1, 2, 4, 8])
 OTHERS = ([30, 96, 480], [1, 3, 7])

@@ -14,7 +14,7 @@ from strategies import checkerboard
 from torch import Tensor
 
 from ringtile import build_index, longnet_attend, merge_attention, sparse_attention
-from ringtile.layout import cache_info, clear_cache, set_cache_limit, to_block_mask
+from ringtile.index import cache_info, clear_cache, set_cache_limit, to_block_mask
 from ringtile.patterns import (
     BlockDilated,
     Blocks,

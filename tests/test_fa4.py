@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ringtile import build_index, dilated_attention, sparse_attention
 from ringtile.cli import main
+from ringtile.index import BlockIndex
 from ringtile.kernels import fa4
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.select import backend_report
-from ringtile.layout import BlockIndex
 from ringtile.patterns import (
     BlockDilated,
     Causal,

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from ranks import Outcome, join_group, on_ranks, run_processes
 
-from ringtile.distributed import faults, process_groups, watcher
-from ringtile.distributed.errors import difference
-from ringtile.distributed.faults import (
+from ringtile.distributed import process_groups
+from ringtile.distributed.failures import faults, watcher
+from ringtile.distributed.failures.errors import difference
+from ringtile.distributed.failures.faults import (
     PlanMismatch,
     RankLost,
     agree,
@@ -33,7 +34,7 @@ from ringtile.distributed.faults import (
     wait,
     watch,
 )
-from ringtile.distributed.watcher import Watcher
+from ringtile.distributed.failures.watcher import Watcher
 
 # One worker runs all cases at once.
 pytestmark = pytest.mark.xdist_group("faults")
@@ -440,7 +441,7 @@ def test_what_is_no_failure_ends_well_and_prints_nothing(outcomes: dict[str, Out
 
 SCRIPT = """
 import datetime, sys, torch, torch.distributed as dist
-from ringtile.distributed.faults import wait, watch
+from ringtile.distributed.failures.faults import wait, watch
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
                         timeout=datetime.timedelta(seconds=6))

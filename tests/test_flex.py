@@ -13,7 +13,7 @@ from strategies import grids, patterns
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
-from ringtile.layout import build_index, cache_info, clear_cache, from_block_mask, to_block_mask
+from ringtile.index import build_index, cache_info, clear_cache, from_block_mask, to_block_mask
 from ringtile.patterns import Blocks, Causal, Dense, Documents, RandomBlocks, Segments, Window, per_head
 
 eager_is_slow = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

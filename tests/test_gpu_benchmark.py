@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from ringtile.kernels.triton import tuning
-from ringtile.measure.peers import Case
 from ringtile.patterns import Causal, Window, parse
+from ringtile.tools.bench.peers import Case
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -21,8 +21,8 @@ from ringtile import cli
 from ringtile.integrations.transformers import registry
 from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import KeptPairs
-from ringtile.measure.hf.check import eager_masks, logits, worst_error
 from ringtile.patterns import Causal, Window
+from ringtile.tools.hf.check import eager_masks, logits, worst_error
 
 MISTRAL = {
     "model_type": "mistral",
@@ -280,5 +280,5 @@ def test_transformers_is_named_if_it_is_missing(
 def test_the_arguments_are_read_without_transformers() -> None:
     program = "import sys; from ringtile import cli; cli.parse(['hf', 'm']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "ringtile.measure.hf" in done.stdout.split()
+    assert "ringtile.tools.hf" in done.stdout.split()
     assert "transformers" not in done.stdout.split()

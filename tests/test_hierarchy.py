@@ -31,15 +31,16 @@ from test_ring_processes import check_checkpoints, check_equal, check_second_der
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringtile.distributed import Layout, PlanMismatch, Sizes, make_plan, relays, ring_attend, ring_attention
-from ringtile.distributed.cost import estimate
+from ringtile.distributed import Layout, PlanMismatch, make_plan, relays, ring_attend, ring_attention
 from ringtile.distributed.layout import positions_of
 from ringtile.distributed.relays import count_levels, make_relays
-from ringtile.distributed.work import survey
 from ringtile.functional import sparse_attention
 from ringtile.modules import SparseTransformer
 from ringtile.patterns import GlobalTokens, Pattern, Window, hierarchical
 from ringtile.patterns.base import TileGrid
+from ringtile.tools.predict import Sizes
+from ringtile.tools.predict.cost import estimate
+from ringtile.tools.predict.work import survey
 
 NODES = ((2, 2), (2, 4), (4, 2), (3, 1), (1, 3))
 

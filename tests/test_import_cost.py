@@ -61,7 +61,7 @@ def test_the_command_line_loads_nothing_heavy_before_a_verb_is_chosen() -> None:
 
 
 def test_a_plan_loads_no_compiler() -> None:
-    modules = loaded_by("import ringtile.distributed, ringtile.measure.plan")
+    modules = loaded_by("import ringtile.distributed, ringtile.tools.predict.plan")
     assert "ringtile.distributed.attention" in modules
     assert heavy(modules) == []
 

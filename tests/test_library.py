@@ -17,7 +17,7 @@ from test_native import SOURCE, WITHOUT, assert_same_bits, bits_of, draw, make, 
 
 from ringtile.kernels import native
 from ringtile.kernels.native.library import CallStructure, library, reason_against
-from ringtile.measure.doctor import diagnosis
+from ringtile.tools.doctor import diagnosis
 
 module = importlib.import_module("ringtile.kernels.native.library")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import dilated_attention
+from ringtile.index import build_index, cache_info, clear_cache, to_block_mask
 from ringtile.kernels.reference import attention_reference
-from ringtile.layout import build_index, cache_info, clear_cache, to_block_mask
 from ringtile.modules import SparseMultiheadAttention, SparseTransformer, multihead, replace_attention
 from ringtile.patterns import Blocks, Causal, Dense, GlobalTokens, Pattern, Window, per_head, readings
 

@@ -35,6 +35,8 @@ from torch import Tensor
 
 from ringtile import build_index, sparse_attention
 from ringtile.cli import main
+from ringtile.index import BlockIndex, cache_info, clear_cache, schedule
+from ringtile.index.block_index import TENSOR_FIELDS
 from ringtile.kernels import native
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.masses import pooled_masses
@@ -42,11 +44,8 @@ from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, EMULATED_SET
 from ringtile.kernels.native.library import VARIABLE, library, reason_against
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.native.precision import arithmetic_of
-from ringtile.kernels.native.tiles import check_tiles
+from ringtile.kernels.native.self_test import check_tiles
 from ringtile.kernels.spans import kernel_times
-from ringtile.layout import BlockIndex, cache_info, clear_cache, schedule
-from ringtile.layout.index import TENSOR_FIELDS
-from ringtile.measure import doctor
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -61,6 +60,7 @@ from ringtile.patterns import (
     Window,
     per_head,
 )
+from ringtile.tools import doctor
 
 SOURCE = Path(native.__file__).parents[3]
 TESTS = Path(__file__).parent
@@ -1108,7 +1108,7 @@ def test_every_instruction_set(name: str) -> None:
 WITHOUT = """
 import torch
 from ringtile import sparse_attention
-from ringtile.measure.doctor import diagnosis
+from ringtile.tools.doctor import diagnosis
 from ringtile.patterns import Window
 torch.manual_seed(0)
 q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16).unbind())

@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringtile import BlockIndex, Pattern, build_index, merge_attention, sparse_attention
+from ringtile.index import cache_info, clear_cache
 from ringtile.kernels import blockwise
 from ringtile.kernels.contracts import Call, pack_keys
-from ringtile.layout import cache_info, clear_cache
 from ringtile.patterns import (
     BlockDilated,
     Blocks,

@@ -10,8 +10,8 @@ from oracle import relative_error
 from torch import Tensor
 
 from ringtile import build_index, sparse_attention
+from ringtile.index import BlockIndex
 from ringtile.kernels import native
-from ringtile.layout import BlockIndex
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
 
 needs_native = pytest.mark.skipif(bool(native.reason_against()), reason=native.reason_against())

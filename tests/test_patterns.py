@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from ringtile import sparse_attention
-from ringtile.analysis import plot
-from ringtile.layout import build, build_index
+from ringtile.index import build, build_index
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -47,6 +46,7 @@ from ringtile.patterns import (
     streaming,
 )
 from ringtile.patterns.philox import philox4x32
+from ringtile.tools import plot
 
 Rule = Callable[[int, int], bool]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ringtile import build_index, sparse_attention
+from ringtile.index import BlockIndex, clear_cache, lists, schedule
+from ringtile.index.schedule import derived, schedule_of
 from ringtile.kernels.contracts import Call, _is_unseen
-from ringtile.layout import BlockIndex, clear_cache, lists, schedule
-from ringtile.layout.schedule import derived, schedule_of
 from ringtile.patterns import Causal, GlobalTokens, Window
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

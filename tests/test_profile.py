@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from torch.autograd.profiler_util import FunctionEvent
 
+from ringtile.index import cache_info
 from ringtile.kernels.native.library import reason_against
 from ringtile.kernels.spans import KernelTime
-from ringtile.layout import cache_info
-from ringtile.measure import profile
-from ringtile.measure.profile import PHASES, profile_attention
 from ringtile.patterns import Causal, GlobalTokens, Window, parse
+from ringtile.tools import profile
+from ringtile.tools.profile import PHASES, profile_attention
 
 PATTERN = Causal() & (Window(100) | GlobalTokens(10))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ringtile.measure.progress import Progress
-from ringtile.measure.quality.cells import Cell, Folder, Job, Measured, Record, Setting, measure_all
+from ringtile.tools.progress import Progress
+from ringtile.tools.quality.cells import Cell, Folder, Job, Measured, Record, Setting, measure_all
 
 
 def setting(**fields: object) -> Setting:

@@ -19,12 +19,12 @@ from ringtile import sparse_attention
 from ringtile.adaptive import GRID, AdaptiveAttention, Calibration, Density, Probe, Sum, audit
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import use_ringtile
-from ringtile.measure.progress import Progress
-from ringtile.measure.quality import decoder as decoder_module
-from ringtile.measure.quality import texts as texts_module
-from ringtile.measure.quality.calibrate import audited_rows, calibrate, run
-from ringtile.measure.quality.cells import Cell, Folder, Measured, Setting, measure_all
-from ringtile.measure.quality.decoder import (
+from ringtile.tools.progress import Progress
+from ringtile.tools.quality import decoder as decoder_module
+from ringtile.tools.quality import texts as texts_module
+from ringtile.tools.quality.calibrate import audited_rows, calibrate, run
+from ringtile.tools.quality.cells import Cell, Folder, Measured, Setting, measure_all
+from ringtile.tools.quality.decoder import (
     FULL,
     QUICK,
     SAFE,
@@ -38,7 +38,7 @@ from ringtile.measure.quality.decoder import (
     table,
     verdicts,
 )
-from ringtile.measure.quality.texts import KINDS, FarCopy, Texts, far_repeat
+from ringtile.tools.quality.texts import KINDS, FarCopy, Texts, far_repeat
 
 N = 512
 SIZES = {

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from ringtile import cli
 from ringtile.adaptive import Density, View
-from ringtile.layout import build_index
-from ringtile.measure.progress import Progress
-from ringtile.measure.quality import tasks, trained
-from ringtile.measure.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
-from ringtile.measure.quality.claims import CLAIMS, kept, lines_of, tables, verdict
-from ringtile.measure.quality.models import Reader, judge, restore, save
-from ringtile.measure.quality.page import page_of
-from ringtile.measure.quality.selectors import ROWS, Oracle, Selected, floor_of, scores_of
-from ringtile.measure.quality.tasks import NO_ANSWER, Stage
-from ringtile.measure.quality.trained import TASKS, Lab, Plan, jobs
+from ringtile.index import build_index
 from ringtile.patterns import Causal
+from ringtile.tools.progress import Progress
+from ringtile.tools.quality import tasks, trained
+from ringtile.tools.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
+from ringtile.tools.quality.claims import CLAIMS, kept, lines_of, tables, verdict
+from ringtile.tools.quality.models import Reader, judge, restore, save
+from ringtile.tools.quality.page import page_of
+from ringtile.tools.quality.selectors import ROWS, Oracle, Selected, floor_of, scores_of
+from ringtile.tools.quality.tasks import NO_ANSWER, Stage
+from ringtile.tools.quality.trained import TASKS, Lab, Plan, jobs
 
 TINY = {
     "mqar": (128, 16),

@@ -22,10 +22,10 @@ from oracle import (
 )
 
 from ringtile import sparse_attention
+from ringtile.index import build_index
 from ringtile.kernels.contracts import settle_exponentials
 from ringtile.kernels.philox import dropout_keep
 from ringtile.kernels.reference import attention_reference, attention_rows
-from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Documents, Elements, GlobalTokens, Segments, Window, per_head
 
 HOLES = Causal() & Window(3) & ~Window(0)

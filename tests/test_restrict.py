@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringtile import sparse_attention
+from ringtile.index import BlockIndex, build_index, lists
+from ringtile.index.block_index import TENSOR_FIELDS
+from ringtile.index.restrict import compiled
+from ringtile.index.schedule import schedule_of
 from ringtile.kernels import contracts
-from ringtile.layout import BlockIndex, build_index, lists
-from ringtile.layout.index import TENSOR_FIELDS
-from ringtile.layout.restrict import compiled
-from ringtile.layout.schedule import schedule_of
 from ringtile.patterns import Causal, Documents, Pattern, Segments, TileGrid, Window, per_head
 
 HEADS = 2

@@ -33,7 +33,7 @@ from ringtile.distributed import (
     ring_dilated_attention,
     roll,
 )
-from ringtile.distributed.faults import PlanMismatch, RankLost, handshakes
+from ringtile.distributed.failures.faults import PlanMismatch, RankLost, handshakes
 from ringtile.functional import dilated_attention, sparse_attention
 from ringtile.modules import SparseTransformer
 from ringtile.patterns import Causal, GlobalTokens, Window

@@ -13,7 +13,7 @@ from ranks import counted_traffic, on_ranks
 from torch import Tensor
 
 from ringtile.distributed import Layout, PlanMismatch, attention, roll
-from ringtile.distributed.faults import handshakes
+from ringtile.distributed.failures.faults import handshakes
 
 MAKERS = [Layout.contiguous, Layout.zigzag, Layout.striped]
 

@@ -12,10 +12,10 @@ from oracle import make_inputs, relative_error
 
 from ringtile import build_index, sparse_attention
 from ringtile.functional.cache import LayerCache
-from ringtile.layout import BlockIndex, cache_info, clear_cache, schedule
-from ringtile.layout.index import TENSOR_FIELDS
-from ringtile.layout.schedule import derived, schedule_of
-from ringtile.layout.tiles import derive_tables
+from ringtile.index import BlockIndex, cache_info, clear_cache, schedule
+from ringtile.index.block_index import TENSOR_FIELDS
+from ringtile.index.schedule import derived, schedule_of
+from ringtile.index.tiles import derive_tables
 from ringtile.patterns import Causal, Dilated, GlobalTokens, Pattern, Window
 
 BACKENDS = ["native", "blockwise"]

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringtile.analysis import show
-from ringtile.analysis.plot import occupancy, picture, plot_pattern
-from ringtile.analysis.statistics import pattern_statistics
-from ringtile.analysis.units import count, count_text
-from ringtile.layout import BlockIndex, build_index
+from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Dilated, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
+from ringtile.tools import show
+from ringtile.tools.plot import occupancy, picture, plot_pattern
+from ringtile.tools.statistics import pattern_statistics
+from ringtile.tools.units import count, count_text
 
 MILLION = 1 << 20
 

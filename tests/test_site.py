@@ -24,11 +24,12 @@ import pytest
 import torch
 
 import ringtile
-from ringtile import cli, compat, layout, patterns
-from ringtile.measure import bench
-from ringtile.measure.record import Record, break_even
-from ringtile.measure.suites import PEERS, suite
+from ringtile import cli, compat, patterns
+from ringtile import index as layout
 from ringtile.patterns import Pattern
+from ringtile.tools import bench
+from ringtile.tools.bench.suites import PEERS, suite
+from ringtile.tools.record import Record, break_even
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -25,11 +25,11 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers import masking_utils
 
+from ringtile.index import cache_info
 from ringtile.integrations.transformers import register, use_ringtile
 from ringtile.integrations.transformers.attention import attend
 from ringtile.integrations.transformers.masks import PatternMask, pairs
 from ringtile.integrations.transformers.registry import OLDEST
-from ringtile.layout import cache_info
 from ringtile.modules import replace_attention
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, Segments, Window, per_head
 

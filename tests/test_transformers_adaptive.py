@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ringtile import sparse_attention
 from ringtile.adaptive import AdaptiveAttention, Blend, Controller, Density, Probe, Scores, Sum
+from ringtile.index import build_index
 from ringtile.integrations.transformers import register, use_ringtile
-from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, Window
 from ringtile.patterns.facts import sees_no_future
 

@@ -19,13 +19,13 @@ from triton_cases import CASES
 
 from ringtile import build_index, sparse_attention
 from ringtile.cli import main
+from ringtile.index import clear_cache, lists
+from ringtile.index.schedule import order_of, schedule_of
 from ringtile.kernels import triton as backend
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.triton.tuning import VARIABLE, wants_descriptors
-from ringtile.layout import clear_cache, lists
-from ringtile.layout.schedule import order_of, schedule_of
-from ringtile.measure.doctor import _lines, diagnosis
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window, per_head
+from ringtile.tools.doctor import _lines, diagnosis
 
 HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

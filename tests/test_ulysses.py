@@ -30,18 +30,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ringtile.distributed import Layout, PlanMismatch, RankLost, Sizes, ring_attend, ring_attention
+from ringtile.distributed import Layout, PlanMismatch, RankLost, ring_attend, ring_attention
 from ringtile.distributed.attention import group_of, place_of, real_group
-from ringtile.distributed.cost import estimate
-from ringtile.distributed.hardware import HARDWARE
 from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.mesh_cost import estimate_mesh, ranks_per_row
 from ringtile.distributed.process_groups import axes_of
-from ringtile.distributed.work import survey
 from ringtile.functional import sparse_attention
-from ringtile.layout import build_index
+from ringtile.index import build_index
 from ringtile.modules import SparseTransformer
 from ringtile.patterns import Dense, Documents, Pattern, RandomBlocks, Window, per_head
+from ringtile.tools.predict import Sizes
+from ringtile.tools.predict.cost import estimate
+from ringtile.tools.predict.hardware import HARDWARE
+from ringtile.tools.predict.mesh_cost import estimate_mesh, ranks_per_row
+from ringtile.tools.predict.work import survey
 
 SHAPES: list[tuple[int, ...]] = [(2,), (4,), (2, 2), (3, 2), (1, 4), (2, 1), (2, 4)]
 """Ranks that exchange heads, or a mesh: ranks along the sequence and ranks that exchange heads."""

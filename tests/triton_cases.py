@@ -21,7 +21,7 @@ from oracle import SDPA_BUDGET, Inputs, make_inputs, oracle, relative_error, sdp
 from torch import Tensor
 
 from ringtile import build_index, sparse_attention
-from ringtile.layout import BlockIndex, clear_cache, lists
+from ringtile.index import BlockIndex, clear_cache, lists
 from ringtile.patterns import (
     BlockDilated,
     Causal,

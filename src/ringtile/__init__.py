@@ -12,8 +12,8 @@ from ringtile.functional import dilated_attention as dilated_attention
 from ringtile.functional import in_slices as in_slices
 from ringtile.functional import merge_attention as merge_attention
 from ringtile.functional import sparse_attention as sparse_attention
-from ringtile.layout import BlockIndex as BlockIndex
-from ringtile.layout import build_index as build_index
+from ringtile.index import BlockIndex as BlockIndex
+from ringtile.index import build_index as build_index
 from ringtile.modules import SparseLanguageModel as SparseLanguageModel
 from ringtile.modules import SparseMultiheadAttention as SparseMultiheadAttention
 from ringtile.modules import SparseTransformer as SparseTransformer

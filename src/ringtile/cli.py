@@ -15,14 +15,14 @@ from typing import NoReturn, Protocol, cast
 import ringtile
 
 VERBS = {
-    "demo": ("ringtile.demo", "measure exactness, speed and training in two minutes"),
-    "show": ("ringtile.analysis.show", "draw a pattern and print its density, memory and work"),
-    "plan": ("ringtile.measure.plan", "predict traffic, balance, memory and time of attention over many ranks"),
-    "bench": ("ringtile.measure.bench", "time sparse attention against baselines, correctness first"),
-    "hf": ("ringtile.measure.hf", "check and time a model of Hugging Face transformers, and print its loss"),
-    "quality": ("ringtile.measure.quality", "measure how much quality sparse attention keeps, task by task"),
-    "profile": ("ringtile.measure.profile", "show where the time of one call goes, from index to gradients"),
-    "doctor": ("ringtile.measure.doctor", "print versions, devices and backends, and why a backend is not available"),
+    "demo": ("ringtile.tools.demo", "measure exactness, speed and training in two minutes"),
+    "show": ("ringtile.tools.show", "draw a pattern and print its density, memory and work"),
+    "plan": ("ringtile.tools.predict.plan", "predict traffic, balance, memory and time of attention over many ranks"),
+    "bench": ("ringtile.tools.bench", "time sparse attention against baselines, correctness first"),
+    "hf": ("ringtile.tools.hf", "check and time a model of Hugging Face transformers, and print its loss"),
+    "quality": ("ringtile.tools.quality", "measure how much quality sparse attention keeps, task by task"),
+    "profile": ("ringtile.tools.profile", "show where the time of one call goes, from index to gradients"),
+    "doctor": ("ringtile.tools.doctor", "print versions, devices and backends, and why a backend is not available"),
 }
 """Each verb with its module and its help."""
 

@@ -21,7 +21,7 @@ from oracle import oracle, relative_error
 from ringtile import compat
 from ringtile.adaptive import AdaptiveAttention
 from ringtile.functional.dilated import dilated_attention
-from ringtile.layout import BlockIndex, build_index
+from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Blocks, Causal, hierarchical, longnet_union
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode

@@ -1,5 +1,7 @@
 """Patterns that follow the content, and their measured quality."""
 
+from ringtile.adaptive.audit import QualityReport as QualityReport
+from ringtile.adaptive.audit import audit as audit
 from ringtile.adaptive.budgets import Budget as Budget
 from ringtile.adaptive.budgets import Density as Density
 from ringtile.adaptive.budgets import Threshold as Threshold
@@ -18,8 +20,6 @@ from ringtile.adaptive.control import ControlReport as ControlReport
 from ringtile.adaptive.gate import Distilled as Distilled
 from ringtile.adaptive.gate import Gate as Gate
 from ringtile.adaptive.gate import distill as distill
-from ringtile.adaptive.quality import QualityReport as QualityReport
-from ringtile.adaptive.quality import audit as audit
 from ringtile.adaptive.routed import RoutedAttention as RoutedAttention
 from ringtile.adaptive.routed import with_coordinates as with_coordinates
 from ringtile.adaptive.scores import Antidiagonal as Antidiagonal

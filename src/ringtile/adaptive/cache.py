@@ -14,7 +14,7 @@ from ringtile.adaptive.view import Summaries, View, summaries
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors
 from ringtile.functional.cache import HeldKeys, LayerCache
-from ringtile.layout import BlockIndex
+from ringtile.index import BlockIndex
 from ringtile.patterns import Pattern, TileGrid
 
 

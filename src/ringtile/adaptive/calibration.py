@@ -67,7 +67,7 @@ def loss_curves(
 
     Example:
         >>> from ringtile.adaptive import Probe, View
-        >>> from ringtile.layout import build_index
+        >>> from ringtile.index import build_index
         >>> from ringtile.patterns import Causal
         >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
         >>> base = build_index(Causal(), 512, num_heads=2, block=32)

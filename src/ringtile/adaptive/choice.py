@@ -14,8 +14,8 @@ from ringtile.adaptive.control import Controller, Held
 from ringtile.adaptive.scores import Blend, Probe, Scores, Sum
 from ringtile.adaptive.view import View, base_index, check_key_mask, tile_positions
 from ringtile.functional.attention import checked_tensors
-from ringtile.layout import BlockIndex
-from ringtile.layout.schedule import derived
+from ringtile.index import BlockIndex
+from ringtile.index.schedule import derived
 from ringtile.patterns import Pattern
 
 DEFAULT_SCORES = Sum(Probe(), Blend())

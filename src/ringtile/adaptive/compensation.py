@@ -9,7 +9,7 @@ from torch import Tensor
 from ringtile.adaptive.view import View, tiles_at_once
 from ringtile.functional import merge_attention
 from ringtile.functional.attention import attend_scores
-from ringtile.layout import BlockIndex
+from ringtile.index import BlockIndex
 
 
 def compensated(out: Tensor, lse: Tensor, view: View, value: Tensor, index: BlockIndex) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def compensated(out: Tensor, lse: Tensor, view: View, value: Tensor, index: Bloc
     Example:
         >>> from ringtile import sparse_attention
         >>> from ringtile.adaptive import Density, View, select
-        >>> from ringtile.layout import build_index
+        >>> from ringtile.index import build_index
         >>> from ringtile.patterns import Causal
         >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
         >>> q, base = q / 4, build_index(Causal(), 512, num_heads=2, block=32)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ringtile.adaptive.audit import audit
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.choice import Choice, forced_tiles
-from ringtile.adaptive.quality import audit
 from ringtile.adaptive.scores import Pooled, check_pool, summarized
 from ringtile.adaptive.view import View, grouped_products
 from ringtile.patterns import Pattern

@@ -15,7 +15,7 @@ from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.view import View
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import checked_tensors
-from ringtile.layout import BlockIndex
+from ringtile.index import BlockIndex
 from ringtile.patterns import Pattern
 
 

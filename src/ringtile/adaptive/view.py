@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.functional.attention import rule_of
+from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.masses import pooled_masses
-from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Pattern
 
 _SCORES = 1 << 20

@@ -29,9 +29,9 @@ from ringtile.functional.dilated import (
     warn_of_uncovered,
 )
 from ringtile.functional.permute import compact, pieces
+from ringtile.index import BlockIndex
+from ringtile.index.allowed import count_allowed
 from ringtile.kernels.philox import dropout_threshold
-from ringtile.layout import BlockIndex
-from ringtile.layout.allowed import count_allowed
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid

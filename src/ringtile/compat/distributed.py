@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringtile.compat.attention import self_attention_if_alone
-from ringtile.distributed import Layout, Sizes, cheapest_layout, ring_attention
+from ringtile.distributed import Layout, ring_attention
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import checked_branches
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.patterns import Causal, Pattern, hierarchical, longnet_union
+from ringtile.tools.predict import Sizes, cheapest_layout
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.compat.config import TILE, SparsePatternConfig
-from ringtile.layout import build_index
-from ringtile.layout.allowed import count_allowed
-from ringtile.layout.build import real_tensors
-from ringtile.layout.density import solve
+from ringtile.index import build_index
+from ringtile.index.allowed import count_allowed
+from ringtile.index.build import real_tensors
+from ringtile.index.density import solve
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
 from ringtile.patterns.base import TileGrid, checked_int
 

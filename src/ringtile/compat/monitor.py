@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.measure.memory import peak_memory
+from ringtile.tools.memory import peak_memory
 
 Attention = Callable[[], Tensor]
 """One call with its inputs bound: ``[B, H, N, D]``."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive import audit
-from ringtile.analysis.plot import missing_matplotlib, picture, plot_pattern
-from ringtile.layout import build_index
+from ringtile.index import build_index
 from ringtile.patterns import Blocks, Causal, Dense, Pattern
+from ringtile.tools.plot import missing_matplotlib, picture, plot_pattern
 
 
 def pattern_statistics(pattern: Tensor) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringtile
 from ringtile.distributed.exchange import Exchange, Routes
-from ringtile.distributed.faults import agree, first_nonfinite, watch
+from ringtile.distributed.failures.faults import agree, first_nonfinite, watch
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.hierarchy import Hierarchy
 from ringtile.distributed.layout import Layout, Run, positions_of
@@ -38,9 +38,9 @@ from ringtile.functional.attention import (
     with_sinks,
     without_autocast,
 )
+from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import Call, lacking
 from ringtile.kernels.traced import constant
-from ringtile.layout.build import check_counts
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.content import described

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
 from ringtile.distributed.wires import Picks
-from ringtile.layout.covers import MAX_BYTES
+from ringtile.index.covers import MAX_BYTES
 
 _CELLS = 1 << 22
 """Largest number of runs of tokens inside a segment, over all ranks, times offsets."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import lockstep
 from ringtile.distributed.attention import compare, group_of, real_group, ring_attention, shapes_of
-from ringtile.distributed.faults import wait
+from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.lockstep import Facts
 from ringtile.functional import merge_attention, sparse_attention

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringtile.distributed import lockstep
-from ringtile.distributed.faults import wait
+from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.wires import (
     Copies,

@@ -203,3 +203,6 @@ def _bounds(n_tokens: int, n_parts: int, unit: int) -> list[int]:
             raise ValueError(f"{name}: expected a positive integer, got {value!r}")
     units = -(-n_tokens // unit)
     return [min(units * part // n_parts * unit, n_tokens) for part in range(n_parts + 1)]
+
+
+LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.distributed.faults import PlanMismatch, agree, wait
+from ringtile.distributed.failures.faults import PlanMismatch, agree, wait
 from ringtile.distributed.process_groups import is_alone
 
 _UNREAD = 64

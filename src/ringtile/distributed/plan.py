@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens
 from ringtile.distributed.runs import Copy, copies, intervals, overlaps, placed, with_starts
-from ringtile.layout import BlockIndex, build_index, build_rows, needed
-from ringtile.layout.covers import MAX_BYTES
-from ringtile.layout.tiles import pack_words
+from ringtile.index import BlockIndex, build_index, build_rows, needed
+from ringtile.index.covers import MAX_BYTES
+from ringtile.index.tiles import pack_words
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.base import TileGrid
 

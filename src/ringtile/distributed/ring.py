@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringtile.distributed import lockstep
-from ringtile.distributed.faults import wait
+from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.layout import Layout, starts_of
 from ringtile.distributed.lockstep import Facts
+from ringtile.index.tiles import unpack_words
 from ringtile.kernels.contracts import Call, accumulator, merge_into, pack_keys
 from ringtile.kernels.select import select
-from ringtile.layout.tiles import unpack_words
 
 FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import lockstep
 from ringtile.distributed.attention import check_layout, compare, group_of, real_group
-from ringtile.distributed.faults import wait
+from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.layout import Layout, Run
 from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.runs import Copy, copies, with_starts

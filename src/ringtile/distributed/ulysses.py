@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ringtile.distributed import lockstep
 from ringtile.distributed.exchange import library, numbers, there
-from ringtile.distributed.faults import wait
+from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.wires import Tensors, all_to_all, cut, gather, of_ranks, scatter, width_of
+from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.contracts import accumulator
-from ringtile.layout import BlockIndex, build_index
 
 # `kinds` has a letter per tensor: "q" if its heads are those of the queries, "k" for those of the keys. The last can be
 # "m", for one head that all ranks get, as of a key mask.

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.contracts import Call, attention, check_memory, pack_keys
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.reference import attention_reference
 from ringtile.kernels.select import NAMES, select
-from ringtile.layout import BlockIndex, build_index
 from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) 
         return Blocks(pattern)
     from torch.nn.attention.flex_attention import BlockMask
 
-    from ringtile.layout.flex import from_block_mask
+    from ringtile.index.flex import from_block_mask
 
     if not isinstance(pattern, BlockMask):
         raise ValueError(

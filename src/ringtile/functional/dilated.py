@@ -24,10 +24,10 @@ from ringtile.functional.attention import (
 )
 from ringtile.functional.merge import merge_attention
 from ringtile.functional.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
+from ringtile.index import build_index
 from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memory, merge_into, new_out, pack_keys
 from ringtile.kernels.select import select
 from ringtile.kernels.traced import constant
-from ringtile.layout import build_index
 from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
 from ringtile.patterns.base import checked_ints
 from ringtile.patterns.wrapped import Compacted, InSegments, for_heads

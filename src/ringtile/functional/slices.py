@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringtile.functional.attention import as_pattern, checked_tensors, drawn_seed, sparse_attention
-from ringtile.layout import BlockIndex
+from ringtile.index import BlockIndex
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ringtile.index import BlockIndex, build_index
+from ringtile.index.block_index import TENSOR_FIELDS
+from ringtile.index.tiles import pack_words, unpack_words
 from ringtile.kernels.spans import INDEX, span
-from ringtile.layout import BlockIndex, build_index
-from ringtile.layout.index import TENSOR_FIELDS
-from ringtile.layout.tiles import pack_words, unpack_words
 from ringtile.patterns import parse
 
 _CALL = (

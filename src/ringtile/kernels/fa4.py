@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringtile.index import BlockIndex, build_index
+from ringtile.index.block_lists import BLOCK, Lists, Tiles, make_tiles
+from ringtile.index.schedule import derived
 from ringtile.kernels.contracts import Call, as_new_out, dense_tiles_reason, index_of, lacking
 from ringtile.kernels.cpu_flash import padded
 from ringtile.kernels.proof import ERRORS, attend, difference, gradients, told
 from ringtile.kernels.spans import INDEX, KERNEL, span
-from ringtile.layout import BlockIndex, build_index
-from ringtile.layout.block_lists import BLOCK, Lists, Tiles, make_tiles
-from ringtile.layout.schedule import derived
 from ringtile.patterns import BlockDilated, Dense, Segments
 
 DEVICE = "cuda"

@@ -10,10 +10,10 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from ringtile.index.block_index import BlockIndex
+from ringtile.index.tiles import unpack_words
 from ringtile.kernels.contracts import settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
-from ringtile.layout.index import BlockIndex
-from ringtile.layout.tiles import unpack_words
 from ringtile.patterns.base import Pattern, TileGrid
 
 _CHUNK_PAIRS = 1 << 22

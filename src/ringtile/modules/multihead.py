@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.attention import as_pattern
-from ringtile.layout import build_index
+from ringtile.index import build_index
 from ringtile.modules.masks import AttnMask, read_attn_mask, read_key_padding_mask
 from ringtile.modules.tile_weights import mean_over_heads, tile_weights
 from ringtile.patterns import Causal, Dense, Pattern

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.layout import BlockIndex
-from ringtile.layout.tiles import FULL, unpack_words
+from ringtile.index import BlockIndex
+from ringtile.index.tiles import FULL, unpack_words
 
 
 def tile_weights(

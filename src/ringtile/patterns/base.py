@@ -22,7 +22,7 @@ from ringtile.patterns.grid import TileGrid as TileGrid
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ringtile.layout.index import BlockIndex
+    from ringtile.index.block_index import BlockIndex
 
 _FEW = 1 << 12
 """Covers of so many tiles are listed, although another has fewer."""
@@ -204,14 +204,14 @@ class Pattern:
         Returns the axes, by default of a new figure: ``pattern.plot(4096).figure.savefig("pattern.png")``.
         Raises ImportError if matplotlib is missing, and ValueError as `build_index` does.
         """
-        from ringtile.analysis.plot import missing_matplotlib, plot_pattern
+        from ringtile.tools.plot import missing_matplotlib, plot_pattern
 
         if reason := missing_matplotlib():
             raise ImportError(reason)
         return plot_pattern(self._index(n_queries, n_keys, self.num_heads or head + 1), ax, head=head)
 
     def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> BlockIndex:
-        from ringtile.layout.build import build_index
+        from ringtile.index.build import build_index
 
         heads = (self.num_heads or 1) if num_heads is None else num_heads
         return build_index(self, n_queries, n_keys, num_heads=heads, batch=self.batch_size or 1)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import Layout, make_plan, ring_attention
 from ringtile.distributed.attention import group_of, real_group
-from ringtile.distributed.cost import LAYOUTS
+from ringtile.distributed.layout import LAYOUTS
 from ringtile.distributed.plan import RING_PATTERNS
 from ringtile.integrations.transformers.attention import (
     GivenPattern,

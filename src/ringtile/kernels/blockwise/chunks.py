@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringtile.index.block_index import BlockIndex
+from ringtile.index.tiles import FULL
 from ringtile.kernels.blockwise.plan import Launch, Plan, plan_of
 from ringtile.kernels.contracts import Call, accumulator, key_keep, settle_exponentials
 from ringtile.kernels.cpu_flash import split_scale
 from ringtile.kernels.philox import dropout_scale, dropout_tile
-from ringtile.layout.index import BlockIndex
-from ringtile.layout.tiles import FULL
 
 CHUNK_BYTES = 8 * 2**20
 _MASK_BYTES = 4 * 2**20

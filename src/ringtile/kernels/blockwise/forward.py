@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from ringtile.index.block_index import BlockIndex
 from ringtile.kernels.blockwise.chunks import Chunk, Split, Work, on_flash, works
 from ringtile.kernels.blockwise.plan import plan_of
 from ringtile.kernels.blockwise.scores import masked_scores, matmul
 from ringtile.kernels.contracts import Call, accumulator, as_new_out, index_of, merge_into, new_out
 from ringtile.kernels.cpu_flash import flash_forward, split_scale, times
-from ringtile.layout.index import BlockIndex
 
 _WORTH_A_LAUNCH = 2e7
 """Operations that each launch of a small problem must save to pay (about 0.15 ms on two cores)."""

@@ -12,11 +12,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ringtile.index.block_index import BlockIndex
+from ringtile.index.lists import check_lists
+from ringtile.index.schedule import derived
+from ringtile.index.tiles import FULL, pack_words, unpack_words
 from ringtile.kernels.spans import INDEX, span
-from ringtile.layout.index import BlockIndex
-from ringtile.layout.lists import check_lists
-from ringtile.layout.schedule import derived
-from ringtile.layout.tiles import FULL, pack_words, unpack_words
 
 _MIN_SHARED_ROWS = 4
 _MIN_RUN_ROWS = 4

@@ -14,6 +14,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from ringtile.index import BlockIndex
+from ringtile.index.lists import check_lists
+from ringtile.index.schedule import Order, derived, schedule_of
 from ringtile.kernels.contracts import (
     Call,
     accumulator,
@@ -30,9 +33,6 @@ from ringtile.kernels.native.library import CallStructure, library, reason_again
 from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
-from ringtile.layout import BlockIndex
-from ringtile.layout.lists import check_lists
-from ringtile.layout.schedule import Order, derived, schedule_of
 
 T = TypeVar("T")
 

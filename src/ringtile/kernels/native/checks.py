@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringtile.index import BlockIndex
 from ringtile.kernels.contracts import Call, accumulator
-from ringtile.layout import BlockIndex
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 """Numbers of the dtypes in native/ringtile.h."""

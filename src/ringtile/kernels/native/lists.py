@@ -8,16 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ringtile.index import BlockIndex
+from ringtile.index.restrict import LISTS, compiled, too_many
 from ringtile.kernels.contracts import check_memory
 from ringtile.kernels.native.library import library, reason_against
-from ringtile.layout import BlockIndex
-from ringtile.layout.restrict import LISTS, compiled, too_many
 
 
 def kept_lists(
     index: BlockIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
 ) -> dict[str, Tensor] | None:
-    """Return what `ringtile.layout.restrict` makes of PyTorch's operations, or None if the library does not serve it.
+    """Return what `ringtile.index.restrict` makes of PyTorch's operations, or None if the library does not serve it.
 
     Tiles behind the last one are zeros.
     """

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ringtile.index.schedule import Order, schedule_of
 from ringtile.kernels.contracts import Call, index_of, is_remapped
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
 from ringtile.kernels.triton.schedule import in_blocks
 from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs, wants_descriptors
-from ringtile.layout.schedule import Order, schedule_of
 
 _FEW_PROGRAMS = 132
 """With fewer columns than a large GPU has processors, the query heads of a key head are computed separately."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from ringtile.index import BlockIndex, schedule
 from ringtile.kernels.contracts import Call, index_of
 from ringtile.kernels.spans import KERNEL, span
 from ringtile.kernels.triton import INTERPRETED
@@ -27,7 +28,6 @@ from ringtile.kernels.triton.launches import (
     on_device,
 )
 from ringtile.kernels.triton.tuning import wants_descriptors
-from ringtile.layout import BlockIndex, schedule
 
 _PLANS = 32
 """Largest number of plans per index, for example one per length."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ringtile.layout import BlockIndex
-from ringtile.layout.schedule import derived
+from ringtile.index import BlockIndex
+from ringtile.index.schedule import derived
 
 BLOCKS = (64, 128)
 """The sides of tiles that the kernels take. Smaller ones are merged into tiles of 128."""

@@ -1,0 +1,227 @@
+"""Exact attention of a few rows, drawn with a seed: how much of it an index keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.adaptive.view import check_key_mask
+from ringtile.functional.attention import attend_scores, checked_tensors
+from ringtile.index import BlockIndex
+from ringtile.patterns import Pattern
+
+_SCORES = 1 << 22
+"""Most scores that exist at once, in each of a few tensors."""
+
+
+class Share(NamedTuple):
+    """A share of rows, and the bounds of its confidence interval. Float64 ``[B, H]``."""
+
+    share: Tensor
+    low: Tensor
+    high: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class QualityReport:
+    """Exact figures of audited rows. Each row is a query of one head and batch element; `audit` makes a report.
+
+    Rows without a key in the reference are NaN, and no figure counts them.
+    """
+
+    rows: Tensor
+    """int64 ``[R]``: the audited queries, counted from 0, ascending."""
+    recall: Tensor
+    """float64 ``[B, H, R]``: the part of the row's attention weights that the index keeps, from 0 to 1."""
+    error: Tensor
+    """float64 ``[B, H, R]``: the norm of the difference between the row's output and its exact output."""
+    norm: Tensor
+    """float64 ``[B, H, R]``: the norm of the exact output."""
+    bound: Tensor
+    """float64 ``[B, H, R]``: an upper bound of the error, ``2 (1 - recall)`` times the largest norm of a value."""
+
+    @property
+    def mean(self) -> float:
+        """Mean recall of all rows."""
+        return float(self.recall.nanmean())
+
+    @property
+    def p5(self) -> float:
+        """Recall that 5% of the rows do not reach."""
+        return float(self.recall.nanquantile(0.05))
+
+    @property
+    def of_heads(self) -> Tensor:
+        """Mean recall of each head, ``[H]``."""
+        return self.recall.nanmean((0, 2))
+
+    @property
+    def worst_head(self) -> float:
+        """Mean recall of the head that has least."""
+        return float(self.of_heads.nan_to_num(math.inf).min())
+
+    @property
+    def relative_error(self) -> float:
+        """Root of the mean squared error, over that of the exact outputs."""
+        return float((self.error.square().nanmean() / self.norm.square().nanmean()).sqrt())
+
+    def below(self, recall: float, confidence: float = 0.95) -> Share:
+        """Return the share of each head's rows whose recall is lower, with its confidence interval for all its rows.
+
+        The interval is exact (Clopper and Pearson, 1934): rows are drawn uniformly, without replacement.
+
+        Raises ValueError if a number is out of range.
+        """
+        for name, value in (("recall", recall), ("confidence", confidence)):
+            if not 0 < value < 1:
+                raise ValueError(f"{name}: expected a number between 0 and 1, got {value!r}")
+        count = self.recall.isfinite().sum(2)
+        lower = (self.recall < recall).sum(2)
+        bounds = [
+            _interval(*pair, confidence)
+            for pair in zip(lower.flatten().tolist(), count.flatten().tolist(), strict=True)
+        ]
+        low, high = (torch.tensor(side, dtype=torch.float64).view(count.shape) for side in zip(*bounds, strict=True))
+        return Share(lower.double().cpu() / count.cpu(), low, high)
+
+    def __repr__(self) -> str:
+        return (
+            f"QualityReport(recall {self.mean:.3f}, 5% of rows below {self.p5:.3f}, worst head {self.worst_head:.3f}, "
+            f"output error {self.relative_error:.3f}; {self.recall.shape[2]} rows of {self.recall.shape[1]} heads)"
+        )
+
+
+def audit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: BlockIndex,
+    *,
+    reference: BlockIndex | Pattern | None = None,
+    rows: int = 64,
+    seed: int = 0,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> QualityReport:
+    """Compute some rows of attention exactly, and return what an index keeps of them.
+
+    It computes ``rows`` rows of scores per head, in chunks, so the cost is that of as many queries of dense attention.
+
+    Args:
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        value: ``[B, Hkv, Nk, Dv]``.
+        index: The kept pairs.
+        reference: The pairs of the exact attention, an index or a pattern. Default: the causal and document rules of
+            the index, as for its density.
+        rows: Number of queries to draw, the same for all heads and batch elements.
+        seed: Seed of the draw.
+        key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
+        scale: Factor for the scores. Default: ``D ** -0.5``.
+
+    Raises:
+        ValueError: If shapes, dtypes or devices do not match, or ``rows`` is not positive.
+
+    Example:
+        >>> from ringtile.index import build_index
+        >>> from ringtile.patterns import Causal, Window
+        >>> q, k, v = torch.randn(3, 1, 2, 1000, 32, generator=torch.Generator().manual_seed(0)).unbind()
+        >>> report = audit(q, k, v, build_index(Causal() & Window(500), 1000, num_heads=2))
+        >>> report.recall.shape, 0.8 < report.mean < 1
+        (torch.Size([1, 2, 64]), True)
+    """
+    query, key, value = checked_tensors(query, key, value, enable_gqa=True)
+    (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
+    if (index.n_queries, index.n_keys) != (n_queries, n_keys) or index.device != query.device:
+        raise ValueError(f"index: {index!r} does not match {query.shape=}, {key.shape=} on {query.device}")
+    if type(rows) is not int or rows < 1:
+        raise ValueError(f"rows: expected a positive integer, got {rows!r}")
+    check_key_mask(key_mask, batch, n_keys)
+    if isinstance(reference, BlockIndex) and (reference.grid != index.grid or reference.device != index.device):
+        raise ValueError(f"reference: expected the lengths, block and device of {index!r}, got {reference!r}")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randperm(n_queries, generator=generator)[:rows].sort().values.to(query.device)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    finite = value.isfinite().all(3)
+    # A weight of 0 times infinity would be NaN.
+    safe, norms = (
+        x.repeat_interleave(heads // key.shape[1], 1) for x in (value.masked_fill(~finite[..., None], 0), value)
+    )
+    safe, norms = safe.to(wide), norms.to(wide).norm(dim=3)
+    keys = key.to(wide).repeat_interleave(heads // key.shape[1], 1)
+    found: list[tuple[Tensor, ...]] = []
+    for some in drawn.split(max(1, _SCORES // max(1, batch * heads * n_keys))):
+        allowed = _pairs(index, reference, some)
+        if key_mask is not None:
+            allowed = allowed & key_mask[:, None, None]
+        kept = index.keys_of(some) & allowed
+        scores = query[:, :, some].to(wide) @ keys.mT * scale
+        (exact, lse), (out, kept_lse) = (attend_scores(scores, pairs, safe) for pairs in (allowed, kept))
+        recall = (kept_lse - lse).exp().double().clamp(max=1).masked_fill(lse == -math.inf, math.nan)
+        largest = norms.unsqueeze(2).masked_fill(~allowed, 0).amax(3).double()
+        error, norm = (x.norm(dim=3).double() for x in (exact - out, exact))
+        # A row that sees a value without a number has no number either.
+        spoilt = recall.isnan() | largest.isnan() | largest.isinf()
+        figures = recall, error, norm, 2 * (1 - recall) * largest
+        found.append(tuple(x.masked_fill(spoilt, math.nan) for x in figures))
+    recall, error, norm, bound = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+    return QualityReport(drawn, recall, error, norm, bound)
+
+
+def _pairs(index: BlockIndex, reference: BlockIndex | Pattern | None, queries: Tensor) -> Tensor:
+    """Return the pairs of the reference in some rows, bool ``[B or 1, H or 1, R, Nk]``."""
+    if isinstance(reference, BlockIndex):
+        return reference.keys_of(queries)
+    position, key = (index.start + queries).unsqueeze(1), torch.arange(index.n_keys, device=index.device)
+    heads = index.group.shape[1] if reference is None or reference.num_heads is None else reference.num_heads
+    head = torch.arange(heads, device=index.device)[:, None, None]
+    return torch.stack(
+        [rule.allowed(head, position, key).expand(heads, len(queries), -1) for rule in _rules(index, reference)]
+    )
+
+
+def _rules(index: BlockIndex, reference: Pattern | None) -> Iterator[Pattern]:
+    if reference is None:
+        yield from index.envelopes
+    elif reference.batch_size is None:
+        yield reference
+    else:
+        yield from map(reference.batch_row, range(reference.batch_size))
+
+
+@lru_cache(4096)
+def _interval(count: int, total: int, confidence: float) -> tuple[float, float]:
+    """Return the exact confidence interval of a probability, from ``count`` of ``total`` draws.
+
+    >>> _interval(0, 59, 0.9)[1] < 0.05 < _interval(0, 58, 0.9)[1]
+    True
+    """
+    number = torch.arange(total + 1, dtype=torch.float64)
+    ways = math.lgamma(total + 1) - (number + 1).lgamma() - (total - number + 1).lgamma()
+
+    def at_most(most: int, probability: float) -> float:
+        """Return the probability of at most so many."""
+        if probability in (0.0, 1.0):
+            return float(probability == 0.0 or most >= total)
+        terms = ways + number * math.log(probability) + (total - number) * math.log1p(-probability)
+        return float(terms[: most + 1].exp().sum())
+
+    def solve(most: int, goal: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if at_most(most, middle) > goal else (low, middle)
+        return (low + high) / 2
+
+    tail = (1 - confidence) / 2
+    return (
+        0.0 if count == 0 else solve(count - 1, 1 - tail),
+        1.0 if count == total else solve(count, tail),
+    )

@@ -1,1 +1,0 @@
-"""Statistics and pictures of patterns."""

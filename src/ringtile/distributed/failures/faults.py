@@ -1,0 +1,335 @@
+"""Name the rank that fails: a handshake before data moves, and a watcher of heartbeats while it moves."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from hashlib import blake2b
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ringtile.distributed.failures.errors import PlanMismatch as PlanMismatch
+from ringtile.distributed.failures.errors import RankLost as RankLost
+from ringtile.distributed.failures.errors import difference, first_line, named
+from ringtile.distributed.failures.watcher import OPEN, Member, Watcher, aside, end_process, failure, settle
+from ringtile.distributed.process_groups import STORES, base_of, is_alone, store_of, timeout_of
+
+_PATIENCE = 0.5
+"""Seconds that the store's host waits, after a timeout, for the others to read why a handshake failed."""
+_SILENCE = 60.0
+"""Seconds without a heartbeat that lose a rank: libraries that load and large garbage collections stall for many."""
+_DIFFERS = 1 << 32
+"""What a rank whose facts are not those of the first to come adds to the count of ranks that came."""
+
+_members: weakref.WeakKeyDictionary[dist.ProcessGroup, Member] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_handshakes = 0
+
+
+def handshakes() -> int:
+    """Return the number of handshakes that this process took part in.
+
+    >>> before = handshakes()
+    >>> handshakes() - before
+    0
+    """
+    return _handshakes
+
+
+def agree(
+    group: dist.ProcessGroup | None,
+    name: str,
+    facts: Mapping[str, str | int | float],
+    timeout: float | None = None,
+) -> None:
+    """Compare facts with all ranks of a group through its store, without moving a tensor.
+
+    Every rank of the group makes the same calls, in the same order per name. A single rank and PyTorch's "fake" backend
+    return at once.
+
+    Args:
+        group: The process group. None: the default group.
+        name: Name of the handshake, for the message.
+        facts: The fields to compare, strings and numbers.
+        timeout: Seconds to wait for the other ranks. Default: the group's timeout.
+
+    Raises:
+        PlanMismatch: If facts differ, at every rank and with the same line: the ranks, the field and its values.
+        RankLost: If a rank does not come within the timeout, or the watcher knows that one is lost.
+        ValueError: If a fact is neither a string nor a number.
+    """
+    global _handshakes
+    group = _group(group)
+    if bad := {key: fact for key, fact in facts.items() if not isinstance(fact, str | int | float)}:
+        raise ValueError(f"facts: expected strings and numbers, got {bad}")
+    if is_alone(group):
+        return
+    member, store = _member(group), store_of(group)
+    with _lock:
+        _handshakes += 1
+    seconds = timeout_of(group) if timeout is None else timeout
+    count = member.counts[name] = member.counts.get(name, 0) + 1
+    watcher, place, size = member.watcher, f"{member.prefix}/{name}", len(member.ranks)
+    keys = [f"{place}/{count}/{rank}" for rank in range(size)]
+    text, came = json.dumps(dict(facts)), f"{place}/{count}/came"
+    digest = blake2b(json.dumps(dict(facts), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def gather() -> tuple[list[int], list[bytes]]:
+        """Return the ranks that do not come or, if facts differ, the facts of all."""
+        store.set(keys[member.me], text)
+        # If all agree, no rank reads the others' facts: with 1,024 ranks that is a gigabyte from one store.
+        differs = store.compare_set(f"{place}/{count}/digest", "", digest).decode() != digest
+        store.add(came, 1 + differs * _DIFFERS)
+        _until(lambda: int(store.get(came)) % _DIFFERS == size, seconds, size)
+        number = int(store.get(came))
+        missing = [] if number % _DIFFERS == size else [rank for rank in range(size) if not store.check([keys[rank]])]
+        if count > 1 and not missing:
+            # All ranks are here, so all have read the facts of the handshake before.
+            for ours in (member.me, "digest", "came") if member.me == 0 else (member.me,):
+                store.delete_key(f"{place}/{count - 1}/{ours}")
+        elif watcher:
+            member.find_host(store)
+        return missing, [] if missing or number == size else store.multi_get(keys)
+
+    try:
+        missing, texts = aside(gather, watcher, seconds + 2 * _PATIENCE) if watcher else gather()
+        if missing or texts:
+            # The ranks will fail. The host of the store must not go before the others have read why.
+            store.set(f"{keys[member.me]}/read", "")
+            if member.hosts and not (missing and watcher):
+                here = [f"{key}/read" for rank, key in enumerate(keys) if rank not in missing]
+                _until(lambda: store.check(here), _PATIENCE if missing else seconds, size)
+    except RankLost:
+        raise
+    except RuntimeError as error:
+        raise _lost(watcher, name, error) from error
+    if missing:
+        line = f"{named(member.ranks[rank] for rank in missing)} did not come to {name!r} within {seconds:g} s"
+        raise RankLost(watcher.publish(line) if watcher else line)
+    if texts and (differing := difference(dict(zip(member.ranks, map(json.loads, texts), strict=True)))):
+        raise PlanMismatch(f"{name}: {differing}")
+
+
+def watch(
+    group: dist.ProcessGroup | None = None,
+    *,
+    interval: float = 0.2,
+    silence: float | None = None,
+    exit_at_once: bool = False,
+) -> None:
+    """Watch the ranks of a group from a thread that keeps a heartbeat in the group's store.
+
+    Call it on every rank. A failure is a heartbeat that stops, the death of the store's host or an uncaught exception.
+    The first rank that notices one publishes one line, and every other rank prints it to stderr. `wait` then raises
+    `RankLost` with this line, and `verdict` returns it. A rank that ends without an error says goodbye and is not lost.
+
+    A rank can compute for minutes: its thread keeps the heartbeat. But a call in C++ that holds Python's global lock
+    for longer than ``silence`` looks like a dead rank, as does a machine that stops for so long. Set it longer than
+    your longest such call. If a connection breaks, a rank has ended, and one without a heartbeat for 2 seconds is lost.
+
+    A second call for the same group changes nothing. A group of one rank, of threads or of PyTorch's "fake" backend
+    needs no watcher.
+
+    Args:
+        group: The process group. Default: the default group.
+        interval: Seconds between heartbeats.
+        silence: Seconds without a heartbeat until a rank is lost, at least 2 intervals. Default: 60, or a quarter of
+            the group's timeout if that is less.
+        exit_at_once: End the process with status 1 after printing the line. Otherwise `wait` raises, and all other
+            calls of `torch.distributed` end by the group's timeout.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    if not 0 < interval or (silence is not None and not 2 * interval <= silence):
+        raise ValueError(f"silence: expected at least 2 intervals above 0, got {silence=}, {interval=}")
+    group = _group(group)
+    if is_alone(group) or isinstance(base_of(store_of(group)), STORES.HashStore):
+        return
+    member = _member(group)
+    if silence is None:
+        silence = max(2 * interval, min(_SILENCE, timeout_of(group) / 4))
+    with _lock:
+        if member.watcher is not None:
+            return
+        member.watcher = watcher = Watcher(group, member, interval, silence, exit_at_once)
+    # The group can go first, and with it the last reference to the store: the thread says goodbye before.
+    weakref.finalize(group, watcher.leave).atexit = False
+    watcher.at_exit = Finalize(None, partial(_leave_at_exit, watcher), exitpriority=100)
+    if not getattr(sys.excepthook, "publishes_failures", False):
+        sys.excepthook = _publishing(sys.excepthook)
+    watcher.start()
+
+
+def verdict(group: dist.ProcessGroup | None = None) -> str | None:
+    """Return the watcher's line about the rank that failed, or None if no failure is known.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    ...     print(verdict())
+    ...     dist.destroy_process_group()
+    None
+    """
+    watcher = _watcher(_group(group))
+    return None if watcher is None else watcher.verdict
+
+
+def publish_failure(group: dist.ProcessGroup | None, error: BaseException) -> None:
+    """Tell the other ranks of a group that this rank fails with an exception.
+
+    `watch` calls it for uncaught exceptions. Call it yourself if you catch an exception and give up. If a broken
+    connection caused the exception, the rank at the other end is to blame, and the call waits for the watcher to name
+    it.
+    """
+    group = _group(group)
+    watcher = _watcher(group)
+    if watcher is not None:
+        watcher.fail(error)
+    elif not is_alone(group) and not isinstance(error, PlanMismatch):
+        member, store = _member(group), store_of(group)
+        key = f"{member.prefix}/watch/verdict"
+        store.compare_set(key, "", OPEN)
+        settle(store, key, failure(member, error))
+
+
+def wait(work: dist.Work | None, group: dist.ProcessGroup | None, what: str) -> None:
+    """Wait for a collective, and raise within about a second if the watcher knows that a rank is lost.
+
+    On gloo it waits in steps and looks at the watcher in between. Sends and receives wait in a thread of their own,
+    since a timeout would close their connection. NCCL's ``wait`` does not block the host, which runs ahead of the
+    device: ``wait`` looks at the watcher before and after it. So a rank that waits for a device learns of a verdict in
+    its next call, if it returns at all: `watch` with ``exit_at_once`` ends it. The same holds if a group has several
+    backends, whose ``wait`` can block until PyTorch returns or raises. All ranks make the same waits in the same order:
+    the watcher counts them to find the rank that is late.
+
+    Args:
+        work: Result of a call with ``async_op=True``. None: this rank has no part in it, but counts the wait.
+        group: The process group that is watched, usually the one of the call. None: the default group.
+        what: Name of the data, for the message: "keys and values, forward".
+
+    Raises:
+        RankLost: If the work fails or a rank is lost, from PyTorch's exception.
+    """
+    group = _group(group)
+    watcher = _watcher(group)
+    try:
+        if watcher is not None:
+            watcher.wait(work, what)
+        elif work is not None:
+            work.wait()
+    except RuntimeError as error:
+        if not isinstance(error, RankLost):
+            if "gloo" not in dist.get_backend_config(group):
+                raise
+            named = _lost(watcher, what, error)
+            named.add_note(f"while waiting for {what}")
+            raise named from error
+        error.add_note(f"while waiting for {what}")
+        raise
+
+
+def first_nonfinite(x: Tensor, tile: int) -> tuple[int, int, int] | None:
+    """Return (batch element, head, tile) of the first tile of ``x`` ``[B, H, N, D]`` with a NaN or infinity, or None.
+
+    "First" is the lowest tile, then batch element, then head. ``tile`` is the number of tokens per tile. The call reads
+    ``x`` once, allocates nothing of its size, and synchronizes with a GPU.
+
+    >>> import torch
+    >>> x = torch.zeros(2, 4, 300, 16)
+    >>> x[1, 2, 150, 3] = torch.nan
+    >>> first_nonfinite(x, 64)
+    (1, 2, 2)
+    """
+    if x.dim() != 4 or tile < 1:
+        raise ValueError(f"x, tile: expected [B, H, N, D] and a positive number of tokens, got {x.shape=}, {tile=}")
+    if not x.numel():
+        return None
+    low, high = x.detach().aminmax()
+    if bool(low.isfinite() & high.isfinite()):
+        return None
+    low, high = x.detach().aminmax(dim=-1)
+    bad = ~(low.isfinite() & high.isfinite())
+    first = int(bad.any(0).any(0).nonzero()[0, 0]) // tile
+    element, head = bad[:, :, first * tile : (first + 1) * tile].any(-1).nonzero()[0].tolist()
+    return element, head, first
+
+
+def _until(done: Callable[[], bool], seconds: float, n_ranks: int) -> None:
+    """Wait until something is done, or for some seconds."""
+    end, pause = time.monotonic() + seconds, 0.0
+    # Not Store.wait: it logs each timeout, and Ctrl-C would wait for its end.
+    while not done() and time.monotonic() <= end:
+        # All ranks ask one store, so their pauses grow with their number.
+        pause = min(pause + 0.0005, 0.02 + 2e-5 * n_ranks)
+        time.sleep(pause)
+
+
+def _lost(watcher: Watcher | None, what: str, error: RuntimeError) -> RankLost:
+    line = watcher.blame(error) if watcher else None
+    if line is None and watcher:
+        # The rank at the other end can have left because of one that only another group watches.
+        line = next((other.verdict for other in _watchers() if other.verdict), None)
+    if line is None:
+        hint = "" if watcher else "; watch() on every rank tells which"
+        line = f"{what}: a rank is lost{hint}: {first_line(error)}"
+    return RankLost(line)
+
+
+def _publishing(previous: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an exception hook that calls another and then tells the other ranks."""
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
+        watchers = _watchers()
+        for watcher in watchers:
+            watcher.fail(error)
+            watcher.leave()
+        if any(watcher.exit_at_once for watcher in watchers):
+            end_process()
+
+    hook.publishes_failures = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _watchers() -> list[Watcher]:
+    return [member.watcher for member in list(_members.values()) if member.watcher]
+
+
+def _leave_at_exit(watcher: Watcher) -> None:
+    # multiprocessing calls no exception hook for its processes, but runs this while it handles the exception.
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = (error.__context__ or error) if error.code else None
+    if error is not None:
+        watcher.fail(error)
+    watcher.leave()
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("group: expected a process group, got None; call torch.distributed.init_process_group first")
+    return found
+
+
+def _member(group: dist.ProcessGroup) -> Member:
+    with _lock:
+        found = _members.get(group)
+        if found is None:
+            found = _members[group] = Member(group)
+    return found
+
+
+def _watcher(group: dist.ProcessGroup) -> Watcher | None:
+    with _lock:
+        member = _members.get(group)
+    return None if member is None else member.watcher

@@ -1,1 +1,0 @@
-"""Measuring: the benchmark, its peers and records, profiles, memory, and what the machine is."""

@@ -1,0 +1,1 @@
+"""Commands and what they measure, draw and predict. Nothing below imports this room."""

@@ -1,0 +1,366 @@
+"""Pictures of adaptive attention: its densities, its quality, and the tiles that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringtile.adaptive import Calibration, ControlReport, QualityReport, View, allocate
+from ringtile.index import BlockIndex, build_index
+from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
+from ringtile.tools.plot import axes_or_new, colors_on, mark_positions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROWS = 64
+"""Row tiles whose masses exist at once."""
+_MOST_NUMBERS = 400
+"""Most cells of a picture that numbers are written into."""
+
+_LABEL_INCHES = 0.5
+"""Height of the numbers and the label below an axis."""
+
+Curve = Mapping[float, float | Sequence[float]]
+"""A figure at each density, or several, one per seed."""
+
+
+def densities(
+    shown: BlockIndex | ControlReport | Calibration | Sequence[BlockIndex | ControlReport],
+    density: float | None = None,
+) -> Tensor:
+    """Return the density of each head, float64 ``[layers, heads]``: a mean over batch elements.
+
+    It is the tile density of a `BlockIndex`, the density that a `ControlReport` asks for, or the one that a
+    `Calibration` gives to a head if ``density`` is the mean. A sequence has one entry per layer. Raises ValueError if
+    ``density`` is missing for a calibration or given for anything else.
+
+    >>> from ringtile.patterns import Causal, Dense, per_head
+    >>> densities(build_index(per_head([Dense(), Causal()]), 256, num_heads=2)).tolist()
+    [[1.0, 0.75]]
+    """
+    if isinstance(shown, Calibration):
+        if density is None:
+            raise ValueError("density: expected the mean density of the calibration's heads, got None")
+        return torch.tensor(allocate(shown.curves, density), dtype=torch.float64)
+    if density is not None:
+        raise ValueError(f"density: only a Calibration needs one, got {density=} for {type(shown).__name__}")
+    layers = shown if isinstance(shown, Sequence) else [shown]
+    return torch.stack([_of_heads(layer) for layer in layers])
+
+
+def _of_heads(shown: BlockIndex | ControlReport) -> Tensor:
+    if isinstance(shown, ControlReport):
+        return shown.density.mean(0).double().cpu()
+    kept = shown.trimmed().tiles.sum((0, 2, 3)).double().cpu()
+    return kept * len(kept) / max(shown.allowed_tiles, 1)
+
+
+def plot_density(
+    shown: BlockIndex | ControlReport | Calibration | Sequence[BlockIndex | ControlReport],
+    ax: Axes | None = None,
+    *,
+    density: float | None = None,
+) -> Axes:
+    """Draw the density of each head: bars for one layer, an image of layers and heads for several.
+
+    ``shown``, ``density`` and the errors are those of `densities`. Small images have numbers in percent.
+    ``ax.images[0]`` is the image, for a color bar.
+
+    >>> from ringtile.patterns import Causal
+    >>> plot_density(build_index(Causal(), 256, num_heads=2)).get_ylabel()
+    'tile density'
+    """
+    found = densities(shown, density)
+    layers, heads = found.shape
+    ax = axes_or_new(ax)
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
+
+    colors = colors_on(ax)
+    ax.xaxis.set_major_locator(MaxNLocator(16, integer=True) if heads > 16 else FixedLocator(range(heads)))
+    ax.set_xlabel("head")
+    if layers == 1:
+        each, mean = found[0].tolist(), float(found.mean())
+        bars = ax.bar(range(heads), each, width=0.8, color=colors.series[0])
+        for bar, value in zip(bars, each, strict=True):
+            bar.set_color(colors.series[4] if value >= 1 else colors.series[0])
+        line = ax.axhline(mean, color=colors.series[1], linewidth=1.4, linestyle="--")
+        ax.set_ylim(0, 1)
+        ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.set_ylabel("tile density")
+        dense = [bar for bar, value in zip(bars, each, strict=True) if value >= 1]
+        _legend(ax, [line, *dense[:1]], [f"mean {mean:.1%}", "all tiles"][: 1 + len(dense)])
+        return ax
+    scale = LinearSegmentedColormap.from_list("ringtile", colors.shades)
+    ax.imshow(found.numpy(), cmap=scale, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    ax.yaxis.set_major_locator(MaxNLocator(min(layers, 16), integer=True))
+    ax.set_ylabel("layer")
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    if found.numel() <= _MOST_NUMBERS:
+        for layer, row in enumerate(found.tolist()):
+            for head, value in enumerate(row):
+                red, green, blue, _ = scale(value)
+                ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "#22272e"
+                ax.text(head, layer, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=_small(layers))
+    return ax
+
+
+def _small(rows: int) -> float:
+    return max(4.5, min(9.0, 180 / rows))
+
+
+def plot_recall(report: QualityReport, ax: Axes | None = None, *, target: float | None = None) -> Axes:
+    """Draw a histogram of the recall of audited rows, of all heads together.
+
+    Lines mark the mean, the recall that 5% of the rows do not reach, the worst head, and the ``target``, if given.
+
+    Raises ValueError if no row has a recall, because the reference keeps no keys.
+
+    >>> from ringtile.adaptive import audit
+    >>> from ringtile.patterns import Causal, Window
+    >>> q, k, v = torch.randn(3, 1, 2, 500, 16).unbind()
+    >>> plot_recall(audit(q, k, v, build_index(Causal() & Window(100), 500, num_heads=2))).get_xlabel()
+    'recall: part of the attention that is kept'
+    """
+    recall = report.recall[report.recall.isfinite()].flatten().cpu()
+    if not recall.numel():
+        raise ValueError(f"report: expected rows whose reference keeps keys, got {report.recall.shape=}, all NaN")
+    ax = axes_or_new(ax)
+    from matplotlib.ticker import PercentFormatter
+
+    colors = colors_on(ax)
+    lowest = min(float(recall.min()), report.worst_head, 1.0 if target is None else target)
+    low = max(0.0, min(0.9, int(lowest * 20) / 20))
+    ax.hist(recall.numpy(), bins=40, range=(low, 1), weights=[1 / len(recall)] * len(recall), color=colors.series[0])
+    marks = [
+        (report.mean, f"mean {report.mean:.1%}", colors.ink, "-"),
+        (report.p5, f"5% of the rows are below {report.p5:.1%}", colors.ink, ":"),
+        (report.worst_head, f"worst head {report.worst_head:.1%}", colors.series[1], "--"),
+    ]
+    if target is not None:
+        marks.append((target, f"target {target:.1%}", colors.series[4], "-."))
+    for place, label, color, style in marks:
+        ax.axvline(place, color=color, linestyle=style, linewidth=1.4, label=label)
+    ax.set_xlim(low, 1 + (1 - low) / 50)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(PercentFormatter(1, decimals=None))
+    ax.set_xlabel("recall: part of the attention that is kept")
+    ax.set_ylabel("rows")
+    _legend(ax, columns=2)
+    return ax
+
+
+def plot_quality(quality: Mapping[str, Curve], ax: Axes | None = None, *, speed: Curve | None = None) -> Axes:
+    """Draw quality against density, and speed if given, on an axis of its own at the right.
+
+    Args:
+        quality: Curves by name. A curve maps a density to the quality that is left, 1 for that of dense attention, or
+            to several of them. Then the line goes through their mean, and bars show their standard deviation.
+        ax: Where to draw. Default: a new figure.
+        speed: The time of dense attention over the time at a density, by density.
+
+    Returns:
+        The axes of the quality. ``ax.figure.axes[-1]`` are those of the speed.
+
+    Raises:
+        ValueError: If there is no curve, a curve is empty, or a density is not above 0 and at most 1.
+
+    Example:
+        >>> plot_quality({"default": {0.1: [0.91, 0.93], 0.25: [0.98, 0.99]}}, speed={0.1: 3.0, 0.25: 2.0}).get_xlabel()
+        'tile density'
+    """
+    curves = [*quality.values(), *([] if speed is None else [speed])]
+    places = sorted({place for curve in curves for place in curve})
+    if not quality or not all(curves) or not all(0 < place <= 1 for place in places):
+        raise ValueError(f"quality, speed: expected curves of densities above 0, at most 1, got {quality=}, {speed=}")
+    ax = axes_or_new(ax)
+    from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+
+    colors = colors_on(ax)
+    ax.set_xscale("log")
+    lines = []
+    for number, (name, curve) in enumerate(quality.items()):
+        color = colors.series[number % len(colors.series)]
+        lines.append(_line(ax, curve, color=color, marker="osD^vP"[number % 6], markersize=5, label=name))
+    ax.grid(True, axis="y", color=colors.faint)
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    ax.xaxis.set_major_locator(FixedLocator(places))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    ax.set_xlabel("tile density")
+    ax.set_ylabel("quality, relative to dense attention")
+    if speed is not None:
+        right = ax.twinx()
+        ink = right.xaxis.label.get_color()
+        lines.append(_line(right, speed, color=ink, linestyle="--", linewidth=1.2, label="speed (right)"))
+        right.set_ylim(bottom=0)
+        right.spines["right"].set_visible(True)
+        right.set_ylabel("speed, relative to dense attention")
+        right.yaxis.set_major_formatter("{x:g}x")
+        right.tick_params(which="minor", bottom=False)
+    names = [*quality, *([] if speed is None else ["speed (right)"])]
+    _legend(ax, lines, names)
+    return ax
+
+
+def _line(ax: Axes, curve: Curve, **style: Any) -> Any:
+    places = sorted(curve)
+    values = [torch.as_tensor(curve[place], dtype=torch.float64).flatten() for place in places]
+    means = [float(value.mean()) for value in values]
+    spread = [float(value.std()) if len(value) > 1 else 0.0 for value in values]
+    return ax.errorbar(places, means, yerr=spread if any(spread) else None, capsize=3, **style)
+
+
+def plot_attention(
+    query: Tensor,
+    key: Tensor,
+    index: BlockIndex,
+    ax: Axes | None = None,
+    *,
+    head: int = 0,
+    batch: int = 0,
+    reference: Pattern | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Axes:
+    """Draw the exact attention of a head, tile by tile, and the outline of the tiles that an index keeps.
+
+    The color of a tile is the part of its rows' attention that its keys get, by dense attention of all queries. So the
+    cost is that of a head of dense attention.
+
+    Args:
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
+        index: The kept pairs.
+        ax: Where to draw. Default: a new figure.
+        head: Head to draw.
+        batch: Batch element to draw.
+        reference: The pairs of exact attention. Default: the causal and document rules of the index.
+        key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
+        scale: Factor for the scores. Default: ``D ** -0.5``.
+
+    Returns:
+        The axes. ``ax.images[0]`` is the image, for a color bar.
+
+    Raises:
+        ValueError: If the shapes do not match, or if ``head`` or ``batch`` is out of range.
+
+    Example:
+        >>> from ringtile.adaptive import select
+        >>> q, k = torch.randn(2, 1, 4, 512, 16).unbind()
+        >>> plot_attention(q, k, select(q, k, is_causal=True, block=32), head=3).get_ylabel()
+        'query position'
+    """
+    masses = tile_masses(query, key, index, head=head, batch=batch, reference=reference, key_mask=key_mask, scale=scale)
+    groups = index.group.shape
+    kept = index.trimmed().tiles[batch if groups[0] > 1 else 0, head if groups[1] > 1 else 0].cpu()
+    ax = axes_or_new(ax)
+    from matplotlib.collections import LineCollection
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+    colors = colors_on(ax)
+    top = index.first_row * index.block
+    ax.imshow(
+        masses.cpu().numpy(),
+        cmap=LinearSegmentedColormap.from_list("ringtile", colors.shades),
+        # The square root makes the small masses visible that are most of the tiles.
+        norm=PowerNorm(0.5, vmin=0.0, vmax=1.0, clip=True),
+        extent=(0, index.n_cols * index.block, top + index.n_rows * index.block, top),
+        interpolation="nearest",
+    )
+    width = max(0.4, min(1.4, 60 / max(kept.shape)))
+    lines = _outlines(kept, index.block, top)
+    ax.add_collection(LineCollection(lines, colors=colors.series[1], linewidths=width, clip_on=False))
+    mark_positions(ax, index)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return ax
+
+
+def tile_masses(
+    query: Tensor,
+    key: Tensor,
+    index: BlockIndex,
+    *,
+    head: int = 0,
+    batch: int = 0,
+    reference: Pattern | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the exact attention of a head by tile, float32 ``[R, C]``: the mean over the queries of a row of tiles.
+
+    Arguments and errors are those of `plot_attention`. A row sums to 1, or less if some of its queries see no keys.
+
+    >>> q, k = torch.randn(2, 1, 1, 256, 16).unbind()
+    >>> from ringtile.patterns import Dense
+    >>> tile_masses(q, k, build_index(Dense(), 256)).sum(1).allclose(torch.ones(2))
+    True
+    """
+    shapes = (query.shape, key.shape, index.n_queries, index.n_keys)
+    if query.dim() != 4 or key.dim() != 4 or shapes[2:] != (query.shape[2], key.shape[2]):
+        raise ValueError(f"index: {index!r} does not match {query.shape=}, {key.shape=}")
+    if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3] or len(query) != len(key):
+        raise ValueError(f"key: expected [B, Hkv, Nk, D] with Hkv that divides H, got {query.shape=}, {key.shape=}")
+    for name, number, size in (("head", head, query.shape[1]), ("batch", batch, len(query))):
+        if not 0 <= number < size:
+            raise ValueError(f"{name}: expected one of {size}, got {number}")
+    if reference is None:
+        reference = index.envelopes[batch if len(index.envelopes) > 1 else 0]
+    elif reference.batch_size is not None:
+        reference = reference.batch_row(batch)
+    rule = for_heads(reference, (head,), query.shape[1])
+    base = build_index(
+        rule, index.n_queries, index.n_keys, start=index.start, num_heads=1, block=index.block, device=query.device
+    )
+    key_head = head * key.shape[1] // query.shape[1]
+    q, k = query[batch : batch + 1, head : head + 1], key[batch : batch + 1, key_head : key_head + 1]
+    mask = None if key_mask is None else key_mask[batch : batch + 1]
+    view, found = View(q, k, base, mask, scale), torch.zeros(index.n_rows, index.n_cols, device=query.device)
+    tokens = torch.arange(index.n_queries, device=query.device)
+    row = index.row_of(tokens)
+    for some in tokens.split(_ROWS * index.block):
+        found.index_add_(0, row[some], view.exact_masses(some.unsqueeze(1))[0, 0])
+    return found / row.bincount(minlength=index.n_rows).clamp(min=1).unsqueeze(1)
+
+
+def _outlines(kept: Tensor, block: int, top: int) -> list[list[tuple[int, int]]]:
+    """Return the sides between kept tiles and others, as lines in positions."""
+    inside = torch.nn.functional.pad(kept.int(), (1, 1, 1, 1))
+    lines = []
+    for is_down, changes in ((True, inside.diff(dim=1)[1:-1]), (False, inside.diff(dim=0)[:, 1:-1].T)):
+        # One line for each run of sides.
+        runs = torch.nn.functional.pad((changes != 0).int().T, (1, 1)).diff(dim=1)
+        begins, ends = ((runs == sign).nonzero().tolist() for sign in (1, -1))
+        for (at, first), (_, last) in zip(begins, ends, strict=True):
+            low, high = first * block, last * block
+            if is_down:
+                lines.append([(at * block, low + top), (at * block, high + top)])
+            else:
+                lines.append([(low, at * block + top), (high, at * block + top)])
+    return lines
+
+
+def _legend(ax: Axes, *what: Any, columns: int = 3) -> None:
+    """Draw the legend below the axes and their label, where it hides nothing and leaves room for a title."""
+    from matplotlib.transforms import ScaledTranslation
+
+    below = ScaledTranslation(0, -_LABEL_INCHES, ax.figure.dpi_scale_trans)
+    ax.legend(
+        *what,
+        loc="upper left",
+        bbox_to_anchor=(0.0, 0.0),
+        bbox_transform=ax.transAxes + below,
+        borderaxespad=0,
+        ncols=columns,
+        labelcolor=colors_on(ax).ink,
+        frameon=False,
+        fontsize=9,
+    )

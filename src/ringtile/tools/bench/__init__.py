@@ -1,0 +1,443 @@
+"""`ringtile bench`: sparse attention and its baselines on the same problems, correctness first, then time."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from ringtile.kernels.native.peak import peak_rates
+from ringtile.kernels.select import NAMES
+from ringtile.patterns import parse
+from ringtile.tools.bench.peers import Attention, Case, Peer, all_peers
+from ringtile.tools.bench.roofline import limit_ms, passes_of
+from ringtile.tools.bench.suites import PATTERNS, SUITES, TOKENS, Task, case_of, suite
+from ringtile.tools.exact import Exact
+from ringtile.tools.machine import busy_warning, commit, machine_facts, versions
+from ringtile.tools.progress import Progress
+from ringtile.tools.record import (
+    BOTH,
+    DENSE,
+    DIRECTIONS,
+    DTYPES,
+    FORWARD,
+    OURS,
+    Record,
+    Row,
+    break_even,
+    slower_rows,
+    write_whole,
+)
+from ringtile.tools.units import count
+
+CLOCK, CLOCK_SECONDS = "fma_float32", 0.004
+"""The rate measured between rounds, and for how long: it tells how much of the processor was free."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 200
+SAMPLE_SECONDS = 1e-3
+"""Shorter calls are repeated until a sample takes this long."""
+SLOW_SECONDS = 3.0
+"""A baseline other than dense is left out if its call takes longer."""
+MEMORY_SECONDS = 1.0
+"""The memory of a baseline, which costs one more call, is measured if a call takes no longer."""
+
+
+@dataclass
+class _Entrant:
+    """A peer in one case and direction, and its row so far."""
+
+    peer: Peer
+    row: Row
+    attention: Attention | None = None
+    """None if the row has a reason."""
+    seconds: list[float] = field(default_factory=list)
+
+    def leave_out(self, reason: str) -> None:
+        self.row, self.attention = replace(self.row, reason=reason), None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def blank_row(case: Case, direction: str, peer: str) -> Row:
+    """Return a row without results."""
+    shared = {f.name for f in fields(Row)} & {f.name for f in fields(Case)}
+    sizes = {name: getattr(case, name) for name in shared}
+    sizes |= {"pattern": case.pattern.text or case.asked, "device": str(case.device)}
+    sizes["dtype"] = str(case.dtype).removeprefix("torch.")
+    return Row(**sizes, direction=direction, peer=peer, density=0.0, tile_density=0.0, ideal=None)
+
+
+def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attention | str]) -> _Entrant:
+    """Prepare a peer and check its result. If it must not be timed, its row gets the reason."""
+    case, index = exact.case, exact.case.index
+    row = replace(blank_row(case, direction, peer.name), density=index.density, tile_density=index.tile_density)
+    entrant = _Entrant(peer, replace(row, ideal=1 / index.density if index.density else None))
+    if peer.name not in prepared:
+        try:
+            prepared[peer.name] = "; ".join(peer.unsupported(case)) or peer.prepare(case)
+        except RuntimeError as failure:
+            prepared[peer.name] = f"cannot be prepared: {_first_line(failure)}"
+    attention = prepared[peer.name]
+    if isinstance(attention, str):
+        entrant.leave_out(attention)
+        return entrant
+    try:
+        out, grads = exact.run(attention, direction, exact.rows_grad)
+    except RuntimeError as failure:
+        device = "a CPU" if case.device.type == "cpu" else f"{case.device}"
+        entrant.leave_out(f"cannot {'run' if direction == FORWARD else 'train'} on {device}: {_first_line(failure)}")
+        return entrant
+    error, bound = max(exact.errors(peer.computes(case), out, grads)), exact.bound(peer.computes(case), direction)
+    entrant.row = replace(entrant.row, error=error if math.isfinite(error) else None, error_bound=bound)
+    entrant.attention = attention
+    if error > bound:
+        entrant.leave_out(f"wrong: error {error:.1e}, over {bound:.1e}")
+    elif peer.name == OURS and (reason := exact.holes(out)):
+        entrant.leave_out(reason)
+    return entrant
+
+
+def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Return the mean seconds of a call."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / repeats
+
+
+def _time(
+    entrants: list[_Entrant],
+    exact: Exact,
+    direction: str,
+    seconds: float,
+    rounds: int,
+    slow_seconds: float,
+    rates: Mapping[str, float],
+) -> float | None:
+    """Call the admitted peers in turn, round after round, and start each round with another one.
+
+    Returns the clock of these rounds (`Row.clock`), or None without ``rates``.
+    """
+    device, calls, ticks = exact.case.device, [], []
+    for entrant in entrants:
+        if entrant.attention is None:
+            continue
+        call = partial(exact.run, entrant.attention, direction, exact.grad)
+        took = seconds_of(call, 1, device)
+        if took > slow_seconds and entrant.peer.name not in (OURS, DENSE):
+            entrant.leave_out(f"one call took {took:.1f} s, timed up to {slow_seconds:.0f} s")
+            continue
+        if took <= MEMORY_SECONDS or entrant.peer.name == OURS:
+            peaks = exact.peaks(entrant.attention, direction)
+            entrant.row = replace(entrant.row, peak_forward_bytes=peaks.forward, peak_backward_bytes=peaks.backward)
+        calls.append((entrant, call, max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9))))))
+    began, done = time.perf_counter(), 0
+    while calls and (done < rounds or (done < MAX_ROUNDS and time.perf_counter() - began < seconds)):
+        for place in range(len(calls)):
+            entrant, call, repeats = calls[(place + done) % len(calls)]
+            entrant.seconds.append(seconds_of(call, repeats, device))
+        if CLOCK in rates:
+            ticks.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
+        done += 1
+    return statistics.median(ticks) / rates[CLOCK] if ticks else None
+
+
+def _timed_row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, float], clock: float | None) -> Row:
+    """Return the row with the work of the call, its limit and, if it was timed, its times."""
+    passes = passes_of(case, direction, entrant.peer)
+    # Other processes take a share of the vector units, but not of the memory bandwidth.
+    paced = {name: rate if name == "read" or clock is None else rate * clock for name, rate in rates.items()}
+    operations = sum(work.operations for work in passes) if passes else None
+    row = replace(entrant.row, operations=operations, limit_ms=limit_ms(passes, paced), clock=clock)
+    if not (times := [1e3 * seconds for seconds in entrant.seconds]):
+        return row
+    low, *_, high = statistics.quantiles(times * 2 if len(times) == 1 else times, n=5, method="inclusive")
+    return replace(row, median_ms=statistics.median(times), low_ms=low, high_ms=high, rounds=len(times))
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Compute with this many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(
+    case: Case,
+    peers: Sequence[Peer],
+    *,
+    directions: Sequence[str] = DIRECTIONS,
+    seconds: float = 1.0,
+    rounds: int = MIN_ROUNDS,
+    slow_seconds: float = SLOW_SECONDS,
+    seed: int = 0,
+    rates: Mapping[str, float] = MappingProxyType({}),
+) -> Iterator[list[Row]]:
+    """Measure one case, and yield the rows of each direction: every peer's, with times or the reason without.
+
+    No peer is timed if ringtile is wrong. The rounds of a direction take ``seconds``, and are at least ``rounds``. A
+    baseline other than dense is left out if its call takes more than ``slow_seconds``. ``rates`` are the processor's
+    (`peak_rates`), for the limits.
+    """
+    exact = Exact(case, seed, trains=BOTH in directions)
+    prepared: dict[str, Attention | str] = {}
+    for direction in directions:
+        clock = None
+        with _threads(case.threads):
+            entrants = [_admit(peer, exact, direction, prepared) for peer in peers]
+            wrong = [entrant.row.reason for entrant in entrants if entrant.peer.name == OURS and entrant.row.reason]
+            if wrong:
+                for entrant in entrants:
+                    entrant.leave_out(entrant.row.reason or f"not timed, because {OURS} is not right here: {wrong[0]}")
+            else:
+                clock = _time(entrants, exact, direction, seconds, rounds, slow_seconds, rates)
+            rows = [_timed_row(case, direction, entrant, rates, clock) for entrant in entrants]
+        dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
+        yield [
+            replace(row, speedup=dense / row.median_ms) if dense is not None and row.median_ms is not None else row
+            for row in rows
+        ]
+
+
+def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of a task among others, in order, or none if one is missing."""
+    found = {(row.asked, row.problem): row for row in rows}
+    blanks = [blank_row(task.case, direction, peer.name) for direction in task.directions for peer in task.peers]
+    mine = [found.get((blank.asked, blank.problem)) for blank in blanks]
+    return [row for row in mine if row is not None] if None not in mine else []
+
+
+def blank_record(seed: int, seconds: float) -> Record:
+    """Return a record without rows, with the facts about this machine."""
+    return Record(seed, seconds, commit(), versions(), machine_facts(), (), warning=busy_warning())
+
+
+def run_bench(
+    tasks: Sequence[Task],
+    *,
+    seconds: float = 1.0,
+    seed: int = 0,
+    command: str | None = None,
+    before: Sequence[Row] = (),
+    report: Callable[[list[Row]], None] = lambda rows: None,
+    save: Callable[[Record], None] = lambda record: None,
+) -> Record:
+    """Measure all tasks. Ctrl-C ends it with the rows so far.
+
+    ``report`` receives the rows of each task, and ``save`` the record so far, marked as interrupted. ``seconds`` is how
+    long the rounds of one case and direction take. Tasks that are whole in ``before`` are not measured again.
+    """
+    counts = {task.case.threads or torch.get_num_threads() for task in tasks}
+    # What other processes do, before this one computes.
+    record = blank_record(seed, seconds)
+    peaks = {str(number): peak_rates(threads=number) for number in sorted(counts)}
+    record = replace(record, interrupted=True, peaks=peaks, command=command)
+    known = [rows_in(task, before) for task in tasks]
+    # The work of a call grows with the square of the length, and every case has a constant cost.
+    works = [0.0 if old else 1.0 + (task.case.queries / 2048) ** 2 for task, old in zip(tasks, known, strict=True)]
+    progress, began = Progress(), time.monotonic()
+    try:
+        for done, (task, old) in enumerate(zip(tasks, known, strict=True)):
+            if old:
+                record = replace(record, rows=(*record.rows, *old))
+                continue
+            so_far = sum(works[:done])
+            # Before the first case has ended, the time that its rounds and those of the others take at least.
+            left = sum(len(task.directions) for task, old in zip(tasks, known, strict=True) if not old) * seconds
+            left = sum(works[done:]) / so_far * (time.monotonic() - began) if so_far else left
+            progress.show(f"case {done + 1} of {len(tasks)}: {task.case.asked}, N {task.case.n_tokens:,}", left)
+            rates = peaks[str(task.case.threads or torch.get_num_threads())]
+            case, peers, directions = task.case, task.peers, task.directions
+            found: list[Row] = []
+            try:
+                for rows in measure(case, peers, directions=directions, seconds=seconds, seed=seed, rates=rates):
+                    found += rows
+            finally:
+                progress.clear()
+                record = replace(record, rows=(*record.rows, *found))
+                if found:
+                    report(found)
+            save(record)
+    except KeyboardInterrupt:
+        return record
+    return replace(record, interrupted=False)
+
+
+def wrong_rows(record: Record) -> list[Row]:
+    """Return ringtile's rows without a time: wrong results, or none at all."""
+    return [row for row in record.rows if row.peer == OURS and row.median_ms is None]
+
+
+def _table(rows: list[Row]) -> Iterator[str]:
+    """Write the rows of one case as text."""
+    first = rows[0]
+    yield (
+        f"{first.pattern}  N {first.n_tokens:,}  B{first.batch} {first.sizes}  "
+        f"density {first.density:.1%}, of tiles {first.tile_density:.1%}"
+        + ("" if first.ideal is None else f", ideal {first.ideal:.1f}x")
+    )
+    for row in rows:
+        if row.median_ms is None:
+            yield f"  {row.peer:<13}{row.direction:<17}{row.reason}"
+            continue
+        ratio = "" if row.speedup is None else f"{row.speedup:.2f}x"
+        memory = f"  {row.memory}" if row.memory else ""
+        limit = "" if row.of_limit is None else f"  {row.of_limit:.0%} of the limit"
+        yield (
+            f"  {row.peer:<13}{row.direction:<17}{row.median_ms:>10.3f} ms  [{row.low_ms:.3f}, {row.high_ms:.3f}]"
+            f"{ratio:>9}  error {row.error:.1e}{memory}{limit}" + "".join(f"  ! {doubt}" for doubt in row.doubts)
+        )
+
+
+def _break_even_lines(record: Record) -> Iterator[str]:
+    found = break_even(record.rows)
+    if found:
+        yield "Break-even (the smallest N from which ringtile is not slower than dense):"
+    for row in found:
+        at = f"N {row.n_tokens:,}" if row.n_tokens is not None else f"not up to N {row.measured[-1]:,}"
+        yield f"  {row.asked:<40} {row.dtype:<9} {row.direction:<17} {at}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ringtile bench``."""
+    others = [peer.name for peer in all_peers() if peer.name not in (OURS, DENSE)]
+    add = parser.add_argument
+    add("patterns", nargs="*", metavar="PATTERN", default=PATTERNS, help=f"patterns (default: {'; '.join(PATTERNS)})")
+    lengths = " ".join(map(str, TOKENS))
+    add("--tokens", type=count, nargs="+", default=TOKENS, metavar="N", help=f"sequence lengths (default: {lengths})")
+    add("--density", type=float, nargs="+", metavar="P", help="set each pattern's free parameter to reach these")
+    add("--batch", type=count, default=1, metavar="B", help="batch size (default: 1)")
+    add("--heads", type=count, default=4, metavar="H", help="number of heads (default: 4)")
+    add("--head-dim", type=count, default=64, metavar="D", help="head dim (default: 64)")
+    add("--dtype", nargs="+", default=["float32"], choices=DTYPES, help="dtypes (default: float32)")
+    add("--direction", nargs="+", default=DIRECTIONS, choices=DIRECTIONS, help="directions (default: both)")
+    add(
+        "--peers", nargs="*", default=others, choices=others, metavar="NAME", help=f"besides dense: {', '.join(others)}"
+    )
+    add("--backend", choices=NAMES, help="backend of ringtile (default: automatic)")
+    add("--device", default="cpu", metavar="DEVICE", help="device (default: cpu)")
+    add(
+        "--seconds", type=float, default=0.3, metavar="S", help="time to measure each case and direction (default: 0.3)"
+    )
+    add("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
+    add("--suite", choices=SUITES, help="the cases of a record of docs/benchmarks.md, instead of the arguments above")
+    add("--json", metavar="PATH", help="write the record; - prints it to standard output instead of the table")
+    add("--resume", action="store_true", help="with --json PATH: keep the cases that the file has, measure the others")
+    add("--against", type=Path, metavar="RECORD", help="fail if ringtile became slower, as a ratio to dense")
+    add("--max-slowdown", type=float, default=1.15, metavar="X", help="with --against (default: 1.15)")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device: {_first_line(error)}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected an available device, got {name!r}")
+    return device
+
+
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    sizes = {"batch": args.batch, "head_dim": args.head_dim, "device": _device(args.device)}
+    for text in args.patterns:
+        heads = parse(text).num_heads or args.heads
+        for name in [f"{text} at {density:g}" for density in args.density or []] or [text]:
+            for dtype in args.dtype:
+                for n_tokens in sorted(args.tokens):
+                    yield case_of(name, n_tokens, heads=heads, dtype=getattr(torch, dtype), **sizes)
+
+
+def _tasks(args: argparse.Namespace) -> list[Task]:
+    if args.seconds < 0 or args.max_slowdown < 1:
+        raise ValueError(f"expected --seconds >= 0 and --max-slowdown >= 1, got {args.seconds}, {args.max_slowdown}")
+    if args.suite is None:
+        peers = tuple(peer for peer in all_peers(args.backend) if peer.name in (OURS, DENSE, *args.peers))
+        return [Task(case, peers, tuple(args.direction)) for case in _cases(args)]
+    if args.patterns != PATTERNS:
+        raise ValueError(f"--suite: {args.suite} has its own patterns, got {args.patterns}")
+    return suite(args.suite, args.backend)
+
+
+def _read(option: str, path: Path) -> Record:
+    try:
+        return Record.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{option}: {str(path)!r}: {error}") from None
+
+
+def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...]:
+    """Return the rows that `--resume` finds. Raises ValueError if they were measured in another way."""
+    if not args.resume:
+        return ()
+    if path is None:
+        raise ValueError("--resume: expected --json PATH, too")
+    if not path.exists():
+        return ()
+    record = _read("--resume", path)
+    here = blank_record(args.seed, args.seconds)
+    for name in ("seed", "seconds", "commit", "versions", "machine"):
+        if getattr(record, name) != getattr(here, name):
+            was, now = getattr(record, name), getattr(here, name)
+            raise ValueError(f"--resume: {str(path)!r} has {name} {was}, here it is {now}")
+    return record.rows
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write. Return 0, 1 if ringtile is wrong or slower than ``--against`` allows, 130 on Ctrl-C.
+
+    Raises:
+        ValueError: If an argument is invalid, before any measurement.
+    """
+    tasks = _tasks(args)
+    before = None if args.against is None else _read("--against", args.against)
+    json_path = None if args.json in (None, "-") else Path(args.json)
+    if json_path is not None and not json_path.parent.is_dir():
+        raise ValueError(f"--json: expected a file in an existing folder, got {args.json!r}")
+    kept = _rows_to_keep(json_path, args)
+
+    def report(rows: list[Row]) -> None:
+        if args.json != "-":
+            print(*_table(rows), sep="\n", flush=True)
+
+    def save(record: Record) -> None:
+        if json_path is not None:
+            write_whole(json_path, record.to_json())
+
+    if (warning := busy_warning()) is not None:
+        print(warning, file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
+    options = {"seconds": args.seconds, "seed": args.seed, "command": args.command}
+    record = run_bench(tasks, **options, before=kept, report=report, save=save)
+    if args.json == "-":
+        print(record.to_json())
+    else:
+        print(*_break_even_lines(record), sep="\n")
+        if doubtful := sum(bool(row.doubts) for row in record.rows):
+            print(f"{doubtful} of {len(record.rows)} rows are doubtful (!). Measure again on a machine that is idle.")
+        save(record)
+    complaints = [f"{row.pattern}, N {row.n_tokens}, {row.direction}: {row.reason}" for row in wrong_rows(record)]
+    if before is not None:
+        complaints += slower_rows(record, before, args.max_slowdown)
+    for complaint in complaints:
+        print(f"ringtile bench: {complaint}", file=sys.stderr)
+    if record.interrupted:
+        return 130
+    return 1 if complaints else 0

@@ -1,0 +1,229 @@
+"""The peers of a benchmark: ringtile, and the other ways to compute the same attention in PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringtile.functional import sparse_attention
+from ringtile.index import BlockIndex, build_index
+from ringtile.index.flex import to_block_mask
+from ringtile.patterns import Causal, Dense, Pattern
+from ringtile.patterns.facts import sees_no_future
+from ringtile.tools.record import DENSE, OURS
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A function of q, k and v ``[B, H, N, D]`` that returns an output of the same shape."""
+
+MASK_PAIRS = 1 << 28
+"""The largest dense mask. With PyTorch's float copy it takes 1.25 GiB in float32."""
+SPARSE_PAIRS = 1 << 20
+"""The most pairs for `torch.sparse`, which takes about 3 microseconds per kept pair, forward and backward."""
+FLEX_TOKENS = 2048
+DENSE_PAIRS = 1 << 32
+"""The most pairs for dense attention over all heads, about half a minute per call."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: a pattern at one length, and the sizes of the tensors."""
+
+    asked: str
+    """The pattern as requested."""
+    pattern: Pattern
+    n_tokens: int
+    batch: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    block: int = 128
+    kv_heads: int | None = None
+    """Default: as many as heads."""
+    n_queries: int | None = None
+    """The number of queries, which are the last tokens. Default: all tokens."""
+    threads: int | None = None
+    """Default: as many as torch has."""
+
+    @cached_property
+    def index(self) -> BlockIndex:
+        """The tiles of the pattern at this length."""
+        sizes = {"num_heads": self.heads, "batch": self.batch, "block": self.block}
+        return build_index(self.pattern, self.queries, self.n_tokens, **sizes, device=self.device)
+
+    @property
+    def key_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def queries(self) -> int:
+        """The number of queries."""
+        return self.n_tokens if self.n_queries is None else self.n_queries
+
+    @property
+    def dense_pattern(self) -> Pattern:
+        """The dense attention to compare with: causal if the pattern is."""
+        return Causal() if sees_no_future(self.pattern) else Dense()
+
+
+class Peer:
+    """One way to compute attention. By default it supports every case and keeps the pairs of the pattern."""
+
+    name: str
+    """The name in its rows."""
+
+    def unsupported(self, case: Case) -> list[str]:
+        """Return the reasons why it does not support a case; none if it does."""
+        return []
+
+    def computes(self, case: Case) -> Pattern:
+        """Return the pairs that it keeps."""
+        return case.pattern
+
+    def prepare(self, case: Case) -> Attention:
+        """Build what depends only on the pattern and the lengths, and return the attention."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Ringtile(Peer):
+    """`sparse_attention`."""
+
+    backend: str | None = None
+    name: str = OURS
+
+    def prepare(self, case: Case) -> Attention:
+        pattern = case.pattern if case.block == 128 else case.index
+        return lambda q, k, v: sparse_attention(q, k, v, pattern, backend=self.backend, enable_gqa=True)
+
+
+@dataclass(frozen=True)
+class SdpaDense(Peer):
+    """PyTorch's dense attention, causal if the pattern is. It computes more pairs than the pattern keeps."""
+
+    name: str = DENSE
+
+    def unsupported(self, case: Case) -> list[str]:
+        reasons = []
+        pairs = case.batch * case.heads * case.queries * case.n_tokens
+        if pairs > DENSE_PAIRS:
+            reasons.append(f"computes {pairs:,} pairs, timed up to {DENSE_PAIRS:,}")
+        if isinstance(case.dense_pattern, Causal) and case.queries not in (1, case.n_tokens):
+            reasons.append("its causal mask needs as many queries as keys")
+        return reasons
+
+    def computes(self, case: Case) -> Pattern:
+        return case.dense_pattern
+
+    def prepare(self, case: Case) -> Attention:
+        # A single query is the last token: it attends to all keys.
+        causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
+        gqa = case.key_heads != case.heads
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+
+
+@dataclass(frozen=True)
+class SdpaMask(Peer):
+    """PyTorch's dense attention with the pattern as a bool mask."""
+
+    name: str = "sdpa-mask"
+
+    def unsupported(self, case: Case) -> list[str]:
+        pairs = case.index.n_groups * case.queries * case.n_tokens
+        return [] if pairs <= MASK_PAIRS else [f"its mask has {pairs:,} pairs, timed up to {MASK_PAIRS:,}"]
+
+    def prepare(self, case: Case) -> Attention:
+        mask, gqa = case.index.to_dense(), case.key_heads != case.heads
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+
+
+@dataclass(frozen=True)
+class FlexAttention(Peer):
+    """FlexAttention, compiled separately for each pattern and length: with dynamic shapes it is slower, or fails."""
+
+    name: str = "flex"
+
+    def unsupported(self, case: Case) -> list[str]:
+        reasons = []
+        if case.n_tokens < FLEX_TOKENS:
+            reasons.append(f"takes seconds to compile for each length, timed from N {FLEX_TOKENS} up")
+        if case.dtype == torch.float64 and case.device.type == "cpu":
+            reasons.append("does not support float64 on a CPU")
+        return reasons
+
+    def prepare(self, case: Case) -> Attention:
+        return compiled_flex(case, to_block_mask(case.index))
+
+
+def compiled_flex(case: Case, mask: Any, options: Any = None) -> Attention:
+    """Return FlexAttention compiled for one block mask, with options for its kernel."""
+    from torch._dynamo import config, reset
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Beyond its limit of compilations, torch would run it uncompiled, as a dense matmul.
+    reset()
+    config.fail_on_recompile_limit_hit = True
+    compiled = torch.compile(flex_attention, dynamic=False)
+    gqa = case.key_heads != case.heads
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=options)
+
+
+@dataclass(frozen=True)
+class TorchSparse(Peer):
+    """`torch.sparse` in CSR form, one head at a time: sampled matmul, softmax over the entries of a row, matmul."""
+
+    name: str = "torch.sparse"
+
+    def unsupported(self, case: Case) -> list[str]:
+        reasons = []
+        kept = case.index.kept_pairs * (case.batch * case.heads // case.index.group.numel())
+        if kept > SPARSE_PAIRS:
+            reasons.append(f"keeps {kept:,} pairs over all heads, timed up to {SPARSE_PAIRS:,}")
+        if case.index.n_groups * case.queries * case.n_tokens > MASK_PAIRS:
+            reasons.append(f"reads its entries from a dense mask of up to {MASK_PAIRS:,} pairs")
+        if case.dtype not in (torch.float32, torch.float64):
+            reasons.append(f"its sampled matmul supports float32 and float64, got {case.dtype}")
+        return reasons
+
+    def prepare(self, case: Case) -> Attention:
+        kept = case.index.to_dense().expand(case.batch, case.heads, -1, -1).flatten(0, 1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            entries = [mask.to(case.dtype).to_sparse_csr() for mask in kept]
+        rows = [mask.nonzero()[:, 0] for mask in kept]
+        groups = case.heads // case.key_heads
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+            heads = zip(entries, rows, *(x.flatten(0, 1) for x in (q, k, v)), strict=True)
+            with torch.sparse.check_sparse_tensor_invariants(False):
+                return torch.stack([_csr_attention(*head) for head in heads]).view_as(q)
+
+        return run
+
+
+def _csr_attention(csr: Tensor, row: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    sampled = torch.sparse.sampled_addmm(csr, q, k.mT, beta=0.0, alpha=q.shape[-1] ** -0.5)
+    scores = sampled.values()
+    highest = scores.new_full((len(q),), -torch.inf).scatter_reduce(0, row, scores.detach(), "amax")
+    weights = (scores - highest[row]).exp()
+    total = weights.new_zeros(len(q)).index_add(0, row, weights)
+    share = torch.sparse_csr_tensor(csr.crow_indices(), csr.col_indices(), weights / total[row], csr.shape)
+    return share @ v
+
+
+def all_peers(backend: str | None = None) -> list[Peer]:
+    """Return ringtile, with this backend, and all baselines.
+
+    >>> [peer.name for peer in all_peers()]
+    ['ringtile', 'dense', 'sdpa-mask', 'flex', 'torch.sparse']
+    """
+    return [Ringtile(backend), SdpaDense(), SdpaMask(), FlexAttention(), TorchSparse()]

@@ -1,0 +1,137 @@
+"""`ringtile doctor`: versions, devices, and for each backend the reasons against it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ringtile.index import cache_info
+from ringtile.kernels import fa4
+from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.self_test import TileReport, check_tiles
+from ringtile.kernels.select import backend_report, before_native
+from ringtile.kernels.triton import MEASURED_ON
+from ringtile.tools.machine import machine_facts, versions
+
+OLD_IMPORT_PATH = "dilated_attention_pytorch"
+
+
+def old_import_path() -> str:
+    """Return which distribution ``import dilated_attention_pytorch`` would load, without importing it."""
+    found = importlib.util.find_spec(OLD_IMPORT_PATH)
+    if found is None or found.origin is None:
+        return "not installed"
+    if b"ringtile.compat" in Path(found.origin).read_bytes():
+        return "provided by ringtile.compat"
+    return f"taken by another project, {found.origin}: import ringtile.compat instead, or uninstall that project"
+
+
+def diagnosis() -> dict[str, Any]:
+    """Return everything that ``ringtile doctor`` prints.
+
+    The native entries (the dtypes of each instruction set, the one that computes float32 in parts if it may, the reason
+    for the choice, the reasons against other sets, the OpenMP runtime) are None without the library.
+
+    >>> diagnosis()["backends"]["reference"]
+    []
+    """
+    names = ("native_isa", "native_isa_parts", "native_isa_reason", "native_isa_missing", "native_runtime")
+    native: dict[str, Any] = dict.fromkeys(names)
+    if not reason_against():
+        dtypes: dict[str, list[str]] = {}
+        for dtype, isa in library().choice.by_dtype.items():
+            dtypes.setdefault(isa.name, []).append(str(dtype).removeprefix("torch."))
+        found = library()
+        parts = found.choice.parts.name if found.choice.parts else None
+        facts = (dtypes, parts, found.choice.reason, found.missing, found.runtime)
+        native = dict(zip(names, facts, strict=True))
+    return {
+        "versions": versions(),
+        "machine": machine_facts(),
+        "backends": dict(backend_report()),
+        "triton_measured_on": MEASURED_ON or None,
+        "dense_before_native": [str(dtype).removeprefix("torch.") for dtype in before_native()],
+        **native,
+        "index_cache": cache_info()._asdict(),
+        OLD_IMPORT_PATH: old_import_path(),
+    }
+
+
+def _detail(name: str, found: dict[str, Any]) -> str:
+    """Return the text after "available" of a backend."""
+    if name == "native":
+        sets = "; ".join(f"{isa} for {', '.join(dtypes)}" for isa, dtypes in (found["native_isa"] or {}).items())
+        if isa := found["native_isa_parts"]:
+            sets += f"; {isa} for float32 in parts if torch.set_float32_matmul_precision allows it"
+        why = f" ({found['native_isa_reason']})" if found["native_isa_reason"] else ""
+        runtime = found["native_runtime"]
+        return (
+            f", {sets}{why}, {f'threads by {runtime}' if runtime else 'one thread: torch has loaded no OpenMP runtime'}"
+        )
+    if name == "dense" and found["dense_before_native"]:
+        return f", before native for {' and '.join(found['dense_before_native'])} (AMX)"
+    if name == "triton":
+        measured = found["triton_measured_on"]
+        return f", measured on {measured}" if measured else ", not measured on a GPU yet"
+    return ", only if you name it" if name in ("flash", "fa4") else ""
+
+
+def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each line. A name that would repeat is empty."""
+    for name, version in found["versions"].items():
+        yield name, version or "not installed"
+    for name, fact in found["machine"].items():
+        for number, text in enumerate(fact if isinstance(fact, list) else [fact]):
+            yield name.replace("_", " ") if number == 0 else "", str(text)
+    for name, reasons in found["backends"].items():
+        told = f"not available: {'; '.join(reasons)}" if reasons else f"available{_detail(name, found)}"
+        yield f"backend {name}", told
+    for isa, reason in (found["native_isa_missing"] or {}).items():
+        yield f"instruction set {isa}", f"not used: {reason}"
+    yield OLD_IMPORT_PATH, found[OLD_IMPORT_PATH]
+    yield "index cache", f"up to {found['index_cache']['limit'] / 2**20:.0f} MiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ringtile doctor``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="also test the processor's tiles (AMX) for a second, and compile and test FlashAttention 4 for minutes",
+    )
+
+
+def _told(report: TileReport) -> str:
+    if report.reason:
+        return f"nothing to test: {report.reason}"
+    told = f"{report.wrong} of {report.sums} sums in tiles are wrong, in {report.threads} threads"
+    return told + (": this machine loses tiles, set RINGTILE_CPU=avx512" if report.wrong else "")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis; return 0, or 1 if the self-test finds something wrong."""
+    found = diagnosis()
+    if not args.self_test:
+        _print(found, [], args.json)
+        return 0
+    report, against = check_tiles(), fa4.reason_against()
+    wrong = "" if against else fa4.self_test()
+    of_fa4 = f"nothing to test: {against}" if against else wrong or "matches float64"
+    tests = {"self_test": report._asdict(), "self_test_fa4": of_fa4}
+    _print({**found, **tests}, [("self-test", _told(report)), ("self-test fa4", of_fa4)], args.json)
+    return 1 if report.wrong or wrong else 0
+
+
+def _print(found: dict[str, Any], tests: list[tuple[str, str]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    lines = [*_lines(found), *tests]
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        print(f"{name:{width}}  {text}")

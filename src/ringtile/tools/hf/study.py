@@ -1,0 +1,253 @@
+"""The measurement of one model: the check, the losses, and interleaved times with peak memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ringtile.patterns import Pattern
+from ringtile.tools.bench import seconds_of
+from ringtile.tools.hf import check
+from ringtile.tools.hf.check import EAGER, FLOAT32_BOUND, LOW_PRECISION, RINGTILE, gradients, switch, training_loss
+from ringtile.tools.hf.models import Loaded
+from ringtile.tools.memory import peak_memory
+from ringtile.tools.progress import Progress
+from ringtile.tools.units import bytes_text, duration_text
+
+PREFILL, TRAINING = "prefill", "training"
+SDPA = "sdpa"
+
+
+@dataclass
+class Check:
+    """A comparison with eager attention in float32."""
+
+    what: str
+    tokens: int
+    dtype: str
+    error: float
+    """Relative L2 error: the largest of the logits of one token, or of all gradients together."""
+    bound: float
+
+
+@dataclass
+class Timing:
+    """The times of one pass."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    """Beyond weights and results."""
+    reason: str = ""
+    """Why there are no times."""
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass
+class Entrant:
+    """An attention implementation in the model, and its results."""
+
+    peer: str
+    pattern: str | None = None
+    checks: list[Check] = field(default_factory=list)
+    loss: float | None = None
+    same_tokens: int | None = None
+    """How many tokens of greedy decoding come before the first that differs from eager attention's."""
+    greedy_tokens: int | None = None
+    reason: str = ""
+    """Why it is left out."""
+    passes: dict[str, Timing] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.peer if self.pattern is None else f"{self.peer}, --pattern"
+
+
+class Study:
+    """Measures a model with its own mask, and with ``pattern`` if there is one."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        pattern: Pattern | None,
+        dtype: torch.dtype,
+        peers: Sequence[str],
+        passes: Sequence[str],
+        rounds: int,
+    ) -> None:
+        self.loaded, self.pattern, self.dtype, self.passes, self.rounds = loaded, pattern, dtype, passes, rounds
+        self.model = loaded.model
+        config = self.model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.heads: int = config.num_attention_heads
+        self.layers: int = config.num_hidden_layers
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.title = (
+            f"{loaded.name}: {type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters, "
+            f"{self.layers} layers, {self.heads} heads"
+        )
+        self.checked_tokens = check.tokens_for_eager(loaded.ids.shape[1], self.heads)
+        self.entrants = [Entrant(peer) for peer in peers] + [Entrant(RINGTILE)]
+        if pattern is not None:
+            self.entrants.append(Entrant(RINGTILE, repr(pattern)))
+
+    @property
+    def ours(self) -> list[Entrant]:
+        """Ringtile with the model's own mask, and with the pattern."""
+        return [entrant for entrant in self.entrants if entrant.peer == RINGTILE]
+
+    @property
+    def complaints(self) -> list[str]:
+        """Return a line for each wrong result of ringtile."""
+        return [f"{entrant.name}: {entrant.reason}" for entrant in self.ours if entrant.reason]
+
+    def _pattern(self, entrant: Entrant) -> Pattern | None:
+        return None if entrant.pattern is None else self.pattern
+
+    def _switch(self, entrant: Entrant) -> None:
+        switch(self.model, entrant.peer, self._pattern(entrant))
+
+    @contextmanager
+    def _refusals(self, entrant: Entrant, into: Entrant | Timing) -> Iterator[None]:
+        """Keep the reason of a baseline that fails. Ringtile's own errors are raised."""
+        try:
+            yield
+        except (RuntimeError, ValueError, ImportError, TypeError, AttributeError) as error:
+            if entrant.peer == RINGTILE:
+                raise
+            into.reason = str(error).strip().partition("\n")[0] or type(error).__name__
+
+    def run(self, progress: Progress) -> None:
+        """Check, then measure. If ringtile is wrong, nothing is timed."""
+        self._check(progress)
+        if self.complaints:
+            return
+        self._losses(progress)
+        self._greedy(progress)
+        if PREFILL in self.passes:
+            self._measure(PREFILL, self._prefill, None, progress)
+        if TRAINING in self.passes:
+            forward, backward = partial(training_loss, self.model, self.loaded.ids), partial(gradients, self.model)
+            self._measure(TRAINING, forward, backward, progress)
+
+    def _check(self, progress: Progress) -> None:
+        # The reference has the rounded weights, so that only the arithmetic differs.
+        self.model.to(self.dtype)
+        for entrant in self.ours:
+            for found in self._checks(entrant, progress):
+                entrant.checks.append(found)
+                progress.say(
+                    f"{entrant.name}: {found.what} of {found.tokens:,} of {self.loaded.ids.shape[1]:,} tokens "
+                    "against eager attention: "
+                    f"error {found.error:.1e}, bound {found.bound:.1e}, {found.dtype}"
+                )
+                if found.error > found.bound:
+                    entrant.reason = f"wrong: error {found.error:.1e} of the {found.what}, over {found.bound:.1e}"
+                    break
+
+    def _checks(self, entrant: Entrant, progress: Progress) -> Iterator[Check]:
+        ids = self.loaded.ids[:, : self.checked_tokens]
+        # For its backward pass, eager attention keeps the scores of all layers.
+        few = ids[:, : check.tokens_for_eager(ids.shape[1], self.heads * self.layers)]
+        at = check.checked_positions(ids.shape[1], self.vocab_size)
+        computed: list[tuple[str, int, Callable[[], list[Tensor]], Callable[[list[Tensor], list[Tensor]], float]]] = [
+            ("logits", len(at), lambda: [check.logits(self.model, ids, at)], check.worst_error)
+        ]
+        if TRAINING in self.passes:
+            call = partial(check.training_gradients, self.model, few)
+            computed.append(("gradients", few.shape[1], call, check.gradient_error))
+        expected: dict[str, list[Tensor]] = {}
+        # A wrong mask that the rounding of the dtype hides shows in float32.
+        for dtype in dict.fromkeys((torch.float32, self.dtype)):
+            self.model.to(dtype)
+            for what, tokens, compute, error_of in computed:
+                progress.show(f"check the {what} of {entrant.name}")
+                with check.eager_masks(self._pattern(entrant), self.heads):
+                    switch(self.model, EAGER)
+                    eager = compute()
+                reference = expected.setdefault(what, eager)
+                self._switch(entrant)
+                error = error_of(compute(), reference)
+                bound = max(FLOAT32_BOUND, LOW_PRECISION * error_of(eager, reference))
+                yield Check(what, tokens, str(dtype).removeprefix("torch."), error, bound)
+
+    def _losses(self, progress: Progress) -> None:
+        for entrant in self.entrants:
+            progress.show(f"loss with {entrant.name}")
+            with self._refusals(entrant, entrant):
+                self._switch(entrant)
+                entrant.loss, n_last = check.loss(self.model, self.loaded.ids, self.vocab_size)
+                progress.say(f"{entrant.name}: loss {entrant.loss:.6f}, mean of {n_last:,} tokens")
+
+    def _greedy(self, progress: Progress) -> None:
+        for entrant in self.ours:
+            progress.show(f"greedy decoding with {entrant.name}")
+            with check.eager_masks(self._pattern(entrant), self.heads):
+                switch(self.model, EAGER)
+                expected = check.greedy(self.model, self.loaded.ids)
+            self._switch(entrant)
+            equal = (check.greedy(self.model, self.loaded.ids) == expected).cumprod(0)
+            entrant.same_tokens, entrant.greedy_tokens = int(equal.sum()), len(expected)
+            same = f"{entrant.same_tokens} of {entrant.greedy_tokens}"
+            progress.say(f"{entrant.name}: greedy decoding: the first {same} tokens are those of eager attention")
+
+    @torch.no_grad()
+    def _prefill(self) -> Tensor:
+        ids = self.loaded.ids
+        found: Tensor = self.model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1).logits
+        return found
+
+    def _measure(
+        self,
+        name: str,
+        forward: Callable[[], Tensor],
+        backward: Callable[[Tensor], list[Tensor]] | None,
+        progress: Progress,
+    ) -> None:
+        def call() -> None:
+            out = forward()
+            if backward is not None:
+                backward(out)
+
+        ready: list[tuple[Entrant, Timing]] = []
+        for entrant in self.entrants:
+            timing = entrant.passes.setdefault(name, Timing(reason=entrant.reason))
+            if timing.reason:
+                continue
+            progress.show(f"{name} with {entrant.name}: memory")
+            with self._refusals(entrant, timing):
+                self._switch(entrant)
+                peaks = peak_memory(forward, backward, self.loaded.ids.device)
+                timing.peak_bytes = max(peaks.forward, peaks.backward or 0)
+                ready.append((entrant, timing))
+        for done in range(self.rounds):
+            for place in range(len(ready)):
+                entrant, timing = ready[(place + done) % len(ready)]
+                progress.show(f"{name} with {entrant.name}: round {done + 1} of {self.rounds}")
+                self._switch(entrant)
+                timing.seconds.append(seconds_of(call, 1, self.loaded.ids.device))
+        self._say(name, progress)
+
+    def _say(self, name: str, progress: Progress) -> None:
+        progress.say(f"{name}: median of {self.rounds} interleaved rounds [least, most]; peak beyond weights")
+        base = next((e.passes[name].median for e in self.entrants if e.peer == SDPA), None)
+        for entrant in self.entrants:
+            timing = entrant.passes[name]
+            if timing.median is None:
+                progress.say(f"  {entrant.name:<20}{timing.reason}")
+                continue
+            assert timing.peak_bytes is not None
+            ratio = "" if base is None else f"{base / timing.median:.2f}x"
+            span = f"[{duration_text(min(timing.seconds))}, {duration_text(max(timing.seconds))}]"
+            progress.say(
+                f"  {entrant.name:<20}{duration_text(timing.median):>9}  {span:<20}{ratio:>7}"
+                f"{bytes_text(timing.peak_bytes):>12}"
+            )

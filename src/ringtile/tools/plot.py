@@ -1,0 +1,296 @@
+"""Pictures of patterns and curves, by matplotlib, which is imported on use and needs no display."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.index import BlockIndex
+from ringtile.index.tiles import unpack_words
+from ringtile.tools.units import count_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+
+BLUE, LIGHT_BLUE, ORANGE, GREY, RED = "#1f5f99", "#7fb0d8", "#d9772b", "#9aa1a9", "#b3362d"
+_INK = "#22272e"
+
+_STYLE: Any = {
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": "#b8bdc4",
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": False,
+    "grid.color": "#e6e8eb",
+    "text.color": _INK,
+    "xtick.color": "#4a5059",
+    "ytick.color": "#4a5059",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "savefig.dpi": 150,
+}
+
+_DARK_STYLE: Any = _STYLE | {
+    "figure.facecolor": "#1b1e24",
+    "axes.facecolor": "#1b1e24",
+    "axes.edgecolor": "#5b626c",
+    "axes.labelcolor": "#d5d9df",
+    "grid.color": "#333942",
+    "text.color": "#d5d9df",
+    "xtick.color": "#aab1bb",
+    "ytick.color": "#aab1bb",
+}
+
+_PATTERN_COLORS = ("#f3f4f6", "#cfe0f0", "#7fb0d8", "#2f73ad", "#123f6d")
+_CHUNK_TILES = 64
+
+
+class Colors(NamedTuple):
+    """Colors that can be read on the background of some axes."""
+
+    ink: str
+    faint: str
+    series: tuple[str, ...]
+    """Lines and bars, the most important first."""
+    shades: tuple[str, ...]
+    """A scale that begins near the background."""
+
+
+_LIGHT = Colors(_INK, "#e6e8eb", (BLUE, ORANGE, "#3b8a5a", "#8a5aa8", RED, "#6b7280"), _PATTERN_COLORS)
+_DARK = Colors(
+    "#d5d9df",
+    "#333942",
+    ("#6cb0ea", "#f0954a", "#6cc492", "#bd93d8", "#ef7d76", "#9aa1a9"),
+    ("#262b33", "#1f4468", "#2f73ad", "#6cb0ea", "#d3e8fb"),
+)
+
+
+def colors_on(ax: Axes) -> Colors:
+    """Return the colors for axes on a light or a dark background."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(ax.get_facecolor())
+    return _LIGHT if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else _DARK
+
+
+def missing_matplotlib() -> str | None:
+    """Return the reason why no picture can be drawn, or None."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        return f"matplotlib cannot be imported ({error}); pip install matplotlib"
+    return None
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float, *, dark: bool = False) -> Iterator[Figure]:
+    """Yield a figure of `width` by `height` inches, and write it whole to `path` at the end of the block.
+
+    With ``dark``, the ink is light and the background dark.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    if path.suffix not in FORMATS:
+        raise ValueError(f"path: expected a file name ending in {', '.join(FORMATS)}, got {str(path)!r}")
+    with matplotlib.rc_context(_DARK_STYLE if dark else _STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A picture that is only half written must not replace a whole one.
+        part = path.with_name(f".{path.name}.part")
+        try:
+            figure.savefig(part, format=path.suffix[1:], bbox_inches="tight", pad_inches=0.15)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def axes_or_new(ax: Axes | None) -> Axes:
+    """Return the axes, or the axes of a new figure, which needs no display. Raises ImportError without matplotlib."""
+    if ax is not None:
+        return ax
+    if reason := missing_matplotlib():
+        raise ImportError(reason)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        return Figure(layout="constrained").add_subplot()
+
+
+def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int = 512) -> tuple[Tensor, int]:
+    """Return the share of kept pairs in square cells of the query-key plane, at most `pixels` cells per side.
+
+    Returns float32 ``[rows, columns]`` and the number of positions per side of a cell, a divisor or a multiple of the
+    block. Cells begin at tile boundaries. The first row contains the first query, the last row and column contain the
+    last query and key, and a cell that the lengths cut counts only the pairs that exist.
+
+    >>> from ringtile.index import build_index
+    >>> from ringtile.patterns import Causal, Window
+    >>> shares, side = occupancy(build_index(Causal() & Window(4096), 1 << 20), pixels=256)
+    >>> tuple(shares.shape), side
+    ((256, 256), 4096)
+    """
+    groups = index.group.cpu()
+    group = int(groups[batch if len(groups) > 1 else 0, head if groups.shape[1] > 1 else 0])
+    rows, columns, block = index.n_rows, index.n_cols, index.block
+    number, state = (part.cpu() for part in index.entries())
+    slot = number // max(columns, 1)
+    here = slot // max(rows, 1) == group
+    row, column, state = (slot % max(rows, 1))[here], (number % max(columns, 1))[here], state[here]
+
+    cuts = 1
+    while cuts < block and max(rows, columns) * cuts * 2 <= pixels:
+        cuts *= 2
+    merged = -(-max(rows, columns, 1) // pixels)
+    side, high, wide = block // cuts * merged, -(-rows * cuts // merged), -(-columns * cuts // merged)
+    skipped = index.start - index.first_row * block
+    query = torch.arange(rows * block).view(rows, block)
+    query_kinds, query_kind = _kinds((query >= skipped) & (query < skipped + index.n_queries))
+    key_kinds, key_kind = _kinds(torch.arange(columns * block).view(columns, block) < index.n_keys)
+
+    kept, part = torch.zeros(high * wide), torch.arange(cuts)
+    for i, queries in enumerate(query_kinds):
+        for j, keys in enumerate(key_kinds):
+            mine = (query_kind[row] == i) & (key_kind[column] == j)
+            down = (row[mine].unsqueeze(1) * cuts + part) // merged
+            across = (column[mine].unsqueeze(1) * cuts + part) // merged
+            cell = down.unsqueeze(2) * wide + across.unsqueeze(1)
+            pairs = _pooled(index.bits.cpu(), queries.unsqueeze(1) & keys, cuts)[state[mine]]
+            kept.index_add_(0, cell.flatten(), pairs.flatten())
+    tall = torch.bincount(torch.arange(skipped, skipped + index.n_queries) // side, minlength=high)
+    pairs = tall.unsqueeze(1) * torch.bincount(torch.arange(index.n_keys) // side, minlength=wide)
+    shares = (kept.view(high, wide) / pairs)[skipped // side :]
+    return shares[: int((tall > 0).sum()), : -(-index.n_keys // side)].contiguous(), side
+
+
+def _kinds(inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct rows of a bool tensor ``[tiles, block]``, and the number of the row of each tile."""
+    kinds, kind = torch.unique(inside, dim=0, return_inverse=True)
+    return kinds, kind
+
+
+def _pooled(bits: Tensor, inside: Tensor, cuts: int) -> Tensor:
+    """Count the kept pairs inside, in ``cuts x cuts`` parts of each tile of the table and, last, of a full tile."""
+    block = len(inside)
+    tables = [unpack_words(some, block) & inside for some in bits.split(_CHUNK_TILES)]
+    # The state of a full tile is -1: it finds the last entry.
+    return torch.cat(
+        [table.view(-1, cuts, block // cuts, cuts, block // cuts).float().sum((2, 4)) for table in [*tables, inside]]
+    )
+
+
+def plot_pattern(
+    index: BlockIndex, ax: Axes | None = None, *, head: int = 0, batch: int = 0, pixels: int = 512
+) -> Axes:
+    """Draw the kept pairs of a pattern: queries down, keys across.
+
+    The picture has at most `pixels` cells per side for any length. The color of a cell is its share of kept pairs.
+    ``ax.images[0]`` is the image, for a color bar.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+    ax = axes_or_new(ax)
+    shares, side = occupancy(index, head=head, batch=batch, pixels=pixels)
+    first = index.first_row * index.block
+    top = first + (index.start - first) // side * side
+    ax.imshow(
+        shares.numpy(),
+        cmap=LinearSegmentedColormap.from_list("ringtile", _PATTERN_COLORS),
+        # The square root makes a window of a thousand tokens visible in a million.
+        norm=PowerNorm(0.5, vmin=0.0, vmax=1.0, clip=True),
+        extent=(0, shares.shape[1] * side, top + shares.shape[0] * side, top),
+        interpolation="nearest",
+    )
+    mark_positions(ax, index)
+    # A few global tokens among a million are one cell wide: a frame would hide them.
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return ax
+
+
+def mark_positions(ax: Axes, index: BlockIndex) -> None:
+    """Label the queries of an index down, and its keys across."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+
+    ax.set_xlim(0, max(index.n_keys, 1))
+    ax.set_ylim(index.start + max(index.n_queries, 1), index.start)
+    longest = max(index.n_queries, index.n_keys, 1)
+    for axis in (ax.xaxis, ax.yaxis):
+        doubling = 2 ** max(0, (longest // 3).bit_length() - 1)
+        axis.set_major_locator(MultipleLocator(doubling) if longest >= 1024 else MaxNLocator(4, integer=True))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
+    ax.set_xlabel("key position")
+    ax.set_ylabel("query position")
+
+
+def plot_traffic(traffic: Tensor, ax: Axes | None = None, *, pixels: int = 256) -> Axes:
+    """Draw who sends how much to whom: senders down, receivers across, from bytes int64 ``[P, P]``.
+
+    The picture has at most `pixels` cells per side. The color of a cell is the most MiB of its pairs of ranks.
+    ``ax.images[0]`` is the image, for a color bar.
+    """
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+    from matplotlib.ticker import MultipleLocator
+
+    ax = axes_or_new(ax)
+    n_ranks = len(traffic)
+    merged = -(-n_ranks // pixels)
+    cells = torch.nn.functional.pad(traffic, (0, -n_ranks % merged) * 2)
+    most = cells.unflatten(1, (-1, merged)).unflatten(0, (-1, merged)).amax((1, 3)) / 2**20
+    ax.imshow(
+        most.numpy(),
+        cmap=LinearSegmentedColormap.from_list("ringtile", _PATTERN_COLORS),
+        norm=PowerNorm(0.5, vmin=0.0, vmax=float(most.max()) or 1.0),
+        extent=(0, len(cells), len(cells), 0),
+        interpolation="nearest",
+    )
+    ax.set_xlim(0, n_ranks)
+    ax.set_ylim(n_ranks, 0)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MultipleLocator(2 ** max(0, (n_ranks // 3).bit_length() - 1)))
+    ax.set_xlabel("receiving rank")
+    ax.set_ylabel("sending rank")
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return ax
+
+
+def grouped_bars(
+    ax: Axes,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    colors: Sequence[str],
+    texts: Mapping[str, str],
+) -> None:
+    """Draw one group of bars per label, with one bar per series.
+
+    ``texts`` are the formats of the numbers above the bars of each series. An empty format writes no numbers.
+    """
+    width = 0.82 / len(series)
+    for number, ((name, heights), color) in enumerate(zip(series.items(), colors, strict=True)):
+        places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(labels))]
+        bars = ax.bar(places, heights, width=0.93 * width, color=color, label=name)
+        if texts[name]:
+            ax.bar_label(bars, [texts[name].format(height) for height in heights], fontsize=7, padding=2)
+    ax.set_xticks(range(len(labels)), labels)
+    ax.tick_params(axis="x", length=0)
+    ax.grid(True, axis="y")

@@ -1,0 +1,202 @@
+"""Figures of a machine for predictions of `ringtile plan`, measured on processes with one thread each.
+
+Links: messages of several sizes, from each process to the next at the same time, fitted by alpha + bytes / beta
+(Hockney, 1994). Attention, copies and calls: all processes at once, because cores that share a cache slow each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ringtile.functional import sparse_attention
+from ringtile.index import build_index
+from ringtile.patterns import Causal, Window
+from ringtile.tools.machine import machine_facts
+from ringtile.tools.predict.hardware import Hardware, Sizes, flops_per_pair
+from ringtile.tools.predict.work import MAX_RANKS
+
+_SIZES = [1 << bits for bits in range(10, 23, 2)]
+"""Bytes of a message, from 1 KiB to 4 MiB."""
+
+_SECONDS = 120
+
+
+class Figures(NamedTuple):
+    """Measured figures, the same at every process of the group."""
+
+    alpha: float
+    beta: float
+    flops: float
+    memory: float
+    call: float
+
+    def hardware(
+        self, name: str, assumption: str, *, ranks_per_node: int, processors: int, has_trees: bool
+    ) -> Hardware:
+        """Return hardware whose links all have these figures."""
+        return Hardware(
+            name,
+            assumption,
+            ranks_per_node,
+            self.alpha,
+            self.beta,
+            self.alpha,
+            self.beta,
+            processors,
+            has_trees,
+            self.flops,
+            self.memory,
+            self.call,
+        )
+
+
+def fit_link(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Fit (bytes, seconds) by alpha + bytes / beta, with the least sum of squared relative errors.
+
+    Alpha is at least 1 ns. Raises ValueError if larger messages are not slower.
+
+    >>> alpha, beta = fit_link([(1000, 0.002), (3000, 0.004)])
+    >>> round(alpha, 6), round(beta)
+    (0.001, 1000000)
+    """
+    size, seconds = torch.tensor(samples, dtype=torch.float64).T
+    terms = torch.stack([1 / seconds, size / seconds], 1)
+    alpha, per_byte = torch.linalg.lstsq(terms, torch.ones_like(seconds)[:, None]).solution.flatten().tolist()
+    if per_byte <= 0:
+        raise ValueError(f"samples: expected larger messages to take longer, got {list(samples)}")
+    return max(alpha, 1e-9), 1 / per_byte
+
+
+def median_seconds(function: Callable[[], object], rounds: int) -> float:
+    """Return the median time of a call, after one that is not counted."""
+    times = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def measure_figures(rounds: int = 7, device: torch.device | None = None) -> Figures:
+    """Measure with the default process group, on a device. Every process gets the same figures."""
+    device = device or torch.device("cpu")
+    size, samples = dist.get_world_size(), []
+    rank = dist.get_rank()
+    for count in _SIZES:
+        sent, received = torch.zeros(2, count, dtype=torch.uint8, device=device).unbind()
+        to, of = ([count * (other == (rank + step) % size) for other in range(size)] for step in (1, -1))
+
+        def send(x: torch.Tensor = sent, y: torch.Tensor = received, to: list[int] = to, of: list[int] = of) -> None:
+            dist.all_to_all_single(y, x, of, to)
+            _settle(device)
+
+        samples.append(median_seconds(send, rounds))
+    slowest = torch.tensor(samples, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    alpha, beta = fit_link(list(zip(_SIZES, slowest.tolist(), strict=True)))
+    rates = torch.tensor(_rates(rounds, device), dtype=torch.float64, device=device)
+    dist.all_reduce(rates)
+    flops, memory, call = (rates / size).tolist()
+    # Processes that share a processor take turns.
+    turns = max(1.0, size / processors_of(device))
+    return Figures(alpha, beta, flops * turns, memory * turns, call / turns)
+
+
+def processors_of(device: torch.device) -> int:
+    """Return how many processors of a kind this machine has."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    cores = machine_facts()["cores"]
+    assert isinstance(cores, int)
+    return cores
+
+
+def _rates(rounds: int, device: torch.device) -> tuple[float, float, float]:
+    """Return the rates of attention and copies and the time of a small call, of this process among the others."""
+    pattern, sizes = Causal() & Window(1024), Sizes(2, 2, 64)
+    n_tokens, dtype = 8192, torch.float32 if device.type == "cpu" else torch.bfloat16
+
+    def train(n: int) -> None:
+        q, k, v = (torch.zeros(1, 2, n, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+        sparse_attention(q, k, v, pattern).sum().backward()
+        _settle(device)
+
+    flops = build_index(pattern, n_tokens).tile_pairs(1, 2) * sum(flops_per_pair(sizes))
+    dist.barrier()
+    small = median_seconds(lambda: train(1), rounds)
+    source = torch.zeros(1 << 25, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        _settle(device)
+
+    dist.barrier()
+    copied = median_seconds(copy, rounds)
+    dist.barrier()
+    return flops / median_seconds(lambda: train(n_tokens), rounds), 2 * source.nbytes / copied, small / 2
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure_machine() -> Hardware:
+    """Measure this machine with up to 8 processes that exchange over gloo. All ranks of a plan then share its cores.
+
+    Raises RuntimeError if a process fails.
+    """
+    cores = processors_of(torch.device("cpu"))
+    n_ranks = max(2, min(cores, 8))
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_measuring, args=(rank, n_ranks, folder), daemon=True) for rank in range(n_ranks)
+        ]
+        try:
+            # Ctrl-C ends this process, which ends the others.
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                for process in processes:
+                    process.start()
+            finally:
+                signal.signal(signal.SIGINT, handler)
+            for process in processes:
+                process.join(_SECONDS)
+            codes = [process.exitcode for process in processes]
+            if codes != [0] * n_ranks:
+                raise RuntimeError(f"measuring: expected {n_ranks} processes to finish, got exit codes {codes}")
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+        figures = Figures(**json.loads(Path(folder, "figures").read_text()))
+    source = (
+        f"{n_ranks} processes of one thread over gloo on {machine_facts()['cpu']}; all ranks share its {cores} cores"
+    )
+    return figures.hardware(
+        "this machine", f"{source} (measured)", ranks_per_node=MAX_RANKS, processors=cores, has_trees=True
+    )
+
+
+def _measuring(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=_SECONDS)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, size, rank)
+    figures = measure_figures()
+    if rank == 0:
+        Path(folder, "figures").write_text(json.dumps(figures._asdict()))
+    dist.destroy_process_group()

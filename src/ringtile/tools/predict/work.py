@@ -1,0 +1,269 @@
+"""Work of all ranks, from the covers of a pattern: pure functions on the host, without an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringtile.distributed.layout import Layout
+from ringtile.distributed.plan import (
+    MAX_PIECES,
+    RING_PATTERNS,
+    Demand,
+    Transport,
+    demand_of,
+    is_better_gathered,
+    is_cut,
+)
+from ringtile.index import candidates
+from ringtile.index.covers import MAX_BYTES, Budget, Touched, check_candidates, groups_of
+from ringtile.patterns import Pattern
+from ringtile.patterns.base import Cover, TileGrid
+from ringtile.tools.predict.hardware import Sizes
+
+MAX_RANKS = 4096
+"""Traffic is a matrix of all pairs of ranks."""
+
+_KEPT = 1 << 24
+"""Covers of so many intervals are kept, in 24 bytes each. With more, every pass lists them again."""
+
+
+_COLD = 1 << 32
+
+
+class Tiles:
+    """The candidate tiles of a pattern, which are the same for all layouts and numbers of ranks.
+
+    If ``pattern`` and ``sizes`` are those of some heads, pass the tiles of all heads and the first of these heads as
+    ``of``. Raises ValueError if the pattern does not support the tokens or the heads, or its covers exceed
+    ``max_bytes``.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        n_tokens: int,
+        sizes: Sizes,
+        *,
+        block: int = 128,
+        max_bytes: int = MAX_BYTES,
+        of: tuple[Tiles, int] | None = None,
+    ) -> None:
+        for name, count, expected in (
+            ("heads", sizes.heads, pattern.num_heads),
+            ("batch", sizes.batch, pattern.batch_size),
+        ):
+            if expected is not None and count != expected:
+                raise ValueError(f"{name}: the pattern is defined for {expected}, got {count}")
+        self.pattern, self.sizes, self.max_bytes = pattern, sizes, max_bytes
+        self.grid = TileGrid(block, 0, n_tokens, n_tokens)
+        pattern.validate(self.grid)
+        self.row_tiles = torch.zeros(self.grid.n_rows, dtype=torch.int64)
+        """int64 ``[R]``: tiles of each row tile, for all heads and batch elements."""
+        self.lengths: list[Tensor] = []
+        """int64 ``[R]``: tiles of each row tile, for each group of equal heads and batch elements."""
+        self.parts: dict[tuple[Pattern, Sizes], Tiles] = {}
+        """Tiles of some of the heads, that others have listed."""
+        self._group = torch.tensor(groups_of(pattern, sizes.heads, sizes.batch)[0])
+        self._of = of
+        self._covers: list[Cover] | None = []
+        self._cover_of: list[int] = []
+        n_kept = 0
+        for copies, cover in self._listed():
+            length = torch.zeros_like(self.row_tiles).index_add_(0, cover.row, cover.hi - cover.lo)
+            self.lengths.append(length)
+            self.row_tiles += copies * length
+            if self._covers is None:
+                continue
+            # Heads that differ inside tiles only have equal covers.
+            if not (self._covers and all(map(torch.equal, self._covers[-1], cover))):
+                n_kept += len(cover.row)
+                self._covers.append(cover)
+            self._cover_of.append(len(self._covers) - 1)
+            if n_kept > _KEPT:
+                self._covers = None
+
+    def groups(self, first: int, heads: int) -> Iterator[tuple[int, int]]:
+        """Yield the groups of equal heads and batch elements among some heads, and their number of these."""
+        some = self._group[:, first : first + heads] if self._group.shape[1] > 1 else self._group
+        copies = heads * self.sizes.batch // some.numel()
+        for group, count in zip(*(x.tolist() for x in some.unique(return_counts=True)), strict=True):
+            yield group, copies * count
+
+    def _listed(self) -> Iterator[tuple[int, Cover]]:
+        heads, batch = self.sizes.heads, self.sizes.batch
+        if self._of is not None and self._of[0]._covers is not None:
+            (whole, first), covers = self._of, self._of[0]._covers
+            return ((copies, covers[whole._cover_of[group]]) for group, copies in whole.groups(first, heads))
+        found = candidates(self.pattern, self.grid, num_heads=heads, batch=batch, max_bytes=self.max_bytes)
+        return ((copies, Cover(*_singles_first(cover))) for copies, cover in found)
+
+    def covers(self) -> Iterator[Cover]:
+        """Yield the distinct covers, intervals of one tile first."""
+        if self._covers is None:
+            yield from (cover for _, cover in self._listed())
+        else:
+            yield from self._covers
+
+    def needed(self, rows: Tensor, ranks: Tensor, n_ranks: int) -> Tensor:
+        """Return the column tiles that ranks need for these of their rows, bool ``[P, C]``."""
+        Budget(self.max_bytes, self.grid).check(self.pattern, n_ranks * (self.grid.n_cols + 1), 8)
+        if len(rows) == 0:
+            return torch.zeros(n_ranks, self.grid.n_cols, dtype=torch.bool)
+        touched = Touched(rows, ranks, n_ranks, self.grid)
+        for cover in self.covers():
+            Budget(self.max_bytes, self.grid).check(self.pattern, touched.count(cover), 16)
+            touched.add(cover)
+        return touched.columns()
+
+
+def _singles_first(cover: Cover) -> Iterator[Tensor]:
+    wide = cover.hi - cover.lo > 1
+    return (torch.cat([x[~wide], x[wide]]) for x in cover)
+
+
+class Split(NamedTuple):
+    """A rank's rows, cut as a plan cuts them."""
+
+    calls: Tensor
+    """int64 ``[P]``: attention calls."""
+    own_pairs: Tensor
+    """int64 ``[P]``: pairs of rows that read only their rank's own keys."""
+    hot_pairs: Tensor
+    """int64 ``[P]``: pairs of rows that also read broadcast keys, and no others."""
+    needs_hot: Tensor
+    """bool ``[P, C]``: column tiles that these rows need."""
+    needs_all: Tensor
+    """bool ``[P, C]``: column tiles that the other rows need."""
+
+
+class Work(NamedTuple):
+    """Tiles that each rank computes, and tokens that it buffers, from the covers: upper bounds of a plan's."""
+
+    pattern: Pattern
+    layout: Layout
+    sizes: Sizes
+    grid: TileGrid
+    listed: Tiles
+    demand: Demand
+    tiles: Tensor
+    """int64 ``[P]``: tiles of each rank, for all heads and batch elements."""
+    pairs: Tensor
+    """int64 ``[P]``: pairs in these tiles."""
+    sources: Tensor
+    """int64 ``[R]``: 0 for row tiles that read only their rank's own keys, 1 if also broadcast ones, otherwise 2."""
+    is_cut: Tensor
+    """bool ``[P]``: the ranks whose runs begin or end inside a tile."""
+    reason: str
+    """Why ranks cannot build their indices, or an empty text."""
+    splits: dict[bool, Split]
+    """What `split` has found."""
+
+    @property
+    def automatic(self) -> Transport:
+        """The transport that `ring_attention` takes by default."""
+        if isinstance(self.pattern, RING_PATTERNS) and self.layout.n_ranks > 1:
+            return "ring"
+        return "gather" if is_better_gathered(self.demand.most_sent, self.layout) else "exchange"
+
+
+def survey(
+    pattern: Pattern,
+    layout: Layout,
+    sizes: Sizes,
+    *,
+    block: int = 128,
+    max_bytes: int = MAX_BYTES,
+    listed: Tiles | None = None,
+) -> Work:
+    """Return the work of all ranks, without an index.
+
+    If you survey several layouts of the same tokens, pass the tiles that you ``listed`` once: heads with patterns of
+    their own take most of the time. Raises ValueError as `Tiles` does.
+
+    >>> from ringtile.patterns import Causal, Window
+    >>> work = survey(Causal() & Window(4096), Layout.contiguous(1 << 20, 8), Sizes(heads=1, kv_heads=1))
+    >>> work.tiles.tolist()
+    [33264, 33792, 33792, 33792, 33792, 33792, 33792, 33792]
+    """
+    n_ranks = layout.n_ranks
+    if n_ranks > MAX_RANKS:
+        raise ValueError(f"layout: expected at most {MAX_RANKS:,} ranks, got {n_ranks:,}")
+    if listed is None:
+        listed = Tiles(pattern, layout.n_tokens, sizes, block=block, max_bytes=max_bytes)
+    grid, max_bytes = listed.grid, listed.max_bytes
+    rows, ranks, tokens = layout.tiles(grid.block)
+    demand = demand_of(listed.needed(rows, ranks, n_ranks), layout, grid)
+    rank_of_row = torch.empty(grid.n_rows, dtype=torch.int64).index_put_((rows,), ranks)
+    # Columns that a rank does not hold: those that are not broadcast either count in the upper half.
+    remote = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.uint8)
+    remote[:, :-1] = torch.where(demand.is_hot, 1, 2).masked_fill(demand.holds, 0)
+    counts = torch.tensor([0, 1, _COLD + 1])
+    before = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.int64)
+    before[:, 1:] = counts[remote[:, :-1].int()].cumsum_(1)
+    remote, before = remote.flatten(), before.flatten()
+    first_of_row = rank_of_row * (grid.n_cols + 1)
+    missed = torch.zeros_like(listed.row_tiles)
+    for row, lo, hi in listed.covers():
+        lo, hi = first_of_row[row] + lo, first_of_row[row] + hi
+        # The table of single columns is a byte each, and stays in a cache.
+        one = int((hi == lo + 1).sum())
+        missed.index_add_(0, row[:one], counts[remote[lo[:one]].int()])
+        missed.index_add_(0, row[one:], before[hi[one:]] - before[lo[one:]])
+    most = 0
+    for length in listed.lengths:
+        of_rank = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, rank_of_row, length)
+        most = max(most, int(of_rank.max()))
+    reason = ""
+    try:
+        check_candidates(pattern, grid, most, max_bytes)
+        cut = torch.tensor([is_cut(layout, rank, block) for rank in range(n_ranks)])
+    except ValueError as error:
+        reason, cut = str(error), torch.ones(n_ranks, dtype=torch.bool)
+    of_rank, tiles = torch.zeros(n_ranks, dtype=torch.int64), listed.row_tiles
+    return Work(
+        pattern,
+        layout,
+        sizes,
+        grid,
+        listed,
+        demand,
+        of_rank.index_add(0, ranks, tiles[rows]),
+        of_rank.index_add(0, ranks, tiles[rows] * tokens * block),
+        (missed > 0).long() + (missed >= _COLD),
+        cut,
+        reason,
+        {},
+    )
+
+
+def split(work: Work, *, gather: bool = False) -> Split:
+    """Return the calls of an exchange, or of a gather, in which all remote keys are broadcast."""
+    if gather in work.splits:
+        return work.splits[gather]
+    layout, grid = work.layout, work.grid
+    n_ranks = layout.n_ranks
+    rows, ranks, tokens = layout.tiles(grid.block)
+    order = (ranks * grid.n_rows + rows).argsort()
+    rows, ranks, tokens = rows[order], ranks[order], tokens[order]
+    source = (work.sources.clamp(max=1) if gather else work.sources)[rows].where(~work.is_cut[ranks], 2)
+    for merged in (1, 0, None):
+        changes = (source[1:] != source[:-1]) & (ranks[1:] == ranks[:-1])
+        calls = 1 + torch.bincount(ranks[1:][changes], minlength=n_ranks)
+        if merged is not None:
+            source = source.where((calls <= MAX_PIECES)[ranks] | (source < merged), 2)
+    runs = torch.tensor([len(held) for held in layout.runs])
+    pairs, of_rank = work.listed.row_tiles[rows] * tokens * grid.block, torch.zeros(n_ranks, dtype=torch.int64)
+    columns = (
+        work.demand.needs if chosen.all() else work.listed.needed(rows[chosen], ranks[chosen], n_ranks)
+        for chosen in (source == 1, source == 2)
+    )
+    found = work.splits[gather] = Split(
+        torch.where(work.is_cut, runs, calls).where(runs > 0, 0),
+        *(of_rank.index_add(0, ranks, pairs * (source == number)) for number in (0, 1)),
+        *columns,
+    )
+    return found

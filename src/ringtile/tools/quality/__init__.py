@@ -1,0 +1,81 @@
+"""`ringtile quality`: how much of a model's quality sparse attention keeps, task by task."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ringtile.tools.progress import Progress, threads_text
+from ringtile.tools.quality import decoder
+from ringtile.tools.quality.cells import Folder, Job, Record, measure_all
+from ringtile.tools.quality.claims import lines_of, tables
+from ringtile.tools.quality.page import page_of
+from ringtile.tools.quality.trained import TASKS, Plan, jobs
+from ringtile.tools.record import write_whole
+
+RECORD, PAGE = "quality.json", "quality.html"
+SEEDS = (0, 1, 2)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ringtile quality``."""
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer selectors and sequences, and no training with sparse attention")
+    add(
+        "--tasks", nargs="*", default=None, choices=tuple(TASKS), metavar="TASK",
+        help=f"tasks to train for, among {', '.join(TASKS)} (default: all, or none with --model)",
+    )  # fmt: skip
+    add("--seeds", nargs="+", type=int, default=SEEDS, metavar="S", help="seeds of models and data (default: 0 1 2)")
+    add("--out", type=Path, help="folder of cells, weights, record and page (default: ringtile-quality)")
+    add("--json", action="store_true", help="print the record as one JSON object instead")
+    decoder.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure all cells that the folder does not have, and write the record and the page; return 0.
+
+    Raises:
+        ValueError: If an argument is invalid, a file of the folder holds something else, or a model cannot be loaded.
+    """
+    progress = Progress(quiet=args.json)
+    if args.calibrate is not None:
+        from ringtile.tools.quality import calibrate
+
+        return calibrate.run(args, progress)
+    if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        raise ValueError(f"--seeds: expected different numbers of at least 0, got {args.seeds}")
+    out = Path("ringtile-quality") if args.out is None else args.out
+    folder = Folder(out)
+    tasks = (() if args.model else tuple(TASKS)) if args.tasks is None else args.tasks
+    plan = Plan.of(tasks, args.seeds, args.quick)
+    work: list[Job] = list(jobs(plan, out / "models", progress))
+    more, notes = decoder.open_leg(args, out, progress)
+    work += more
+    kept = [cell for job in work if (cell := folder.read(job.setting)) is not None]
+    progress.say(f"{len(work)} cells, {len(kept)} of them in {folder.path}; {threads_text()}")
+    try:
+        cells = measure_all(work, folder, progress)
+    except KeyboardInterrupt:
+        cells = [cell for job in work if (cell := folder.read(job.setting)) is not None]
+        _finish(Record.here(cells, args.command, notes=notes, interrupted=True), out, progress)
+        raise
+    record = Record.here(cells, args.command, notes=notes)
+    _finish(record, out, progress)
+    if args.json:
+        print(record.to_json())
+    return 0
+
+
+def _finish(record: Record, out: Path, progress: Progress) -> None:
+    """Print the tables, and write the record and the page."""
+    for table in tables(record.cells):
+        for line in ["", *lines_of(table)]:
+            progress.say(line)
+    theirs = decoder.table(record.cells)
+    for line in theirs:
+        progress.say(line)
+    for note in record.notes:
+        progress.say(note)
+    write_whole(out / RECORD, record.to_json())
+    write_whole(out / PAGE, page_of(record, theirs))
+    progress.say(f"\nrecord: {out / RECORD}, page: {out / PAGE}")

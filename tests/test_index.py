@@ -1,0 +1,922 @@
+"""The block index: the right pairs, each list in order, within its budgets, and cached."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from dataclasses import fields, replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import rule_everywhere
+from strategies import LENGTHS, checkerboard, grids, patterns, problems
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ringtile.index import (
+    BlockIndex,
+    build_index,
+    build_rows,
+    cache_info,
+    clear_cache,
+    covers,
+    needed,
+    set_cache_limit,
+)
+from ringtile.index import build as build_module
+from ringtile.index import tiles as tiles_module
+from ringtile.index.block_index import TENSOR_FIELDS
+from ringtile.index.lists import Entries, work_list
+from ringtile.index.tiles import FULL, TileCollector, pack_words, popcount, unpack_words
+from ringtile.patterns import (
+    BlockDilated,
+    Blocks,
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Elements,
+    GlobalTokens,
+    Pattern,
+    RandomBlocks,
+    Segments,
+    Strided,
+    TileGrid,
+    Window,
+    per_head,
+    streaming,
+)
+
+MILLION = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache() -> None:
+    clear_cache()
+
+
+def built(pattern: Pattern, grid: TileGrid, **options: int) -> BlockIndex:
+    return build_index(pattern, grid.n_queries, grid.n_keys, start=grid.start, block=grid.block, **options)
+
+
+def in_tiles(dense: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+    """Kept and existing pairs of every tile of a matrix ``[n_queries, n_keys]``."""
+    row = torch.arange(grid.start, grid.start + grid.n_queries) // grid.block - grid.first_row
+    col = torch.arange(grid.n_keys) // grid.block
+    rows, cols = torch.nn.functional.one_hot(row, grid.n_rows).T, torch.nn.functional.one_hot(col, grid.n_cols)
+    return rows @ dense.long() @ cols, rows @ torch.ones_like(dense).long() @ cols
+
+
+def listed(begins: Tensor, *columns: Tensor) -> list[list[tuple[int, ...]]]:
+    """The entries of every slot."""
+    entries = list(zip(*(column.tolist() for column in columns), strict=True))
+    bounds = begins.tolist()
+    assert bounds[0] == 0
+    assert bounds[-1] == len(entries)
+    return [entries[a:b] for a, b in pairwise(bounds)]
+
+
+def check_lists(index: BlockIndex) -> None:
+    """Everything the kernels take for granted, checked entry by entry."""
+    rows = {
+        "full": listed(index.full_row_ptr, index.full_col),
+        "part": listed(index.part_row_ptr, index.part_col, index.part_tile),
+    }
+    cols = {
+        "full": listed(index.full_col_ptr, index.full_row),
+        "part": listed(index.part_col_ptr, index.part_row, index.part_tile_t),
+    }
+    for kind in rows:
+        assert len(rows[kind]) == index.n_groups * index.n_rows
+        assert len(cols[kind]) == index.n_groups * index.n_cols
+        for slots in (rows[kind], cols[kind]):
+            assert all(a[0] < b[0] for slot in slots for a, b in pairwise(slot))
+        by_row = {
+            (slot // index.n_rows, slot % index.n_rows, *entry)
+            for slot, line in enumerate(rows[kind])
+            for entry in line
+        }
+        by_col = {
+            (slot // index.n_cols, entry[0], slot % index.n_cols, *entry[1:])
+            for slot, line in enumerate(cols[kind])
+            for entry in line
+        }
+        assert by_row == by_col
+        assert all(0 <= row < index.n_rows and 0 <= col < index.n_cols for _, row, col, *_ in by_row)
+    check_work(index.row_work, rows["full"], rows["part"])
+    check_work(index.col_work, cols["full"], cols["part"])
+
+
+def check_work(work: Tensor, full: list[list[tuple[int, ...]]], part: list[list[tuple[int, ...]]]) -> None:
+    lengths = [len(a) + len(b) for a, b in zip(full, part, strict=True)]
+    limit = max(64, math.ceil(sum(lengths) / 512))
+    pieces: dict[int, list[tuple[int, int, int]]] = {slot: [] for slot in range(len(lengths))}
+    sizes = []
+    for slot, first, last, split in work.tolist():
+        pieces[slot].append((split, first, last))
+        sizes.append(last - first)
+    assert sizes == sorted(sizes, reverse=True)
+    scratch = 0
+    for slot, length in enumerate(lengths):
+        own = sorted(pieces[slot])
+        assert [first for _, first, _ in own] == [0, *(last for _, _, last in own)][:-1]
+        assert own[-1][2] == length
+        if length <= limit:
+            assert own == [(-1, 0, length)]
+        else:
+            assert [split for split, _, _ in own] == list(range(scratch, scratch + len(own)))
+            scratch += len(own)
+            widths = [last - first for _, first, last in own]
+            assert len(own) == math.ceil(length / limit)
+            assert max(widths) <= min(widths) + 1
+
+
+def covered(pattern: Pattern, grid: TileGrid) -> TileGrid:
+    """The lengths that an index is built for: whole tiles, if the rule is defined beyond the lengths."""
+    return grid.whole if pattern.unbounded else grid
+
+
+def check_tiles(index: BlockIndex, dense: Tensor, grid: TileGrid) -> None:
+    """The tile table against a matrix ``[G, n_queries, n_keys]`` of a grid: no tile is empty, full or there twice."""
+    block = index.block
+    mask = unpack_words(index.bits, block)
+    assert torch.equal(unpack_words(index.bits_t, block), mask.mT)
+    assert torch.equal(unpack_words(index.rows_any, block), mask.any(2))
+    assert torch.equal(unpack_words(index.cols_any, block), mask.any(1))
+    assert len({tuple(tile.flatten().tolist()) for tile in index.bits}) == len(index.bits)
+    assert set(index.part_tile.tolist()) == set(range(len(index.bits)))
+    number, state = index.entries()
+    for group, matrix in enumerate(dense):
+        kept, existing = in_tiles(matrix, grid)
+        of_group = (number // (index.n_rows * index.n_cols) == group) & (index.n_rows > 0)
+        place = number[of_group] % (index.n_rows * index.n_cols)
+        stored = torch.zeros(index.n_rows * index.n_cols, dtype=torch.int64)
+        stored[place] = torch.where(state[of_group] == FULL, 2, 1)
+        expected = torch.where(kept == existing, 2, (kept > 0).long())
+        assert torch.equal(stored, expected.flatten())
+
+
+@settings(max_examples=110)
+@given(st.data())
+def test_index_is_the_element_rule(data: st.DataObject) -> None:
+    grid = data.draw(grids())
+    pattern = data.draw(patterns(grid, operators=data.draw(st.integers(0, 5)), heads=True))
+    heads = pattern.num_heads or data.draw(st.integers(1, 3))
+    index = built(pattern, grid, num_heads=heads)
+    expected = torch.stack([rule_everywhere(pattern, grid, head) for head in range(heads)])
+    assert torch.equal(index.to_dense().expand(1, heads, -1, -1)[0], expected)
+    width = index.group.shape[1]
+    assert width in (1, heads)
+    assert index.kept_pairs * heads == int(expected.sum()) * width
+    envelope = rule_everywhere(pattern.envelope(), grid)
+    assert index.allowed_pairs == int(envelope.sum()) * width
+    assert index.allowed_tiles == int((in_tiles(envelope, grid)[0] > 0).sum()) * width
+    tiles = covered(pattern, grid)
+    everywhere = torch.stack([rule_everywhere(pattern, tiles, head) for head in range(heads)])
+    touched = sum(int((in_tiles(of_head, grid)[0] > 0).sum()) for of_head in expected)
+    assert index.kept_tiles * heads == touched * width
+    assert torch.equal(index.trimmed().to_dense(), index.to_dense())
+    assert index.density == (index.kept_pairs / index.allowed_pairs if index.allowed_pairs else 0)
+    assert index.tile_density == (index.kept_tiles / index.allowed_tiles if index.allowed_tiles else 0)
+    first_head = [int((index.group[0] == group).int().argmax()) for group in range(index.n_groups)]
+    check_tiles(index, everywhere[first_head], tiles)
+    check_lists(index)
+    index.validate()
+
+
+@settings(max_examples=60)
+@given(problems(), st.data())
+def test_slices_hold_the_rows_of_the_whole(problem: tuple[Pattern, TileGrid], data: st.DataObject) -> None:
+    pattern, grid = problem
+    index = built(pattern, grid)
+    first = data.draw(st.integers(0, index.n_rows - 1))
+    last = data.draw(st.integers(first + 1, index.n_rows))
+    part = index.slice(slice(first, last))
+    skipped = part.start - index.start
+    assert part.first_row == index.first_row + first
+    assert part.n_rows == last - first
+    assert torch.equal(part.to_dense(), index.to_dense()[:, :, skipped : skipped + part.n_queries])
+    assert part.kept_pairs == int(part.to_dense().sum())
+    assert part.allowed_pairs == int(rule_everywhere(pattern.envelope(), part.grid).sum())
+    check_lists(part)
+    assert index.slice(range(index.n_rows)).kept_pairs == index.kept_pairs
+
+
+def tile_positions(at: Tensor, first: int, count: int) -> Tensor:
+    return at.long() if len(at) else torch.arange(first, first + count)
+
+
+@settings(max_examples=80)
+@given(problems(), st.data())
+def test_remapped_tiles_lie_in_a_buffer(problem: tuple[Pattern, TileGrid], data: st.DataObject) -> None:
+    pattern, grid = problem
+    index, block = built(pattern, grid), grid.block
+    everything = torch.zeros(grid.n_rows * block, grid.n_cols * block, dtype=torch.bool)
+    lead = grid.start % block
+    everything[lead : lead + grid.n_queries, : grid.n_keys] = rule_everywhere(pattern, grid)
+    tiles = everything.view(grid.n_rows, block, grid.n_cols, block)
+    rows = torch.tensor(data.draw(st.permutations(range(grid.n_rows))))
+    rows = rows[: data.draw(st.integers(1, grid.n_rows))]
+    needed = tiles[rows].any(3).any(1).any(0)
+    spare = torch.rand(grid.n_cols, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9)))) < 0.5
+    cols = torch.tensor(data.draw(st.permutations((needed | spare).nonzero().flatten().tolist())), dtype=torch.int64)
+    moved = index.remapped(rows, cols)
+    expected = tiles[rows][:, :, cols].reshape(len(rows) * block, len(cols) * block)
+    first, last = int(rows[0]) == 0, int(rows[-1]) == grid.n_rows - 1
+    top = lead if first else 0
+    bottom = len(expected) - (-(grid.start + grid.n_queries) % block if last else 0)
+    width = expected.shape[1] - (-grid.n_keys % block if cols[-1:].tolist() == [grid.n_cols - 1] else 0)
+    assert (moved.start, moved.n_queries, moved.n_keys) == (top, bottom - top, width)
+    assert torch.equal(moved.to_dense()[0, 0], expected[top:bottom, :width])
+    assert torch.equal(moved.row_at.long(), rows + grid.first_row)
+    assert torch.equal(moved.col_at.long(), cols)
+    moved.validate()
+    check_lists(moved)
+    part = moved.slice(range(len(rows) - 1, len(rows)))
+    assert part.row_at.tolist() == moved.row_at[-1:].tolist()
+    assert part.col_at is moved.col_at
+    if needed.any():
+        with pytest.raises(
+            ValueError, match=f"cols: expected all columns that the rows keep, .* {int(needed.int().argmax())}"
+        ):
+            index.remapped(rows, cols[cols != int(needed.int().argmax())])
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_chosen_rows_are_those_of_the_whole(data: st.DataObject) -> None:
+    drawn = data.draw(grids())
+    grid = TileGrid(drawn.block, 0, drawn.n_keys, drawn.n_keys)
+    pattern = data.draw(patterns(grid, heads=True))
+    heads = pattern.num_heads or data.draw(st.integers(1, 3))
+    chosen = data.draw(st.sets(st.integers(0, grid.n_rows - 1), min_size=1)) if grid.n_rows else set()
+    rows = torch.tensor(sorted(chosen), dtype=torch.int64)
+    index = build_rows(pattern, rows, grid.n_keys, num_heads=heads, block=grid.block)
+    expected = torch.stack([rule_everywhere(pattern, grid, head) for head in range(heads)])
+    query = torch.arange(grid.n_queries)
+    mine = torch.isin(query // grid.block, rows)
+    assert torch.equal(index.to_dense().expand(1, heads, -1, -1)[0], expected[:, mine])
+    assert index.row_at.tolist() == rows.tolist()
+    index.validate()
+    parts = torch.tensor([data.draw(st.integers(0, 2)) for _ in chosen], dtype=torch.int64)
+    touched = needed(pattern, rows, parts, 3, grid, num_heads=heads)
+    assert touched.shape == (3, grid.n_cols)
+    for part in range(3):
+        for row in rows[parts == part].tolist():
+            kept = expected[:, query // grid.block == row].any(0).any(0)
+            cols = torch.arange(grid.n_keys)[kept] // grid.block
+            assert touched[part, cols].all()
+
+
+def test_needed_columns_are_exact_for_windows() -> None:
+    n_tokens, ranks = 1 << 20, 64
+    grid = TileGrid(128, 0, n_tokens, n_tokens)
+    rows = torch.arange(grid.n_rows)
+    touched = needed(Causal() & (Window(4096) | GlobalTokens(128)), rows, rows * ranks // len(rows), ranks, grid)
+    per_rank = grid.n_rows // ranks
+    assert touched.sum(1).tolist() == [per_rank, *[per_rank + 33] * (ranks - 1)]
+    shared = torch.tensor([1, 1, 2])
+    assert needed(Causal(), shared, torch.arange(3), 3, TileGrid(128, 0, 512, 512)).sum(1).tolist() == [2, 2, 3]
+    assert needed(Elements(checkerboard), shared, torch.arange(3), 3, TileGrid(128, 0, 512, 512)).all()
+    with pytest.raises(ValueError, match="over max_bytes=1,000"):
+        needed(Causal(), rows, rows, len(rows), grid, max_bytes=1000)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_an_intersection_needs_no_more_than_either_side(data: st.DataObject) -> None:
+    grid = data.draw(grids())
+    first, second = data.draw(st.just(Causal()) | patterns(grid, 1)), data.draw(patterns(grid))
+    rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows)
+    places = torch.arange(grid.n_rows)
+    both, *each = (needed(rule, rows, places, grid.n_rows, grid) for rule in (first & second, first, second))
+    assert not (both & ~(each[0] & each[1])).any()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "per_row"),
+    [(RandomBlocks(2), 2), (Strided(512), 19), (BlockDilated([8], 20), 9), (Window(100) & ~Window(50), 2)],
+)
+def test_causal_takes_no_tiles_beyond_those_of_the_other_rule(pattern: Pattern, per_row: int) -> None:
+    grid = TileGrid(128, 0, 8192, 8192)
+    rows = torch.arange(grid.n_rows)
+    found = [needed(rule, rows, rows, len(rows), grid) for rule in (Causal() & pattern, pattern & Causal())]
+    assert torch.equal(*found)
+    assert int(found[0].sum(1).max()) <= per_row
+
+
+def test_only_runs_of_remapped_tiles_are_coarsened() -> None:
+    index = build_index(Causal() & Window(300), 512, block=32)
+    runs = torch.cat([torch.arange(8, 16), torch.arange(4, 8)])
+    moved = index.remapped(runs, torch.arange(16)).coarsen(128)
+    assert moved.row_at.tolist() == [2, 3, 1]
+    assert moved.col_at.tolist() == [0, 1, 2, 3]
+    direct = build_index(Causal() & Window(300), 512).remapped(torch.tensor([2, 3, 1]), torch.arange(4))
+    assert torch.equal(moved.to_dense(), direct.to_dense())
+    moved.validate()
+    with pytest.raises(ValueError, match="row_at: coarsen expects runs of 4 tiles"):
+        index.remapped(runs.flip(0), torch.arange(16)).coarsen(128)
+
+
+@settings(max_examples=60)
+@given(problems(), st.sampled_from([32, 64, 128]))
+def test_coarsening_is_building_with_the_larger_block(problem: tuple[Pattern, TileGrid], block: int) -> None:
+    pattern, grid = problem
+    if grid.block > block:
+        grid = replace(grid, block=16)
+    coarse, direct = built(pattern, grid).coarsen(block), built(pattern, replace(grid, block=block))
+    assert torch.equal(coarse.to_dense(), direct.to_dense())
+    assert coarse.kept_pairs == direct.kept_pairs
+    # Beyond the smaller tiles nothing is known, so the lists are the same only if the larger ones end with them.
+    grid = replace(covered(pattern, replace(grid, block=block)), block=grid.block)
+    coarse, direct = built(pattern, grid).coarsen(block), built(pattern, replace(grid, block=block))
+    for name in ("full_row_ptr", "full_col", "full_col_ptr", "full_row", "part_row_ptr", "part_col", "row_work"):
+        assert torch.equal(getattr(coarse, name), getattr(direct, name)), name
+    for name in ("kept_pairs", "allowed_pairs", "allowed_tiles", "grid"):
+        assert getattr(coarse, name) == getattr(direct, name), name
+    check_lists(coarse)
+
+
+@given(st.sampled_from([16, 32, 64, 128]), st.integers(0, 1000))
+def test_words_hold_the_bits(block: int, seed: int) -> None:
+    mask = torch.rand(3, 5, block, generator=torch.Generator().manual_seed(seed)) < 0.5
+    words = pack_words(mask)
+    assert words.dtype == torch.int32
+    assert words.shape == (3, 5, -(-block // 32))
+    assert torch.equal(unpack_words(words, block), mask)
+    assert torch.equal(popcount(words).sum(-1), mask.sum(-1))
+    for key in range(block):
+        assert torch.equal((words[..., key // 32] >> key % 32) & 1 == 1, mask[..., key])
+
+
+def test_row_major_bits_and_tiles_of_a_causal_window() -> None:
+    index = build_index(Causal() & Window(128, 0), 384)
+    assert index.full_col.tolist() == []
+    assert index.part_row_ptr.tolist() == [0, 1, 3, 5]
+    assert index.part_col.tolist() == [0, 0, 1, 1, 2]
+    ahead, behind = index.part_tile[:2].tolist()
+    assert index.part_tile.tolist() == [ahead, behind, ahead, behind, ahead]
+    assert index.bits[ahead, 5].tolist() == [0b111111, 0, 0, 0]
+    assert index.bits_t[ahead, 5].tolist() == [-1 << 5, -1, -1, -1]
+    assert index.bits[behind, 5].tolist() == [-1 << 5, -1, -1, -1]
+    assert index.row_work.tolist() == [[1, 0, 2, -1], [2, 0, 2, -1], [0, 0, 1, -1]]
+
+
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(0, 0), (0, 300), (300, 0)])
+def test_empty_lengths_give_an_empty_index(n_queries: int, n_keys: int) -> None:
+    index = build_index(Causal() & per_head([Window(3), Dense()]), n_queries, n_keys, num_heads=2)
+    assert (index.kept_pairs, index.allowed_pairs, index.kept_tiles, index.density) == (0, 0, 0, 0.0)
+    assert index.to_dense().shape == (1, 2, n_queries, n_keys)
+    assert index.full_row_ptr.tolist() == [0] * (2 * index.n_rows + 1)
+    assert index.n_groups == 2
+    assert index.draw() == ""
+    check_lists(index)
+
+
+def test_heads_and_batch_rows_share_groups() -> None:
+    near, far = Window(3), Window(90)
+    index = build_index(per_head([near, far, near]), 200, num_heads=3)
+    assert index.group.tolist() == [[0, 1, 0]]
+    assert index.kept_pairs == int(index.to_dense().sum())
+    assert build_index(near, 200, num_heads=7, batch=5).group.tolist() == [[0]]
+    ids = torch.zeros(3, 200, dtype=torch.int64)
+    ids[1, 130:] = 1
+    index = build_index(Documents(ids=ids) & near, 200, num_heads=4, batch=3)
+    assert index.group.tolist() == [[0], [1], [0]]
+    both = build_index(Documents(ids=ids) & per_head([near, far]), 200, num_heads=2, batch=3)
+    assert both.group.tolist() == [[0, 1], [2, 3], [0, 1]]
+    assert both.allowed_pairs == 2 * (2 * 200**2 + 130**2 + 70**2)
+    assert both.kept_pairs == int(both.to_dense().sum())
+    assert both.allowed_tiles == 2 * (4 + 4 + 4)
+    assert torch.equal(both.to_dense()[1, 1], rule_everywhere(Documents([130, 70]) & far, both.grid))
+
+
+def test_tiles_are_shared_between_groups_and_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = per_head([Causal(), ~Window(130, 0) & Causal()])
+    whole = build_index(pattern, 1000, num_heads=2)
+    clear_cache()
+    monkeypatch.setattr(covers, "_STRIP", 3)
+    strips = build_index(pattern, 1000, num_heads=2)
+    assert torch.equal(strips.to_dense(), whole.to_dense())
+    for name in ("full_row_ptr", "full_col", "full_row", "part_row_ptr", "part_col", "part_row", "row_work"):
+        assert torch.equal(getattr(strips, name), getattr(whole, name)), name
+    assert len(strips.bits) == len(whole.bits) == len({tuple(tile.flatten().tolist()) for tile in whole.bits})
+
+
+def test_tiles_that_share_a_digest_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, grid = Causal() & Elements(checkerboard), TileGrid(32, 0, 200, 200)
+    monkeypatch.setattr(tiles_module, "_multipliers", lambda count, device: torch.zeros(count, dtype=torch.int64))
+    assert torch.equal(built(pattern, grid).to_dense()[0, 0], rule_everywhere(pattern, grid))
+
+
+def test_collector_merges_while_it_collects() -> None:
+    collector = TileCollector(16, torch.device("cpu"))
+    distinct = torch.rand(700, 16, 16) < 0.5
+    order = [torch.randint(0, 700, (1000,)) for _ in range(12)]
+    states = torch.cat([collector.add(distinct[numbers]) for numbers in order])
+    assert len(collector._bits) == 700
+    bits, translate = collector.finish()
+    assert torch.equal(unpack_words(bits[translate[states]], 16), distinct[torch.cat(order)])
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_decoding_row_by_row_gives_the_rows_of_the_whole(block: int) -> None:
+    pattern = Causal() & (Window(40) | RandomBlocks(1, block=32) | GlobalTokens(3))
+    whole = build_index(pattern, 150, block=block).to_dense()[0, 0]
+    for step in (0, 1, 31, 32, 63, 128, 149):
+        row = build_index(pattern, 1, 150, start=step, block=block).to_dense()[0, 0, 0]
+        assert torch.equal(row, whole[step])
+
+
+def test_long_rows_and_columns_are_cut_into_equal_pieces() -> None:
+    index = build_index(Window(512) | GlobalTokens(64), 1 << 15)
+    check_lists(index)
+    row = index.row_work[index.row_work[:, 0] == 0]
+    col = index.col_work[index.col_work[:, 0] == 0]
+    assert sorted(row[:, 1:].tolist()) == [[64 * n, 64 * n + 64, n] for n in range(4)]
+    assert len(col) == 4
+    assert bool((index.row_work[index.row_work[:, 0] != 0][:, 3] == -1).all())
+
+
+@given(st.lists(st.integers(0, 400), max_size=30), st.lists(st.integers(0, 400), max_size=30))
+def test_work_list_covers_every_entry_once(full: list[int], part: list[int]) -> None:
+    count = min(len(full), len(part))
+    pointers = [
+        torch.tensor([0, *sizes[:count]], dtype=torch.int32).cumsum(0, dtype=torch.int32) for sizes in (full, part)
+    ]
+    lists = [[[(n,) for n in range(size)] for size in sizes[:count]] for sizes in (full, part)]
+    check_work(work_list(*pointers), *lists)
+
+
+def test_work_pieces_grow_with_the_number_of_entries() -> None:
+    sizes = torch.full((5000,), 66)
+    sizes[7] = 700
+    begins = torch.cat((torch.zeros(1), sizes.cumsum(0))).int()
+    work = work_list(torch.zeros_like(begins), begins)
+    limit = math.ceil(int(begins[-1]) / 512)
+    assert limit > 66
+    assert sorted(work[work[:, 0] == 7][:, 3].tolist()) == list(range(math.ceil(700 / limit)))
+    assert len(work) == 4999 + math.ceil(700 / limit)
+
+
+# Budgets.
+
+
+def test_element_rule_is_evaluated_once_per_class_of_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    rule = Window.allowed
+
+    def counted(window: Window, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        kept = rule(window, head, query, key)
+        asked.append(kept.numel())
+        return kept
+
+    monkeypatch.setattr(Window, "allowed", counted)
+    clear_cache()
+    index = build_index(Causal() & Window(2048, 0), MILLION)
+    assert index.kept_tiles == sum(min(row + 1, 17) for row in range(8192))
+    assert sum(asked) == 2 * 128 * 128
+
+
+def profiled(pattern: Pattern, n_tokens: int, **options: int) -> tuple[BlockIndex | None, int, int]:
+    """The index, the peak bytes of its build and the number of aten calls."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        try:
+            index = build_index(pattern, n_tokens, **options)
+        except ValueError:
+            index = None
+    events = profile.profiler.kineto_results.events()
+    held = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return index, peak, sum(event.name().startswith("aten::") for event in events)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_million_tokens_within_the_budgets() -> None:
+    index, peak, _ = profiled(Causal() & Window(4096, 0), MILLION)
+    assert index is not None
+    assert index.nbytes <= 4 << 20
+    assert index.nbytes < peak <= 64 << 20
+    index, peak, _ = profiled(Window(512) | GlobalTokens(64) | RandomBlocks(3), MILLION)
+    assert index is not None
+    assert index.nbytes <= 4 << 20
+    assert peak <= 64 << 20
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_operator_calls_do_not_grow_with_the_length() -> None:
+    pattern = Causal() & (Window(1000) | GlobalTokens(64))
+    _, _, short = profiled(pattern, 1 << 15)
+    _, _, long = profiled(pattern, 1 << 18)
+    assert 100 < long <= short + 50
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_too_many_candidates_are_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(ValueError, match=r"~window\(5\) .* 67,108,864 tiles .* 8,589,934,592 bytes, .*2,147,483,648"):
+        build_index(~Window(5), MILLION)
+    index, peak, _ = profiled(~Window(5), MILLION)
+    assert index is None
+    assert peak < 1 << 20
+    assert cache_info().entries == 0
+    with pytest.raises(ValueError, match="over max_bytes=100,000"):
+        build_index(Dense(), 4096, max_bytes=100_000)
+    assert build_index(~Window(5), 1 << 14).kept_pairs == (1 << 28) - 11 * (1 << 14) + 30
+
+
+def test_too_many_distinct_tiles_are_refused() -> None:
+    with pytest.raises(ValueError, match="distinct tiles need"):
+        build_index(
+            Elements(checkerboard) & Elements(lambda h, i, j: i * j % 1009 < 500), 1024, block=32, max_bytes=200_000
+        )
+
+
+# The cache.
+
+
+def test_equal_requests_share_one_index() -> None:
+    first = build_index(Causal() & Window(5), 300)
+    assert build_index(Causal() & Window(5), 300, 300, start=0, device="cpu") is first
+    assert cache_info()[:3] == (1, 1, 1)
+    assert cache_info().nbytes == first.nbytes
+    for other in (
+        build_index(Causal() & Window(6), 300),
+        build_index(Causal() & Window(5), 301),
+        build_index(Causal() & Window(5), 300, 301),
+        build_index(Causal() & Window(5), 300, start=1),
+        build_index(Causal() & Window(5), 300, block=64),
+    ):
+        assert other is not first
+    # 301 tokens, or a start of 1, touch the same tiles.
+    assert cache_info()[:3] == (4, 3, 3)
+    assert build_index(Elements(checkerboard), 50) is build_index(Elements(checkerboard), 50)
+    clear_cache()
+    assert cache_info()[:4] == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Causal(),
+        ~Window(40),
+        Causal() & (Window(100) | RandomBlocks(2) | GlobalTokens(3)),
+        Segments(90, 3) | Strided(50),
+        per_head([Causal() & Dilated([1, 7], 9), BlockDilated([1, 3], 1, 40)]),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("block", [16, 128])
+def test_lengths_that_touch_the_same_tiles_share_one_index(pattern: Pattern, block: int) -> None:
+    heads = pattern.num_heads or 1
+    whole = TileGrid(block, 2 * block, 2 * block, 4 * block)
+    first = built(pattern, whole, num_heads=heads)
+    for start, end, n_keys in ((0, 0, 0), (5, 0, 3), (0, 7, 0), (block - 1, block - 1, block - 1), (3, 9, 1)):
+        grid = TileGrid(block, whole.start + start, whole.n_queries - start - end, whole.n_keys - n_keys)
+        index = built(pattern, grid, num_heads=heads)
+        assert all(x is y for x, y in zip(index.tensors(), first.tensors(), strict=True))
+        expected = torch.stack([rule_everywhere(pattern, grid, head) for head in range(heads)])
+        assert torch.equal(index.to_dense().expand(1, heads, -1, -1)[0], expected)
+        assert index.kept_pairs * heads == int(expected.sum()) * index.group.shape[1]
+        assert index.allowed_pairs == int(rule_everywhere(pattern.envelope(), grid).sum()) * index.group.shape[1]
+        assert built(pattern, grid, num_heads=heads) is index
+        index.validate()
+    assert cache_info().misses == 1
+    assert cache_info().nbytes == first.nbytes
+
+
+def test_a_rule_that_is_bound_to_lengths_is_never_asked_beyond_them() -> None:
+    """Its index is built anew for other lengths, also inside a composition."""
+    kept = torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.5
+
+    def rule(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return kept[query] & kept[key]
+
+    for pattern in (Elements(rule), Causal() & Elements(rule), per_head([~Elements(rule)]), Documents([100, 200])):
+        assert not pattern.unbounded
+        index = build_index(pattern, 300)
+        assert torch.equal(index.to_dense()[0, 0], rule_everywhere(pattern, index.grid))
+    clear_cache()
+    assert [build_index(Causal() & Elements(rule), length).n_keys for length in (299, 300, 299)] == [299, 300, 299]
+    assert cache_info()[:2] == (1, 2)
+
+
+def test_only_the_last_lengths_of_an_index_are_remembered() -> None:
+    first = build_index(Causal(), 500)
+    for n_tokens in range(400, 512):
+        build_index(Causal(), n_tokens)
+    (entry,) = build_module._cache._entries.values()
+    assert len(entry.with_lengths) == build_module._LENGTHS
+    assert build_index(Causal(), 500).n_queries == first.n_queries
+    assert cache_info().misses == 1
+
+
+@pytest.fixture
+def _cache_limit_restored() -> None:
+    yield
+    set_cache_limit(256 << 20)
+
+
+@pytest.mark.usefixtures("_cache_limit_restored")
+def test_least_recently_used_indices_are_dropped() -> None:
+    indices = [build_index(Window(size), 1000) for size in range(3)]
+    assert build_index(Window(0), 1000) is indices[0]
+    set_cache_limit(indices[0].nbytes + indices[2].nbytes)
+    assert cache_info().entries == 2
+    assert build_index(Window(0), 1000) is indices[0]
+    assert build_index(Window(2), 1000) is indices[2]
+    assert build_index(Window(1), 1000) is not indices[1]
+    set_cache_limit(0)
+    assert cache_info()[2:] == (0, 0, 0)
+    assert build_index(Window(0), 1000) is not build_index(Window(0), 1000)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="limit"):
+            set_cache_limit(wrong)
+
+
+def test_an_index_that_a_cuda_graph_reads_is_not_freed() -> None:
+    index = build_index(Window(1), 100)
+    key = ("anything",)
+    cache = build_module._IndexCache(index.nbytes)
+    cache.put(key, index.grid, index)
+    assert cache.get(key, index.grid, True) is index
+    cache.resize(0)
+    assert cache.get(key, index.grid, False) is None
+    assert list(cache._captured.values()) == [index]
+    cache.clear()
+    assert not cache._captured
+
+
+def test_threads_get_the_bits_of_a_single_thread() -> None:
+    pattern = Causal() & (Window(100) | RandomBlocks(2))
+    lengths = [200, 333, 512, 1000]
+    alone = {length: build_index(pattern, length, num_heads=3).tensors() for length in lengths}
+    clear_cache()
+    results: list[list[BlockIndex]] = [[] for _ in range(8)]
+    barrier = threading.Barrier(8)
+
+    def work(own: list[BlockIndex]) -> None:
+        barrier.wait()
+        for _ in range(5):
+            own.extend(build_index(pattern, length, num_heads=3) for length in lengths)
+
+    threads = [threading.Thread(target=work, args=(own,)) for own in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for own in results:
+        assert len(own) == 20
+        for number, index in enumerate(own):
+            assert index is results[0][number]
+            assert all(map(torch.equal, index.tensors(), alone[index.n_queries]))
+    info = cache_info()
+    assert info.hits + info.misses == 160
+    assert info.entries == 4
+
+
+def test_five_hundred_builds_over_twenty_lengths_leave_the_cache_flat() -> None:
+    sizes = []
+    for step in range(500):
+        build_index(Causal() & Window(64), 128 * (1 + step % 20) - 28, num_heads=2)
+        sizes.append((cache_info().entries, cache_info().nbytes))
+    assert sizes[19:] == [sizes[19]] * 481
+    assert cache_info().misses == 20
+
+
+# Where it is built.
+
+
+def assert_real(index: BlockIndex) -> None:
+    for tensor in index.tensors():
+        assert type(tensor) is Tensor
+        assert not isinstance(tensor, FakeTensor)
+        assert tensor.device == torch.device("cpu")
+        assert not tensor.is_inference()
+        assert not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    assert index.to_dense().any()
+
+
+def test_built_outside_the_modes_of_the_caller() -> None:
+    pattern = Causal() & (Window(20) | RandomBlocks(1) | Segments(30, 2))
+    indices: list[BlockIndex] = []
+
+    def attend(x: Tensor) -> Tensor:
+        indices.append(build_index(pattern, 200 + len(indices)))
+        return x.sum()
+
+    with FakeTensorMode():
+        attend(torch.ones(3))
+    torch.vmap(attend)(torch.ones(2, 3))
+    torch.func.grad(attend)(torch.ones(3))
+    torch.func.grad(lambda x: torch.vmap(attend)(x).sum())(torch.ones(2, 3))
+    torch.func.jvp(attend, (torch.ones(3),), (torch.ones(3),))
+    with torch.inference_mode():
+        attend(torch.ones(3))
+    with torch.device("meta"):
+        attend(torch.ones(3))
+    assert len(indices) == 7
+    for index in indices:
+        assert_real(index)
+        plain = replace(index)
+        clear_cache()
+        again = build_index(pattern, plain.n_queries)
+        assert all(map(torch.equal, index.tensors(), again.tensors()))
+
+
+def test_repr_reads_no_tensor() -> None:
+    index = build_index(Causal(), 300)
+    assert repr(index) == (
+        "BlockIndex(300 queries from 0 x 300 keys, block 128, groups 1, 3 full and 3 partial tiles (1 distinct), "
+        f"{index.nbytes} bytes on cpu)"
+    )
+    with FakeTensorMode() as mode:
+        fake = replace(index, **{name: mode.from_tensor(getattr(index, name)) for name in TENSOR_FIELDS})
+        assert repr(fake) == repr(index)
+
+
+def test_counts_are_summed_over_heads_that_share_a_group() -> None:
+    index = build_index(Causal() & Window(40), 384)
+    shared = replace(index, group=torch.zeros(2, 3, dtype=torch.int32), envelopes=(Causal(), Causal()))
+    again = shared.slice(range(3))
+    for name in ("kept_pairs", "kept_tiles", "allowed_pairs", "allowed_tiles"):
+        assert getattr(again, name) == 6 * getattr(index, name)
+    assert again.density == index.density
+
+
+def test_tensors_and_back() -> None:
+    index = build_index(Causal() & Window(30), 200, 260)
+    assert TENSOR_FIELDS == tuple(f.name for f in fields(BlockIndex))[: len(TENSOR_FIELDS)]
+    assert TENSOR_FIELDS[-1] == "col_at"
+    again = BlockIndex.from_tensors(
+        index.tensors(), block=128, start=60, n_queries=200, n_keys=260, envelopes=index.envelopes
+    )
+    assert torch.equal(again.to_dense(), index.to_dense())
+    assert again.density == index.density
+    with pytest.raises(ValueError, match="expected 19 of them, got 18"):
+        BlockIndex.from_tensors(index.tensors()[:-1], block=128, start=60, n_queries=200, n_keys=260)
+    assert index.to("cpu") is index
+    assert index.to("meta").part_col.device.type == "meta"
+
+
+@pytest.mark.gpu
+def test_built_on_the_device() -> None:
+    for pattern in (Causal() & Window(700, 0), Window(512) | GlobalTokens(64) | RandomBlocks(3)):
+        here, there = build_index(pattern, 5000, num_heads=2), build_index(pattern, 5000, num_heads=2, device="cuda")
+        assert there.device.type == "cuda"
+        assert torch.equal(there.to_dense().cpu(), here.to_dense())
+        assert there.kept_pairs == here.kept_pairs
+        there.validate()
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pattern": "causal"}, "pattern: expected a Pattern, got str"),
+        ({"n_queries": -1}, "n_queries: expected an integer of at least 0, got -1"),
+        ({"n_queries": 3.0}, "n_queries"),
+        ({"n_queries": True}, "n_queries"),
+        ({"n_keys": -5}, "n_keys"),
+        ({"start": 1.5}, "start: expected an integer, got 1.5"),
+        ({"num_heads": 0}, "num_heads"),
+        ({"num_heads": 10**20}, "num_heads: expected an integer from 1 to 65,536, got 10+$"),
+        ({"batch": 0}, "batch"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"block": 100}, r"block: expected one of \(16, 32, 64, 128\) or 'auto', got 100"),
+        ({"block": 256}, "block"),
+        ({"block": "big"}, "block"),
+        ({"pattern": per_head([Causal(), Dense()]), "num_heads": 3}, "num_heads: .* written for 2, got num_heads=3"),
+        ({"pattern": Documents(ids=torch.zeros(2, 100, dtype=torch.int64))}, "batch: .* written for 2, got batch=1"),
+        ({"pattern": Documents([40, 40])}, "n_keys"),
+        ({"pattern": Blocks(torch.ones(3, 3, dtype=torch.bool))}, "columns"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, object], words: str) -> None:
+    arguments = {"pattern": Causal(), "n_queries": 100, **options}
+    with pytest.raises(ValueError, match=words):
+        build_index(**arguments)
+    assert cache_info().entries == 0
+
+
+def test_wrong_uses_of_an_index_are_named() -> None:
+    index = build_index(Causal(), 1000, block=64)
+    for rows in (range(3, 3), range(0, 17), range(0, 8, 2), range(-1, 3), slice(16, 20)):
+        with pytest.raises(ValueError, match="rows: expected a run of consecutive row tiles"):
+            index.slice(rows)
+    for block in (32, 256, 100):
+        with pytest.raises(ValueError, match=r"block: expected one of \[64, 128\]"):
+            index.coarsen(block)
+    tiles = torch.arange(16)
+    for rows in (tiles.int(), tiles[None], tiles + 1, tiles - 1):
+        with pytest.raises(ValueError, match=r"rows: expected int64 \[any\] of tile numbers below 16"):
+            index.remapped(rows, tiles)
+    with pytest.raises(ValueError, match="cols: expected distinct tile numbers"):
+        index.remapped(tiles, tiles // 2)
+    with pytest.raises(ValueError, match="group: expected 0 <= group < 1, got 1"):
+        index.draw(1)
+    with pytest.raises(ValueError, match="width"):
+        index.draw(width=0)
+    with pytest.raises(ValueError, match="to_dense expects at most 268,435,456 elements"):
+        build_index(Causal() & Window(10), 1 << 15).to_dense()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("full_col", lambda t: t.long(), "full_col: expected int32"),
+        ("bits", lambda t: t[:, :, :1], r"bits: expected int32 \(.*, 64, 2\)"),
+        ("group", lambda t: t - 1, "group"),
+        ("full_row_ptr", lambda t: t[:-1], "full_row_ptr"),
+        ("full_row_ptr", lambda t: t.flip(0), "full_row_ptr"),
+        ("part_row_ptr", lambda t: t + 1, "part_row_ptr"),
+        ("full_col", lambda t: t.flip(0), "full_col: expected columns that ascend"),
+        ("full_col", lambda t: t + 5, "full_col"),
+        ("part_col", lambda t: t - 1, "part_col"),
+        ("part_tile", lambda t: t + 1, "part_tile"),
+        ("part_tile", lambda t: t[1:], "part_tile"),
+        ("full_col", lambda t: t.clone().fill_(0), "full_col"),
+        ("full_row", lambda t: t.flip(0), "full_row: does not follow"),
+        ("part_tile_t", lambda t: t.flip(0), "part_tile_t: does not follow"),
+        ("bits_t", lambda t: t.flip(0), "bits_t: does not follow"),
+        ("rows_any", lambda t: t - 1, "rows_any: does not follow"),
+        ("cols_any", lambda t: t - 1, "cols_any: does not follow"),
+        ("row_work", lambda t: t[1:], "row_work: expected the splits"),
+        ("col_work", lambda t: t.flip(0), "col_work: expected the splits"),
+        ("row_at", lambda t: t.new_zeros(7), r"row_at: expected int32 \(0,\) or \(8,\)"),
+        ("col_at", lambda t: torch.arange(8), "col_at: expected int32"),
+    ],
+)
+def test_validate_names_the_wrong_field(name: str, change: object, words: str) -> None:
+    index = build_index(Causal() & Window(250), 500, block=64)
+    index.validate()
+    with pytest.raises(ValueError, match=words):
+        replace(index, **{name: change(getattr(index, name))}).validate()
+
+
+def test_validate_sees_a_tile_in_both_lists() -> None:
+    index = build_index(Causal(), 128, block=64)
+    number, state = index.entries()
+    both = Entries(torch.cat([number[-2:-1], number]), torch.cat([torch.tensor([FULL]), state]))
+    twice = BlockIndex.from_entries(index.group, both, index.bits, index.grid, index.envelopes)
+    with pytest.raises(ValueError, match="a tile is in both lists"):
+        twice.validate()
+
+
+# Choices and drawings.
+
+
+def test_block_auto_takes_64_where_it_computes_much_less(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="ringtile.index")
+    fine = build_index(Blocks(torch.eye(32, dtype=torch.bool), block=64), 2048, block="auto")
+    assert fine.block == 64
+    assert "block 64" in caplog.text
+    assert "2.00x fewer pairs" in caplog.text
+    assert build_index(Causal() & Window(1024), 4096, block="auto").block == 128
+    assert "block 128 for causal & window(1024)" in caplog.text
+
+
+def test_drawing_shows_tiles() -> None:
+    index = build_index(per_head([Dense(), streaming(4, 128)]), 1024, num_heads=2)
+    assert index.draw(1).splitlines()[:4] == ["▒·······", "▒▒······", "▒▒▒·····", "▒·▒▒····"]
+    assert index.draw(0, width=3) == "███\n███\n███"
+    assert index.draw(1, width=3) == "▒··\n▒▒·\n▒▒▒"
+    assert build_index(Causal(), 128, 512).draw() == "███▒"
+    assert build_index(Dense(), 640, 512).draw(width=2) == "██\n██"
+
+
+@pytest.mark.parametrize("n_queries", LENGTHS)
+def test_causal_counts_have_a_closed_form(n_queries: int) -> None:
+    for n_keys in LENGTHS:
+        for start in (-40, 0, 5, n_keys - n_queries):
+            index = build_index(Causal(), n_queries, n_keys, start=start, block=16)
+            assert index.kept_pairs == index.allowed_pairs
+            assert index.kept_tiles == index.allowed_tiles
+            assert index.density in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_causal_documents_allow_a_triangle_each(block: int) -> None:
+    lengths = [1, 70_000, 130, 2, 69_867, 120_000, 50]
+    index = build_index(Causal() & Documents(lengths) & Window(100), sum(lengths), block=block)
+    assert index.envelopes == (Causal() & Documents(lengths),)
+    assert index.allowed_pairs == sum(length * (length + 1) // 2 for length in lengths)
+    ends = list(accumulate(lengths))
+    tiles = 0
+    for row in range(index.n_rows):
+        first_document = next(n for n, end in enumerate(ends) if end > row * block)
+        tiles += row + 1 - (ends[first_document] - lengths[first_document]) // block
+    assert index.allowed_tiles == tiles
+    tail = build_index(Causal() & Documents(lengths), 1000, sum(lengths))
+    assert tail.kept_pairs == tail.allowed_pairs
+    assert tail.kept_tiles == tail.allowed_tiles

@@ -34,7 +34,7 @@ def forced(kernel: str, config: Config) -> Iterator[None]:
     clear_cache()
     # An index keeps the plans of its launches.
     plans = patch.object(schedule, "_table", WeakTensorKeyDictionary())
-    with plans, patch.object(launches, "configs", only), patch.object(launches, "_fitting", {}):
+    with plans, patch.object(launches, "configs", only):
         yield
     clear_cache()
 

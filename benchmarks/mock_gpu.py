@@ -61,9 +61,11 @@ class Launched(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments by name, with addresses in place of tensors."""
-        named = zip(self.source.fn.arg_names, self.values, strict=True)
-        return {name: x.data_ptr() if isinstance(x, torch.Tensor) else x for name, x in named}
+        """The arguments by name, those of `Lists` and `Constants` too, with addresses in place of tensors."""
+        named = dict(zip(self.source.fn.arg_names, self.values, strict=True))
+        for name in ("lists", "at", "C"):
+            named |= named.pop(name)._asdict() if name in named else {}
+        return {name: x.data_ptr() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
 
 
 class Stream(NamedTuple):
@@ -189,7 +191,6 @@ def mock_gpu(
         # Triton reads it once per process.
         enter(patch.object(compiler, "max_shared_mem", lambda device: SHARED_BYTES[architecture]))
         enter(patch.object(launches, "architecture", lambda device: architecture))
-        enter(patch.object(launches, "_fitting", {}))
         # Plans contain kernels of a driver.
         enter(patch.object(schedule, "_table", WeakTensorKeyDictionary()))
         enter(patch.object(schedule, "is_capturing", lambda device: gpu.capturing, create=True))

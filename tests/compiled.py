@@ -8,11 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from ringtile.kernels.triton.launches import Choice, Launch
 
@@ -39,14 +38,6 @@ SHARED_BYTES = {
     "gfx942": 64 * 1024,
 }
 """What one program may have of shared memory."""
-
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 
 
 class Compiled(NamedTuple):
@@ -77,32 +68,10 @@ class Compiled(NamedTuple):
 
 
 def compile_choice(launch: Launch, choice: Choice, target: str) -> Compiled:
-    """Compile a launch as the just-in-time compiler would: divisible by 16 and 1 are told, the rest is open."""
-    signature, constants, attributes = {}, dict(choice.constants), {}
-    for number, name in enumerate(launch.kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        value = {**launch.arguments, **choice.tiles}[name]
-        if isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{_TYPES[value.base.dtype][1:]}{value.block_shape}>"
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[name] = _TYPES[value.dtype]
-            divisible = True
-        elif isinstance(value, float):
-            signature[name], divisible = "fp32", False
-        elif launch.kernel.params[number].do_not_specialize:
-            signature[name], divisible = "i32" if abs(value) < 2**31 else "i64", False
-        elif value == 1:
-            signature[name], constants[name] = "constexpr", 1
-            continue
-        else:
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            divisible = value % 16 == 0
-        if divisible:
-            attributes[(number,)] = [["tt.divisibility", 16]]
-    constexprs = {(launch.kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(launch.kernel, signature, constexprs, attributes)
-    kernel = triton.compile(source, target=TARGETS[target], options=choice.config.options())
+    """Compile a launch as the just-in-time compiler would."""
+    function, backend = launch.kernel, make_backend(TARGETS[target])
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    bound, specialized, given = bind(**launch.arguments, **choice.tiles, C=choice.constants, **choice.config.options())
+    options, *rest = function._pack_args(backend, given, bound, specialized, given)
+    kernel = triton.compile(ASTSource(function, *rest), target=TARGETS[target], options=options.__dict__)
     return Compiled(kernel.metadata.shared, kernel.asm)

@@ -120,7 +120,7 @@ def launch(gpu: MockGpu, make: Any, tensors: list[Any], call: Call, planned: boo
         plans._launch(make, tuple(tensors), call)
     else:
         for each in make(launches.Job(*tensors[:3], call), *tensors[3:]):
-            each.run(tensors[0].device)
+            each.run()
     found = gpu.launches[before:]
     del gpu.launches[before:]
     return found
@@ -313,7 +313,7 @@ def test_a_kernel_that_triton_does_not_launch_has_no_plan(
     gpu: MockGpu, index: BlockIndex, strange: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = launches.Launch.run
-    monkeypatch.setattr(launches.Launch, "run", lambda self, device: (run(self, device)[0], strange))
+    monkeypatch.setattr(launches.Launch, "run", lambda self: (run(self)[0], strange))
     forward, _, call = problem(index)
     for _ in range(2):
         found = launch(gpu, MAKES[0], forward, call)
@@ -401,7 +401,7 @@ def test_an_eager_call_after_a_capture_makes_its_own_schedule(gpu: MockGpu, inde
     again = launch(gpu, MAKES[0], forward, call)
     gpu.capturing = False
     eager = launch(gpu, MAKES[0], forward, call)
-    works = {each[0].values[each[0].source.fn.arg_names.index("work")].data_ptr() for each in (first, again, eager)}
+    works = {each[0].arguments["work"] for each in (first, again, eager)}
     assert len(works) == 3
 
 

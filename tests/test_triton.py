@@ -139,7 +139,7 @@ def test_loops_use_the_tensor_cores_and_no_local_memory(
     for name, launch in launches_of(head_dim, dtype, dropout_p, placed=placed):
         if name in LOOPING:
             choice = launch.choices[0]
-            assert choice.constants["PLACED"] == placed
+            assert choice.constants.PLACED == placed
             made = compile_choice(launch, choice, target)
             assert made.shared <= SHARED_BYTES[target], name
             loops = [loop for loop in made.loops() if any(PRODUCTS[target] in instruction for instruction in loop)]
@@ -227,7 +227,7 @@ def test_products_of_float32_follow_either_setting_of_torch(
         else:
             matmul.fp32_precision = setting
         monkeypatch.setattr(Tensor, "is_cuda", True)
-        assert Job(q, q, q, call_of(Causal(), 8, 8, 1)).constants["PRECISION"] == expected
+        assert Job(q, q, q, call_of(Causal(), 8, 8, 1)).constants.PRECISION == expected
     finally:
         torch.set_float32_matmul_precision("highest")
         matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before
@@ -319,36 +319,34 @@ def test_unused_splits_of_a_dynamic_index_belong_to_no_group() -> None:
 
 
 @needs_triton
-def test_the_first_configuration_that_fits_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_configuration_that_fits_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
     from ringtile.kernels.triton import launches
+    from ringtile.kernels.triton.tiles import Constants
     from ringtile.kernels.triton.tuning import Config
 
     tried: list[int] = []
 
     class Kernel:
-        __name__ = "kernel"
         room = 2
 
         def __getitem__(self, grid: tuple[int]) -> object:
-            def run(num_warps: int, num_stages: int, enable_fp_fusion: bool, **arguments: int) -> None:
-                assert (grid, arguments) == ((10 * num_stages,), {"x": 7, "BM": num_stages})
+            def run(num_warps: int, num_stages: int, enable_fp_fusion: bool, C: Constants, x: int) -> None:
+                assert (grid, x, C.BM) == ((10 * num_stages,), 7, num_stages)
                 tried.append(num_stages)
                 if num_stages > self.room:
                     raise OutOfResources(300_000, 232_448, "shared memory")
 
             return run
 
-    monkeypatch.setattr(launches, "_fitting", {})
-    choices = [launches.Choice(Config(64, 64, 4, n), {"BM": n}, 10 * n) for n in (3, 2, 1)]
+    choices = [launches.Choice(Config(64, 64, 4, n), Constants(BM=n), 10 * n) for n in (3, 2, 1)]
     launch = launches.Launch(Kernel(), {"x": 7}, choices)
-    launch.run(torch.device("cpu"))
-    launch.run(torch.device("cpu"))
-    assert tried == [3, 2, 2]
+    assert launch.run()[0] is choices[1]
+    assert tried == [3, 2]
     monkeypatch.setattr(Kernel, "room", 0)
     with pytest.raises(OutOfResources):
-        launch.run(torch.device("cpu"))
+        launch.run()
 
 
 # Choice and errors.

@@ -19,12 +19,13 @@ from ringtile.kernels.triton.tiles import (
     next_tile,
     number_at,
     number_of,
+    place_of,
     position_of,
     rows_of,
     seen_by,
-    stretch,
-    survives,
+    split_of,
     survives_transposed,
+    survivors,
     weights,
     whole_tile,
     without_bits,
@@ -34,22 +35,22 @@ from ringtile.kernels.triton.tiles import (
 
 @triton.jit(do_not_specialize=CHANGING)
 def stats_kernel(
-    OUT, OUT_GRAD, LSE, LSE_GRAD, STATS,
-    heads, n_queries, size, dropout_scale, o_b, o_h, o_n, g_b, g_h, g_n,
-    E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, HAS_LSE_GRAD: tl.constexpr,
+    OUT, OUT_GRAD, LSE, LSE_GRAD, STATS, heads, n_queries, size, dropout_scale, strides,
+    HAS_LSE_GRAD: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(n_queries, BM)
+    blocks = tl.cdiv(n_queries, C.BM)
     program = tl.program_id(0)
     bh = program // blocks
-    b = (bh // heads).to(tl.int64)
-    h = (bh % heads).to(tl.int64)
-    query = program % blocks * BM + tl.arange(0, BM)
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    query = program % blocks * C.BM + tl.arange(0, C.BM)
     exists = query < n_queries
-    e = tl.arange(0, EP)
-    mask = exists[:, None] & (e < E)[None, :]
+    e = tl.arange(0, C.EP)
+    mask = exists[:, None] & (e < C.E)[None, :]
     row = query.to(tl.int64)
-    out = tl.load(OUT + (b * o_b + h * o_h + row * o_n)[:, None] + e[None, :], mask=mask, other=0.0)
-    grad = tl.load(OUT_GRAD + (b * g_b + h * g_h + row * g_n)[:, None] + e[None, :], mask=mask, other=0.0)
+    o_rows = place_of(strides.o, b, h) + row * strides.o.n
+    out = tl.load(OUT + o_rows[:, None] + e[None, :], mask=mask, other=0.0)
+    g_rows = place_of(strides.g, b, h) + row * strides.g.n
+    grad = tl.load(OUT_GRAD + g_rows[:, None] + e[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     place = bh.to(tl.int64) * n_queries + query
     lse = tl.load(LSE + place, mask=exists, other=float("-inf"))
@@ -60,249 +61,263 @@ def stats_kernel(
     tl.store(STATS + size + place, tl.where(empty, 0.0, delta) / dropout_scale, mask=exists)
 
 
+@triton.jit
+def _dq_step(
+    q, k, v, out_grad, lse, delta, stay, acc, natural, zero, draw, n0, col, at, threshold,
+    C: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return the sum with one more tile of keys. MASKED: ``stay`` contains the kept pairs."""
+    s = tl.dot(q, k, input_precision=C.PRECISION)
+    p = weights(s, natural, lse[:, None])
+    dp = tl.dot(out_grad, v, input_precision=C.PRECISION)
+    dp = survivors(dp, draw, n0, col, at, threshold, C)
+    ds = p * (dp - delta[:, None])
+    if MASKED:
+        ds = tl.where(stay, ds, zero)
+    return tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=C.PRECISION)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def dq_kernel(
-    Q, K, V, K_TILES, V_TILES, OUT_GRAD, STATS, Q_GRAD, SCRATCH,
-    group, work, begin, full_ptr, full_col, part_ptr, part_col, part_tile, bits, cols_any,
-    key_bits, key_lengths, seed, row_at, col_at, head_at, batch_at,
+    Q, K, V, K_TILES, V_TILES, OUT_GRAD, STATS, Q_GRAD, SCRATCH, lists, key_bits, key_lengths, seed, at,
     natural, scale, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_rows, longest, scratch_stride, room, key_words, size,
-    group_b, group_h,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
-    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr,
-    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,
-    RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
-    PLACED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    group_b, group_h, strides, C: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    sub = program % SUBS
-    bh = program // SUBS // longest
+    sub = program % C.SUBS
+    bh = program // C.SUBS // longest
     b = bh // heads
     h = bh % heads
-    g = tl.load(group + b * group_b + h * group_h)
-    item = tl.load(begin + g) + program // SUBS % longest
-    if item >= tl.load(begin + g + 1):
+    g = tl.load(lists.group + b * group_b + h * group_h)
+    item = tl.load(lists.begin + g) + program // C.SUBS % longest
+    if item >= tl.load(lists.begin + g + 1):
         return
-    slot = tl.load(work + item * 4)
-    full, full_end, part, part_end = stretch(
-        full_ptr, part_ptr, slot, tl.load(work + item * 4 + 1), tl.load(work + item * 4 + 2)
-    )
-    scratch = tl.load(work + item * 4 + 3)
+    slot, full, full_end, part, part_end, scratch = split_of(lists, item)
     row_tile = slot - g * n_rows
-    query, inside, _, exists = rows_of(row_tile, first_row, start, n_queries, sub, BLOCK, BM, 1)
+    query, inside, _, exists = rows_of(row_tile, first_row, start, n_queries, sub, C)
 
-    d, e, n = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BN)
-    if FAR:
+    d, e, n = tl.arange(0, C.DP), tl.arange(0, C.EP), tl.arange(0, C.BN)
+    if C.FAR:
         n = n.to(tl.int64)
     row = query.to(tl.int64)
-    q_rows = b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + row * q_n
-    q = tl.load(Q + q_rows[:, None] + d[None, :], mask=inside_both(exists, d, D, DP, 1), other=0.0)
-    if SIGN != 1:
-        q = q * SIGN
-    g_rows = b.to(tl.int64) * g_b + h.to(tl.int64) * g_h + row * g_n
-    out_grad = tl.load(OUT_GRAD + g_rows[:, None] + e[None, :], mask=inside_both(exists, e, E, EP, 1), other=0.0)
+    q_rows = place_of(strides.q, b, h) + row * strides.q.n
+    q = tl.load(Q + q_rows[:, None] + d[None, :], mask=inside_both(exists, d, C.D, C.DP, 1), other=0.0)
+    if C.SIGN != 1:
+        q = q * C.SIGN
+    g_rows = place_of(strides.g, b, h) + row * strides.g.n
+    out_grad = tl.load(OUT_GRAD + g_rows[:, None] + e[None, :], mask=inside_both(exists, e, C.E, C.EP, 1), other=0.0)
     place = bh.to(tl.int64) * n_queries + query
     lse = tl.load(STATS + place, mask=exists, other=float("inf"))
     delta = tl.load(STATS + size + place, mask=exists, other=0.0)
     kv_head = (h // ratio).to(tl.int64)
-    K += b.to(tl.int64) * k_b + kv_head * k_h
-    V += b.to(tl.int64) * v_b + kv_head * v_h
-    k_places = n[None, :] * k_n + d[:, None]
-    v_places = n[None, :] * v_n + e[:, None]
+    K += place_of(strides.k, b, kv_head)
+    V += place_of(strides.v, b, kv_head)
+    k_places = n[None, :] * strides.k.n + d[:, None]
+    v_places = n[None, :] * strides.v.n + e[:, None]
+    BM: tl.constexpr = C.BM
+    DP: tl.constexpr = C.DP
     acc = tl.zeros([BM, DP], tl.float32)
     zero = natural - natural  # LLVM would choose after the conversion to half types, which costs more
-    if DROPOUT:
-        seed_value = tl.load(seed)
-        batch_number = number_of(b, batch_at, PLACED)
-        head_number = number_of(h, head_at, PLACED)
-        query_position = position_of(query + start, row_tile, first_row + row_tile, row_at, BLOCK, PLACED)
+    draw = None
+    if C.DROPOUT:
+        seed_value, batch_number = tl.load(seed), number_of(b, at.batch_at, C)
+        head_number = number_of(h, at.head_at, C)
+        position = position_of(query + start, row_tile, first_row + row_tile, at.row_at, C)
+        draw = seed_value, batch_number, head_number, position
 
-    # Whether the slow loop takes full tiles too, without bits.
-    MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS or RAGGED_KEYS
-    slow_full = without_bits(full_col, full, full_end, n_keys, BLOCK, HAS_BITS or HAS_LENGTHS, RAGGED_KEYS)
-    PER: tl.constexpr = BLOCK // BN
+    # MIXED: the masked loop also runs full tiles, because key masks, lengths or the ragged last column cut them.
+    MIXED: tl.constexpr = C.HAS_BITS or C.HAS_LENGTHS or C.RAGGED_KEYS
+    slow_full = without_bits(lists, full, full_end, n_keys, C)
+    PER: tl.constexpr = C.BLOCK // C.BN
     steps = (full_end - slow_full - full) * PER
-    n0 = listed(full_col + full, 0, steps, PER) * BLOCK
-    later = listed(full_col + full, 1, steps, PER)
-    for i in tl.range(0, steps, num_stages=STAGES):
-        col = n0 // BLOCK
-        k = whole_tile(K, k_n, K_TILES, b, h // ratio, n0, n, d, D, DP, BN, True, TMA)
-        v = whole_tile(V, v_n, V_TILES, b, h // ratio, n0, n, e, E, EP, BN, True, TMA)
-        s = tl.dot(q, k, input_precision=PRECISION)
-        p = weights(s, natural, lse[:, None])
-        dp = tl.dot(out_grad, v, input_precision=PRECISION)
-        if DROPOUT:
-            at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
-            stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
-            dp = tl.where(stays, dp, 0.0)
-        ds = p * (dp - delta[:, None])
-        acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
+    n0 = listed(lists.full + full, 0, steps, PER) * C.BLOCK
+    later = listed(lists.full + full, 1, steps, PER)
+    for i in tl.range(0, steps, num_stages=C.STAGES):
+        col = n0 // C.BLOCK
+        k = whole_tile(K, strides.k.n, K_TILES, b, h // ratio, n0, n, d, C.D, C.DP, C, True)
+        v = whole_tile(V, strides.v.n, V_TILES, b, h // ratio, n0, n, e, C.E, C.EP, C, True)
+        acc = _dq_step(q, k, v, out_grad, lse, delta, None, acc, natural, zero, draw, n0, col, at, threshold, C, False)
         # The tile after the next is in registers already, so that copies wait for no list.
-        n0 = later * BLOCK + (i + 1) % PER * BN
-        later = listed(full_col + full, i + 2, steps, PER)
+        n0 = later * C.BLOCK + (i + 1) % PER * C.BN
+        later = listed(lists.full + full, i + 2, steps, PER)
 
     key_length = n_keys
-    if HAS_LENGTHS:
+    if C.HAS_LENGTHS:
         key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
     steps = (slow_full + part_end - part) * PER
-    later = number_at(part_tile, part, slow_full, 0, steps, PER, MIXED)
-    col, number, low, high, later = next_tile(
-        full_col, full_end, slow_full, part_col, part, part_tile, cols_any, later, 0, steps, BLOCK, BN, MIXED
-    )
-    for i in tl.range(0, steps, num_stages=STAGES):
-        words = words_of(bits, number, i, slow_full, inside, BLOCK, BN, MIXED, True)
-        n0 = col * BLOCK + i % PER * BN
-        kept = any_kept(low, high, BN)
-        if RAGGED_ROWS:
-            kept = kept & expanded_row(seen_by(words, exists), BN)
-        stay = expanded(words, BM, BN, False)
+    later = number_at(lists, part, slow_full, 0, steps, PER, MIXED)
+    col, number, low, high, later = next_tile(lists, full_end, slow_full, part, later, 0, steps, C.BLOCK, C.BN, MIXED)
+    for i in tl.range(0, steps, num_stages=C.STAGES):
+        words = words_of(lists.bits, number, i, slow_full, inside, C.BLOCK, C.BN, MIXED, True)
+        n0 = col * C.BLOCK + i % PER * C.BN
+        # Zero times NaN is NaN, so we do not read values that no row keeps.
+        kept = any_kept(low, high, C.BN)
+        if C.RAGGED_ROWS:
+            kept = kept & expanded_row(seen_by(words, exists), C.BN)
+        stay = expanded(words, C.BM, C.BN, False)
         if MIXED:
-            kept = kept & keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, n0, n_keys, HAS_BITS, BN)
+            kept = kept & keys_kept(key_bits, b, key_words, key_length, n0, n_keys, C)
             stay = stay & kept[None, :]
-        k = tl.load(K + n0.to(tl.int64) * k_n + k_places, mask=inside_both(kept, d, D, DP, 0), other=0.0)
-        v = tl.load(V + n0.to(tl.int64) * v_n + v_places, mask=inside_both(kept, e, E, EP, 0), other=0.0)
-        s = tl.dot(q, k, input_precision=PRECISION)
-        p = weights(s, natural, lse[:, None])
-        dp = tl.dot(out_grad, v, input_precision=PRECISION)
-        if DROPOUT:
-            at0 = position_of(n0, col, col, col_at, BLOCK, PLACED)
-            stays = survives(seed_value, batch_number, head_number, query_position, at0, threshold, BM, BN)
-            dp = tl.where(stays, dp, 0.0)
-        ds = tl.where(stay, p * (dp - delta[:, None]), zero)
-        acc = tl.dot(ds.to(k.dtype), tl.trans(k), acc, input_precision=PRECISION)
+        k_tile = K + n0.to(tl.int64) * strides.k.n
+        k = tl.load(k_tile + k_places, mask=inside_both(kept, d, C.D, C.DP, 0), other=0.0)
+        v_tile = V + n0.to(tl.int64) * strides.v.n
+        v = tl.load(v_tile + v_places, mask=inside_both(kept, e, C.E, C.EP, 0), other=0.0)
+        acc = _dq_step(q, k, v, out_grad, lse, delta, stay, acc, natural, zero, draw, n0, col, at, threshold, C, True)
         col, number, low, high, later = next_tile(
-            full_col, full_end, slow_full, part_col, part, part_tile, cols_any, later, i + 1, steps, BLOCK, BN, MIXED
+            lists, full_end, slow_full, part, later, i + 1, steps, C.BLOCK, C.BN, MIXED
         )
 
     acc = acc * scale
-    if SPLIT:
+    if C.SPLIT:
         if scratch >= 0:
-            slot_rows = (bh.to(tl.int64) * scratch_stride + scratch) * room + sub * BM + tl.arange(0, BM)
-            tl.store(SCRATCH + slot_rows[:, None] * DP + d[None, :], acc)
+            slot_rows = (bh.to(tl.int64) * scratch_stride + scratch) * room + sub * C.BM + tl.arange(0, C.BM)
+            tl.store(SCRATCH + slot_rows[:, None] * C.DP + d[None, :], acc)
             return
-    tl.store(
-        Q_GRAD + place[:, None] * D + d[None, :],
-        acc.to(Q_GRAD.dtype.element_ty),
-        mask=inside_both(exists, d, D, DP, 1),
-    )
+    _store(Q_GRAD, place, acc, exists, C.D, C.DP)
+
+
+@triton.jit
+def _store(X, rows, values, exists, D: tl.constexpr, DP: tl.constexpr):
+    """Store rows of a contiguous tensor of head dim D."""
+    d = tl.arange(0, DP)
+    mask = inside_both(exists, d, D, DP, 1)
+    tl.store(X + rows[:, None] * D + d[None, :], values.to(X.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def sum_dq_kernel(
     SCRATCH, Q_GRAD, group, splits,
-    heads, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, SUBS: tl.constexpr,
+    heads, n_queries, start, first_row, n_rows, scratch_stride, room, group_b, group_h, C: tl.constexpr,
 ):  # fmt: skip
     """Sum a row's splits in the order of its list."""
     program = tl.program_id(0)
-    sub = program % SUBS
-    bh = program // SUBS // n_rows
-    row = program // SUBS % n_rows
+    sub = program % C.SUBS
+    bh = program // C.SUBS // n_rows
+    row = program // C.SUBS % n_rows
     slot = tl.load(group + bh // heads * group_b + bh % heads * group_h) * n_rows + row
     count = tl.load(splits + slot * 2 + 1)
     if count == 0:
         return
-    query, _, _, exists = rows_of(row, first_row, start, n_queries, sub, BLOCK, BM, 1)
-    d = tl.arange(0, DP)
+    query, _, _, exists = rows_of(row, first_row, start, n_queries, sub, C)
+    d = tl.arange(0, C.DP)
     first = bh.to(tl.int64) * scratch_stride + tl.load(splits + slot * 2)
+    BM: tl.constexpr = C.BM
+    DP: tl.constexpr = C.DP
     acc = tl.zeros([BM, DP], tl.float32)
     for split in range(count):
-        place = (first + split) * room + sub * BM + tl.arange(0, BM)
-        acc += tl.load(SCRATCH + place[:, None] * DP + d[None, :])
-    place = bh.to(tl.int64) * n_queries + query
-    tl.store(
-        Q_GRAD + place[:, None] * D + d[None, :], acc.to(Q_GRAD.dtype.element_ty), mask=inside_both(exists, d, D, DP, 1)
-    )
+        place = (first + split) * room + sub * C.BM + tl.arange(0, C.BM)
+        acc += tl.load(SCRATCH + place[:, None] * C.DP + d[None, :])
+    _store(Q_GRAD, bh.to(tl.int64) * n_queries + query, acc, exists, C.D, C.DP)
+
+
+@triton.jit
+def _column_step(
+    k, v, q, out_grad, lse, delta, keep, k_acc, v_acc, natural, zero, draw, m0, row, start, first_row, at, threshold,
+    C: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of dK and dV with one more tile of queries. MASKED: ``keep`` contains the kept pairs."""
+    s = tl.dot(k, q, input_precision=C.PRECISION)
+    p = weights(s, natural, lse[None, :])
+    if MASKED:
+        p = tl.where(keep, p, zero)
+    if C.DROPOUT:
+        seed, batch, head, key = draw
+        query = position_of(m0 + tl.arange(0, C.BM) + start, row, first_row + row, at.row_at, C)
+        stays = survives_transposed(seed, batch, head, query, key, threshold, C.BM, C.BN)
+        weight = tl.where(stays, p, 0.0)
+        dp = tl.dot(v, tl.trans(out_grad), input_precision=C.PRECISION)
+        dp = tl.where(stays, dp, 0.0) - delta[None, :]
+    else:
+        weight = p
+        dp = tl.broadcast_to(-delta[None, :], C.BN, C.BM)
+        dp = tl.dot(v, tl.trans(out_grad), dp, input_precision=C.PRECISION)
+    v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=C.PRECISION)
+    ds = p * dp
+    if MASKED:
+        ds = tl.where(keep, ds, zero)
+    return tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=C.PRECISION), v_acc
 
 
 @triton.jit(do_not_specialize=[name for name in CHANGING if name not in ("n_queries", "start", "size")])
 def dkdv_kernel(
-    Q, K, V, OUT_GRAD, STATS, K_GRAD, V_GRAD, SCRATCH,
-    group, work, begin, full_ptr, full_row, part_ptr, part_row, part_tile, bits, rows_any,
-    key_bits, key_lengths, seed, row_at, col_at, head_at, batch_at,
+    Q, K, V, OUT_GRAD, STATS, K_GRAD, V_GRAD, SCRATCH, lists, key_bits, key_lengths, seed, at,
     natural, scale, dropout_scale, threshold,
     heads, ratio, n_queries, n_keys, start, first_row, n_cols, longest, scratch_stride, whole_base, key_words, size,
-    group_b, group_h,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n,
-    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
-    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUBS: tl.constexpr, LOOPED: tl.constexpr,
-    SIGN: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr, RAGGED_ROWS: tl.constexpr,
-    RAGGED_KEYS: tl.constexpr, HAS_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr,
-    PLACED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    group_b, group_h, strides, C: tl.constexpr,
 ):  # fmt: skip
     """Compute one split of a column tile's list for LOOPED query heads. Sums over heads and splits come later."""
     program = tl.program_id(0)
-    sub = program % SUBS
-    outer = program // SUBS // longest
-    programs_a_batch = heads // LOOPED
+    sub = program % C.SUBS
+    outer = program // C.SUBS // longest
+    programs_a_batch = heads // C.LOOPED
     b = outer // programs_a_batch
-    first_head = outer % programs_a_batch * LOOPED
-    g = tl.load(group + b * group_b + first_head * group_h)
-    item = tl.load(begin + g) + program // SUBS % longest
-    if item >= tl.load(begin + g + 1):
+    first_head = outer % programs_a_batch * C.LOOPED
+    g = tl.load(lists.group + b * group_b + first_head * group_h)
+    item = tl.load(lists.begin + g) + program // C.SUBS % longest
+    if item >= tl.load(lists.begin + g + 1):
         return
-    slot = tl.load(work + item * 4)
-    full, full_end, part, part_end = stretch(
-        full_ptr, part_ptr, slot, tl.load(work + item * 4 + 1), tl.load(work + item * 4 + 2)
-    )
-    scratch = tl.load(work + item * 4 + 3)
+    slot, full, full_end, part, part_end, scratch = split_of(lists, item)
     col = slot - g * n_cols
-    inside = sub * BN + tl.arange(0, BN)
-    key = col * BLOCK + inside
+    inside = sub * C.BN + tl.arange(0, C.BN)
+    key = col * C.BLOCK + inside
     exists = key < n_keys
 
-    d, e, m = tl.arange(0, DP), tl.arange(0, EP), tl.arange(0, BM)
-    if FAR:
+    d, e, m = tl.arange(0, C.DP), tl.arange(0, C.EP), tl.arange(0, C.BM)
+    if C.FAR:
         m = m.to(tl.int64)
     kv_head = (first_head // ratio).to(tl.int64)
-    k_rows = b.to(tl.int64) * k_b + kv_head * k_h + key.to(tl.int64) * k_n
-    v_rows = b.to(tl.int64) * v_b + kv_head * v_h + key.to(tl.int64) * v_n
-    k = tl.load(K + k_rows[:, None] + d[None, :], mask=inside_both(exists, d, D, DP, 1), other=0.0)
-    v = tl.load(V + v_rows[:, None] + e[None, :], mask=inside_both(exists, e, E, EP, 1), other=0.0)
-    if SIGN != 1:
-        k = k * SIGN
-    # Whether the slow loop takes full tiles too, without bits.
-    MIXED: tl.constexpr = HAS_BITS or HAS_LENGTHS
+    k_rows = place_of(strides.k, b, kv_head) + key.to(tl.int64) * strides.k.n
+    v_rows = place_of(strides.v, b, kv_head) + key.to(tl.int64) * strides.v.n
+    k = tl.load(K + k_rows[:, None] + d[None, :], mask=inside_both(exists, d, C.D, C.DP, 1), other=0.0)
+    v = tl.load(V + v_rows[:, None] + e[None, :], mask=inside_both(exists, e, C.E, C.EP, 1), other=0.0)
+    if C.SIGN != 1:
+        k = k * C.SIGN
+    # MIXED: the masked loop also runs full tiles, because a key mask or lengths cut them. It clears the keys that do
+    # not exist when it stores.
+    MIXED: tl.constexpr = C.HAS_BITS or C.HAS_LENGTHS
     key_length = n_keys
-    if HAS_LENGTHS:
+    if C.HAS_LENGTHS:
         key_length = tl.minimum(tl.load(key_lengths + b), n_keys).to(tl.int32)
-    at_key = col * BLOCK + sub * BN
+    at_key = col * C.BLOCK + sub * C.BN
     if MIXED:
-        kept_keys = keys_kept(key_bits + b.to(tl.int64) * key_words, key_length, at_key, n_keys, HAS_BITS, BN)
-    k_acc = tl.zeros([BN, DP], tl.float32)
-    v_acc = tl.zeros([BN, EP], tl.float32)
+        kept_keys = keys_kept(key_bits, b, key_words, key_length, at_key, n_keys, C)
+    BN: tl.constexpr = C.BN
+    DP: tl.constexpr = C.DP
+    EP: tl.constexpr = C.EP
+    k_acc, v_acc = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, EP], tl.float32)
     zero = natural - natural  # LLVM would choose after the conversion to half types, which costs more
-    if DROPOUT:
+    if C.DROPOUT:
         seed_value = tl.load(seed)
-        batch_number = number_of(b, batch_at, PLACED)
-        key_position = position_of(at_key, col, col, col_at, BLOCK, PLACED)
+        batch_number = number_of(b, at.batch_at, C)
+        key_position = position_of(at_key, col, col, at.col_at, C)
     slow_full = 0
-    if HAS_BITS or HAS_LENGTHS:
+    if MIXED:
         slow_full = full_end - full
 
-    PER: tl.constexpr = BLOCK // BM
-    for looped in range(LOOPED):
+    PER: tl.constexpr = C.BLOCK // C.BM
+    for looped in range(C.LOOPED):
         h = (first_head + looped).to(tl.int64)
-        if DROPOUT:
-            head_number = number_of(h, head_at, PLACED)
-        q_head = Q + b.to(tl.int64) * q_b + h * q_h
-        g_head = OUT_GRAD + b.to(tl.int64) * g_b + h * g_h
+        draw = None
+        if C.DROPOUT:
+            draw = seed_value, batch_number, number_of(h, at.head_at, C), key_position
+        q_head = Q + b.to(tl.int64) * strides.q.b + h * strides.q.h
+        g_head = OUT_GRAD + b.to(tl.int64) * strides.g.b + h * strides.g.h
         stats = STATS + (b * heads + h) * n_queries
-        q_places = m[None, :] * q_n + d[:, None]
-        g_places = m[:, None] * g_n + e[None, :]
+        q_places = m[None, :] * strides.q.n + d[:, None]
+        g_places = m[:, None] * strides.g.n + e[None, :]
         steps = (full_end - slow_full - full) * PER
-        m0 = (first_row + listed(full_row + full, 0, steps, PER)) * BLOCK - start
-        later = listed(full_row + full, 1, steps, PER)
-        for i in tl.range(0, steps, num_stages=STAGES):
-            row = (m0 + start) // BLOCK - first_row
-            q_tile = q_head + m0.to(tl.int64) * q_n
-            g_tile = g_head + m0.to(tl.int64) * g_n
-            if RAGGED_ROWS or D != DP or E != EP:
+        m0 = (first_row + listed(lists.full + full, 0, steps, PER)) * C.BLOCK - start
+        later = listed(lists.full + full, 1, steps, PER)
+        for i in tl.range(0, steps, num_stages=C.STAGES):
+            row = (m0 + start) // C.BLOCK - first_row
+            q_tile = q_head + m0.to(tl.int64) * strides.q.n
+            g_tile = g_head + m0.to(tl.int64) * strides.g.n
+            if C.RAGGED_ROWS or C.D != C.DP or C.E != C.EP:
                 # A query that does not exist has an lse of inf, so its weights are 0.
                 there = (m0 + m >= 0) & (m0 + m < n_queries)
-                q = tl.load(q_tile + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0)
-                out_grad = tl.load(g_tile + g_places, mask=inside_both(there, e, E, EP, 1), other=0.0)
+                q = tl.load(q_tile + q_places, mask=inside_both(there, d, C.D, C.DP, 0), other=0.0)
+                out_grad = tl.load(g_tile + g_places, mask=inside_both(there, e, C.E, C.EP, 1), other=0.0)
                 lse = tl.load(stats + m0 + m, mask=there, other=float("inf"))
                 delta = tl.load(stats + size + m0 + m, mask=there, other=0.0)
             else:
@@ -310,35 +325,24 @@ def dkdv_kernel(
                 out_grad = tl.load(g_tile + g_places)
                 lse = tl.load(stats + m0 + m)
                 delta = tl.load(stats + size + m0 + m)
-            s = tl.dot(k, q, input_precision=PRECISION)
-            p = weights(s, natural, lse[None, :])
-            if DROPOUT:
-                at = position_of(m0 + m + start, row, first_row + row, row_at, BLOCK, PLACED)
-                stays = survives_transposed(seed_value, batch_number, head_number, at, key_position, threshold, BM, BN)
-                weight = tl.where(stays, p, 0.0)
-                dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
-                dp = tl.where(stays, dp, 0.0) - delta[None, :]
-            else:
-                weight = p
-                dp = tl.broadcast_to(-delta[None, :], [BN, BM])
-                dp = tl.dot(v, tl.trans(out_grad), dp, input_precision=PRECISION)
-            v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=PRECISION)
-            ds = p * dp
-            k_acc = tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=PRECISION)
+            k_acc, v_acc = _column_step(
+                k, v, q, out_grad, lse, delta, None, k_acc, v_acc, natural, zero, draw, m0, row, start, first_row,
+                at, threshold, C, False,
+            )  # fmt: skip
             # The tile after the next is in registers already, so that copies wait for no list.
-            m0 = (first_row + later) * BLOCK + (i + 1) % PER * BM - start
-            later = listed(full_row + full, i + 2, steps, PER)
+            m0 = (first_row + later) * C.BLOCK + (i + 1) % PER * C.BM - start
+            later = listed(lists.full + full, i + 2, steps, PER)
 
         steps = (slow_full + part_end - part) * PER
-        later = number_at(part_tile, part, slow_full, 0, steps, PER, MIXED)
+        later = number_at(lists, part, slow_full, 0, steps, PER, MIXED)
         row, number, low, high, later = next_tile(
-            full_row, full_end, slow_full, part_row, part, part_tile, rows_any, later, 0, steps, BLOCK, BM, MIXED
+            lists, full_end, slow_full, part, later, 0, steps, C.BLOCK, C.BM, MIXED
         )
-        for i in tl.range(0, steps, num_stages=STAGES):
-            words = words_of(bits, number, i, slow_full, inside, BLOCK, BM, MIXED, False)
-            m0 = (first_row + row) * BLOCK + i % PER * BM - start
-            there = any_kept(low, high, BM)
-            if RAGGED_ROWS:
+        for i in tl.range(0, steps, num_stages=C.STAGES):
+            words = words_of(lists.bits, number, i, slow_full, inside, C.BLOCK, C.BM, MIXED, False)
+            m0 = (first_row + row) * C.BLOCK + i % PER * C.BM - start
+            there = any_kept(low, high, C.BM)
+            if C.RAGGED_ROWS:
                 real = (m0 + m >= 0) & (m0 + m < n_queries)
                 there = there & real
                 lse = tl.load(stats + m0 + m, mask=real, other=float("inf"))
@@ -346,96 +350,81 @@ def dkdv_kernel(
             else:
                 lse = tl.load(stats + m0 + m)
                 delta = tl.load(stats + size + m0 + m)
-            if RAGGED_KEYS:
-                there = there & expanded_row(seen_by(words, exists), BM)
+            if C.RAGGED_KEYS:
+                there = there & expanded_row(seen_by(words, exists), C.BM)
             if MIXED:
                 # A row that a key mask emptied has no weights, and we do not read its values.
                 there = there & (lse != float("inf"))
-            q = tl.load(q_head + m0.to(tl.int64) * q_n + q_places, mask=inside_both(there, d, D, DP, 0), other=0.0)
-            out_grad = tl.load(
-                g_head + m0.to(tl.int64) * g_n + g_places, mask=inside_both(there, e, E, EP, 1), other=0.0
-            )
+            q_tile = q_head + m0.to(tl.int64) * strides.q.n
+            q = tl.load(q_tile + q_places, mask=inside_both(there, d, C.D, C.DP, 0), other=0.0)
+            g_tile = g_head + m0.to(tl.int64) * strides.g.n
+            out_grad = tl.load(g_tile + g_places, mask=inside_both(there, e, C.E, C.EP, 1), other=0.0)
             # Rows that do not exist have an lse of inf, so their weights are 0.
-            keep = expanded(words, BN, BM, False)
-            if RAGGED_ROWS:
+            keep = expanded(words, C.BN, C.BM, False)
+            if C.RAGGED_ROWS:
                 # A key that only rows beyond the lengths keep may be NaN, which no weight of 0 removes.
                 keep = keep & there[None, :]
             if MIXED:
                 keep = keep & kept_keys[:, None]
-            s = tl.dot(k, q, input_precision=PRECISION)
-            p = tl.where(keep, weights(s, natural, lse[None, :]), zero)
-            if DROPOUT:
-                at = position_of(m0 + m + start, row, first_row + row, row_at, BLOCK, PLACED)
-                stays = survives_transposed(seed_value, batch_number, head_number, at, key_position, threshold, BM, BN)
-                weight = tl.where(stays, p, 0.0)
-                dp = tl.dot(v, tl.trans(out_grad), input_precision=PRECISION)
-                dp = tl.where(stays, dp, 0.0) - delta[None, :]
-            else:
-                weight = p
-                dp = tl.broadcast_to(-delta[None, :], [BN, BM])
-                dp = tl.dot(v, tl.trans(out_grad), dp, input_precision=PRECISION)
-            v_acc = tl.dot(weight.to(out_grad.dtype), out_grad, v_acc, input_precision=PRECISION)
-            ds = tl.where(keep, p * dp, zero)
-            k_acc = tl.dot(ds.to(q.dtype), tl.trans(q), k_acc, input_precision=PRECISION)
-            row, number, low, high, later = next_tile(
-                full_row, full_end, slow_full, part_row, part, part_tile, rows_any, later, i + 1, steps,
-                BLOCK, BM, MIXED,
+            k_acc, v_acc = _column_step(
+                k, v, q, out_grad, lse, delta, keep, k_acc, v_acc, natural, zero, draw, m0, row, start, first_row,
+                at, threshold, C, True,
             )  # fmt: skip
+            row, number, low, high, later = next_tile(
+                lists, full_end, slow_full, part, later, i + 1, steps, C.BLOCK, C.BM, MIXED
+            )
 
     k_acc = k_acc * scale
-    if DROPOUT:
+    if C.DROPOUT:
         v_acc = v_acc * dropout_scale
-    if SPLIT:
-        if (scratch >= 0) | (LOOPED < ratio):
+    if C.SPLIT:
+        if (scratch >= 0) | (C.LOOPED < ratio):
+            # Slots of splits come first. Behind them, each head has a slot for every column without splits.
             whole = whole_base + outer.to(tl.int64) * n_cols + col
             number = tl.where(scratch >= 0, outer.to(tl.int64) * scratch_stride + scratch, whole)
-            slot_rows = number * (SUBS * BN) + inside
-            tl.store(SCRATCH + slot_rows[:, None] * (DP + EP) + d[None, :], k_acc)
-            tl.store(SCRATCH + slot_rows[:, None] * (DP + EP) + DP + e[None, :], v_acc)
+            slot_rows = number * (C.SUBS * C.BN) + inside
+            tl.store(SCRATCH + slot_rows[:, None] * (C.DP + C.EP) + d[None, :], k_acc)
+            tl.store(SCRATCH + slot_rows[:, None] * (C.DP + C.EP) + C.DP + e[None, :], v_acc)
             return
     place = (b.to(tl.int64) * (heads // ratio) + kv_head) * n_keys + key
-    tl.store(K_GRAD + place[:, None] * D + d[None, :], k_acc.to(K_GRAD.dtype.element_ty),
-             mask=inside_both(exists, d, D, DP, 1))  # fmt: skip
-    tl.store(V_GRAD + place[:, None] * E + e[None, :], v_acc.to(V_GRAD.dtype.element_ty),
-             mask=inside_both(exists, e, E, EP, 1))  # fmt: skip
+    _store(K_GRAD, place, k_acc, exists, C.D, C.DP)
+    _store(V_GRAD, place, v_acc, exists, C.E, C.EP)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def sum_dkdv_kernel(
     SCRATCH, K_GRAD, V_GRAD, group, splits,
-    heads, ratio, n_keys, n_cols, scratch_stride, whole_base, group_b, group_h,
-    D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
-    LOOPED: tl.constexpr,
+    heads, ratio, n_keys, n_cols, scratch_stride, whole_base, group_b, group_h, C: tl.constexpr,
 ):  # fmt: skip
     """Sum a column's heads and splits in order."""
-    subs: tl.constexpr = BLOCK // BN
+    subs: tl.constexpr = C.BLOCK // C.BN
     program = tl.program_id(0)
-    inside = program % subs * BN + tl.arange(0, BN)
+    inside = program % subs * C.BN + tl.arange(0, C.BN)
     col = program // subs % n_cols
     outer = program // subs // n_cols
     b = outer // (heads // ratio)
     first_head = outer % (heads // ratio) * ratio
-    d, e = tl.arange(0, DP), tl.arange(0, EP)
-    k_acc = tl.zeros([BN, DP], tl.float32)
-    v_acc = tl.zeros([BN, EP], tl.float32)
-    parts = ratio // LOOPED
+    d, e = tl.arange(0, C.DP), tl.arange(0, C.EP)
+    BN: tl.constexpr = C.BN
+    DP: tl.constexpr = C.DP
+    EP: tl.constexpr = C.EP
+    k_acc, v_acc = tl.zeros([BN, DP], tl.float32), tl.zeros([BN, EP], tl.float32)
+    # With 8 query heads to a key head and LOOPED = 2, 4 programs computed a column.
+    parts = ratio // C.LOOPED
     for part in range(parts):
-        slot = tl.load(group + b * group_b + (first_head + part * LOOPED) * group_h) * n_cols + col
+        slot = tl.load(group + b * group_b + (first_head + part * C.LOOPED) * group_h) * n_cols + col
         count = tl.load(splits + slot * 2 + 1)
         source = (outer * parts + part).to(tl.int64)
         first = source * scratch_stride + tl.load(splits + slot * 2)
         first = tl.where(count > 0, first, whole_base + source * n_cols + col)
         # A column that one program computed is in place.
         for number in range(tl.where(count == 0, (parts > 1).to(tl.int32), count)):
-            slot_rows = (first + number) * BLOCK + inside
-            k_acc += tl.load(SCRATCH + slot_rows[:, None] * (DP + EP) + d[None, :])
-            v_acc += tl.load(SCRATCH + slot_rows[:, None] * (DP + EP) + DP + e[None, :])
+            slot_rows = (first + number) * C.BLOCK + inside
+            k_acc += tl.load(SCRATCH + slot_rows[:, None] * (C.DP + C.EP) + d[None, :])
+            v_acc += tl.load(SCRATCH + slot_rows[:, None] * (C.DP + C.EP) + C.DP + e[None, :])
     slot = tl.load(group + b * group_b + first_head * group_h) * n_cols + col
     if (parts > 1) | (tl.load(splits + slot * 2 + 1) > 0):
-        key = col * BLOCK + inside
+        key = col * C.BLOCK + inside
         place = outer.to(tl.int64) * n_keys + key
-        exists = key < n_keys
-        tl.store(K_GRAD + place[:, None] * D + d[None, :], k_acc.to(K_GRAD.dtype.element_ty),
-                 mask=inside_both(exists, d, D, DP, 1))  # fmt: skip
-        tl.store(V_GRAD + place[:, None] * E + e[None, :], v_acc.to(V_GRAD.dtype.element_ty),
-                 mask=inside_both(exists, e, E, EP, 1))  # fmt: skip
+        _store(K_GRAD, place, k_acc, key < n_keys, C.D, C.DP)
+        _store(V_GRAD, place, v_acc, key < n_keys, C.E, C.EP)

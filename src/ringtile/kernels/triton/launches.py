@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -18,6 +19,7 @@ from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
 from ringtile.kernels.triton.schedule import in_blocks
+from ringtile.kernels.triton.tiles import Constants, Lists, Numbers, Stride, Strides
 from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs, wants_descriptors
 
 _FEW_PROGRAMS = 132
@@ -26,15 +28,14 @@ _PACKED_QUERIES = 32
 """Up to this many queries, the query heads of a key head share one tile."""
 _STATS_ROWS = 64
 _LOG2_E = math.log2(math.e)
-_NUMBERS = ("row_at", "col_at", "head_at", "batch_at")
 
 
 class Choice(NamedTuple):
     """One configuration of a launch."""
 
     config: Config
-    constants: dict[str, Any]
-    """Compile-time arguments."""
+    constants: Constants
+    """What is compiled in."""
     programs: int
     tiles: dict[str, Any] = {}  # noqa: RUF012
     """Arguments that depend on the configuration: keys and values, or descriptors of their tiles."""
@@ -47,25 +48,21 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
     choices: list[Choice]
 
-    def run(self, device: torch.device) -> tuple[Choice, Any]:
+    def run(self) -> tuple[Choice, Any]:
         """Launch the first configuration that fits into the device's shared memory. Return it and its kernel."""
-        key = (self.kernel.__name__, device, *self.choices[0].constants.values())
-        for number in range(_fitting.get(key, 0), len(self.choices)):
-            choice = self.choices[number]
+        for choice in self.choices:
             config, constants, programs, tiles = choice
             try:
-                kernel = self.kernel[(programs,)](**self.arguments, **tiles, **constants, **config.options())
+                return choice, self.kernel[(programs,)](**self.arguments, **tiles, C=constants, **config.options())
             except triton.runtime.errors.OutOfResources:
-                if number + 1 == len(self.choices):
+                if choice is self.choices[-1]:
                     raise
-            else:
-                _fitting[key] = number
-                return choice, kernel
         raise AssertionError("the last configuration runs or raises")
 
 
-_fitting: dict[Any, int] = {}
-"""Number of the choice that fit before."""
+def _launch(kernel: Any, values: dict[str, Any], choices: list[Choice]) -> Launch:
+    """Return the launch of a kernel, which takes the values that it names."""
+    return Launch(kernel, {name: values[name] for name in kernel.arg_names if name in values}, choices)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
@@ -92,8 +89,9 @@ def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _strides(name: str, x: Tensor) -> dict[str, int]:
-    return {f"{name}_{dim}": stride for dim, stride in zip("bhn", x.stride(), strict=False)}
+def _stride(x: Tensor, *, compiled: bool = False) -> Stride:
+    b, h, n, _ = x.stride()
+    return Stride(b, h, tl.constexpr(n) if compiled else n)
 
 
 class Job:
@@ -109,57 +107,11 @@ class Job:
         self.batch, self.heads, self.n_queries, self.head_dim = q.shape
         self.kv_heads, self.n_keys, self.value_dim = v.shape[1:]
         self.ratio = self.heads // self.kv_heads
-        group, scale = self.index.group, call.scale
-        self.group = group.contiguous()
-        self.groups = {
-            "group": self.group,
-            "group_b": group.shape[1] if group.shape[0] > 1 else 0,
-            "group_h": 1 if group.shape[1] > 1 else 0,
-        }
+        self.group = self.index.group.contiguous()
         placed = call.dropout_p > 0 and (is_remapped(call) or call.head_at is not None or call.batch_at is not None)
-        self.shared: dict[str, Any] = {
-            "Q": self.q,
-            "K": self.k,
-            "V": self.v,
-            **self.groups,
-            "key_bits": self.group if call.key_bits is None else call.key_bits.contiguous(),
-            "key_words": 0 if call.key_bits is None else call.key_bits.shape[1],
-            "key_lengths": self.group if call.key_lengths is None else call.key_lengths.contiguous(),
-            "seed": self.group if call.seed is None else call.seed,
-            **(self._numbers() if placed else dict.fromkeys(_NUMBERS, self.group)),
-            "natural": abs(scale) or 1.0,
-            "dropout_scale": dropout_scale(call.dropout_p),
-            "threshold": dropout_threshold(call.dropout_p),
-            "heads": self.heads,
-            "ratio": self.ratio,
-            "n_queries": self.n_queries,
-            "n_keys": self.n_keys,
-            "start": self.index.start,
-            "first_row": self.index.first_row,
-            **_strides("q", self.q),
-            **_strides("k", self.k),
-            **_strides("v", self.v),
-        }
-        self.widths = {
-            "D": self.head_dim,
-            "E": self.value_dim,
-            "DP": _padded(self.head_dim),
-            "EP": _padded(self.value_dim),
-            "BLOCK": self.index.block,
-        }
-        self.constants: dict[str, Any] = {
-            **self.widths,
-            "SIGN": (scale > 0) - (scale < 0),
-            "PRECISION": "tf32" if allows_tf32(q) else "ieee",
-            # Within a tile, 32 bits suffice unless its rows are millions of elements apart.
-            "FAR": max(x.stride(2) for x in (self.q, self.k, self.v)) >= 1 << 24,
-            "RAGGED_ROWS": any(end % self.index.block for end in (self.index.start, self.index.start + self.n_queries)),
-            "RAGGED_KEYS": self.n_keys % self.index.block != 0,
-            "HAS_BITS": call.key_bits is not None,
-            "HAS_LENGTHS": call.key_lengths is not None,
-            "DROPOUT": call.dropout_p > 0,
-            "PLACED": placed,
-        }
+        self.strides = Strides(*map(_stride, (q, k, v)))
+        self.constants = self._constants(placed)
+        self.values = self._values(placed)
         # Descriptors need addresses and strides of 16 bytes, and no stride of 0.
         self.by_descriptor = (
             wants_descriptors()
@@ -170,225 +122,224 @@ class Job:
             )
         )
 
-    def _numbers(self) -> dict[str, Tensor]:
-        """Return the numbers of tiles, heads and batch elements in the whole problem."""
+    def _constants(self, placed: bool) -> Constants:
+        index, call = self.index, self.call
+        return Constants(
+            D=self.head_dim,
+            E=self.value_dim,
+            DP=_padded(self.head_dim),
+            EP=_padded(self.value_dim),
+            BLOCK=index.block,
+            SIGN=(call.scale > 0) - (call.scale < 0),
+            PRECISION="tf32" if allows_tf32(self.q) else "ieee",
+            # Within a tile, 32 bits suffice unless its rows are millions of elements apart.
+            FAR=max(x.stride(2) for x in (self.q, self.k, self.v)) >= 1 << 24,
+            RAGGED_ROWS=any(end % index.block for end in (index.start, index.start + self.n_queries)),
+            RAGGED_KEYS=self.n_keys % index.block != 0,
+            HAS_BITS=call.key_bits is not None,
+            HAS_LENGTHS=call.key_lengths is not None,
+            DROPOUT=call.dropout_p > 0,
+            PLACED=placed,
+        )
+
+    def _values(self, placed: bool) -> dict[str, Any]:
+        """Return what several kernels take, by the name of the argument."""
+        call, index = self.call, self.index
+        absent = self.group
+        return {
+            "Q": self.q,
+            "K": self.k,
+            "V": self.v,
+            "key_bits": absent if call.key_bits is None else call.key_bits.contiguous(),
+            "key_lengths": absent if call.key_lengths is None else call.key_lengths.contiguous(),
+            "seed": absent if call.seed is None else call.seed,
+            "at": self._numbers() if placed else Numbers(*[absent] * 4),
+            "natural": abs(call.scale) or 1.0,
+            "c": (abs(call.scale) or 1.0) * _LOG2_E,
+            "dropout_scale": dropout_scale(call.dropout_p),
+            "scale": call.scale * dropout_scale(call.dropout_p),
+            "threshold": dropout_threshold(call.dropout_p),
+            "heads": self.heads,
+            "ratio": self.ratio,
+            "n_queries": self.n_queries,
+            "n_keys": self.n_keys,
+            "start": index.start,
+            "first_row": index.first_row,
+            "n_rows": index.n_rows,
+            "n_cols": index.n_cols,
+            "key_words": 0 if call.key_bits is None else call.key_bits.shape[1],
+            "group": self.group,
+            # If all batch elements or all heads have one group, the stride of that dimension is 0.
+            "group_b": index.group.shape[1] if index.group.shape[0] > 1 else 0,
+            "group_h": 1 if index.group.shape[1] > 1 else 0,
+        }
+
+    def _numbers(self) -> Numbers:
         index, call = self.index, self.call
         tiles, cols, heads, batch = (
             torch.arange(count, device=self.q.device) for count in (index.n_rows, index.n_cols, self.heads, self.batch)
         )
-        found = (
+        return Numbers(
             index.row_positions(tiles).int(),
             index.col_positions(cols).int(),
             # A packed tile can have rows beyond the heads.
             pad(heads if call.head_at is None else call.head_at, (0, self.ratio)),
             batch if call.batch_at is None else call.batch_at.contiguous(),
         )
-        return dict(zip(_NUMBERS, found, strict=True))
 
     def key_tiles(self, config: Config) -> dict[str, Any]:
         """Return keys and values as tiles of a configuration."""
         if not self.by_descriptor:
             return {"K_TILES": self.k, "V_TILES": self.v}
-        sides = (("K_TILES", self.k, "DP"), ("V_TILES", self.v, "EP"))
-        return {
-            name: TensorDescriptor.from_tensor(x, [1, 1, config.keys, self.widths[width]]) for name, x, width in sides
-        }
+        sides = (("K_TILES", self.k, self.constants.DP), ("V_TILES", self.v, self.constants.EP))
+        return {name: TensorDescriptor.from_tensor(x, [1, 1, config.keys, width]) for name, x, width in sides}
 
     def configs(self, kernel: str) -> list[Config]:
-        width = max(self.widths["DP"], self.widths["EP"])
+        width = max(self.constants.DP, self.constants.EP)
         if INTERPRETED:
             return [INTERPRETED_CONFIG]
         drops = self.call.dropout_p > 0
         return configs(kernel, architecture(self.q.device), self.q.dtype, width, self.index.block, drops)
 
     def rows(self) -> dict[str, Any]:
-        """The lists along rows."""
+        """Return the lists along rows."""
         index, order = self.index, self.schedule.rows
-        return {
-            "work": order.work,
-            "begin": order.begin,
-            "longest": order.longest,
-            "full_ptr": index.full_row_ptr,
-            "full_col": index.full_col,
-            "part_ptr": index.part_row_ptr,
-            "part_col": index.part_col,
-            "part_tile": index.part_tile,
-            "bits": index.bits,
-            "cols_any": index.cols_any,
-            "n_rows": index.n_rows,
-        }
+        lists = Lists(
+            self.group, order.work, order.begin, index.full_row_ptr, index.full_col, index.part_row_ptr,
+            index.part_col, index.part_tile, index.bits, index.cols_any,
+        )  # fmt: skip
+        return {"lists": lists, "longest": order.longest, "splits": order.splits}
 
     def cols(self) -> dict[str, Any]:
-        """The lists along columns."""
+        """Return the lists along columns."""
         index, order = self.index, self.schedule.cols
-        return {
-            "work": order.work,
-            "begin": order.begin,
-            "longest": order.longest,
-            "full_ptr": index.full_col_ptr,
-            "full_row": index.full_row,
-            "part_ptr": index.part_col_ptr,
-            "part_row": index.part_row,
-            "part_tile": index.part_tile_t,
-            "bits": index.bits_t,
-            "rows_any": index.rows_any,
-            "n_cols": index.n_cols,
-        }
+        lists = Lists(
+            self.group, order.work, order.begin, index.full_col_ptr, index.full_row, index.part_col_ptr,
+            index.part_row, index.part_tile_t, index.bits_t, index.rows_any,
+        )  # fmt: skip
+        return {"lists": lists, "longest": order.longest, "splits": order.splits}
 
-    def row_constants(self, config: Config, tiles: dict[str, int]) -> dict[str, Any]:
-        """Return the compile-time arguments of a kernel that goes along rows."""
-        return {
-            **self.constants,
-            **tiles,
-            "BN": config.keys,
-            "SPLIT": self.schedule.rows.n_scratch > 0,
-            "STAGES": config.stages,
-            "TMA": self.by_descriptor,
-        }
-
-    def sub_rows(self, config: Config, pack: int) -> dict[str, int]:
-        """Return the rows of a sub-tile and the number of sub-tiles of a row tile."""
+    def of_rows(self, config: Config, pack: int) -> Constants:
+        """Return the constants of a kernel that goes along rows, in a configuration."""
+        # 3 queries of 4 packed heads fill 12 rows of a sub-tile of 16, the fewest that a product takes.
         rows = min(self.n_queries, self.index.block) * pack
         height = max(16, pack, min(config.queries, _padded(rows)))
-        return {"BM": height, "SUBS": -(-rows // height)}
+        return self.constants._replace(
+            BM=height, BN=config.keys, SUBS=-(-rows // height), PACK=pack, SPLIT=self.schedule.rows.n_scratch > 0,
+            STAGES=config.stages, TMA=self.by_descriptor,
+        )  # fmt: skip
+
+    def slots(self, order: Order, owners: int) -> tuple[int, int]:
+        """Return the number of scratch slots, and how many each owner of lists has."""
+        # If each owner has its own group, it has its own numbers, too.
+        own = self.group.numel() == self.index.n_groups == owners
+        return (order.n_scratch, 0) if own else (order.n_scratch * owners, order.n_scratch)
+
+    def floats(self, *size: int) -> Tensor:
+        """Return new scratch, which a launch plan finds in ``scratch``."""
+        self.scratch.append(torch.empty(size, dtype=torch.float32, device=self.q.device))
+        return self.scratch[-1]
+
+    def row_scratch(self, owners: int, numbers: int, room: int) -> dict[str, Any]:
+        """Return the scratch of split rows: slots of ``room`` rows of some numbers."""
+        slots, stride = self.slots(self.schedule.rows, owners)
+        return {"SCRATCH": self.floats(slots * room * numbers), "scratch_stride": stride, "room": room}
 
 
-def _scratch_slots(job: Job, order: Order, owners: int) -> tuple[int, int]:
-    """Return the number of scratch slots, and how many each owner of lists has."""
-    # If each owner has its own group, it has its own numbers, too.
-    own = job.group.numel() == job.index.n_groups == owners
-    return (order.n_scratch, 0) if own else (order.n_scratch * owners, order.n_scratch)
-
-
-def _scratch(job: Job, *size: int) -> Tensor:
-    job.scratch.append(torch.empty(size, dtype=torch.float32, device=job.q.device))
-    return job.scratch[-1]
-
-
-def _split(job: Job, order: Order, owners: int, numbers: int, room: int) -> dict[str, Any]:
-    """Return the scratch of split rows: slots of ``room`` rows."""
-    slots, stride = _scratch_slots(job, order, owners)
-    return {"SCRATCH": _scratch(job, slots * room * numbers), "scratch_stride": stride, "room": room}
+def _merging(constants: Constants) -> Constants:
+    """Return the constants of a kernel that merges the splits of another one."""
+    names = ("D", "E", "DP", "EP", "BLOCK", "BM", "BN", "SUBS", "PACK", "LOOPED")
+    return Constants(**{name: getattr(constants, name) for name in names})
 
 
 def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
-    """Yield the launches that fill output and lse."""
+    """Return the launches that fill output and lse."""
     order = job.schedule.rows
     packs = 1 < job.ratio <= 128 and job.group.shape[1] == 1 and job.n_queries <= _PACKED_QUERIES
     pack = 1 << (job.ratio - 1).bit_length() if packs else 1
     owners = job.batch * (job.kv_heads if packs else job.heads)
-    split = _split(job, order, owners, job.widths["EP"] + 1, job.index.block * pack)
-    results = {"OUT": out, "LSE": lse, **_strides("o", out)}
-    scale = {"c": job.shared["natural"] * _LOG2_E}
     # Compiled in, the distance of two tokens takes no registers. It changes with heads and head dim, not with lengths.
-    rows = {"k_n": job.k.stride(2), "v_n": job.v.stride(2)}
-    shared = {name: value for name, value in job.shared.items() if name not in rows}
+    near = {"k": _stride(job.k, compiled=True), "v": _stride(job.v, compiled=True)}
+    strides = job.strides._replace(o=_stride(out), **near)
+    split = job.row_scratch(owners, job.constants.EP + 1, job.index.block * pack)
+    values = {**job.values, **job.rows(), **split, "OUT": out, "LSE": lse, "strides": strides}
     choices, merges = [], []
     for config in job.configs("forward"):
-        tiles = {**job.sub_rows(config, pack), "PACK": pack}
-        programs = owners * order.longest * tiles["SUBS"]
-        choices.append(Choice(config, {**job.row_constants(config, tiles), **rows}, programs, job.key_tiles(config)))
-        widths = {name: job.widths[name] for name in ("E", "EP", "BLOCK")}
-        merges.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
-    launches = [Launch(forward_kernels.forward_kernel, {**shared, **scale, **job.rows(), **results, **split}, choices)]
+        constants = job.of_rows(config, pack)
+        choices.append(Choice(config, constants, owners * order.longest * constants.SUBS, job.key_tiles(config)))
+        merges.append(Choice(config, _merging(constants), owners * job.index.n_rows * constants.SUBS))
+    launches = [_launch(forward_kernels.forward_kernel, values, choices)]
     if order.n_scratch:
-        names = ("heads", "ratio", "n_queries", "start", "first_row")
-        facts = {name: job.shared[name] for name in names} | job.groups
-        merged = {**facts, **results, **split, "splits": order.splits, "n_rows": job.index.n_rows}
-        launches.append(Launch(forward_kernels.merge_kernel, merged, merges))
+        values["strides"] = Strides(o=strides.o)
+        launches.append(_launch(forward_kernels.merge_kernel, values, merges))
     return launches
 
 
 def backward_launches(
     job: Job, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]
 ) -> list[Launch]:
-    """Yield the launches that fill the gradients of q, k and v. ``lse`` and ``lse_grad`` are contiguous float32."""
-    stats = _scratch(job, 2, *lse.shape)
-    widths = {name: job.widths[name] for name in ("E", "EP")}
-    preparation = {
-        "OUT": out,
-        "OUT_GRAD": out_grad,
-        "LSE": lse,
-        "LSE_GRAD": lse if lse_grad is None else lse_grad,
-        "STATS": stats,
-        "heads": job.heads,
-        "n_queries": job.n_queries,
-        "size": lse.numel(),
-        "dropout_scale": job.shared["dropout_scale"],
-        **_strides("o", out),
-        **_strides("g", out_grad),
-    }
-    programs = job.batch * job.heads * -(-job.n_queries // _STATS_ROWS)
-    constants = {**widths, "BM": _STATS_ROWS, "HAS_LSE_GRAD": lse_grad is not None}
-    choice = Choice(Config(_STATS_ROWS, 0, 4, 1), constants, programs)
+    """Return the launches that fill the gradients of q, k and v. ``lse`` and ``lse_grad`` are contiguous float32."""
     if out_grad.stride(2) >= 1 << 24:
-        job.constants["FAR"] = True
+        job.constants = job.constants._replace(FAR=True)
     shared = {
-        **job.shared,
+        **job.values,
         "OUT_GRAD": out_grad,
-        "STATS": stats,
+        "STATS": job.floats(2, *lse.shape),
         "size": lse.numel(),
-        "scale": job.call.scale * job.shared["dropout_scale"],
-        **_strides("g", out_grad),
+        "strides": job.strides._replace(g=_stride(out_grad)),
+        **dict(zip(("Q_GRAD", "K_GRAD", "V_GRAD"), grads, strict=True)),
     }
     return [
-        Launch(backward_kernels.stats_kernel, preparation, [choice]),
-        *_dq_launches(job, shared, grads[0]),
-        *_dkdv_launches(job, shared, grads[1], grads[2]),
+        _stats_launch(job, shared, lse_grad, out, lse),
+        *_dq_launches(job, shared),
+        *_dkdv_launches(job, shared),
     ]
 
 
-def _dq_launches(job: Job, shared: dict[str, Any], q_grad: Tensor) -> list[Launch]:
+def _stats_launch(job: Job, shared: dict[str, Any], lse_grad: Tensor | None, out: Tensor, lse: Tensor) -> Launch:
+    strides = Strides(o=_stride(out), g=shared["strides"].g)
+    given = {"OUT": out, "LSE": lse, "LSE_GRAD": lse if lse_grad is None else lse_grad, "strides": strides}
+    constants = Constants(E=job.value_dim, EP=job.constants.EP, BM=_STATS_ROWS)
+    values = {**shared, **given, "HAS_LSE_GRAD": lse_grad is not None}
+    programs = job.batch * job.heads * -(-job.n_queries // _STATS_ROWS)
+    return _launch(backward_kernels.stats_kernel, values, [Choice(Config(_STATS_ROWS, 0, 4, 1), constants, programs)])
+
+
+def _dq_launches(job: Job, shared: dict[str, Any]) -> list[Launch]:
     order, owners = job.schedule.rows, job.batch * job.heads
-    split = _split(job, order, owners, job.widths["DP"], job.index.block)
+    values = {**shared, **job.rows(), **job.row_scratch(owners, job.constants.DP, job.index.block)}
     choices, sums = [], []
     for config in job.configs("dq"):
-        tiles = job.sub_rows(config, 1)
-        programs = owners * order.longest * tiles["SUBS"]
-        choices.append(Choice(config, job.row_constants(config, tiles), programs, job.key_tiles(config)))
-        widths = {name: job.widths[name] for name in ("D", "DP", "BLOCK")}
-        sums.append(Choice(config, {**widths, **tiles}, owners * job.index.n_rows * tiles["SUBS"]))
-    launches = [Launch(backward_kernels.dq_kernel, {**shared, **job.rows(), **split, "Q_GRAD": q_grad}, choices)]
+        constants = job.of_rows(config, 1)
+        choices.append(Choice(config, constants, owners * order.longest * constants.SUBS, job.key_tiles(config)))
+        sums.append(Choice(config, _merging(constants), owners * job.index.n_rows * constants.SUBS))
+    launches = [_launch(backward_kernels.dq_kernel, values, choices)]
     if order.n_scratch:
-        facts = {name: shared[name] for name in ("heads", "n_queries", "start", "first_row")} | job.groups
-        summed = {**facts, **split, "Q_GRAD": q_grad, "splits": order.splits, "n_rows": job.index.n_rows}
-        launches.append(Launch(backward_kernels.sum_dq_kernel, summed, sums))
+        launches.append(_launch(backward_kernels.sum_dq_kernel, values, sums))
     return launches
 
 
-def _dkdv_launches(job: Job, shared: dict[str, Any], k_grad: Tensor, v_grad: Tensor) -> list[Launch]:
+def _dkdv_launches(job: Job, shared: dict[str, Any]) -> list[Launch]:
     order, index = job.schedule.cols, job.index
     columns = job.batch * job.kv_heads * index.n_cols
     looped = job.ratio if job.group.shape[1] == 1 and columns >= _FEW_PROGRAMS else 1
     owners = job.batch * job.heads // looped
     # If heads are computed separately, each has a slot for every column without splits, after the slots of splits.
-    whole_base, stride = _scratch_slots(job, order, owners)
+    whole_base, stride = job.slots(order, owners)
     slots = whole_base + (owners * index.n_cols if looped < job.ratio else 0)
     cut = order.n_scratch > 0 or looped < job.ratio
-    split = {
-        "SCRATCH": _scratch(job, slots * index.block * (job.widths["DP"] + job.widths["EP"])),
-        "scratch_stride": stride,
-        "whole_base": whole_base,
-        "K_GRAD": k_grad,
-        "V_GRAD": v_grad,
-    }
+    scratch = job.floats(slots * index.block * (job.constants.DP + job.constants.EP))
+    split = {"SCRATCH": scratch, "scratch_stride": stride, "whole_base": whole_base}
+    values = {**shared, **job.cols(), **split}
     choices, sums = [], []
     for config in job.configs("dkdv"):
         subs = index.block // config.keys
-        constants = {
-            **job.constants,
-            "BM": config.queries,
-            "BN": config.keys,
-            "SUBS": subs,
-            "LOOPED": looped,
-            "SPLIT": cut,
-            "STAGES": config.stages,
-        }
+        constants = job.constants._replace(
+            BM=config.queries, BN=config.keys, SUBS=subs, LOOPED=looped, SPLIT=cut, STAGES=config.stages
+        )
         choices.append(Choice(config, constants, owners * order.longest * subs))
-        sums.append(Choice(config, {**job.widths, "BN": config.keys, "LOOPED": looped}, columns * subs))
-    launches = [Launch(backward_kernels.dkdv_kernel, {**shared, **job.cols(), **split}, choices)]
+        sums.append(Choice(config, _merging(constants), columns * subs))
+    launches = [_launch(backward_kernels.dkdv_kernel, values, choices)]
     if cut:
-        facts = {name: shared[name] for name in ("heads", "ratio", "n_keys")} | job.groups
-        summed = {**facts, **split, "splits": order.splits, "n_cols": index.n_cols}
-        launches.append(Launch(backward_kernels.sum_dkdv_kernel, summed, sums))
+        launches.append(_launch(backward_kernels.sum_dkdv_kernel, values, sums))
     return launches

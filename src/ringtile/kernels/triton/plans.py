@@ -1,6 +1,6 @@
 """Launch plans: compiled kernels, their grids and arguments. A call like one before only fills in addresses.
 
-Triton binds some 75 arguments a kernel and looks at each. That takes longer than a kernel over a few thousand tokens.
+Triton binds some 75 values a kernel and looks at each. That takes longer than a kernel over a few thousand tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.language import constexpr
 from triton.runtime import driver
 
 from ringtile.index import BlockIndex, schedule
@@ -27,6 +28,7 @@ from ringtile.kernels.triton.launches import (
     forward_launches,
     on_device,
 )
+from ringtile.kernels.triton.tiles import Constants
 from ringtile.kernels.triton.tuning import wants_descriptors
 
 _PLANS = 32
@@ -95,7 +97,7 @@ def _launch(make: Make, tensors: tuple[Any, ...], call: Call) -> None:
     if INTERPRETED or wants_descriptors() or schedule.is_capturing(q.device):
         # Descriptors contain addresses. What a graph reads must stay alive with it, which `derived` sees to.
         for launch in make(Job(q, k, v, call), *tensors[3:]):
-            launch.run(q.device)
+            launch.run()
         return
     index = index_of(call, q, k)
     plans = schedule.derived(index, _plans)
@@ -114,7 +116,7 @@ def _launch(make: Make, tensors: tuple[Any, ...], call: Call) -> None:
     (q, k, v, *others), (key_bits, key_lengths, seed) = apart[:-3], apart[-3:]
     job = Job(q, k, v, call._replace(key_bits=key_bits, key_lengths=key_lengths, seed=seed))
     launches = make(job, *others)
-    ran = [launch.run(q.device) for launch in launches]
+    ran = [launch.run() for launch in launches]
     made = _planned(job, launches, ran, [x for x in apart if x is not None], index)
     if made is not None:
         plans[key] = made
@@ -155,16 +157,30 @@ def _planned(
     for launch, (choice, kernel) in zip(launches, ran, strict=True):
         if not hasattr(kernel, "__getitem__"):  # a hook of Triton's compiler took it, or another Triton made it
             return None
-        values = {**launch.arguments, **choice.tiles, **choice.constants}
+        values = {**launch.arguments, **choice.tiles, "C": choice.constants}
         arguments, changing = [values[name] for name in launch.kernel.arg_names], []
         for number, x in enumerate(arguments):
             if id(x) in places:
                 arguments[number] = 0
                 changing.append((number, places[id(x)]))
-            elif id(x) in lasting or (isinstance(x, Tensor) and not x.numel()):
-                arguments[number] = x.data_ptr()
-            elif not isinstance(x, int | float | str):
-                return None
+            else:
+                try:
+                    arguments[number] = _filled(x, lasting)
+                except LookupError:
+                    return None
         steps.append(_Step(kernel[(choice.programs, 1, 1)], arguments, changing))
     kept = tuple(x for x in lasting.values() if x is not index.full_row_ptr)
     return Plan(steps, scratch, kept)
+
+
+def _filled(x: Any, lasting: dict[int, Tensor]) -> Any:
+    """Return an argument with addresses in place of tensors. Raises LookupError if one is gone before the next call."""
+    if isinstance(x, Constants):
+        return x
+    if isinstance(x, tuple):
+        return type(x)(*[_filled(each, lasting) for each in x])
+    if id(x) in lasting or (isinstance(x, Tensor) and not x.numel()):
+        return x.data_ptr()
+    if x is None or isinstance(x, int | float | constexpr):
+        return x
+    raise LookupError

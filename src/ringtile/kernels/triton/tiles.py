@@ -3,6 +3,8 @@
 In Triton's language, shapes are those of tiles in registers, and ``tl.constexpr`` arguments are compiled in.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.random import philox_impl
@@ -12,7 +14,93 @@ CHANGING = (
     *("scratch_stride", "whole_base", "room", "key_words", "size", "group_b", "group_h"),
 )
 """Values that do not cause a new compilation: each of them would make two or three variants of every kernel. Only dK/dV
-specializes on those that tell how statistics are aligned: unaligned reads would cost a fifth more instructions."""
+specializes on those that tell how statistics are aligned: unaligned reads would cost a fifth more instructions.
+
+They are no tuple: Triton 3.6 specializes on each integer of a tuple, whatever ``do_not_specialize`` says."""
+
+
+class Lists(NamedTuple):
+    """The lists of one side, rows or columns, as a kernel reads them. ``full``, ``part``: tiles of the other side."""
+
+    group: Any
+    """Group of each batch element and head."""
+    work: Any
+    """A row per split: its list, its first and last entry, and its scratch slot or -1."""
+    begin: Any
+    """First split of each group."""
+    full_ptr: Any
+    full: Any
+    part_ptr: Any
+    part: Any
+    part_tile: Any
+    bits: Any
+    any_kept: Any
+    """Which rows or columns of a tile anybody keeps, as words."""
+
+
+class Numbers(NamedTuple):
+    """Numbers in the whole problem, for dropout. Without `Constants.PLACED`, they are tensors that nothing reads."""
+
+    row_at: Any
+    """Of each row tile."""
+    col_at: Any
+    head_at: Any
+    batch_at: Any
+
+
+class Stride(NamedTuple):
+    """Elements from one batch element, head and token to the next."""
+
+    b: int
+    h: int
+    n: Any
+
+
+class Strides(NamedTuple):
+    """Strides of the tensors that a kernel reads: ``o`` is the output, ``g`` its gradient."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    o: Any = None
+    g: Any = None
+
+
+class Constants(NamedTuple):
+    """What is compiled in. Kernels that merge splits leave most of it at its default, so they are compiled less often.
+
+    D and E are the head dims of keys and values, DP and EP these padded to powers of two. A program computes a sub-tile
+    of BM queries and BN keys, one of SUBS in a tile of BLOCK tokens.
+    """
+
+    D: int = 0
+    E: int = 0
+    DP: int = 0
+    EP: int = 0
+    BLOCK: int = 0
+    BM: int = 0
+    BN: int = 0
+    SUBS: int = 1
+    PACK: int = 1
+    """Query heads of a key head that share a tile, padded to a power of two."""
+    LOOPED: int = 1
+    """Query heads of a key head that one program of dK and dV sums."""
+    SIGN: int = 1
+    """Sign of the scale: keys or queries are multiplied by it, so the kernels see a scale > 0."""
+    PRECISION: str = "ieee"
+    FAR: bool = False
+    """Offsets within a tile need 64 bits."""
+    RAGGED_ROWS: bool = False
+    RAGGED_KEYS: bool = False
+    HAS_BITS: bool = False
+    HAS_LENGTHS: bool = False
+    DROPOUT: bool = False
+    PLACED: bool = False
+    """Dropout counts tiles, heads and batch elements as `Numbers` says, not from 0."""
+    SPLIT: bool = False
+    """Some lists are cut, so sums go to scratch."""
+    STAGES: int = 1
+    TMA: bool = False
 
 
 @triton.jit
@@ -78,13 +166,12 @@ def inside_both(kept, d, D: tl.constexpr, DP: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def whole_tile(
-    X, x_n, TILES, b, head, n0, n, d,
-    D: tl.constexpr, DP: tl.constexpr, SIDE: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Load SIDE tokens starting at ``n0``, which all exist, as ``[SIDE, DP]`` or ``[DP, SIDE]``: from the rows of one
+    X, x_n, TILES, b, head, n0, n, d, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Load BN tokens starting at ``n0``, which all exist, as ``[BN, DP]`` or ``[DP, BN]``: from the rows of one
     head at ``X``, or by a descriptor of the tensor."""
-    if TMA:
-        x = tl.reshape(TILES.load([b, head, n0, 0]), [SIDE, DP])
+    if C.TMA:
+        x = tl.reshape(TILES.load([b, head, n0, 0]), C.BN, DP)
         if TRANSPOSED:
             x = tl.trans(x)
     else:
@@ -101,14 +188,14 @@ def whole_tile(
 
 
 @triton.jit
-def keys_kept(key_bits, key_length, n0, n_keys, HAS_BITS: tl.constexpr, BN: tl.constexpr):
+def keys_kept(key_bits, b, key_words, key_length, n0, n_keys, C: tl.constexpr):
     """Return the keys, of BN starting at ``n0``, that exist and that the call's own key mask keeps."""
-    key = n0 + tl.arange(0, BN)
+    key = n0 + tl.arange(0, C.BN)
     kept = (key < n_keys) & (key < key_length)
-    if HAS_BITS:
-        word = n0 // 32 + tl.arange(0, BN // 32)
-        words = tl.load(key_bits + word, mask=word * 32 < n_keys, other=0)
-        kept = kept & expanded_row(words, BN)
+    if C.HAS_BITS:
+        word = n0 // 32 + tl.arange(0, C.BN // 32)
+        words = tl.load(key_bits + b.to(tl.int64) * key_words + word, mask=word * 32 < n_keys, other=0)
+        kept = kept & expanded_row(words, C.BN)
     return kept
 
 
@@ -149,53 +236,92 @@ def survives_transposed(seed, batch, head, query, n0, threshold, BM: tl.constexp
 
 
 @triton.jit
-def number_of(x, at, PLACED: tl.constexpr):
+def number_of(x, at, C: tl.constexpr):
     """Return the number in the whole problem of a head or batch element of the call."""
-    if PLACED:
+    if C.PLACED:
         x = tl.load(at + x)
     return x
 
 
 @triton.jit
-def position_of(token, tile, number, at, BLOCK: tl.constexpr, PLACED: tl.constexpr):
-    """Return the position in the whole problem of a token at ``token``, in tile ``number``, the call's ``tile``-th."""
-    if PLACED:
-        token += (tl.load(at + tile) - number) * BLOCK
+def position_of(token, tile, number, at, C: tl.constexpr):
+    """Return the position in the whole problem of a token at ``token``, in tile ``number``, the call's ``tile``-th.
+
+    A rank that holds tile 6 of the whole as its tile 2, in blocks of 64: its token 130 has position 130 + (6 - 2) * 64.
+    """
+    if C.PLACED:
+        token += (tl.load(at + tile) - number) * C.BLOCK
     return token
 
 
 @triton.jit
-def stretch(full_ptr, part_ptr, slot, split_first, split_last):
-    """Return the begin and end of a split among the full tiles of its list, then among the partial tiles."""
-    full_first = tl.load(full_ptr + slot)
-    n_full = tl.load(full_ptr + slot + 1) - full_first
-    part_first = tl.load(part_ptr + slot)
-    return (
-        full_first + tl.minimum(split_first, n_full),
-        full_first + tl.minimum(split_last, n_full),
-        part_first + tl.maximum(split_first - n_full, 0),
-        part_first + tl.maximum(split_last - n_full, 0),
-    )
+def survivors(x, draw, n0, col, at, threshold, C: tl.constexpr):
+    """Return ``x`` ``[BM, BN]`` with 0 in the pairs that dropout drops. ``draw``: seed, batch, head, queries."""
+    if C.DROPOUT:
+        seed, batch, head, query = draw
+        key = position_of(n0, col, col, at.col_at, C)
+        x = tl.where(survives(seed, batch, head, query, key, threshold, C.BM, C.BN), x, 0.0)
+    return x
 
 
 @triton.jit
-def rows_of(row, first_row, start, n_queries, sub, BLOCK: tl.constexpr, BM: tl.constexpr, PACK: tl.constexpr):
-    """Return the query of each row of a sub-tile, its row in the bits, its packed head, and if it exists."""
-    tile = (first_row + row) * BLOCK
-    inside = tl.maximum(start - tile, 0) + sub * (BM // PACK) + tl.arange(0, BM) // PACK
+def split_of(lists, item):
+    """Return the list of a split, its begin and end among the full tiles and among the partial ones, and its scratch.
+
+    A list has its full tiles first. In one of 5 full and 4 partial tiles, the split [3, 7) has full tiles [3, 5) and
+    partial tiles [0, 2).
+    """
+    slot = tl.load(lists.work + item * 4)
+    first, last = tl.load(lists.work + item * 4 + 1), tl.load(lists.work + item * 4 + 2)
+    full_first = tl.load(lists.full_ptr + slot)
+    n_full = tl.load(lists.full_ptr + slot + 1) - full_first
+    part_first = tl.load(lists.part_ptr + slot)
+    full, full_end = full_first + tl.minimum(first, n_full), full_first + tl.minimum(last, n_full)
+    part, part_end = part_first + tl.maximum(first - n_full, 0), part_first + tl.maximum(last - n_full, 0)
+    return slot, full, full_end, part, part_end, tl.load(lists.work + item * 4 + 3)
+
+
+@triton.jit
+def heads_of(bh, heads, ratio, PACK: tl.constexpr):
+    """Return the batch element and head of a program, or the first head of those that are packed."""
+    if PACK == 1:
+        b = bh // heads
+        h = bh % heads
+    else:
+        # Of 8 heads with 2 to a key head (ratio 2), program 5 has batch element 5 // 4 = 1 and head 5 % 4 * 2 = 2.
+        b = bh // (heads // ratio)
+        h = bh % (heads // ratio) * ratio
+    return b, h
+
+
+@triton.jit
+def place_of(stride, b, h):
+    """Return the offset of a head."""
+    return b.to(tl.int64) * stride.b + h.to(tl.int64) * stride.h
+
+
+@triton.jit
+def rows_of(row, first_row, start, n_queries, sub, C: tl.constexpr):
+    """Return the query of each row of a sub-tile, its row in the bits, its packed head, and if it exists.
+
+    With a start of 100 and blocks of 64, the first row tile is number 1, positions 64 to 127. Its first query has
+    position 100, so it is row 36 of the tile's bits, and the tile has 28 queries.
+    """
+    tile = (first_row + row) * C.BLOCK
+    inside = tl.maximum(start - tile, 0) + sub * (C.BM // C.PACK) + tl.arange(0, C.BM) // C.PACK
     query = tile + inside - start
-    return query, inside, tl.arange(0, BM) % PACK, (query < n_queries) & (inside < BLOCK)
+    return query, inside, tl.arange(0, C.BM) % C.PACK, (query < n_queries) & (inside < C.BLOCK)
 
 
 @triton.jit
-def without_bits(full_col, full, full_end, n_keys, BLOCK: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr):
+def without_bits(lists, full, full_end, n_keys, C: tl.constexpr):
     """Count a row's full tiles that need a mask: all under a key mask, otherwise the last if its column is ragged."""
     count = 0
-    if MASKED:
+    if C.HAS_BITS or C.HAS_LENGTHS:
         count = full_end - full
-    elif RAGGED:
-        last = tl.load(full_col + full_end - 1, mask=full_end > full, other=-1)
-        count = ((last + 1) * BLOCK > n_keys).to(tl.int32)
+    elif C.RAGGED_KEYS:
+        last = tl.load(lists.full + full_end - 1, mask=full_end > full, other=-1)
+        count = ((last + 1) * C.BLOCK > n_keys).to(tl.int32)
     return count
 
 
@@ -206,19 +332,18 @@ def listed(tiles, step, steps, PER: tl.constexpr):
 
 
 @triton.jit
-def number_at(part_tile, part, n_full, step, steps, PER: tl.constexpr, MIXED: tl.constexpr):
+def number_at(lists, part, n_full, step, steps, PER: tl.constexpr, MIXED: tl.constexpr):
     """Return the number of the tile of a step of a masked loop."""
     there = step < steps
     if MIXED:
         there = there & (step // PER >= n_full)
-    return tl.load(part_tile + part + step // PER - n_full, mask=there, other=0)
+    return tl.load(lists.part_tile + part + step // PER - n_full, mask=there, other=0)
 
 
 @triton.jit
 def next_tile(
-    full_list, full_end, n_full, part_list, part, part_tile, any_words, number, step, steps,
-    BLOCK: tl.constexpr, SIDE: tl.constexpr, MIXED: tl.constexpr,
-):  # fmt: skip
+    lists, full_end, n_full, part, number, step, steps, BLOCK: tl.constexpr, SIDE: tl.constexpr, MIXED: tl.constexpr
+):
     """Return the tile of a step of a masked loop: its place, its number, and which of its SIDE columns anybody keeps,
     as two scalars of up to 64 bits; then the number of the tile of the step after it.
 
@@ -226,15 +351,17 @@ def next_tile(
     that of the step's tile, as this function returned it a step ago. We call it a step before the tile, so that what
     it loads stays in registers. A copy whose address were itself copied would keep all other copies waiting.
     """
+    # Blocks of 128 in sub-tiles of 64 have 2 steps a tile: step 5 is in entry 2 and reads words 2 and 3 of its 4.
     PER: tl.constexpr = BLOCK // SIDE
     entry = step // PER
     there = step < steps
     place_there = there
-    places = part_list + part + entry - n_full
+    places = lists.part + part + entry - n_full
     if MIXED:
-        places = tl.where(entry >= n_full, places, full_list + full_end - n_full + entry)
+        places = tl.where(entry >= n_full, places, lists.full + full_end - n_full + entry)
         there = there & (entry >= n_full)
-    first = any_words + number.to(tl.int64) * (BLOCK // 32) + step % PER * (SIDE // 32)
+    first = lists.any_kept + number.to(tl.int64) * (BLOCK // 32) + step % PER * (SIDE // 32)
+    # Full tiles, and steps behind the end, keep everything: all bits are set.
     if SIDE == 32:
         low = tl.load(first, mask=there, other=-1)
         high = low
@@ -246,8 +373,8 @@ def next_tile(
             high = tl.load(pairs + 1, mask=there, other=-1)
     place = tl.load(places, mask=place_there, other=0)
     # The pipeliner copies a value ahead that both chooses a mask and finds words, so we load the number twice.
-    now = number_at(part_tile, part, n_full, step, steps, PER, MIXED)
-    return place, now, low, high, number_at(part_tile, part, n_full, step + 1, steps, PER, MIXED)
+    now = number_at(lists, part, n_full, step, steps, PER, MIXED)
+    return place, now, low, high, number_at(lists, part, n_full, step + 1, steps, PER, MIXED)
 
 
 @triton.jit
@@ -259,6 +386,7 @@ def any_kept(low, high, SIDE: tl.constexpr):
         word = tl.where(n % 64 < 32, word, (low >> 32).to(tl.int32))
     if SIDE == 128:
         word = tl.where(n < 64, word, tl.where(n < 96, high.to(tl.int32), (high >> 32).to(tl.int32)))
+    # Column 21 is bit 21 of its word: a shift by 21 & 15 = 5 leaves it in bit 21 & 16.
     return ((word >> (n & 15)) & (1 << (n & 16))) != 0
 
 
@@ -279,9 +407,8 @@ def words_of(
             words = tl.load(places, mask=(inside < BLOCK)[:, None] & has_bits, other=-1)
         else:
             words = tl.load(places, mask=has_bits, other=-1)
+    elif RAGGED:
+        words = tl.load(places, mask=(inside < BLOCK)[:, None], other=0)
     else:
-        if RAGGED:
-            words = tl.load(places, mask=(inside < BLOCK)[:, None], other=0)
-        else:
-            words = tl.load(places)
+        words = tl.load(places)
     return words

@@ -287,9 +287,8 @@ def test_a_configuration_of_the_sweep_is_what_is_launched(gpu: Any) -> None:
         # The other kernels are the same as before.
         (launched,) = device.kernels[before:]
         assert launched.function.__name__ == f"{kernel}_kernel"
-        names = launched.function.arg_names
-        constants = {names[at]: value for (at,), value in launched.constants.items()}
-        assert (constants["BM"], constants["BN"], launched.options.num_warps) == (64, 32, 4)
+        constants = launched.constants[(launched.function.arg_names.index("C"),)]
+        assert (constants.BM, constants.BN, launched.options.num_warps) == (64, 32, 4)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -345,26 +344,17 @@ def test_a_run_finds_the_kernels_that_were_compiled_beforehand(
     assert hits == [True]
 
 
-def test_tuned_configurations_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path, config = tmp_path / "tuned.json", tuning.Config(64, 64, 4, 5)
-    path.write_text(json.dumps({"sm_90": {"forward": {"128": config._asdict()}}}))
+def test_tuned_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tuning.Config(64, 64, 4, 5)
     arguments = ("forward", 90, torch.bfloat16, 128, 128, False)
     table = tuning.configs(*arguments)
-    monkeypatch.setattr(tuning, "TUNED", path)
-    tuning._tuned.cache_clear()
-    try:
-        assert tuning.configs(*arguments) == [config, *table]
-        assert tuning.configs("forward", 90, torch.float16, 128, 32, False)[0] == config._replace(queries=32, keys=32)
-        for others in (
-            ("dq", *arguments[1:]),
-            ("forward", 80, *arguments[2:]),
-            ("forward", 90, torch.float32, 128, 128, False),
-            ("forward", 90, torch.bfloat16, 64, 128, False),
-            ("forward", 90, torch.bfloat16, 128, 128, True),
-        ):
-            assert config not in tuning.configs(*others)
-    finally:
-        tuning._tuned.cache_clear()
+    monkeypatch.setattr(tuning, "_TUNED", {"sm_90": {"forward": {"128": config._asdict()}}})
+    assert tuning.configs(*arguments) == [config, *table]
+    assert tuning.configs("forward", 90, torch.float16, 128, 32, False)[0] == config._replace(queries=32, keys=32)
+    # Another kernel, architecture, dtype or head dim, and dropout.
+    for place, other in enumerate(("dq", 80, torch.float32, 64, None, True)):
+        if other is not None:
+            assert config not in tuning.configs(*arguments[:place], other, *arguments[place + 1 :])
 
 
 def test_a_record_is_adopted_if_its_configuration_is_faster(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,15 +29,24 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST, _MULTIPLE = 256, 8
 
 
+class Rows(NamedTuple):
+    """Inputs of a backward pass, ``[B, N, H, D]``, with the lse ``[B, H, N]``."""
+
+    out_grad: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class Source(Protocol):
     """Kernels from one package. Tensors are ``[B, N, H, D]``, the lse is ``[B, H, N]``."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output and the lse."""
 
-    def backward(
-        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v."""
 
 
@@ -44,8 +54,8 @@ def _sides(band: Band) -> dict[str, int]:
     return {f"window_size_{side}": -1 if size is None else size for side, size in band._asdict().items()}
 
 
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+def _empty_grads(rows: Rows) -> dict[str, Tensor]:
+    return {f"d{name}": torch.empty_like(getattr(rows, name)) for name in "qkv"}
 
 
 @dataclass(frozen=True)
@@ -62,17 +72,17 @@ class _Cute(_Package):
         out, lse, *_ = self.module._flash_attn_fwd(q, k, v, return_lse=True, **self._options(band, scale))
         return out, lse
 
-    def backward(
-        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        options = self._options(band, scale)
-        dq, dk, dv, *_ = self.module._flash_attn_bwd(
-            q, k, v, out, out_grad, lse, deterministic=_deterministic(), **options
+    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+        out_grad, q, k, v, out, lse = rows
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        grads: tuple[Tensor, ...] = self.module._flash_attn_bwd(
+            q, k, v, out, out_grad, lse, deterministic=deterministic, **self._options(band, scale)
         )
-        return dq, dk, dv
+        return grads[:3]
 
     @staticmethod
     def _options(band: Band, scale: float) -> dict[str, Any]:
+        # It refuses a window beside ``causal``, even the window that causal means.
         left, right = (None, None) if band.is_causal else band
         return {"softmax_scale": scale, "causal": band.is_causal, "window_size_left": left, "window_size_right": right}
 
@@ -86,16 +96,11 @@ class _Hopper(_Package):
         )
         return out, lse
 
-    def backward(
-        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        self.module._flash_attn_backward(
-            out_grad, q, k, v, out, lse,
-            dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=band.is_causal, deterministic=_deterministic(),
-            **_sides(band),
-        )  # fmt: skip
-        return dq, dk, dv
+    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+        grads, deterministic = _empty_grads(rows), torch.are_deterministic_algorithms_enabled()
+        options = {"softmax_scale": scale, "is_causal": band.is_causal, "deterministic": deterministic}
+        self.module._flash_attn_backward(*rows, **grads, **options, **_sides(band))
+        return tuple(grads.values())
 
 
 class _Ampere(_Package):
@@ -105,21 +110,16 @@ class _Ampere(_Package):
         out, lse, *_ = self.module._flash_attn_forward(q, k, v, return_softmax=False, **self._options(band, scale))
         return out, lse
 
-    def backward(
-        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        self.module._flash_attn_backward(
-            out_grad, q, k, v, out, lse, dq, dk, dv, deterministic=_deterministic(), **self._options(band, scale)
-        )
-        return dq, dk, dv
+    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+        grads, deterministic = _empty_grads(rows), torch.are_deterministic_algorithms_enabled()
+        self.module._flash_attn_backward(*rows, **grads, deterministic=deterministic, **self._options(band, scale))
+        return tuple(grads.values())
 
     @staticmethod
     def _options(band: Band, scale: float) -> dict[str, Any]:
-        return {
-            "dropout_p": 0.0, "softmax_scale": scale, "causal": band.is_causal, "softcap": 0.0, "alibi_slopes": None,
-            **_sides(band),
-        }  # fmt: skip
+        # Versions before 2.7 have no defaults for these.
+        options = {"softmax_scale": scale, "causal": band.is_causal, **_sides(band)}
+        return {**options, "dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 
 
 class Torch:
@@ -133,18 +133,16 @@ class Torch:
         )
         return out, lse
 
-    def backward(
-        self, out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v."""
-        lengths = q.shape[1], k.shape[1]
+        lengths, device = (rows.q.shape[1], rows.k.shape[1]), rows.q.device
         # The state of the dropout generator, unused without dropout.
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros(0, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            out_grad, q, k, v, out, lse, None, None, *lengths, 0.0, band.is_causal, *state, scale=scale,
-            **_sides(band),
-        )  # fmt: skip
-        return dq, dk, dv
+        state = torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)
+        options = {"scale": scale, **_sides(band)}
+        grads: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
+            *rows, None, None, *lengths, 0.0, band.is_causal, *state, **options
+        )
+        return grads
 
 
 MODULES: tuple[tuple[str, Any], ...] = (
@@ -156,19 +154,17 @@ MODULES: tuple[tuple[str, Any], ...] = (
 """The module of each version, newest first. PyTorch's own copy comes last."""
 
 
-@functools.cache
-def _sources() -> tuple[tuple[str, Source | str], ...]:
-    """Return by name the kernels, or the reason why they do not load."""
-    found: list[tuple[str, Source | str]] = []
+def _sources() -> Iterator[tuple[str, Source | str]]:
+    """Yield by name the kernels, or the reason why they do not load."""
     for name, adapter in MODULES:
         try:
             if importlib.util.find_spec(name) is not None:
-                found.append((name, adapter(importlib.import_module(name))))
+                yield name, adapter(importlib.import_module(name))
         except ModuleNotFoundError:
             continue
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
-            found.append((name, f"does not load: {error}"))
-    return (*found, ("torch", Torch()))
+            yield name, f"does not load: {error}"
+    yield "torch", Torch()
 
 
 def reason_against() -> str:
@@ -248,9 +244,9 @@ def backward(
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)
     width = _width(q.shape[-1], out.shape[-1])
-    wide_grad, wide_q, wide_k, wide_v, wide_out = (_rows(x, width) for x in (out_grad, q, k, v, out))
+    rows = Rows(*(_rows(x, width) for x in (out_grad, q, k, v, out)), lse.contiguous())
     with span(KERNEL):
-        grads = source.backward(wide_grad, wide_q, wide_k, wide_v, wide_out, lse.contiguous(), band, call.scale)
+        grads = source.backward(rows, band, call.scale)
     q_grad, k_grad, v_grad = (
         grad.transpose(1, 2)[..., : x.shape[-1]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True)
     )
@@ -263,6 +259,7 @@ def proven(device: str, dtype: torch.dtype, width: int, grouped: bool, kind: tup
 
     Raises RuntimeError with the reasons against each of them if there are none.
     """
+    # Invariant: packages and devices stay for the life of a process, so a verdict does, too. There are few kinds.
     against = []
     for name, source in _sources():
         wrong = source if isinstance(source, str) else _wrong(source, device, dtype, width, grouped, kind)
@@ -287,7 +284,7 @@ def _wrong(
     k, v = (drawn(203, 2 if grouped else 4) for _ in range(2))
     try:
         out, lse = source.forward(q, k, v, band, 0.2)
-        found = out, lse, *source.backward(out_grad, q, k, v, out, lse, band, 0.2)
+        found = out, lse, *source.backward(Rows(out_grad, q, k, v, out, lse), band, 0.2)
         expected = _expected(q, k, v, out_grad, band, 0.2)
         return difference(("out", "lse", "q_grad", "k_grad", "v_grad"), found, expected, dtype)
     except ERRORS as error:

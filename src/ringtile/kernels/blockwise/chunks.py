@@ -1,13 +1,14 @@
-"""Cut a call: heads into units, launches into chunks of bounded memory, lists of tiles into splits.
+"""Cut a call: heads by group (`Work`), then row tiles and lists of a launch into parts of bounded memory (`Part`).
 
-Shapes: ``n`` row tiles of a chunk, ``H`` query heads and ``G`` key heads (times batch elements), ``m`` queries of a
-tile, ``l`` keys of a split, ``D`` the head dim.
+Shapes: ``H`` query heads and ``G`` key heads (times batch elements), ``m`` queries of a block, ``l`` keys of a part,
+``D`` the head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
 from ringtile.index.tiles import FULL
-from ringtile.kernels.blockwise.plan import Launch, Plan, plan_of
+from ringtile.kernels.blockwise.plan import Launch, Plan, offset_of, plan_of, queries_of
 from ringtile.kernels.contracts import Call, accumulator, key_keep, settle_exponentials
 from ringtile.kernels.cpu_flash import split_scale
 from ringtile.kernels.philox import dropout_scale, dropout_tile
@@ -34,78 +35,54 @@ def on_flash(device: torch.device, call: Call) -> bool:
     return plain and device.type == "cpu"
 
 
-class Unit(NamedTuple):
-    """Heads and batch elements that share one group of the index: slices of ``[B, H]`` and ``[B, Hkv]``."""
+class Part(NamedTuple):
+    """Row tiles ``[first, last)`` of a launch and tiles ``[begin, end)`` of their lists, with a mask or all full."""
 
-    group: int
-    batch: slice
-    heads: slice
-    kv_heads: slice
-
-    def q(self, x: Tensor) -> Tensor:
-        return x[self.batch, self.heads].flatten(0, 1)
-
-    def k(self, x: Tensor) -> Tensor:
-        return x[self.batch, self.kv_heads].flatten(0, 1)
-
-
-def _head_runs(heads: list[int], ratio: int, limit: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a list of query heads into slices that map onto a slice of the key heads."""
-    begin = 0
-    while begin < len(heads):
-        first, end = heads[begin], begin + 1
-        is_aligned = first % ratio == 0
-        while end < len(heads) and heads[end] == heads[end - 1] + 1:
-            if heads[end] // ratio != first // ratio and not is_aligned:
-                break
-            end += 1
-        count = end - begin
-        if count > ratio:
-            count = min(count // ratio, limit) * ratio
-        kv_first = first // ratio
-        yield slice(first, first + count), slice(kv_first, kv_first + -(-count // ratio))
-        begin += count
-
-
-def _units(index: BlockIndex, tensors: tuple[Tensor, ...], n_kv: int, key_masked: bool) -> list[Unit]:
-    q, v = tensors[0], tensors[2]
-    n_batch, num_heads = q.shape[:2]
-    if n_batch == 0:
-        return []
-    ratio = num_heads // n_kv
-    group = index.group.cpu().expand(n_batch, num_heads)
-    limit = max(1, _HEADS_BYTES // (index.block * (q.shape[-1] + v.shape[-1]) * 4))
-    mergeable = all(x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1] for x in tensors)
-    one = bool((group == group[0, 0]).all())
-    if one and not key_masked and mergeable and n_batch * n_kv <= limit:
-        everything = slice(None)
-        return [Unit(int(group[0, 0]), everything, everything, everything)]
-    units = []
-    for b, row in enumerate(group.tolist()):
-        for g in sorted(set(row)):
-            for heads, kv_heads in _head_runs([h for h in range(num_heads) if row[h] == g], ratio, limit):
-                units.append(Unit(g, slice(b, b + 1), heads, kv_heads))
-    return units
-
-
-class Split(NamedTuple):
-    """Tiles ``[begin, end)`` of a launch's lists, with a mask or all full."""
-
+    launch: Launch
+    first: int
+    last: int
     begin: int
     end: int
     masked: bool
 
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of queries that are computed side by side: row tiles, or all of a tall launch as one."""
+        return 1 if self.launch.tall else self.last - self.first
 
-def _cut(begin: int, end: int, limit: int, masked: bool) -> Iterator[Split]:
+    @property
+    def first_column(self) -> int:
+        """The first column tile of a run."""
+        assert self.launch.run is not None
+        return self.launch.run[0] + self.first * self.launch.run[1] + self.begin
+
+    def columns(self) -> Tensor:
+        """Return the column tiles, ``[blocks, K]``."""
+        launch = self.launch
+        if launch.run is None:
+            assert launch.cols is not None
+            return launch.cols[self.first : self.last, self.begin : self.end]
+        # With (first, step) = (3, 2), row 4 reads columns 11, 12 and so on: 3 + 4 * 2 is the first one.
+        row = torch.arange(self.blocks).unsqueeze(1)
+        return self.first_column + row * launch.run[1] + torch.arange(self.end - self.begin)
+
+    def tiles(self) -> Tensor:
+        """Return the tiles as rows of the plan's bits, ``[rows or 1, K]``."""
+        tiles = self.launch.tiles
+        return (tiles if len(tiles) == 1 else tiles[self.first : self.last])[:, self.begin : self.end]
+
+
+def _cut(begin: int, end: int, limit: int, masked: bool) -> Iterator[tuple[int, int, bool]]:
+    # 10 tiles in parts of at most 4 are [0, 3), [3, 6) and [6, 10): as equal as they can be.
     count = max(1, -(-(end - begin) // limit))
     for number in range(count):
         a, b = begin + (end - begin) * number // count, begin + (end - begin) * (number + 1) // count
         if b > a:
-            yield Split(a, b, masked)
+            yield a, b, masked
 
 
-def _splits(launch: Launch, block: int, limit: int, key_masked: bool) -> list[Split]:
-    """Cut a launch's lists into splits of bounded length. Split masked tiles from full ones if that is cheaper."""
+def _cuts(launch: Launch, block: int, limit: int, key_masked: bool) -> list[tuple[int, int, bool]]:
+    """Cut a launch's lists where they are long. Cut masked tiles from full ones if that is cheaper."""
     count, partial = launch.tiles.shape[1], launch.n_partial
     masked_limit = max(1, min(limit, _MASK_BYTES // (4 * block * block)))
     shared = len(launch.tiles) == 1
@@ -115,82 +92,61 @@ def _splits(launch: Launch, block: int, limit: int, key_masked: bool) -> list[Sp
         return list(_cut(0, count, masked_limit, True))
     if launch.run is None:
         return [*_cut(0, partial, masked_limit, True), *_cut(partial, count, limit, key_masked)]
-    masked = (launch.tiles[0] != FULL).tolist()
-    splits: list[Split] = []
-    begin = 0
-    for end in range(1, count + 1):
-        if end == count or masked[end] != masked[begin]:
-            splits += _cut(begin, end, masked_limit if masked[begin] else limit, masked[begin] or key_masked)
-            begin = end
-    return splits
-
-
-class Chunk(NamedTuple):
-    """Rows ``[begin, end)`` of a launch."""
-
-    launch: Launch
-    begin: int
-    end: int
-    splits: list[Split]
-
-    def columns(self, split: Split) -> Tensor:
-        """Return the column tiles of a split, ``[n, K]``, or ``[1, K]`` of a tall launch."""
-        launch = self.launch
-        if launch.run is None:
-            assert launch.cols is not None
-            return launch.cols[self.begin : self.end, split.begin : split.end]
-        first, step = launch.run
-        row = torch.zeros(1, dtype=torch.long) if launch.tall else torch.arange(self.begin, self.end)
-        return first + row.unsqueeze(1) * step + torch.arange(split.begin, split.end)
-
-    def first_column(self, split: Split) -> int:
-        """Return the first column tile of a split in a run."""
-        assert self.launch.run is not None
-        first, step = self.launch.run
-        return first + (0 if self.launch.tall else self.begin * step) + split.begin
+    cuts, begin = [], 0
+    for masked, same in groupby((launch.tiles[0] != FULL).tolist()):
+        end = begin + len(list(same))
+        cuts += _cut(begin, end, masked_limit if masked else limit, masked or key_masked)
+        begin = end
+    return cuts
 
 
 class RowTiles:
     """Row tiles of a ``[H, Nq, ...]`` tensor, read and written as views if they are neighbors."""
 
     def __init__(self, x: Tensor, index: BlockIndex) -> None:
-        self.x, self.block = x, index.block
-        self.offset = index.start - index.first_row * index.block
-        self.skipped = 1 if self.offset else 0
-        begin = self.skipped * index.block - self.offset
-        count = max(0, (index.n_queries - begin) // index.block)
-        inside = x.narrow(1, begin, count * index.block) if count else x[:, :0]
-        self.tiles: Tensor = inside.unflatten(1, (count, index.block))
+        self.x, self.index = x, index
 
-    def _ragged(self, launch: Launch) -> Tensor:
-        assert launch.trim is not None
-        at = int(launch.rows[0]) * self.block - self.offset
-        return self.x[:, at + launch.trim[0] : at + launch.trim[1]]
+    def _blocks(self, begin: int, count: int, size: int) -> Tensor:
+        """Return ``[count, H, size, ...]``, the queries from ``begin`` on in blocks."""
+        # One view in place of a slice, a split and a transpose: each costs as much as a small tile.
+        x, (by_head, by_query, *rest) = self.x, self.x.stride()
+        shape, strides = (count, x.shape[0], size, *x.shape[2:]), (size * by_query, by_head, by_query, *rest)
+        return x.as_strided(shape, strides, x.storage_offset() + begin * by_query)
 
-    def read(self, chunk: Chunk) -> Tensor:
-        """Return the rows of a chunk, ``[n, H, m, ...]``, or ``[1, H, n * m, ...]`` of a tall launch."""
-        launch, begin, end, _ = chunk
-        if launch.trim:
-            return self._ragged(launch).unsqueeze(0)
-        if launch.first_row is None:
-            rows = launch.rows[begin:end].to(self.x.device) - self.skipped
-            return self.tiles.index_select(1, rows).transpose(0, 1)
-        first = launch.first_row - self.skipped
-        found = self.tiles[:, first + begin : first + end]
-        return found.flatten(1, 2).unsqueeze(0) if launch.tall else found.transpose(0, 1)
+    def _view(self, part: Part) -> Tensor | None:
+        """Return ``[blocks, H, m, ...]``, or None if the row tiles are no neighbors."""
+        if part.launch.first_row is None:
+            return None
+        # A first or last tile can have fewer queries. It is the only one of its launch, so all blocks are equal.
+        first = part.launch.first_row
+        begin, end = queries_of(self.index, first + part.first, first + part.last)
+        return self._blocks(begin, part.blocks, (end - begin) // part.blocks)
 
-    def write(self, chunk: Chunk, values: Tensor) -> None:
+    def _tiles(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return all whole tiles, ``[H, tiles, block, ...]``, and the numbers of a part's tiles among them."""
+        # A start of 100 in blocks of 64 leaves 28 queries in row tile 0, so whole tiles begin at query 28 with tile 1.
+        skipped = int(self.index.start % self.index.block > 0)
+        begin, _ = queries_of(self.index, skipped, skipped)
+        block = self.index.block
+        tiles = self._blocks(begin, (self.index.n_queries - begin) // block, block).transpose(0, 1)
+        return tiles, part.launch.rows[part.first : part.last].to(self.x.device) - skipped
+
+    def read(self, part: Part) -> Tensor:
+        """Return the rows of a part, ``[blocks, H, m, ...]``."""
+        view = self._view(part)
+        if view is None:
+            tiles, rows = self._tiles(part)
+            view = tiles.index_select(1, rows).transpose(0, 1)
+        return view
+
+    def write(self, part: Part, values: Tensor) -> None:
         """Write the rows that `read` returns."""
-        launch, begin, end, _ = chunk
-        if launch.trim:
-            self._ragged(launch).copy_(values.squeeze(0))
-        elif launch.first_row is None:
-            rows = launch.rows[begin:end].to(self.x.device) - self.skipped
-            self.tiles.index_copy_(1, rows, values.transpose(0, 1).to(self.x.dtype))
+        view = self._view(part)
+        if view is None:
+            tiles, rows = self._tiles(part)
+            tiles.index_copy_(1, rows, values.transpose(0, 1).to(tiles.dtype))
         else:
-            first = launch.first_row - self.skipped
-            target = self.tiles[:, first + begin : first + end]
-            target.copy_(values.squeeze(0).unflatten(1, target.shape[1:3]) if launch.tall else values.transpose(0, 1))
+            view.copy_(values)
 
 
 class ColumnTiles:
@@ -202,19 +158,18 @@ class ColumnTiles:
         tail = x[:, self.count * index.block :]
         self.tail = F.pad(tail, (0, 0, 0, index.block - tail.shape[1])) if tail.shape[1] else None
 
-    def read(self, chunk: Chunk, split: Split) -> Tensor:
-        """Return the keys of a split, ``[n, G, l, D]``."""
-        x, block, launch = self.x, self.block, chunk.launch
-        if launch.run is None:
-            return self._gather(chunk.columns(split))
-        step = launch.run[1]
-        n = 1 if launch.tall else chunk.end - chunk.begin
-        at = chunk.first_column(split) * block
-        length = min((split.end - split.begin) * block, x.shape[1] - at)
-        keys = x[:, at : at + (n - 1) * step * block + length].to(self.dtype)
+    def read(self, part: Part) -> Tensor:
+        """Return the keys of a part, ``[blocks, G, l, D]``."""
+        x, block = self.x, self.block
+        if part.launch.run is None:
+            return self._gather(part.columns())
+        # Blocks overlap: with a step of 1 and 3 tiles a row, rows 0 and 1 read tiles 0 to 2 and 1 to 3.
+        step, at = part.launch.run[1] * block, part.first_column * block
+        length = min((part.end - part.begin) * block, x.shape[1] - at)
+        keys = x[:, at : at + (part.blocks - 1) * step + length].to(self.dtype)
         return keys.as_strided(
-            (n, x.shape[0], length, x.shape[2]),
-            (step * block * keys.stride(1), keys.stride(0), keys.stride(1), keys.stride(2)),
+            (part.blocks, x.shape[0], length, x.shape[2]),
+            (step * keys.stride(1), keys.stride(0), keys.stride(1), keys.stride(2)),
         )
 
     def _gather(self, cols: Tensor) -> Tensor:
@@ -242,10 +197,11 @@ class ColumnSums:
         self.count = x.shape[1] // block
         self.tiles = x[:, : self.count * block].unflatten(1, (self.count, block))
 
-    def add(self, chunk: Chunk, split: Split, grad: Tensor) -> None:
-        """Add the gradient ``[n, G, l, D]`` of the keys that `ColumnTiles.read` returns."""
-        count, cols = split.end - split.begin, chunk.columns(split)
+    def add(self, part: Part, grad: Tensor) -> None:
+        """Add the gradient ``[blocks, G, l, D]`` of the keys that `ColumnTiles.read` returns."""
+        count, cols = part.end - part.begin, part.columns()
         if grad.shape[2] < count * self.block:
+            # The last tile of a run has fewer keys, so it is no tile of `tiles`.
             inside = (count - 1) * self.block
             self.x[:, self.count * self.block :] += grad[:, :, inside:].sum(0)
             if not inside:
@@ -268,18 +224,19 @@ class ColumnSums:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """One unit's share of a call."""
+    """The share of a call of heads and batch elements that have one group: slices of ``[B, H]`` and ``[B, Hkv]``."""
 
-    unit: Unit
     index: BlockIndex
     plan: Plan
     call: Call
     key_keep: Tensor | None
     """``[B, Nk]`` bool, the keys that the call's own mask and lengths keep."""
     dtype: torch.dtype
+    device: torch.device
+    group: int
     batch: range
     heads: range
-    device: torch.device
+    kv_heads: range
 
     @property
     def on_flash(self) -> bool:
@@ -291,83 +248,92 @@ class Work:
         """The part of the scale that multiplies the queries, and the rest."""
         return split_scale(self.call.scale, self.dtype) if self.on_flash else (1.0, self.call.scale)
 
+    def q(self, x: Tensor) -> Tensor:
+        """Return the share of ``[B, H, ...]`` as ``[H, ...]``, a view."""
+        return x[self.batch.start : self.batch.stop, self.heads.start : self.heads.stop].flatten(0, 1)
+
+    def k(self, x: Tensor) -> Tensor:
+        """Return the share of ``[B, Hkv, ...]`` as ``[G, ...]``, a view."""
+        return x[self.batch.start : self.batch.stop, self.kv_heads.start : self.kv_heads.stop].flatten(0, 1)
+
     def rows(self, *tensors: Tensor) -> list[RowTiles]:
         """Return the row tiles of some tensors ``[B, H, Nq, ...]``."""
-        return [RowTiles(self.unit.q(x), self.index) for x in tensors]
+        return [RowTiles(self.q(x), self.index) for x in tensors]
 
     def columns(self, *tensors: Tensor) -> list[ColumnTiles]:
         """Return the column tiles of some tensors ``[B, Hkv, Nk, D]``, with zeros for keys that no row keeps."""
-        dead = None if self.plan.dead_keys is None else self.plan.dead_keys[self.unit.group].unsqueeze(0)
+        dead = None if self.plan.dead_keys is None else self.plan.dead_keys[self.group].unsqueeze(0)
         dead = None if dead is None else dead.to(self.device)
         if self.key_keep is not None:
-            masked = ~self.key_keep[self.unit.batch]
+            masked = ~self.key_keep[self.batch.start : self.batch.stop]
             dead = masked if dead is None else dead | masked
-        parts = (self.unit.k(x) for x in tensors)
+        parts = (self.k(x) for x in tensors)
         clean = (x if dead is None else x.masked_fill(dead.unsqueeze(-1), 0) for x in parts)
         return [ColumnTiles(x, self.index, self.dtype) for x in clean]
 
     def sums(self, *tensors: Tensor) -> list[ColumnSums]:
         """Return the sums of some gradients ``[B, Hkv, Nk, D]``."""
-        return [ColumnSums(self.unit.k(x), self.index.block) for x in tensors]
+        return [ColumnSums(self.k(x), self.index.block) for x in tensors]
 
-    def chunks(self, tile_bytes: int, row_bytes: int, view_bytes: int) -> Iterator[Chunk]:
-        """Cut the unit's launches so that no chunk needs more than `CHUNK_BYTES`.
+    def chunks(self, tile_bytes: int, row_bytes: int, view_bytes: int) -> Iterator[list[Part]]:
+        """Cut the launches so that no part needs more than `CHUNK_BYTES`. Parts of a chunk have the same rows.
 
         A gathered tile needs ``tile_bytes``, a tile read as a view ``view_bytes``, a row tile's output ``row_bytes``.
         """
         block = self.index.block
         for launch in self.plan.launches:
-            if launch.group != self.unit.group:
+            if launch.group != self.group:
                 continue
             rows = len(launch.rows)
             per_tile = tile_bytes if launch.run is None else view_bytes
             limit = max(1, CHUNK_BYTES // per_tile) if per_tile else launch.tiles.shape[1]
-            splits = _splits(launch, block, limit, self.key_keep is not None)
-            widest = max(split.end - split.begin for split in splits)
-            own_mask = max((split.end - split.begin for split in splits if split.masked), default=0)
-            if len(launch.tiles) == 1:
-                own_mask = 0
-            budget = rows
+            cuts = _cuts(launch, block, limit, self.key_keep is not None)
+            budget = min(rows, max(1, _OUT_BYTES // row_bytes))
             if not launch.tall:
+                widest = max(end - begin for begin, end, _ in cuts)
                 budget = min(budget, max(1, CHUNK_BYTES // max(1, per_tile * widest)))
-            budget = min(budget, max(1, _OUT_BYTES // row_bytes))
-            if own_mask:
-                budget = min(budget, max(1, 2 * _MASK_BYTES // (4 * own_mask * block * block)))
-            count = -(-rows // budget)
-            for number in range(count):
-                yield Chunk(launch, rows * number // count, rows * (number + 1) // count, splits)
+            if len(launch.tiles) > 1:
+                # Rows with partial tiles of their own have masks of their own.
+                own_mask = max((end - begin for begin, end, masked in cuts if masked), default=0)
+                budget = min(budget, max(1, 2 * _MASK_BYTES // (4 * max(own_mask, 1) * block * block)))
+            for first, last, _ in _cut(0, rows, budget, False):
+                yield [Part(launch, first, last, *cut) for cut in cuts]
 
-    def keep(self, chunk: Chunk, split: Split) -> Tensor | None:
-        """Return the kept pairs, ``[n or 1, 1, m, l]`` bool, or None if all are kept."""
-        if not split.masked:
+    def keep(self, part: Part) -> Tensor | None:
+        """Return the kept pairs, ``[blocks or 1, 1, m, l]`` bool, or None if all are kept."""
+        if not part.masked:
             return None
-        launch = chunk.launch
         keep: Tensor | None = None
-        tiles = launch.tiles if len(launch.tiles) == 1 else launch.tiles[chunk.begin : chunk.end]
-        tiles = tiles[:, split.begin : split.end]
+        tiles = part.tiles()
         if bool((tiles != FULL).any()):
             keep = self.plan.mask(tiles)
-            if launch.trim:
-                keep = keep[:, launch.trim[0] : launch.trim[1]]
-            if launch.run is not None:
+            lo, hi = self._inside(part)
+            if hi - lo < self.index.block:
+                keep = keep[:, lo:hi]
+            if part.launch.run is not None:
                 # The last tile of a run can be ragged.
-                keep = keep[..., : self.index.n_keys - chunk.first_column(split) * self.index.block]
+                keep = keep[..., : self.index.n_keys - part.first_column * self.index.block]
             keep = keep.to(self.device).unsqueeze(1)
         if self.key_keep is not None:
-            keys = ColumnTiles(self.key_keep[self.unit.batch].unsqueeze(-1), self.index, torch.bool)
-            of_keys = keys.read(chunk, split).squeeze(-1).unsqueeze(-2)
+            own = self.key_keep[self.batch.start : self.batch.stop].unsqueeze(-1)
+            of_keys = ColumnTiles(own, self.index, torch.bool).read(part).squeeze(-1).unsqueeze(-2)
             keep = of_keys if keep is None else keep & of_keys
         return keep
 
-    def positions(self, chunk: Chunk, split: Split) -> tuple[Tensor, Tensor]:
-        """Return query positions ``[n, m]`` and the first key positions of the split's tiles ``[n, t]``."""
-        index, launch = self.index, chunk.launch
-        rows = launch.rows[chunk.begin : chunk.end].to(self.device)
-        inside = torch.arange(*(launch.trim or (0, index.block)), device=self.device)
-        query = index.row_positions(rows).unsqueeze(1) * index.block + inside
-        if launch.tall:
-            query = query.flatten().unsqueeze(0)
-        return query, index.col_positions(chunk.columns(split).to(self.device)) * index.block
+    def _inside(self, part: Part) -> tuple[int, int]:
+        """Return the rows ``[lo, hi)`` of the part's row tiles that exist. Only a launch of one tile has fewer."""
+        row = int(part.launch.rows[part.first])
+        begin, end = queries_of(self.index, row, row + 1)
+        lo = begin - (row * self.index.block - offset_of(self.index))
+        return lo, lo + end - begin
+
+    def positions(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return query positions ``[blocks, m]`` and the first key positions of the part's tiles ``[blocks, t]``."""
+        index = self.index
+        rows = part.launch.rows[part.first : part.last].to(self.device)
+        inside = torch.arange(*self._inside(part), device=self.device)
+        query = (index.row_positions(rows).unsqueeze(1) * index.block + inside).view(part.blocks, -1)
+        return query, index.col_positions(part.columns().to(self.device)) * index.block
 
     def bias(self, query: Tensor, key: Tensor) -> Tensor:
         """Return ALiBi's ``-slope * |i - j|``: positions ``[n, m]`` and ``[n, l]`` to ``[n, H, m, l]``."""
@@ -389,11 +355,45 @@ class Work:
         return keep.to(self.dtype).mul_(dropout_scale(call.dropout_p))
 
 
+def _head_runs(heads: list[int], ratio: int, limit: int) -> Iterator[tuple[range, range]]:
+    """Cut a list of query heads into ranges that map onto a range of the key heads.
+
+    With a ratio of 2, heads 0, 1, 2, 3, 5 are ranges 0 to 3, of key heads 0 and 1, and 5, of key head 2.
+    """
+    begin = 0
+    while begin < len(heads):
+        first, end = heads[begin], begin + 1
+        is_aligned = first % ratio == 0
+        while end < len(heads) and heads[end] == heads[end - 1] + 1:
+            if heads[end] // ratio != first // ratio and not is_aligned:
+                break
+            end += 1
+        count = end - begin
+        if count > ratio:
+            count = min(count // ratio, limit) * ratio
+        kv_first = first // ratio
+        yield range(first, first + count), range(kv_first, kv_first + -(-count // ratio))
+        begin += count
+
+
 def works(index: BlockIndex, tensors: tuple[Tensor, ...], call: Call) -> Iterator[Work]:
-    """Cut a call into units. ``tensors`` starts with q, k and v and holds all that the units slice."""
+    """Cut a call by group. ``tensors`` starts with q, k and v and holds all whose heads are taken apart."""
     settle_exponentials()
-    q, k = tensors[0], tensors[1]
-    plan, keep = plan_of(index), key_keep(call, k.shape[2])
-    for unit in _units(index, tensors, k.shape[1], keep is not None):
-        batch, heads = range(q.shape[0])[unit.batch], range(q.shape[1])[unit.heads]
-        yield Work(unit, index, plan, call, keep, accumulator(q), batch, heads, q.device)
+    q, k, v = tensors[:3]
+    n_batch, num_heads, n_kv = *q.shape[:2], k.shape[1]
+    if n_batch == 0:
+        return
+    shared = index, plan_of(index), call, key_keep(call, k.shape[2]), accumulator(q), q.device
+    ratio = num_heads // n_kv
+    group = index.group.cpu().expand(n_batch, num_heads)
+    limit = max(1, _HEADS_BYTES // (index.block * (q.shape[-1] + v.shape[-1]) * 4))
+    # Batch elements are computed together if that copies nothing: heads and batch elements must merge into one stride.
+    mergeable = all(x.shape[0] == 1 or x.stride(0) == x.stride(1) * x.shape[1] for x in tensors)
+    one = bool((group == group[0, 0]).all())
+    if one and shared[3] is None and mergeable and n_batch * n_kv <= limit:
+        yield Work(*shared, int(group[0, 0]), range(n_batch), range(num_heads), range(n_kv))
+        return
+    for b, row in enumerate(group.tolist()):
+        for g in sorted(set(row)):
+            for heads, kv_heads in _head_runs([h for h in range(num_heads) if row[h] == g], ratio, limit):
+                yield Work(*shared, g, range(b, b + 1), heads, kv_heads)

@@ -1,7 +1,7 @@
 """The gradient of the backward pass.
 
 Let P be the weights, dP = out_grad v^T and dS = P (dP - delta). The cotangents of q and k give dS the cotangent
-X = scale (q_cot k^T + q k_cot^T). We read each chunk twice: first for sums over full rows, then for the gradients.
+X = scale (q_cot k^T + q k_cot^T). We read each part twice: first for sums over full rows, then for the gradients.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ringtile.kernels.blockwise.backward import RowGrads, RowInputs
-from ringtile.kernels.blockwise.chunks import Chunk, RowTiles, Split, Work, works
+from ringtile.kernels.blockwise.chunks import Part, RowTiles, Work, works
 from ringtile.kernels.blockwise.forward import costs
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
 from ringtile.kernels.contracts import Call, index_of
 
 
 class _Rows(NamedTuple):
-    """A chunk's rows: ``[n, H, m, ...]``."""
+    """The rows of a part: ``[n, H, m, ...]``."""
 
     q: Tensor
     q_cot: Tensor
@@ -32,7 +32,7 @@ class _Rows(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """A split's keys and values with their cotangents: ``[n, G, l, ...]``."""
+    """The keys and values of a part with their cotangents: ``[n, G, l, ...]``."""
 
     k: Tensor
     v: Tensor
@@ -41,10 +41,10 @@ class _Columns(NamedTuple):
 
 
 class _Terms:
-    """The terms of one split that both passes use, ``[n, H, m, l]``."""
+    """The terms of one part that both passes use, ``[n, H, m, l]``."""
 
-    def __init__(self, work: Work, chunk: Chunk, split: Split, rows: _Rows, columns: _Columns) -> None:
-        found = masked_scores(work, chunk, split, rows.q, columns.k)
+    def __init__(self, work: Work, part: Part, rows: _Rows, columns: _Columns) -> None:
+        found = masked_scores(work, part, rows.q, columns.k)
         self.scores, self.scale = found, work.call.scale
         self.weights = found.weights(rows.grads.lse)
         self.weights_grad = found.dropped(matmul(rows.grads.out_grad, columns.v.mT))
@@ -96,32 +96,32 @@ def double_backward(
     for work in works(index, (q, k, v, out_grad, out, lse, q_cot, k_cot, v_cot), call):
         sources, (k_sum, v_sum) = work.columns(k, v, k_cot, v_cot), work.sums(k_bar, v_bar)
         inputs = RowInputs(work, q, out_grad, lse_grad, out, lse)
-        empty = (work.unit.q(lse) == -math.inf).unsqueeze(-1)
-        cots = RowTiles(work.unit.q(q_cot).masked_fill(empty, 0), index)
+        empty = (work.q(lse) == -math.inf).unsqueeze(-1)
+        cots = RowTiles(work.q(q_cot).masked_fill(empty, 0), index)
         q_rows, out_grad_rows, lse_grad_rows = work.rows(q_bar, out_grad_bar, lse_grad_bar)
         tile, row, view = costs(work, k, v, backward=True)
         scores = 8 * len(work.heads) * len(work.batch) * block * block * dtype.itemsize
-        for chunk in work.chunks(2 * tile + scores, 2 * row, 2 * view + scores):
-            q_chunk, grads = inputs.read(chunk)
+        for parts in work.chunks(2 * tile + scores, 2 * row, 2 * view + scores):
+            q_chunk, grads = inputs.read(parts[0])
             dout = (grads.out_grad * grads.out).sum(-1)
             delta = dout if grads.lse_grad is None else dout - grads.lse_grad
-            rows = _Rows(q_chunk, cots.read(chunk).to(dtype), grads, dout, delta)
+            rows = _Rows(q_chunk, cots.read(parts[0]).to(dtype), grads, dout, delta)
             sums = torch.zeros(3, *delta.shape, dtype=dtype, device=delta.device)
-            for split in chunk.splits:
-                columns = _Columns(*(x.read(chunk, split) for x in sources))
-                sums += _Terms(work, chunk, split, rows, columns).row_sums()
+            for part in parts:
+                columns = _Columns(*(x.read(part) for x in sources))
+                sums += _Terms(work, part, rows, columns).row_sums()
             q_total, out_total = torch.zeros_like(q_chunk), -sums[0].unsqueeze(-1) * grads.out
-            for split in chunk.splits:
-                columns = _Columns(*(x.read(chunk, split) for x in sources))
-                terms, heads = _Terms(work, chunk, split, rows, columns), columns.k.shape[1]
+            for part in parts:
+                columns = _Columns(*(x.read(part) for x in sources))
+                terms, heads = _Terms(work, part, rows, columns), columns.k.shape[1]
                 scores_bar, scores_grad = terms.score_grads(rows, sums, call.softcap)
                 used, moved = terms.scores.dropped(terms.weights), terms.scores.dropped(terms.weights * terms.cot)
                 q_total += matmul(scores_bar, columns.k) + matmul(scores_grad, columns.k_cot)
                 out_total = out_total + matmul(moved, columns.v) + matmul(used, columns.v_cot)
                 k_grad = matmul_keys(scores_bar, q_chunk, heads) + matmul_keys(scores_grad, rows.q_cot, heads)
-                k_sum.add(chunk, split, k_grad)
-                v_sum.add(chunk, split, matmul_keys(moved - used * sums[0].unsqueeze(-1), grads.out_grad, heads))
-            q_rows.write(chunk, q_total)
-            out_grad_rows.write(chunk, out_total)
-            lse_grad_rows.write(chunk, sums[0])
+                k_sum.add(part, k_grad)
+                v_sum.add(part, matmul_keys(moved - used * sums[0].unsqueeze(-1), grads.out_grad, heads))
+            q_rows.write(parts[0], q_total)
+            out_grad_rows.write(parts[0], out_total)
+            lse_grad_rows.write(parts[0], sums[0])
     return out_grad_bar, lse_grad_bar, q_bar, k_bar.to(q.dtype), v_bar.to(q.dtype)

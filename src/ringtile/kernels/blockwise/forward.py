@@ -1,4 +1,4 @@
-"""The forward pass: splits of a softmax, merged row tile by row tile."""
+"""The forward pass: parts of a softmax, merged row tile by row tile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
-from ringtile.kernels.blockwise.chunks import Chunk, Split, Work, on_flash, works
+from ringtile.kernels.blockwise.chunks import Part, Work, on_flash, works
 from ringtile.kernels.blockwise.plan import plan_of
 from ringtile.kernels.blockwise.scores import masked_scores, matmul
 from ringtile.kernels.contracts import Call, accumulator, as_new_out, index_of, merge_into, new_out
@@ -38,14 +38,14 @@ def dense_mask(index: BlockIndex, q: Tensor, v: Tensor, call: Call) -> Tensor | 
     return plan.additive[key]
 
 
-def _split_forward(work: Work, chunk: Chunk, split: Split, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output ``[n, H, m, Dv]`` and lse ``[n, H, m]`` of one split of the softmax."""
+def _part_forward(work: Work, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output ``[n, H, m, Dv]`` and lse ``[n, H, m]`` of one part of the softmax."""
     if not work.on_flash:
-        found = masked_scores(work, chunk, split, q, k)
+        found = masked_scores(work, part, q, k)
         lse = found.scores.logsumexp(-1)
         weights = found.weights(lse.masked_fill(lse == -math.inf, 0))
         return matmul(found.dropped(weights), v), lse
-    keep = work.keep(chunk, split)
+    keep = work.keep(part)
     mask = None if keep is None else additive(keep, q.dtype)
     out, lse = flash_forward(q, k, v, scale=work.scale[1], mask=mask)
     if keep is not None:
@@ -65,32 +65,32 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         return as_new_out(dense), dense_lse.contiguous()
     out, lse = new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
     for work in works(index, (q, k, v, out), call):
-        unit, (keys, values) = work.unit, work.columns(k, v)
+        keys, values = work.columns(k, v)
         queries, out_rows, lse_rows = work.rows(q, out, lse)
-        idle = work.plan.idle_rows[unit.group]
+        idle = work.plan.idle_rows[work.group]
         if idle is not None:
             idle = idle.to(q.device)
-            unit.q(out)[:, idle] = 0
-            unit.q(lse)[:, idle] = -math.inf
-        for chunk in work.chunks(*costs(work, k, v, backward=False)):
-            q_chunk = times(queries.read(chunk).to(work.dtype), work.scale[0])
+            work.q(out)[:, idle] = 0
+            work.q(lse)[:, idle] = -math.inf
+        for parts in work.chunks(*costs(work, k, v, backward=False)):
+            q_chunk = times(queries.read(parts[0]).to(work.dtype), work.scale[0])
             total: tuple[Tensor, Tensor] | None = None
-            for split in chunk.splits:
-                found = _split_forward(work, chunk, split, q_chunk, keys.read(chunk, split), values.read(chunk, split))
+            for part in parts:
+                found = _part_forward(work, part, q_chunk, keys.read(part), values.read(part))
                 if total is None:
                     total = found
                 else:
                     merge_into(*total, *found)
             assert total is not None
-            out_rows.write(chunk, total[0])
-            lse_rows.write(chunk, total[1])
+            out_rows.write(parts[0], total[0])
+            lse_rows.write(parts[0], total[1])
     return out, lse
 
 
 def costs(work: Work, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int, int]:
     """Return the bytes of a gathered tile, of a row tile's output, and of a tile that is read as a view."""
     block, size = work.index.block, work.dtype.itemsize
-    kv_heads = len(range(k.shape[1])[work.unit.kv_heads]) * len(work.batch)
+    kv_heads = len(work.kv_heads) * len(work.batch)
     heads = len(work.heads) * len(work.batch)
     tile = kv_heads * block * (k.shape[-1] + v.shape[-1]) * size
     scores = 0 if work.on_flash else 4 * heads * block * block * size

@@ -44,8 +44,6 @@ class Launch:
     """``(first, step)`` of a run."""
     tall: bool = False
     """True if the rows of a run with step 0 are computed as one tall block of queries."""
-    trim: tuple[int, int] | None = None
-    """The rows ``[lo, hi)`` of a ragged row tile, which is then the launch's only one."""
 
     @cached_property
     def first_row(self) -> int | None:
@@ -124,15 +122,24 @@ def _cut_last_column(index: BlockIndex, col: Tensor, tile: Tensor) -> tuple[Tens
     return torch.cat([bits, cut]), torch.cat([keys_any, kept]), tile
 
 
-def _trims(index: BlockIndex) -> dict[int, tuple[int, int]]:
-    """Return the rows of each ragged row tile."""
-    offset = index.start - index.first_row * index.block
-    trims = {}
-    for row in {0, index.n_rows - 1}:
-        lo, hi = max(0, offset - row * index.block), min(index.block, offset + index.n_queries - row * index.block)
-        if hi - lo < index.block:
-            trims[row] = (lo, hi)
-    return trims
+def offset_of(index: BlockIndex) -> int:
+    """Return how many rows of the first row tile come before the first query."""
+    return index.start - index.first_row * index.block
+
+
+def queries_of(index: BlockIndex, first: int, last: int) -> tuple[int, int]:
+    """Return the queries ``[begin, end)`` of row tiles ``[first, last)``.
+
+    A start of 100 in blocks of 64: row tile 0 has positions 64 to 127, so it has queries 0 to 27.
+    """
+    begin, end = (row * index.block - offset_of(index) for row in (first, last))
+    return max(0, begin), min(index.n_queries, end)
+
+
+def _ragged_rows(index: BlockIndex) -> list[int]:
+    """Return the row tiles with fewer queries than the others: the first, the last, or none."""
+    sizes = {row: queries_of(index, row, row + 1) for row in {0, index.n_rows - 1}}
+    return [row for row, (begin, end) in sizes.items() if end - begin < index.block]
 
 
 def _kept_by_ragged_rows(
@@ -140,7 +147,8 @@ def _kept_by_ragged_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return ``keys_any`` with entries for the tiles of ragged rows, and new tiles of the entries."""
     row, number = slot % max(index.n_rows, 1), tile.clone()
-    for ragged, (lo, hi) in _trims(index).items():
+    for ragged in _ragged_rows(index):
+        lo, hi = (query - ragged * index.block + offset_of(index) for query in queries_of(index, ragged, ragged + 1))
         mine = ((row == ragged) & (tile != FULL)).nonzero().squeeze(1)
         for part in mine.split(_RAGGED_CHUNK):
             number[part] = len(keys_any) + torch.arange(len(part))
@@ -189,7 +197,6 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
     first = torch.where(filled, col[ptr[:-1].clamp(max=max(len(col) - 1, 0))], 0)
     last = torch.where(filled, col[(ptr[1:] - 1).clamp(min=0)], -1)
     group = torch.arange(n_slots) // n_rows
-    trims = _trims(index)
     edge = _edges(index, n_slots)
     number = _same_lists((group * 3 + edge) * 2 + (last - first + 1 == length), tile, length, ptr)
     run_row = filled & (last - first + 1 == length)
@@ -218,7 +225,6 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
                 n_partial=n_partial,
                 run=(int(first[begin]), stride),
                 tall=stride == 0 and n_partial == 0,
-                trim=trims.get(begin % n_rows),
             )
         )
         rest[begin:end] = False
@@ -231,7 +237,7 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
 def _edges(index: BlockIndex, n_slots: int) -> Tensor:
     """Return 0 for full row tiles and another number for each ragged one, which needs a launch of its own."""
     edge = torch.zeros(n_slots // max(index.n_rows, 1), max(index.n_rows, 1), dtype=torch.long)
-    for number, row in enumerate(_trims(index)):
+    for number, row in enumerate(_ragged_rows(index)):
         edge[:, row] = number + 1
     return edge.flatten()
 
@@ -247,7 +253,6 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
     ptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
     partial = _segment_sum((tile != FULL).long(), ptr)
     group = torch.arange(n_slots) // index.n_rows
-    trims = _trims(index)
     shape = ((group * 3 + _edges(index, n_slots)) * (index.n_cols + 1) + partial) * (index.n_cols + 1) + length
     number = _same_lists(shape, tile, length, ptr)
     sizes = torch.bincount(number[rest], minlength=int(number.max()) + 1)
@@ -267,7 +272,6 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
                     cols=col[at],
                     tiles=tiles[:1] if chosen is shared else tiles,
                     n_partial=int(partial[same[0]]),
-                    trim=trims.get(int(same[0]) % index.n_rows),
                 )
             )
     return launches
@@ -284,7 +288,7 @@ def _make_plan(index: BlockIndex) -> Plan:
     keys = _union(slot // max(n_rows, 1) * n_cols + col, number, any_keys, n_groups * n_cols)
     keys = keys.view(n_groups, n_cols * block)[:, : index.n_keys]
     rows = _union(slot, tile, (bits != 0).any(-1), n_slots).view(n_groups, n_rows * block)
-    offset = index.start - index.first_row * block
+    offset = offset_of(index)
     rows = rows[:, offset : offset + index.n_queries]
     idle = torch.repeat_interleave(torch.bincount(slot, minlength=n_slots) == 0, block).view(n_groups, n_rows * block)
     idle = idle[:, offset : offset + index.n_queries]

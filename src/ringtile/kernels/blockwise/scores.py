@@ -1,4 +1,4 @@
-"""Masked scores of one split by plain matmuls: for dropout, softcap, ALiBi, second derivatives and other devices."""
+"""Masked scores of one part by plain matmuls: for dropout, softcap, ALiBi, second derivatives and other devices."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.kernels.blockwise.chunks import Chunk, Split, Work
+from ringtile.kernels.blockwise.chunks import Part, Work
 
 
 class Scores(NamedTuple):
-    """Scores of one split, all ``[n, H, m, l]``."""
+    """Scores of one part, all ``[n, H, m, l]``."""
 
     scores: Tensor
     """Masked: -inf for a pair that is not kept."""
@@ -48,7 +48,7 @@ def matmul_keys(a: Tensor, b: Tensor, heads: int) -> Tensor:
     return a.mT @ b
 
 
-def masked_scores(work: Work, chunk: Chunk, split: Split, q: Tensor, k: Tensor) -> Scores:
+def masked_scores(work: Work, part: Part, q: Tensor, k: Tensor) -> Scores:
     call, length = work.call, k.shape[2]
     scores = matmul(q, k.mT) * call.scale
     capped = dropout = None
@@ -56,11 +56,11 @@ def masked_scores(work: Work, chunk: Chunk, split: Split, q: Tensor, k: Tensor) 
         capped = torch.tanh(scores / call.softcap)
         scores = capped * call.softcap
     if call.alibi_slopes is not None or call.dropout_p:
-        query, tiles = work.positions(chunk, split)
+        query, tiles = work.positions(part)
         if call.alibi_slopes is not None:
             key = (tiles.unsqueeze(-1) + torch.arange(work.index.block, device=work.device)).flatten(1)
             scores = scores + work.bias(query, key[:, :length])
         if call.dropout_p:
             dropout = work.dropout(query, tiles)[..., :length]
-    keep = work.keep(chunk, split)
+    keep = work.keep(part)
     return Scores(scores if keep is None else scores.masked_fill(~keep, -math.inf), dropout, capped)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +41,8 @@ class Config(NamedTuple):
 TUNED = Path(__file__).with_name("tuned.json")
 """Configurations that a GPU chose, by architecture, kernel and head dim: see `benchmarks/gpu.py --adopt`. They come
 before those of the tables. Without the file, the tables are all."""
+_TUNED: dict[str, dict[str, dict[str, dict[str, int]]]]
+_TUNED = json.loads(TUNED.read_text(encoding="utf-8")) if TUNED.exists() else {}
 
 INTERPRETED_CONFIG = Config(64, 64, 4, 1)
 """The interpreter has no registers: large tiles take fewer steps. A block of 128 has sub-tiles of these."""
@@ -96,11 +97,6 @@ _DROPOUT_AREA = {"forward": 128 * 64, "dq": 128 * 64, "dkdv": 32 * 64}
 """Largest number of pairs per tile: random words take as many registers as scores."""
 
 
-@cache
-def _tuned() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    return json.loads(TUNED.read_text(encoding="utf-8")) if TUNED.exists() else {}
-
-
 def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, block: int, drops: bool) -> list[Config]:
     """Return the configurations to try, best first. ``width`` is the larger head dim, padded to a power of two."""
     # Consumer Blackwell, sm_120, has the matrix units of sm_80 and the shared memory of sm_89.
@@ -109,7 +105,7 @@ def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, bloc
     if 0 < architecture < 80:
         # These GPUs do not copy ahead, and compiling a large tile takes minutes.
         found = found[-1:]
-    elif best := _tuned().get(f"sm_{architecture}", {}).get(kernel, {}).get(str(max(width, 64))):
+    elif best := _TUNED.get(f"sm_{architecture}", {}).get(kernel, {}).get(str(max(width, 64))):
         if dtype != torch.float32 and not drops:
             found = [Config(**best), *found]
     if drops:

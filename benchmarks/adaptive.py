@@ -72,7 +72,7 @@ def measure(n_tokens: int, threads: int, rounds: int, dense: bool) -> dict[str, 
             # The first round warms up.
             if number:
                 times[name].append(1e3 * seconds)
-    peak = peak_memory(lambda: choose().full_col, None, q.device).forward
+    peak = peak_memory(lambda: choose().rows.full, None, q.device).forward
     return {
         "tokens": n_tokens,
         "threads": threads,

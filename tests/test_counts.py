@@ -26,6 +26,7 @@ from ringtile.patterns import (
     Elements,
     GlobalTokens,
     RandomBlocks,
+    TileGrid,
     Window,
     per_head,
 )
@@ -99,9 +100,9 @@ def test_calls_do_not_grow_with_the_rows(pattern: Pattern) -> None:
 def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, block: int) -> Tensor:
     """What must not come back: correct, and a few calls for each row of tiles."""
     rows = []
-    for row, (first, last) in enumerate(zip(index.part_row_ptr[:-1], index.part_row_ptr[1:], strict=True)):
-        full = index.full_col[index.full_row_ptr[row] : index.full_row_ptr[row + 1]]
-        tiles = torch.cat([full, index.part_col[first:last]]).tolist()
+    for row, (first, last) in enumerate(zip(index.rows.partial_ptr[:-1], index.rows.partial_ptr[1:], strict=True)):
+        full = index.rows.full[index.rows.full_ptr[row] : index.rows.full_ptr[row + 1]]
+        tiles = torch.cat([full, index.rows.partial[first:last]]).tolist()
         low, high = min(tiles) * block, (max(tiles) + 1) * block
         distance = torch.arange(row * block, (row + 1) * block)[:, None] - torch.arange(low, high)
         mask = (distance >= 0) & (distance <= 500)
@@ -266,7 +267,7 @@ def test_an_index_is_planned_once(plans_made: list[BlockIndex]) -> None:
 def test_lists_that_serve_another_start_are_planned_anew(backend: str) -> None:
     q, k, v, _ = make_inputs(1, 1, 200)
     index = build_index(Window(30), 200)
-    moved = BlockIndex.from_tensors(index.tensors(), block=128, start=28, n_queries=200, n_keys=200)
+    moved = BlockIndex.from_tensors(index.tensors(), TileGrid(128, 28, 200, 200))
     for served in (index, moved, index):
         out = sparse_attention(q, k, v, served, backend=backend)
         assert relative_error(out, sparse_attention(q, k, v, served, backend="reference")) < 1e-12

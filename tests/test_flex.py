@@ -162,7 +162,7 @@ def test_masks_coming_in_keep_no_more_than_their_lists() -> None:
     expected[128:256, :128] = True
     index = build_index(from_block_mask(mask), 300)
     assert torch.equal(index.to_dense()[0, 0], expected)
-    assert index.full_col.tolist() == [0]
+    assert index.rows.full.tolist() == [0]
     moved = build_index(from_block_mask(mask, start=37), 300, start=37, block=16)
     assert torch.equal(moved.to_dense()[0, 0], expected)
     moved.validate()

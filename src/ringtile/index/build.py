@@ -150,7 +150,8 @@ def build_rows(
         places = own.whole if pattern.unbounded else own
         index = _build(pattern, grid, num_heads, batch, rows, budget, places)
         # The pairs that causal and document rules allow are not counted for rows apart.
-        return replace(index.at(own), envelopes=(Dense(),) * len(index.envelopes), row_at=rows.int())
+        envelopes = (Dense(),) * len(index.envelopes)
+        return replace(index, grid=own, envelopes=envelopes, rows=index.rows._replace(at=rows.int()))
 
 
 class CacheInfo(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.index.block_index import BlockIndex
+if TYPE_CHECKING:
+    from ringtile.index.block_index import BlockIndex
 
 T = TypeVar("T")
 
@@ -67,9 +68,8 @@ def schedule_of(index: BlockIndex) -> Schedule:
 
 
 def _make_schedule(index: BlockIndex) -> Schedule:
-    return Schedule(
-        order_of(index.row_work, index.n_groups, index.n_rows), order_of(index.col_work, index.n_groups, index.n_cols)
-    )
+    sides = (index.rows, index.n_rows), (index.cols, index.n_cols)
+    return Schedule(*(order_of(lists.work, index.n_groups, per_group) for lists, per_group in sides))
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -109,7 +109,7 @@ def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool
     Indices that share their tensors share the value, even if their lengths differ inside the first and last tiles. A
     value that depends on the lengths needs ``lengths=True``. If you change a tensor in place, all values are made
     again. Inference tensors do not count their changes, so their values are not kept. Nor are values that a CUDA graph
-    captures: they have no content before the first replay. The value must not refer to ``index.full_row_ptr``, because
+    captures: they have no content before the first replay. The value must not refer to ``index.rows.full_ptr``, because
     it lives as long as that tensor.
     """
     address = _address(index, make, (*args, *((index.start, index.n_queries, index.n_keys) if lengths else ())))
@@ -117,7 +117,7 @@ def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool
         return make(index, *args)
     content, place = address
     with _lock:
-        values: _Values | None = _table.get(index.full_row_ptr)
+        values: _Values | None = _table.get(index.rows.full_ptr)
         if values is not None and values.content == content and place in values.made:
             values.made.move_to_end(place)
             found: T = _ready(values, place, index.device)
@@ -154,10 +154,10 @@ def _stored(index: BlockIndex, content: tuple[Any, ...], place: tuple[Hashable, 
         stream = torch.cuda.current_stream(device)
         made = _Made(value, stream.cuda_stream, stream.record_event())
     with _lock:
-        values = _table.get(index.full_row_ptr)
+        values = _table.get(index.rows.full_ptr)
         if values is None or values.content != content:
-            others = tuple(x for x in index.tensors() if x is not index.full_row_ptr)
-            _table[index.full_row_ptr] = values = _Values(content, others, OrderedDict(), {})
+            others = tuple(x for x in index.tensors() if x is not index.rows.full_ptr)
+            _table[index.rows.full_ptr] = values = _Values(content, others, OrderedDict(), {})
         # If another thread was first, all use its value.
         values.made.setdefault(place, made)
         if len(values.made) > _VALUES:

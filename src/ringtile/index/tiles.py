@@ -32,6 +32,11 @@ class TileTable(NamedTuple):
     cols_any: Tensor
 
 
+def full_word(block: int) -> int:
+    """Return a word of a tile whose bits are all set: a tile of 16 uses the lower half."""
+    return (1 << block) - 1 if block < 32 else -1
+
+
 def popcount(words: Tensor) -> Tensor:
     """Count the set bits of each int32 word."""
     words = words - ((words >> 1) & 0x55555555)
@@ -110,12 +115,11 @@ class TileCollector:
         self._given = 0
         self._next_merge = 1 << 12
         self._max_bytes = max_bytes
-        self._full_word = (1 << block) - 1 if block < 32 else -1
 
     def add(self, mask: Tensor) -> Tensor:
         """Add tiles bool ``[K, b, b]``. Return their states: `EMPTY`, `FULL` or a provisional number."""
         words = pack_words(mask).flatten(1)
-        partial = (words != self._full_word).any(1)
+        partial = (words != full_word(self._bits.shape[1])).any(1)
         state = torch.where(partial, EMPTY, FULL)
         partial &= (words != 0).any(1)
         words = words[partial]

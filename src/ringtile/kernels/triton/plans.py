@@ -166,5 +166,5 @@ def _planned(
             elif not isinstance(x, int | float | str):
                 return None
         steps.append(_Step(kernel[(choice.programs, 1, 1)], arguments, changing))
-    kept = tuple(x for x in lasting.values() if x is not index.full_row_ptr)
+    kept = tuple(x for x in lasting.values() if x is not index.rows.full_ptr)
     return Plan(steps, scratch, kept)

@@ -22,6 +22,7 @@ from ringtile.index.lists import Entries
 from ringtile.index.schedule import is_capturing
 from ringtile.index.tiles import BLOCKS as BLOCKS
 from ringtile.index.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles
+from ringtile.patterns import base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 
 MAX_HEADS = 1 << 16
@@ -333,6 +334,10 @@ def build_index(
             index = _build(pattern, grid, num_heads, batch, rows, budget, grid)
         index = _cache.put(key, lengths, index)
     return index
+
+
+# `Pattern.density` and its like are below indices, and build one through this hook.
+base.index_builder = build_index
 
 
 def check_counts(pattern: Pattern, num_heads: int, batch: int) -> None:

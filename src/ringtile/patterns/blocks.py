@@ -9,13 +9,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int, interval_cover, number_pairs
+from ringtile.patterns.base import Pattern
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
+from ringtile.patterns.classes import number_pairs
 from ringtile.patterns.content import Content
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention rule: batch row, head, query and key numbers to a bool."""
 
-LARGEST_BLOCK = 2**20
 _MAX_PAIRS = 64
 """A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
 

@@ -91,3 +91,9 @@ class Cover(NamedTuple):
             torch.maximum(first.lo[mine], second.lo[theirs]),
             torch.minimum(first.hi[mine], second.hi[theirs]),
         )
+
+
+def interval_cover(rows: Tensor, lo: Tensor | int, hi: Tensor | int, grid: TileGrid) -> Cover:
+    """Return one interval of column tiles ``[lo, hi)`` per row, clipped to the grid."""
+    zero = torch.zeros_like(rows)
+    return Cover(rows, (zero + lo).clamp(0, grid.n_cols), (zero + hi).clamp(0, grid.n_cols))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int, full_shape, interval_cover
+from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.checks import checked_int
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 
@@ -48,6 +50,7 @@ class Window(OffsetPattern):
 
     left: int
     right: int | None = None
+    _size = ("left", 0)
 
     def __post_init__(self) -> None:
         left = checked_int("window", "left", self.left)
@@ -60,10 +63,6 @@ class Window(OffsetPattern):
     def terms(self) -> tuple[Term, ...]:
         assert self.right is not None
         return (Term(1, self.left, self.right),)
-
-    @property
-    def free_rank(self) -> int | None:
-        return 0
 
     def resized(self, size: int) -> Pattern | None:
         return Window(size) if self.left == self.right else Window(size, self.right)
@@ -110,6 +109,7 @@ class GlobalTokens(Pattern):
     """
 
     tokens: int
+    _size = ("tokens", 2)
     unbounded = True
 
     def __post_init__(self) -> None:
@@ -138,10 +138,3 @@ class GlobalTokens(Pattern):
 
     def head_class(self, head: int) -> Hashable:
         return None
-
-    @property
-    def free_rank(self) -> int | None:
-        return 2
-
-    def resized(self, size: int) -> Pattern | None:
-        return replace(self, tokens=size)

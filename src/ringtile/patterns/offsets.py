@@ -6,7 +6,7 @@ With ``D = query // unit - key // unit``, a term keeps the pairs for which D is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, number_pairs
-from ringtile.patterns.grid import FAR
+from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.classes import number_pairs, periodic_classes
+from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover
 
 ANY = FAR
 """A reach without a limit."""
@@ -50,23 +51,6 @@ def _count_kept(low: Tensor, high: Tensor, terms: tuple[Term, ...]) -> Tensor:
     base = lowest // size * size
     before = _kept_before(terms, base, 2 * size, low.device)
     return before[high + 1 - base] - before[low - base]
-
-
-def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return classes of tiles whose bits do not change if row and column both move by ``period``.
-
-    If there are fewer distinct (row mod period, row - col) than tiles, it classifies each of them once.
-    """
-    if row.numel() == 0:
-        return row
-    offset = row - col
-    low, high = int(offset.min()), int(offset.max())
-    count = high - low + 1
-    if period * count > row.numel():
-        return classes(row, col)
-    number = torch.arange(period * count, device=row.device)
-    phase = number // count
-    return classes(phase, phase - number % count - low)[(row % period) * count + offset - low]
 
 
 class OffsetPattern(Pattern, rule=("terms", "unit")):

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, TileGrid, checked_int, interval_cover
-from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, max_met
+from ringtile.patterns.blocks import BlockPattern, max_met
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,9 +16,9 @@ from ringtile.index.schedule import Order, schedule_of
 from ringtile.kernels.contracts import Call, index_of, is_remapped
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
-from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
+from ringtile.kernels.triton import backward_kernels, forward_kernels
 from ringtile.kernels.triton.schedule import in_blocks
-from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs, wants_descriptors
+from ringtile.kernels.triton.tuning import INTERPRETED, INTERPRETED_CONFIG, Config, configs, wants_descriptors
 
 _FEW_PROGRAMS = 132
 """With fewer columns than a large GPU has processors, the query heads of a key head are computed separately."""

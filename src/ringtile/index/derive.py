@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ringtile.index.lists import Entries
 from ringtile.index.restrict import check_keep, envelopes_of
-from ringtile.index.tiles import BLOCKS, EMPTY, FULL, TileCollector, chunks, full_word, merge_equal, unpack_words
+from ringtile.index.tiles import BLOCKS, EMPTY, FULL, chunks, collect, full_word, unpack_words
 from ringtile.patterns.base import Dense, TileGrid
 
 if TYPE_CHECKING:
@@ -52,21 +52,18 @@ def _cut_to_lengths(index: BlockIndex, entries: Entries, chosen: Tensor) -> tupl
     """Cut the bits of the chosen entries to the lengths. Return all entries and the tile table, with new tiles."""
     (number, state), bits = entries, index.table.bits
     state, (slot, col) = state.clone(), index.slot_and_col(number)
-    collector = TileCollector(index.block, index.device)
     inside = torch.arange(index.block, device=index.device)
     # FULL is -1, so a full tile reads the last row of this table.
     table = pad(bits, (0, 0, 0, 0, 0, 1), value=-1)
-    states = [chosen[:0]]
-    for part in chunks(chosen, index.block):
+
+    def inner(part: Tensor) -> Tensor:
         top, bottom = index.rows_inside(slot[part, None])
         rows = (inside >= top) & (inside < bottom)
         keys = inside < index.keys_inside(col[part, None])
-        kept = unpack_words(table[state[part]], index.block)
-        states.append(collector.add(kept & rows[:, :, None] & keys[:, None]))
-    cut, translate = collector.finish()
-    found = torch.cat(states)
-    found[found >= 0] = translate[found[found >= 0]] + len(bits)
-    state[chosen] = found
+        return unpack_words(table[state[part]], index.block) & rows[:, :, None] & keys[:, None]
+
+    found, cut = collect(map(inner, chunks(chosen, index.block)), index.block, index.device)
+    state[chosen] = torch.where(found >= 0, found + len(bits), found)
     return Entries(number, state), torch.cat((bits, cut))
 
 
@@ -168,13 +165,13 @@ def coarsen(index: BlockIndex, block: int = 128) -> BlockIndex:
     # Two rows before the table: EMPTY is row 0 and FULL is row 1.
     table = pad(index.table.bits, (0, 0, 0, 0, -EMPTY, 0))
     table[FULL - EMPTY] = -1
-    collector = TileCollector(block, index.device)
-    states = [torch.empty_like(number[:0])]
-    for part in chunks(distinct, block):
+
+    def joined(part: Tensor) -> Tensor:
         mask = unpack_words(table[part - EMPTY], index.block).view(-1, factor, factor, index.block, index.block)
-        states.append(collector.add(mask.transpose(2, 3).reshape(-1, block, block)))
-    bits, translate = collector.finish()
-    merged[~full] = translate[torch.cat(states)][inverse]
+        return mask.transpose(2, 3).reshape(-1, block, block)
+
+    found, bits = collect(map(joined, chunks(distinct, block)), block, index.device)
+    merged[~full] = found[inverse]
     return index.from_entries(index.group, Entries(number, merged), bits, grid, index.envelopes, row_at, col_at)
 
 
@@ -221,10 +218,9 @@ def restricted_rows(index: BlockIndex, keep: Tensor) -> BlockIndex:
     columns = every.permute(0, 1, 3, 2).reshape(-1, block)
     # A bool is 0 or 1, and -1 has all bits.
     parts = (words[state[part]] & -columns[number[part]].unsqueeze(2).int() for part in cut.split(_ROWS // block))
-    found, place = merge_equal(torch.cat([words[:0], *parts]))
-    empty = ~(found != 0).flatten(1).any(1)
-    state[cut] = torch.where(empty[place], EMPTY, place + len(bits))
-    return _with(index, group, Entries(number, state), torch.cat([bits, found]))
+    found, more = collect(parts, block, index.device)
+    state[cut] = torch.where(found >= 0, found + len(bits), found)
+    return _with(index, group, Entries(number, state), torch.cat((bits, more)))
 
 
 def _of_groups(index: BlockIndex, keep: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -229,6 +229,9 @@ class _IndexCache:
             self._evict()
 
 
+# Cache of indices. Key: the pattern, the grid of tiles, the heads, the batch and the device, which are all that an
+# index depends on. Each entry has the last 32 lengths in its tiles. Bound: 256 MiB, least recently used first, except
+# what a CUDA graph reads. Owner: the process, until `clear_cache`. A lock guards every access, and builds run outside.
 _cache = _IndexCache(256 << 20)
 
 

@@ -159,6 +159,8 @@ class FlexPattern(Pattern):
             )
 
 
+# Cache of imported masks. Key: the mask, and within it the start. Bound: one pattern per mask and start. Owner: the
+# mask, by a weak reference. Patterns of a `mask_mod` equal only themselves, so the index cache needs the same one.
 _imported: WeakKeyDictionary[BlockMask, dict[int, FlexPattern]] = WeakKeyDictionary()
 _imported_lock = threading.Lock()
 

@@ -99,6 +99,9 @@ class _Values(NamedTuple):
     """Values whose memory a CUDA graph reads. They live as long as the index."""
 
 
+# Cache of derived values. Key: an index's `rows.full_ptr`, and all its tensors and versions must be those of the entry.
+# Within it: the function, the grid of tiles and the arguments. Bound: 32 values per index. Owner: that tensor, by a
+# weak reference, so a value must not refer to it. The lock guards the table, and values are made outside it.
 _table: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
@@ -136,14 +139,12 @@ def _address(
     index: BlockIndex, make: Callable[..., T], key: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Hashable, ...]] | None:
     """Return the content of an index and the name of a value, or None if the values of an index are not kept."""
-    tensors, block, start, count = index.tensors(), index.block, index.start, index.n_queries
+    tensors, grid = index.tensors(), index.grid
     try:
         content = (*map(id, tensors), *[x._version for x in tensors])
     except RuntimeError:
         return None
-    # The grid of tiles. A call of a few tokens would wait for a `TileGrid`.
-    grid = block, start // block, (start + count - 1) // block, count > 0, -(-index.n_keys // block)
-    return content, (make, *grid, *key)
+    return content, (make, grid.block, grid.first_row, grid.n_rows, grid.n_cols, *key)
 
 
 def _stored(index: BlockIndex, content: tuple[Any, ...], place: tuple[Hashable, ...], value: T) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -75,8 +74,8 @@ def derive_tables(bits: Tensor) -> TileTable:
     return TileTable(bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)))
 
 
-@lru_cache(maxsize=32)
 def _multipliers(count: int, device: torch.device) -> Tensor:
+    """Return odd random numbers, by which the words of a tile are summed to its digest."""
     generator = torch.Generator("cpu").manual_seed(count)
     return torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu").mul_(2).add_(1).to(device)
 
@@ -110,6 +109,7 @@ class TileCollector:
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
         self._translate = torch.empty(0, dtype=torch.int64, device=device)
         self._pending: list[tuple[Tensor, Tensor]] = []
+        self._multipliers = _multipliers(block * self._bits.shape[2], device)
         self._given = 0
         self._next_merge = 1 << 12
         self._max_bytes = max_bytes
@@ -125,7 +125,7 @@ class TileCollector:
         state = torch.where(partial, EMPTY, FULL)
         partial &= (words != 0).any(1)
         words = words[partial]
-        digests = (words * _multipliers(words.shape[1], words.device)).sum(1)
+        digests = (words * self._multipliers).sum(1)
         state[partial] = torch.arange(self._given, self._given + len(words), device=words.device)
         self._given += len(words)
         self._pending.append((words.view(-1, *self._bits.shape[1:]), digests))

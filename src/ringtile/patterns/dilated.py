@@ -127,17 +127,14 @@ class Segments(Pattern):
         return (query // self.length == key // self.length) & chosen_query & chosen_key
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        first = rows * grid.block // self.length
-        last = (rows * grid.block + grid.block - 1) // self.length
-        return interval_cover(
-            rows, first * self.length // grid.block, ((last + 1) * self.length - 1) // grid.block + 1, grid
-        )[1:]
+        return self.cover(head, rows, grid)[1:]
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return Cover(rows, *self.col_range(head, rows, grid))
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        first, last = grid.units(rows, self.length)
+        return interval_cover(rows, *grid.tiles_of(first, last + 1, self.length), grid)
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return Cover(rows, *self.col_range(head, rows, grid)).size()
+        return self.cover(head, rows, grid).size()
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         period = self.length // gcd(self.length, grid.block)

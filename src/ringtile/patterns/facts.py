@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -128,7 +127,6 @@ def keeps_self(pattern: Pattern) -> bool:
     return isinstance(pattern, Causal | Dense | Documents | Window)
 
 
-@lru_cache(maxsize=256)
 def moves_along(pattern: Pattern) -> bool:
     """Return True if a pattern keeps the same pairs after all positions move by the same number."""
     match pattern:

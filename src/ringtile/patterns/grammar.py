@@ -83,6 +83,8 @@ def parse(text: str) -> Pattern:
     return _parse(text)
 
 
+# Cache of parsed texts. Key: the text. Bound: 256. Owner: the process. Patterns do not change, and a compiled call
+# parses the text of its pattern in every step.
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Pattern:
     line = re.sub(r"\s", " ", text)

@@ -119,13 +119,12 @@ class GlobalTokens(Pattern):
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return full_shape((query < self.tokens) | (key < self.tokens), head, query, key)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         columns = torch.where(rows * grid.block < self.tokens, grid.n_cols, -(-self.tokens // grid.block))
         return interval_cover(rows, 0, columns, grid)
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        cover = self.cover(head, rows, grid)
-        return 0 if cover is None else cover.size()
+        return self.cover(head, rows, grid).size()
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         # Per side: 0 if no position of the tile is global, 1 if all are, 2 if some are.

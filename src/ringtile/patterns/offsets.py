@@ -33,6 +33,8 @@ class Term(NamedTuple):
     right: int
 
 
+# Cache of offset tables. Key: all that the table depends on. Bound: 4 tables, because the strips of one index share one
+# and rules with many rates are rare. Owner: the process. A table is never written to.
 @lru_cache(maxsize=4)
 def _kept_before(terms: tuple[Term, ...], base: int, count: int, device: torch.device) -> Tensor:
     """Count the kept offsets among the first i, starting at ``base``: int64 ``[count + 1]``."""
@@ -78,16 +80,9 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
             kept |= within if rate == 1 else within & (offset % rate == 0)
         return full_shape(kept, head, query, key)
 
-    def _ends(self, tile: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the first and last block of the rule in a tile."""
-        first = tile * grid.block
-        return first // self.unit, (first + grid.block - 1) // self.unit
-
     def _interval(self, rows: Tensor, grid: TileGrid, left: int, right: int) -> Cover:
-        first, last = self._ends(rows, grid)
-        lo = (first - left) * self.unit // grid.block
-        hi = ((last + right + 1) * self.unit - 1) // grid.block + 1
-        return interval_cover(rows, lo, hi, grid)
+        first, last = grid.units(rows, self.unit)
+        return interval_cover(rows, *grid.tiles_of(first - left, last + right + 1, self.unit), grid)
 
     def _split(self, grid: TileGrid) -> tuple[int, int, list[Term]]:
         """Return the reach of the terms that skip no tile, and the terms whose multiples are listed one by one."""
@@ -107,15 +102,15 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
         left, right, sparse = self._split(grid)
         covers = [self._interval(rows, grid, left, right)]
-        first, last = self._ends(rows, grid)
+        first, last = grid.units(rows, self.unit)
         for term in sparse:
             # Start at the multiple that reaches the last key and go toward the first key.
             lowest = (first - grid.n_cols * grid.block // self.unit - 1) // term.rate
             lowest = lowest.clamp(min=-(term.right // term.rate))
             multiple = lowest.unsqueeze(1) + torch.arange(self._multiples(term, grid), device=rows.device)
             reached = multiple <= term.left // term.rate
-            lo = (first.unsqueeze(1) - multiple * term.rate) * self.unit // grid.block
-            hi = ((last.unsqueeze(1) - multiple * term.rate + 1) * self.unit - 1) // grid.block + 1
+            offset = multiple * term.rate
+            lo, hi = grid.tiles_of(first.unsqueeze(1) - offset, last.unsqueeze(1) - offset + 1, self.unit)
             hi = torch.where(reached, hi, lo)
             covers.append(interval_cover(rows.unsqueeze(1).expand_as(lo).flatten(), lo.flatten(), hi.flatten(), grid))
         return Cover(*(torch.cat(parts) for parts in zip(*covers, strict=True)))
@@ -138,12 +133,10 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
         return None
 
     def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
+        (row_first, row_last), (col_first, col_last) = grid.units(row, self.unit), grid.units(col, self.unit)
         offset, lowest, highest = row_first - col_first, row_first - col_last, row_last - col_first
         # The place in the tile at which the block number changes, 0 if it does not.
-        row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
-        col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
-        code = row_phase * self.unit + col_phase
+        code = grid.phase(row, self.unit) * self.unit + grid.phase(col, self.unit)
         terms = self.terms
         if len(terms) >= _MANY and row.numel():
             kept = _count_kept(lowest, highest, terms)

@@ -98,7 +98,7 @@ class RandomBlocks(BlockPattern):
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
         if rows.numel() == 0:
             return Cover(rows, rows, rows)
-        first, last = self._ends(rows, grid)
+        first, last = grid.units(rows, self.block)
         lowest, highest = max(int(first.min()), 0), max(int(last.max()), -(-grid.n_keys // self.block) - 1)
         larger = torch.arange(lowest, highest + 1, device=rows.device)
         smaller = self.draws(torch.tensor(head, device=rows.device), larger)

@@ -32,7 +32,7 @@ from ringtile.index import (
 from ringtile.index import build as build_module
 from ringtile.index import tiles as tiles_module
 from ringtile.index.lists import Entries, work_list
-from ringtile.index.tiles import FULL, TileCollector, pack_words, popcount, unpack_words
+from ringtile.index.tiles import EMPTY, FULL, TileCollector, pack_words, popcount, unpack_words
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -72,44 +72,21 @@ def in_tiles(dense: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
     return rows @ dense.long() @ cols, rows @ torch.ones_like(dense).long() @ cols
 
 
-def listed(begins: Tensor, *columns: Tensor) -> list[list[tuple[int, ...]]]:
-    """The entries of every slot."""
-    entries = list(zip(*(column.tolist() for column in columns), strict=True))
-    bounds = begins.tolist()
-    assert bounds[0] == 0
-    assert bounds[-1] == len(entries)
-    return [entries[a:b] for a, b in pairwise(bounds)]
-
-
 def check_lists(index: BlockIndex) -> None:
-    """Everything the kernels take for granted, checked entry by entry."""
-    rows = {
-        "full": listed(index.rows.full_ptr, index.rows.full),
-        "part": listed(index.rows.partial_ptr, index.rows.partial, index.rows.tile),
-    }
-    cols = {
-        "full": listed(index.cols.full_ptr, index.cols.full),
-        "part": listed(index.cols.partial_ptr, index.cols.partial, index.cols.tile),
-    }
-    for kind in rows:
-        assert len(rows[kind]) == index.n_groups * index.n_rows
-        assert len(cols[kind]) == index.n_groups * index.n_cols
-        for slots in (rows[kind], cols[kind]):
-            assert all(a[0] < b[0] for slot in slots for a, b in pairwise(slot))
-        by_row = {
-            (slot // index.n_rows, slot % index.n_rows, *entry)
-            for slot, line in enumerate(rows[kind])
-            for entry in line
-        }
-        by_col = {
-            (slot // index.n_cols, entry[0], slot % index.n_cols, *entry[1:])
-            for slot, line in enumerate(cols[kind])
-            for entry in line
-        }
-        assert by_row == by_col
-        assert all(0 <= row < index.n_rows and 0 <= col < index.n_cols for _, row, col, *_ in by_row)
-    check_work(index.rows.work, rows["full"], rows["part"])
-    check_work(index.cols.work, cols["full"], cols["part"])
+    """Everything that kernels take for granted, checked entry by entry."""
+    tables = []
+    for lists, slots, others in ((index.rows, index.n_rows, index.n_cols), (index.cols, index.n_cols, index.n_rows)):
+        table, lengths = torch.full((index.n_groups * slots, others), EMPTY), torch.zeros(index.n_groups * slots).long()
+        for begins, other, tile in ((lists.full_ptr, lists.full, None), (lists.partial_ptr, lists.partial, lists.tile)):
+            assert (len(begins), int(begins[0]), int(begins[-1])) == (len(lengths) + 1, 0, len(other))
+            lengths += begins.diff()
+            for slot, (first, last) in enumerate(pairwise(begins.tolist())):
+                assert (other[first:last].diff() > 0).all()
+                assert (table[slot, other[first:last].long()] == EMPTY).all()
+                table[slot, other[first:last].long()] = FULL if tile is None else tile[first:last].long()
+        check_work(lists.work, lengths.tolist())
+        tables.append(table.view(index.n_groups, slots, others))
+    assert torch.equal(tables[0], tables[1].mT)
 
 
 def same_lists(one: BlockIndex, other: BlockIndex) -> bool:
@@ -123,8 +100,7 @@ def same_lists(one: BlockIndex, other: BlockIndex) -> bool:
     )
 
 
-def check_work(work: Tensor, full: list[list[tuple[int, ...]]], part: list[list[tuple[int, ...]]]) -> None:
-    lengths = [len(a) + len(b) for a, b in zip(full, part, strict=True)]
+def check_work(work: Tensor, lengths: list[int]) -> None:
     limit = max(64, math.ceil(sum(lengths) / 512))
     pieces: dict[int, list[tuple[int, int, int]]] = {slot: [] for slot in range(len(lengths))}
     sizes = []
@@ -437,8 +413,7 @@ def test_work_list_covers_every_entry_once(full: list[int], part: list[int]) -> 
     pointers = [
         torch.tensor([0, *sizes[:count]], dtype=torch.int32).cumsum(0, dtype=torch.int32) for sizes in (full, part)
     ]
-    lists = [[[(n,) for n in range(size)] for size in sizes[:count]] for sizes in (full, part)]
-    check_work(work_list(*pointers), *lists)
+    check_work(work_list(*pointers), [a + b for a, b in zip(full[:count], part[:count], strict=True)])
 
 
 def test_work_pieces_grow_with_the_number_of_entries() -> None:
@@ -670,15 +645,6 @@ def test_threads_get_the_bits_of_a_single_thread() -> None:
     info = cache_info()
     assert info.hits + info.misses == 160
     assert info.entries == 4
-
-
-def test_five_hundred_builds_over_twenty_lengths_leave_the_cache_flat() -> None:
-    sizes = []
-    for step in range(500):
-        build_index(Causal() & Window(64), 128 * (1 + step % 20) - 28, num_heads=2)
-        sizes.append((cache_info().entries, cache_info().nbytes))
-    assert sizes[19:] == [sizes[19]] * 481
-    assert cache_info().misses == 20
 
 
 # Where it is built.

@@ -23,8 +23,9 @@ from typing import Any
 from acceptance import bars, call_costs, row_of
 
 from ringtile import cli
+from ringtile.tools.bench.rows import Record, Row, break_even
 from ringtile.tools.bench.suites import TILES, WINDOWS
-from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, OURS, Record, Row, break_even, write_whole
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, OURS, write_whole
 from ringtile.tools.units import bytes_text, count_text, duration_text
 
 ROOT = Path(__file__).resolve().parents[1]

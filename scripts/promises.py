@@ -14,7 +14,8 @@ from typing import Any
 
 from acceptance import row_of
 
-from ringtile.tools.record import DENSE, FORWARD, OURS, Record, write_whole
+from ringtile.tools.bench.rows import Record
+from ringtile.tools.record import DENSE, FORWARD, OURS, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "promises.toml"

@@ -6,13 +6,13 @@ import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -21,28 +21,18 @@ from ringtile.kernels.select import NAMES
 from ringtile.patterns import parse
 from ringtile.tools.bench.peers import Attention, Case, Peer, all_peers
 from ringtile.tools.bench.roofline import limit_ms, passes_of
+from ringtile.tools.bench.rows import Record, Row, break_even, slower_rows
 from ringtile.tools.bench.suites import PATTERNS, SUITES, TOKENS, Task, case_of, suite
 from ringtile.tools.exact import Exact
-from ringtile.tools.machine import busy_warning, commit, machine_facts, versions
+from ringtile.tools.machine import busy_warning
 from ringtile.tools.progress import Progress
-from ringtile.tools.record import (
-    BOTH,
-    DENSE,
-    DIRECTIONS,
-    DTYPES,
-    FORWARD,
-    OURS,
-    Record,
-    Row,
-    break_even,
-    slower_rows,
-    write_whole,
-)
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, DTYPES, FORWARD, OURS, write_whole
+from ringtile.tools.timing import interleaved, seconds_of
 from ringtile.tools.units import count
 
 CLOCK, CLOCK_SECONDS = "fma_float32", 0.004
 """The rate measured between rounds, and for how long: it tells how much of the processor was free."""
-MIN_ROUNDS, MAX_ROUNDS = 3, 200
+MIN_ROUNDS = 3
 SAMPLE_SECONDS = 1e-3
 """Shorter calls are repeated until a sample takes this long."""
 SLOW_SECONDS = 3.0
@@ -108,18 +98,6 @@ def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attenti
     return entrant
 
 
-def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the mean seconds of a call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / repeats
-
-
 def _time(
     entrants: list[_Entrant],
     exact: Exact,
@@ -129,11 +107,11 @@ def _time(
     slow_seconds: float,
     rates: Mapping[str, float],
 ) -> float | None:
-    """Call the admitted peers in turn, round after round, and start each round with another one.
+    """Time the admitted peers in turn.
 
     Returns the clock of these rounds (`Row.clock`), or None without ``rates``.
     """
-    device, calls, ticks = exact.case.device, [], []
+    device, samples, ticks = exact.case.device, {}, []
     for entrant in entrants:
         if entrant.attention is None:
             continue
@@ -145,15 +123,16 @@ def _time(
         if took <= MEMORY_SECONDS or entrant.peer.name == OURS:
             peaks = exact.peaks(entrant.attention, direction)
             entrant.row = replace(entrant.row, peak_forward_bytes=peaks.forward, peak_backward_bytes=peaks.backward)
-        calls.append((entrant, call, max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9))))))
-    began, done = time.perf_counter(), 0
-    while calls and (done < rounds or (done < MAX_ROUNDS and time.perf_counter() - began < seconds)):
-        for place in range(len(calls)):
-            entrant, call, repeats = calls[(place + done) % len(calls)]
-            entrant.seconds.append(seconds_of(call, repeats, device))
+        repeats = max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9))))
+        samples[entrant.peer.name] = partial(seconds_of, call, repeats, device)
+
+    def tick() -> None:
         if CLOCK in rates:
             ticks.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
-        done += 1
+
+    found = interleaved(samples, rounds, seconds=seconds, after_round=tick)
+    for entrant in entrants:
+        entrant.seconds = found.get(entrant.peer.name, [])
     return statistics.median(ticks) / rates[CLOCK] if ticks else None
 
 
@@ -228,7 +207,7 @@ def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:
 
 def blank_record(seed: int, seconds: float) -> Record:
     """Return a record without rows, with the facts about this machine."""
-    return Record(seed, seconds, commit(), versions(), machine_facts(), (), warning=busy_warning())
+    return Record.here(seed=seed, seconds=seconds, warning=busy_warning())
 
 
 def run_bench(
@@ -240,6 +219,7 @@ def run_bench(
     before: Sequence[Row] = (),
     report: Callable[[list[Row]], None] = lambda rows: None,
     save: Callable[[Record], None] = lambda record: None,
+    progress: Progress | None = None,
 ) -> Record:
     """Measure all tasks. Ctrl-C ends it with the rows so far.
 
@@ -252,30 +232,27 @@ def run_bench(
     peaks = {str(number): peak_rates(threads=number) for number in sorted(counts)}
     record = replace(record, interrupted=True, peaks=peaks, command=command)
     known = [rows_in(task, before) for task in tasks]
-    # The work of a call grows with the square of the length, and every case has a constant cost.
-    works = [0.0 if old else 1.0 + (task.case.queries / 2048) ** 2 for task, old in zip(tasks, known, strict=True)]
-    progress, began = Progress(), time.monotonic()
+    waiting = [number for number, old in enumerate(known) if not old]
+
+    def name(number: int) -> str:
+        return f"{tasks[number].case.asked}, N {tasks[number].case.n_tokens:,}"
+
+    def cost(number: int) -> float:
+        # The work of a call grows with the square of the length, and every case has a constant cost.
+        return len(tasks[number].directions) * (0.1 + seconds) * (1.0 + (tasks[number].case.queries / 2048) ** 2)
+
     try:
-        for done, (task, old) in enumerate(zip(tasks, known, strict=True)):
-            if old:
-                record = replace(record, rows=(*record.rows, *old))
-                continue
-            so_far = sum(works[:done])
-            # Before the first case has ended, the time that its rounds and those of the others take at least.
-            left = sum(len(task.directions) for task, old in zip(tasks, known, strict=True) if not old) * seconds
-            left = sum(works[done:]) / so_far * (time.monotonic() - began) if so_far else left
-            progress.show(f"case {done + 1} of {len(tasks)}: {task.case.asked}, N {task.case.n_tokens:,}", left)
+        for number in (progress or Progress()).through(waiting, name, cost, done=len(tasks) - len(waiting)):
+            task = tasks[number]
             rates = peaks[str(task.case.threads or torch.get_num_threads())]
-            case, peers, directions = task.case, task.peers, task.directions
-            found: list[Row] = []
+            options: dict[str, Any] = {"directions": task.directions, "seconds": seconds, "seed": seed, "rates": rates}
             try:
-                for rows in measure(case, peers, directions=directions, seconds=seconds, seed=seed, rates=rates):
-                    found += rows
+                for rows in measure(task.case, task.peers, **options):
+                    known[number] += rows
             finally:
-                progress.clear()
-                record = replace(record, rows=(*record.rows, *found))
-                if found:
-                    report(found)
+                record = replace(record, rows=tuple(row for rows in known for row in rows))
+                if known[number]:
+                    report(known[number])
             save(record)
     except KeyboardInterrupt:
         return record
@@ -414,9 +391,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--json: expected a file in an existing folder, got {args.json!r}")
     kept = _rows_to_keep(json_path, args)
 
+    progress = Progress(quiet=args.json == "-")
+
     def report(rows: list[Row]) -> None:
-        if args.json != "-":
-            print(*_table(rows), sep="\n", flush=True)
+        progress.say("\n".join(_table(rows)))
 
     def save(record: Record) -> None:
         if json_path is not None:
@@ -425,7 +403,7 @@ def run(args: argparse.Namespace) -> int:
     if (warning := busy_warning()) is not None:
         print(warning, file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
     options = {"seconds": args.seconds, "seed": args.seed, "command": args.command}
-    record = run_bench(tasks, **options, before=kept, report=report, save=save)
+    record = run_bench(tasks, **options, before=kept, report=report, save=save, progress=progress)
     if args.json == "-":
         print(record.to_json())
     else:

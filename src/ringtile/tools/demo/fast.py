@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.tools.bench import measure
 from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense
+from ringtile.tools.bench.rows import Row
 from ringtile.tools.bench.suites import CLAIMED, CLAIMED_HEADS, CURVE, CURVE_TOKENS, claimed_pattern
 from ringtile.tools.exact import Exact
 from ringtile.tools.progress import Progress, threads_text
-from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, Row
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD
 from ringtile.tools.units import count_text, duration_text
 
 if TYPE_CHECKING:

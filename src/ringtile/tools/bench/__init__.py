@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -41,26 +41,12 @@ MEMORY_SECONDS = 1.0
 """The memory of a baseline, which costs one more call, is measured if a call takes no longer."""
 
 
-@dataclass
-class _Entrant:
-    """A peer in one case and direction, and its row so far."""
-
-    peer: Peer
-    row: Row
-    attention: Attention | None = None
-    """None if the row has a reason."""
-    seconds: list[float] = field(default_factory=list)
-
-    def leave_out(self, reason: str) -> None:
-        self.row, self.attention = replace(self.row, reason=reason), None
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def blank_row(case: Case, direction: str, peer: str) -> Row:
-    """Return a row without results."""
+    """Return a row without results. It builds no index."""
     shared = {f.name for f in fields(Row)} & {f.name for f in fields(Case)}
     sizes = {name: getattr(case, name) for name in shared}
     sizes |= {"pattern": case.pattern.text or case.asked, "device": str(case.device)}
@@ -68,11 +54,12 @@ def blank_row(case: Case, direction: str, peer: str) -> Row:
     return Row(**sizes, direction=direction, peer=peer, density=0.0, tile_density=0.0, ideal=None)
 
 
-def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attention | str]) -> _Entrant:
-    """Prepare a peer and check its result. If it must not be timed, its row gets the reason."""
-    case, index = exact.case, exact.case.index
-    row = replace(blank_row(case, direction, peer.name), density=index.density, tile_density=index.tile_density)
-    entrant = _Entrant(peer, replace(row, ideal=1 / index.density if index.density else None))
+def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attention | str]) -> Row:
+    """Prepare a peer and check its result. A row with a reason must not be timed."""
+    case, density = exact.case, exact.case.index.density
+    row = blank_row(case, direction, peer.name)
+    row = replace(row, density=density, tile_density=case.index.tile_density, ideal=1 / density if density else None)
+    # Both directions use what a peer prepares, because a compilation can take a minute.
     if peer.name not in prepared:
         try:
             prepared[peer.name] = "; ".join(peer.unsupported(case)) or peer.prepare(case)
@@ -80,71 +67,53 @@ def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attenti
             prepared[peer.name] = f"cannot be prepared: {_first_line(failure)}"
     attention = prepared[peer.name]
     if isinstance(attention, str):
-        entrant.leave_out(attention)
-        return entrant
+        return replace(row, reason=attention)
     try:
         out, grads = exact.run(attention, direction, exact.rows_grad)
     except RuntimeError as failure:
         device = "a CPU" if case.device.type == "cpu" else f"{case.device}"
-        entrant.leave_out(f"cannot {'run' if direction == FORWARD else 'train'} on {device}: {_first_line(failure)}")
-        return entrant
+        does = "run" if direction == FORWARD else "train"
+        return replace(row, reason=f"cannot {does} on {device}: {_first_line(failure)}")
     error, bound = max(exact.errors(peer.computes(case), out, grads)), exact.bound(peer.computes(case), direction)
-    entrant.row = replace(entrant.row, error=error if math.isfinite(error) else None, error_bound=bound)
-    entrant.attention = attention
-    if error > bound:
-        entrant.leave_out(f"wrong: error {error:.1e}, over {bound:.1e}")
-    elif peer.name == OURS and (reason := exact.holes(out)):
-        entrant.leave_out(reason)
-    return entrant
+    reason = f"wrong: error {error:.1e}, over {bound:.1e}" if error > bound else ""
+    if not reason and peer.name == OURS:
+        reason = exact.holes(out)
+    return replace(row, error=error if math.isfinite(error) else None, error_bound=bound, reason=reason)
 
 
-def _time(
-    entrants: list[_Entrant],
-    exact: Exact,
-    direction: str,
-    seconds: float,
-    rounds: int,
-    slow_seconds: float,
-    rates: Mapping[str, float],
-) -> float | None:
-    """Time the admitted peers in turn.
+def _calls_of(
+    rows: list[Row], exact: Exact, prepared: Mapping[str, Any], slow_seconds: float
+) -> dict[str, Callable[[], float]]:
+    """Return a sample of the time of each row without a reason, by peer, and put the peak memory into the rows.
 
-    Returns the clock of these rounds (`Row.clock`), or None without ``rates``.
+    A baseline other than dense that is too slow gets a reason.
     """
-    device, samples, ticks = exact.case.device, {}, []
-    for entrant in entrants:
-        if entrant.attention is None:
+    device, samples = exact.case.device, {}
+    for number, row in enumerate(rows):
+        if row.reason:
             continue
-        call = partial(exact.run, entrant.attention, direction, exact.grad)
+        attention = prepared[row.peer]
+        call = partial(exact.run, attention, row.direction, exact.grad)
         took = seconds_of(call, 1, device)
-        if took > slow_seconds and entrant.peer.name not in (OURS, DENSE):
-            entrant.leave_out(f"one call took {took:.1f} s, timed up to {slow_seconds:.0f} s")
+        if took > slow_seconds and row.peer not in (OURS, DENSE):
+            rows[number] = replace(row, reason=f"one call took {took:.1f} s, timed up to {slow_seconds:.0f} s")
             continue
-        if took <= MEMORY_SECONDS or entrant.peer.name == OURS:
-            peaks = exact.peaks(entrant.attention, direction)
-            entrant.row = replace(entrant.row, peak_forward_bytes=peaks.forward, peak_backward_bytes=peaks.backward)
+        if took <= MEMORY_SECONDS or row.peer == OURS:
+            peaks = exact.peaks(attention, row.direction)
+            rows[number] = replace(row, peak_forward_bytes=peaks.forward, peak_backward_bytes=peaks.backward)
         repeats = max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9))))
-        samples[entrant.peer.name] = partial(seconds_of, call, repeats, device)
-
-    def tick() -> None:
-        if CLOCK in rates:
-            ticks.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
-
-    found = interleaved(samples, rounds, seconds=seconds, after_round=tick)
-    for entrant in entrants:
-        entrant.seconds = found.get(entrant.peer.name, [])
-    return statistics.median(ticks) / rates[CLOCK] if ticks else None
+        samples[row.peer] = partial(seconds_of, call, repeats, device)
+    return samples
 
 
-def _timed_row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, float], clock: float | None) -> Row:
-    """Return the row with the work of the call, its limit and, if it was timed, its times."""
-    passes = passes_of(case, direction, entrant.peer)
-    # Other processes take a share of the vector units, but not of the memory bandwidth.
-    paced = {name: rate if name == "read" or clock is None else rate * clock for name, rate in rates.items()}
+def _figures(case: Case, peer: Peer, row: Row, seconds: Sequence[float], rates: Mapping[str, float]) -> Row:
+    """Return the row with the work of the call, its limit at these rates and, if it was timed, its times."""
+    passes = passes_of(case, row.direction, peer)
     operations = sum(work.operations for work in passes) if passes else None
-    row = replace(entrant.row, operations=operations, limit_ms=limit_ms(passes, paced), clock=clock)
-    if not (times := [1e3 * seconds for seconds in entrant.seconds]):
+    row = replace(row, operations=operations, limit_ms=limit_ms(passes, rates))
+    if not (times := [1e3 * each for each in seconds]):
         return row
+    # Quantiles need two values, and those of a value twice are the value.
     low, *_, high = statistics.quantiles(times * 2 if len(times) == 1 else times, n=5, method="inclusive")
     return replace(row, median_ms=statistics.median(times), low_ms=low, high_ms=high, rounds=len(times))
 
@@ -180,21 +149,28 @@ def measure(
     exact = Exact(case, seed, trains=BOTH in directions)
     prepared: dict[str, Attention | str] = {}
     for direction in directions:
-        clock = None
+        ticks: list[float] = []
+
+        def tick(into: list[float] = ticks) -> None:
+            if CLOCK in rates:
+                into.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
+
         with _threads(case.threads):
-            entrants = [_admit(peer, exact, direction, prepared) for peer in peers]
-            wrong = [entrant.row.reason for entrant in entrants if entrant.peer.name == OURS and entrant.row.reason]
-            if wrong:
-                for entrant in entrants:
-                    entrant.leave_out(entrant.row.reason or f"not timed, because {OURS} is not right here: {wrong[0]}")
-            else:
-                clock = _time(entrants, exact, direction, seconds, rounds, slow_seconds, rates)
-            rows = [_timed_row(case, direction, entrant, rates, clock) for entrant in entrants]
+            rows = [_admit(peer, exact, direction, prepared) for peer in peers]
+            if wrong := [row.reason for row in rows if row.peer == OURS and row.reason]:
+                told = f"not timed, because {OURS} is not right here: {wrong[0]}"
+                rows = [replace(row, reason=row.reason or told) for row in rows]
+            samples = _calls_of(rows, exact, prepared, slow_seconds)
+            found = interleaved(samples, rounds, seconds=seconds, after_round=tick)
+            clock = statistics.median(ticks) / rates[CLOCK] if ticks else None
+            # Other processes take a share of the vector units, but not of the memory bandwidth.
+            paced = {name: rate if name == "read" else rate * (clock or 1.0) for name, rate in rates.items()}
+            rows = [
+                replace(_figures(case, peer, row, found.get(row.peer, ()), paced), clock=clock)
+                for peer, row in zip(peers, rows, strict=True)
+            ]
         dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
-        yield [
-            replace(row, speedup=dense / row.median_ms) if dense is not None and row.median_ms is not None else row
-            for row in rows
-        ]
+        yield [replace(row, speedup=dense / row.median_ms) if dense and row.median_ms else row for row in rows]
 
 
 def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:

@@ -88,7 +88,8 @@ def _calls_of(
 
     A baseline other than dense that is too slow gets a reason.
     """
-    device, samples = exact.case.device, {}
+    device = exact.case.device
+    samples: dict[str, Callable[[], float]] = {}
     for number, row in enumerate(rows):
         if row.reason:
             continue

@@ -27,13 +27,13 @@ from ringtile.kernels.native.library import reason_against
 from ringtile.kernels.native.precision import Arithmetic
 from ringtile.kernels.reference import attention_reference
 from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, RandomBlocks, Window, per_head
-from ringtile.tools import bench, exact, machine, memory
-from ringtile.tools.bench import measure, roofline, run_bench, wrong_rows
+from ringtile.tools import bench, machine, memory
+from ringtile.tools.bench import exact, measure, roofline, run_bench, wrong_rows
+from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense, all_peers
 from ringtile.tools.bench.roofline import Work, limit_ms
 from ringtile.tools.bench.rows import Record, Row, break_even, slower_rows
 from ringtile.tools.bench.suites import CLAIMED, PATTERNS, PEERS, SUITES, TOKENS, Task, random_tiles, suite
-from ringtile.tools.exact import relative_error
 from ringtile.tools.memory import Peaks, peak_memory
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, write_whole
 

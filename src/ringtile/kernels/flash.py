@@ -244,7 +244,8 @@ def backward(
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)
     width = _width(q.shape[-1], out.shape[-1])
-    rows = Rows(*(_rows(x, width) for x in (out_grad, q, k, v, out)), lse.contiguous())
+    wide_grad, wide_q, wide_k, wide_v, wide_out = (_rows(x, width) for x in (out_grad, q, k, v, out))
+    rows = Rows(wide_grad, wide_q, wide_k, wide_v, wide_out, lse.contiguous())
     with span(KERNEL):
         grads = source.backward(rows, band, call.scale)
     q_grad, k_grad, v_grad = (

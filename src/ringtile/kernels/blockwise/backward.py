@@ -84,9 +84,9 @@ def backward(
     index = index_of(call, q, k)
     mask = dense_mask(index, q, v, call)
     if mask is not None:
-        part, scale = split_scale(call.scale, q.dtype)
-        dense = flash_backward(out_grad, lse_grad, times(q, part), k, v, out, lse, scale=scale, mask=mask)
-        return times(dense[0], part).contiguous(), dense[1].contiguous(), dense[2].contiguous()
+        factor, scale = split_scale(call.scale, q.dtype)
+        dense = flash_backward(out_grad, lse_grad, times(q, factor), k, v, out, lse, scale=scale, mask=mask)
+        return times(dense[0], factor).contiguous(), dense[1].contiguous(), dense[2].contiguous()
     q_grad = q.new_zeros(q.shape)
     k_grad, v_grad = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     for work in works(index, (q, k, v, out_grad, out, lse), call):

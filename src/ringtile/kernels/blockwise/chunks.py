@@ -92,7 +92,8 @@ def _cuts(launch: Launch, block: int, limit: int, key_masked: bool) -> list[tupl
         return list(_cut(0, count, masked_limit, True))
     if launch.run is None:
         return [*_cut(0, partial, masked_limit, True), *_cut(partial, count, limit, key_masked)]
-    cuts, begin = [], 0
+    cuts: list[tuple[int, int, bool]] = []
+    begin = 0
     for masked, same in groupby((launch.tiles[0] != FULL).tolist()):
         end = begin + len(list(same))
         cuts += _cut(begin, end, masked_limit if masked else limit, masked or key_masked)

@@ -60,8 +60,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     index = index_of(call, q, k)
     mask = dense_mask(index, q, v, call)
     if mask is not None:
-        part, scale = split_scale(call.scale, q.dtype)
-        dense, dense_lse = flash_forward(times(q, part), k, v, scale=scale, mask=mask)
+        factor, scale = split_scale(call.scale, q.dtype)
+        dense, dense_lse = flash_forward(times(q, factor), k, v, scale=scale, mask=mask)
         return as_new_out(dense), dense_lse.contiguous()
     out, lse = new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
     for work in works(index, (q, k, v, out), call):

@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ringtile.index.lists import TileLists
 from ringtile.index.schedule import Order, schedule_of
 from ringtile.kernels.contracts import Call, index_of, is_remapped
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
-from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
+from ringtile.kernels.triton import backward_kernels, forward_kernels
 from ringtile.kernels.triton.schedule import in_blocks
 from ringtile.kernels.triton.tiles import Constants, Lists, Numbers, Stride, Strides
-from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs, wants_descriptors
+from ringtile.kernels.triton.tuning import INTERPRETED, INTERPRETED_CONFIG, Config, configs, wants_descriptors
 
 _FEW_PROGRAMS = 132
 """With fewer columns than a large GPU has processors, the query heads of a key head are computed separately."""
@@ -203,20 +204,15 @@ class Job:
 
     def rows(self) -> dict[str, Any]:
         """Return the lists along rows."""
-        index, order = self.index, self.schedule.rows
-        lists = Lists(
-            self.group, order.work, order.begin, index.full_row_ptr, index.full_col, index.part_row_ptr,
-            index.part_col, index.part_tile, index.bits, index.cols_any,
-        )  # fmt: skip
-        return {"lists": lists, "longest": order.longest, "splits": order.splits}
+        return self._lists(self.index.rows, self.schedule.rows, self.index.table.bits, self.index.table.cols_any)
 
     def cols(self) -> dict[str, Any]:
         """Return the lists along columns."""
-        index, order = self.index, self.schedule.cols
-        lists = Lists(
-            self.group, order.work, order.begin, index.full_col_ptr, index.full_row, index.part_col_ptr,
-            index.part_row, index.part_tile_t, index.bits_t, index.rows_any,
-        )  # fmt: skip
+        return self._lists(self.index.cols, self.schedule.cols, self.index.table.bits_t, self.index.table.rows_any)
+
+    def _lists(self, side: TileLists, order: Order, bits: Tensor, any_kept: Tensor) -> dict[str, Any]:
+        full, partial = (side.full_ptr, side.full), (side.partial_ptr, side.partial, side.tile)
+        lists = Lists(self.group, order.work, order.begin, *full, *partial, bits, any_kept)
         return {"lists": lists, "longest": order.longest, "splits": order.splits}
 
     def of_rows(self, config: Config, pack: int) -> Constants:

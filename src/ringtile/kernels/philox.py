@@ -63,6 +63,7 @@ def dropout_keep(seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor,
     """
     counter = (key // 32 * 4 + key // 2 % 4, query & WORD, head & WORD, batch & WORD)
     words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, _seed_words(seed), _ROUNDS)))
+    # Key 45 is in window 1: call 1 * 4 + 45 // 2 % 4 = 6, word 45 // 8 % 4 = 1, and the high half, as 45 is odd.
     word = words.gather(0, (key // 8 % 4).expand(words.shape[1:]).unsqueeze(0)).squeeze(0)
     return (word >> (key % 2 * 16)) & 0xFFFF >= dropout_threshold(p)
 
@@ -74,6 +75,7 @@ def _remaining_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor], ro
     for number in range(rounds):
         product0 = torch.mul(c0, _MULTIPLIERS[0], out=spare0)
         product1 = torch.mul(c2, _MULTIPLIERS[1], out=spare1)
+        # Each word stays in the low 32 bits of an int64, so a product of two words keeps both halves.
         for product, low, fresh, weyl, word in (
             (product1, c1, c2, _WEYL[0], key[0]),
             (product0, c3, c0, _WEYL[1], key[1]),

@@ -87,6 +87,7 @@ def backward(
         factor, scale = split_scale(call.scale, q.dtype)
         dense = flash_backward(out_grad, lse_grad, times(q, factor), k, v, out, lse, scale=scale, mask=mask)
         return times(dense[0], factor).contiguous(), dense[1].contiguous(), dense[2].contiguous()
+    # Keys of many rows are summed in the dtype of the accumulator, and rounded once at the end.
     q_grad = q.new_zeros(q.shape)
     k_grad, v_grad = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     for work in works(index, (q, k, v, out_grad, out, lse), call):

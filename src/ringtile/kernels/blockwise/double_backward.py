@@ -68,6 +68,7 @@ class _Terms:
         scores_bar, scores_grad = self.weights * (weights_bar - weights_bar_sum), self.weights * beyond
         capped = self.scores.capped
         if capped is not None:
+            # d/ds tanh(s / softcap) * softcap is slope, and its own derivative is -2 / softcap * capped * slope.
             slope = 1 - capped * capped
             scores_bar = slope * (scores_bar - 2 / softcap * capped * scores_grad * self.raw_cot)
             scores_grad = scores_grad * slope
@@ -106,6 +107,7 @@ def double_backward(
             dout = (grads.out_grad * grads.out).sum(-1)
             delta = dout if grads.lse_grad is None else dout - grads.lse_grad
             rows = _Rows(q_chunk, cots.read(parts[0]).to(dtype), grads, dout, delta)
+            # The first pass over the lists: a row's sums need all of its keys before any gradient is known.
             sums = torch.zeros(3, *delta.shape, dtype=dtype, device=delta.device)
             for part in parts:
                 columns = _Columns(*(x.read(part) for x in sources))

@@ -101,6 +101,7 @@ def _entries(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
         cols.append(col[:count])
         tiles.append(torch.full((count,), FULL) if tile is None else tile.cpu().long()[:count])
     slot, col, tile = torch.cat(slots), torch.cat(cols), torch.cat(tiles)
+    # Slot 2, column 3 of 10 columns sorts as 23: by slot, then by column.
     order = torch.argsort(slot * index.n_cols + col)
     return slot[order], col[order], tile[order]
 
@@ -112,6 +113,7 @@ def _cut_last_column(index: BlockIndex, col: Tensor, tile: Tensor) -> tuple[Tens
     last = (col == index.n_cols - 1).nonzero().squeeze(1)
     if not tail or not len(last):
         return bits, keys_any, tile
+    # Row 0 of these tables stands for `FULL`, which is -1. So a full tile of the last column becomes a partial one.
     used, number = torch.unique(tile[last], return_inverse=True)
     inside = torch.arange(index.block) < tail
     everything = torch.full((1, *bits.shape[1:]), -1, dtype=torch.int32)
@@ -150,6 +152,7 @@ def _kept_by_ragged_rows(
     for ragged in _ragged_rows(index):
         lo, hi = (query - ragged * index.block + offset_of(index) for query in queries_of(index, ragged, ragged + 1))
         mine = ((row == ragged) & (tile != FULL)).nonzero().squeeze(1)
+        # Bits take 8 times their size as bool, and a row of all pairs can have thousands of tiles.
         for part in mine.split(_RAGGED_CHUNK):
             number[part] = len(keys_any) + torch.arange(len(part))
             keys_any = torch.cat([keys_any, unpack_words(bits[tile[part]], index.block)[:, lo:hi].any(1)])
@@ -159,6 +162,7 @@ def _kept_by_ragged_rows(
 def _union(place: Tensor, tile: Tensor, table: Tensor, n_places: int) -> Tensor:
     """Return the union of ``table[tile]`` over the entries at each place, ``[n_places, block]`` bool."""
     table = torch.cat([torch.ones(1, table.shape[1], dtype=torch.bool), table])
+    # Many rows have the same tile in a column. With a table of 5, tile 2 at place 7 is pair 7 * 5 + 2 + 1 = 38.
     pairs = torch.unique(place * len(table) + tile + 1)
     found = torch.zeros(n_places, table.shape[1], dtype=torch.int32)
     found.index_add_(0, pairs // len(table), table[pairs % len(table)].int())
@@ -177,10 +181,12 @@ def _gathered(ptr: Tensor, rows: Tensor, count: int) -> Tensor:
 def _same_lists(key: Tensor, lists: Tensor, length: Tensor, ptr: Tensor) -> Tensor:
     """Number rows so that equal numbers mean equal ``key`` and equal lists of tiles (checked, not only hashed)."""
     place = torch.arange(len(lists)) - torch.repeat_interleave(ptr[:-1], length, output_size=len(lists))
+    # The digest of a list is the sum of its mixed entries. Each is mixed with its place, so order counts.
     mixed = (lists + 2) * (place * 2 + 1) * 0x5851F42D4C957F2D
     mixed = (mixed ^ (mixed >> 29)) * 0x14057B7EF767814F
     digest = _segment_sum(mixed ^ (mixed >> 32), ptr)
     _, number = torch.unique(torch.stack([key, length, digest], 1), dim=0, return_inverse=True)
+    # One row of each number is its leader. A row whose list is not the leader's, after all, gets a number of its own.
     leader = torch.zeros(int(number.max()) + 1 if len(number) else 0, dtype=torch.long)
     leader[number] = torch.arange(len(number))
     theirs = lists[torch.repeat_interleave(ptr[:-1][leader[number]], length, output_size=len(lists)) + place]
@@ -202,7 +208,7 @@ def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> lis
     run_row = filled & (last - first + 1 == length)
 
     # A run is a stretch of neighboring rows with equal lists whose first columns step evenly, and never back, because
-    # a view cannot.
+    # a view cannot. First columns 0, 0, 1, 2, 3, 4, 4 are runs of rows 0 and 1 (step 0), 2 to 5 (step 1), and 6.
     launches: list[Launch] = []
     step = first[1:] - first[:-1]
     equal = (number[1:] == number[:-1]) & run_row[1:] & (group[1:] == group[:-1]) & (step >= 0)
@@ -253,6 +259,7 @@ def _gathers(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor, rest: T
     ptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
     partial = _segment_sum((tile != FULL).long(), ptr)
     group = torch.arange(n_slots) // index.n_rows
+    # Rows of one shape fit into one batch even if their tiles differ. Both counts are digits in base n_cols + 1.
     shape = ((group * 3 + _edges(index, n_slots)) * (index.n_cols + 1) + partial) * (index.n_cols + 1) + length
     number = _same_lists(shape, tile, length, ptr)
     sizes = torch.bincount(number[rest], minlength=int(number.max()) + 1)

@@ -36,6 +36,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return ``[n, H, m, x] @ [n, G, x, y]``, with each key head for its query heads."""
     if a.shape[1] == b.shape[1]:
         return a @ b
+    # With 8 query heads and 2 key heads, 4 heads of m rows are one matrix of 4 m rows: no key is read twice.
     grouped = a.unflatten(1, (b.shape[1], -1)).flatten(2, 3) @ b
     product: Tensor = grouped.unflatten(2, (-1, a.shape[2])).flatten(1, 2)
     return product

@@ -251,6 +251,7 @@ def _merging(constants: Constants) -> Constants:
 def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     """Return the launches that fill output and lse."""
     order = job.schedule.rows
+    # With 3 queries and 8 heads to a key head, row 8 * query + head of a tile is one of 24: keys are read once for all.
     packs = 1 < job.ratio <= 128 and job.group.shape[1] == 1 and job.n_queries <= _PACKED_QUERIES
     pack = 1 << (job.ratio - 1).bit_length() if packs else 1
     owners = job.batch * (job.kv_heads if packs else job.heads)

@@ -149,6 +149,7 @@ def _planned(
     for x in job.scratch:
         if x.numel():
             places[id(x)] = len(tensors) + len(scratch) - 1
+            # 100 floats take 128, as the next tensor begins at a multiple of 64.
             scratch.append(scratch[-1] - -x.numel() // _APART * _APART)
     made = (*job.index.tensors(), job.group, *job.schedule.rows, *job.schedule.cols)
     lasting = {id(x): x for x in made if isinstance(x, Tensor)}

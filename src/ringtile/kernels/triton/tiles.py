@@ -111,6 +111,7 @@ def expanded(words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_SIGN: tl.constexp
     tests constant bits. BY_SIGN: for bits that a maximum follows. LLVM would pack constant bits into vectors there.
     """
     bit = tl.arange(0, 32)
+    # Bit 21 is 4 + 17 (masks 6 and 25): a shift by 4, then a test of bit 17, or a shift that makes it the sign bit.
     if BY_SIGN:
         shifted = words[:, :, None] << (6 - (bit & 6))[None, None, :]
         return tl.reshape(shifted << (25 - (bit & 25))[None, None, :], [ROWS, COLS]) < 0
@@ -143,6 +144,7 @@ def online_softmax_step(s, c, top, total, acc, MASKED: tl.constexpr):
     used_top = new_top
     if MASKED:
         used_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+    # Scaled after the difference: near the maximum the difference is exact, but a scaled maximum is rounded.
     p = tl.exp2((s - used_top[:, None]) * c)
     alpha = tl.exp2((top - used_top) * c)
     return p, new_top, total * alpha + tl.sum(p, 1), acc * alpha[:, None]
@@ -220,6 +222,7 @@ def survives(seed, batch, head, query, n0, threshold, BM: tl.constexpr, BN: tl.c
     """Return the pairs that dropout keeps, ``[BM, BN]``. A Philox call is for 8 of 32 neighboring keys (`philox`)."""
     call = (n0 // 32 * 4 + tl.arange(0, BN // 8)).to(tl.uint32)[None, :]
     w0, w1, w2, w3 = _philox(call, query.to(tl.uint32)[:, None], head, batch, seed)
+    # From [window, call, word] to [window, word, call]: key 13 reads word 13 // 8 = 1 of call 13 // 2 % 4 = 2.
     words = tl.permute(tl.reshape(_four(w0, w1, w2, w3), [BM, BN // 32, 4, 4]), (0, 1, 3, 2))
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BM, BN]) >= threshold
 

@@ -12,14 +12,27 @@ from torch import Tensor
 
 def ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return the columns of each row, the best first: forced ones, others that are allowed, and the rest."""
-    # Scores are at most 1.
+    # Scores are at most 1, so a forced tile, which gets 2 more, comes before all others.
     return (scores + 2.0 * forced).masked_fill(~allowed, -1).sort(dim=3, descending=True, stable=True).indices
 
 
 def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
     """Return the number of tiles that are a fraction of the allowed ones, rounded up, int64."""
-    # 0.1 * 30 is more than 3.
+    # 0.1 * 30 is 3.0000000000000004 in float64: without the epsilon it would round up to 4 tiles.
     return (density * allowed - 1e-9).ceil().clamp(min=0).long()
+
+
+def counts_at(levels: Sequence[float], allowed: Tensor, forced: Tensor) -> Tensor:
+    """Return how many tiles of rows ``[..., C]`` each of some densities keeps, ``[..., levels]``."""
+    densities = torch.tensor(levels, dtype=torch.float64, device=allowed.device)
+    return counts_of(densities, allowed.sum(-1, keepdim=True)).maximum((allowed & forced).sum(-1, keepdim=True))
+
+
+def first_sums(x: Tensor, count: Tensor) -> Tensor:
+    """Return the sums of the first columns of ``x`` ``[..., C, D]``, so many as ``count`` ``[..., G]`` says."""
+    # Columns (5, 3, 1) have the sums (0, 5, 8, 9), and a count of 2 reads 8.
+    sums = torch.cat((torch.zeros_like(x[..., :1, :]), x.cumsum(-2)), -2)
+    return sums.gather(-2, count.unsqueeze(-1).expand(*count.shape, x.shape[-1]))
 
 
 class Budget(ABC):

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringtile.adaptive.budgets import Counted, counts_of, ranked
+from ringtile.adaptive.budgets import Counted, counts_at, counts_of, first_sums, ranked
 from ringtile.adaptive.view import View
 
 LEVELS = tuple(x / 200 for x in range(20)) + tuple(x / 40 for x in range(4, 41))
@@ -134,13 +134,10 @@ class Controller:
         masses = view.exact_masses(row.unsqueeze(1))
         of_map = row if scores.shape[2] == base.n_queries else base.row_of(row)
         allowed, forced = allowed[:, :, of_map], forced[of_map]
-        order = ranked(scores[:, :, of_map], allowed, allowed & forced)
-        kept = masses.gather(3, order).double().cumsum(3)
-        kept = torch.cat((kept.new_zeros(*kept.shape[:3], 1), kept), 3)
-        least = (allowed & forced).sum(3, keepdim=True)
-        wanted = counts_of(self._levels(masses), allowed.sum(3, keepdim=True)).maximum(least)
-        lost = (1 - kept.gather(3, wanted.expand(*kept.shape[:3], -1))).clamp(min=0)
-        # The last level keeps all.
+        best_first = masses.gather(3, ranked(scores[:, :, of_map], allowed, allowed & forced)).double()
+        wanted = counts_at(LEVELS, allowed, forced).expand(*masses.shape[:3], -1)
+        lost = (1 - first_sums(best_first.unsqueeze(4), wanted).squeeze(4)).clamp(min=0)
+        # The last level keeps all, and rounding must not say otherwise.
         lost[..., -1] = 0
-        counts = kept[..., -1] > 0
+        counts = best_first.sum(3) > 0
         return (lost * counts.unsqueeze(3)).sum(2), counts.sum(2)

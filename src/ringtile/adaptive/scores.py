@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,11 @@ class Pooled(Scores):
     """Scores of each query, whose maps of tiles are pooled: with ``pool`` None each query has its own tiles."""
 
     pool: str | None
+    pools: ClassVar[tuple[str, ...]] = ("max", "mean")
+
+    def __post_init__(self) -> None:
+        if self.pool not in (*self.pools, None):
+            raise ValueError(f"pool: expected {', '.join(map(repr, self.pools))} or None, got {self.pool!r}")
 
     @property
     def per_token(self) -> bool:  # type: ignore[override]
@@ -77,12 +82,6 @@ class Pooled(Scores):
     @property
     def causal_safe(self) -> bool:  # type: ignore[override]
         return self.pool is None
-
-
-def check_pool(pool: str | None, *known: str) -> None:
-    """Raise ValueError if ``pool`` is neither None nor one of the known ones."""
-    if pool not in (*known, None):
-        raise ValueError(f"pool: expected {', '.join(map(repr, known))} or None, got {pool!r}")
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,6 @@ class Blend(Pooled):
     """
 
     pool: Literal["max", "mean"] | None = "max"
-
-    def __post_init__(self) -> None:
-        check_pool(self.pool, "max", "mean")
 
     def __call__(self, view: View) -> Tensor:
         tiles = view.summaries
@@ -116,9 +112,6 @@ class Box(Pooled):
 
     pool: Literal["max", "mean"] | None = "max"
 
-    def __post_init__(self) -> None:
-        check_pool(self.pool, "max", "mean")
-
     def __call__(self, view: View) -> Tensor:
         return summarized(view, view.summaries.high, view.summaries.low, self.pool)
 
@@ -133,9 +126,7 @@ class Means(Pooled):
     """
 
     pool: Literal["first"] | None = "first"
-
-    def __post_init__(self) -> None:
-        check_pool(self.pool, "first")
+    pools = ("first",)
 
     def __call__(self, view: View) -> Tensor:
         tiles = view.summaries
@@ -143,7 +134,7 @@ class Means(Pooled):
             return summarized(view, tiles.mean, tiles.mean, None)
         first, last = view.rows_of_tiles
         mean = view.padded_queries.sum(3) / (last - first).unsqueeze(1)
-        logits = grouped_products(mean, tiles.mean) * view.factor + tiles.log_count.unsqueeze(1).unsqueeze(1)
+        logits = grouped_products(mean, tiles.mean) * view.factor + tiles.log_count.unsqueeze(2)
         return softmax(logits, view.base.tiles)
 
 
@@ -253,7 +244,7 @@ def summarized(view: View, high: Tensor, low: Tensor, pool: str | None) -> Tenso
     block = base.block
     # relu(q) @ high - relu(-q) @ low
     middle, half = (high + low) / 2, (high - low) / 2
-    count = view.summaries.log_count.unsqueeze(1).unsqueeze(1)
+    count = view.summaries.log_count.unsqueeze(2)
     rows = tiles_at_once(query, base.n_cols, block)
     allowed = base.tiles
     if pool is None and not base.looks_ahead:
@@ -288,7 +279,7 @@ def _summarized_at_once(view: View, high: Tensor, low: Tensor, leading: Tensor, 
         edges = torch.cat((first, last[-1:]))
     sides = torch.cat((high, -low), 3).to(view.query.dtype)
     # A later key of a query's own tile can hold NaN, and the tile's summary with it.
-    count = view.summaries.log_count.unsqueeze(1).masked_fill(sides.isnan().any(3), -math.inf)
+    count = view.summaries.log_count.masked_fill(sides.isnan().any(3), -math.inf)
     found = pooled_masses(
         view.query,
         sides,

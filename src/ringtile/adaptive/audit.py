@@ -14,6 +14,7 @@ from ringtile.adaptive.view import check_key_mask
 from ringtile.functional.attention import attend_scores, checked_tensors
 from ringtile.index import BlockIndex
 from ringtile.patterns import Pattern
+from ringtile.patterns.base import check_positive
 
 _SCORES = 1 << 22
 """Most scores that exist at once, in each of a few tensors."""
@@ -133,8 +134,7 @@ def audit(
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
     if (index.n_queries, index.n_keys) != (n_queries, n_keys) or index.device != query.device:
         raise ValueError(f"index: {index!r} does not match {query.shape=}, {key.shape=} on {query.device}")
-    if type(rows) is not int or rows < 1:
-        raise ValueError(f"rows: expected a positive integer, got {rows!r}")
+    check_positive(rows=rows)
     check_key_mask(key_mask, batch, n_keys)
     if isinstance(reference, BlockIndex) and (reference.grid != index.grid or reference.device != index.device):
         raise ValueError(f"reference: expected the lengths, block and device of {index!r}, got {reference!r}")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringtile.patterns.base import check_positive
+
 
 def ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return the columns of each row, the best first: forced ones, others that are allowed, and the rest."""
@@ -74,8 +76,7 @@ class TopK(Counted):
     k: int
 
     def __post_init__(self) -> None:
-        if type(self.k) is not int or self.k < 1:
-            raise ValueError(f"k: expected a positive integer, got {self.k!r}")
+        check_positive(k=self.k)
 
     def wanted(self, allowed: Tensor, heads: int) -> Tensor:
         return allowed.clamp(max=self.k)

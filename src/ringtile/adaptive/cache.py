@@ -140,6 +140,6 @@ class AdaptiveCache(LayerCache):
             pages = summaries(seen.key[:, :, first:last], grid.block, seen.mask[:, first:last])
             if self._pages is not None:
                 pages = Summaries(*(torch.cat((x[:, :, :had], y), 2) for x, y in zip(self._pages, pages, strict=True)))
-            room = (F.pad(x, (0, 0, 0, 1)) for x in pages[:3])
-            self._pages = Summaries(*room, F.pad(pages.log_count, (0, 1), value=-torch.inf))
+            mean, low, high = (F.pad(x, (0, 0, 0, 1)) for x in pages[:3])
+            self._pages = Summaries(mean, low, high, F.pad(pages.log_count, (0, 1), value=-torch.inf))
         return Summaries(*(x[:, :, : grid.n_cols] for x in self._pages))

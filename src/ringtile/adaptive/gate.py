@@ -17,6 +17,7 @@ from ringtile.adaptive.choice import Choice, forced_tiles
 from ringtile.adaptive.scores import Pooled, summarized
 from ringtile.adaptive.view import View, grouped_products
 from ringtile.patterns import Pattern
+from ringtile.patterns.base import check_positive
 
 _BIAS = -1.5
 """Standard deviations below which a place of a new code is 0: 7% of the places are above."""
@@ -73,10 +74,7 @@ class Gate(nn.Module, Pooled):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "places": places}
-        for name, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        check_positive(num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, places=places)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
         self.num_heads, self.num_kv_heads, self.head_dim, self.pool = num_heads, num_kv_heads, head_dim, pool
@@ -251,9 +249,7 @@ def distill(
         >>> found.recall >= found.untrained
         True
     """
-    for name, number in (("rows", rows), ("steps", steps), ("every", every), ("patience", patience)):
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {number!r}")
+    check_positive(rows=rows, steps=steps, every=every, patience=patience)
     if not samples or not held_out:
         raise ValueError(f"samples, held_out: expected at least one of each, got {len(samples)} and {len(held_out)}")
     if {x.data_ptr() for pair in samples for x in pair} & {x.data_ptr() for pair in held_out for x in pair}:

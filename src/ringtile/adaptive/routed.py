@@ -15,6 +15,7 @@ from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.adaptive.view import View
 from ringtile.functional import sparse_attention
+from ringtile.patterns.base import check_positive
 
 
 def with_coordinates(query: Tensor, key: Tensor, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,8 +101,7 @@ class RoutedAttention(AdaptiveAttention):
     ) -> None:
         if not isinstance(gate, Gate):
             raise ValueError(f"gate: expected a Gate, got {gate!r}")
-        if type(rows) is not int or rows < 1:
-            raise ValueError(f"rows: expected a positive integer, got {rows!r}")
+        check_positive(rows=rows)
         super().__init__(gate, budget, **options)
         self.rows, self.straight_through = rows, straight_through
         self._loss: Tensor | None = None

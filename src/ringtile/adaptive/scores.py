@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringtile.adaptive.view import View, grouped_products, softmax, tile_positions, tiles_at_once
 from ringtile.kernels.masses import pooled_masses
+from ringtile.patterns.base import check_positive
 from ringtile.patterns.philox import WORD, philox4x32
 
 
@@ -149,8 +150,7 @@ class Antidiagonal(Scores):
     stride: int = 8
 
     def __post_init__(self) -> None:
-        if type(self.stride) is not int or self.stride < 1:
-            raise ValueError(f"stride: expected a positive integer, got {self.stride!r}")
+        check_positive(stride=self.stride)
 
     def __call__(self, view: View) -> Tensor:
         base, key, key_mask = view.base, view.key, view.key_mask

@@ -248,8 +248,8 @@ def test_queries_before_the_last_key() -> None:
     q, k = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 30, 16)
     kept = KeptPairs(Window(5), 0, None, 0)
     with pytest.raises(ValueError, match="attend: expected queries that end with the keys"):
-        _adapted(sparse_attention, q, k, k, kept, {}, 0.0, None)
-    causal = _adapted(sparse_attention, q, k, k, kept._replace(pattern=Causal() & Window(5)), {}, 0.0, None)
+        _adapted(sparse_attention, q, k, k, kept, {}, {})
+    causal = _adapted(sparse_attention, q, k, k, kept._replace(pattern=Causal() & Window(5)), {}, {})
     expected = sparse_attention(q, k[:, :, :20], k[:, :, :20], Causal() & Window(5))
     assert torch.equal(causal, expected)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ringtile.functional.attend import is_stateful
 from ringtile.integrations.transformers.attention import (
     GivenPattern,
     LayerAttend,
@@ -165,7 +166,7 @@ def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend
     check_attend(attend)
     if isinstance(attend, Sequence | nn.ModuleList) and len(attend) != layers:
         raise ValueError(f"attend: expected one function per layer for {layers} layers, got {len(attend)}")
-    if getattr(attend, "stateful", False):
+    if is_stateful(attend):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)
     _register_chosen()
@@ -173,6 +174,7 @@ def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend
         for argument, given in (("pattern", pattern), ("attend", attend)):
             if given is not None:
                 raise ValueError(f"{argument}: {kind} has its own, got {given!r}")
+        # Modules of these kinds do not look up an attention function, so no name is set.
         _CONVERTED[kind](model)
         return model
     switch(model, CHOSEN)

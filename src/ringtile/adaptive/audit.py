@@ -142,6 +142,7 @@ def audit(
     drawn = torch.randperm(n_queries, generator=generator)[:rows].sort().values.to(query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    # Rows that do not see such a value keep their figures, and those that do get NaN below.
     finite = value.isfinite().all(3)
     # A weight of 0 times infinity would be NaN.
     safe, norms = (
@@ -151,6 +152,7 @@ def audit(
     keys = key.to(wide).repeat_interleave(heads // key.shape[1], 1)
     found: list[tuple[Tensor, ...]] = []
     for some in drawn.split(max(1, _SCORES // max(1, batch * heads * n_keys))):
+        # An index may hold pairs outside the reference. They are no part of exact attention.
         allowed = _pairs(index, reference, some)
         if key_mask is not None:
             allowed = allowed & key_mask[:, None, None]

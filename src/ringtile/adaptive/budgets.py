@@ -61,6 +61,7 @@ class Counted(Budget):
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         forced = allowed & forced
         wanted = self.wanted(allowed.sum(3), scores.shape[1]).maximum(forced.sum(3))
+        # Equal scores keep the earlier column, because the sort is stable: no row keeps more than its number.
         first = (torch.arange(scores.shape[3], device=scores.device) < wanted.unsqueeze(3)).expand_as(scores)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, ranked(scores, allowed, forced), first) & allowed
 
@@ -124,11 +125,13 @@ class TopP(Budget):
             raise ValueError(f"p: expected a number above 0 and at most 1, got {self.p!r}")
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        # Rounding could leave out tiles with tiny scores.
         if self.p == 1:
             return allowed.expand_as(scores)
         forced = allowed & forced
         order = ranked(scores, allowed, forced)
         inside = scores.masked_fill(~allowed, 0).gather(3, order)
+        # The sum before a tile, so that the tile that crosses p stays: of (0.5, 0.3, 0.2) at 0.7, the first two.
         first = inside.cumsum(3) - inside < self.p
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, order, first & (inside > 0)) & allowed | forced
 

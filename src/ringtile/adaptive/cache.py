@@ -65,6 +65,7 @@ class AdaptiveCache(LayerCache):
             )
         if not pattern.unbounded:
             raise ValueError(f"pattern: a cache of tiles needs a rule for any length, got {pattern!r}")
+        # A later token may choose any tile, so nothing is dropped, even if the pattern bounds how far it looks.
         self.capacity = None
         self.choice = choice
         self.index: BlockIndex | None = None
@@ -109,6 +110,7 @@ class AdaptiveCache(LayerCache):
     def _keep_of_tiles(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
         """Return the tiles of each row tile: of the first one, the choice of its first token, an earlier call's."""
         parts = []
+        # A chunk from position 35 with block 16 begins in a row tile whose first token, 32, has chosen for 35 to 47.
         lead = -grid.start % grid.block
         if lead:
             assert self._open is not None

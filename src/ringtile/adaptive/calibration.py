@@ -92,6 +92,7 @@ def loss_curves(
     values = value.masked_fill(~key_mask[:, None, :, None], 0) if key_mask is not None else value
     values = torch.nn.functional.pad(values.float(), (0, 0, 0, base.n_cols * base.block - value.shape[2]))
     values = values.unflatten(2, (base.n_cols, base.block))
+    # An error e of head h changes the layer's output by O_h e, whose square is e' (O_h' O_h) e: one matrix per head.
     mix = torch.eye(value.shape[3], dtype=torch.float64, device=value.device).expand(heads, -1, -1)
     if output is not None:
         parts = output.double().unflatten(1, (heads, -1))
@@ -105,6 +106,7 @@ def loss_curves(
         some, must = allowed[:, :, row], forced[row]
         order = ranked(found[:, :, part if scores.per_token else row], some, some & must)
         count = counts_at(GRID, some, must).expand(*outs.shape[:3], -1)
+        # Tiles in order of their scores, and sums of the first n of them: all densities from one pass.
         kept = first_sums(attention.sum(4).double().gather(3, order).unsqueeze(4), count).squeeze(4)
         outs = outs.gather(3, order.unsqueeze(4).expand_as(outs))
         exact = outs.sum(3)
@@ -158,6 +160,7 @@ def allocate(
         for low, high in pairwise(hull):
             cost = float(tiles[head, high] - tiles[head, low])
             steps.append((float(loss[head, low] - loss[head, high]) / cost, cost, head, low, high))
+    # The steps of a convex hull become flatter, so the steepest first takes each head's steps in order.
     for _, cost, head, low, high in sorted(steps, key=lambda step: (-step[0], step[2], step[3])):
         if left <= 0:
             break
@@ -238,6 +241,7 @@ class Calibration:
             "curves": [{name: x.tolist() for name, x in curve._asdict().items()} for curve in self.curves],
         }
         path = Path(path)
+        # A reader must never see half a file, so it is renamed into place.
         draft = path.with_name(path.name + ".part")
         draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)

@@ -56,7 +56,9 @@ def compensated(out: Tensor, lse: Tensor, view: View, value: Tensor, index: Bloc
     heads = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(heads, 1) for x in (keys, values))
     usable = (finite.squeeze(3) & (count > 0).unsqueeze(1)).repeat_interleave(heads, 1)
+    # In a tile that a row keeps in part, the mean would stand for later keys, too.
     dropped = base.full_tiles & ~index.tiles & usable.unsqueeze(2)
+    # A mean of n keys counts n times: exp(s + log n) = n exp(s).
     logs = count.clamp(min=1).to(wide).log()[:, None, None]
     row = index.row_of(torch.arange(index.n_queries, device=query.device))
     parts = []

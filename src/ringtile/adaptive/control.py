@@ -120,6 +120,7 @@ class Controller:
 
     def _smallest(self, lost: Tensor, count: Tensor) -> Tensor:
         """Return the smallest density whose risk is below the target, 1 if there is none."""
+        # The +1 stands for a row that is not audited and drops everything: the worst that it can do.
         risk = (lost + 1) / (count.unsqueeze(2) + 1)
         enough = risk <= 1 - self.quality + 1e-12
         level = torch.where(enough.any(2), enough.int().argmax(2), len(LEVELS) - 1)
@@ -130,6 +131,7 @@ class Controller:
         base, generator = view.base, torch.Generator().manual_seed(self.seed + self._calls)
         # A call that is made again, as by a checkpoint, must choose the same tiles.
         self._calls += self.mode != "call"
+        # The rows are uniform and without replacement, which the bound of the target assumes.
         row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(base.device)
         masses = view.exact_masses(row.unsqueeze(1))
         of_map = row if scores.shape[2] == base.n_queries else base.row_of(row)

@@ -80,6 +80,7 @@ class Gate(nn.Module, Pooled):
         self.num_heads, self.num_kv_heads, self.head_dim, self.pool = num_heads, num_kv_heads, head_dim, pool
         self.__post_init__()
         of_key = torch.randn(num_kv_heads, head_dim, places, device=device) * head_dim**-0.5
+        # Both maps start equal, so a query's code meets that of an equal key.
         of_query = of_key.repeat_interleave(num_heads // num_kv_heads, 0)
         self.of_query, self.of_key = nn.Parameter(of_query), nn.Parameter(of_key)
         self.query_bias = nn.Parameter(torch.full((num_heads, 1, places), _BIAS, device=device))
@@ -252,6 +253,7 @@ def distill(
     check_positive(rows=rows, steps=steps, every=every, patience=patience)
     if not samples or not held_out:
         raise ValueError(f"samples, held_out: expected at least one of each, got {len(samples)} and {len(held_out)}")
+    # Views of one tensor at other offsets pass: whether texts overlap is yours to know.
     if {x.data_ptr() for pair in samples for x in pair} & {x.data_ptr() for pair in held_out for x in pair}:
         raise ValueError("held_out: expected other texts than the samples, got the same tensor in both")
     choice, generator = Choice(gate, budget, block, first, local), torch.Generator().manual_seed(seed)

@@ -53,6 +53,7 @@ class _Coding(Scores):
         return repr(self.gate)
 
     def __call__(self, view: View) -> Tensor:
+        # A choice runs without gradients, and the codes in it are those that the loss differentiates.
         with torch.enable_grad():
             self.coded = self.gate.coded(view, trains_queries=self.trains_queries)
         return self.gate.scored(view, self.coded)

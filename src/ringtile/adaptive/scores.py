@@ -60,7 +60,7 @@ class Probe(Scores):
     def __call__(self, view: View) -> Tensor:
         count = (4 if view.base.block <= 32 else 2) if self.rows is None else 1 if self.rows == "first" else self.rows
         first, last = view.rows_of_tiles
-        # The middles of equal parts of the rows that exist.
+        # The middles of equal parts of the rows that exist: of 16 rows and 4 probes, rows 2, 6, 10 and 14.
         part = 0 if self.rows == "first" else 2 * torch.arange(count, device=first.device) + 1
         row = first.unsqueeze(1) + (last - first).unsqueeze(1) * part // (2 * count)
         return view.normalized(view.exact_masses(row))
@@ -160,6 +160,8 @@ class Antidiagonal(Scores):
         counts = torch.ones(len(key), key.shape[2], device=key.device) if key_mask is None else key_mask.float()
         key = key.float().masked_fill(counts[:, None, :, None] == 0, 0)
         padding = base.n_cols * block - key.shape[2]
+        # A square of side 4 sums q[0] k[3] + q[1] k[2] + q[2] k[1] + q[3] k[0]: one product of 4 D coordinates, with
+        # the queries in reverse order.
         keys = F.pad(key, (0, 0, 0, padding)).unflatten(2, (-1, side)).flatten(3)
         count = F.pad(counts, (0, padding)).unflatten(1, (-1, side)).sum(2)
         queries = view.padded_queries.flatten(2, 3).unflatten(2, (-1, side)).flip(3).flatten(3)
@@ -242,7 +244,8 @@ def summarized(view: View, high: Tensor, low: Tensor, pool: str | None) -> Tenso
     if base.leading is not None:
         return _summarized_at_once(view, high, low, base.leading, pool)
     block = base.block
-    # relu(q) @ high - relu(-q) @ low
+    # The largest score in a box takes high where q is positive and low elsewhere: relu(q) @ high - relu(-q) @ low. With
+    # q = relu(q) - relu(-q) and |q| = relu(q) + relu(-q), that is q @ middle + |q| @ half.
     middle, half = (high + low) / 2, (high - low) / 2
     count = view.summaries.log_count.unsqueeze(2)
     rows = tiles_at_once(query, base.n_cols, block)

@@ -83,6 +83,7 @@ class View:
     @property
     def padded_queries(self) -> Tensor:
         """The queries of each tile, float32 ``[B, H, R, block, D]``, 0 outside the lengths."""
+        # Queries from position 35 with block 16 begin in row tile 2, after 3 positions that are no query.
         base = self.base
         lead = base.start - base.first_row * base.block
         rest = base.n_rows * base.block - lead - base.n_queries
@@ -149,6 +150,7 @@ def base_index(
         if not all(size in (1, wanted) for size, wanted in sizes):
             raise ValueError(f"base: its groups {base.group.shape=} do not match {query.shape=}")
         return base
+    # An empty batch has an index, too: of one row.
     rule = rule_of(base, is_causal, None)
     return build_index(rule, n_queries, n_keys, num_heads=heads, batch=max(batch, 1), block=block, device=query.device)
 

@@ -50,6 +50,7 @@ class PerformanceMonitor:
         ``density`` returns that of the call, after it.
         """
         out, seconds = _timed(call)
+        # Dense attention on each call would double the cost of what is measured.
         if shape not in self._probes:
             self._probes[shape] = _probe(sparse, dense, out.device)
         self._calls.append((1e3 * seconds, density(), *self._probes[shape]))
@@ -60,6 +61,7 @@ class PerformanceMonitor:
         if not self._calls:
             return dict.fromkeys(KEYS, math.nan)
         means = dict(zip(KEYS, (sum(x) / len(x) for x in zip(*self._calls, strict=True)), strict=True))
+        # Until here the column holds the time of dense attention: a quotient of means, not a mean of quotients.
         return means | {"avg_speedup": means["avg_speedup"] / means["avg_forward_time_ms"]}
 
 
@@ -67,6 +69,7 @@ def _timed(call: Attention) -> tuple[Tensor, float]:
     began = time.perf_counter()
     out = call()
     if out.is_cuda:
+        # A kernel returns before it ends, so the clock waits for the device.
         torch.cuda.synchronize(out.device)
     return out, time.perf_counter() - began
 

@@ -38,6 +38,7 @@ class SparseLanguageModel(nn.Module):
         layers: list[Any] = list(transformer.layers)
         if any(pattern_reach(layer.rule).ahead for layer in layers):
             raise ValueError(f"transformer: expected causal layers, is_causal=True, got {transformer!r}")
+        # The output matrix starts at zero: a new model predicts every token alike.
         like = transformer.norm.weight
         self.embedding = nn.Embedding(vocab_size, len(like), device=like.device, dtype=like.dtype)
         self.transformer = transformer
@@ -95,6 +96,7 @@ class SparseLanguageModel(nn.Module):
         for _ in range(n_new):
             logits = self(new, key_mask, cache)
             new = cache.drawn(partial(_draw, logits, temperature, generator), tokens)
+            # The mask is of the prompt: later tokens are all real, and the cache keeps it.
             tokens, key_mask = torch.cat([tokens, new], 1), None
         return tokens
 

@@ -39,6 +39,7 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Att
             "attn_mask: a traced graph cannot look at its values: expected is_causal=True with the square causal mask, "
             f"or pattern= for the kept pairs, got {is_causal=}"
         )
+    # Remembered until the mask changes: to read it takes a pass over all pairs, and waits for a GPU.
     return read_once(mask, _read, batch, heads)
 
 
@@ -56,6 +57,7 @@ def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
             kept = ~mask
         n_queries, n_keys = mask.shape[-2:]
         kept = kept.view(batch, heads, n_queries, n_keys) if mask.dim() == 3 else kept.view(1, 1, n_queries, n_keys)
+        # PyTorch's layers repeat a mask for each head, and one pattern serves all of them.
         kept = one_of_equals(kept)
         if torch.equal(kept, torch.ones_like(kept).tril(n_keys - n_queries)):
             return AttnMask(is_causal=True)
@@ -78,6 +80,7 @@ def read_key_padding_mask(mask: Tensor) -> Padding:
     """
     if not mask.is_floating_point():
         return Padding(~mask, None)
+    # Scores of -inf are better dropped than added: their keys may hold NaN.
     key_mask = mask != -math.inf
     bias = mask.masked_fill(~key_mask, 0)
     if torch.compiler.is_compiling() or mask.requires_grad or bool(bias.any()):

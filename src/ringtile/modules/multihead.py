@@ -118,6 +118,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         for name, width in (("kdim", kdim), ("vdim", vdim)):
             if width is not None and width < 1:
                 raise ValueError(f"{name}: expected a positive width or None, got {name}={width}")
+        # Before the parameters exist: a refused pattern must not draw from the generator.
         rule = _checked_rule(pattern, attend, num_heads)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
@@ -130,6 +131,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         # the weights are packed.
         self._qkv_same_embed_dim = False
 
+    # PyTorch initializes packed and separate weights in other ways, and decides by the flag.
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
@@ -194,6 +196,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         if query.is_nested or key.is_nested or value.is_nested:
             return self._forward_nested(given)
         batch = self._check(given)
+        # PyTorch's function needs a mask for is_causal, and returns no tiles.
         if self._is_dense and (attn_mask is not None or not is_causal) and need_weights != "block_sparse":
             return self._forward_dense(given)
 
@@ -302,6 +305,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(f"query: a nested tensor needs query is key is value and batch_first, got {self!r}")
         if given.need_weights or given.key_padding_mask is not None or given.attn_mask is not None:
             raise ValueError("query: a nested tensor comes with need_weights=False and without masks")
+        # Padded to the longest row, with the rest as padding: [3, 5] tokens are two rows of 5.
         lengths = [len(row) for row in query.unbind()]
         padded = query.to_padded_tensor(0.0)
         places = torch.arange(padded.shape[1], device=padded.device)
@@ -340,6 +344,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         if weight is not None and query is key and key is value:
             q, k, v = F.linear(query, weight, bias).chunk(3, -1)
             return q, k, v
+        # Cross-attention to a memory: one matmul for keys and values, which are the last two thirds of the rows.
         if weight is not None and key is value:
             q_weight, kv_weight = weight.split([width, 2 * width])
             q_bias, kv_bias = (None, None) if bias is None else bias.split([width, 2 * width])
@@ -381,6 +386,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         scores = extra[0].to(lse.dtype)
         # Dropout applies after the joint softmax. The merge is linear in the outputs, so it can come first.
         weights = F.dropout(scores.softmax(-1), how["dropout_p"])
+        # The extra keys are one more part of the softmax, merged by its log-sum-exp as blocks are.
         extra_out = (weights.to(v.dtype) @ extra[1]).to(out.dtype)
         return merge_attention([out, extra_out], [lse, scores.logsumexp(-1)])[0]
 
@@ -476,8 +482,10 @@ def replace_attention(
         raise ValueError(
             f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one{advice}"
         )
+    # All are checked before one is changed, so an error leaves the model as it was.
     rules = [_checked_rule(pattern, attend, module.num_heads) for module in found]
     for module, rule in zip(found, rules, strict=True):
+        # The class changes in place: another module would lose hooks, and places that share this one.
         module.__class__ = SparseMultiheadAttention
         assert isinstance(module, SparseMultiheadAttention)
         module._set_rule(rule, attend)

@@ -59,6 +59,7 @@ def rotary_angles(
         )
     elif positions.device != like.device:
         raise ValueError(f"positions: expected a tensor on {like.device}, got {positions.device}")
+    # A position of 1e6 at a rate of 1 is 1e6 radians, of which float32 keeps 1/16. The remainder is taken in float64.
     angles = (positions.unsqueeze(-1) * rates).remainder(2 * math.pi)
     angles = angles.to(torch.promote_types(like.dtype, torch.float32))
     return angles.cos(), angles.sin()

@@ -44,6 +44,7 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         return compiled
     delayed, has_ended = _Delayed(), False
 
+    # In the forward pass it must return normally whatever happens inside. In the backward pass errors are plain.
     def guarded(*given: Any) -> Tensor:
         if has_ended:
             return function(*given)

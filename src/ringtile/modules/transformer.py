@@ -109,11 +109,13 @@ class SparseTransformerLayer(nn.Module):
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
 
+        # Queries, keys and values are one matrix, so one matmul. With fewer key heads it is not square.
         self.attention_norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
         self.qkv = linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim)
         self.output = linear(embed_dim, embed_dim)
         self.mlp_norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
         self.up, self.down = linear(embed_dim, hidden_dim), linear(hidden_dim, embed_dim)
+        # Both branches add 0 to their input at first, so gradients reach all layers alike.
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.down.weight)
 
@@ -203,6 +205,7 @@ class SparseTransformerLayer(nn.Module):
         if cache is not None:
             mixed: Tensor = cache.attend(query, key, value, key_mask=key_mask)
         else:
+            # A function of yours may not know the argument, so it only gets it if it has to.
             grouped = {"enable_gqa": True} if heads != kv_heads else {}
             mixed = self.attend(
                 query,
@@ -268,6 +271,7 @@ class SparseTransformer(nn.Module):
         check_positive(num_layers=num_layers)
         patterns: list[Any] = _one_per_layer("pattern", pattern, num_layers)
         attends: list[Attend] = _one_per_layer("attend", attend, num_layers)
+        # One module in several layers would train one set of weights, or mix the state of the layers.
         own = [id(each) for each in attends if holds_state(each)]
         if len(set(own)) < len(own):
             raise ValueError(f"attend: expected one for each of {num_layers=} layers, which would share what it learns")
@@ -322,6 +326,7 @@ class SparseTransformer(nn.Module):
         else:
             angles = layers[0].cached_angles(x, cache)
         for layer, layer_cache in zip(layers, caches, strict=True):
+            # A recomputed layer would add its tokens to the cache twice.
             if self.gradient_checkpointing and layer_cache is None:
                 x = recomputed(layer, x, key_mask, None, angles)
             else:

@@ -139,6 +139,7 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
                 torch._assert_async(kept.key_mask[:, 0].all(), message)
         else:
             origins = tuple(lead - kept.first for lead in kept.leading or (0,))
+    # Positions of the mask's rule and of the pattern agree, unless the mask was given as values with room after it.
     heads, n_queries = query.shape[1:3]
     placed = kept.pattern == Dense() or kept.start == int(kept.offset)
     both = _both(kept.pattern, pattern, origins) if placed else None
@@ -213,6 +214,7 @@ def attend(
     Raises:
         ValueError: If the model passes an argument or a mask that ringtile does not support.
     """
+    # An argument that changes the result and is not read would be a silent error.
     check_arguments(options)
     n_keys = key.shape[2]
     if query.shape[0] == 1 < key.shape[0]:
@@ -296,6 +298,7 @@ def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: 
 
 def _packed(kept: KeptPairs, query: Tensor, n_keys: int, options: Mapping[str, Any]) -> KeptPairs:
     """Return the kept pairs inside the sequences whose bounds came as an argument, as for flash attention."""
+    # Bounds (0, 7, 40) are sequences of 7 and 33 tokens, in one row.
     bounds, of_keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
     if len(query) != 1 or query.shape[2] != n_keys or (of_keys is not None and not torch.equal(bounds, of_keys)):
         raise ValueError(f"cu_seq_lens_q: expected bounds of one row of {n_keys} tokens, got {query.shape=}")

@@ -218,6 +218,7 @@ def attend_shard(
             f"attn_temperature_tuning: expected fewer than {module.floor_scale} tokens, because longer rows scale "
             f"queries by their place in the shard, got {layout.n_tokens}"
         )
+    # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
     pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
     cp.record(kept.pattern, pattern, layout, query, key, value)
     out = ring_attention(
@@ -259,6 +260,7 @@ class ContextParallel:
         self.model, self.pattern, self._layout = model, pattern, layout
         self._is_rotary = any("inv_freq" in name for name, _ in model.named_buffers())
         self._loss = getattr(model, "loss_type", None)
+        # The probe below runs the model up to its first attention, for which it must have been switched.
         register_pair(NAME, attend_shard, shard_mask)
         switch_back = switch(model, NAME)
         try:
@@ -411,6 +413,7 @@ class ContextParallel:
         content = b"".join(name.encode() + digest_of(x) for name, x in tensors.items())
         digest = digest_of(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device)
+        # All ranks gather all digests, so all of them raise, and none waits in the attention of a wrong batch.
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.group)
         others = [rank for rank in range(self.size) if not torch.equal(every[rank], every[0])]
@@ -438,6 +441,7 @@ class ContextParallel:
         """Return all tokens in order, at every rank, from the ranks' outputs, such as logits. It has no gradient."""
         sizes = [torch.tensor(x.shape[dim], device=x.device) for _ in range(self.size)]
         dist.all_gather(sizes, sizes[self.rank].clone(), group=self.group)
+        # Gathered tensors need equal shapes, so shards are padded to the longest and cut again.
         counts = [int(size) for size in sizes]
         mine = nn.functional.pad(x.movedim(dim, -1), (0, max(counts) - counts[self.rank])).contiguous()
         every = [torch.empty_like(mine) for _ in counts]
@@ -450,6 +454,7 @@ class ContextParallel:
     ) -> None:
         """Remember an attention call for `report`."""
         width = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
+        # Under autocast, what travels is narrower than what the layer was given.
         dtype = key.dtype
         if torch.is_autocast_enabled(key.device.type):
             dtype = torch.get_autocast_dtype(key.device.type)

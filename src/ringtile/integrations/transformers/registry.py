@@ -119,6 +119,7 @@ def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> Non
         )
 
 
+# The source of a class does not change, and reading it takes longer than building a small model.
 @cache
 def _is_by_hand(kind: Any) -> bool:
     """Return True if it is certain that a class of models, or a part of it, has attention of its own."""
@@ -178,6 +179,7 @@ def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend
         _CONVERTED[kind](model)
         return model
     switch(model, CHOSEN)
+    # On the modules, not in a table of models: a model that is dropped takes its choice along, and a copy has it.
     chosen = _Chosen(pattern, attend)
     for module in model.modules():
         setattr(module, _KEPT, chosen)
@@ -217,6 +219,7 @@ def switch(model: Any, name: str) -> Callable[[], None]:
 
     Raises ValueError if a part computes attention by itself.
     """
+    # transformers switches the parts that it can and keeps quiet about the others.
     parts = _parts(model)
     before = [part.config._attn_implementation for part in parts]
 

@@ -317,11 +317,6 @@ class AdaptiveCall:
     """One call of attention over the tiles that an `AdaptiveAttention` chooses, in dilated segments if there are any.
 
     It chooses once, so that a backward pass that computes it again attends over the same tiles.
-
-    >>> call = AdaptiveCall(AdaptiveAttention(), [(128, 1)], None, is_causal=True, key_mask=None, scale=None)
-    >>> x = torch.randn(1, 2, 300, 16)
-    >>> call(x, x, x).shape, call.tile_density
-    (torch.Size([1, 2, 300, 16]), 0.5)
     """
 
     def __init__(

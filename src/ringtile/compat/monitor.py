@@ -23,13 +23,6 @@ class PerformanceMonitor:
 
     The first call of each shape is followed by one timed call of dense attention on the same inputs, with the time and
     memory that dense attention needs. While enabled, each call waits for its device.
-
-    >>> monitor = PerformanceMonitor()
-    >>> monitor.enable()
-    >>> x = torch.randn(1, 2, 256, 16)
-    >>> out = monitor.measure("shape", lambda: x, lambda: x, lambda: x, density=lambda: 1.0)
-    >>> monitor.report()["quality_score"] > 0.999
-    True
     """
 
     def __init__(self) -> None:

@@ -21,16 +21,10 @@ class AttnMask(NamedTuple):
 
 
 def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> AttnMask:
-    """Read which pairs a mask of `torch.nn.MultiheadAttention` keeps.
+    """Read which pairs a mask of `torch.nn.MultiheadAttention` keeps, ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``.
 
-    Args:
-        mask: ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``, bool, True for pairs to drop, or floating point with 0 and -inf.
-        batch: B.
-        heads: H.
-        is_causal: Hint that the mask is the causal one. Only used in a traced graph, which cannot read its values.
-
-    Raises:
-        ValueError: If a floating-point mask has other values, or a traced graph has no hint.
+    True or -inf drops a pair. A traced graph cannot read values: there, ``is_causal`` says that the mask is the causal
+    one. Raises ValueError if a floating-point mask has other values than 0 and -inf, or a traced graph has no hint.
     """
     if torch.compiler.is_compiling():
         if is_causal and mask.shape[-1] == mask.shape[-2]:

@@ -15,20 +15,11 @@ from ringtile.index.tiles import FULL, unpack_words
 def tile_weights(
     query: Tensor, key: Tensor, lse: Tensor, index: BlockIndex, *, key_mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Return the softmax weights of the kept tiles, differentiable in query, key and lse.
+    """Return the softmax weights of the kept tiles, differentiable in query, key and the lse of the same pairs.
 
-    Args:
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, H, Nk, D]``.
-        lse: ``[B, H, Nq]``, the natural log-sum-exp over the same pairs.
-        index: The kept pairs.
-        key_mask: ``[B, Nk]`` bool, True for keys to attend to.
-        scale: Factor for the scores.
-
-    Returns:
-        A coalesced sparse COO tensor ``[B, H, rows, columns, b, b]`` with four sparse and two dense dimensions. Its
-        values are ``[T, b, b]``, one per kept tile. Rows are cut at multiples of b in positions, so the first query is
-        row ``index.start % b`` of the first tile.
+    The result is a coalesced sparse COO tensor ``[B, H, rows, columns, b, b]`` with four sparse and two dense
+    dimensions. Its values are ``[T, b, b]``, one per kept tile. Rows are cut at multiples of b in positions, so the
+    first query is row ``index.start % b`` of the first tile.
     """
     (batch, heads, n_queries, _), n_keys = query.shape, key.shape[2]
     block, rows, cols = index.block, index.n_rows, index.n_cols

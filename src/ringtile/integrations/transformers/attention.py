@@ -191,28 +191,12 @@ def attend(
     by: LayerAttend = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer of a model.
+    """Compute the attention of one layer of a model, as transformers' interface asks for it.
 
-    Args:
-        pattern: Which of the pairs of the model's mask to keep.
-        module: The attention module.
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``.
-        value: ``[B, Hkv, Nk, Dv]``.
-        attention_mask: The mask that `pattern_mask` made, a bool or float mask of all pairs, or None.
-        dropout: Probability of dropping a weight.
-        scaling: Factor for the scores.
-        softcap: Bound of the scores.
-        s_aux: ``[H]``, the sinks.
-        is_causal: True if a call without a mask is causal. Default: ``module.is_causal``.
-        by: Computes the attention in place of `sparse_attention`, unless there is only one query.
-        options: Other arguments of the model.
-
-    Returns:
-        The output ``[B, Nq, H, Dv]``, and None in place of the weights.
-
-    Raises:
-        ValueError: If the model passes an argument or a mask that ringtile does not support.
+    ``pattern`` says which of the pairs of the model's mask to keep: the mask that `pattern_mask` made, a bool or float
+    mask of all pairs, or None. ``by`` computes the attention in place of `sparse_attention`, unless there is only one
+    query. Returns the output ``[B, Nq, H, Dv]``, and None in place of the weights. Raises ValueError if the model
+    passes an argument or a mask that ringtile does not support.
     """
     # An argument that changes the result and is not read would be a silent error.
     check_arguments(options)

@@ -50,6 +50,6 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs ``(d, d + D / 2)`` of ``x`` ``[..., N, D]`` by angles ``[..., N, D / 2]``, and keep the dtype."""
+    """Rotate the pairs ``(d, d + D / 2)`` of ``x`` ``[..., N, D]`` by angles ``[..., N, D / 2]``; keep the dtype."""
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ringtile.distributed import (
     Layout,
     PlanMismatch,
-    attention,
+    agreement,
     exchange,
     make_plan,
     pieces,
@@ -36,9 +35,11 @@ from ringtile.distributed import (
     ring_dilated_attention,
 )
 from ringtile.distributed import plan as plan_module
-from ringtile.distributed.attention import group_of
 from ringtile.distributed.exchange import Exchange
 from ringtile.distributed.layout import positions_of
+from ringtile.distributed.lockstep import Facts
+from ringtile.distributed.process_groups import of_group
+from ringtile.distributed.transports import group_of
 from ringtile.functional import sparse_attention
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.select import select
@@ -359,8 +360,8 @@ def test_plans_of_all_ranks_fit_together(data: st.DataObject) -> None:
         assert plan.n_tokens == len(mine)
         # What arrives is what was sent, in the same order, and fills the buffer once.
         filled = torch.full((plan.n_buffer,), -1)
-        for source, target, length in plan.own:
-            filled[target : target + length] = mine[source : source + length]
+        for source, target in zip(*plan.own, strict=True):
+            filled[slice(*target)] = mine[slice(*source)]
         for other in plans:
             theirs = layout.positions(other.rank)
             wire = torch.cat([theirs[:0], *(theirs[a:b] for a, b in other.sent[plan.rank])])
@@ -368,9 +369,9 @@ def test_plans_of_all_ranks_fit_together(data: st.DataObject) -> None:
             assert (filled[places] == -1).all()
             filled[places] = wire
             broadcast = torch.cat([theirs[:0], *(theirs[a:b] for a, b in other.hot[other.rank])])
-            for source, target, length in plan.hot_copies[other.rank]:
-                assert (filled[target : target + length] == -1).all()
-                filled[target : target + length] = broadcast[source : source + length]
+            for source, target in zip(*plan.hot_copies[other.rank], strict=True):
+                assert (filled[slice(*target)] == -1).all()
+                filled[slice(*target)] = broadcast[slice(*source)]
             assert plan.hot == other.hot
         assert torch.equal(filled, buffer)
         # Every row's keys are there.
@@ -391,7 +392,7 @@ def traffic_of(
     dist.init_process_group("fake", rank=rank, world_size=layout.n_ranks, store=FakeStore())
     try:
         plan = make_plan(pattern, layout, rank)
-        made = Exchange(plan, group_of(None))
+        made = Exchange(plan, Facts("exchange"), group_of(None))
         found = []
         with FakeTensorMode(), counted_traffic() as local:
             k, v = (torch.empty(1, heads, plan.n_tokens, head_dim, dtype=dtype) for _ in range(2))
@@ -690,8 +691,7 @@ def test_wrong_layouts_and_plans_are_named(make: Any, words: str) -> None:
 
 def test_a_compiled_graph_keeps_its_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other plans, as of packed documents, come and go."""
-    monkeypatch.setattr(attention, "_EXCHANGES", 2)
-    monkeypatch.setattr(attention, "_exchanges", OrderedDict())
+    monkeypatch.setattr(agreement, "EXCHANGES", 2)
     x, layout = torch.randn(1, 2, 256, 8), Layout.contiguous(256, 1)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -705,7 +705,8 @@ def test_a_compiled_graph_keeps_its_exchange(monkeypatch: pytest.MonkeyPatch) ->
             ring_attention(x, x, x, CAUSAL & Documents([length, 256 - length]), layout=layout)
         assert torch.equal(attend(x), first)
         assert counter.frame_count == 1
-        assert len(attention._exchanges) == 2
+        calls = of_group(group_of(None), agreement.Calls)
+        assert (len(calls.exchanges), len(calls.in_graphs)) == (2, 1)
     finally:
         dist.destroy_process_group()
 

@@ -27,7 +27,6 @@ from ringtile.distributed.failures.faults import (
     PlanMismatch,
     RankLost,
     agree,
-    first_nonfinite,
     handshakes,
     publish_failure,
     verdict,
@@ -35,6 +34,7 @@ from ringtile.distributed.failures.faults import (
     watch,
 )
 from ringtile.distributed.failures.watcher import Watcher
+from ringtile.distributed.shards import first_nonfinite
 
 # One worker runs all cases at once.
 pytestmark = pytest.mark.xdist_group("faults")

@@ -31,8 +31,8 @@ from test_ring_processes import check_checkpoints, check_equal, check_second_der
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringtile.distributed import Layout, PlanMismatch, make_plan, relays, ring_attend, ring_attention
-from ringtile.distributed.layout import positions_of
+from ringtile.distributed import Layout, PlanMismatch, make_plan, ring_attend, ring_attention, transports
+from ringtile.distributed.layout import count_tokens, counts_of, positions_of
 from ringtile.distributed.relays import count_levels, make_relays
 from ringtile.functional import sparse_attention
 from ringtile.modules import SparseTransformer
@@ -166,8 +166,8 @@ def test_relays_of_all_ranks_fit_together(data: st.DataObject) -> None:
     relays = [make_relays(plan, per_node) for plan in plans]
     assert len({each.fingerprint for each in relays}) == 1
     levels = count_levels(layout, plans[0].needs, plans[0].is_hot, 16, per_node)
-    assert levels.crossing.tolist() == [list(each.tokens_crossing) for each in relays]
-    assert levels.handed.tolist() == [list(each.tokens_handed) for each in relays]
+    assert levels.crossing.tolist() == [counts_of(each.crossing) for each in relays]
+    assert levels.handed.tolist() == [counts_of(each.handed) for each in relays]
     assert levels.direct.tolist() == [[each.plan.tokens_sent[mate] for mate in each.mates] for each in relays]
     assert {each.is_crossing for each in relays} == {bool(levels.crossing.any())}
     assert {each.is_direct for each in relays} == {bool(levels.direct.any())}
@@ -180,16 +180,15 @@ def test_relays_of_all_ranks_fit_together(data: st.DataObject) -> None:
             torch.cat([x[:0], *(x[a:b] for a, b in owner.crossing[node])])
             for owner, x in ((owner, layout.positions(owner.plan.rank)) for owner in owners)
         ]
-        assert each.arriving == tuple(map(len, arrived))
+        assert counts_of(each.arriving) == list(map(len, arrived))
         assert not each.arriving[node]
-        for mate, parts in zip(each.mates, each.handed, strict=True):
-            wire = torch.full((relays[mate].tokens_relayed[number],), -1)
-            for positions, copies in zip(arrived, parts, strict=True):
-                for source, target, length in copies:
-                    wire[target : target + length] = positions[source : source + length]
+        crossed = torch.cat(arrived)
+        for mate, runs in zip(each.mates, each.handed, strict=True):
+            message = torch.cat([crossed[:0], *(crossed[a:b] for a, b in runs)])
+            assert len(message) == count_tokens(relays[mate].relayed[number])
             buffer = positions_of(plans[mate].buffer[0])
             expected = torch.cat([buffer[:0], *(buffer[a:b] for a, b in relays[mate].relayed[number])])
-            assert torch.equal(wire, expected)
+            assert torch.equal(message, expected)
 
 
 def test_ranks_that_would_send_other_messages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +198,7 @@ def test_ranks_that_would_send_other_messages_are_named(monkeypatch: pytest.Monk
         found = make_relays(plan, per_node)
         return replace(found, crossing=((), ((0, 128),))) if plan.rank == 1 else found
 
-    monkeypatch.setattr(relays, "make_relays", forged)
+    monkeypatch.setattr(transports, "make_relays", forged)
 
     def run(rank: int) -> None:
         x, mesh = torch.randn(1, 1, 256, 4), init_device_mesh("cpu", (2, 2))

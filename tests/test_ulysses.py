@@ -31,9 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringtile.distributed import Layout, PlanMismatch, RankLost, ring_attend, ring_attention
-from ringtile.distributed.attention import group_of, place_of, real_group
 from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.process_groups import axes_of
+from ringtile.distributed.process_groups import axes_of, place_of, real_group
+from ringtile.distributed.transports import MODES, group_of
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index
 from ringtile.modules import SparseTransformer
@@ -366,7 +366,7 @@ def test_a_transformer_on_a_mesh_has_the_outputs_of_one_process() -> None:
         ({"pattern": per_head([CAUSAL] * 8)}, "num_heads: .* is written for 8, got num_heads=4"),
         ({"pattern": Documents([100, 100])}, "documents of 200 tokens expects n_keys=200"),
         ({"layout": Layout.contiguous(256, 2)}, "layout: expected a Layout for 4 ranks"),
-        ({"shape": (2, 2), "transport": "exchange"}, r"with two for the transports \('ulysses', 'hierarchy'\)"),
+        ({"shape": (2, 2), "transport": "exchange"}, r"with two for the transports \('hierarchy', 'ulysses'\)"),
         ({"shape": (2, 2, 1)}, "group: expected a mesh with one dimension"),
         ({"dropout_p": 2.0}, "dropout_p"),
         ({"sinks": torch.ones(1)}, "sinks: expected shape"),
@@ -509,7 +509,7 @@ def test_a_mesh_counts_its_ranks_row_by_row(shape: tuple[int, ...]) -> None:
         axes = [axes_of(whole["rows", "columns"]) for _ in range(2)]
         assert axes[0] == axes[1]
         mesh = whole["rows", "columns"]
-        assert group_of(mesh, "ulysses") is mesh
+        assert group_of(mesh, MODES["ulysses"]) is mesh
         assert place_of(mesh) == (axes[0].every.rank(), axes[0].every.size())
         assert real_group(mesh) is axes[0].every
         assert (axes[0].every is dist.group.WORLD) == (len(shape) == 2)

@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import lockstep
-from ringtile.distributed.attention import compare, group_of, real_group, ring_attention, shapes_of
+from ringtile.distributed.agreement import compare, shapes_of
+from ringtile.distributed.attention import ring_attention
 from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.lockstep import Facts
+from ringtile.distributed.process_groups import real_group
+from ringtile.distributed.transports import group_of, mode_of
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.attention import attend_scores
 from ringtile.functional.cache import HeldKeys, LayerCache
@@ -73,7 +76,7 @@ class RingCache(LayerCache):
 
     @property
     def _ranks(self) -> dist.ProcessGroup:
-        return real_group(group_of(self.group, self._options.get("transport", "")))
+        return real_group(group_of(self.group, mode_of(self._options.get("transport", "auto"))))
 
     @property
     def held(self) -> int:

@@ -178,6 +178,11 @@ def count_tokens(runs: Iterable[Run]) -> int:
     return sum(end - begin for begin, end in runs)
 
 
+def counts_of(parts: Iterable[Iterable[Run]]) -> list[int]:
+    """Return the number of tokens of each of several lists of runs."""
+    return list(map(count_tokens, parts))
+
+
 def starts_of(runs: Sequence[Run]) -> list[int]:
     """Return the place of each run if they follow each other."""
     return list(accumulate((end - begin for begin, end in runs), initial=0))[: len(runs)]

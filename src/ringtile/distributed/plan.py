@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens
-from ringtile.distributed.runs import Copy, copies, intervals, overlaps, placed, with_starts
+from ringtile.distributed.runs import Copies, copies, intervals, overlaps, placed, with_starts
 from ringtile.index import BlockIndex, build_index, build_rows, needed
 from ringtile.index.covers import MAX_BYTES
 from ringtile.index.tiles import pack_words
@@ -26,6 +26,12 @@ Transport = Literal["exchange", "gather", "ring", "hierarchy", "ulysses"]
 TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy", "ulysses")
 RING_PATTERNS = (Causal, Dense)
 """Patterns whose keys can pass around a ring."""
+
+
+def fits_ring(pattern: Pattern) -> bool:
+    """Return True if the keys of a pattern can pass around a ring."""
+    return isinstance(pattern, RING_PATTERNS)
+
 
 MAX_PIECES = 8
 """If rows with and without remote keys alternate more often than this, all rows read the buffer."""
@@ -77,11 +83,11 @@ class RingPlan:
     """bool ``[C]``: the column tiles that are broadcast."""
     pieces: tuple[Piece, ...]
     """The calls, in the order of the tokens."""
-    own: tuple[Copy, ...]
+    own: Copies
     """Own tokens that are copied into the buffer."""
     hot: tuple[tuple[Run, ...], ...]
     """For each rank the runs of its own tokens that it broadcasts, because most ranks need them."""
-    hot_copies: tuple[tuple[Copy, ...], ...]
+    hot_copies: tuple[Copies, ...]
     """For each other rank the tokens of its broadcast that are copied into the buffer."""
     sent: tuple[tuple[Run, ...], ...]
     """For each rank the runs of own tokens that it gets."""
@@ -108,6 +114,11 @@ class RingPlan:
         if device not in self._moved:
             self._moved[device] = tuple(replace(piece, index=piece.index.to(device)) for piece in self.pieces)
         return self._moved[device]
+
+    @cached_property
+    def relays(self) -> dict[int, Any]:
+        """The stages of a hierarchy, by the number of ranks per node: `make_relays` fills it."""
+        return {}
 
     @cached_property
     def _moved(self) -> dict[torch.device, tuple[Piece, ...]]:
@@ -243,8 +254,14 @@ def _make_plan(
         pieces, cols = _pieces(index, needs[rank], is_hot)
     places = [with_starts(held) for held in layout.runs]
     buffer = [intervals(part, grid) for part in cols]
+    # Both parts of the buffer can hold a position. The second follows the first: after 384 tokens, it begins at 384.
     first = with_starts(buffer[0])
-    parts = first, [(run, place + count_tokens(buffer[0])) for run, place in with_starts(buffer[1])]
+    second = [(run, place + count_tokens(buffer[0])) for run, place in with_starts(buffer[1])]
+
+    def into_buffer(source: list[tuple[Run, int]]) -> Copies:
+        found = copies(source, first), copies(source, second)
+        return Copies(*(tuple(run for each in found for run in each[side]) for side in (0, 1)))
+
     hot_runs = intervals(is_hot, grid)
     cold_runs = intervals(~is_hot, grid)
     sent, received, hot, hot_copies = [], [], [], []
@@ -252,7 +269,7 @@ def _make_plan(
         apart = other != rank
         hot.append(placed(hot_runs, places[other]))
         broadcast = overlaps(hot_runs, held) if apart else []
-        hot_copies.append(tuple(copy for part in parts for copy in copies(with_starts(broadcast), part)))
+        hot_copies.append(into_buffer(with_starts(broadcast)))
         sent.append(placed(intervals(needs[other] & ~is_hot, grid) if apart else [], places[rank]))
         received.append(placed(overlaps(cold_runs, held) if apart else [], first))
     return RingPlan(
@@ -263,7 +280,7 @@ def _make_plan(
         needs,
         is_hot,
         tuple(pieces),
-        tuple(copy for part in parts for copy in copies(places[rank], part)),
+        into_buffer(places[rank]),
         tuple(hot),
         tuple(hot_copies),
         tuple(sent),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -204,25 +202,12 @@ def make_plan(
         raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
     if type(rank) is not int or not 0 <= rank < layout.n_ranks:
         raise ValueError(f"rank: expected an integer from 0 to {layout.n_ranks - 1}, got {rank!r}")
-    key = (pattern, layout, rank, num_heads, batch, block, gather)
-    with _lock:
-        found = _plans.get(key)
-        if found is not None:
-            _plans.move_to_end(key)
-            return found
-    plan = _make_plan(pattern, layout, rank, num_heads, batch, block, gather, max_bytes)
-    with _lock:
-        plan = _plans.setdefault(key, plan)
-        if len(_plans) > PLANS:
-            _plans.popitem(last=False)
-    return plan
+    return _make_plan(pattern, layout, rank, num_heads, batch, block, gather, max_bytes)
 
 
-PLANS = 64
-_plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
-_lock = Lock()
-
-
+# Cache. Key: the pattern by its content, the layout, the rank and the sizes. Bound: 64 plans, the last that were used.
+# Owner: this module.
+@lru_cache(64)
 def _make_plan(
     pattern: Pattern,
     layout: Layout,
@@ -233,24 +218,17 @@ def _make_plan(
     gather: bool | None,
     max_bytes: int,
 ) -> RingPlan:
-    n_tokens, runs = layout.n_tokens, layout.runs[rank]
-    grid = TileGrid(block, 0, n_tokens, n_tokens)
+    grid = TileGrid(block, 0, layout.n_tokens, layout.n_tokens)
     pattern.validate(grid)
     heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
     demand = find_demand(pattern, layout, grid, gather=bool(gather), **heads)
     if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):
         demand = find_demand(pattern, layout, grid, gather=True)
     needs, holds, is_hot, most_sent, is_mixed = demand
-    sizes: dict[str, Any] = {**heads, "block": block}
     if is_cut(layout, rank, block):
-        cols, pieces, at = [needs[rank], torch.zeros_like(is_hot)], [], 0
-        for begin, end in runs:
-            index = build_index(pattern, end - begin, n_tokens, start=begin, **sizes)
-            every = torch.arange(index.n_rows)
-            pieces.append(Piece(at, at + end - begin, "all", index.remapped(every, cols[0].nonzero().flatten())))
-            at += end - begin
+        pieces, cols = _cut_pieces(pattern, layout, rank, needs[rank], block=block, **heads)
     else:
-        index = build_rows(pattern, holds[rank].nonzero().flatten(), n_tokens, **sizes)
+        index = build_rows(pattern, holds[rank].nonzero().flatten(), layout.n_tokens, block=block, **heads)
         pieces, cols = _pieces(index, needs[rank], is_hot)
     places = [with_starts(held) for held in layout.runs]
     buffer = [intervals(part, grid) for part in cols]
@@ -262,16 +240,14 @@ def _make_plan(
         found = copies(source, first), copies(source, second)
         return Copies(*(tuple(run for each in found for run in each[side]) for side in (0, 1)))
 
-    hot_runs = intervals(is_hot, grid)
-    cold_runs = intervals(~is_hot, grid)
-    sent, received, hot, hot_copies = [], [], [], []
-    for other, held in enumerate(layout.runs):
-        apart = other != rank
-        hot.append(placed(hot_runs, places[other]))
-        broadcast = overlaps(hot_runs, held) if apart else []
-        hot_copies.append(into_buffer(with_starts(broadcast)))
-        sent.append(placed(intervals(needs[other] & ~is_hot, grid) if apart else [], places[rank]))
-        received.append(placed(overlaps(cold_runs, held) if apart else [], first))
+    hot_runs, cold_runs = intervals(is_hot, grid), intervals(~is_hot, grid)
+    hot = tuple(placed(hot_runs, held) for held in places)
+    # Own tokens do not travel: the copies, and the messages to and from this rank, are empty.
+    others = [() if other == rank else held for other, held in enumerate(layout.runs)]
+    hot_copies = tuple(into_buffer(with_starts(overlaps(hot_runs, held))) for held in others)
+    received = tuple(placed(overlaps(cold_runs, held), first) for held in others)
+    cold_needs = [intervals(needed & ~is_hot, grid) for needed in needs]
+    sent = tuple(placed(runs if other != rank else (), places[rank]) for other, runs in enumerate(cold_needs))
     return RingPlan(
         pattern,
         layout,
@@ -281,15 +257,31 @@ def _make_plan(
         is_hot,
         tuple(pieces),
         into_buffer(places[rank]),
-        tuple(hot),
-        tuple(hot_copies),
-        tuple(sent),
-        tuple(received),
+        hot,
+        hot_copies,
+        sent,
+        received,
         (tuple(buffer[0]), tuple(buffer[1])),
         most_sent,
         bool(gather),
         is_mixed,
     )
+
+
+def _cut_pieces(
+    pattern: Pattern, layout: Layout, rank: int, needs: Tensor, **sizes: Any
+) -> tuple[list[Piece], list[Tensor]]:
+    """Make a piece of each run of a rank. Return them and the columns of the buffer's parts, bool: the second is empty.
+
+    Rows of a run that begins inside a tile have tiles of their own, which begin with the run.
+    """
+    pieces, at = [], 0
+    for begin, end in layout.runs[rank]:
+        index = build_index(pattern, end - begin, layout.n_tokens, start=begin, **sizes)
+        index = index.remapped(torch.arange(index.n_rows), needs.nonzero().flatten())
+        pieces.append(Piece(at, at + end - begin, "all", index))
+        at += end - begin
+    return pieces, [needs, torch.zeros_like(needs)]
 
 
 def is_better_gathered(most_sent: int, layout: Layout) -> bool:

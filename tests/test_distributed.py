@@ -161,10 +161,11 @@ def check_ranks(pattern: Pattern, layout: Layout, expected: Expected, **options:
         (name, layout, RANKS[(row + column) % 5])
         for row, name in enumerate(PATTERNS)
         for column, layout in enumerate(LAYOUTS)
+        if (3 * row + column) % 5 < 3
     ],
 )
 def test_ranks_give_the_bits_of_one_process(name: str, layout: str, n_ranks: int) -> None:
-    """Every pattern in every layout, and both with every number of ranks."""
+    """Every pattern in three layouts, and every layout with every number of ranks."""
     check_ranks(PATTERNS[name], LAYOUTS[layout](N_TOKENS, n_ranks), expected_of_named(name))
 
 
@@ -174,21 +175,18 @@ def test_ranks_give_the_bits_of_one_process(name: str, layout: str, n_ranks: int
         (("causal", "dense")[(row + column) % 2], layout, n_ranks)
         for row, layout in enumerate(LAYOUTS)
         for column, n_ranks in enumerate(RANKS)
+        if (row + column) % 5 in (0, 2, 3)
     ],
 )
 def test_keys_pass_around_a_ring(name: str, layout: str, n_ranks: int) -> None:
-    """Every layout with every number of ranks, and both with either pattern."""
+    """Every layout with three numbers of ranks, and both with either pattern."""
     expected, made = expected_of_named(name), LAYOUTS[layout](N_TOKENS, n_ranks)
     check_transport("ring", PATTERNS[name], made, expected)
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "n_ranks"),
-    [
-        (name, layout, RANKS[(row + column) % 5])
-        for row, name in enumerate(PATTERNS)
-        for column, layout in enumerate(("zigzag", "equal"))
-    ],
+    [(name, ("zigzag", "equal")[row % 2], RANKS[row % 5]) for row, name in enumerate(PATTERNS)],
 )
 def test_every_rank_gets_all_keys(name: str, layout: str, n_ranks: int) -> None:
     check_transport("gather", PATTERNS[name], LAYOUTS[layout](N_TOKENS, n_ranks), expected_of_named(name))
@@ -326,22 +324,6 @@ def test_weights_depend_on_positions_in_the_whole(options: dict[str, Any], layou
     check_ranks(pattern, LAYOUTS[layout](N_TOKENS, 3), expected, **options)
 
 
-def test_sinks_get_the_sum_of_the_ranks_gradients() -> None:
-    pattern, layout = CAUSAL & Window(150), Layout.zigzag(N_TOKENS, 3)
-    problem, sinks = make_inputs(1, 2, N_TOKENS, head_dim=8), torch.randn(2, dtype=torch.float64)
-    exact = oracle(*problem[:3], pattern, grad_out=problem.grad_out, start=0, sinks=sinks)
-
-    def run(rank: int) -> dict[str, Tensor]:
-        q, k, v, grad_out = (layout.shard(x, rank) for x in problem)
-        leaf = sinks.clone().requires_grad_()
-        out = ring_attention(q, k, v, pattern, layout=layout, sinks=leaf)
-        return {"out": out.detach(), "sinks": torch.autograd.grad(out, leaf, grad_out)[0]}
-
-    found = on_ranks(3, run)
-    assert relative_error(layout.unshard([results["out"] for results in found]), exact.out) < 1e-12
-    assert relative_error(sum(results["sinks"] for results in found), exact.grads["sinks"]) < 1e-12
-
-
 @settings(max_examples=60)
 @given(st.data())
 def test_plans_of_all_ranks_fit_together(data: st.DataObject) -> None:
@@ -427,9 +409,9 @@ def check_halo(n_ranks: int, ranks: Iterable[int]) -> None:
 
 
 @pytest.mark.usefixtures("one_demand")
-@pytest.mark.parametrize(("n_ranks", "stride"), [(8, 1), (64, 1), (1024, 93)])
+@pytest.mark.parametrize(("n_ranks", "stride"), [(8, 1), (64, 9), (1024, 341)])
 def test_a_window_of_a_million_tokens_sends_only_its_halo(n_ranks: int, stride: int) -> None:
-    # 93 divides 1,023, so that the first and the last rank are among them.
+    # 9 divides 63, and 341 divides 1,023, so that the first and the last rank are among them.
     check_halo(n_ranks, {*range(0, n_ranks, stride), 1, 3, 4, n_ranks - 5, n_ranks - 4, n_ranks - 2})
 
 

@@ -69,7 +69,8 @@ def check_checkpoints(
 ) -> None:
     """The documented policy repeats none of the collectives of the forward pass."""
     operators = torch.ops.ringtile
-    saved = operators.cast_start.default, operators.cast_bits.default
+    names = ("cast_start", "cast_bits", "to_heads", "to_tokens")
+    saved = [getattr(operators, name).default for name in names]
 
     def policy(ctx: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE

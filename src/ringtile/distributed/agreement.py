@@ -54,6 +54,7 @@ def exchange_of(
     """
     call = plan, facts, *map(ref, groups)
     calls = of_group(groups[0], Calls)
+    # Threads that share a group must not make two exchanges of one call: each would count its own.
     with _lock:
         found = calls.in_graphs.get(call) or calls.exchanges.pop(call, None)
         if found is None:
@@ -98,6 +99,7 @@ def compare(
         "ringtile": ringtile.__version__,
         "torch": torch.__version__,
     }
+    # Versions are facts, too: another version can plan other messages for the same call.
     mine = Facts(name, tuple(facts.items()))
     agreed = of_group(ranks, Calls).agreed
     found = agreed.get(mine)
@@ -108,6 +110,7 @@ def compare(
             begin(ranks)
             check(ranks, mine, f"the facts of {name}", is_new=True)
         agree(ranks, name, facts)
+        # All ranks have compared the same calls, so all forget them in the same call.
         if len(agreed) >= AGREED:
             agreed.clear()
         found = agreed[mine] = mine

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.plan import fits_ring
-from ringtile.distributed.transports import MODES, routes_of
+from ringtile.distributed.transports import MODES, plan_of
 from ringtile.patterns import Pattern
 
 T = TypeVar("T")
@@ -49,9 +49,9 @@ def prepare(
         raise ValueError(f"transport: expected auto, exchange, gather or hierarchy, got {transport!r}")
     if mode.gather is None and fits_ring(pattern) and layout.n_ranks > 1:
         return
-    routes = routes_of(mode, pattern, layout, rank, num_heads, batch, ranks_per_node)
+    plan = plan_of(mode, pattern, layout, rank, num_heads, batch, ranks_per_node)
     # The comparison needs it, and it takes as long as the plan.
-    assert routes.fingerprint
+    assert plan.fingerprint
 
 
 def prefetched(batches: Iterable[T], prepare_batch: Callable[[T], object]) -> Iterator[T]:

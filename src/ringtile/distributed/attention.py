@@ -21,7 +21,7 @@ from ringtile.distributed.relays import Relays
 from ringtile.distributed.ring import Ring, ring
 from ringtile.distributed.shards import check_keys_finite, check_shard
 from ringtile.distributed.stages import from_bytes, to_bytes
-from ringtile.distributed.transports import MODES, chosen, group_of, mode_of, routes_of
+from ringtile.distributed.transports import MODES, chosen, group_of, mode_of, plan_of
 from ringtile.distributed.ulysses import HeadExchange
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import (
@@ -201,7 +201,7 @@ def _prepared(
     facts: dict[str, str | float] = {"pattern": described(pattern), "transport": transport, "plan": ""}
     plan: RingPlan | Relays | HeadPlan | None = None
     if mode.is_planned:
-        plan = routes_of(mode, pattern, layout, every.rank(), heads, batch, groups[2].size())
+        plan = plan_of(mode, pattern, layout, every.rank(), heads, batch, groups[2].size())
         if isinstance(plan, RingPlan):
             facts["transport"] = "gather" if plan.is_gathered else "exchange"
         facts["plan"] = plan.fingerprint

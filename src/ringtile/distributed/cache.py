@@ -126,6 +126,7 @@ class RingCache(LayerCache):
         )
         lockstep.begin(ranks)
         position = torch.arange(self.length, self.length + n_new, device=key.device)
+        # Ranks take turns of 128 tokens: of 3 ranks, rank 1 stores the positions 128 to 255, 512 to 639, ...
         turns = torch.full_like(position, self._home) if self.bounded else position // _BLOCK % ranks.size()
         self._add(self._new(key, value, position, key_mask).chosen((turns == ranks.rank()).nonzero().squeeze(1)))
         self.length += n_new

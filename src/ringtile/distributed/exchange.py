@@ -110,7 +110,7 @@ class Exchange:
         self._facts = facts
         # A group that was destroyed keeps its connections as long as it is referred to.
         self._group = ref(group)
-        # The owner of each broadcast, in their order in a vector.
+        # The owner of each broadcast, in their order in a vector: rank by rank if there are no nodes.
         self._owners = list(range(len(self.plan.tokens_hot)))
         self._direct = Stage(self.plan.sent, self.plan.received, self._group, not self.plan.is_mixed)
         self._crossing, self._handed = (Stage((), (), self._group, is_idle=True) for _ in range(2))
@@ -182,6 +182,7 @@ class Exchange:
                 gather(views(own, xs), xs, self.plan.hot[self.plan.rank])
         sent, crossing = self._direct.pack(xs), self._crossing.pack(xs)
         arrived = self._crossing.room(xs)
+        # From here on nothing is allocated that can be before: a rank that fails now leaves the others waiting.
         self.check(data, sent)
         broadcasts = [work for vector in mine for work in self._outer.start(vector, width)]
         across = self._crossing.start(arrived, crossing, *sides)
@@ -200,6 +201,7 @@ class Exchange:
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
         copy(buffers, xs, plan.own)
         self._wait(works.hot, FORWARD)
+        # Broadcasts that were received before, as in a checkpoint, were handed on inside the node, too.
         hot = received[: self._sizes(xs)[0]]
         if self._inner is not None and works.next is not None:
             self._wait(self._inner.start(hot, width), FORWARD)
@@ -254,6 +256,7 @@ class Exchange:
     def start_hot_back(self, grads: Tensors) -> tuple[Tensor, Works]:
         """Begin to add up the gradients of broadcast tokens at their owners, from those of the buffers."""
         width = width_of(grads)
+        # A sum over ranks, so in the accumulation type. A token in both parts of the buffer has two gradients to add.
         hot = grads[0].new_zeros(sum(self._n_hot) * width, dtype=accumulator(grads[0]))
         for owner, message in self._broadcast(hot, width):
             source, target = self.plan.hot_copies[owner]
@@ -322,6 +325,7 @@ class Exchange:
 
 
 def _start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    # A call that failed between start and finish has dropped its ticket, and nobody waits for its works.
     for left in [left for left, (held, _) in list(_in_flight.items()) if held.expired()]:
         _in_flight.pop(left, None)
     received, works = by_number[number].start((k, v))

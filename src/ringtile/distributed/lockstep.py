@@ -85,6 +85,7 @@ def check(
     state = of_group(group, _State)
     sealed = repr((state.begun, "new" if is_new else (facts.digest, data)))
     digest = int.from_bytes(blake2b(sealed.encode(), digest_size=8).digest(), signed=True)
+    # The largest ~x is the complement of the smallest x, so one maximum tells whether all digests are equal.
     extremes = torch.tensor([digest, ~digest], device=device)
     wait(dist.all_reduce(extremes, dist.ReduceOp.MAX, group, async_op=True), group, data)
     ready = None
@@ -100,6 +101,7 @@ def check(
 
 def _read(group: dist.ProcessGroup, comparison: _Comparison) -> None:
     extremes, ready, begun, facts, data = vars(comparison).values()
+    # Most comparisons are ready by now: the host waits only if too many are unread.
     if ready is not None:
         ready.synchronize()
     largest, complement = extremes.tolist()

@@ -39,7 +39,7 @@ _SOURCES: tuple[Source, ...] = ("own", "hot", "all")
 _HOT_RANKS = 3
 """Tiles that at least so many other ranks need, and more than half of all ranks, are broadcast."""
 
-_CELLS = 1 << 20
+_ELEMENTS = 1 << 20
 """Elements of a temporary tensor while messages are counted."""
 
 _RUNS = 256
@@ -333,6 +333,7 @@ def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
     # The matrices can have millions of elements, and the list of holders is short.
     holder, held = parts, rows
     if len(rows) > grid.n_rows:
+        # One number per pair, so that a tile of several runs counts once: of 16 tiles, tile 3 of rank 2 is 35.
         pairs = torch.unique(parts * grid.n_cols + rows)
         holder, held = pairs // grid.n_cols, pairs % grid.n_cols
     n_holders = torch.bincount(held, minlength=grid.n_cols)
@@ -342,8 +343,10 @@ def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
     else:
         asked = (needs & ~holds).sum(0, dtype=torch.int32).long()
         is_hot = _hot_tiles(asked, layout.n_ranks)
+    # For example, ranks 0 and 1 hold parts of a tile, and all four ranks need it: 2 ask for all of it, and 2 use it and
+    # have a part. Each holder sends its tokens to 3 = 2 + 2 - 1 others, itself not counted.
     used = torch.bincount(held[needs[holder, held]], minlength=grid.n_cols)
-    # To each other rank that needs the tile, or once to all.
+    # A broadcast counts once, whatever number of ranks it reaches.
     times = ((asked + used)[rows] - needs[parts, rows].long()).where(~is_hot[rows], 1)
     sent = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, parts, times * tokens)
     # A tile that a rank holds a part of can lack the tokens of others.
@@ -366,7 +369,8 @@ def count_cold(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> Ten
     """Return the tokens of each rank that each row of ``needs`` ``[K, C]`` needs without broadcast, ``[P, K]``."""
     tiles, ranks, tokens = layout.tiles(block)
     found = torch.zeros(layout.n_ranks, len(needs), dtype=torch.int64)
-    for some in (~is_hot[tiles]).nonzero().flatten().split(max(1, _CELLS // len(needs))):
+    # In chunks: the matrix of all held tiles and all rows has too many elements.
+    for some in (~is_hot[tiles]).nonzero().flatten().split(max(1, _ELEMENTS // len(needs))):
         found.index_add_(0, ranks[some], needs.T[tiles[some]] * tokens[some].unsqueeze(1))
     return found
 
@@ -377,6 +381,7 @@ def is_cut(layout: Layout, rank: int, block: int) -> bool:
     Raises ValueError if there are too many of them.
     """
     runs, n_tokens = layout.runs[rank], layout.n_tokens
+    # A run of 700 tokens that ends at 700 of 700 cuts no tile: the last one is shorter.
     inside = sum(begin % block > 0 or (end % block > 0 and end != n_tokens) for begin, end in runs)
     if inside > _RUNS:
         raise ValueError(
@@ -397,15 +402,19 @@ def _hot_tiles(asked: Tensor, n_ranks: int) -> Tensor:
 
 def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piece], list[Tensor]]:
     """Cut a rank's row tiles into runs with one source. Return them and the columns of the buffer's parts, bool."""
-    # A million tiles: short integers.
+    # There can be a million tiles, so the integers are short. A slot is a head and a row: with 6 rows, row 2 of head 1
+    # is slot 8.
     slot, col = (x.int() for x in index.slot_and_col(index.entries().number))
     row = slot.remainder_(max(index.n_rows, 1))
     own_place = torch.full((index.n_cols,), -1)
     own_place[index.row_at.long()] = torch.arange(index.n_rows)
     is_remote = own_place < 0
+    # 0 for rows that need own keys only, 1 if some are broadcast, 2 if others travel, too.
     source = torch.zeros(index.n_rows, dtype=torch.uint8)
     source[row[is_remote[col]]] = 1
     source[row[(is_remote & ~is_hot)[col]]] = 2
+    # Sources [0, 0, 1, 2, 2] are three pieces, between the bounds [0, 2, 3, 5]. If they are too many, rows with
+    # broadcast keys wait for all keys, and if they are still too many, all rows do.
     for merged in (1, 0):
         bounds = [0, *(source.diff().nonzero().flatten() + 1).tolist(), index.n_rows]
         if len(bounds) - 1 <= MAX_PIECES:

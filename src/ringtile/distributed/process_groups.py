@@ -94,6 +94,7 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     outer, inner = mesh.get_group(0), mesh.get_group(1)
     found = of_group(outer, _Wholes)
     if inner not in found:
+        # A layout counts the ranks of a mesh row by row, and a group of them counts in ascending order.
         ranks = mesh.mesh.flatten().tolist()
         if ranks != sorted(ranks):
             raise ValueError(f"group: expected a mesh whose ranks ascend row by row, got {mesh!r}")

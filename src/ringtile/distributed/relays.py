@@ -58,6 +58,7 @@ class Relays:
     def relayed(self) -> tuple[tuple[Run, ...], ...]:
         """For each rank of this node the runs of the buffer that its message fills, in the order of the nodes."""
         received, n_ranks = self.plan.received, self.plan.layout.n_ranks
+        # Mate 1 of nodes of 4 hands on what ranks 1, 5, 9, ... of other nodes sent, in this order.
         owners = ((x for x in range(g, n_ranks, self.per_node) if x not in self.mates) for g in self._numbers)
         return tuple(tuple(run for owner in same for run in received[owner]) for same in owners)
 
@@ -77,7 +78,7 @@ class Relays:
         plan, per_node = self.plan, self.per_node
         digest = hashlib.sha256(f"{plan.fingerprint}, {per_node}".encode())
         counts = count_levels(plan.layout, plan.needs, plan.is_hot, plan.block, per_node)
-        # This rank's messages as it would send and receive them.
+        # This rank's messages as it would send and receive them: a rank that expects others than come would differ.
         counts.crossing[plan.rank] = torch.tensor(counts_of(self.crossing))
         counts.crossing[self.number :: per_node, self.node] = torch.tensor(counts_of(self.arriving))
         counts.handed[plan.rank] = torch.tensor(counts_of(self.handed))
@@ -137,6 +138,7 @@ def _make_relays(plan: RingPlan, per_node: int) -> Relays:
     holds[ranks, tiles] = True
     # A tile that a rank holds a part of can lack the tokens of others, inside the node and in other nodes.
     holds = holds.unflatten(0, (n_nodes, per_node))
+    # Number of ranks of each node that hold a tile: [node, C].
     in_node = holds.sum(1)
     others = (in_node > 1).unsqueeze(1) | ((in_node > 0).unsqueeze(1) & ~holds)
     return Relays(

@@ -73,6 +73,7 @@ def copies(source: Sequence[tuple[Run, int]], target: Sequence[tuple[Run, int]])
     >>> copies(with_starts([(0, 4), (10, 12)]), with_starts([(2, 11)]))
     Copies(source=((2, 4), (4, 5)), target=((0, 2), (8, 9)))
     """
+    # Pairs of equal runs, also if a run on one side spans two of the other.
     common = overlaps([run for run, _ in source], [run for run, _ in target])
     return Copies(*(tuple(_place(run, held) for run in common) for held in (source, target)))
 

@@ -113,6 +113,7 @@ class Broadcast:
     def start(self, vector: Tensor, width: int) -> list[Any]:
         """Begin to fill the parts of the others in the vector, which has this rank's own."""
         parts = list(messages(vector, [n * width for n in self.tokens]))
+        # One collective is less to launch and to wait for than a broadcast per rank, and moves the same bytes.
         if self._is_even and parts:
             gather_all = getattr(dist, ALL_GATHER)
             return [gather_all(vector, parts[self.me][1], group=alive(self.group), async_op=True)]
@@ -135,6 +136,7 @@ class Broadcast:
 
     def mine(self, vector: Tensor, width: int) -> Tensor:
         """Return this rank's part of the vector."""
+        # Of ranks with 128, 0 and 256 tokens, rank 2 has the elements from 128 * width on.
         first = sum(self.tokens[: self.me]) * width
         return vector[first : first + sum(self.tokens[self.me : self.me + 1]) * width]
 
@@ -213,6 +215,7 @@ def gather(targets: Tensors, sources: Tensors, places: Places) -> None:
         for target, source in zip(targets, sources, strict=True):
             torch.index_select(source, 2, places, out=target)
     else:
+        # Runs (0, 4) and (8, 10) go to (0, 4) and (4, 6) of the message.
         copy(targets, sources, Copies(places, consecutive(places)))
 
 
@@ -241,6 +244,7 @@ def to_bytes(keep: Tensor) -> Tensor:
     >>> to_bytes(torch.tensor([[True, False], [True, True]])).flatten().tolist()
     [3, 2]
     """
+    # Not every backend sends bool, and a byte per key would be eight times as much.
     bits: Tensor = torch.nn.functional.pad(keep.T, (0, -len(keep) % 8)).unflatten(1, (-1, 8))
     return (bits * _powers(keep)).sum(2).to(torch.uint8)[None, None]
 

@@ -72,10 +72,11 @@ def _reasons_against_ring(pattern: Pattern, call: Call) -> list[str]:
     return reasons
 
 
-def routes_of(
+def plan_of(
     mode: Mode, pattern: Pattern, layout: Layout, rank: int, num_heads: int, batch: int, ranks_per_node: int | None
 ) -> RingPlan | Relays:
     """Return the plan of a mode that is planned, from its cache if it was made before."""
+    # A hierarchy moves the tokens of the same plan, on other paths.
     plan = make_plan(pattern, layout, rank, num_heads=num_heads, batch=batch, gather=mode.gather)
     if 1 in mode.dims:
         return plan

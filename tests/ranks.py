@@ -88,6 +88,17 @@ def on_ranks(n_ranks: int, function: Callable[[int], T]) -> list[T]:
     return [found[rank] for rank in range(n_ranks)]
 
 
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A group of one rank, which needs no thread, and a compiler that remembers nothing."""
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 class Traffic:
     """Bytes that this thread's rank gave to collectives, and the calls."""
 

@@ -22,8 +22,11 @@ from test_distributed import (
     PATTERNS,
     Expected,
     attend_apart,
+    check_calls,
     expected_of,
     expected_of_named,
+    group_for,
+    has_whole_tiles,
     split_results,
 )
 from test_ring_processes import check_checkpoints, check_equal, check_second_derivatives, gradients
@@ -47,29 +50,14 @@ SHAPES: list[tuple[int, ...]] = [(2,), (4,), (2, 2), (3, 2), (1, 4), (2, 1), (2,
 """Ranks that exchange heads, or a mesh: ranks along the sequence and ranks that exchange heads."""
 
 
-def group_for(shape: tuple[int, ...]) -> DeviceMesh | None:
-    return None if len(shape) == 1 else init_device_mesh("cpu", shape)
-
-
 def check_ranks(pattern: Pattern, layout: Layout, shape: tuple[int, ...], expected: Expected, **options: Any) -> None:
     """All results against float64, and the bits of one process."""
-    problem, grad_lse, whole, exact = expected
-
-    def run(rank: int) -> dict[str, Tensor]:
-        how = {"transport": "ulysses", "group": group_for(shape), **options}
-        return attend_apart(problem, grad_lse, pattern, layout, rank, **how)
-
-    results = split_results(layout, on_ranks(layout.n_ranks, run))
-    for name, x in results.items():
-        assert relative_error(x, exact[name]) < 1e-12, name
     along = 1 if len(shape) == 1 else shape[0]
-    whole_tiles = all(begin % 128 == 0 and end % 128 in (0, N_TOKENS % 128) for begin, end in layout.runs[0])
     # A part of a tile can be another kernel's.
-    same = ["out", "lse", "q"] if along == 1 or whole_tiles else []
+    same = ["out", "lse", "q"] if along == 1 or has_whole_tiles(layout) else []
     # If each key head is at one rank, its gradient is no sum over ranks.
-    same += ["k", "v"] if along == 1 and problem.k.shape[1] % shape[-1] == 0 else []
-    for name in same:
-        assert torch.equal(results[name], whole[name]), name
+    same += ["k", "v"] if along == 1 and expected.problem.k.shape[1] % shape[-1] == 0 else []
+    check_calls(pattern, layout, expected, {"transport": "ulysses", **options}, same=same, shape=shape)
 
 
 @pytest.mark.parametrize(

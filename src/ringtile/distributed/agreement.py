@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ringtile
 from ringtile.distributed.exchange import Exchange, Plan
-from ringtile.distributed.failures.faults import agree, watch
+from ringtile.distributed.failures import agree, watch
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.lockstep import Facts, begin, check

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringtile.distributed import lockstep
 from ringtile.distributed.branches import BranchPlan
-from ringtile.distributed.failures.faults import wait
+from ringtile.distributed.failures import wait
 from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.plan import RingPlan
 from ringtile.distributed.relays import Relays

@@ -336,8 +336,7 @@ def test_rotary_angles_of_any_positions() -> None:
     assert torch.equal(rotary_angles(3, 8, positions=positions[0], like=like)[1], found[1][0])
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("batched", "checkpointing"), [(False, True), (True, False)])
 def test_positions_in_order_change_nothing(batched: bool, checkpointing: bool) -> None:
     model = scrambled(
         SparseTransformer(2, 16, 2, is_causal=True, pattern=RULE, gradient_checkpointing=checkpointing).double()
@@ -504,8 +503,7 @@ def test_half_types(dtype: torch.dtype) -> None:
     assert relative_error(out, exact) < 10 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("wider_norm", [False, True])
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(("qk_norm", "wider_norm"), [(False, False), (True, True)])
 def test_autocast(qk_norm: bool, wider_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = F.rms_norm
     if wider_norm:

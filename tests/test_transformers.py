@@ -191,17 +191,6 @@ def test_generated_tokens(name: str, cache: str) -> None:
         torch.testing.assert_close(torch.stack(found[1].logits), torch.stack(found[0].logits), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3, "do_sample": False}, {"do_sample": True}])
-def test_beams_and_samples(options: dict[str, Any]) -> None:
-    tokens, mask = torch.randint(3, 97, (2, 30)), padding("left", 2, 30)
-    mask[1, 29] = True
-    found = []
-    for model in both("Mistral"):
-        torch.manual_seed(1)
-        found.append(model.generate(tokens, attention_mask=mask.long(), max_new_tokens=24, **options))
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("kind", ["no", "left", "right"])
 def test_layers_that_share_keys_drop_queries_and_keep_their_places(kind: str) -> None:
     # Its own rounding is 2e-5 in float32, and its eager attention has no float64.

@@ -31,8 +31,9 @@ from ringtile.patterns.base import TileGrid
 from ringtile.tools.predict import cluster
 from ringtile.tools.predict import plan as plan_verb
 from ringtile.tools.predict import work as work_module
+from ringtile.tools.predict.cheapest import cheapest_for_model, cheapest_layout, cost_of_model
 from ringtile.tools.predict.cluster import fit_link
-from ringtile.tools.predict.cost import Cost, cheapest_for_model, cheapest_layout, cost_of_model, estimate
+from ringtile.tools.predict.cost import Cost, estimate
 from ringtile.tools.predict.hardware import HARDWARE, Hardware, Sizes
 from ringtile.tools.predict.work import Work, split, survey
 

@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from ringtile import build_index, sparse_attention
 from ringtile.adaptive import Density, audit, select
 from ringtile.patterns import Causal
-from ringtile.tools.bench import seconds_of
 from ringtile.tools.exact import relative_error
 from ringtile.tools.machine import commit, machine_facts, versions
 from ringtile.tools.memory import peak_memory
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
+from ringtile.tools.timing import seconds_of
 from ringtile.tools.units import count
 
 HEADS, HEAD_DIM, BLOCK, DENSITY = 8, 64, 128, 0.1

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ringtile.tools.bench import seconds_of
 from ringtile.tools.bench.peers import Attention
 from ringtile.tools.exact import Exact
 from ringtile.tools.memory import quiet_profiler
 from ringtile.tools.record import BOTH, FORWARD
+from ringtile.tools.timing import seconds_of
 
 MOCK = "RINGTILE_MOCK_GPU"
 CLOCK = "wall" if os.environ.get("TRITON_INTERPRET") == "1" else "mock" if os.environ.get(MOCK) else "events"

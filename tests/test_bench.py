@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,10 +31,11 @@ from ringtile.tools import bench, exact, machine, memory
 from ringtile.tools.bench import measure, roofline, run_bench, wrong_rows
 from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense, all_peers
 from ringtile.tools.bench.roofline import Work, limit_ms
+from ringtile.tools.bench.rows import Record, Row, break_even, slower_rows
 from ringtile.tools.bench.suites import CLAIMED, PATTERNS, PEERS, SUITES, TOKENS, Task, random_tiles, suite
 from ringtile.tools.exact import relative_error
 from ringtile.tools.memory import Peaks, peak_memory
-from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, Record, Row, break_even, slower_rows, write_whole
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, write_whole
 
 CPU = torch.device("cpu")
 
@@ -224,7 +226,7 @@ def test_the_memory_of_slow_others_is_not_measured(monkeypatch):
 
 def test_rounds_go_on_for_the_time_asked(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now.append(now[-1] + 1.0) or now[-1])
+    monkeypatch.setattr(time, "perf_counter", lambda: now.append(now[-1] + 1.0) or now[-1])
     (rows,) = measure(small_case(), [Fake()], directions=[FORWARD], seconds=20.0)
     # The clock moves on by one at each look: two looks a round, and from the fourth on one before it.
     assert rows[0].rounds == 8
@@ -399,7 +401,8 @@ def made_row(**changes: object) -> Row:
 
 
 def made_record(*rows: Row) -> Record:
-    return Record(0, 0.5, "abc", {"torch": "2", "triton": None}, {"cpu": "x, y", "devices": ["cpu", "gpu"]}, rows)
+    facts: Any = {"commit": "abc", "versions": {"torch": "2", "triton": None}, "seed": 0, "seconds": 0.5}
+    return Record(**facts, machine={"cpu": "x, y", "devices": ["cpu", "gpu"]}, rows=rows)
 
 
 def timed(n_tokens: int, ours: float, dense: float, **changes: object) -> list[Row]:
@@ -997,8 +1000,8 @@ def test_progress_shows_on_a_terminal_only(fakes, monkeypatch, capsys):
     assert run("window(5)", "--tokens", "26", "50", "--direction", "forward") == 0
     shown = terminal.getvalue()
     first, second = (line for line in shown.split("\r\x1b[K") if "N " in line)
-    assert first == "case 1 of 2: window(5), N 26  1.0 s left"
-    assert re.fullmatch(r"case 2 of 2: window\(5\), N 50  \S+ s left", second)
+    assert first == "1/2 window(5), N 26  1.0 s left"
+    assert re.fullmatch(r"2/2 window\(5\), N 50  \S+ s left", second)
     assert shown.endswith("\r\x1b[K")
 
 

@@ -28,8 +28,8 @@ from ringtile import cli, compat, patterns
 from ringtile import index as layout
 from ringtile.patterns import Pattern
 from ringtile.tools import bench
+from ringtile.tools.bench.rows import Record, break_even
 from ringtile.tools.bench.suites import PEERS, suite
-from ringtile.tools.record import Record, break_even
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -431,9 +431,10 @@ def invented(name: str) -> Record:
                 figures.update(median_ms=time, low_ms=time, high_ms=time, speedup=whole / time, error=1e-7, rounds=3)
                 rows.append(replace(row, peak_forward_bytes=100 << 20, **figures))
     rates = {"2": {"fma_float32": 1e13, "exp_float32": 1e10, "read": 1e10, "dot_bfloat16": 2e13}}
-    facts: tuple[Any, ...] = ("abc+changes", {"torch": "2.1+cpu", "python": "3", "ringtile": "0"})
+    versions: Any = {"torch": "2.1+cpu", "python": "3", "ringtile": "0"}
     machine = {"cpu": "a processor", "cores": 2, "threads": 2, "instruction_set": "AVX512"}
-    return Record(0, 0.3, *facts, machine, tuple(rows), peaks=rates, command=f"ringtile bench --suite {name}")
+    facts: Any = {"commit": "abc+changes", "versions": versions, "machine": machine, "seed": 0, "seconds": 0.3}
+    return Record(**facts, rows=tuple(rows), peaks=rates, command=f"ringtile bench --suite {name}")
 
 
 def test_the_page_of_the_suites_states_what_was_asked_for_and_what_is() -> None:

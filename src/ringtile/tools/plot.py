@@ -23,6 +23,8 @@ FORMATS = (".png", ".svg", ".pdf")
 
 BLUE, LIGHT_BLUE, ORANGE, GREY, RED = "#1f5f99", "#7fb0d8", "#d9772b", "#9aa1a9", "#b3362d"
 _INK = "#22272e"
+NOTE: Any = {"fontsize": 8, "color": "#4a5059"}
+"""Small text beside a curve or below a picture."""
 
 _STYLE: Any = {
     "font.size": 10,

@@ -21,23 +21,24 @@ from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality import decoder as decoder_module
+from ringtile.tools.quality import leg as leg_module
 from ringtile.tools.quality import texts as texts_module
 from ringtile.tools.quality.calibrate import audited_rows, calibrate, run
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Setting, measure_all
-from ringtile.tools.quality.decoder import (
+from ringtile.tools.quality.decoder import Decoder, faster_dtype
+from ringtile.tools.quality.leg import (
     FULL,
     QUICK,
     SAFE,
-    Decoder,
     Leg,
-    Watched,
+    Row,
     add_arguments,
     checked,
-    faster_dtype,
     open_leg,
     table,
     verdicts,
 )
+from ringtile.tools.quality.selectors import Watched
 from ringtile.tools.quality.texts import KINDS, FarCopy, Texts, far_repeat
 
 N = 512
@@ -282,7 +283,7 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
             assert len(by_head) == 12
     # Nothing is measured twice, and the calibration is read from its file.
     for name in ("calibrate", "count_far_keys"):
-        monkeypatch.delattr(f"{decoder_module.__name__}.{name}", raising=False)
+        monkeypatch.delattr(leg_module, name)
     again = measure_all(Leg(tiny, tmp_path, block=16).jobs(quick=True, timed=False), folder, Progress(quiet=True))
     assert again == cells
     assert len(list(tmp_path.glob("budgets-*.json"))) == 2
@@ -315,7 +316,7 @@ def test_a_text_of_yours_judges_and_does_not_calibrate(
 
 def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
     leg = Leg(tiny, tmp_path, block=16)
-    found = leg.losses(decoder_module._even("default", DEFAULT_SCORES, 1.0), 0)
+    found = leg.losses(Row("default", "density", 1.0), 0)
     assert found.figures["text"] == pytest.approx(1, abs=1e-4)
     assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
     assert found.realised == 1
@@ -323,8 +324,8 @@ def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
 
 def test_names_of_rows() -> None:
     for rows in (FULL, QUICK):
-        assert len({(row.scores, row.budget, row.asked) for row in rows}) == len(rows)
-    assert ("default", "quality", 0.95) in {(row.scores, row.budget, row.asked) for row in FULL}
+        assert len({row.key for row in rows}) == len(rows)
+    assert ("default", "quality", 0.95) in {row.key for row in FULL}
 
 
 class Kept(nn.Module):
@@ -336,14 +337,14 @@ class Kept(nn.Module):
 
 
 def test_far_keys_against_a_loop(tiny: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_module, "FAR_BLOCK", 16)
-    found = decoder_module.count_far_keys(tiny, 0, every=1)
+    monkeypatch.setattr(leg_module, "FAR_BLOCK", 16)
+    found = leg_module.count_far_keys(tiny, 0, every=1)
     layers = [Kept() for _ in range(tiny.layers)]
     use_ringtile(tiny.model, attend=layers)
     tiny.run(tiny.texts.far_copy(0, N).ids)
     rows = torch.randperm(N, generator=torch.Generator().manual_seed(0))[:128].tolist()
     count = 0
-    window = dict.fromkeys(decoder_module.FAR_DENSITIES, 0)
+    window = dict.fromkeys(leg_module.FAR_DENSITIES, 0)
     for layer in layers:
         weights = (layer.query @ layer.key.mT / 4).masked_fill(~torch.ones(N, N).tril().bool(), -math.inf).softmax(2)
         masses = weights.unflatten(2, (-1, 16)).sum(3)

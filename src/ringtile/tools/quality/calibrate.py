@@ -17,7 +17,8 @@ from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.patterns import Pattern
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality.decoder import Decoder, Watched, open_decoder
+from ringtile.tools.quality.decoder import Decoder, open_decoder
+from ringtile.tools.quality.selectors import Watched
 from ringtile.tools.quality.texts import FarCopy, Texts, far_repeat
 from ringtile.tools.units import duration_text
 

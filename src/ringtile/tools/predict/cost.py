@@ -431,7 +431,7 @@ def _columns(work: Work, plan: HeadPlan, hardware: Hardware) -> list[Cost]:
             listed = work.listed.parts.get((rule, own))
             if listed is None:
                 of = work.listed, mine.heads["q"][number][0]
-                listed = Tiles(rule, plan.layout.n_tokens, own, block=work.grid.block, of=of)
+                listed = Tiles(rule, plan.layout.n_tokens, own, of)
                 work.listed.parts[rule, own] = listed
             surveyed = survey(rule, plan.rows, own, listed=listed)
             found[rule, kv_heads] = estimate(surveyed, "exchange", replace(hardware, **beside))

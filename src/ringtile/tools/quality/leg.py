@@ -31,7 +31,7 @@ from ringtile.adaptive.choice import DEFAULT_SCORES, forced_tiles
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index
 from ringtile.integrations.transformers import use_ringtile
-from ringtile.patterns import Causal, Pattern
+from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.calibrate import calibrate
 from ringtile.tools.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
@@ -291,35 +291,27 @@ def count_far_keys(decoder: Decoder, seed: int, every: int = 3) -> dict[tuple[st
     rows = torch.randperm(decoder.n_tokens, generator=drawn)[:_FAR_ROWS].sort().values
     of_row = rows // FAR_BLOCK
     kinds: dict[str, Scores] = {"default": DEFAULT_SCORES, "window": Recent(), "oracle": Oracle()}
-    kept: dict[tuple[str, float], list[Tensor]] = {}
+    kept: dict[tuple[str, float], list[Tensor]] = {(name, d): [] for name in kinds for d in FAR_DENSITIES}
 
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, *, pattern: Pattern | None, is_causal: bool, **options: Any
-    ) -> Tensor:
-        if pattern is None and is_causal:
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        # A layer with a pattern of its own, such as a window, has no far keys to count.
+        if options["pattern"] is None and options["is_causal"]:
             view = View(query, key, base, options["key_mask"], options["scale"])
             masses = view.exact_masses(rows.unsqueeze(1))
             best = masses.masked_fill(forced[of_row], 0).max(3)
             far = best.values >= 0.5
-            for name, scores in kinds.items():
-                scored = scores(view)
-                for density in FAR_DENSITIES:
-                    tiles = Density(density).keep(scored, allowed, forced)[:, :, of_row]
-                    hit = tiles.gather(3, best.indices.unsqueeze(3)).squeeze(3)
-                    kept.setdefault((name, density), []).append(hit[far])
-        out: Tensor = sparse_attention(query, key, value, pattern, is_causal=is_causal, **options)
+            scored = {name: scores(view) for name, scores in kinds.items()}
+            for (name, density), parts in kept.items():
+                tiles = Density(density).keep(scored[name], allowed, forced)[:, :, of_row]
+                parts.append(tiles.gather(3, best.indices.unsqueeze(3)).squeeze(3)[far])
+        out: Tensor = sparse_attention(query, key, value, **options)
         return out
 
     use_ringtile(decoder.model, attend=[attend if layer % every == 0 else None for layer in range(decoder.layers)])
     decoder.run(ids)
-    found = {at: torch.cat(parts) for at, parts in kept.items()}
-    return {
-        (name, density): (float(hits.float().mean()) if len(hits := found[name, density]) else math.nan, len(hits))
-        if (name, density) in found
-        else (math.nan, 0)
-        for name in kinds
-        for density in FAR_DENSITIES
-    }
+    # The mean of no rows is NaN.
+    found = {at: torch.cat([torch.empty(0), *(part.float() for part in parts)]) for at, parts in kept.items()}
+    return {at: (float(hits.mean()), len(hits)) for at, hits in found.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

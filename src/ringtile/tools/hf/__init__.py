@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         if (reason := missing_matplotlib()) is not None:
             raise ValueError(f"--out: {reason}")
     pattern: Pattern | None = None if args.pattern is None else parse(args.pattern)
+    # transformers takes seconds to import, so bad arguments are refused before.
     from ringtile.tools.hf.models import load
     from ringtile.tools.hf.study import Study, draw
 

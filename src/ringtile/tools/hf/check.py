@@ -44,6 +44,7 @@ def switch(model: Any, peer: str, pattern: Pattern | None = None) -> None:
 
 def _budget() -> int:
     """Return the bytes that the check can use: half of what is free."""
+    # Some systems do not tell what is free, and 2 GiB fit nearly everywhere.
     if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return _MOST_BYTES // 4
     return min(_MOST_BYTES, int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 2)
@@ -61,6 +62,7 @@ def tokens_for_eager(n_tokens: int, heads: int) -> int:
 
 def checked_positions(n_tokens: int, vocab_size: int) -> Tensor:
     """Return the positions whose logits fit into memory: all, or evenly spaced ones that include both ends."""
+    # In float32, the logits exist twice to be compared, and the comparison takes as much again.
     fitting = max(2, min(n_tokens, _budget() // (4 * 4 * vocab_size)))
     return torch.linspace(0, n_tokens - 1, fitting).long()
 
@@ -86,6 +88,7 @@ def eager_masks(pattern: Pattern | None, heads: int) -> Iterator[None]:
             raise ValueError(f"--pattern: expected a key for every query, got {empty} queries without keys")
         return mask
 
+    # transformers looks masks up in this mapping at each call, and an entry hides its own function until it is deleted.
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = sparse_mask
     try:
         yield

@@ -103,6 +103,7 @@ def load_model(source: str | None, random_weights: Path | None, n_tokens: int, s
     else:
         assert source is not None
         what, name = "MODEL", source
+        # A GGUF file is loaded by its folder and its name. Any other file has no loader.
         path = Path(source)
         if path.is_file():
             name = path.name
@@ -114,6 +115,7 @@ def load_model(source: str | None, random_weights: Path | None, n_tokens: int, s
     config = model.config.get_text_config()
     if not hasattr(config, "num_attention_heads"):
         raise ValueError(f"{what}: expected a model with attention, got {type(model).__name__}")
+    # Beyond its positions a model computes something, but not what it was trained for.
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and n_tokens > longest:
         raise ValueError(f"--tokens: expected at most {longest}, the model's max_position_embeddings, got {n_tokens}")

@@ -96,6 +96,7 @@ class Study:
             f"{loaded.name}: {type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters, "
             f"{self.layers} layers, {self.heads} heads"
         )
+        # Eager attention has scores of all pairs, so long texts are checked by their beginning.
         self.checked_tokens = check.tokens_for_eager(loaded.ids.shape[1], self.heads)
         self.entrants = [Entrant(peer) for peer in peers] + [Entrant(RINGTILE)]
         if pattern is not None:
@@ -175,6 +176,7 @@ class Study:
                 with check.eager_masks(self._pattern(entrant), self.heads):
                     switch(self.model, EAGER)
                     eager = compute()
+                # The first dtype is float32, so its eager results are the reference of all.
                 reference = expected.setdefault(what, eager)
                 self._switch(entrant)
                 error = error_of(compute(), reference)
@@ -221,6 +223,7 @@ class Study:
 
         ready: dict[int, Callable[[], None]] = {}
         for number, entrant in enumerate(self.entrants):
+            # A baseline that failed before is not tried again.
             timing = entrant.passes.setdefault(name, Timing(reason=entrant.reason))
             if timing.reason:
                 continue
@@ -234,6 +237,7 @@ class Study:
         self._say(name, progress)
 
     def _time(self, entrant: Entrant, timing: Timing, what: str, call: Callable[[], None], progress: Progress) -> None:
+        # The switch is not in the time.
         progress.show(f"{what}: round {len(timing.seconds) + 1} of {self.rounds}")
         self._switch(entrant)
         timing.seconds.append(seconds_of(call, 1, self.loaded.ids.device))

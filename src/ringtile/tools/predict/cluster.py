@@ -112,6 +112,7 @@ def measure_machine(rounds: int = 7) -> Hardware:
     Raises RuntimeError if a process fails.
     """
     cores = processors_of(torch.device("cpu"))
+    # A link needs two ranks. More than eight measure nothing new.
     n_ranks = max(2, min(cores, 8))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:

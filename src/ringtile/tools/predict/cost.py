@@ -290,6 +290,7 @@ def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     layout, n_ranks, (token, wide) = work.layout, work.layout.n_ranks, _widths(work.sizes)
     if not isinstance(work.pattern, RING_PATTERNS):
         raise ValueError(f"transport 'ring': expected the pattern dense or causal, got {work.pattern!r}")
+    # Ranks pass buffers of one size, that of the rank with the most tokens.
     longest, hops = max(layout.size(rank) for rank in range(n_ranks)), n_ranks - 1
     # All hops of a rank go to the next one. Gradients make one hop more, which brings them home.
     rank = torch.arange(n_ranks)

@@ -142,4 +142,5 @@ class Sizes:
 
 def flops_per_pair(sizes: Sizes) -> tuple[int, int]:
     """Return the multiplications and additions per pair, forward (two matmuls) and backward (five)."""
+    # Forward: scores and outputs. Backward: scores again, and the gradients of weights, values, queries and keys.
     return 2 * sizes.width_of_head, 2 * (sizes.head_dim + 2 * sizes.width_of_head)

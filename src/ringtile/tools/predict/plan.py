@@ -362,6 +362,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[Pattern], Sizes, Hardware]:
             raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
         if (reason := missing_matplotlib()) is not None:
             raise ValueError(f"--out: {reason}")
+    # A pattern of its own for each head fixes the number of heads.
     heads = args.heads or next((rule.num_heads for rule in rules if rule.num_heads), 32)
     kv_heads = args.kv_heads or (8 if heads % 8 == 0 else heads)
     dtype = getattr(torch, args.dtype)

@@ -59,6 +59,7 @@ class Tiles:
         """int64 ``[R]``: tiles of each row tile, for each group of equal heads and batch elements."""
         self.parts: dict[tuple[Pattern, Sizes], Tiles] = {}
         """Tiles of some of the heads, that others have listed."""
+        # Heads with equal patterns form a group, whose tiles are listed once.
         self._group = torch.tensor(groups_of(pattern, sizes.heads, sizes.batch)[0])
         self._of = of
         self._covers: list[Cover] | None = []

@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--seeds: expected different numbers of at least 0, got {args.seeds}")
     out = Path("ringtile-quality") if args.out is None else args.out
     folder = Folder(out)
+    # A model of yours is judged alone, unless you name tasks as well.
     tasks = (() if args.model else tuple(TASKS)) if args.tasks is None else args.tasks
     work = list(jobs(Plan.of(tasks, args.seeds, args.quick), out / "models"))
     more, notes = leg.open_leg(args, out, progress)

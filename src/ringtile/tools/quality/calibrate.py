@@ -102,6 +102,7 @@ def audited_rows(text: FarCopy, repeated: Tensor, seed: int) -> tuple[Tensor, Te
     for which, share in ((inside, ROWS - ROWS // 3), (repeated, ROWS // 3)):
         places = which.nonzero().flatten()
         parts.append(places[torch.randperm(len(places), generator=drawn)[:share]])
+    # A head that copies has its misses in the repeat only, and would look idle if all rows counted the same.
     weights = torch.cat([torch.full((len(part),), 0.5 / len(part), dtype=torch.float64) for part in parts])
     rows, order = torch.cat(parts).sort()
     return rows, weights[order]

@@ -54,6 +54,7 @@ class Setting:
         >>> Setting("trained", "mqar", "post-hoc", "oracle", "density", 0.25, 1, {"block": 16}).name
         'mqar-post-hoc-oracle-density-0.25-s1-ae985371'
         """
+        # The words make a name that people can read. The hash of all fields makes it unique.
         whole = json.dumps(asdict(self), sort_keys=True)
         words = [self.task, self.regime, self.scores, self.budget, "" if self.asked is None else f"{self.asked:g}"]
         text = re.sub(r"[^a-z0-9.]+", "-", "-".join(word for word in words if word).lower())
@@ -154,10 +155,12 @@ def measure_all(jobs: Iterable[Job], folder: Folder, progress: Progress) -> list
     Each cell is written when it is finished, so an interrupted run goes on where it ended.
     """
     jobs, version = list(jobs), commit()
+    # Settings have dicts and cannot be keys, but their names can.
     cells = {cell.setting.name: cell for cell in folder.of(jobs)}
     waiting = [job for job in jobs if job.setting.name not in cells]
     for job in progress.through(waiting, lambda job: job.text, lambda job: job.cost, done=len(cells)):
         start = time.monotonic()
+        # Seconds are the cell's own, so a model that is trained for its first cell counts there.
         measured = job.measure()
         cell = Cell(job.setting, measured, time.monotonic() - start, version)
         folder.write(cell)

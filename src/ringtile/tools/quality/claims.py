@@ -28,6 +28,7 @@ def verdict(density: float, kept: float, floor: float) -> str:
     """
     if density not in CLAIMS:
         raise ValueError(f"density: expected one of {', '.join(map(str, CLAIMS))}, got {density}")
+    # If the own tiles alone are more than the density, no selector could choose.
     if floor > density:
         return BELOW
     return HOLDS if kept >= CLAIMS[density][1] else REFUTED
@@ -40,8 +41,10 @@ def kept(cell: Cell, dense: Cell) -> float | None:
     """
     accuracy, whole, chance = cell.figure("accuracy"), dense.figure("accuracy"), dense.figure("chance")
     if accuracy is not None and whole is not None and chance is not None:
+        # With a chance of 10%, a model that falls from 90% to 50% has kept half.
         return 100 * (accuracy - chance) / (whole - chance)
     bits, least = cell.figure("bits"), dense.figure("bits")
+    # A perplexity per byte is 2 to the bits, so a ratio of perplexities is 2 to a difference of bits.
     return None if bits is None or least is None else 100.0 * 2.0 ** (least - bits)
 
 
@@ -134,6 +137,7 @@ def tables(cells: Iterable[Cell]) -> list[TaskTable]:
 def _table(group: list[Cell], wholes: dict[int, Cell]) -> TaskTable:
     """Return the table of cells of one task, regime and size, beside the dense cells by seed."""
     at, (first, *_) = group[0].setting, wholes.values()
+    # A task has either figure in all of its cells, so the first dense cell tells.
     bits = first.figure("bits") is not None
     figures = [value for cell in wholes.values() if (value := cell.figure("bits" if bits else "accuracy")) is not None]
     reasons = [f"seed {cell.setting.seed}: {cell.measured.reason}" for cell in group if cell.measured.reason]

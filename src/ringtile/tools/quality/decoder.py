@@ -49,6 +49,7 @@ class Decoder:
         self.heads: int = config.num_attention_heads
         self.key_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
         vocab_size = self.vocab_size
+        # Without a tokenizer, a token is a byte.
         self.encode = encode or (lambda words: [byte % vocab_size for byte in words.encode()])
         self.texts = Texts(self.encode, text)
 
@@ -77,6 +78,7 @@ class Decoder:
     def losses(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the cross entropy of the tokens after some positions, float32 ``[positions]``."""
         found = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=positions).logits
+        # In pieces, because float32 logits of all positions take 4 bytes times the vocabulary each.
         parts = zip(found[0].split(512), ids[0, positions + 1].split(512), strict=True)
         return torch.cat([F.cross_entropy(x.float(), wanted, reduction="none") for x, wanted in parts])
 
@@ -92,6 +94,7 @@ def faster_dtype() -> torch.dtype:
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (side.to(dtype) for side in sides)
+        # The first product sets the library up.
         times = [seconds_of(partial(torch.mm, a, b)) for _ in range(4)]
         seconds[dtype] = min(times[1:])
     return min(seconds, key=lambda dtype: seconds[dtype])

@@ -146,6 +146,7 @@ class Leg:
     def calibration(self, scores: Scores) -> Calibration:
         """Return the calibration of some scores, from its file if there is one."""
         if scores not in self._calibrations:
+            # One forward pass serves all scores that need a calibration.
             wanted = [each for each in (DEFAULT_SCORES, SAFE) if each not in self._calibrations]
             files = {each: self._file(each) for each in wanted}
             if all(file.exists() for file in files.values()):
@@ -161,6 +162,7 @@ class Leg:
         return self._calibrations[scores]
 
     def _file(self, scores: Scores) -> Path:
+        # Another model, block, seed or length is another file, so a folder serves several runs.
         whole = f"{scores} {self.block} {self.seed} {self.decoder.n_tokens} {self.decoder.facts}"
         return self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
 
@@ -222,8 +224,10 @@ class Leg:
         watched = [Watched(attend, _ROWS) for attend in self.attends(row)]
         use_ringtile(self.decoder.model, attend=watched)
         _, between, second = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
+        # A sequence is one call of each layer.
         recall = torch.stack([each.recall[0] for each in watched])
         figures: dict[str, float | list[float]] = {
+            # Losses are in nats, so a ratio of perplexities is an exponential.
             "text": math.exp(dense[1] - between),
             "copy": (dense[0] - second) / (dense[0] - dense[2]),
             "text_nats": between,
@@ -249,6 +253,7 @@ class Leg:
         ids = self.decoder.texts.far_copy(0, n_tokens).ids
         attends = self.attends(row)
         for attend in attends:
+            # Below some length the choice costs more than it saves, and a user would set this too.
             attend.choice = replace(attend.choice, min_length=MIN_LENGTH)
 
         def sparse(some: Tensor) -> float:
@@ -392,6 +397,7 @@ def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
     for cell in cells:
         at = cell.setting
         if (at.task, at.scores, at.budget) == ("far copy", "default", "calibrated") and at.asked in CLAIMS:
+            # The floor has the tiles that the default always keeps, not only a query's own.
             floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
             for figure, words in (("text", "perplexity of text"), ("copy", "benefit of a far copy")):
                 name = f"{at.sizes['model']}, {words}"

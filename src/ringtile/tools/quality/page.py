@@ -102,6 +102,7 @@ def curves(found: list[TaskTable]) -> str | None:
                     continue
                 x = [100 * (entry.density or 0) for entry in entries.values()]
                 y = [entry.mean for entry in entries.values()]
+                # Matplotlib knows no currentColor, so a color that no theme uses stands for it until the end.
                 color = _INK if _COLORS[name] == "currentColor" else _COLORS[name]
                 look = "--" if name == ORACLE else "-"
                 (handles[name],) = axes.plot(x, y, look, color=color, marker="o", markersize=3.5, linewidth=1.6)

@@ -42,6 +42,7 @@ class Oracle(Scores):
         if seen is None or view.key_mask is not None:
             raise ValueError(f"base: the oracle needs all or causal pairs and no key mask, got {view!r}")
         first, last = view.rows_of_tiles
+        # Row tiles that begin at the rows 0, 16 and 32 and end at 40 are the groups 0, 16, 32, 40.
         groups = torch.cat((first, last[-1:])).int()
         found = pooled_masses(
             view.query, view.key, segment=view.base.block, seen=seen, groups=groups, pool=self.pool, scale=view.scale
@@ -104,6 +105,7 @@ class Watched(nn.Module):
         choice = self.attend.choice
         view = choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
         index = choice.index(view)
+        # The index is made here, not in the attention, so that its figures need no second choice.
         self.density.append(index.tile_density)
         if self.rows:
             found = audit(query, key, value, index, rows=self.rows, key_mask=key_mask, scale=scale)

@@ -55,6 +55,7 @@ class Task:
 
 def _distinct(batch: int, count: int, of: int, generator: Generator) -> Tensor:
     """Return ``count`` different numbers below ``of`` for each batch element."""
+    # The order of random numbers is a random permutation of each row, and its beginning a draw without repetition.
     return torch.rand(batch, of, generator=generator).argsort(1)[:, :count]
 
 
@@ -81,6 +82,7 @@ def recall_pairs(batch: int, tokens: int, pairs: int, generator: Generator) -> t
     half = tokens // 2
     name = _distinct(batch, pairs, _KEYS, generator)
     value = torch.randint(_KEYS, _END, (batch, pairs), generator=generator)
+    # Pairs begin at even positions, so that no two overlap: with 8 tokens, the first half has the positions 0 and 2.
     place = 2 * _distinct(batch, pairs, half // 2, generator)
     x.scatter_(1, place, name).scatter_(1, place + 1, value)
     query = half + 2 * _distinct(batch, pairs, (tokens - half) // 2, generator)
@@ -98,6 +100,7 @@ def needles(batch: int, tokens: int, count: int, generator: Generator) -> tuple[
     The answers are the second to the last token of each repeated passkey.
     """
     x, y = _blank(batch, tokens, _FIRST_FILLER, _END, generator)
+    # A slot is one token longer than a passkey, so that filler parts any two.
     half, slot = tokens // 2, PASSKEY + 1
     names = _distinct(batch, count * PASSKEY, _KEYS, generator).unflatten(1, (count, PASSKEY))
     first = slot * _distinct(batch, count, half // slot, generator)
@@ -105,6 +108,7 @@ def needles(batch: int, tokens: int, count: int, generator: Generator) -> tuple[
     for number in range(PASSKEY):
         name = names[..., number]
         x.scatter_(1, first + number, name).scatter_(1, second + number, name)
+        # The first token of a repeated passkey is a surprise. The others follow from the token before.
         if number:
             y.scatter_(1, second + number - 1, name)
     return x, y
@@ -117,6 +121,7 @@ def copied_span(batch: int, tokens: int, span: int, generator: Generator) -> tup
     """
     x, y = _blank(batch, tokens, _END, _END + 32, generator)
     half = tokens // 2
+    # All tokens of the span differ, so each has one place to be found at.
     text = _distinct(batch, span, _END, generator)
     inside = torch.arange(span)
     first = torch.randint(0, half - span + 1, (batch, 1), generator=generator) + inside
@@ -137,6 +142,7 @@ def assignments(batch: int, tokens: int, chains: int, generator: Generator) -> t
     a, b = _distinct(batch, 2 * chains, _KEYS, generator).chunk(2, 1)
     value = torch.randint(_FIRST_VALUE, _FIRST_FILLER, (batch, chains), generator=generator)
     for begin, end, name, content in ((0, quarter, a, value), (quarter, half, b, a)):
+        # An assignment is a name, its content and a mark that ends it, as in `b a ;`.
         place = begin + 3 * _distinct(batch, chains, (end - begin) // 3, generator)
         x.scatter_(1, place, name).scatter_(1, place + 1, content)
         x.scatter_(1, place + 2, torch.full_like(place, _MARK))
@@ -173,6 +179,7 @@ def lists(batch: int, tokens: int, most: int, generator: Generator) -> tuple[Ten
         return value
 
     rows = []
+    # A token takes at most two random numbers, and the last list can reach beyond the end.
     for drawn in torch.rand(batch, 4 * tokens, generator=generator).tolist():
         found: list[tuple[int, int]] = []
         draws = iter(drawn)

@@ -86,6 +86,7 @@ class Texts:
         """Return all tokens of "code", "prose", "markdown", "calibration" or your "text", int64 ``[any]``."""
         if kind not in self._known:
             words = read_text(self._text) if kind == "text" and self._text is not None else _words(kind)
+            # Tokenizing takes seconds, and a run draws from each text several times.
             self._known[kind] = torch.tensor(self._encode(words))
         return self._known[kind]
 
@@ -95,6 +96,7 @@ class Texts:
         Raises ValueError if a text is too short.
         """
         drawn = random.Random(seed)
+        # A text of yours has no kinds, so it is both the copy and what is between.
         kinds = ("text", "text") if self._text is not None else KINDS[seed % len(KINDS)]
         repeat = n_tokens // 4
         copied, between = (
@@ -113,6 +115,7 @@ class Texts:
         if self._text is not None and len(whole) == n_tokens and far_repeat(whole).any():
             return FarCopy(whole[None], 0, (kind, kind), (0, 0))
         repeat = n_tokens // 4
+        # Random tokens can be known only by attention to their first copy. A text could be guessed.
         copied = torch.tensor([drawn.randrange(vocab_size) for _ in range(repeat)])
         between, offset = self._some(kind, n_tokens - 2 * repeat, drawn)
         return FarCopy(torch.cat([copied, between, copied])[None], repeat, ("random tokens", kind), (0, offset))
@@ -138,9 +141,11 @@ def far_repeat(ids: Tensor) -> Tensor:
     repeated = torch.zeros(n_tokens, dtype=torch.bool)
     if n_tokens < 2 * _GRAM:
         return repeated
+    # Give equal runs of 16 tokens one number, then look at the place where that number came before.
     grams = ids.unfold(0, _GRAM, 1)
     _, kind = grams.unique(dim=0, return_inverse=True)
     order = kind.argsort(stable=True)
+    # A run that never came before gets a place after all others, so its distance is negative.
     before = torch.full_like(kind, n_tokens)
     before[order[1:]] = torch.where(kind[order[1:]] == kind[order[:-1]], order[:-1], n_tokens)
     for begin in (torch.arange(len(grams)) - before >= n_tokens // 4).nonzero().flatten().tolist():

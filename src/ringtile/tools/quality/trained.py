@@ -116,6 +116,7 @@ class Lab:
 
     def _trained(self, name: str, make: Callable[[Reader], None]) -> Reader:
         """Return the model of a name, which ``make`` trains if the folder does not have it."""
+        # Weights start from the seed, whatever was drawn before.
         torch.manual_seed(self.seed)
         model = Reader(self.task)
         path = self.folder / f"{self.task.name}-{name}-s{self.seed}-{recipe_of(self.task)}.pt"
@@ -143,6 +144,7 @@ class Lab:
             stages = self.task.stages
             train(model, self.task, stages, self.seed)
             for repeat in range(_REPEATS):
+                # Some seeds learn late. The page compares selectors, not training, so these train on.
                 if self.task.language or judge(model, self.task, self.batches(8, 1))["accuracy"] >= _GOAL:
                     break
                 train(model, self.task, stages[-1:], self.seed + 1000 * (repeat + 1))
@@ -170,6 +172,7 @@ class Lab:
     def measure(self, row: str, density: float) -> Measured:
         """Judge the dense model with a selector's attention."""
         dense = self.dense_figures
+        # Below that, a selector's loss could not be told from the model's own errors.
         if not self.task.language and dense["accuracy"] < ENOUGH:
             return Measured({}, None, f"the dense model answers {dense['accuracy']:.1%}, and needs {ENOUGH:.0%}")
         return self._judged(self.dense, row, density, self.batches(self.task.rows, 2))
@@ -181,6 +184,7 @@ class Lab:
         watched = [Watched(attend, _AUDITED) for attend in self.attends(row, density)]
         model.attend_with(list(watched))
         figures = judge(model, self.task, batches)
+        # Batches have equally many sequences, so each layer and batch counts the same.
         densities = [x for each in watched for x in each.density]
         recall = torch.stack([x for each in watched for x in each.recall]).mean()
         return Measured({**figures, "recall": float(recall)}, sum(densities) / len(densities))
@@ -199,6 +203,7 @@ class Lab:
 
         model = self._trained(f"{regime.replace(' ', '-')}-{row.replace(' ', '-')}-{density:g}", make)
         if is_new:
+            # These sequences are shorter, so four times as many have as many tokens.
             return self._judged(model, row, density, self.batches(4 * self.task.rows, 2, stage.tokens, stage.size))
         return self._judged(model, row, density, self.batches(self.task.rows, 2))
 
@@ -232,6 +237,7 @@ def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
         for seed in plan.seeds:
             lab = Lab(task, seed, plan, folder)
             yield from _post_hoc(lab)
+            # Training takes most of the time of a run, so one task shows it for all.
             if plan.regimes and task.name == "mqar":
                 yield from _with_training(lab)
 

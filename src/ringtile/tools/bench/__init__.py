@@ -19,11 +19,11 @@ import torch
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.select import NAMES
 from ringtile.patterns import parse
+from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Attention, Case, Peer, all_peers
 from ringtile.tools.bench.roofline import limit_ms, passes_of
 from ringtile.tools.bench.rows import Record, Row, break_even, slower_rows
 from ringtile.tools.bench.suites import PATTERNS, SUITES, TOKENS, Task, case_of, suite
-from ringtile.tools.exact import Exact
 from ringtile.tools.machine import busy_warning
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, DTYPES, FORWARD, OURS, write_whole

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.patterns import Causal, Dilated, Pattern, Window, bigbird, longformer
+from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Case, Ringtile
-from ringtile.tools.exact import Exact
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import BOTH
 

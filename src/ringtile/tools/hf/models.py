@@ -119,20 +119,22 @@ def load_model(source: str | None, random_weights: Path | None, n_tokens: int, s
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and n_tokens > longest:
         raise ValueError(f"--tokens: expected at most {longest}, the model's max_position_embeddings, got {n_tokens}")
-    encode = None
-    if random_weights is None:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
-        except (OSError, ValueError, KeyError, ImportError):
-            # A folder without a tokenizer.
-            pass
-        else:
-
-            def encode(text: str) -> list[int]:
-                found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                return found
-
+    encode = None if random_weights is not None else _tokenizer(transformers, source, where)
     return Source(name, model.eval(), encode)
+
+
+def _tokenizer(transformers: Any, source: str, where: dict[str, Any]) -> Callable[[str], list[int]] | None:
+    """Return a model's own tokenizer, or None for a folder without one."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    return encode
 
 
 def load(

@@ -44,9 +44,8 @@ class Row(NamedTuple):
     """One layout and transport: its cost, or why it is not possible."""
 
     layout: str
-    cost: Cost | None
     transport: str
-    reason: str
+    cost: Cost | str
 
 
 class Table(NamedTuple):
@@ -58,18 +57,21 @@ class Table(NamedTuple):
     """The transport that `ring_attention` takes by default, per layout."""
 
     @property
-    def best(self) -> Row:
+    def possible(self) -> list[tuple[Row, Cost]]:
+        return [(row, row.cost) for row in self.rows if isinstance(row.cost, Cost)]
+
+    @property
+    def best(self) -> tuple[Row, Cost]:
         """The row with the least predicted time. Raises ValueError if there is none."""
-        possible = [(row.cost.seconds, number) for number, row in enumerate(self.rows) if row.cost is not None]
-        if not possible:
-            raise ValueError(f"--ranks {self.n_ranks}: {self.rows[0].reason}")
-        return self.rows[min(possible)[1]]
+        if not self.possible:
+            raise ValueError(f"--ranks {self.n_ranks}: {self.rows[0].cost}")
+        return min(self.possible, key=lambda each: each[1].seconds)
 
     @property
     def default(self) -> Row | None:
         """The row with the least predicted time by these transports, with the layout of `cheapest_layout`."""
-        taken = [row for row in self.rows if row.cost is not None and row.transport == self.automatic[row.layout]]
-        return min(taken, key=lambda row: row.cost.seconds if row.cost else 0, default=None)
+        taken = [each for each in self.possible if each[0].transport == self.automatic[each[0].layout]]
+        return min(taken, key=lambda each: each[1].seconds)[0] if taken else None
 
     def grouped(self, places: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
         """Yield each second of pairs once, with the names of its layouts, the firsts, if they are not all."""
@@ -81,8 +83,7 @@ class Table(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """Yield the table as text."""
-        best, default = self.best, self.default
-        rows = [(row, row.cost) for row in self.rows if row.cost is not None]
+        (best, _), default, rows = self.best, self.default, self.possible
         told = "* least time with transport='auto'" + ("" if best is default else ", + with any")
         yield f"{_ranks(self.n_ranks)} ({told}, by the model)"
         marks = ["*" if row is default else "+" if row is best else " " for row, _ in rows]
@@ -93,7 +94,7 @@ class Table(NamedTuple):
             yield f"  {_by(mesh)}: with group=init_device_mesh(device, {mesh})"
         if own := [f"{bytes_text(n)} ({row.layout}, {row.transport})" for row, cost in rows if (n := _copied(cost))]:
             yield _wrapped(f"buffer: copies of the rank's own keys, for rows that also read others': {', '.join(own)}")
-        refused = [(row.layout, (row.transport, row.reason)) for row in self.rows if row.reason]
+        refused = [(row.layout, (row.transport, row.cost)) for row in self.rows if isinstance(row.cost, str)]
         for (transport, reason), layouts in self.grouped(refused):
             yield _wrapped(f"no {transport}{layouts}: {reason}")
         taken = ", ".join(map("".join, self.grouped(self.automatic.items())))
@@ -106,9 +107,9 @@ class Table(NamedTuple):
         """Return the table for JSON."""
         rows = []
         for row in self.rows:
-            found: dict[str, object] = {"layout": row.layout, "transport": row.transport, "best": row is self.best}
-            if (cost := row.cost) is None:
-                found["reason"] = row.reason
+            found: dict[str, object] = {"layout": row.layout, "transport": row.transport, "best": row is self.best[0]}
+            if isinstance(cost := row.cost, str):
+                found["reason"] = cost
             else:
                 found |= {f"most_{name}": int(getattr(cost, name).max()) for name in _MOST}
                 found |= {"total_between": int(cost.between.sum()), "balance": cost.balance, "mesh": cost.mesh}
@@ -281,10 +282,10 @@ class _Planned:
             table.automatic[name] = work.automatic
             for transport, size in courses:
                 try:
-                    table.rows.append(Row(name, estimate(work, transport, self.hardware, size), transport, ""))
+                    table.rows.append(Row(name, transport, estimate(work, transport, self.hardware, size)))
                 except ValueError as error:
                     shown = transport if size is None else f"{transport} {_by((n_ranks // size, size))}"
-                    table.rows.append(Row(name, None, shown, str(error)))
+                    table.rows.append(Row(name, shown, str(error)))
         return table
 
     def _of_model(self, n_ranks: int) -> ModelTable:
@@ -401,11 +402,10 @@ def _draw(tables: list[Table], title: str, path: Path) -> None:
     with picture(path, 5.4 * across, 5.2 * down + 0.5) as figure:
         figure.suptitle("\n".join(textwrap.wrap(f"Forward traffic of {title}", 48 * across)[:3]), fontsize=11)
         for number, table in enumerate(tables):
-            cost = table.best.cost
-            assert cost is not None
+            best, cost = table.best
             axes = plot_traffic(cost.traffic, figure.add_subplot(down, across, number + 1))
             most = f"at most {bytes_text(int(cost.received.max()))} received"
-            axes.set_title(f"{table.n_ranks:,} ranks: {table.best.layout}, {cost.transport}\n{most}", fontsize=9.5)
+            axes.set_title(f"{table.n_ranks:,} ranks: {best.layout}, {cost.transport}\n{most}", fontsize=9.5)
             bar = figure.colorbar(axes.images[0], cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))
             bar.set_label("MiB from rank to rank")
             bar.outline.set_visible(False)

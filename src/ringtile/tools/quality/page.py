@@ -14,12 +14,12 @@ from ringtile.tools.quality.claims import BELOW, CLAIMS, HOLDS, ITS_TILES, REFUT
 from ringtile.tools.quality.selectors import DEFAULT, ORACLE, RANDOM, WINDOW
 from ringtile.tools.quality.trained import TASKS
 
+_INK = "#010203"
+"""Stands for the page's own text color, which light and dark themes choose. Matplotlib knows no currentColor."""
 _BLUE = "#2f80c9"
 """A blue that is clear on white and on black."""
-_COLORS = {DEFAULT: _BLUE, ORACLE: "currentColor", WINDOW: ORANGE, RANDOM: GREY, "probe": LIGHT_BLUE, "blend": RED}
+_COLORS = {DEFAULT: _BLUE, ORACLE: _INK, WINDOW: ORANGE, RANDOM: GREY, "probe": LIGHT_BLUE, "blend": RED}
 _CURVES = (ORACLE, DEFAULT, "probe", "blend", WINDOW, RANDOM)
-_INK = "#010203"
-"""Stands for the page's own text color, which light and dark themes choose."""
 
 
 _INTRODUCTION = (
@@ -68,6 +68,14 @@ def table_of(table: TaskTable) -> Table:
     return Table(["kept, %", *(f"{density:.0%}" for density in table.densities)], rows, 1)
 
 
+_LOOK: Any = {
+    "font.size": 10, "text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK,
+    "ytick.color": _INK, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "axes.titlesize": 11, "axes.titlelocation": "left", "svg.fonttype": "none", "font.family": "sans-serif",
+    "svg.hashsalt": "ringtile",
+}  # fmt: skip
+
+
 def curves(found: list[TaskTable]) -> str | None:
     """Return quality against realised density, a panel for each task, as SVG. None without matplotlib or cells.
 
@@ -79,43 +87,17 @@ def curves(found: list[TaskTable]) -> str | None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style: Any = {
-        "font.size": 10, "text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK,
-        "ytick.color": _INK, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-        "axes.titlesize": 11, "axes.titlelocation": "left", "svg.fonttype": "none", "font.family": "sans-serif",
-        "svg.hashsalt": "ringtile",
-    }  # fmt: skip
     columns = min(3, len(shown))
     lines = -(-len(shown) // columns)
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(_LOOK):
         figure = Figure(figsize=(3.6 * columns, 2.9 * lines + 0.5), layout="constrained")
         panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
         handles: dict[str, Any] = {}
-        for number, axes in enumerate(panels.flat):
-            if number >= len(shown):
-                axes.set_visible(False)
-                continue
-            table = shown[number]
-            for name in _CURVES:
-                entries = {d: e for d, e in table.entries.get(name, {}).items() if e.kept and e.density is not None}
-                if not entries:
-                    continue
-                x = [100 * (entry.density or 0) for entry in entries.values()]
-                y = [entry.mean for entry in entries.values()]
-                # Matplotlib knows no currentColor, so a color that no theme uses stands for it until the end.
-                color = _INK if _COLORS[name] == "currentColor" else _COLORS[name]
-                look = "--" if name == ORACLE else "-"
-                (handles[name],) = axes.plot(x, y, look, color=color, marker="o", markersize=3.5, linewidth=1.6)
-            places = {d: table.realised.get(d, d) for d in table.densities if d in CLAIMS and d >= table.floor}
-            if places:
-                x, y = [100 * value for value in places.values()], [CLAIMS[d][1] for d in places]
-                handles["claimed, at least"] = axes.scatter(x, y, marker="_", s=120, color=_INK, linewidth=1, zorder=1)
-            axes.set_title(table.task)
-            axes.set_xscale("log")
-            axes.set_xticks([5, 10, 25, 50], labels=["5%", "10%", "25%", "50%"])
-            axes.minorticks_off()
-            axes.set_ylim(-5, 105)
-            axes.grid(axis="y", color=GREY, alpha=0.25)
+        for axes in panels.flat[len(shown) :]:
+            axes.set_visible(False)
+        for number, (axes, table) in enumerate(zip(panels.flat, shown, strict=False)):
+            handles |= _draw(axes, table)
+            # Inner panels share the words of those at the edges.
             if number % columns == 0:
                 axes.set_ylabel("quality kept (%)")
             if number + columns >= len(shown):
@@ -125,3 +107,25 @@ def curves(found: list[TaskTable]) -> str | None:
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     drawn = text.getvalue().replace(_INK, "currentColor")
     return re.sub(r"^.*?(?=<svg)", "", drawn, flags=re.DOTALL)
+
+
+def _draw(axes: Any, table: TaskTable) -> dict[str, Any]:
+    """Draw the curves of a task and what is claimed, and return what a legend shows, by name."""
+    handles: dict[str, Any] = {}
+    for name in _CURVES:
+        entries = [each for each in table.entries.get(name, {}).values() if each.kept and each.density is not None]
+        if entries:
+            x, y = [100 * (each.density or 0) for each in entries], [each.mean for each in entries]
+            look: Any = {"color": _COLORS[name], "marker": "o", "markersize": 3.5, "linewidth": 1.6}
+            (handles[name],) = axes.plot(x, y, "--" if name == ORACLE else "-", **look)
+    places = {d: table.realised.get(d, d) for d in table.densities if d in CLAIMS and d >= table.floor}
+    if places:
+        x, y = [100 * value for value in places.values()], [CLAIMS[d][1] for d in places]
+        handles["claimed, at least"] = axes.scatter(x, y, marker="_", s=120, color=_INK, linewidth=1, zorder=1)
+    axes.set_title(table.task)
+    axes.set_xscale("log")
+    axes.set_xticks([5, 10, 25, 50], labels=["5%", "10%", "25%", "50%"])
+    axes.minorticks_off()
+    axes.set_ylim(-5, 105)
+    axes.grid(axis="y", color=GREY, alpha=0.25)
+    return handles

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import multiprocessing
+import runpy
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,7 +137,7 @@ def check_rows(work: Work) -> None:
     """The column tiles of each rank and row, and the sources of the rows, are those of the covers."""
     pattern, grid, sizes = work.pattern, work.grid, {"num_heads": 4, "batch": 1}
     rows, ranks, _ = work.layout.tiles()
-    touched = needed(pattern, rows, ranks, 3, grid, **sizes)
+    touched = needed(pattern, rows, ranks, 4, grid, **sizes)
     assert torch.equal(work.demand.needs, touched)
     holds = torch.zeros_like(touched).index_put_((ranks, rows), torch.tensor(True))
     assert torch.equal(work.demand.holds, holds)
@@ -163,10 +164,11 @@ def check_rows(work: Work) -> None:
     ],
 )
 def test_work_and_buffers_are_those_of_the_plans(name: str, gather: bool, layout: str) -> None:
-    made = LAYOUTS[layout](N_TOKENS, 3)
+    # With fewer ranks, none of these tiles is broadcast.
+    made = LAYOUTS[layout](N_TOKENS, 4)
     work = survey(PATTERNS[name], made, Sizes(4, 2, 8, 4))
     check_rows(work)
-    plans = [make_plan(PATTERNS[name], made, rank, num_heads=4, gather=gather) for rank in range(3)]
+    plans = [make_plan(PATTERNS[name], made, rank, num_heads=4, gather=gather) for rank in range(4)]
     # Random blocks and rules without a cover can have empty tiles among the candidates; a rank's part of a tile, too.
     is_exact = (
         name in ("window", "both sides", "global tokens", "causal", "dense", "documents") and "equal" not in layout
@@ -450,9 +452,7 @@ def test_bad_input() -> None:
         estimate(work, "exchange", H100)
     with pytest.raises(ValueError, match=r"transport: expected one of .*, got 'pigeon'"):
         estimate(work, "pigeon", H100)  # type: ignore[arg-type]
-
-
-def test_an_index_that_a_rank_cannot_build_is_refused() -> None:
+    # A ring builds no index of all its rows, so it is not too large.
     work = survey(CAUSAL, Layout.contiguous(1 << 20, 2), Sizes())
     with pytest.raises(ValueError, match=r"causal with 1048576 queries .* over max_bytes"):
         estimate(work, "exchange", H100)
@@ -524,14 +524,6 @@ def test_plan_prints_the_layouts_of_a_model(capsys: pytest.CaptureFixture[str]) 
     assert marked[1][1:4] == [best, *", ".join(costs[best].transports.values()).split()]
     assert cli.main([*argv, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    for change, words in (
-        (["dense", "--layers", "3"], "--layers: expected a positive number for each of 2 patterns, got [3]"),
-        (["causal"], "PATTERN: expected different patterns, got [causal, causal]"),
-        (["dense", "--out", "plan.png"], "--out: expected one pattern, got 2"),
-        (["--layers", "3", "--out", "plan.png"], "--out: expected no --layers beside it"),
-    ):
-        assert cli.main(["plan", "causal", *change, "--tokens", "64K", "--ranks", "4"]) == 2
-        assert capsys.readouterr().err.startswith(f"ringtile: error: {words}")
     assert record["layers"] == {"causal & window(1024)": 20, "causal & dense": 4}
     (row,) = [row for row in record["tables"][1]["rows"] if row["best"]]
     assert row["transports"] == list(costs[best].transports.values())
@@ -652,24 +644,14 @@ def test_an_interrupt_while_measuring_leaves_the_file(
     monkeypatch.setattr(plan_verb, "measure_machine", interrupted)
     file = tmp_path / "mine.json"
     file.write_text("old")
-    argv = ["plan", "causal", "--tokens", "16K", "--ranks", "4", "--measure", str(file)]
-    assert cli.main(argv) == 130
+    assert cli.main(["plan", "causal", "--tokens", "16K", "--ranks", "4", "--measure", str(file)]) == 130
     assert capsys.readouterr() == ("", "ringtile: interrupted\n")
     assert list(tmp_path.iterdir()) == [file]
     assert file.read_text() == "old"
-    assert cli.main([*argv, "--hardware", "h100"]) == 2
-    assert "--measure: expected no --hardware beside it, got 'h100'" in capsys.readouterr().err
-    assert cli.main([*argv[:-1], str(tmp_path / "no" / "mine.json")]) == 2
-    assert "--measure: expected a file in a folder that exists" in capsys.readouterr().err
 
 
 def test_the_benchmark_compares_predictions_with_times() -> None:
-    spec = importlib.util.spec_from_file_location("ranks_benchmark", ROOT / "benchmarks" / "ranks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = benchmark
-    spec.loader.exec_module(benchmark)
+    benchmark = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "ranks.py")))
     runs = [(number, name) for number, case in enumerate(benchmark.CASES) for name in case.transports]
     sizes, expected = Sizes(2, 2, 64, dtype=torch.float32), []
     for number, name in runs:
@@ -696,13 +678,20 @@ def test_the_benchmark_compares_predictions_with_times() -> None:
         (["causal", "--heads", "6", "--kv-heads", "4"], "kv_heads: expected a divisor of heads=6, got 4"),
         (["per_head([causal, window(3)])", "--heads", "3"], "heads: the pattern is defined for 2, got 3"),
         (["causal", "--out", "plan.txt"], "--out: expected a file name ending in"),
+        (["causal", "--measure", "x", "--hardware", "h100"], "--measure: expected no --hardware beside it, got 'h100'"),
+        (["causal", "--measure", "no/mine.json"], "--measure: expected a file in a folder that exists, got 'no/mine"),
+        (["causal", "dense", "--layers", "3"], "--layers: expected a positive number for each of 2 patterns, got [3]"),
+        (["causal", "causal"], "PATTERN: expected different patterns, got [causal, causal]"),
+        (["causal", "dense", "--out", "plan.png"], "--out: expected one pattern, got 2"),
+        (["causal", "--layers", "3", "--out", "plan.png"], "--out: expected no --layers beside it"),
         (["causal & documents([5])"], "16384"),
         (["~causal", "--tokens", "1M", "--ranks", "1"], "--ranks 1: ~causal with"),
         (["dense", "--tokens", "256M", "--ranks", "4096"], "over max_bytes"),
     ],
 )
 def test_refusals_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", arguments[0], "--tokens", "16K", "--ranks", "4", *arguments[1:]]) == 2
+    at = next((place for place, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    assert cli.main(["plan", *arguments[:at], "--tokens", "16K", "--ranks", "4", *arguments[at:]]) == 2
     err = capsys.readouterr().err
     assert err.startswith("ringtile: error: ")
     assert err.count("\n") == 1

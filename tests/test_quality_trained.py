@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,17 +189,8 @@ def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
 
 
 def test_each_layer_has_its_own_attention() -> None:
-    model = Reader(small_plan("mqar").tasks[0])
-    calls: list[int] = []
-
-    def attend(number: int) -> Callable[..., Tensor]:
-        def inner(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
-            calls.append(number)
-            return value
-
-        return inner
-
-    model.attend_with([attend(0), attend(1)])
+    model, calls = Reader(small_plan("mqar").tasks[0]), list[int]()
+    model.attend_with([lambda q, k, v, n=n, **options: calls.append(n) or v for n in (0, 1)])
     x = torch.zeros(1, 20, dtype=torch.int64)
     model(x, x == 0)
     assert calls == [0, 1]
@@ -354,42 +344,15 @@ def test_the_page_is_made_of_the_record_alone() -> None:
     assert "interrupted" in page_of(replace(record, interrupted=True))
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = small_plan("mqar", rows=("default", "window", "oracle"), densities=(0.5, 0.25))
-    task = plan.tasks[0]
-    monkeypatch.setattr(trained, "ENOUGH", 0.0)
-    monkeypatch.setattr(trained, "_GOAL", 0.0)
-
-    def of(names: object, seeds: tuple[int, ...], quick: bool) -> Plan:
-        return replace(plan, tasks=(task,), seeds=tuple(seeds))
-
-    monkeypatch.setattr(Plan, "of", of)
-
-
-@pytest.mark.usefixtures("tiny")
-def test_the_command_writes_a_record_and_a_page_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["quality", "--quick", "--tasks", "mqar", "--seeds", "0", "1", "--out", str(tmp_path)]
-    assert cli.main(words) == 0
-    printed = capsys.readouterr()
-    assert "14 cells, 0 of them" in printed.out
-    assert "mqar, post-hoc" in printed.out
-    assert printed.err == ""
-    record = Record.from_json((tmp_path / "quality.json").read_text())
-    assert len(record.cells) == 14
-    assert (tmp_path / "quality.html").read_text().startswith("<!doctype html>")
-    assert cli.main([*words, "--json"]) == 0
-    again = Record.from_json(capsys.readouterr().out)
-    assert [asdict(cell) for cell in again.cells] == [asdict(cell) for cell in record.cells]
-
-
-@pytest.mark.usefixtures("tiny")
-def test_an_interrupted_command_leaves_a_whole_record(
+def test_the_command_resumes_and_writes_a_record_and_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["quality", "--tasks", "mqar", "--seeds", "0", "--out", str(tmp_path)]
-    whole = Lab.measure
-    calls: list[str] = []
+    plan = small_plan("mqar", rows=("default", "window", "oracle"), densities=(0.5, 0.25))
+    monkeypatch.setattr(trained, "ENOUGH", 0.0)
+    monkeypatch.setattr(trained, "_GOAL", 0.0)
+    monkeypatch.setattr(Plan, "of", lambda names, seeds, quick: replace(plan, seeds=tuple(seeds)))
+    words = ["quality", "--quick", "--tasks", "mqar", "--seeds", "0", "1", "--out", str(tmp_path)]
+    whole, calls = Lab.measure, list[str]()
 
     def stop(self: Lab, row: str, density: float) -> Measured:
         calls.append(row)
@@ -397,15 +360,23 @@ def test_an_interrupted_command_leaves_a_whole_record(
             raise KeyboardInterrupt
         return whole(self, row, density)
 
-    monkeypatch.setattr(Lab, "measure", stop)
-    assert cli.main(words) == 130
-    record = json.loads((tmp_path / "quality.json").read_text())
-    assert record["interrupted"] is True
-    assert len(record["cells"]) == 3
-    monkeypatch.setattr(Lab, "measure", whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lab, "measure", stop)
+        assert cli.main(words) == 130
+    assert "14 cells, 0 of them" in capsys.readouterr().out
+    record = Record.from_json((tmp_path / "quality.json").read_text())
+    assert (record.interrupted, len(record.cells)) == (True, 3)
+    assert "interrupted" in (tmp_path / "quality.html").read_text()
     assert cli.main(words) == 0
-    assert "7 cells, 3 of them" in capsys.readouterr().out
-    assert json.loads((tmp_path / "quality.json").read_text())["interrupted"] is False
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "14 cells, 3 of them" in printed.out
+    assert "mqar, post-hoc" in printed.out
+    first, record = record, Record.from_json((tmp_path / "quality.json").read_text())
+    assert (record.interrupted, len(record.cells), record.cells[:3]) == (False, 14, first.cells)
+    assert (tmp_path / "quality.html").read_text().startswith("<!doctype html>")
+    assert cli.main([*words, "--json"]) == 0
+    assert Record.from_json(capsys.readouterr().out).cells == record.cells
 
 
 @pytest.mark.parametrize("seeds", [["1", "1"], ["-1"]])

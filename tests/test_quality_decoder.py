@@ -31,7 +31,7 @@ from ringtile.tools.quality.leg import (
     QUICK,
     SAFE,
     Leg,
-    Row,
+    Variant,
     add_arguments,
     checked,
     open_leg,
@@ -309,7 +309,7 @@ def test_a_text_of_yours_judges_and_does_not_calibrate(
 
 
 def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
-    found = Leg(tiny, tmp_path, block=16).losses(Row("default", "density", 1.0), 0)
+    found = Leg(tiny, tmp_path, block=16).losses(Variant("default", "density", 1.0), 0)
     assert found.figures["text"] == pytest.approx(1, abs=1e-4)
     assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
     assert found.realised == 1

@@ -24,7 +24,7 @@ from ringtile.tools.quality.models import Reader, judge, restore, save
 from ringtile.tools.quality.page import page_of
 from ringtile.tools.quality.selectors import ROWS, Oracle, Watched, attention_of, floor_of
 from ringtile.tools.quality.tasks import NO_ANSWER, Stage, manual_windows
-from ringtile.tools.quality.trained import TASKS, Lab, Plan, jobs
+from ringtile.tools.quality.trained import TASKS, Lab, Sweep, jobs
 
 TINY = {
     "mqar": (128, 16),
@@ -118,11 +118,11 @@ def test_held_out_bytes_are_of_another_part() -> None:
         assert all(bytes(row) in parts[held_out] and bytes(row) not in parts[1 - held_out] for row in x.tolist())
 
 
-def small_plan(name: str, **changes: object) -> Plan:
+def small_sweep(name: str, **changes: object) -> Sweep:
     tokens, size = TINY[name]
     task = replace(TASKS[name], size=size, rows=2, stages=(Stage(tokens, 4, 3, size),), width=32, layers=2)
     fields = {"tasks": (task,), "seeds": (0,), "rows": ("default", "window"), "densities": (0.5,), "regimes": False}
-    return Plan(**{**fields, "tokens": tokens, "block": 16, **changes})  # type: ignore[arg-type]
+    return Sweep(**{**fields, "tokens": tokens, "block": 16, **changes})  # type: ignore[arg-type]
 
 
 def tensors(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -175,8 +175,8 @@ def test_the_density_of_a_selector_is_that_of_its_budget_over_the_own_tiles() ->
 
 
 def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
-    plan = small_plan("mqar")
-    lab = Lab(plan.tasks[0], 0, plan, tmp_path)
+    sweep = small_sweep("mqar")
+    lab = Lab(sweep.tasks[0], 0, sweep, tmp_path)
     batches = lab.batches(2, 2)
     at = batches[0][1] != NO_ANSWER
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
 
 
 def test_each_layer_has_its_own_attention() -> None:
-    model, calls = Reader(small_plan("mqar").tasks[0]), list[int]()
+    model, calls = Reader(small_sweep("mqar").tasks[0]), list[int]()
     model.attend_with([lambda q, k, v, n=n, **options: calls.append(n) or v for n in (0, 1)])
     x = torch.zeros(1, 20, dtype=torch.int64)
     model(x, x == 0)
@@ -199,10 +199,10 @@ def test_each_layer_has_its_own_attention() -> None:
 def test_weights_are_whole_and_kept_and_another_recipe_is_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = small_plan("mqar").tasks[0]
+    task = small_sweep("mqar").tasks[0]
 
     def dense(**changes: float) -> Reader:
-        return Lab(replace(task, **changes), 0, small_plan("mqar"), tmp_path).dense
+        return Lab(replace(task, **changes), 0, small_sweep("mqar"), tmp_path).dense
 
     def stop(state: object, path: Path) -> None:
         path.write_bytes(b"half")
@@ -223,16 +223,16 @@ def test_weights_are_whole_and_kept_and_another_recipe_is_another_model(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def measured(plan: Plan, folder: Path, *regimes: str) -> dict[tuple[str, str], Cell]:
-    """The cells of a plan in some regimes, by regime and scores."""
-    work = [job for job in jobs(plan, folder / "models") if job.setting.regime in (regimes or ("post-hoc",))]
+def measured(sweep: Sweep, folder: Path, *regimes: str) -> dict[tuple[str, str], Cell]:
+    """The cells of a sweep in some regimes, by regime and scores."""
+    work = [job for job in jobs(sweep, folder / "models") if job.setting.regime in (regimes or ("post-hoc",))]
     cells = measure_all(work, Folder(folder), Progress(quiet=True))
     return {(cell.setting.regime, cell.setting.scores): cell for cell in cells}
 
 
 def test_a_task_without_a_good_model_is_dropped_by_name(tmp_path: Path) -> None:
     # Three steps teach nothing.
-    cells = measured(small_plan("copy"), tmp_path)
+    cells = measured(small_sweep("copy"), tmp_path)
     (reason,) = {cell.measured.reason for (_, scores), cell in cells.items() if scores != "dense"}
     assert "needs 99%" in reason
     (table,) = tables(cells.values())
@@ -241,7 +241,7 @@ def test_a_task_without_a_good_model_is_dropped_by_name(tmp_path: Path) -> None:
 
 
 def test_bytes_are_judged_by_bits(tmp_path: Path) -> None:
-    dense, window = measured(small_plan("bytes", rows=("window",)), tmp_path).values()
+    dense, window = measured(small_sweep("bytes", rows=("window",)), tmp_path).values()
     assert dense.figure("bits") is not None
     share = kept(window, dense)
     assert share is not None
@@ -253,7 +253,7 @@ def test_training_with_sparse_attention(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("FINE_TUNE", "SCRATCH"):
         monkeypatch.setattr(trained, name, Stage(128, 2, 2, 16))
     monkeypatch.setattr(trained, "TRAINED_ROWS", ("default", "first row"))
-    cells = measured(small_plan("mqar", regimes=True), tmp_path, "fine-tuned", "from scratch")
+    cells = measured(small_sweep("mqar", regimes=True), tmp_path, "fine-tuned", "from scratch")
     assert set(cells) == {
         *((regime, row) for regime in ("fine-tuned", "from scratch") for row in ("default", "first row")),
         ("from scratch", "dense"),
@@ -347,10 +347,10 @@ def test_the_page_is_made_of_the_record_alone() -> None:
 def test_the_command_resumes_and_writes_a_record_and_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = small_plan("mqar", rows=("default", "window", "oracle"), densities=(0.5, 0.25))
+    sweep = small_sweep("mqar", rows=("default", "window", "oracle"), densities=(0.5, 0.25))
     monkeypatch.setattr(trained, "ENOUGH", 0.0)
     monkeypatch.setattr(trained, "_GOAL", 0.0)
-    monkeypatch.setattr(Plan, "of", lambda names, seeds, quick: replace(plan, seeds=tuple(seeds)))
+    monkeypatch.setattr(Sweep, "of", lambda names, seeds, quick: replace(sweep, seeds=tuple(seeds)))
     words = ["quality", "--quick", "--tasks", "mqar", "--seeds", "0", "1", "--out", str(tmp_path)]
     whole, calls = Lab.measure, list[str]()
 
@@ -386,8 +386,8 @@ def test_bad_seeds_are_one_line(seeds: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_figures_of_a_judge() -> None:
-    model = Reader(small_plan("mqar").tasks[0])
-    batches = [small_plan("mqar").tasks[0].draw(2, 128, 16, torch.Generator().manual_seed(0))]
+    model = Reader(small_sweep("mqar").tasks[0])
+    batches = [small_sweep("mqar").tasks[0].draw(2, 128, 16, torch.Generator().manual_seed(0))]
     accuracy = judge(model, TASKS["mqar"], batches)["accuracy"]
     x, y = batches[0]
     with torch.no_grad():

@@ -103,6 +103,13 @@ def logits(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     return found[0].float()
 
 
+@torch.no_grad()
+def prefill(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of the last token, as the beginning of generation does."""
+    found: Tensor = model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1).logits
+    return found
+
+
 def training_loss(model: Any, ids: Tensor) -> Tensor:
     """Return the model's own loss on all tokens, for a backward pass."""
     found: Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, labels=ids).loss
@@ -124,13 +131,16 @@ def gradient_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the relative L2 error over all parameters, or infinity if it is not finite."""
     pairs_of = list(zip(found, expected, strict=True))
     squares = [((ours.double() - theirs).square().sum(), theirs.double().square().sum()) for ours, theirs in pairs_of]
-    error = math.sqrt(sum(float(a) for a, _ in squares) / sum(float(b) for _, b in squares))
-    return error if math.isfinite(error) else math.inf
+    return _finite(math.sqrt(sum(float(a) for a, _ in squares) / sum(float(b) for _, b in squares)))
 
 
 def worst_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest relative L2 error of a row of one tensor, or infinity if it is not finite."""
-    error = float(((found[0] - expected[0]).norm(dim=1) / expected[0].norm(dim=1)).max())
+    return _finite(float(((found[0] - expected[0]).norm(dim=1) / expected[0].norm(dim=1)).max()))
+
+
+def _finite(error: float) -> float:
+    # NaN is below every bound, and infinity is above.
     return error if math.isfinite(error) else math.inf
 
 

@@ -136,7 +136,7 @@ class Study:
         self._losses(progress)
         self._greedy(progress)
         if PREFILL in self.passes:
-            self._measure(PREFILL, self._prefill, None, progress)
+            self._measure(PREFILL, partial(check.prefill, self.model, self.loaded.ids), None, progress)
         if TRAINING in self.passes:
             forward, backward = partial(training_loss, self.model, self.loaded.ids), partial(gradients, self.model)
             self._measure(TRAINING, forward, backward, progress)
@@ -202,12 +202,6 @@ class Study:
             entrant.same_tokens, entrant.greedy_tokens = int(equal.sum()), len(expected)
             same = f"{entrant.same_tokens} of {entrant.greedy_tokens}"
             progress.say(f"{entrant.name}: greedy decoding: the first {same} tokens are those of eager attention")
-
-    @torch.no_grad()
-    def _prefill(self) -> Tensor:
-        ids = self.loaded.ids
-        found: Tensor = self.model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1).logits
-        return found
 
     def _measure(
         self,

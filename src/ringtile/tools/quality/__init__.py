@@ -10,7 +10,7 @@ from ringtile.tools.quality import calibrate, leg
 from ringtile.tools.quality.cells import Folder, Record, measure_all
 from ringtile.tools.quality.claims import lines_of, tables
 from ringtile.tools.quality.page import page_of
-from ringtile.tools.quality.trained import TASKS, Plan, jobs
+from ringtile.tools.quality.trained import TASKS, Sweep, jobs
 from ringtile.tools.record import write_whole
 
 RECORD, PAGE = "quality.json", "quality.html"
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Folder(out)
     # A model of yours is judged alone, unless you name tasks as well.
     tasks = (() if args.model else tuple(TASKS)) if args.tasks is None else args.tasks
-    work = list(jobs(Plan.of(tasks, args.seeds, args.quick), out / "models"))
+    work = list(jobs(Sweep.of(tasks, args.seeds, args.quick), out / "models"))
     more, notes = leg.open_leg(args, out, progress)
     work += more
     progress.say(f"{len(work)} cells, {len(folder.of(work))} of them in {folder.path}; {threads_text()}")

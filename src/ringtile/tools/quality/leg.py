@@ -64,8 +64,8 @@ _FAR_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of the table: scores and a budget."""
+class Variant:
+    """Sparse attention that a row of the table judges: scores and a budget."""
 
     scores: str
     budget: str
@@ -79,25 +79,25 @@ class Row:
         return self.scores, self.budget, self.asked
 
 
-def _rows(scores: str, budget: str, *densities: float, **options: Any) -> list[Row]:
-    return [Row(scores, budget, density, **options) for density in densities]
+def _variants(scores: str, budget: str, *densities: float, **options: Any) -> list[Variant]:
+    return [Variant(scores, budget, density, **options) for density in densities]
 
 
 QUICK = (
-    *_rows("default", "calibrated", 0.25),
-    *_rows("default", "density", 0.25),
-    *_rows("window", "density", 0.25, rule=Recent()),
+    *_variants("default", "calibrated", 0.25),
+    *_variants("default", "density", 0.25),
+    *_variants("window", "density", 0.25, rule=Recent()),
 )
 FULL = (
-    *_rows("default", "calibrated", *CLAIMS),
-    *_rows("default", "density", 0.25, 0.1),
-    *_rows("default", "quality", 0.95),
-    *_rows("compensated", "calibrated", 0.25, 0.1, compensate=True),
-    *_rows("causal-safe", "calibrated", 0.25, 0.1, rule=SAFE),
-    *_rows("probe", "density", 0.25, rule=Probe()),
-    *_rows("blend", "density", 0.25, rule=Blend()),
-    *_rows("window", "density", 0.25, 0.1, rule=Recent()),
-    *_rows("random", "density", 0.25, rule=Shuffled()),
+    *_variants("default", "calibrated", *CLAIMS),
+    *_variants("default", "density", 0.25, 0.1),
+    *_variants("default", "quality", 0.95),
+    *_variants("compensated", "calibrated", 0.25, 0.1, compensate=True),
+    *_variants("causal-safe", "calibrated", 0.25, 0.1, rule=SAFE),
+    *_variants("probe", "density", 0.25, rule=Probe()),
+    *_variants("blend", "density", 0.25, rule=Blend()),
+    *_variants("window", "density", 0.25, 0.1, rule=Recent()),
+    *_variants("random", "density", 0.25, rule=Shuffled()),
 )
 
 
@@ -133,15 +133,16 @@ class Leg:
         if budgets is not None:
             self._calibrations[DEFAULT_SCORES] = checked(Calibration.load(budgets), decoder, DEFAULT_SCORES, block)
 
-    def attends(self, row: Row) -> list[AdaptiveAttention]:
-        """Return the attention of each layer, with the choice of a row."""
-        if row.budget == "calibrated":
-            return self.calibration(row.rule).attention(row.asked, compensate=row.compensate)
+    def attends(self, variant: Variant) -> list[AdaptiveAttention]:
+        """Return the attention of each layer, with the choice of a variant."""
+        if variant.budget == "calibrated":
+            return self.calibration(variant.rule).attention(variant.asked, compensate=variant.compensate)
         # A controller keeps what it has seen, so each layer has its own.
         budgets = (
-            Controller(row.asked) if row.budget == "quality" else Density(row.asked) for _ in range(self.decoder.layers)
+            Controller(variant.asked) if variant.budget == "quality" else Density(variant.asked)
+            for _ in range(self.decoder.layers)
         )
-        return [AdaptiveAttention(row.rule, budget, block=self.block) for budget in budgets]
+        return [AdaptiveAttention(variant.rule, budget, block=self.block) for budget in budgets]
 
     def calibration(self, scores: Scores) -> Calibration:
         """Return the calibration of some scores, from its file if there is one."""
@@ -168,12 +169,12 @@ class Leg:
 
     def jobs(self, *, quick: bool = False, timed: bool = True) -> Iterator[Job]:
         """Return the cells of a run: losses, far keys, and seconds beside PyTorch's own attention."""
-        rows, cost = QUICK if quick else FULL, self.decoder.n_tokens / 200
+        variants, cost = QUICK if quick else FULL, self.decoder.n_tokens / 200
         for seed in range(SEQUENCES // 2 if quick else SEQUENCES):
             yield Job(self.setting("far copy", DENSE, "", None, seed), cost, partial(self.dense, seed))
-            for row in rows:
-                setting = self.setting("far copy", *row.key, seed)
-                yield Job(setting, cost, partial(self.losses, row, seed))
+            for variant in variants:
+                setting = self.setting("far copy", *variant.key, seed)
+                yield Job(setting, cost, partial(self.losses, variant, seed))
         for seed in range(1 if quick else 2):
             for density in FAR_DENSITIES:
                 for name in ("default", "window", "oracle"):
@@ -181,14 +182,14 @@ class Leg:
                     yield Job(setting, cost / 2, partial(self.far_keys, name, density, seed))
         if timed:
             n_tokens = self.decoder.n_tokens
-            timed_rows = [row for row in rows if row.key in TIMED]
+            timed_ones = [variant for variant in variants if variant.key in TIMED]
             lengths = [*(short for short in SHORT if short < n_tokens), n_tokens]
             if not quick and 2 * n_tokens <= self.decoder.longest:
                 lengths.append(2 * n_tokens)
             for length in lengths:
-                for row in timed_rows if length >= n_tokens else timed_rows[:1]:
-                    setting = self.setting("prefill", *row.key, 0, tokens=length)
-                    yield Job(setting, 6 * cost * length / n_tokens, partial(self.seconds, row, length))
+                for variant in timed_ones if length >= n_tokens else timed_ones[:1]:
+                    setting = self.setting("prefill", *variant.key, 0, tokens=length)
+                    yield Job(setting, 6 * cost * length / n_tokens, partial(self.seconds, variant, length))
 
     def setting(self, task: str, scores: str, budget: str, asked: float | None, seed: int, **sizes: Any) -> Setting:
         decoder = self.decoder
@@ -218,10 +219,10 @@ class Leg:
         figures = {"text": 1.0, "copy": 1.0, "text_nats": between, "first_nats": first, "copy_nats": second}
         return Measured(figures, 1.0)
 
-    def losses(self, row: Row, seed: int) -> Measured:
-        """Measure a row on a sequence: the parts of the perplexity and of the far copy's benefit that it keeps."""
+    def losses(self, variant: Variant, seed: int) -> Measured:
+        """Measure a variant on a sequence: the parts of the perplexity and of the far copy's benefit that it keeps."""
         dense = self._dense_losses(seed)
-        watched = [Watched(attend, _ROWS) for attend in self.attends(row)]
+        watched = [Watched(attend, _ROWS) for attend in self.attends(variant)]
         use_ringtile(self.decoder.model, attend=watched)
         _, between, second = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
         # A sequence is one call of each layer.
@@ -239,7 +240,7 @@ class Leg:
         return Measured(figures, statistics.mean(each.density[0] for each in watched))
 
     def far_keys(self, name: str, density: float, seed: int) -> Measured:
-        """Count far keys that a row keeps: rows with half of their attention in one tile that is not forced."""
+        """Count far keys that scores keep: rows with half of their attention in one tile that is not forced."""
         if seed not in self._far:
             self._far[seed] = count_far_keys(self.decoder, seed)
         kept, rows = self._far[seed][name, density]
@@ -247,11 +248,11 @@ class Leg:
             return Measured({"rows": 0}, reason="no row has a far key")
         return Measured({"kept": kept, "rows": rows}, density)
 
-    def seconds(self, row: Row, n_tokens: int, rounds: int = 3) -> Measured:
+    def seconds(self, variant: Variant, n_tokens: int, rounds: int = 3) -> Measured:
         """Time the prefill of the model, in turn with PyTorch's own attention."""
         model = self.decoder.model
         ids = self.decoder.texts.far_copy(0, n_tokens).ids
-        attends = self.attends(row)
+        attends = self.attends(variant)
         for attend in attends:
             # Below some length the choice costs more than it saves, and a user would set this too.
             attend.choice = replace(attend.choice, min_length=MIN_LENGTH)

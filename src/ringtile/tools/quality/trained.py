@@ -76,7 +76,7 @@ TASKS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sweep:
     """Tasks, seeds, rows and densities to measure."""
 
     tasks: tuple[Task, ...]
@@ -89,8 +89,8 @@ class Plan:
     block: int = BLOCK
 
     @classmethod
-    def of(cls, names: Sequence[str], seeds: Sequence[int], quick: bool) -> Plan:
-        """Return the plan of the command."""
+    def of(cls, names: Sequence[str], seeds: Sequence[int], quick: bool) -> Sweep:
+        """Return the sweep of the command."""
         chosen = tuple(TASKS[name] for name in names)
         if not quick:
             return cls(chosen, tuple(seeds))
@@ -111,8 +111,8 @@ def recipe_of(task: Task) -> str:
 class Lab:
     """The models of one task and seed: trained once, kept in a folder, and judged under any attention."""
 
-    def __init__(self, task: Task, seed: int, plan: Plan, folder: Path) -> None:
-        self.task, self.seed, self.plan, self.folder = task, seed, plan, folder
+    def __init__(self, task: Task, seed: int, sweep: Sweep, folder: Path) -> None:
+        self.task, self.seed, self.sweep, self.folder = task, seed, sweep, folder
 
     def _trained(self, name: str, make: Callable[[Reader], None]) -> Reader:
         """Return the model of a name, which ``make`` trains if the folder does not have it."""
@@ -132,7 +132,7 @@ class Lab:
         generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + salt)
         # A language is judged on text that is held out, which its size of 1 asks for.
         size = 1 if self.task.language else size or self.task.size
-        tokens = tokens or self.plan.tokens
+        tokens = tokens or self.sweep.tokens
         counts = [min(_JUDGED, rows - begin) for begin in range(0, rows, _JUDGED)]
         return [self.task.draw(count, tokens, size, generator) for count in counts]
 
@@ -161,7 +161,7 @@ class Lab:
     def attends(self, row: str, density: float) -> list[AdaptiveAttention]:
         """Return the attention of each layer, with a selector."""
         return [
-            attention_of(row, density, self.plan.block, seed=self.seed, layer=layer)
+            attention_of(row, density, self.sweep.block, seed=self.seed, layer=layer)
             for layer in range(self.task.layers)
         ]
 
@@ -217,45 +217,45 @@ TRAINED_ROWS = (DEFAULT, "first row", WINDOW, RANDOM, ORACLE)
 Sizes = dict[str, int | float | str]
 
 
-def sizes_of(task: Task, plan: Plan) -> Sizes:
+def sizes_of(task: Task, sweep: Sweep) -> Sizes:
     """Return the sizes of a cell's setting."""
     return {
-        "tokens": plan.tokens,
-        "block": plan.block,
+        "tokens": sweep.tokens,
+        "block": sweep.block,
         "size": task.size,
         "sequences": task.rows,
         "layers": task.layers,
         "width": task.width,
         "recipe": recipe_of(task),
-        "floor": plan.floor(plan.tokens),
+        "floor": sweep.floor(sweep.tokens),
     }
 
 
-def jobs(plan: Plan, folder: Path) -> Iterator[Job]:
+def jobs(sweep: Sweep, folder: Path) -> Iterator[Job]:
     """Return a job for each cell, those of one model after another."""
-    for task in plan.tasks:
-        for seed in plan.seeds:
-            lab = Lab(task, seed, plan, folder)
+    for task in sweep.tasks:
+        for seed in sweep.seeds:
+            lab = Lab(task, seed, sweep, folder)
             yield from _post_hoc(lab)
             # Training takes most of the time of a run, so one task shows it for all.
-            if plan.regimes and task.name == "mqar":
+            if sweep.regimes and task.name == "mqar":
                 yield from _with_training(lab)
 
 
 def _setting(lab: Lab, regime: str, row: str, density: float | None, more: Sizes) -> Setting:
-    sizes = {**sizes_of(lab.task, lab.plan), **more}
+    sizes = {**sizes_of(lab.task, lab.sweep), **more}
     return Setting(LEG, lab.task.name, regime, row, "" if density is None else "density", density, lab.seed, sizes)
 
 
 def _post_hoc(lab: Lab) -> Iterator[Job]:
     """Return the cells of models that are trained dense."""
-    task, plan = lab.task, lab.plan
+    task, sweep = lab.task, lab.sweep
     steps = sum(stage.steps * stage.tokens * stage.batch for stage in task.stages) / 4096
     yield Job(_setting(lab, POST_HOC, DENSE, None, {}), 0.03 * steps * task.layers, lab.measure_dense)
-    for row in plan.rows:
+    for row in sweep.rows:
         # The oracle computes dense attention to choose.
         cost = task.layers * task.rows / 8 * (0.5 if row.startswith(ORACLE) else 0.1)
-        for density in plan.densities:
+        for density in sweep.densities:
             yield Job(_setting(lab, POST_HOC, row, density, {}), cost, partial(lab.measure, row, density))
 
 
@@ -266,7 +266,7 @@ def _with_training(lab: Lab) -> Iterator[Job]:
         "steps": SCRATCH.steps,
         "tokens": SCRATCH.tokens,
         "size": SCRATCH.size,
-        "floor": lab.plan.floor(SCRATCH.tokens),
+        "floor": lab.sweep.floor(SCRATCH.tokens),
     }
     for regime, stage, sizes in ((FINE_TUNED, FINE_TUNE, tuned), (FROM_SCRATCH, SCRATCH, scratch)):
         if regime == FROM_SCRATCH:

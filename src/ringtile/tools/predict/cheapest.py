@@ -73,6 +73,7 @@ def cheapest_for_model(
     if not layers or not all(type(count) is int and count > 0 for count in layers.values()):
         raise ValueError(f"layers: expected a positive number of layers of each pattern, got {dict(layers)}")
     heads = next((pattern.num_heads for pattern in layers if pattern.num_heads is not None), 32)
+    # All layouts have the same tiles, and listing them takes most of the time.
     sizes, listed = sizes or Sizes(heads=heads), dict[Pattern, Tiles]()
     found, errors = list[ModelCost](), list[ValueError]()
     for make in LAYOUTS.values():

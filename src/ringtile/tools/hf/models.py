@@ -148,10 +148,10 @@ def load(
     Raises:
         ValueError: If something is missing or too short.
     """
-    if text is not None and not text.is_file():
-        raise ValueError(f"--text: expected a text file, got {str(text)!r}")
+    words, title = python_manual(), "Python's documentation (pydoc_data.topics)"
+    if text is not None:
+        words, title = read_text(text), str(text)
     name, model, encode = load_model(source, random_weights, n_tokens, seed)
-    words, title = _text(text)
     if encode is None:
         title += ", one token per byte"
         vocab_size = model.config.get_text_config().vocab_size
@@ -163,12 +163,18 @@ def load(
     return Loaded(name, model, torch.tensor([found]), title)
 
 
-def _text(path: Path | None) -> tuple[str, str]:
-    if path is not None:
-        try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--text: expected UTF-8 in {str(path)!r}, got {error}") from None
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises ValueError if it is missing or not UTF-8."""
+    if not path.is_file():
+        raise ValueError(f"--text: expected a text file, got {str(path)!r}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text: expected UTF-8 in {str(path)!r}, got {error}") from None
+
+
+def python_manual() -> str:
+    """Return Python's manual, as it is installed for ``help()``."""
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics[name] for name in sorted(topics)), "Python's documentation (pydoc_data.topics)"
+    return "\n\n".join(topics[name] for name in sorted(topics))

@@ -107,17 +107,14 @@ class Reader(nn.Module):
 
 
 @torch.enable_grad()
-def train(
-    model: Reader, task: Task, stages: tuple[Stage, ...], seed: int, tick: Callable[[], None] = lambda: None
-) -> int:
-    """Train on batches that are drawn from a seed, and return the number of steps. ``tick`` is called at each step."""
+def train(model: Reader, task: Task, stages: tuple[Stage, ...], seed: int) -> None:
+    """Train on batches that are drawn from a seed."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), task.rate, weight_decay=0.1, betas=(0.9, 0.98))
     taken = 0
     for stage in stages:
         learned = 0
         for step in range(stage.steps):
-            tick()
             # The last stage ends at a rate of 0, so that no answer depends on the last batches.
             left = 1 - step / stage.steps if stage is stages[-1] else 1.0
             for group in optimizer.param_groups:
@@ -135,7 +132,6 @@ def train(
                 learned = learned + 1 if right >= _ENOUGH else 0
                 if learned == _IN_A_ROW:
                     break
-    return taken
 
 
 @torch.no_grad()

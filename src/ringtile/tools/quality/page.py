@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import io
 import re
 from typing import Any
 
+from ringtile.tools import page
+from ringtile.tools.page import Code, Heading, Part, Picture, Table
 from ringtile.tools.plot import GREY, LIGHT_BLUE, ORANGE, RED, missing_matplotlib
 from ringtile.tools.quality.cells import Record
-from ringtile.tools.quality.claims import BELOW, CLAIMS, HOLDS, REFUTED, TaskTable, lines_of, tables
+from ringtile.tools.quality.claims import BELOW, CLAIMS, HOLDS, ITS_TILES, REFUTED, TaskTable, lines_of, rows_of, tables
 from ringtile.tools.quality.selectors import DEFAULT, ORACLE, RANDOM, WINDOW
 from ringtile.tools.quality.trained import TASKS
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #22272e; --soft: #5b636d; --paper: #fff; --line: #d8dce1; --band: #f4f6f8;
-  --good: #1c7a3f; --bad: #b3362d; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --soft: #a3abb5; --paper: #16191d; --line: #3a4149;
-  --band: #20252b; --good: #62c98a; --bad: #f08a80; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
-  max-width: 62rem; padding: 0 1rem; }
-h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-p.note, footer { color: var(--soft); font-size: .9rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-tr.claim td { background: var(--band); color: var(--soft); } tr.first td { font-weight: 600; }
-.holds { color: var(--good); } .refuted { color: var(--bad); } .below { color: var(--soft); }
-pre { background: var(--band); padding: 1rem; overflow-x: auto; font-size: .8rem; }
-svg { max-width: 100%; height: auto; color: var(--ink); }
-"""
 
 _BLUE = "#2f80c9"
 """A blue that is clear on white and on black."""
@@ -40,72 +22,50 @@ _INK = "#010203"
 """Stands for the page's own text color, which light and dark themes choose."""
 
 
+_INTRODUCTION = (
+    "Percent of the dense model's quality that attention over some tiles keeps: mean and standard deviation over "
+    "seeds. Accuracy counts above chance. Bits per byte count as a ratio of perplexities. The claimed row is what is "
+    "often claimed for a density; the word under the default says whether it holds."
+)
+
+
 def page_of(record: Record, decoder: list[str] | None = None) -> str:
     """Return the HTML page of a record. ``decoder`` are the lines of the table of your own model, if there is one."""
     found = tables(record.cells)
-    parts = [
-        "<h1>Quality of sparse attention</h1>",
-        "<p>Percent of the dense model's quality that attention over some tiles keeps: mean and standard deviation "
-        "over seeds. Accuracy counts above chance. Bits per byte count as a ratio of perplexities. "
-        "The claimed row is what is often claimed for a density; the word under the default says whether it holds.</p>",
-    ]
+    parts: list[Part] = [Heading("Quality of sparse attention", 1), _INTRODUCTION]
     if record.interrupted:
-        parts.append("<p><strong>This run was interrupted. Cells are missing.</strong></p>")
+        parts.append("**This run was interrupted. Cells are missing.**")
     if (picture := curves(found)) is not None:
-        parts.append(picture)
-    parts += [_section(table) for table in found]
+        parts.append(Picture("Quality kept against tile density", svg=picture))
+    for table in found:
+        parts += _section(table)
     if decoder:
-        parts.append(f"<h2>Your model</h2><pre>{html.escape(chr(10).join(decoder).strip())}</pre>")
+        parts += [Heading("Your model"), Code("\n".join(decoder))]
     if record.notes:
-        parts.append("<h2>Left out</h2>" + "".join(f"<p class=note>{html.escape(note)}</p>" for note in record.notes))
-    machine = record.machine
-    torch_version = record.versions.get("torch")
+        parts += [Heading("Left out"), *record.notes]
+    machine, torch_version = record.machine, record.versions.get("torch")
     parts.append(
-        f"<footer><p>{html.escape(str(record.command))}. {html.escape(str(machine.get('cpu')))}, "
-        f"{machine.get('threads')} threads, torch {html.escape(str(torch_version))}, ringtile commit "
-        f"{html.escape(str(record.commit))}.</p></footer>"
+        f"{record.command}. {machine.get('cpu')}, {machine.get('threads')} threads, torch {torch_version}, ringtile "
+        f"commit {record.commit}."
     )
-    body = "\n".join(parts)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>ringtile quality</title>'
-        f"<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
-    )
+    return page.html("ringtile quality", parts, {HOLDS: "good", REFUTED: "bad", BELOW: "soft"})
 
 
-def _section(table: TaskTable) -> str:
+def _section(table: TaskTable) -> list[Part]:
     title, *_ = lines_of(table)
-    task = TASKS.get(table.task)
-    parts = [f"<h2>{html.escape(table.task)}, {table.regime}</h2>"]
-    summary = "" if task is None else f"{task.summary}. "
-    parts.append(
-        f"<p class=note>{html.escape(summary + title).replace('+-', '&plusmn;')}. The floor is {table.floor:.1%}.</p>"
-    )
-    if table.dropped:
-        parts.append(f"<p class=refuted>Dropped: {html.escape(table.dropped)}</p>")
-        return "".join(parts)
-    densities = table.densities
+    summary = f"{TASKS[table.task].summary}. " if table.task in TASKS else ""
+    text = f"{summary}{title}. The floor is {table.floor:.1%}.".replace("+-", "&plusmn;")
+    body = f"**Dropped: {table.dropped}**" if table.dropped else table_of(table)
+    return [Heading(f"{table.task}, {table.regime}"), text, body]
 
-    def row(name: str, cells: list[str], kind: str = "", head: bool = False) -> str:
-        tag = "th" if head else "td"
-        inner = "".join(f"<{tag}>{cell}</{tag}>" for cell in [html.escape(name), *cells])
-        return f'<tr class="{kind}">{inner}</tr>'
 
-    rows = [row("tile density asked", [f"{density:.0%}" for density in densities], head=True)]
-    realised = table.realised
-    rows.append(row("realised", [f"{realised[d]:.1%}" if d in realised else "" for d in densities], "claim"))
-    rows.append(row("claimed", [CLAIMS[d][0] if d in CLAIMS else "" for d in densities], "claim"))
-    for number, (name, entries) in enumerate(table.entries.items()):
-        cells = [entries[d].text.replace("+-", "&plusmn;") if d in entries else "" for d in densities]
-        rows.append(row(name, cells, "" if number else "first"))
-        if number == 0:
-            words = [table.verdict(name, d) for d in densities]
-            kinds = {HOLDS: "holds", REFUTED: "refuted", BELOW: "below", "": ""}
-            rows.append(row("", [f'<span class="{kinds[word]}">{word}</span>' for word in words]))
-        if computed := table.computed(name):
-            rows.append(row("its tiles", [f"{computed[d]:.1%}" if d in computed else "" for d in densities], "claim"))
-    parts.append(f'<div class="scroll"><table>{"".join(rows)}</table></div>')
-    return "".join(parts)
+def table_of(table: TaskTable) -> Table:
+    """Return the part of a page that shows a table, with the claims and the computed tiles in italics."""
+    rows = []
+    for name, words in rows_of(table):
+        line = [name.replace("realised", "realised density"), *(word.replace("+-", "&plusmn; ") for word in words)]
+        rows.append([f"*{word}*" if word else "" for word in line] if name in ("claimed", ITS_TILES) else line)
+    return Table(["kept, %", *(f"{density:.0%}" for density in table.densities)], rows, 1)
 
 
 def curves(found: list[TaskTable]) -> str | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import import_module
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
+
+from ringtile.tools.hf.models import python_manual
 
 NO_ANSWER = -100
 """The answer of a position that has none, which `F.cross_entropy` ignores."""
@@ -182,22 +183,21 @@ def lists(batch: int, tokens: int, most: int, generator: Generator) -> tuple[Ten
     return x.contiguous(), y.contiguous()
 
 
-@lru_cache(1)
-def manual() -> Tensor:
-    """Return the bytes of Python's manual as it is installed, ``pydoc_data.topics``, as int64."""
-    topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+class _Manual:
+    """Language modeling of the bytes of Python's manual: the answer is the next byte."""
+
+    @cached_property
+    def text(self) -> Tensor:
+        """All bytes, int64."""
+        return torch.frombuffer(bytearray(python_manual().encode()), dtype=torch.uint8).long()
+
+    def __call__(self, batch: int, tokens: int, held_out: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        # The last tenth is held out. Models are judged on it, and never trained.
+        end = len(self.text) * 9 // 10
+        text = self.text[end:] if held_out else self.text[:end]
+        begin = torch.randint(0, len(text) - tokens, (batch, 1), generator=generator)
+        found = text[begin + torch.arange(tokens + 1)]
+        return found[:, :-1], found[:, 1:]
 
 
-def _windows(text: Tensor, batch: int, tokens: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    begin = torch.randint(0, len(text) - tokens, (batch, 1), generator=generator)
-    found = text[begin + torch.arange(tokens + 1)]
-    return found[:, :-1], found[:, 1:]
-
-
-def manual_windows(batch: int, tokens: int, held_out: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Language modeling of bytes: the answer is the next byte. The last tenth of the manual is held out."""
-    text = manual()
-    end = len(text) * 9 // 10
-    return _windows(text[end:] if held_out else text[:end], batch, tokens, generator)
+manual_windows = _Manual()

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ringtile.tools.hf.models import python_manual, read_text
+
 _JUDGED = ("typing", "tarfile", "inspect", "subprocess", "ast", "argparse", "zipfile", "configparser", "ssl", "mailbox")
 _CALIBRATION = ("doctest", "difflib", "statistics", "turtle", "optparse", "heapq", "random", "fractions")
 """Modules of Python. None of the files that calibrate is among the files that judge."""
@@ -146,24 +148,12 @@ def far_repeat(ids: Tensor) -> Tensor:
     return repeated if repeated.sum() >= n_tokens // 16 else torch.zeros_like(repeated)
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raises ValueError if it is missing or not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"--text: expected a text file, got {str(path)!r}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text: expected UTF-8 in {str(path)!r}, got {error}") from None
-
-
 def _words(kind: str) -> str:
     match kind:
         case "prose":
-            from pydoc_data.topics import topics
-
-            return "\n\n".join(topics[name] for name in sorted(topics))
+            return python_manual()
         case "markdown":
-            return "\n\n".join(_described(name) for name in _DESCRIBED)
+            return "\n\n".join(str(importlib.metadata.metadata(name)["Description"]) for name in _DESCRIBED)
         case "code":
             return "\n\n".join(map(_source, _JUDGED))
     # Half of it is code, and half is English.
@@ -181,7 +171,3 @@ def _docstrings(source: str) -> str:
     parts = (ast.Module, ast.ClassDef, ast.FunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, parts))
     return "\n\n".join(text for text in found if text and len(text) > 200)
-
-
-def _described(distribution: str) -> str:
-    return str(importlib.metadata.metadata(distribution)["Description"])

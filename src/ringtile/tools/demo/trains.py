@@ -50,6 +50,7 @@ class Corpus(NamedTuple):
 
     def byte_entropy(self) -> float:
         """Return the bits per held-out byte of a model that knows only the byte counts of the training text."""
+        # One more of each byte, so that a byte that the training text lacks costs bits and not infinity.
         counts = torch.bincount(self.train.long(), minlength=256).double() + 1
         return float(-(counts / counts.sum()).log2()[self.held_out.long()].mean())
 
@@ -157,6 +158,7 @@ class Run:
     def evaluate(self) -> None:
         """Measure bits per byte on the first windows of the held-out text."""
         text, length = self.corpus.held_out, min(self.context, len(self.corpus.held_out) - 1)
+        # Windows side by side, and always the same, so that figures of both runs can be compared.
         firsts = range(0, len(text) - length, length)[:HELD_OUT_WINDOWS]
         bits = sum(float(self._loss(text, first, length)) for first in firsts) / len(firsts) / math.log(2)
         self.held_out.append(HeldOut(self.steps, self.trained_seconds, bits))
@@ -168,6 +170,7 @@ def flex_attention_error() -> str | None:
 
     query, key, value = (torch.randn(1, 1, 128, 16, requires_grad=True) for _ in range(3))
     try:
+        # Uncompiled, it warns that it is slow. Only its answer matters here.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flex_attention(query, key, value).sum().backward()

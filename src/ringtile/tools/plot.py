@@ -160,8 +160,8 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     here = slot // max(rows, 1) == group
     row, column, state = (slot % max(rows, 1))[here], (number % max(columns, 1))[here], state[here]
 
-    # A cell is a part of a tile if tiles are few, and several tiles if they are many. For 64 pixels, 10 tiles of 128 are
-    # cut by 4 into cells of 32, and 1,000 tiles are merged by 16 into cells of 2,048.
+    # A cell is a part of a tile if tiles are few, and several tiles if they are many. For 64 pixels, 10 tiles of 128
+    # are cut by 4 into cells of 32, and 1,000 tiles are merged by 16 into cells of 2,048.
     cuts = 1
     while cuts < block and max(rows, columns) * cuts * 2 <= pixels:
         cuts *= 2

@@ -67,7 +67,7 @@ def measure(n_tokens: int, threads: int, rounds: int, dense: bool) -> dict[str, 
     if dense:
         calls["dense"] = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     times = interleaved({name: partial(seconds_of, call) for name, call in calls.items()}, rounds, warm_up=True)
-    peak = peak_memory(lambda: choose().full_col, None, q.device).forward
+    peak = peak_memory(lambda: choose().rows.full, None, q.device).forward
     return {
         "tokens": n_tokens,
         "threads": threads,

@@ -687,7 +687,7 @@ def test_the_acceptance_has_the_rows_that_are_asked_for():
     for facts in ({"n_tokens": 4097}, {"heads": 8, "kv_heads": 2}, {"n_queries": 1, "n_tokens": 32768}):
         assert some(**facts)
     (half,) = some(asked="dilated([2], 4096)")
-    assert (half.case.index.tile_density, len(half.case.index.full_col)) == (1, 0)
+    assert (half.case.index.tile_density, len(half.case.index.rows.full)) == (1, 0)
     tiles = [cell.case.index.tile_density for cell in some(n_tokens=16384, dtype=torch.float32)]
     assert tiles[::2] == pytest.approx([0.1, 0.05, 0.02], rel=0.25)
     assert tiles[1::2] == pytest.approx([0.1, 0.05, 0.02], rel=0.2)

@@ -181,7 +181,7 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
             down = (row[mine].unsqueeze(1) * cuts + part) // merged
             across = (column[mine].unsqueeze(1) * cuts + part) // merged
             cell = down.unsqueeze(2) * wide + across.unsqueeze(1)
-            pairs = _pooled(index.bits.cpu(), queries.unsqueeze(1) & keys, cuts)[state[mine]]
+            pairs = _pooled(index.table.bits.cpu(), queries.unsqueeze(1) & keys, cuts)[state[mine]]
             kept.index_add_(0, cell.flatten(), pairs.flatten())
     tall = torch.bincount(torch.arange(skipped, skipped + index.n_queries) // side, minlength=high)
     pairs = tall.unsqueeze(1) * torch.bincount(torch.arange(index.n_keys) // side, minlength=wide)

@@ -140,8 +140,8 @@ class Run:
         return F.cross_entropy(self.model(tokens[None, :-1])[0], tokens[1:])
 
     def _step(self) -> None:
-        # The window depends on the seed and the number of the step, so both models read the same text. A generator of the
-        # CPU knows only the lower 32 bits of a seed, so the seeds of two runs must differ in these.
+        # The window depends on the seed and the number of the step, so both models read the same text. A CPU generator
+        # knows only the lower 32 bits of a seed, so the seeds of two runs must differ in these.
         generator = torch.Generator().manual_seed((1_000_003 * self.seed + self.steps) % 2**32)
         first = int(torch.randint(len(self.corpus.train) - self.context, (), generator=generator))
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (self.steps + 1) / WARMUP_STEPS)

@@ -315,7 +315,7 @@ def test_the_quality_page_is_that_of_its_record() -> None:
     assert not record.interrupted
     assert {cell.setting.seed for cell in record.cells if cell.setting.leg == "trained"} == {0, 1, 2}
     assert {table.task for table in made.tables(record.cells)} == set(made.TASKS)
-    assert made.decoder.table(record.cells)
+    assert made.leg.table(record.cells)
 
 
 def test_a_wrong_figure_in_readme_is_put_right() -> None:

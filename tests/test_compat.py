@@ -479,6 +479,7 @@ def test_what_follows_the_contents_has_no_rates() -> None:
 @pytest.mark.parametrize(
     ("kind", "block_size", "lengths", "is_causal"),
     all_pairs(KINDS, [64, 128, 256], [(2048, 2048), (1000, 1000), (300, 1100)], [False, True]),
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:block_size=64")
 def test_a_ratio_keeps_all_pairs_of_the_tiles_that_it_pays_for(

@@ -107,6 +107,7 @@ def whole(path: Path) -> Iterator[Path]:
 
     A reader, or an interruption, finds all of the old or all of the new file.
     """
+    # A rename replaces a file at once, but only within one file system, so the draft lies beside it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

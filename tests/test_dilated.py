@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringtile.functional import dilated, dilated_attention, sparse_attention
 from ringtile.functional.dilated import segment_numbers
-from ringtile.functional.permute import add_compacted, compact, pieces
+from ringtile.functional.permute import Strided, pieces
 from ringtile.index import build_index
 from ringtile.patterns import Causal, Pattern, Segments, Window, longnet_union, per_head
 from ringtile.patterns.wrapped import Compacted, InSegments, OfHeads
@@ -694,8 +694,8 @@ def test_pieces_hold_each_kept_token_once(
     found: Counter[tuple[int, int, int]] = Counter()
     for piece in pieces(n_queries, n_keys, heads, length, dilation, by_offset=by_offset):
         assert not by_offset or len(piece.offsets) == 1
-        q = compact(queries.view(1, heads, n_queries), piece)
-        k = compact(keys.view(1, heads, n_keys), piece, keys=True)
+        q = Strided(piece).take(queries.view(1, heads, n_queries))
+        k = Strided(piece, keys=True).take(keys.view(1, heads, n_keys))
         assert q.shape == (piece.segments, len(piece.heads), piece.n_queries)
         assert k.shape == (piece.segments, len(piece.heads), piece.n_keys)
         for number, head in enumerate(piece.heads):
@@ -721,12 +721,13 @@ def test_adding_back_is_the_adjoint_of_compacting(heads: int, ratio: int, dilati
     for keys in (False, True):
         x = torch.randn(2, heads // ratio if keys else heads, 50, 3, dtype=torch.float64, requires_grad=True)
         for piece in pieces(50, 50, heads, 16, dilation):
-            found = compact(x, piece, keys=keys, ratio=ratio)
+            places = Strided(piece, keys=keys, ratio=ratio)
+            found = places.take(x)
             if keys and dilation == 1:
                 assert found.shape[1] == heads // ratio
             grad = torch.randn_like(found)
             total = torch.zeros_like(x)
-            add_compacted(total, grad, piece, keys=keys, ratio=ratio)
+            places.add(total, grad)
             assert relative_error(total, torch.autograd.grad(found, x, grad)[0]) < 1e-15
 
 

@@ -31,7 +31,6 @@ from ringtile.distributed import (
     attention,
     exchange,
     make_plan,
-    pieces,
     ring_attention,
     ring_dilated_attention,
 )
@@ -39,7 +38,7 @@ from ringtile.distributed import plan as plan_module
 from ringtile.distributed.attention import group_of
 from ringtile.distributed.exchange import Exchange
 from ringtile.distributed.layout import positions_of
-from ringtile.functional import sparse_attention
+from ringtile.functional import parts, sparse_attention
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.select import select
 from ringtile.patterns import (
@@ -506,7 +505,7 @@ def test_rows_of_broadcast_tokens_wait_for_no_others(layout: str, monkeypatch: p
         events.found.append("arrived")
         finish_cold(*arguments)
 
-    monkeypatch.setattr(pieces, "select", selected)
+    monkeypatch.setattr(parts, "select", selected)
     monkeypatch.setattr(Exchange, "finish_cold", finished)
 
     def run(rank: int) -> list[int | str]:
@@ -541,7 +540,7 @@ def test_a_call_that_fails_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPa
         gc.collect()
         attend(rank)
 
-    monkeypatch.setattr(pieces, "select", selected)
+    monkeypatch.setattr(parts, "select", selected)
     on_ranks(2, run)
     assert not exchange._in_flight
 

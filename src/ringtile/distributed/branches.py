@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
+from ringtile.distributed.plan import Source
 from ringtile.distributed.wires import Picks
 from ringtile.index.covers import MAX_BYTES
 
@@ -123,20 +124,12 @@ class BranchPlan:
         """Number of items that this rank gets from each other."""
         return tuple(map(count_tokens, self.received))
 
-    @property
-    def hot(self) -> tuple[Tensor, ...]:
-        """Nothing is broadcast."""
-        return ()
+    def part(self, source: Source) -> slice:
+        """Return the places of a part of the buffer. The part "hot" is empty."""
+        return slice(self.n_buffer) if source == "all" else slice(self.n_buffer, None)
 
-    @property
-    def hot_copies(self) -> tuple[Picks, ...]:
-        """Nothing is broadcast."""
-        return ()
-
-    @property
-    def tokens_hot(self) -> tuple[int, ...]:
-        """Nothing is broadcast."""
-        return ()
+    # No item is broadcast.
+    hot = hot_copies = tokens_hot = ()
 
 
 class _Runs(NamedTuple):

@@ -26,7 +26,7 @@ from ringtile.functional.dilated import (
     rules_of,
     warn_of_uncovered,
 )
-from ringtile.functional.parts import Here, Job, composed
+from ringtile.functional.parts import Parts, composed
 from ringtile.functional.permute import pieces
 from ringtile.index import BlockIndex
 from ringtile.index.allowed import count_allowed
@@ -349,9 +349,9 @@ class AdaptiveCall:
         call, mask = make_call(query, dropout_p=dropout_p, scale=self.scale), self.key_mask
         parts = []
         for part in parts_of(query, key, rules, call, is_masked=mask is not None):
-            tensors = part.tensors(query, key, value)
-            parts.append(part._replace(rule=self._choose(*tensors[:2], part.mask(mask), indices)))
-        return composed(query, key, value, Job(lambda source: parts, Here(mask), "merge"))[0]
+            tensors, kept = part.read(query, key, value, mask)
+            parts.append(part._replace(rule=self._choose(*tensors[:2], kept, indices)))
+        return composed(query, key, value, Parts(lambda source: parts, mask))[0]
 
     def _choose(self, query: Tensor, key: Tensor, key_mask: Tensor | None, earlier: Iterator[BlockIndex]) -> BlockIndex:
         index = next(earlier, None)

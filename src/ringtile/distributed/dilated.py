@@ -31,7 +31,7 @@ from ringtile.distributed.pieces import ExchangedKeys
 from ringtile.distributed.plan import Source
 from ringtile.functional.attention import check_options, checked_tensors, make_call
 from ringtile.functional.dilated import Branch, checked_branches, numbered, rules_of, union_of, warn_of_uncovered
-from ringtile.functional.parts import Job, Part, attend_parts
+from ringtile.functional.parts import Part, Places, attend_parts
 from ringtile.kernels.contracts import Call, accumulator, merge_into
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Pattern
@@ -144,9 +144,9 @@ def ring_dilated_attention(
     if key_mask is not None:
         own_mask = key_mask.unsqueeze(1).expand(-1, key.shape[1], -1).flatten(1)
         buffer_mask = torch.ops.ringtile.cast_bits(own_mask, exchange.number)
-    sources = _Items(exchange.plan, exchange, own_mask, buffer_mask, overlap=True)
-    job = Job(partial(_parts, query, exchange.plan, branches, call), sources, "merge")
-    out, lse = attend_parts(_items(query), _items(key), _items(value), job, backend)
+    parts = partial(_parts, query, exchange.plan, branches, call)
+    items = _Items(parts, own_mask, exchange.plan, exchange, buffer_mask, overlap=True)
+    out, lse = attend_parts(_items(query), _items(key), _items(value), items, backend)
     out, lse = (x.view(*query.shape[:3], *x.shape[3:]) for x in (out, lse))
     return (out, lse) if return_lse else out
 
@@ -198,7 +198,7 @@ def _items(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Numbers:
+class _Numbers(Places):
     """Numbered items, each once, as ``shape``: segments, heads, and the tokens of each.
 
     For the queries 1 and 3 of heads 0 and 1 in one segment of 4 tokens, ``at`` is [1, 3, 5, 7] and ``shape`` (1, 2, 2).
@@ -208,27 +208,25 @@ class _Numbers:
     shape: tuple[int, int, int]
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the items of ``[B, 1, H * n, ...]`` as a batch of segments ``[B * S, heads, tokens, ...]``."""
         rows: Tensor = x.squeeze(1).index_select(1, self.at).unflatten(1, self.shape).flatten(0, 1)
         return rows
 
     def take_mask(self, mask: Tensor) -> Tensor:
-        """Return the key mask of the segments, which is that of the first head: all heads have the same tokens."""
+        # All heads have the same tokens: `make_branch_plan` gives a part heads of one offset if there is a mask.
         return mask[:, self.at.view(self.shape)[:, 0]].flatten(0, 1)
 
     def put(self, total: Tensor, part: Tensor) -> None:
-        """Write a part to its places."""
         total.squeeze(1).index_copy_(1, self.at, self._rows(total, part))
 
-    def merge(self, totals: tuple[Tensor, Tensor], parts: tuple[Tensor, Tensor]) -> None:
-        """Merge an output and an lse into copies of those at their places, and write the copies back."""
-        out, lse = (self.take(total) for total in totals)
-        merge_into(out, lse, *parts)
-        self.put(totals[0], out)
-        self.put(totals[1], lse)
+    def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+        # index_select copies, so what is merged goes back.
+        mine, my_lse = self.take(out), self.take(lse)
+        merge_into(mine, my_lse, more, more_lse)
+        self.put(out, mine)
+        self.put(lse, my_lse)
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add a gradient. No number occurs twice, so the sums do not depend on the order of threads."""
+        # No number occurs twice, so the sums do not depend on the order of threads.
         total.squeeze(1).index_add_(1, self.at, self._rows(total, part))
 
     def _rows(self, total: Tensor, part: Tensor) -> Tensor:
@@ -242,6 +240,7 @@ class _Items(ExchangedKeys):
     operators are composed. Either order would be right, but would change the last bits.
     """
 
+    is_merged = True
     _overlaps_composed = False
 
     def _sums(

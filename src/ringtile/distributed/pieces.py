@@ -11,7 +11,7 @@ from torch import Tensor
 from ringtile.distributed.branches import BranchPlan
 from ringtile.distributed.exchange import Exchange, Works, cast_finish, cast_start, tied
 from ringtile.distributed.plan import RingPlan, Source
-from ringtile.functional.parts import Compute, Job, Part, Slice, attend_parts
+from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.kernels.contracts import Call
 
 
@@ -36,15 +36,15 @@ def attend_pieces(
     def parts(source: Source) -> Iterable[Part]:
         return [Part(Slice(x.begin, x.end), None, x.index, call) for x in pieces if x.source == source]
 
-    sources = ExchangedKeys(plan, exchange, own_mask, buffer_mask, overlap)
-    return attend_parts(query, key, value, Job(parts, sources, "place"), call.backend)
+    keys = ExchangedKeys(parts, own_mask, plan, exchange, buffer_mask, overlap)
+    return attend_parts(query, key, value, keys, call.backend)
 
 
 _BUFFER: tuple[Source, ...] = ("hot", "all")
 
 
 @dataclass(frozen=True, eq=False)
-class ExchangedKeys:
+class ExchangedKeys(Parts):
     """Three sources: "own" keys where they lie, and the parts "hot" and "all" of the buffer that others fill.
 
     With ``overlap``, parts on own keys are computed while keys travel, and while gradients travel home. The buffer also
@@ -53,10 +53,9 @@ class ExchangedKeys:
 
     plan: RingPlan | BranchPlan
     exchange: Exchange
-    own_mask: Tensor | None
     buffer_mask: Tensor | None
     overlap: bool
-    composes = True
+    is_merged = False
 
     def forward(self, k: Tensor, v: Tensor, compute: Compute) -> Sequence[Tensor]:
         """Compute each source when its keys have come. Return what was received."""

@@ -6,7 +6,7 @@ float32 or better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ringtile.distributed import lockstep
 from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.layout import Layout, starts_of
 from ringtile.distributed.lockstep import Facts
-from ringtile.functional.parts import Compute, Job, Part, Slice, attend_parts
+from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.index.tiles import unpack_words
 from ringtile.kernels.contracts import Call, accumulator, pack_keys
 from ringtile.patterns import Causal, Dense
@@ -77,11 +77,10 @@ def _slices(layout: Layout, rank: int) -> list[Slice]:
 
 
 @dataclass(frozen=True, eq=False)
-class _PassedKeys:
+class _PassedKeys(Parts):
     """A source per rank: its keys and values, which come one hop after the other."""
 
     ring: Ring
-    key_mask: Tensor | None
     # Gradients travel by themselves, and autograd does not see how.
     composes = False
 
@@ -89,8 +88,8 @@ class _PassedKeys:
         """Return keys and values ``[B, Hkv, longest, D + Dv]``, and the bits of the key mask."""
         padding = self.ring.longest - k.shape[2]
         wires = [torch.nn.functional.pad(torch.cat([k, v], -1), (0, 0, 0, padding)).contiguous()]
-        if self.key_mask is not None:
-            wires.append(pack_keys(torch.nn.functional.pad(self.key_mask, (0, padding))))
+        if self.own_mask is not None:
+            wires.append(pack_keys(torch.nn.functional.pad(self.own_mask, (0, padding))))
         return wires
 
     def _arrived(self, hop: int, wires: list[Tensor], k: Tensor) -> tuple[int, Tensor, Tensor, Tensor | None]:
@@ -134,12 +133,8 @@ class _PassedKeys:
         k_grad, v_grad = grads[:, :, : k.shape[2]].split([k.shape[3], v.shape[3]], 3)
         return k_grad, v_grad
 
-    def composed(self, k: Tensor, v: Tensor, compute: Compute) -> Callable[[Tensor], Tensor]:
-        """Raise an error: `composes` says that there is no such way."""
-        raise NotImplementedError("a ring has no second derivatives")
-
 
 def ring(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, place: Ring, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the lse of the rank's tokens."""
-    sources = _PassedKeys(place, key_mask)
-    return attend_parts(q, k, v, Job(lambda owner: place.parts(owner, call), sources, "merge"), call.backend)
+    keys = _PassedKeys(lambda owner: place.parts(owner, call), key_mask, place)
+    return attend_parts(q, k, v, keys, call.backend)

@@ -20,7 +20,7 @@ from ringtile.functional.attention import (
     make_call,
     sparse_attention,
 )
-from ringtile.functional.parts import Here, Job, Part, attend_parts
+from ringtile.functional.parts import Part, Parts, attend_parts
 from ringtile.functional.permute import Strided, pieces
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.traced import constant
@@ -362,5 +362,5 @@ def dilated_attention(
         )
     call = make_call(query, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
     parts = parts_of(query, key, branches, call, is_masked=key_mask is not None)
-    out, lse = attend_parts(query, key, value, Job(lambda source: parts, Here(key_mask), "merge"), backend)
+    out, lse = attend_parts(query, key, value, Parts(lambda source: parts, key_mask), backend)
     return (out, lse) if return_lse else out

@@ -1,15 +1,14 @@
 """Attention over a list of parts: the one executor of LongNet and of attention over ranks.
 
-A *part* is one call of the operator: some rows of the queries against some keys of a *source*. A source is a pair of
-keys and values that can arrive later and whose gradients can travel home. Parts either have rows of their own, and
-their results are placed there, or they share rows, and their results are merged by lse.
+A *part* is one call of the operator: some rows of the queries against some keys of a *source*, a pair of keys and
+values that can arrive later and whose gradients can travel home.
 
-| caller | parts | sources | results |
+| caller | rows and keys of a part | sources | results |
 |---|---|---|---|
-| `dilated_attention` | strided views of segments | the keys | merged |
-| `ring_attention`, exchange | runs of rows | own keys, two parts of the buffer | placed |
-| `ring_attention`, ring | runs of rows and keys | the keys of each rank | merged |
-| `ring_dilated_attention` | numbered rows and keys | own keys, the buffer | merged |
+| `dilated_attention` | strided tokens of segments | own keys | merged by lse |
+| `ring_attention`, exchange | a slice of rows, all keys | own keys, two parts of the buffer | placed |
+| `ring_attention`, ring | slices of rows and keys | the keys of each rank | merged by lse |
+| `ring_dilated_attention` | numbered rows and keys | own keys, the buffer | merged by lse |
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,27 +31,16 @@ from ringtile.kernels.select import select
 from ringtile.patterns import Pattern
 
 
-class Places(Protocol):
+class Places:
     """Where the rows or the keys of a part lie in tensors ``[B, H, N, ...]``."""
 
     def take(self, x: Tensor) -> Tensor:
         """Return them as ``[B', H', n, ...]``, differentiable."""
+        raise NotImplementedError
 
     def take_mask(self, mask: Tensor) -> Tensor:
-        """Return the key mask ``[B', n]`` of these keys from that of all, ``[B, N]``."""
-
-    def put(self, total: Tensor, part: Tensor) -> None:
-        """Write ``[B', H', n, ...]`` to its places."""
-
-    def merge(self, totals: tuple[Tensor, Tensor], parts: tuple[Tensor, Tensor]) -> None:
-        """Merge an output and an lse into those at their places."""
-
-    def add(self, total: Tensor, part: Tensor) -> None:
-        """Add a gradient at its places."""
-
-
-class Viewed:
-    """Places that are views of the whole, so that results reach them without a copy."""
+        """Return the key mask ``[B', n]`` of the part from ``[B, N]``."""
+        raise NotImplementedError
 
     def views(self, total: Tensor, part: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Yield views of the whole, each with the same elements of the part."""
@@ -63,11 +51,10 @@ class Viewed:
         for mine, theirs in self.views(total, part):
             mine.copy_(theirs)
 
-    def merge(self, totals: tuple[Tensor, Tensor], parts: tuple[Tensor, Tensor]) -> None:
+    def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
         """Merge an output and an lse into those at their places."""
-        outs, lses = (self.views(*pair) for pair in zip(totals, parts, strict=True))
-        for (out, more), (lse, more_lse) in zip(outs, lses, strict=True):
-            merge_into(out, lse, more, more_lse)
+        for outs, lses in zip(self.views(out, more), self.views(lse, more_lse), strict=True):
+            merge_into(outs[0], lses[0], outs[1], lses[1])
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add a gradient at its places."""
@@ -76,22 +63,19 @@ class Viewed:
 
 
 @dataclass(frozen=True)
-class Slice(Viewed):
+class Slice(Places):
     """Consecutive tokens of all heads."""
 
     begin: int
     end: int
 
     def take(self, x: Tensor) -> Tensor:
-        """Return a view of the tokens."""
         return x[:, :, self.begin : self.end]
 
     def take_mask(self, mask: Tensor) -> Tensor:
-        """Return a view of the tokens of a mask."""
         return mask[:, self.begin : self.end]
 
     def views(self, total: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the only pair."""
         yield self.take(total), part
 
 
@@ -110,28 +94,28 @@ class Part(NamedTuple):
     merges: bool = False
     """True if an earlier part can have had results for these rows."""
 
-    def tensors(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the part's queries, keys and values."""
-        keys, values = (x if self.keys is None else self.keys.take(x) for x in (k, v))
-        return self.rows.take(q), keys, values
-
-    def mask(self, mask: Tensor | None) -> Tensor | None:
-        """Return the part's key mask from that of the source."""
-        return mask if mask is None or self.keys is None else self.keys.take_mask(mask)
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """Return the part's tensors and its key mask, from the queries and a source."""
+        if self.keys is None:
+            return (self.rows.take(q), k, v), mask
+        tensors = self.rows.take(q), self.keys.take(k), self.keys.take(v)
+        return tensors, None if mask is None else self.keys.take_mask(mask)
 
     def call_of(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Call:
         """Return the call of the operator on the part's own tensors."""
-        rule, call = self.rule, self.call
-        if isinstance(rule, Pattern):
-            call, index = call._replace(pattern=rule.text or ""), None
-            if not call.pattern:
-                sizes = {"start": call.start, "num_heads": q.shape[1], "batch": max(q.shape[0], 1), "block": call.block}
-                index = build_index(rule, q.shape[2], k.shape[2], **sizes, device=q.device)
-        else:
-            index = rule
-        if index is not None:
-            call = call._replace(start=index.start, block=index.block, tiles=index.tensors())
-        call = call._replace(key_bits=None if mask is None else pack_keys(mask))
+        rule, call, index = self.rule, self.call, None
+        if isinstance(rule, BlockIndex):
+            index, call = rule, call._replace(start=rule.start, block=rule.block)
+        elif not rule.text:
+            sizes = {"start": call.start, "num_heads": q.shape[1], "batch": max(q.shape[0], 1), "block": call.block}
+            index = build_index(rule, q.shape[2], k.shape[2], **sizes, device=q.device)
+        call = call._replace(
+            pattern="" if isinstance(rule, BlockIndex) else rule.text or "",
+            tiles=() if index is None else index.tensors(),
+            key_bits=None if mask is None else pack_keys(mask),
+        )
         return call._replace(backend=select(q, k, v, call))
 
 
@@ -139,134 +123,113 @@ Compute = Callable[[Any, Tensor, Tensor, Tensor | None], Any]
 """Computes the parts of a source from its name, its keys, its values and its key mask."""
 
 
-class Sources(Protocol):
-    """The keys and values that parts read, in the order in which they are ready, and the ways of their gradients.
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of a call and their only source, "own": keys and values that lie where they are.
 
-    Each pass calls ``compute`` once per source. Between these calls, tensors travel.
+    Subclasses have more sources. Each method calls ``compute`` once per source, when its keys have arrived, and sends
+    tensors between these calls.
     """
 
-    composes: bool
+    parts: Callable[[Any], Iterable[Part]]
+    """Returns the parts of a source. Each pass calls it anew, so that their places live no longer than a pass."""
+    own_mask: Tensor | None
+    is_merged = True
+    """False if the parts are slices that have each row once, so that no sum needs room in a wider dtype."""
+    composes = True
     """False if there are no second derivatives and no compiled graphs."""
 
     def forward(self, k: Tensor, v: Tensor, compute: Compute) -> Sequence[Tensor]:
         """Compute all parts. Return the tensors that `backward` needs beside the keys and values."""
-
-    def backward(self, k: Tensor, v: Tensor, saved: Sequence[Tensor], compute: Compute) -> Iterable[Tensor]:
-        """Return the gradients of the keys and values. ``compute`` returns the two of a source."""
-
-    def composed(self, k: Tensor, v: Tensor, compute: Compute) -> Callable[[Tensor], Tensor]:
-        """Compute all parts from operators with derivatives. Return the last step of both results.
-
-        ``compute`` returns the number of parts of a source.
-        """
-
-
-@dataclass(frozen=True, eq=False)
-class Here:
-    """Keys and values that lie where they are: the source "own"."""
-
-    key_mask: Tensor | None
-    composes = True
-
-    def forward(self, k: Tensor, v: Tensor, compute: Compute) -> Sequence[Tensor]:
-        """Compute all parts at once."""
-        compute("own", k, v, self.key_mask)
+        compute("own", k, v, self.own_mask)
         return ()
 
     def backward(self, k: Tensor, v: Tensor, saved: Sequence[Tensor], compute: Compute) -> Iterable[Tensor]:
-        """Return the sums over all parts."""
-        found: Iterable[Tensor] = compute("own", k, v, self.key_mask)
-        return found
+        """Return the gradients of the keys and values. ``compute`` returns the two of a source."""
+        grads: Iterable[Tensor] = compute("own", k, v, self.own_mask)
+        return grads
 
     def composed(self, k: Tensor, v: Tensor, compute: Compute) -> Callable[[Tensor], Tensor]:
-        """Compute all parts at once."""
-        compute("own", k, v, self.key_mask)
+        """Compute all parts by operators with derivatives. Return the last step of both results.
+
+        ``compute`` returns the number of parts of a source.
+        """
+        compute("own", k, v, self.own_mask)
         return lambda x: x
 
 
-class Job(NamedTuple):
-    """What `attend_parts` computes, but for its tensors."""
-
-    parts: Callable[[Any], Iterable[Part]]
-    """Returns the parts of a source. Every pass calls it anew, so that no pass keeps the places of the others."""
-    sources: Sources
-    write: Literal["place", "merge"]
-    """"place" if the parts are slices that have each row once. Their results need no room in a wider dtype."""
-
-
-def attend_parts(q: Tensor, k: Tensor, v: Tensor, job: Job, backend: str | None) -> tuple[Tensor, Tensor]:
-    """Return the output ``[B, H, N, Dv]`` and the lse of a list of parts, differentiable twice if the sources are."""
-    function: Any = _Attended if job.sources.composes else _AttendedOnce
-    with without_autocast(q):
-        if job.sources.composes and needs_composing(backend):
-            return composed(q, k, v, job)
-        out, lse = function.apply(q, k, v, job)
-    return out, lse
-
-
-def needs_composing(backend: str | None) -> bool:
-    """Return True if an autograd Function does not compose: torch.func, forward mode, compile, the reference."""
+def attend_parts(q: Tensor, k: Tensor, v: Tensor, parts: Parts, backend: str | None) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, N, Dv]`` and the lse of a list of parts, differentiable twice if it composes."""
+    # An autograd Function does not compose with torch.func, forward mode or compilers. The reference is no operator.
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return transformed or torch.compiler.is_compiling() or backend == "reference"
+    with without_autocast(q):
+        if parts.composes and (transformed or torch.compiler.is_compiling() or backend == "reference"):
+            return composed(q, k, v, parts)
+        function: Any = _Attended if parts.composes else _AttendedOnce
+        out, lse = function.apply(q, k, v, parts)
+    return out, lse
 
 
 class _Attended(torch.autograd.Function):
     """All parts one after another. It saves only the whole output and lse.
 
-    The softmax of a part is a share of that of its rows: exp(score - lse) with the lse of the rows gives the weights of
-    the whole. So the backward pass of a part reads the merged output and lse, and the merge needs no derivative.
+    The weights of a part are exp(score - lse) with the lse of whole rows. So its backward pass reads the whole output
+    and lse, and the merge itself needs no derivative.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
-        if job.write == "place":
-            out, lse = new_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulator(q))
-        else:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+        if parts.is_merged:
             # Rows that no part has keep these values. Each merge rounds, so the sums are wider than the result.
             shape = q.shape[0], q.shape[2], q.shape[1], v.shape[3]
             out = q.new_zeros(shape, dtype=accumulator(q)).transpose(1, 2)
             lse = torch.full(q.shape[:3], -math.inf, dtype=out.dtype, device=q.device)
+        else:
+            out, lse = new_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulator(q))
 
         def compute(source: Any, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-            for part in job.parts(source):
-                tensors = part.tensors(q, keys, values)
-                found = torch.ops.ringtile.forward(*tensors, *part.call_of(*tensors, part.mask(mask)))
+            for part in parts.parts(source):
+                tensors, kept = part.read(q, keys, values, mask)
+                found = torch.ops.ringtile.forward(*tensors, *part.call_of(*tensors, kept))
                 if part.merges:
-                    part.rows.merge((out, lse), found)
+                    part.rows.merge(out, lse, *found)
                 else:
                     part.rows.put(out, found[0])
                     part.rows.put(lse, found[1])
 
-        saved = job.sources.forward(k, v, compute)
+        saved = parts.forward(k, v, compute)
         out = out.to(q.dtype)
-        ctx.job = job
+        ctx.parts = parts
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *saved)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        (q, k, v, out, lse, *saved), job = ctx.saved_tensors, ctx.job
-        # Even without gradients of its results a rank takes part in the collectives.
+        (q, k, v, out, lse, *saved), parts = ctx.saved_tensors, ctx.parts
+        # Even without gradients of its results, a rank takes part in the collectives.
         out_grad = torch.zeros_like(out) if out_grad is None else out_grad
         if torch.is_grad_enabled():
-            results = composed(q, k, v, job)
-            return *differentiable_grads(results, (q, k, v), ctx.needs_input_grad, (out_grad, lse_grad)), None
+            # With a graph, so that the gradients differentiate again.
+            wanted = [x for x, need in zip((q, k, v), ctx.needs_input_grad, strict=False) if need]
+            results, grads, n = composed(q, k, v, parts), (out_grad, lse_grad), 1 if lse_grad is None else 2
+            found = iter(torch.autograd.grad(results[:n], wanted, grads[:n], create_graph=True, allow_unused=True))
+            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None
         check_memory(ROW_NAMES, (out_grad, lse_grad, q, k, v, out, lse))
-        wide, is_placed = accumulator(q), job.write == "place"
-        new = torch.empty if is_placed else torch.zeros
-        q_total = new(q.shape, dtype=q.dtype if is_placed else wide, device=q.device)
+        wide = accumulator(q)
+        new, dtype = (torch.zeros, wide) if parts.is_merged else (torch.empty, q.dtype)
+        q_total = new(q.shape, dtype=dtype, device=q.device)
 
         def differentiate(source: Any, keys: Tensor, values: Tensor, mask: Tensor | None) -> list[Tensor]:
             """Return the gradients of a source's keys and values, summed in the order of its parts."""
             totals: list[Tensor] = []
-            for part in job.parts(source):
-                tensors = part.tensors(q, keys, values)
-                call = part.call_of(*tensors, part.mask(mask))
+            for part in parts.parts(source):
+                tensors, kept = part.read(q, keys, values, mask)
                 grads = [None if x is None else part.rows.take(x) for x in (out_grad, lse_grad)]
                 results = part.rows.take(out), part.rows.take(lse).contiguous()
+                call = part.call_of(*tensors, kept)
                 q_grad, *found = torch.ops.ringtile.backward(*grads, *tensors, *results, *call)
-                (part.rows.put if is_placed else part.rows.add)(q_total, q_grad)
+                (part.rows.add if parts.is_merged else part.rows.put)(q_total, q_grad)
                 if part.keys is None:
                     # The gradients of the first part are the room for the sums of all.
                     totals = [x.add_(more) for x, more in zip(totals, found, strict=True)] if totals else found
@@ -276,7 +239,7 @@ class _Attended(torch.autograd.Function):
                     part.keys.add(total, grad)
             return totals or [torch.zeros_like(keys), torch.zeros_like(values)]
 
-        k_grad, v_grad = job.sources.backward(k, v, saved, differentiate)
+        k_grad, v_grad = parts.backward(k, v, saved, differentiate)
         return *(x.to(q.dtype) for x in (q_total, k_grad, v_grad)), None
 
 
@@ -286,62 +249,39 @@ class _AttendedOnce(_Attended):
     backward = staticmethod(once_differentiable(_Attended.backward))  # type: ignore[assignment]
 
 
-def differentiable_grads(
-    results: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    needed: Sequence[bool],
-    result_grads: Sequence[Tensor | None],
-) -> Iterator[Tensor | None]:
-    """Return the gradients of the needed inputs with a graph, so that they differentiate again."""
-    given = [(y, grad) for y, grad in zip(results, result_grads, strict=True) if grad is not None]
-    wanted = [x for x, need in zip(inputs, needed, strict=False) if need]
-    ys, ys_grads = zip(*given, strict=True)
-    found = iter(torch.autograd.grad(ys, wanted, ys_grads, create_graph=True, allow_unused=True))
-    return (next(found) if need else None for _, need in zip(inputs, needed, strict=False))
+_OPTIONS = ("dropout_p", "seed", "scale", "softcap", "alibi_slopes", "head_at", "batch_at")
+"""The fields of a call that are arguments of `sparse_attention` under the same names."""
 
 
-def composed(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+def composed(q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
     """Compute the same with operations that differentiate to any order, vmap and compile, but use more memory."""
     found: list[tuple[Part, Tensor, Tensor]] = []
 
     def compute(source: Any, keys: Tensor, values: Tensor, mask: Tensor | None) -> int:
         before = len(found)
-        for part in job.parts(source):
-            call = part.call
-            out, lse = sparse_attention(
-                *part.tensors(q, keys, values),
-                part.rule,
-                key_mask=part.mask(mask),
-                start=call.start if isinstance(part.rule, Pattern) else None,
-                **{name: getattr(call, name) for name in _OPTIONS},
-                backend=call.backend or None,
-                enable_gqa=True,
-                return_lse=True,
-            )
+        for part in parts.parts(source):
+            tensors, kept = part.read(q, keys, values, mask)
+            options: dict[str, Any] = {name: getattr(part.call, name) for name in _OPTIONS}
+            start = None if isinstance(part.rule, BlockIndex) else part.call.start
+            options |= {"key_mask": kept, "start": start, "backend": part.call.backend or None}
+            out, lse = sparse_attention(*tensors, part.rule, enable_gqa=True, return_lse=True, **options)
             found.append((part, out, lse))
         return len(found) - before
 
-    finish = job.sources.composed(k, v, compute)
-    # A zero with a derivative, so that there are gradients (zeros) if no query keeps a key.
-    zero = sum((x[:, :, :0].sum() for x in (k, v)), q[:, :, :0].sum())
-    out, lse = _placed(found) if job.write == "place" and found else _merged(q, v.shape[3], zero, found)
+    finish = parts.composed(k, v, compute)
+    if parts.is_merged or not found:
+        # A zero with a derivative, so that there are gradients (zeros) if no query keeps a key.
+        zero = sum((x[:, :, :0].sum() for x in (k, v)), q[:, :, :0].sum())
+        out, lse = _merged(q, v.shape[3], zero, found)
+    else:
+        ordered = sorted(found, key=lambda each: each[0].rows.begin)  # type: ignore[attr-defined]
+        out, lse = (torch.cat([each[place] for each in ordered], 2) for place in (1, 2))
     return finish(out), finish(lse)
 
 
-_OPTIONS = ("dropout_p", "seed", "scale", "softcap", "alibi_slopes", "head_at", "batch_at")
-"""The fields of a call that are arguments of `sparse_attention` under the same names."""
-
-
-def _placed(found: list[tuple[Part, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Join the results of slices that have each row once."""
-    if len(found) == 1:
-        return found[0][1:]
-    ordered = sorted(found, key=lambda each: each[0].rows.begin)  # type: ignore[attr-defined]
-    out, lse = (torch.cat(results, 2) for results in list(zip(*ordered, strict=True))[1:])
-    return out, lse
-
-
-def _merged(q: Tensor, value_dim: int, zero: Tensor, found: list[tuple[Part, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _merged(
+    q: Tensor, value_dim: int, zero: Tensor, found: Sequence[tuple[Part, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
     """Put the results of each branch at its rows, then merge the branches."""
     batch, heads, n_queries = q.shape[:3]
     rows = heads * n_queries

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.functional.parts import Viewed
+from ringtile.functional.parts import Places
 
 
 class Piece(NamedTuple):
@@ -98,7 +98,7 @@ def _equal_offsets(
 
 
 @dataclass(frozen=True)
-class Strided(Viewed):
+class Strided(Places):
     """The queries, or the keys, of a piece: views of every ``dilation``-th token, one view per offset.
 
     For 5 heads, a dilation of 2 and segments of 6 tokens, the view of offset 1 has the heads 1 and 3, and in each

@@ -109,32 +109,19 @@ def ring_dilated_attention(
     ranks = group_of(group)
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     rank, _ = check_shard(query, key, layout, ranks)
-    check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scale": scale, "backend": backend}
+    check_options(query, key, key_mask=key_mask, **options)
     at = checked_branches(segment_lengths, dilation_rates)
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     if branches is None:
-        return ring_attention(
-            query,
-            key,
-            value,
-            union_of(at, pattern),
-            layout=layout,
-            group=group,
-            is_causal=is_causal,
-            key_mask=key_mask,
-            dropout_p=dropout_p,
-            seed=seed,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            check_finite=check_finite,
-            return_lse=return_lse,
-            backend=backend,
-        )
+        options |= {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse}
+        options |= {"layout": layout, "group": group, "check_finite": check_finite}
+        return ring_attention(query, key, value, union_of(at, pattern), **options)
     warn_of_uncovered(at, query.shape[1], 0, layout.n_tokens)
     if check_finite:
         check_keys_finite(key, value, layout, rank, check_finite)
     shapes = shapes_of(query, key, value)
-    call = make_call(query, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
+    call = make_call(query, **options)
     numbers = call.scale, dropout_p, key_mask is not None
     how = layout, ranks, shapes, str(key.dtype), key.device, numbers, torch.compiler.is_compiling()
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -47,11 +47,6 @@ class Branch(NamedTuple):
     """True if all heads are known to have the same rule."""
 
 
-def branch_seed(seed: Tensor, branch: int) -> Tensor:
-    """Return the dropout seed of a branch, one int64 element: each branch draws its own weights."""
-    return seed + _signed(branch * _NEXT_SEED)
-
-
 def segment_numbers(batch: Tensor, segments: Tensor) -> Tensor:
     """Number the segments ``[S]`` of batch elements ``[B]`` for dropout: int64 ``[B * S]``, ``batch_at`` of a branch.
 
@@ -72,15 +67,11 @@ def parts_of(q: Tensor, k: Tensor, branches: Sequence[Branch], call: Call, *, is
         # Heads at other offsets keep other keys, so a key mask needs a problem per offset.
         for piece in pieces(n_queries, n_keys, heads, length, dilation, by_offset=is_masked):
             segments = piece.key // piece.length + torch.arange(piece.segments, device=q.device)
-            part = Part(
-                Strided(piece),
-                Strided(piece, keys=True, ratio=heads // key_heads),
-                rule if is_alike else for_heads(rule, piece.heads, heads),
-                numbered(call, number, piece.heads, batch, segments)._replace(start=piece.start),
-                branch=number,
-                merges=number > 0,
-            )
-            found.append(part)
+            options = numbered(call, number, piece.heads, batch, segments)._replace(start=piece.start)
+            kept = rule if is_alike else for_heads(rule, piece.heads, heads)
+            rows, keys = Strided(piece), Strided(piece, keys=True, ratio=heads // key_heads)
+            # The first branch has each row at most once, and nothing to merge it with.
+            found.append(Part(rows, keys, kept, options, branch=number, merges=number > 0))
     return found
 
 
@@ -88,16 +79,13 @@ def numbered(call: Call, branch: int, heads: tuple[int, ...], batch: int, segmen
     """Return a call that draws the dropout of these heads and segments of a branch, if there is dropout."""
     if call.seed is None:
         return call
+    # Each branch draws its own weights. A multiple of `_NEXT_SEED` wraps around as int64 does: 2^63 becomes -2^63.
+    step = (branch * _NEXT_SEED + 2**63) % 2**64 - 2**63
     return call._replace(
-        seed=branch_seed(call.seed, branch),
+        seed=call.seed + step,
         head_at=torch.tensor(heads, device=segments.device),
         batch_at=segment_numbers(torch.arange(batch, device=segments.device), segments),
     )
-
-
-def _signed(number: int) -> int:
-    """Wrap a number into int64."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def _disjoint(branches: Sequence[Branch], pattern: Pattern | None) -> tuple[Branch, ...] | None:
@@ -340,27 +328,16 @@ def dilated_attention(
     """
     check_whole()
     query, key, value = checked_tensors(query, key, value, enable_gqa)
-    check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scale": scale, "backend": backend}
+    check_options(query, key, key_mask=key_mask, **options)
     at = checked_branches(segment_lengths, dilation_rates)
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     warn_of_uncovered(at, query.shape[1], key.shape[2] - query.shape[2], query.shape[2])
     if branches is None:
         # Segments that do not nest: one sparse pattern over positions.
-        return sparse_attention(
-            query,
-            key,
-            value,
-            union_of(at, pattern),
-            is_causal=is_causal,
-            key_mask=key_mask,
-            dropout_p=dropout_p,
-            seed=seed,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            return_lse=return_lse,
-            backend=backend,
-        )
-    call = make_call(query, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
+        more: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "enable_gqa": enable_gqa, **options}
+        return sparse_attention(query, key, value, union_of(at, pattern), return_lse=return_lse, **more)
+    call = make_call(query, **options)
     parts = parts_of(query, key, branches, call, is_masked=key_mask is not None)
     out, lse = attend_parts(query, key, value, Parts(lambda source: parts, key_mask), backend)
     return (out, lse) if return_lse else out

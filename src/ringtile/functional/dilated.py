@@ -25,7 +25,7 @@ from ringtile.functional.permute import Strided, pieces
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
-from ringtile.patterns.base import checked_ints
+from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.wrapped import Compacted, InSegments, for_heads
 
 _DENSE, _CAUSAL = Dense(), Causal()

@@ -275,7 +275,7 @@ def composed(q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> tuple[Tensor, Ten
         out, lse = _merged(q, v.shape[3], zero, found)
     else:
         ordered = sorted(found, key=lambda each: each[0].rows.begin)  # type: ignore[attr-defined]
-        out, lse = (torch.cat([each[place] for each in ordered], 2) for place in (1, 2))
+        out, lse = torch.cat([each[1] for each in ordered], 2), torch.cat([each[2] for each in ordered], 2)
     return finish(out), finish(lse)
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ringtile import build_index, sparse_attention
 from ringtile.cli import main
+from ringtile.functional import plans
 from ringtile.index import BlockIndex, cache_info, clear_cache, schedule
 from ringtile.index.block_index import TENSOR_FIELDS
 from ringtile.kernels import native
@@ -567,7 +568,7 @@ def test_the_parts_of_a_long_list_are_all_of_it() -> None:
     index = build_index(per_head([LONG, Window(30), LONG, Window(30)]), 1200, num_heads=4, block=16)
     lists = native._lists_of(index)
     for columns, items in ((False, 8), (True, 4)):
-        parts = native._shared_splits(index, lists, 2, 4, items, 4, columns)
+        parts = native._shared_splits(lists, 2, 4, items, 4, columns)
         assert parts.tolist() == sorted(parts.tolist(), key=lambda part: part[0])
         assert {item % 75 for item, *_ in parts.tolist()} == {0}
         ratio = 8 // items
@@ -577,7 +578,7 @@ def test_the_parts_of_a_long_list_are_all_of_it() -> None:
             assert first == begins.get((item, head), 0)
             begins[item, head] = last
         assert {head for (_, head), last in begins.items() if last == 75} == {0, 2, 4, 6}
-    assert len(native._shared_splits(index, lists, 2, 4, 8, 1, False)) == 0
+    assert len(native._shared_splits(lists, 2, 4, 8, 1, False)) == 0
 
 
 @pytest.mark.parametrize("value_dim", [64, 19])
@@ -909,6 +910,8 @@ def small_calls() -> dict[str, Callable[[], Bits]]:
         "key heads": call(q, *few_keys, out_grad),
         "one batch element": call(*(x[:1] for x in tensors)),
         "another pattern": call(*tensors, Dense()),
+        "a pattern without a text": call(*tensors, Blocks(torch.eye(2, dtype=torch.bool), block=16)),
+        "another one": call(*tensors, Blocks(torch.ones(2, 2, dtype=torch.bool).tril(), block=16)),
         "an index": call(*tensors, index),
         "an index of equal lists": call(*tensors, build_index(Causal(), 26)),
         "a key mask": call(*tensors, key_mask=torch.rand(2, 26) < 0.5),
@@ -919,24 +922,18 @@ def small_calls() -> dict[str, Callable[[], Bits]]:
     }
 
 
-def forget_templates() -> None:
-    native._met.clear()
-    native._small.clear()
-    schedule._table.clear()
-
-
-def test_a_template_serves_only_calls_of_its_layout() -> None:
+def test_a_plan_serves_only_calls_of_its_structure() -> None:
     calls, expected = small_calls(), {}
     for name, call in calls.items():
-        forget_templates()
+        plans.forget_plans()
         expected[name] = call()
-    forget_templates()
+    plans.forget_plans()
     assert sum(torch.equal(x["out"], expected["plain"]["out"]) for x in expected.values()) == 2
     assert_same_bits(expected["rows with gaps"], expected["rows without gaps"])
     order = [*calls, *calls, *reversed(calls), *random.Random(0).sample([*calls], len(calls))]
     for name in order:
         assert_same_bits(calls[name](), expected[name])
-    assert len(native._small) > 9
+    assert len(plans._plans) > 15
 
 
 def test_a_cached_index_that_changes_is_checked_again() -> None:
@@ -945,7 +942,7 @@ def test_a_cached_index_that_changes_is_checked_again() -> None:
     index = build_index(Causal(), 26, num_heads=2)
     expected = attend(q, k, v, Causal(), out_grad).tensors()
     attend(q, k, v, Causal(), out_grad)
-    assert native._small
+    assert plans._plans
     index.part_col.add_(9)
     with pytest.raises(ValueError, match="part_col"):
         attend(q, k, v, Causal(), out_grad)
@@ -1020,25 +1017,26 @@ def test_python_threads_share_a_template() -> None:
     assert not wrong
 
 
-def test_templates_are_few_and_keep_no_tensor_of_a_user() -> None:
+def test_plans_are_few_and_keep_no_tensor_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     clear_cache()
-    forget_templates()
-    for batch in range(1, 2 * native._TEMPLATES):
+    monkeypatch.setattr(plans, "_MOST_PLANS", 5)
+    for batch in range(1, 9):
         q = torch.randn(batch, 1, 5, 4)
         sparse_attention(q, q, q, is_causal=True, backend="native")
-        assert len(native._small) == min(batch - 1, native._TEMPLATES)
-        sparse_attention(q, q, q, is_causal=True, backend="native")
-    assert len(native._small) == len(native._met) == native._TEMPLATES
+        assert len(plans._plans) == min(batch, 5)
     cached = build_index(Causal(), 5)
-    assert len(schedule.derived(cached, native._lists_of).templates) == native._TEMPLATES
     own = replace(cached, **{name: getattr(cached, name).clone() for name in TENSOR_FIELDS})
-    sparse_attention(q, q, q, own, backend="native")
-    alive = [weakref.ref(x) for x in (q, cached, *own.tensors(), cached.bits, cached.full_row_ptr)]
-    del q, cached, own
+    mask = torch.ones(len(q), 5, dtype=torch.bool)
+    sparse_attention(q, q, q, own, backend="native", key_mask=mask)
+    alive = [weakref.ref(x) for x in (q, mask, cached, *own.tensors(), cached.bits, cached.full_row_ptr)]
+    del q, mask, cached
+    assert len(plans._plans) == 5
+    del own
+    assert len(plans._plans) == 4
     clear_cache()
     gc.collect()
     assert not any(x() is not None for x in alive)
-    assert not native._small
+    assert not plans._plans
 
 
 def test_a_large_call_asks_the_cache_for_its_index() -> None:

@@ -1,4 +1,4 @@
-"""The operators that every backend implements: schema, fake tensors, vmap, FLOP count, autograd.
+"""The options of a softmax, and the operators that every backend implements: schema, fake tensors, vmap, autograd.
 
 Shapes: ``B`` batch, ``H`` query heads, ``Hkv`` key heads, ``Nq`` queries, ``Nk`` keys, ``D`` and ``Dv`` head dims. The
 kept pairs come either as the tensors of a `BlockIndex` or as pattern text, which means the same in another process.
@@ -7,9 +7,9 @@ kept pairs come either as the tensors of a `BlockIndex` or as pattern text, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,22 +21,28 @@ from ringtile.index.tiles import pack_words, unpack_words
 from ringtile.kernels.spans import INDEX, span
 from ringtile.patterns import parse
 
-_CALL = (
-    "SymInt start, SymInt block, float scale, Tensor[] index, str pattern, Tensor? key_bits, Tensor? key_lengths, "
-    "Tensor? seed, Tensor? alibi_slopes, Tensor? head_at, Tensor? batch_at, float dropout_p, float softcap, str backend"
-)
-_ROWS = "Tensor out_grad, Tensor? lse_grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
-
 _TILES_AT_MOST = 1 << 22
 """A dense pattern with more tiles than this goes to a kernel without an index."""
 
-library = torch.library.Library("ringtile", "DEF")
-library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
-library.define(f"backward({_ROWS}, {_CALL}) -> (Tensor, Tensor, Tensor)")
-library.define(
-    f"double_backward(Tensor q_cot, Tensor k_cot, Tensor v_cot, {_ROWS}, {_CALL})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+
+class SoftmaxOptions(TypedDict, total=False):
+    """Options of every attention function, for type checkers. All other lists of options derive from these two."""
+
+    key_mask: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+
+
+class RowOptions(SoftmaxOptions, total=False):
+    """Options of attention in one softmax per row, too."""
+
+    key_lengths: Tensor | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    head_at: Tensor | None
+    batch_at: Tensor | None
 
 
 class Call(NamedTuple):
@@ -65,6 +71,71 @@ class Call(NamedTuple):
     backend: str = ""
 
 
+class Rows(NamedTuple):
+    """The tensors of a backward pass. ``out`` and ``lse`` can be those of a softmax over more keys."""
+
+    out_grad: Tensor
+    lse_grad: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class Masses(NamedTuple):
+    """The arguments of `ringtile.kernels.masses.pooled_masses`, with queries and keys that record no gradient."""
+
+    query: Tensor
+    key: Tensor
+    seen: Tensor
+    groups: Tensor
+    bias: Tensor | None
+    segment: int
+    pool: str
+    by_sign: bool
+    scale: float
+
+
+_KINDS: dict[Any, str] = {
+    bool: "bool",
+    int: "SymInt",
+    float: "float",
+    str: "str",
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+}
+"""Types of arguments in the schema of an operator. Sizes can be symbolic in a graph."""
+
+
+def schema(fields: Any) -> str:
+    """Return the arguments of an operator that a NamedTuple declares."""
+    return ", ".join(f"{_KINDS[kind]} {name}" for name, kind in get_type_hints(fields).items())
+
+
+_CALL, _ROWS = schema(Call), schema(Rows)
+
+_OPTIONAL = tuple(name for name, kind in get_type_hints(Call).items() if kind == Tensor | None)
+"""The fields of a call that are tensors or None."""
+
+_PLACES = slice(Call._fields.index(_OPTIONAL[0]), Call._fields.index(_OPTIONAL[-1]) + 1)
+
+
+def options_of(call: Call) -> tuple[Any, ...]:
+    """Return the fields of a call that are tensors or None."""
+    return call[_PLACES]
+
+
+library = torch.library.Library("ringtile", "DEF")
+library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
+library.define(f"backward({_ROWS}, {_CALL}) -> (Tensor, Tensor, Tensor)")
+library.define(
+    f"double_backward(Tensor q_cot, Tensor k_cot, Tensor v_cot, {_ROWS}, {_CALL})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
 class Backend(Protocol):
     """The functions of a backend module."""
 
@@ -74,25 +145,33 @@ class Backend(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output ``[B, H, Nq, Dv]``, laid out as `new_out`, and a contiguous lse, float32 or better."""
 
-    def backward(
-        self,
-        out_grad: Tensor,
-        lse_grad: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, contiguous, in their dtypes.
+    def backward(self, rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, contiguous, in their dtypes."""
 
-        ``out`` and ``lse`` can be those of a softmax over more keys.
+
+class PreparingBackend(Backend, Protocol):
+    """A backend that does the part of a call that calls of equal structure share only once. Others lack these."""
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Any:
+        """Return what calls over these shapes, strides, dtypes and pairs share, or None.
+
+        It is the last argument of ``forward`` and ``backward``, which trust it unless the index has changed in place.
+        It refers to no tensor of the caller and not to the `BlockIndex`, so that both can die before it.
         """
 
+    def pooled_masses(self, masses: Masses) -> Tensor | None:
+        """Return the result of the operator of this name, or None if the backend does not support the call."""
 
-backends: dict[str, Any] = {}
-"""The modules of the backends by name. `select` fills it in."""
+
+_backends: dict[str, Backend] = {}
+
+
+def install(backends: Mapping[str, Backend]) -> None:
+    """Set the backends of the operators, by name. Backends import this module, so `select`, which knows all, calls it.
+
+    Whatever calls an operator imports `select` first, because it needs the name of a backend.
+    """
+    _backends.update(backends)
 
 
 def pack_keys(keep: Tensor) -> Tensor:
@@ -205,30 +284,25 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 ROW_NAMES = ("out_grad", "lse_grad", "query", "key", "value", "out", "lse")
-
-_OPTIONAL = ("key_bits", "key_lengths", "seed", "alibi_slopes", "head_at", "batch_at")
-"""The fields of a call that are tensors or None."""
-
-
-def _options_of(call: Call) -> tuple[Tensor | None, ...]:
-    return call.key_bits, call.key_lengths, call.seed, call.alibi_slopes, call.head_at, call.batch_at
+"""The tensors of `Rows`, as errors name them."""
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     call = Call(*rest)
-    check_memory(("query", "key", "value", *_OPTIONAL), (q, k, v, *_options_of(call)))
-    return backends[call.backend].forward(q, k, v, call)
+    check_memory(("query", "key", "value", *_OPTIONAL), (q, k, v, *options_of(call)))
+    return _backends[call.backend].forward(q, k, v, call)
 
 
 def _backward(*arguments: Any) -> Any:
-    call = Call(*arguments[7:])
-    check_memory((*ROW_NAMES, *_OPTIONAL), (*arguments[:7], *_options_of(call)))
-    return backends[call.backend].backward(*arguments[:7], call)
+    rows, call = Rows(*arguments[:7]), Call(*arguments[7:])
+    check_memory((*ROW_NAMES, *_OPTIONAL), (*rows, *options_of(call)))
+    return _backends[call.backend].backward(rows, call)
 
 
 def _double_backward(*arguments: Any) -> Any:
     check_memory(ROW_NAMES, arguments[3:10])
-    return backends["blockwise"].double_backward(*arguments[:10], Call(*arguments[10:]))
+    blockwise: Any = _backends["blockwise"]
+    return blockwise.double_backward(*arguments[:10], Call(*arguments[10:]))
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
@@ -308,10 +382,10 @@ for _name, _implementation, _fake, _n_tensors in (
 
 def _apart(call: Call) -> tuple[Any, ...]:
     """Return the call without tensors, then its tensors: autograd and torch.func must see each as an argument."""
-    if not call.tiles and all(x is None for x in _options_of(call)):
+    if not call.tiles and all(x is None for x in options_of(call)):
         return (call,)
     absent: dict[str, Any] = dict.fromkeys(_OPTIONAL)
-    return call._replace(tiles=(), **absent), *_options_of(call), *call.tiles
+    return call._replace(tiles=(), **absent), *options_of(call), *call.tiles
 
 
 def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
@@ -323,11 +397,16 @@ def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
     return call._replace(tiles=[x for x in tensors[count:] if x is not None], **optional)
 
 
-def _is_unseen(*tensors: Tensor | None) -> bool:
+_PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+
+
+def is_unseen(*tensors: Tensor | None) -> bool:
     """Return True if nobody sees whether the operator is called through PyTorch's dispatcher.
 
     A call of a few tokens is a tenth faster without it. Compilers, modes, tracers, profilers, transforms, devices other
-    than CPUs and GPUs, subclasses of tensors, and tensors without plain memory (lazily negated, zero, freed) need it.
+    than CPUs and GPUs, subclasses of tensors, and tensors without plain memory (sparse, nested, lazily negated, zero,
+    freed) need it.
     """
     return (
         not torch.compiler.is_compiling()
@@ -341,6 +420,8 @@ def _is_unseen(*tensors: Tensor | None) -> bool:
             [
                 type(x) in _PLAIN
                 and (x.is_cpu or x.is_cuda)
+                and x.layout is _STRIDED
+                and not x.is_nested
                 and not x.is_neg()
                 and (x.data_ptr() >> 40 != 0 or has_memory(x))
                 for x in tensors
@@ -350,15 +431,29 @@ def _is_unseen(*tensors: Tensor | None) -> bool:
     )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _call_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    if _is_unseen(q, k, v, *_options_of(call)):
-        out, lse = backends[call.backend].forward(q, k, v, call)
+def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and lse, without a derivative. See `attention` for ``prepared``."""
+    backend: Any = _backends[call.backend]
+    if prepared is not None:
+        results: tuple[Tensor, Tensor] = backend.forward(q, k, v, call, prepared)
+    elif is_unseen(q, k, v, *options_of(call)):
+        results = backend.forward(q, k, v, call)
     else:
-        out, lse = torch.ops.ringtile.forward(q, k, v, *call)
-    return out, lse
+        results = torch.ops.ringtile.forward(q, k, v, *call)
+    return results
+
+
+def run_backward(rows: Rows, call: Call, prepared: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, without a derivative."""
+    backend: Any = _backends[call.backend]
+    # The gradients of the results are new, and whoever sees operators can have come since the forward pass.
+    if not is_unseen(*rows, *options_of(call)):
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.ringtile.backward(*rows, *call)
+    elif prepared is not None:
+        grads = backend.backward(rows, call, prepared)
+    else:
+        grads = backend.backward(rows, call)
+    return grads
 
 
 class _DoubleBackward(torch.autograd.Function):
@@ -414,36 +509,32 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, *rest = arguments
-        return _call_forward(q, k, v, _with_tensors(*rest))
+        q, k, v, prepared, *rest = arguments
+        return run_forward(q, k, v, _with_tensors(*rest), prepared)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.call = inputs[3]
+        ctx.prepared, ctx.call = inputs[3:5]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:3], *output, *inputs[4:])
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[5:])
 
     @staticmethod
     def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *rest = ctx.saved_tensors
         if out_grad is None:
             if lse_grad is None:
-                return (None,) * (4 + len(rest))
+                return (None,) * (5 + len(rest))
             out_grad = torch.zeros_like(out)
-        rows = (out_grad, lse_grad, q, k, v, out, lse)
+        rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
         compiling = torch.compiler.is_compiling()
-        if not compiling and not out_grad.layout is (lse if lse_grad is None else lse_grad).layout is torch.strided:
+        if not compiling and not out_grad.layout is (lse if lse_grad is None else lse_grad).layout is _STRIDED:
             check_memory(("out_grad", "lse_grad"), (out_grad, lse_grad))
         if compiling or not _differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
-            call = _with_tensors(ctx.call, *rest)
-            if _is_unseen(*rows, *_options_of(call)):
-                grads = backends[call.backend].backward(*rows, call)
-            else:
-                grads = torch.ops.ringtile.backward(*rows, *call)
+            grads = run_backward(rows, _with_tensors(ctx.call, *rest), ctx.prepared)
         else:
             grads = _Backward.apply(*rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
-        return *grads, None, *(None for _ in rest)
+        return *grads, None, None, *(None for _ in rest)
 
 
 class _Direct(torch.autograd.Function):
@@ -465,10 +556,14 @@ def _differentiated(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the output and lse of one call, differentiable in q, k and v."""
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
+    """Return the output and lse of one call, differentiable in q, k and v.
+
+    ``prepared`` is what the call's backend has prepared, for tensors of which `is_unseen` is true, or None.
+    """
     if not _differentiated(q, k, v):
-        return _call_forward(q, k, v, call)
+        return run_forward(q, k, v, call, prepared)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    out, lse = (Attention if transformed else _Direct).apply(q, k, v, *_apart(call))  # type: ignore[no-untyped-call]
+    function: Any = Attention if transformed else _Direct
+    out, lse = function.apply(q, k, v, prepared, *_apart(call))
     return out, lse

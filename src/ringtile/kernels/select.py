@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringtile.index import BlockIndex
 from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
-from ringtile.kernels.contracts import Backend, Call, backends
+from ringtile.kernels.contracts import Backend, Call, Masses, install
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native.library import library, reason_against
 
@@ -23,7 +26,7 @@ _BACKENDS: dict[str, Backend] = {
     "blockwise": blockwise,
 }
 
-backends.update(_BACKENDS)
+install(_BACKENDS)
 tell_flop_counter()
 
 _DENSE_FIRST = ("dense", *(name for name in _BACKENDS if name != "dense"))
@@ -43,9 +46,19 @@ def before_native() -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in dense.MATRIX_DTYPES if dtype not in own)
 
 
-def load(name: str) -> Backend:
-    """Return the module of a backend."""
-    return _BACKENDS[name]
+def is_logged() -> bool:
+    """Return True if `select` reports which backend runs a call, so that it must see every call."""
+    return _logger.isEnabledFor(logging.DEBUG)
+
+
+def prepare_of(name: str) -> Callable[[Tensor, Tensor, Tensor, BlockIndex], Any] | None:
+    """Return the function ``prepare`` of a backend, see `PreparingBackend`, or None if it has none."""
+    return getattr(_BACKENDS[name], "prepare", None)
+
+
+def native_masses(masses: Masses) -> Tensor | None:
+    """Return pooled masses by the native kernel, or None if it does not support the call."""
+    return native.pooled_masses(masses)
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
@@ -54,7 +67,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     Raises ValueError with all reasons if the named backend does not support the call.
     """
     if call.backend:
-        reasons = load(call.backend).unsupported(q, k, v, call)
+        reasons = _BACKENDS[call.backend].unsupported(q, k, v, call)
         if reasons:
             raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
         return call.backend

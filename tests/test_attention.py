@@ -29,11 +29,11 @@ from strategies import LENGTHS, checkerboard, grids, patterns
 from torch import Tensor
 
 from ringtile import build_index, sparse_attention
-from ringtile.functional.plans import forget_plans
 from ringtile.index import BlockIndex, clear_cache, to_block_mask
 from ringtile.kernels import native
 from ringtile.kernels.blockwise import chunks, plan
 from ringtile.kernels.philox import dropout_keep, dropout_scale
+from ringtile.kernels.plans import forget_plans
 from ringtile.patterns import (
     BlockDilated,
     Blocks,

@@ -35,10 +35,9 @@ from torch import Tensor
 
 from ringtile import build_index, sparse_attention
 from ringtile.cli import main
-from ringtile.functional import plans
 from ringtile.index import BlockIndex, cache_info, clear_cache, schedule
 from ringtile.index.block_index import TENSOR_FIELDS
-from ringtile.kernels import native
+from ringtile.kernels import native, plans
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.masses import pooled_masses
 from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, EMULATED_SETS, RATES, InstructionSet
@@ -547,6 +546,7 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
             # Nearly all long lists apart, or none that is not longer than a thread's share of everything.
             monkeypatch.setattr(native, "_SHARES_A_THREAD", piece)
             schedule._table.clear()
+            plans.forget_plans()
             phases.clear()
             found[threads, piece] = bits_of(problem, threads)
             apart = (False, 2) in {phase[:2] for phase in phases}

@@ -17,7 +17,8 @@ from torch import Tensor
 from ringtile import build_index, sparse_attention
 from ringtile.index import BlockIndex, clear_cache, lists, schedule
 from ringtile.index.schedule import derived, schedule_of
-from ringtile.kernels.contracts import Call, is_unseen
+from ringtile.kernels.contracts import Call
+from ringtile.kernels.operators import is_unseen
 from ringtile.patterns import Causal, GlobalTokens, Window
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from contextlib import AbstractContextManager
+from types import NoneType
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
@@ -12,21 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringtile.functional.plans import Structure, found_plan, planned, structure_of
 from ringtile.index import BlockIndex, build_index
-from ringtile.kernels.contracts import (
-    Call,
-    RowOptions,
-    SoftmaxOptions,
-    attention,
-    check_memory,
-    is_unseen,
-    pack_keys,
-)
+from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, check_memory, options_of, pack_keys
+from ringtile.kernels.operators import attention, is_unseen
 from ringtile.kernels.philox import dropout_threshold
+from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
 from ringtile.kernels.reference import Options as ReferenceOptions
 from ringtile.kernels.reference import attention_reference
-from ringtile.kernels.select import NAMES, select
+from ringtile.kernels.select import NAMES, is_logged, select
 from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
 
 if TYPE_CHECKING:
@@ -307,15 +301,30 @@ def _check_index(index: BlockIndex, query: Tensor, n_keys: int, is_causal: bool,
         raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
 
 
-def _checked_start(start: int | None, n_queries: int, n_keys: int) -> int:
-    """Return the position of the first query."""
-    if start is None:
-        return n_keys - n_queries
-    if isinstance(start, bool) or not isinstance(start, int | torch.SymInt):
+def _pairs_of(
+    query: Tensor,
+    n_keys: int,
+    pattern: Pattern | BlockIndex | Tensor | BlockMask | None,
+    is_causal: bool,
+    start: int | None,
+    backend: str | None,
+) -> tuple[int, int, str, Pattern | BlockIndex]:
+    """Return the first position, the block, the text and the pattern of a call, or the index of one without a text."""
+    if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
         raise ValueError(f"start: expected an integer or None, got {start!r}")
+    (batch, heads, n_queries), device = query.shape[:3], query.device
     if isinstance(start, int) and not torch.compiler.is_compiling():
         TileGrid(_BLOCK, start, n_queries, n_keys)  # raises if the positions are too far
-    return start
+    if isinstance(pattern, BlockIndex):
+        _check_index(pattern, query, n_keys, is_causal, start)
+        return pattern.start, pattern.block, "", pattern
+    rule = rule_of(pattern, is_causal, start)
+    start = n_keys - n_queries if start is None else start
+    if rule.text or backend == "reference":
+        return start, _BLOCK, rule.text or "", rule
+    # Dynamo traces no pattern without a text, so all sizes are numbers here.
+    index = build_index(rule, n_queries, n_keys, start=start, num_heads=heads, batch=max(batch, 1), device=device)
+    return start, _BLOCK, "", index
 
 
 def _attend(
@@ -330,9 +339,15 @@ def _attend(
     backend: str | None,
     options: RowOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Check all arguments and compute attention without sinks. ``structure`` is None if the call may have no plan."""
-    query, key, value = checked_tensors(query, key, value, enable_gqa)
-    key_mask, key_lengths = options["key_mask"], options["key_lengths"]
+    """Check the arguments that no plan stands for, and compute attention without sinks.
+
+    ``structure`` is None if the call may have no plan.
+    """
+    kept: Pattern | BlockIndex | BlockMask | Tensor | None = pattern
+    plan = None if structure is None else found_plan(structure)
+    if plan is None:
+        query, key, value = checked_tensors(query, key, value, enable_gqa)
+    n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
     check_options(
         query,
         key,
@@ -342,26 +357,53 @@ def _attend(
         scale=options["scale"],
         backend=backend,
     )
-    (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
     check_rows(query, n_keys, key_lengths, options["softcap"], options["alibi_slopes"], options["sinks"])
-    first, block, index = _checked_start(start, n_queries, n_keys), _BLOCK, None
     call = make_call(query, backend=backend, **options)
-    if isinstance(pattern, BlockIndex):
-        _check_index(pattern, query, n_keys, is_causal, start)
-        index, text, first, block = pattern, "", pattern.start, pattern.block
+    if plan is None:
+        first, block, text, kept = _pairs_of(query, n_keys, pattern, is_causal, start, backend)
     else:
-        rule = rule_of(pattern, is_causal, start)
-        text = rule.text or ""
-        if not text and backend != "reference":
-            lengths = {"n_queries": n_queries, "n_keys": n_keys, "start": first}
-            index = build_index(rule, **lengths, num_heads=heads, batch=max(batch, 1), block=block, device=query.device)
+        first, block, text = plan.call.start, plan.call.block, plan.call.pattern
     call = call._replace(start=first, block=block, pattern=text, key_lengths=key_lengths)
+    index = kept if isinstance(kept, BlockIndex) else None
     if backend == "reference":
-        return _by_reference(query, key, value, rule if index is None else index, key_mask, call)
+        assert isinstance(kept, Pattern | BlockIndex)
+        return _by_reference(query, key, value, kept, key_mask, call)
     tiles, bits = () if index is None else index.tensors(), None if key_mask is None else pack_keys(key_mask)
     call = call._replace(tiles=tiles, key_bits=bits)
     with without_autocast(query):
-        return attention(query, key, value, *planned(structure, query, key, value, call, index))
+        if plan is None or plan.prepared is None:
+            call = call._replace(backend=select(query, key, value, call))
+        else:
+            call = call._replace(backend=plan.call.backend)
+        if plan is None and structure is not None:
+            if index is not None and index is not pattern:
+                # In a tuple, because a call with this index has other checks.
+                structure = ((id(index),), *structure[1:])
+            plan = found_plan(structure) or make_plan(structure, query, key, value, call, index, backend or "")
+        # Options can be tensors that only PyTorch's dispatcher reads, as lazily zero ones.
+        prepared = plan.prepared if plan is not None and is_unseen(*options_of(call)) else None
+        return attention(query, key, value, call, prepared)
+
+
+def _structure_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | BlockIndex | BlockMask | Tensor | None,
+    start: int | None,
+    scale: float | None,
+    softcap: float,
+    backend: str | None,
+    *has: bool,
+) -> Structure | None:
+    """Return all that the plan of a call depends on, or None if every check must run at every call."""
+    if not is_unseen(query, key, value) or is_logged():
+        return None
+    # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
+    types = type(start) in (int, NoneType), type(scale) in (float, int, NoneType), type(backend) in (str, NoneType)
+    if not all(types) or type(softcap) not in (float, int) or scale == 0:
+        return None
+    return structure_of(_name_of(pattern), query, key, value, start, scale, softcap, backend, has)
 
 
 def _by_reference(
@@ -485,13 +527,10 @@ def sparse_attention(
     """
     if not isinstance(pattern, BlockIndex):
         check_whole()
-    structure = plan = None
-    if is_unseen(query, key, value):
-        query, key, value = _cast(query, key, value)
-        has = key_mask is not None, key_lengths is not None, alibi_slopes is not None, dropout_p != 0.0, is_causal
-        name = _name_of(pattern)
-        structure = structure_of(name, query, key, value, start, scale, softcap, enable_gqa, backend, has)
-        plan = found_plan(structure)
+    query, key, value = _cast(query, key, value)
+    has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
+    structure = _structure_of(query, key, value, pattern, start, scale, softcap, backend, *has)
+    plan = None if structure is None else found_plan(structure)
     plain = key_mask is key_lengths is alibi_slopes is sinks is seed is head_at is batch_at is None
     if plan is not None and plain and dropout_p == 0.0:
         # No argument is left to check, because each of them is a part of the structure.

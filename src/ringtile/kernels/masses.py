@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Masses, check_memory, library, schema
+from ringtile.kernels.contracts import Masses, check_memory
+from ringtile.kernels.operators import library, schema
 from ringtile.kernels.select import native_masses
 
 POOLS = ("mean", "max")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringtile.index import BlockIndex
 from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
 from ringtile.kernels.contracts import Backend, Call, Masses, install
 from ringtile.kernels.flops import tell_flop_counter
@@ -49,11 +46,6 @@ def before_native() -> tuple[torch.dtype, ...]:
 def is_logged() -> bool:
     """Return True if `select` reports which backend runs a call, so that it must see every call."""
     return _logger.isEnabledFor(logging.DEBUG)
-
-
-def prepare_of(name: str) -> Callable[[Tensor, Tensor, Tensor, BlockIndex], Any] | None:
-    """Return the function ``prepare`` of a backend, see `PreparingBackend`, or None if it has none."""
-    return getattr(_BACKENDS[name], "prepare", None)
 
 
 def native_masses(masses: Masses) -> Tensor | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ _INDEX_FIELDS = (
 _ROW_BLOCK = 128
 _SMALL = 1e8
 """Operations of a call that would notice the search for its index. A larger one keeps its index in the cache longer."""
+_TEMPLATES = 32
 _SHARES_A_THREAD = 16
 """Threads share a row or column of more than 1 / 16 of one thread's work in the backward pass."""
 
@@ -100,6 +102,23 @@ class _Side(NamedTuple):
     """True if any list has more than one split."""
 
 
+class _Template(NamedTuple):
+    """What calls over one index have in common if their tensors have equal shapes, strides and dtypes."""
+
+    structure: CallStructure
+    """A call without its addresses and options. Calls run at once in several threads, so each fills in a copy."""
+    item_begin: Tensor
+    n_items: int
+    operations: float
+    accumulator: torch.dtype
+    in_place: bool
+    """True if the kernel reads the tensors where they are."""
+    out_stride: tuple[int, ...]
+    """The layout of `new_out`."""
+    n_rows: int
+    n_cols: int
+
+
 class _Lists(NamedTuple):
     """Values that the kernel derives from an index."""
 
@@ -116,6 +135,9 @@ class _Lists(NamedTuple):
     shared_splits: dict[tuple[int, ...], Tensor]
     # Key: the arguments of `_shared_splits`. Bound: one entry per batch, number of heads and of threads, and direction.
     # Owner: these values, which leave with their index.
+    templates: OrderedDict[Hashable, _Template]
+    # Key: the form of the tensors. Bound: _TEMPLATES entries, the oldest leaves first. Owner: these values. A call over
+    # the tensors of an index, as in a compiled graph, has no plan, and a structure takes as long as 26 tokens.
 
 
 def _lists_of(index: BlockIndex) -> _Lists:
@@ -145,7 +167,7 @@ def _lists_of(index: BlockIndex) -> _Lists:
     structure.n_row_buffers = max(is_split.sum(1).tolist())
     tiles = (index.full_col.numel() + index.part_col.numel()) // groups
     kept = tuple(tensor for tensor in tensors.values() if tensor is not index.full_row_ptr)
-    return _Lists(structure, kept, index.group, tensors["work_begin"], tiles, row_side, col_side, {})
+    return _Lists(structure, kept, index.group, tensors["work_begin"], tiles, row_side, col_side, {}, OrderedDict())
 
 
 def _side(begins: Tensor, order: Order, groups: int) -> _Side:
@@ -183,73 +205,83 @@ def _shared_splits(lists: _Lists, batch: int, heads: int, items: int, threads: i
 _version_of = attrgetter("_version")
 
 
-class Template:
-    """What calls over one index share if their tensors have equal shapes, strides and dtypes.
+class Prepared(NamedTuple):
+    """What calls of one structure share. It keeps the tensors of the index alive, but not the `BlockIndex`."""
 
-    It keeps the tensors of the index alive, but not the `BlockIndex`: whoever caches a template drops it with that.
-    """
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _Lists) -> None:
-        check_groups(index, q)
-        (batch, heads, n_queries, head_dim), (kv_heads, n_keys, value_dim) = q.shape, v.shape[1:]
-        self.lists, self.n_rows, self.n_cols = lists, index.n_rows, index.n_cols
-        self.tensors = tuple(index.tensors())
-        self.versions = None if any(x.is_inference() for x in self.tensors) else [*map(_version_of, self.tensors)]
-        """Counts of the changes of these tensors, or None if they are not counted."""
-        area = lists.tiles * min(index.block, n_queries) * min(index.block, n_keys) * batch * heads
-        self.operations = 2.0 * area * (head_dim + value_dim)
-        self.accumulator = accumulator(q)
-        readable = [with_contiguous_rows(x) for x in (q, k, v)]
-        self.in_place = readable[0] is q and readable[1] is k and readable[2] is v
-        """True if the kernel reads the tensors where they are."""
-        width = max(value_dim, 1)
-        self.out_stride = n_queries * heads * width, width, heads * width, 1
-        """The layout of `new_out`."""
-        # The first work item of each batch element and head, then the number of all items.
-        counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
-        self.item_begin = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        self.n_items = int(self.item_begin[-1])
-        # The structure of a call but for its addresses and options. Calls of several threads each fill in a copy.
-        c = self.structure = CallStructure.from_buffer_copy(lists.structure)
-        c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
-        c.kv_heads, c.n_keys, c.value_dim, c.start = kv_heads, n_keys, value_dim, index.start
-        c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
-        c.out_stride, c.item_begin = self.out_stride[:3], self.item_begin.data_ptr()
+    lists: _Lists
+    template: _Template
+    start: int
+    """Not in the template: indices of other starts in the same tile share their lists."""
+    tensors: tuple[Tensor, ...]
+    """The tensors of the index."""
+    versions: list[int] | None
+    """Counts of their changes, or None if an inference tensor among them does not count."""
 
     def is_current(self) -> bool:
-        """Return True if the tensors of the index have not changed."""
-        return self.versions == [*map(_version_of, self.tensors)]
+        """Return True if the index has not changed in place."""
+        return self.versions is not None and self.versions == [*map(_version_of, self.tensors)]
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Template | None:
-    """Return the template of a call, or None if it has no queries or its index does not count its changes."""
+def prepare(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Prepared | None:
+    """Return what calls over these shapes, strides, dtypes and pairs share, or None if there are no queries."""
     if not q.shape[:3].numel():
         return None
-    template = _make_template(q, k, v, index)
-    return None if template.versions is None else template
-
-
-def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Template:
     check_tensors(q, k, v)
     with span(INDEX):
-        return Template(q, k, v, index, derived(index, _lists_of))
+        lists = derived(index, _lists_of)
+        layout = *(x.shape for x in (q, k, v)), *(x.stride() for x in (q, k, v)), q.dtype
+        template = lists.templates.get(layout)
+        if template is None:
+            template = lists.templates[layout] = _make_template(q, k, v, index, lists)
+            if len(lists.templates) > _TEMPLATES:
+                lists.templates.popitem(last=False)
+    tensors = tuple(index.tensors())
+    versions = None if any(x.is_inference() for x in tensors) else [*map(_version_of, tensors)]
+    return Prepared(lists, template, index.start, tensors, versions)
 
 
-def _template_of(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Template | None = None) -> Template:
-    """Return the template of a call: the prepared one, unless its index has changed. Raise ValueError if none fits."""
+def _current(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None) -> Prepared:
+    """Return what is prepared for a call with queries. Raise ValueError if its tensors do not match."""
     if prepared is not None and prepared.is_current():
-        if call.pattern and prepared.operations >= _SMALL:
+        if call.pattern and prepared.template.operations >= _SMALL:
             # Otherwise an index in use would become the least recently used one of its cache.
             index_of(call, q, k)
         return prepared
-    return _make_template(q, k, v, index_of(call, q, k))
+    check_tensors(q, k, v)
+    prepared = prepare(q, k, v, index_of(call, q, k))
+    assert prepared is not None
+    return prepared
+
+
+def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _Lists) -> _Template:
+    check_groups(index, q)
+    (batch, heads, n_queries, head_dim), (kv_heads, n_keys, value_dim) = q.shape, v.shape[1:]
+    area = lists.tiles * min(index.block, n_queries) * min(index.block, n_keys) * batch * heads
+    readable = [with_contiguous_rows(x) for x in (q, k, v)]
+    in_place = readable[0] is q and readable[1] is k and readable[2] is v
+    width = max(value_dim, 1)
+    out_stride = n_queries * heads * width, width, heads * width, 1
+    # The first work item of each batch element and head, then the number of all items.
+    counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
+    items = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    c = CallStructure.from_buffer_copy(lists.structure)
+    c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
+    c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
+    c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
+    c.out_stride, c.item_begin = out_stride[:3], items.data_ptr()
+    operations = 2.0 * area * (head_dim + value_dim)
+    return _Template(
+        c, items, int(items[-1]), operations, accumulator(q), in_place, out_stride, index.n_rows, index.n_cols
+    )
 
 
 class _Job:
     """One call's structure and the tensors that it points to."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Template | None = None) -> None:
-        template = self.template = _template_of(q, k, v, call, prepared)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None) -> None:
+        # Kept whole: the structure points into its tensors.
+        self.prepared = _current(q, k, v, call, prepared)
+        template = self.template = self.prepared.template
         check_options(q, k, call)
         self.library: Library = library()
         if not template.in_place:
@@ -258,7 +290,7 @@ class _Job:
         c = self.c = CallStructure.from_buffer_copy(template.structure)
         # Not in the template: the precision that a caller allows can change from call to call.
         arithmetic = arithmetic_of(q.dtype)
-        c.isa, c.dtype, c.scale = arithmetic.isa.number, arithmetic.code, call.scale
+        c.isa, c.dtype, c.start, c.scale = arithmetic.isa.number, arithmetic.code, self.prepared.start, call.scale
         c.q, c.k, c.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if call.key_bits is not None:
             bits = self.keep(call.key_bits.contiguous())
@@ -298,7 +330,7 @@ class _Job:
     def run_lists(self, phase: int, items: int, places: int, operations: float) -> None:
         """Run the rows (phase 2) or columns (3) of ``items`` heads. Threads share long ones, in a fixed order."""
         c, columns = self.c, phase == 3
-        splits = _shared_splits(self.template.lists, c.batch, c.heads, items, c.threads, columns)
+        splits = _shared_splits(self.prepared.lists, c.batch, c.heads, items, c.threads, columns)
         c.shared_splits, c.n_shared_splits = self.keep(splits).data_ptr(), len(splits)
         if len(splits):
             width = _whole_tiles(c.head_dim) + (_whole_tiles(c.value_dim) if columns else 0)
@@ -321,7 +353,7 @@ class _Job:
                 listener.append(KernelTime(self.c.out_grad is not None, times[0], times[1]))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Template | None = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` (float32, float64 for float64)."""
     rows = q.shape[:3]
     if not rows.numel():
@@ -341,7 +373,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Template | No
     return out, lse
 
 
-def backward(rows: Rows, call: Call, prepared: Template | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call, prepared: Prepared | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
     out_grad, lse_grad, q, k, v, out, lse = rows
     check_rows(q, v, out, out_grad, lse, lse_grad)

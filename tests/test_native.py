@@ -1095,59 +1095,66 @@ DRAWN = {dtype: [number for number in range(200, 400) if draw(number).dtype == d
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_every_instruction_set(name: str) -> None:
+def test_every_instruction_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_number(name)
+    monkeypatch.setenv(VARIABLE, name)
+    find_library(monkeypatch)
     tiles = [*DRAWN[torch.bfloat16][:4], *DRAWN[torch.float16][:4]]
-    numbers = tiles if name.startswith("amx") else list(range(100, 120))
-    code = f"import test_native; print(test_native.run_reduced({numbers}))"
-    assert printed(code, **{VARIABLE: name}) == [name]
+    assert run_reduced(tiles if name.startswith("amx") else list(range(100, 120))) == name
 
 
-WITHOUT = """
-import torch
-from ringtile import sparse_attention
-from ringtile.tools.doctor import diagnosis
-from ringtile.patterns import Window
-torch.manual_seed(0)
-q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16).unbind())
-out = sparse_attention(q, k, v, Window(40))
-expected = sparse_attention(q, k, v, Window(40), backend="reference")
-torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-for grad, other in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))):
-    torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
-reasons = diagnosis()["backends"]["native"]
-try:
-    sparse_attention(q, k, v, backend="native")
-except ValueError as error:
-    assert reasons[0] in str(error), error
-    print(*reasons)
-"""
+def find_library(monkeypatch: pytest.MonkeyPatch, file: Path | None = None) -> None:
+    """The library is looked for again, with the variables of now, beside other modules if a file is given."""
+    module = importlib.import_module("ringtile.kernels.native.library")
+    if file is not None:
+        monkeypatch.setattr(module, "__file__", str(file / "kernels" / "native" / "library.py"))
+    plans.forget_plans()
+    monkeypatch.setattr(module, "_FOUND", module._find())
+
+
+def reason_without() -> str:
+    """The reason of doctor against the library, after `blockwise` has computed in its place."""
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16).unbind())
+    out = sparse_attention(q, k, v, Window(40))
+    expected = sparse_attention(q, k, v, Window(40), backend="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
+    for grad, other in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-5)
+    (reason,) = doctor.diagnosis()["backends"]["native"]
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        sparse_attention(q, k, v, backend="native")
+    return reason
 
 
 def test_switched_off_blockwise_serves_and_doctor_says_why() -> None:
-    assert " ".join(printed(WITHOUT, **{VARIABLE: "none"})) == f"switched off by {VARIABLE}=none"
+    """In a process of its own, which reads the variable as it imports."""
+    code = "import test_native; print(test_native.reason_without())"
+    assert " ".join(printed(code, **{VARIABLE: "none"})) == f"switched off by {VARIABLE}=none"
 
 
-def test_without_the_library_blockwise_serves_and_doctor_says_why(tmp_path: Path) -> None:
-    shutil.copytree(SOURCE / "ringtile", tmp_path / "ringtile", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    said = " ".join(printed(WITHOUT, path=tmp_path))
-    assert said == "libringtile.so was not built: install a wheel for this platform, or build with gcc or clang"
+def test_without_the_library_blockwise_serves_and_doctor_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_library(monkeypatch, tmp_path)
+    said = "libringtile.so was not built: install a wheel for this platform, or build with gcc or clang"
+    assert reason_without() == said
 
 
 def test_what_the_environment_and_the_file_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("ringtile.kernels.native.library")
     monkeypatch.setenv(VARIABLE, "sse9")
-    monkeypatch.setattr(module, "_FOUND", module._find())
+    find_library(monkeypatch)
     q = torch.randn(1, 1, 4, 8)
     for backend in (None, "native"):
         with pytest.raises(ValueError, match=r"RINGTILE_CPU: expected one of \[.*'none'\], got 'sse9'"):
             sparse_attention(q, q, q, Causal(), backend=backend)
     monkeypatch.setenv(VARIABLE, "")
-    assert module._find().library is not None
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "kernels" / "native" / "library.py"))
+    find_library(monkeypatch)
+    assert not reason_against()
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libringtile.so").write_bytes(b"no library")
-    assert module._find().reason.startswith("libringtile.so does not load: ")
+    find_library(monkeypatch, tmp_path)
+    assert reason_against().startswith("libringtile.so does not load: ")
 
 
 FORKS = """

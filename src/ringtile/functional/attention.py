@@ -397,8 +397,6 @@ def _structure_of(
     *has: bool,
 ) -> Structure | None:
     """Return all that the plan of a call depends on, or None if every check must run at every call."""
-    if not is_unseen(query, key, value) or is_logged():
-        return None
     # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
     types = type(start) in (int, NoneType), type(scale) in (float, int, NoneType), type(backend) in (str, NoneType)
     if not all(types) or type(softcap) not in (float, int) or scale == 0:
@@ -527,10 +525,12 @@ def sparse_attention(
     """
     if not isinstance(pattern, BlockIndex):
         check_whole()
-    query, key, value = _cast(query, key, value)
-    has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
-    structure = _structure_of(query, key, value, pattern, start, scale, softcap, backend, *has)
-    plan = None if structure is None else found_plan(structure)
+    structure = plan = None
+    if is_unseen(query, key, value) and not is_logged():
+        query, key, value = _cast(query, key, value)
+        has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
+        structure = _structure_of(query, key, value, pattern, start, scale, softcap, backend, *has)
+        plan = None if structure is None else found_plan(structure)
     plain = key_mask is key_lengths is alibi_slopes is sinks is seed is head_at is batch_at is None
     if plan is not None and plain and dropout_p == 0.0:
         # No argument is left to check, because each of them is a part of the structure.

@@ -436,8 +436,10 @@ def assert_same_bits(actual: Bits, expected: Bits) -> None:
 
 
 @pytest.mark.usefixtures("many_threads")
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype"),
+    [(kv_heads, DTYPES[(at + turn) % 4]) for turn in (0, 2) for at, kv_heads in enumerate((1, 2, 4))],
+)
 def test_any_number_of_threads_gives_the_same_bits(
     kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1229,9 +1231,9 @@ def test_no_rate_is_measured_in_no_time(options: dict[str, Any]) -> None:
         peak_rates(**options)
 
 
-def test_a_library_that_is_not_there_has_no_rates() -> None:
-    code = "from ringtile.kernels.native.peak import peak_rates; print(len(peak_rates()))"
-    assert printed(code, **{VARIABLE: "none"}) == ["0"]
+def test_a_library_that_is_not_there_has_no_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_library(monkeypatch, tmp_path)
+    assert peak_rates() == {}
 
 
 # The tiles of AMX: the emulation is tested where there are none, and the processor where there are.
@@ -1250,7 +1252,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.usefixtures("many_threads")
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_tiles_against_the_oracle(part: int, tiles: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in DRAWN[tiles][part::4]:
         # Drawn by turns, cases of bfloat16 never meet dropout.

@@ -93,7 +93,10 @@ def test_it_is_the_definition(modifiers):
     assert torch.allclose(weights @ v.repeat_interleave(2, 1), out)
 
 
-@pytest.mark.parametrize("modifiers", [MODIFIERS[name] for name in ("plain", "key_lengths", "everything")], ids=str)
+DERIVED = ("plain", "key_lengths", "everything")
+
+
+@pytest.mark.parametrize("modifiers", [MODIFIERS[name] for name in DERIVED], ids=DERIVED)
 def test_derivatives(modifiers):
     q, k, v, _ = make_inputs(2, 4, 3, 8, 2, kv_heads=2, value_dim=1)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -158,7 +161,7 @@ def test_batch_rows_have_their_own_documents():
 @pytest.mark.parametrize(
     ("modifiers", "poison"),
     [(given, (math.nan, math.inf, -math.inf)[row % 3]) for row, given in enumerate(MODIFIERS.values())],
-    ids=str,
+    ids=MODIFIERS,
 )
 def test_what_nobody_keeps_changes_nothing(modifiers, poison):
     q, k, v, grad_out = make_inputs(2, 4, 6, 8, kv_heads=2)
@@ -210,7 +213,7 @@ def test_empty_problems(batch, n_queries, n_keys):
 @pytest.mark.parametrize(
     ("modifiers", "through_index"),
     [*((given, row % 2 == 0) for row, given in enumerate(MODIFIERS.values())), (MODIFIERS["everything"], True)],
-    ids=str,
+    ids=[*MODIFIERS, "everything through an index"],
 )
 def test_rows_are_rows_of_the_whole(modifiers, through_index, monkeypatch):
     monkeypatch.setattr("ringtile.kernels.reference._CHUNK_PAIRS", 200)
@@ -269,7 +272,7 @@ def test_uninitialised_memory_is_never_read():
     assert all(torch.equal(expected.grads[name], grad) for name, grad in again.grads.items())
 
 
-@pytest.mark.parametrize(("dtype", "score_scale"), zip(SDPA_BUDGET, (1, 4, 16), strict=False))
+@pytest.mark.parametrize(("dtype", "score_scale"), [*zip(SDPA_BUDGET, (1, 4, 16), strict=True)])
 def test_torch_own_error_is_that_of_its_dtype(dtype, score_scale):
     q, k, v, grad_out = make_inputs(1, 4, 130, 150, 64, kv_heads=2, dtype=dtype, score_scale=score_scale)
     error = sdpa_low_precision_error(q, k, v, HOLES, grad_out)

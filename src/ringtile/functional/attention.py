@@ -126,28 +126,19 @@ def _check_seed(seed: int | Tensor, query: Tensor) -> None:
         raise ValueError(f"seed: expected a 64-bit integer or one int64 element, got {seed!r}")
 
 
-def check_options(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    scale: float | None,
-    backend: str | None,
-) -> None:
+def check_options(query: Tensor, key: Tensor, *, backend: str | None, **options: Unpack[RowOptions]) -> None:
     """Raise ValueError if an option that all attention functions share is invalid."""
     if backend is not None and backend not in NAMES:
         raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
-    if dropout_p:
+    if dropout_p := options.get("dropout_p"):
         dropout_threshold(dropout_p)
-    if scale is not None and not -math.inf < scale < math.inf:
+    if (scale := options.get("scale")) is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale: expected a finite number, got {scale!r}")
-    if key_mask is not None:
+    if (key_mask := options.get("key_mask")) is not None:
         _check_rows("key_mask", key_mask, (query.shape[0], key.shape[2]), query)
         if key_mask.dtype != torch.bool:
             raise ValueError(f"key_mask: expected bool, True for keys to attend to, got {key_mask.dtype=}")
-    if seed is not None:
+    if (seed := options.get("seed")) is not None:
         _check_seed(seed, query)
 
 
@@ -166,6 +157,7 @@ def check_rows(
         _check_rows("key_lengths", key_lengths, query.shape[:1], query)
         if key_lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"key_lengths: expected int32 or int64, got {key_lengths.dtype=}")
+        # On a GPU, or in a graph, reading the values would synchronize or fail.
         if _may_read(key_lengths) and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
             raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
@@ -313,6 +305,7 @@ def _pairs_of(
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
         raise ValueError(f"start: expected an integer or None, got {start!r}")
     (batch, heads, n_queries), device = query.shape[:3], query.device
+    # In a graph, lengths are symbols, and a check of them would fix the graph to these lengths.
     if isinstance(start, int) and not torch.compiler.is_compiling():
         TileGrid(_BLOCK, start, n_queries, n_keys)  # raises if the positions are too far
     if isinstance(pattern, BlockIndex):
@@ -320,6 +313,7 @@ def _pairs_of(
         return pattern.start, pattern.block, "", pattern
     rule = rule_of(pattern, is_causal, start)
     start = n_keys - n_queries if start is None else start
+    # The reference evaluates the rule itself, so its memory is all that limits the pattern.
     if rule.text or backend == "reference":
         return start, _BLOCK, rule.text or "", rule
     # Dynamo traces no pattern without a text, so all sizes are numbers here.
@@ -348,22 +342,16 @@ def _attend(
     if plan is None:
         query, key, value = checked_tensors(query, key, value, enable_gqa)
     n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
-    check_options(
-        query,
-        key,
-        key_mask=key_mask,
-        dropout_p=options["dropout_p"],
-        seed=options["seed"],
-        scale=options["scale"],
-        backend=backend,
-    )
+    check_options(query, key, backend=backend, **options)
     check_rows(query, n_keys, key_lengths, options["softcap"], options["alibi_slopes"], options["sinks"])
     call = make_call(query, backend=backend, **options)
     if plan is None:
         first, block, text, kept = _pairs_of(query, n_keys, pattern, is_causal, start, backend)
     else:
+        # The structure of the call has the same shapes, rule and start, so these checks have passed.
         first, block, text = plan.call.start, plan.call.block, plan.call.pattern
     call = call._replace(start=first, block=block, pattern=text, key_lengths=key_lengths)
+    # A pattern with a text needs no index here: a backend may compute all pairs without one.
     index = kept if isinstance(kept, BlockIndex) else None
     if backend == "reference":
         assert isinstance(kept, Pattern | BlockIndex)
@@ -531,6 +519,7 @@ def sparse_attention(
         has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
         structure = _structure_of(query, key, value, pattern, start, scale, softcap, backend, *has)
         plan = None if structure is None else found_plan(structure)
+    # One chain of comparisons costs less than seven.
     plain = key_mask is key_lengths is alibi_slopes is sinks is seed is head_at is batch_at is None
     if plan is not None and plain and dropout_p == 0.0:
         # No argument is left to check, because each of them is a part of the structure.

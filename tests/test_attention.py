@@ -763,7 +763,7 @@ def test_threads_that_unpack_masks_do_not_meet() -> None:
     index = build_index(
         Elements(lambda head, query, key: (query * query + 3 * key + query * key) % 7 < 3), 400, block=16
     )
-    numbers = torch.randint(len(index.bits), (1500, 1, 3), generator=torch.Generator().manual_seed(0))
+    numbers = torch.randint(len(index.table.bits), (1500, 1, 3), generator=torch.Generator().manual_seed(0))
     interval, failures = sys.getswitchinterval(), []
     made, barrier = plan.plan_of(index), threading.Barrier(8)
 

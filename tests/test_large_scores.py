@@ -163,7 +163,7 @@ def one_key_wins(size: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
                 ("highest", torch.float16),
             ]
         )
-        for size in ([1e3, 1e8], [1e6, 1e12], [1e8, 1e10])[(row + column) % 3]
+        for size in ([1e6, 1e10], [1e3, 1e8], [1e8, 1e12])[(row + column) % 3]
         # Queries and keys of larger scores are infinite in float16.
         if dtype != torch.float16 or size <= 1e10
     ],

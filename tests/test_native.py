@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 import torch
+from indices import NAMES, edited
 from native_sets import INSTRUCTION_SETS, precision_of, set_number, use_set
 from oracle import kept_pairs, make_inputs, oracle, relative_error
 from torch import Tensor
@@ -36,7 +37,6 @@ from torch import Tensor
 from ringtile import build_index, sparse_attention
 from ringtile.cli import main
 from ringtile.index import BlockIndex, cache_info, clear_cache, schedule
-from ringtile.index.block_index import TENSOR_FIELDS
 from ringtile.kernels import native, plans
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.masses import pooled_masses
@@ -57,6 +57,7 @@ from ringtile.patterns import (
     Pattern,
     RandomBlocks,
     Strided,
+    TileGrid,
     Window,
     per_head,
 )
@@ -216,7 +217,7 @@ def cut(case: Case, pattern: Pattern) -> BlockIndex:
     block, end = case.block, case.start + case.n_queries
     rows, n_keys = -(-end // block) * block - block, -(-case.n_keys // block) * block
     tensors = build_index(pattern, rows, n_keys, start=block, num_heads=case.heads, block=block).tensors()
-    return BlockIndex.from_tensors(tensors, block=block, start=case.start, n_queries=case.n_queries, n_keys=case.n_keys)
+    return BlockIndex.from_tensors(tensors, TileGrid(block, case.start, case.n_queries, case.n_keys))
 
 
 def index_of(case: Case) -> BlockIndex:
@@ -453,7 +454,7 @@ def test_any_number_of_threads_gives_the_same_bits(
 
         monkeypatch.setattr(native._Job, name, spy)
     index = build_index(Window(600) | GlobalTokens(20), 90, 1100, start=500, num_heads=4, block=16)
-    assert int(index.row_work[:, 3].max()) > 0
+    assert int(index.rows.work[:, 3].max()) > 0
     inputs = make_inputs(1, 4, 90, 1100, head_dim=8, kv_heads=kv_heads, value_dim=12, dtype=dtype)
     options = {"dropout_p": 0.2, "seed": 5, "key_mask": torch.rand(1, 1100) < 0.9}
     problem = Problem(inputs, inputs, torch.randn(1, 4, 90), index, options)
@@ -536,8 +537,8 @@ def test_long_rows_and_columns_are_divided_and_give_the_same_bits(
     monkeypatch.setattr(native._Job, "run", spy)
     n_tokens = 70 * 16 - 3
     index = build_index(pattern, n_tokens, num_heads=heads, block=16)
-    assert int(index.row_work[:, 3].max()) > 0
-    assert int(index.col_work[:, 3].max()) > 0
+    assert int(index.rows.work[:, 3].max()) > 0
+    assert int(index.cols.work[:, 3].max()) > 0
     inputs = make_inputs(batch, heads, n_tokens, head_dim=17, kv_heads=kv_heads, value_dim=8, dtype=torch.float32)
     options = {"key_mask": torch.rand(batch, n_tokens) < 0.9}
     lse_grad = torch.randn(batch, heads, n_tokens)
@@ -745,7 +746,7 @@ def test_the_same_lists_from_another_start() -> None:
     tensors = build_index(Window(40), 256, 512, start=0).tensors()
     q, k, v, out_grad = make_inputs(1, 1, 196, 512)
     for start in (0, 60, 0):
-        index = BlockIndex.from_tensors(tensors, block=128, start=start, n_queries=196, n_keys=512)
+        index = BlockIndex.from_tensors(tensors, TileGrid(128, start, 196, 512))
         expected = oracle(q, k, v, Window(40), start=start, grad_out=out_grad)
         found = attend(q, k, v, index, out_grad)
         torch.testing.assert_close(found.out, expected.out, rtol=1e-12, atol=1e-12)
@@ -850,27 +851,27 @@ def test_the_backward_operator_refuses_what_does_not_fit() -> None:
     [
         ("group", lambda x: torch.ones_like(x)),
         ("group", lambda x: x.expand(3, 1)),
-        ("full_row_ptr", lambda x: x + 1),
-        ("part_row_ptr", lambda x: x.flip(0)),
-        ("full_col_ptr", lambda x: x[:-1]),
-        ("part_col_ptr", lambda x: -x),
-        ("full_col", lambda x: x + 9),
-        ("part_col", lambda x: x - 9),
-        ("full_row", lambda x: x + 9),
-        ("part_row", lambda x: x + 9),
-        ("part_tile", lambda x: x + 9),
-        ("part_tile_t", lambda x: x - 9),
-        ("bits", lambda x: x[..., :2]),
-        ("bits_t", lambda x: x.long()),
-        ("rows_any", lambda x: x[:0]),
-        ("cols_any", lambda x: x[:, :1]),
-        ("row_work", lambda x: x + 1),
-        ("col_work", lambda x: x.flip(0)),
+        ("rows.full_ptr", lambda x: x + 1),
+        ("rows.partial_ptr", lambda x: x.flip(0)),
+        ("cols.full_ptr", lambda x: x[:-1]),
+        ("cols.partial_ptr", lambda x: -x),
+        ("rows.full", lambda x: x + 9),
+        ("rows.partial", lambda x: x - 9),
+        ("cols.full", lambda x: x + 9),
+        ("cols.partial", lambda x: x + 9),
+        ("rows.tile", lambda x: x + 9),
+        ("cols.tile", lambda x: x - 9),
+        ("table.bits", lambda x: x[..., :2]),
+        ("table.bits_t", lambda x: x.long()),
+        ("table.rows_any", lambda x: x[:0]),
+        ("table.cols_any", lambda x: x[:, :1]),
+        ("rows.work", lambda x: x + 1),
+        ("cols.work", lambda x: x.flip(0)),
     ],
 )
 def test_an_index_that_leads_beside_its_tensors_is_refused(name: str, damage: Callable[[Tensor], Tensor]) -> None:
     index = build_index(Window(200), 500)
-    tensors = dict(zip(TENSOR_FIELDS, (x.clone() for x in index.tensors()), strict=True))
+    tensors = dict(zip(NAMES, (x.clone() for x in index.tensors()), strict=True))
     q = torch.zeros(2, 1, 500, 8)
     torch.ops.ringtile.forward(q, q, q, *call_of(index, tiles=list(tensors.values())))
     tensors[name] = damage(tensors[name])
@@ -945,10 +946,10 @@ def test_a_cached_index_that_changes_is_checked_again() -> None:
     expected = attend(q, k, v, Causal(), out_grad).tensors()
     attend(q, k, v, Causal(), out_grad)
     assert plans._plans
-    index.part_col.add_(9)
-    with pytest.raises(ValueError, match="part_col"):
+    index.rows.partial.add_(9)
+    with pytest.raises(ValueError, match=r"rows\.partial"):
         attend(q, k, v, Causal(), out_grad)
-    index.part_col.sub_(9)
+    index.rows.partial.sub_(9)
     assert_same_bits(attend(q, k, v, Causal(), out_grad).tensors(), expected)
     clear_cache()
 
@@ -1027,10 +1028,10 @@ def test_plans_are_few_and_keep_no_tensor_of_a_user(monkeypatch: pytest.MonkeyPa
         sparse_attention(q, q, q, is_causal=True, backend="native")
         assert len(plans._plans) == min(batch, 5)
     cached = build_index(Causal(), 5)
-    own = replace(cached, **{name: getattr(cached, name).clone() for name in TENSOR_FIELDS})
+    own = edited(cached, torch.clone)
     mask = torch.ones(len(q), 5, dtype=torch.bool)
     sparse_attention(q, q, q, own, backend="native", key_mask=mask)
-    alive = [weakref.ref(x) for x in (q, mask, cached, *own.tensors(), cached.bits, cached.full_row_ptr)]
+    alive = [weakref.ref(x) for x in (q, mask, cached, *own.tensors(), cached.table.bits, cached.rows.full_ptr)]
     del q, mask, cached
     assert len(plans._plans) == 5
     del own

@@ -62,8 +62,8 @@ def taken(x: Tensor, at: Tensor) -> Tensor:
 
 def part_of(x: Results, index: BlockIndex, moved: BlockIndex) -> tuple[Results, Tensor, Tensor]:
     """Return the tensors of a remapped index, and the numbers of its queries and keys in the whole."""
-    queries = tokens(moved.row_at, moved.block, moved.start, moved.n_queries) - index.start
-    keys = tokens(moved.col_at, moved.block, 0, moved.n_keys)
+    queries = tokens(moved.rows.at, moved.block, moved.start, moved.n_queries) - index.start
+    keys = tokens(moved.cols.at, moved.block, 0, moved.n_keys)
     part = {name: taken(x[name], keys if name in "kv" else queries) for name in x}
     # Ghosts keep no keys, so that they have no lse either.
     return {**part, "dlse": part["dlse"].nan_to_num()}, queries, keys

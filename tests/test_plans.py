@@ -333,7 +333,7 @@ def test_an_index_that_changes_has_no_plan(gpu: MockGpu, index: BlockIndex) -> N
     forward, _, call = problem(index)
     launch(gpu, MAKES[0], forward, call)
     assert len(plans_of(index)) == 1
-    index.full_col.add_(0)
+    index.rows.full.add_(0)
     assert len(plans_of(index)) == 0
 
 
@@ -364,7 +364,7 @@ def test_plans_are_bounded_and_end_with_their_index(gpu: MockGpu, monkeypatch: p
     assert not any(isinstance(x, Tensor) for plan in table.values() for step in plan.steps for x in step.arguments)
     kept = [ref(x) for plan in table.values() for x in plan.kept]
     assert kept
-    tiles = ref(index.full_row_ptr)
+    tiles = ref(index.rows.full_ptr)
     del forward, _, call, table, index
     gc.collect()
     assert not any(x() is not None for x in (*inputs, *kept, tiles))

@@ -30,7 +30,7 @@ from ringtile.functional.dilated import (
 )
 from ringtile.functional.permute import compact, pieces
 from ringtile.index import BlockIndex
-from ringtile.index.allowed import count_allowed
+from ringtile.index.counts import count_allowed
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Causal, Dense, Pattern

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ringtile.patterns.base import checked_int, checked_ints
+from ringtile.patterns.checks import checked_int, checked_ints
 
 BLOCK_SIZES = (64, 128, 256)
 TILE = 128

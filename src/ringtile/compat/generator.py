@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ringtile.compat.config import TILE, SparsePatternConfig
 from ringtile.index import build_index
-from ringtile.index.allowed import count_allowed
 from ringtile.index.build import real_tensors
+from ringtile.index.counts import count_allowed
 from ringtile.index.density import solve
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
-from ringtile.patterns.base import TileGrid, checked_int
+from ringtile.patterns.base import TileGrid
+from ringtile.patterns.checks import checked_int
 
 _TOLERANCE = 0.1
 """Relative distance of a density from the ratio beyond which a warning names it."""

@@ -392,7 +392,7 @@ def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piec
     slot, col = (x.int() for x in index.slot_and_col(index.entries().number))
     row = slot.remainder_(max(index.n_rows, 1))
     own_place = torch.full((index.n_cols,), -1)
-    own_place[index.row_at.long()] = torch.arange(index.n_rows)
+    own_place[index.rows.at.long()] = torch.arange(index.n_rows)
     is_remote = own_place < 0
     source = torch.zeros(index.n_rows, dtype=torch.uint8)
     source[row[is_remote[col]]] = 1
@@ -407,7 +407,7 @@ def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piec
     in_parts = [needs & is_remote & ~is_hot, torch.zeros_like(is_hot)]
     for part, number in zip(in_parts, (2, 1), strict=True):
         part[col[(source == number)[row]]] = True
-    columns = index.row_at.long(), in_parts[1].nonzero().flatten(), in_parts[0].nonzero().flatten()
+    columns = index.rows.at.long(), in_parts[1].nonzero().flatten(), in_parts[0].nonzero().flatten()
     pieces: list[Piece] = []
     for first, last in pairwise(bounds):
         if first == last:

@@ -29,7 +29,7 @@ from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memor
 from ringtile.kernels.select import select
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
-from ringtile.patterns.base import checked_ints
+from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.wrapped import Compacted, InSegments, for_heads
 
 _DENSE, _CAUSAL = Dense(), Causal()

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from ringtile.index.covers import CANDIDATE_BYTES, MAX_BYTES, Budget, groups_of,
 from ringtile.index.lists import Entries
 from ringtile.index.schedule import is_capturing
 from ringtile.index.tiles import BLOCKS as BLOCKS
-from ringtile.index.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles
+from ringtile.index.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
+from ringtile.patterns import base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 
 MAX_HEADS = 1 << 16
@@ -58,12 +60,6 @@ def _raggedness(row: Tensor, col: Tensor, grid: TileGrid) -> Tensor | None:
     return sum(parts[1:], parts[0].long()) if parts else None
 
 
-def _first_of(inverse: Tensor, count: int) -> Tensor:
-    """Return the first position of each of ``count`` numbers."""
-    places = torch.arange(len(inverse), device=inverse.device)
-    return torch.full((count,), len(inverse), device=inverse.device).scatter_reduce_(0, inverse, places, "amin")
-
-
 def _tile_states(
     pattern: Pattern, head: int, number: Tensor, rows: Tensor, grid: TileGrid, collector: TileCollector
 ) -> Tensor:
@@ -79,7 +75,7 @@ def _tile_states(
     ragged = _raggedness(row, col, grid)
     if ragged is not None:
         distinct, inverse = torch.unique(inverse * 8 + ragged, return_inverse=True)
-    first = _first_of(inverse, len(distinct))
+    first = first_of(inverse, len(distinct))
     head_number = torch.full((), head, device=row.device)
     states = [
         collector.add(evaluate_tiles(pattern, head_number, row[part], col[part], grid))
@@ -150,7 +146,8 @@ def build_rows(
         places = own.whole if pattern.unbounded else own
         index = _build(pattern, grid, num_heads, batch, rows, budget, places)
         # The pairs that causal and document rules allow are not counted for rows apart.
-        return replace(index.at(own), envelopes=(Dense(),) * len(index.envelopes), row_at=rows.int())
+        envelopes = (Dense(),) * len(index.envelopes)
+        return replace(index, grid=own, envelopes=envelopes, rows=index.rows._replace(at=rows.int()))
 
 
 class CacheInfo(NamedTuple):
@@ -232,6 +229,9 @@ class _IndexCache:
             self._evict()
 
 
+# Cache of indices. Key: the pattern, the grid of tiles, the heads, the batch and the device, which are all that an
+# index depends on. Each entry has the last 32 lengths in its tiles. Bound: 256 MiB, least recently used first, except
+# what a CUDA graph reads. Owner: the process, until `clear_cache`. A lock guards every access, and builds run outside.
 _cache = _IndexCache(256 << 20)
 
 
@@ -312,7 +312,12 @@ def build_index(
     _checked_count("max_bytes", max_bytes, 1)
     check_counts(pattern, num_heads, batch)
     if block == "auto":
-        return _choose_block(pattern, n_queries, n_keys, start, num_heads, batch, device, max_bytes)
+        build = partial(build_index, pattern, n_queries, n_keys, start=start, num_heads=num_heads, batch=batch)
+        coarse, fine = (build(block=side, device=device, max_bytes=max_bytes) for side in (128, 64))
+        ratio = 4 * coarse.kept_tiles / max(fine.kept_tiles, 1)
+        chosen = fine if ratio > 1.3 else coarse
+        _log.info("block %d for %s: 64 computes %.2fx fewer pairs than 128", chosen.block, shortened(pattern), ratio)
+        return chosen
     if type(block) is not int or block not in BLOCKS:
         raise ValueError(f"block: expected one of {BLOCKS} or 'auto', got {block!r}")
     device = torch.device("cpu") if device is None else torch.device(device)
@@ -334,38 +339,12 @@ def build_index(
     return index
 
 
+# `Pattern.density` and its like are below indices, and build one through this hook.
+base.index_builder = build_index
+
+
 def check_counts(pattern: Pattern, num_heads: int, batch: int) -> None:
     """Raise ValueError if a pattern is written for other numbers of heads or batch elements."""
     for name, count, expected in (("num_heads", num_heads, pattern.num_heads), ("batch", batch, pattern.batch_size)):
         if expected is not None and count != expected:
             raise ValueError(f"{name}: {shortened(pattern)} is written for {expected}, got {name}={count}")
-
-
-def _choose_block(
-    pattern: Pattern,
-    n_queries: int,
-    n_keys: int,
-    start: int,
-    num_heads: int,
-    batch: int,
-    device: torch.device | str | None,
-    max_bytes: int,
-) -> BlockIndex:
-    coarse, fine = (
-        build_index(
-            pattern,
-            n_queries,
-            n_keys,
-            start=start,
-            num_heads=num_heads,
-            batch=batch,
-            block=block,
-            device=device,
-            max_bytes=max_bytes,
-        )
-        for block in (128, 64)
-    )
-    ratio = 4 * coarse.kept_tiles / max(fine.kept_tiles, 1)
-    chosen = fine if ratio > 1.3 else coarse
-    _log.info("block %d for %s: 64 computes %.2fx fewer pairs than 128", chosen.block, shortened(pattern), ratio)
-    return chosen

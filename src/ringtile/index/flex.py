@@ -80,7 +80,8 @@ def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mask_of(index: BlockIndex, table: Tensor) -> MaskMod:
     block, group = index.block, index.group
-    bits = index.bits if len(index.bits) else index.bits.new_zeros(1, *index.bits.shape[1:])
+    bits = index.table.bits
+    bits = bits if len(bits) else bits.new_zeros(1, *bits.shape[1:])
     shift = index.start - index.first_row * block
     last_query, last_key = index.n_queries - 1, index.n_keys - 1
 
@@ -158,6 +159,8 @@ class FlexPattern(Pattern):
             )
 
 
+# Cache of imported masks. Key: the mask, and within it the start. Bound: one pattern per mask and start. Owner: the
+# mask, by a weak reference. Patterns of a `mask_mod` equal only themselves, so the index cache needs the same one.
 _imported: WeakKeyDictionary[BlockMask, dict[int, FlexPattern]] = WeakKeyDictionary()
 _imported_lock = threading.Lock()
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ringtile.index import BlockIndex, build_index
-from ringtile.index.block_index import TENSOR_FIELDS
 from ringtile.index.tiles import pack_words, unpack_words
 from ringtile.kernels.spans import INDEX, span
-from ringtile.patterns import parse
+from ringtile.patterns import TileGrid, parse
 
 _TILES_AT_MOST = 1 << 22
 """A dense pattern with more tiles than this goes to a kernel without an index."""
@@ -178,13 +177,13 @@ def index_of(call: Call, q: Tensor, k: Tensor) -> BlockIndex:
             return build_index(
                 rule, n_queries, n_keys, start=call.start, num_heads=q.shape[1], block=call.block, device=q.device
             )
-    return BlockIndex.from_tensors(call.tiles, block=call.block, start=call.start, n_queries=n_queries, n_keys=n_keys)
+    return BlockIndex.from_tensors(call.tiles, TileGrid(call.block, call.start, n_queries, n_keys))
 
 
 def is_remapped(call: Call) -> bool:
     """Return True if the tiles of a call lie at other positions than their numbers say."""
-    named = dict(zip(TENSOR_FIELDS, call.tiles, strict=False))
-    return any(name in named and named[name].numel() > 0 for name in ("row_at", "col_at"))
+    # The positions of row and column tiles are the last two of `BlockIndex.tensors`.
+    return any(at.numel() > 0 for at in call.tiles[-2:])
 
 
 def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:

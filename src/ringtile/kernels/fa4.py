@@ -89,8 +89,8 @@ def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ..
         return reasons
     index = index_of(call, q, k)
     places = index.group.numel() * (q.shape[2] // BLOCK + 1) * (k.shape[2] // BLOCK + 1)
-    if max(places, index.bits.numel()) > _PLACES_AT_MOST:
-        got = f"{places} and {index.bits.numel()}: {q.shape=}, {k.shape=}"
+    if max(places, index.table.bits.numel()) > _PLACES_AT_MOST:
+        got = f"{places} and {index.table.bits.numel()}: {q.shape=}, {k.shape=}"
         return [f"supports {_PLACES_AT_MOST} pairs of tiles and words of bits, got {got}"]
     shared = index.group.shape[0] == 1, index.group.shape[1] == 1
     kind = str(q.device), q.dtype, (q.shape[-1], v.shape[-1]), q.shape[1] // k.shape[1], shared

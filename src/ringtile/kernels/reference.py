@@ -176,11 +176,11 @@ def _row_of_index(index: BlockIndex, batch: int, head: int, row: int) -> Tensor:
     group = int(index.group[batch % index.group.shape[0], head % index.group.shape[1]])
     slot = group * index.n_rows + tile_row - index.first_row
     kept = torch.zeros(index.n_cols, index.block, dtype=torch.bool, device=index.device)
-    first, last = index.full_row_ptr[slot : slot + 2].tolist()
-    kept[index.full_col[first:last].long()] = True
-    first, last = index.part_row_ptr[slot : slot + 2].tolist()
-    words = index.bits[index.part_tile[first:last].long(), inside]
-    kept[index.part_col[first:last].long()] = unpack_words(words, index.block)
+    first, last = index.rows.full_ptr[slot : slot + 2].tolist()
+    kept[index.rows.full[first:last].long()] = True
+    first, last = index.rows.partial_ptr[slot : slot + 2].tolist()
+    words = index.table.bits[index.rows.tile[first:last].long(), inside]
+    kept[index.rows.partial[first:last].long()] = unpack_words(words, index.block)
     return kept.flatten()[: index.n_keys]
 
 

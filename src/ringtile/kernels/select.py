@@ -7,10 +7,12 @@ import logging
 import torch
 from torch import Tensor
 
+from ringtile.index import restrict
 from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
 from ringtile.kernels.contracts import Backend, Call, Masses, install
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.lists import kept_lists
 
 _logger = logging.getLogger("ringtile")
 
@@ -25,6 +27,8 @@ _BACKENDS: dict[str, Backend] = {
 
 install(_BACKENDS)
 tell_flop_counter()
+# `BlockIndex.restricted` is below the backends, so it has a hook for the library's way to copy lists.
+restrict.list_copier = kept_lists
 
 _DENSE_FIRST = ("dense", *(name for name in _BACKENDS if name != "dense"))
 

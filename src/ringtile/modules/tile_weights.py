@@ -53,7 +53,7 @@ def tile_weights(
     inside = ((query_place >= 0) & (query_place < n_queries)).unsqueeze(2) & (key_place < n_keys).unsqueeze(1)
     partial = state[entry] != FULL
     kept = inside.clone()
-    kept[partial] &= unpack_words(index.bits, block)[state[entry][partial]]
+    kept[partial] &= unpack_words(index.table.bits, block)[state[entry][partial]]
     if key_mask is not None:
         usable = F.pad(key_mask, (0, cols * block - n_keys)).unflatten(1, (cols, block))
         kept &= usable[b, col].unsqueeze(1)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_ints, full_shape, interval_cover
+from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.content import Content
-
-_FAR = 2**40
+from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -78,7 +78,7 @@ class Documents(Pattern):
     def _extent(self, document: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first position of a document, and the first position after it."""
         starts = self._starts(document).clone()
-        starts[0], starts[-1] = -_FAR, _FAR
+        starts[0], starts[-1] = -FAR, FAR
         return starts[document], starts[document + 1]
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ With ``D = query // unit - key // unit``, a term keeps the pairs for which D is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, number_pairs
-from ringtile.patterns.grid import FAR
+from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.classes import number_pairs, periodic_classes
+from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover
 
 ANY = FAR
 """A reach without a limit."""
@@ -32,6 +33,8 @@ class Term(NamedTuple):
     right: int
 
 
+# Cache of offset tables. Key: all that the table depends on. Bound: 4 tables, because the strips of one index share one
+# and rules with many rates are rare. Owner: the process. A table is never written to.
 @lru_cache(maxsize=4)
 def _kept_before(terms: tuple[Term, ...], base: int, count: int, device: torch.device) -> Tensor:
     """Count the kept offsets among the first i, starting at ``base``: int64 ``[count + 1]``."""
@@ -50,23 +53,6 @@ def _count_kept(low: Tensor, high: Tensor, terms: tuple[Term, ...]) -> Tensor:
     base = lowest // size * size
     before = _kept_before(terms, base, 2 * size, low.device)
     return before[high + 1 - base] - before[low - base]
-
-
-def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return classes of tiles whose bits do not change if row and column both move by ``period``.
-
-    If there are fewer distinct (row mod period, row - col) than tiles, it classifies each of them once.
-    """
-    if row.numel() == 0:
-        return row
-    offset = row - col
-    low, high = int(offset.min()), int(offset.max())
-    count = high - low + 1
-    if period * count > row.numel():
-        return classes(row, col)
-    number = torch.arange(period * count, device=row.device)
-    phase = number // count
-    return classes(phase, phase - number % count - low)[(row % period) * count + offset - low]
 
 
 class OffsetPattern(Pattern, rule=("terms", "unit")):
@@ -94,16 +80,9 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
             kept |= within if rate == 1 else within & (offset % rate == 0)
         return full_shape(kept, head, query, key)
 
-    def _ends(self, tile: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the first and last block of the rule in a tile."""
-        first = tile * grid.block
-        return first // self.unit, (first + grid.block - 1) // self.unit
-
     def _interval(self, rows: Tensor, grid: TileGrid, left: int, right: int) -> Cover:
-        first, last = self._ends(rows, grid)
-        lo = (first - left) * self.unit // grid.block
-        hi = ((last + right + 1) * self.unit - 1) // grid.block + 1
-        return interval_cover(rows, lo, hi, grid)
+        first, last = grid.units(rows, self.unit)
+        return interval_cover(rows, *grid.tiles_of(first - left, last + right + 1, self.unit), grid)
 
     def _split(self, grid: TileGrid) -> tuple[int, int, list[Term]]:
         """Return the reach of the terms that skip no tile, and the terms whose multiples are listed one by one."""
@@ -123,15 +102,15 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
         left, right, sparse = self._split(grid)
         covers = [self._interval(rows, grid, left, right)]
-        first, last = self._ends(rows, grid)
+        first, last = grid.units(rows, self.unit)
         for term in sparse:
             # Start at the multiple that reaches the last key and go toward the first key.
             lowest = (first - grid.n_cols * grid.block // self.unit - 1) // term.rate
             lowest = lowest.clamp(min=-(term.right // term.rate))
             multiple = lowest.unsqueeze(1) + torch.arange(self._multiples(term, grid), device=rows.device)
             reached = multiple <= term.left // term.rate
-            lo = (first.unsqueeze(1) - multiple * term.rate) * self.unit // grid.block
-            hi = ((last.unsqueeze(1) - multiple * term.rate + 1) * self.unit - 1) // grid.block + 1
+            offset = multiple * term.rate
+            lo, hi = grid.tiles_of(first.unsqueeze(1) - offset, last.unsqueeze(1) - offset + 1, self.unit)
             hi = torch.where(reached, hi, lo)
             covers.append(interval_cover(rows.unsqueeze(1).expand_as(lo).flatten(), lo.flatten(), hi.flatten(), grid))
         return Cover(*(torch.cat(parts) for parts in zip(*covers, strict=True)))
@@ -154,12 +133,10 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
         return None
 
     def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
+        (row_first, row_last), (col_first, col_last) = grid.units(row, self.unit), grid.units(col, self.unit)
         offset, lowest, highest = row_first - col_first, row_first - col_last, row_last - col_first
         # The place in the tile at which the block number changes, 0 if it does not.
-        row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
-        col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
-        code = row_phase * self.unit + col_phase
+        code = grid.phase(row, self.unit) * self.unit + grid.phase(col, self.unit)
         terms = self.terms
         if len(terms) >= _MANY and row.numel():
             kept = _count_kept(lowest, highest, terms)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int
-from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, among, max_met
+from ringtile.patterns.base import Cover, TileGrid
+from ringtile.patterns.blocks import BlockPattern, among, max_met
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
 from ringtile.patterns.philox import WORD, philox4x32
 
 
@@ -43,6 +44,7 @@ class RandomBlocks(BlockPattern):
     per_row: int
     seed: int = 0
     block: int = 128
+    _size = ("per_row", 1)
     unbounded = True
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class RandomBlocks(BlockPattern):
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
         if rows.numel() == 0:
             return Cover(rows, rows, rows)
-        first, last = self._ends(rows, grid)
+        first, last = grid.units(rows, self.block)
         lowest, highest = max(int(first.min()), 0), max(int(last.max()), -(-grid.n_keys // self.block) - 1)
         larger = torch.arange(lowest, highest + 1, device=rows.device)
         smaller = self.draws(torch.tensor(head, device=rows.device), larger)
@@ -109,10 +111,3 @@ class RandomBlocks(BlockPattern):
         wide, tall = max_met(self.block, grid.block), max_met(grid.block, self.block)
         columns = -(-grid.n_cols * grid.block // self.block)
         return min(self.per_row, columns) * wide * (len(rows) * tall + columns * wide)
-
-    @property
-    def free_rank(self) -> int | None:
-        return 1
-
-    def resized(self, size: int) -> Pattern | None:
-        return replace(self, per_row=size)

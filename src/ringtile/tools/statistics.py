@@ -87,7 +87,7 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
     pairs = index.tile_pairs(len(index.group), in_index * copies)
     # Groups stand for different numbers of (batch row, head) entries.
     entries = torch.bincount(index.group.flatten(), minlength=index.n_groups) * copies
-    full_tiles = int(entries[kept.row_of_entries()[0] // max(kept.n_rows, 1)].sum())
+    full_tiles = int(entries[kept.rows.slots()[0] // max(kept.n_rows, 1)].sum())
     return PatternStatistics(
         n_queries=index.n_queries,
         n_keys=index.n_keys,
@@ -99,7 +99,7 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
         density=index.density,
         full_tiles=full_tiles,
         partial_tiles=index.kept_tiles * copies - full_tiles,
-        distinct_partial_tiles=len(index.bits),
+        distinct_partial_tiles=len(index.table.bits),
         tile_density=index.tile_density,
         index_bytes=index.nbytes,
         dense_mask_bytes=index.n_queries * index.n_keys,
@@ -107,8 +107,8 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
         backward_flops=BACKWARD_FLOPS * head_dim * pairs,
         dense_forward_flops=FORWARD_FLOPS * head_dim * index.allowed_pairs * copies,
         dense_backward_flops=BACKWARD_FLOPS * head_dim * index.allowed_pairs * copies,
-        longest_row=_longest(kept.full_row_ptr, kept.part_row_ptr, index.n_rows, index.first_row),
-        longest_column=_longest(kept.full_col_ptr, kept.part_col_ptr, index.n_cols, 0),
+        longest_row=_longest(kept.rows.full_ptr, kept.rows.partial_ptr, index.n_rows, index.first_row),
+        longest_column=_longest(kept.cols.full_ptr, kept.cols.partial_ptr, index.n_cols, 0),
     )
 
 

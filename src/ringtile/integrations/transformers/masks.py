@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Segments, Window, from_mask
-from ringtile.patterns.base import LARGEST
+from ringtile.patterns.checks import LARGEST
 from ringtile.patterns.facts import keeps_self, moves_along
 from ringtile.patterns.readings import read_once
 

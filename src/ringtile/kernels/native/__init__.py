@@ -26,7 +26,6 @@ from ringtile.kernels.contracts import (
     new_out,
     with_contiguous_rows,
 )
-from ringtile.kernels.native import lists as _lists  # noqa: F401  gives `layout` its compiled lists
 from ringtile.kernels.native.checks import check_groups, check_options, check_rows, check_tensors
 from ringtile.kernels.native.library import CallStructure, Library, library, reason_against
 from ringtile.kernels.native.masses import compute as compute_masses
@@ -145,17 +144,17 @@ def _lists_of(index: BlockIndex) -> _Lists:
     if index.device.type != "cpu":
         raise ValueError(f"index: expected tensors on the CPU, got {index.device}")
     structure, rows, groups = CallStructure(), schedule_of(index).rows, index.n_groups
-    row_side = _side(index.full_row_ptr + index.part_row_ptr, rows, groups)
-    col_side = _side(index.full_col_ptr + index.part_col_ptr, schedule_of(index).cols, groups)
+    row_side = _side(index.rows.full_ptr + index.rows.partial_ptr, rows, groups)
+    col_side = _side(index.cols.full_ptr + index.cols.partial_ptr, schedule_of(index).cols, groups)
     is_split = row_side.splits > 1
     tensors = {
-        **{name: getattr(index, name).contiguous() for name in _INDEX_FIELDS},
+        **{name: x.contiguous() for name, x in zip(_INDEX_FIELDS, index.tensors(), strict=False)},
         "work": torch.cat([rows.work, row_side.splits.flatten()[rows.work[:, :1].long()]], 1),
         "work_begin": rows.begin.long(),
         "row_splits": row_side.splits,
         "col_splits": col_side.splits,
         "row_buffer": torch.where(is_split, is_split.cumsum(1) - 1, 0).int(),
-        **{name: at.contiguous() for name in ("row_at", "col_at") if len(at := getattr(index, name))},
+        **{name: at.contiguous() for name, at in (("row_at", index.rows.at), ("col_at", index.cols.at)) if len(at)},
     }
     for name, tensor in tensors.items():
         setattr(structure, name, tensor.data_ptr())
@@ -165,8 +164,8 @@ def _lists_of(index: BlockIndex) -> _Lists:
     structure.n_rows, structure.n_cols, structure.n_groups = index.n_rows, index.n_cols, groups
     structure.n_splits = int(rows.work[:, 3].max()) + 1 if len(rows.work) else 0
     structure.n_row_buffers = max(is_split.sum(1).tolist())
-    tiles = (index.full_col.numel() + index.part_col.numel()) // groups
-    kept = tuple(tensor for tensor in tensors.values() if tensor is not index.full_row_ptr)
+    tiles = (len(index.rows.full) + len(index.rows.partial)) // groups
+    kept = tuple(tensor for tensor in tensors.values() if tensor is not index.rows.full_ptr)
     return _Lists(structure, kept, index.group, tensors["work_begin"], tiles, row_side, col_side, {}, OrderedDict())
 
 

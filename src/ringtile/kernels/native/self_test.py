@@ -50,7 +50,7 @@ def check_tiles(*, seconds: float = 1.0, products: int = _PRODUCTS) -> TileRepor
             c = torch.zeros(16, 16)
             library().handle.ringtile_multiply_tiles(numbers[-1], a.data_ptr(), b.data_ptr(), c.data_ptr(), products)
             found.append(torch.equal(c, expected))
-            # Asked last: on a busy machine a thread can begin after the deadline, and a report of no sums is worth nothing.
+            # Asked last: on a busy machine a thread can begin after the deadline, and no sums would say nothing.
             if time.monotonic() >= deadline:
                 return
 

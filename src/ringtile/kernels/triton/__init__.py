@@ -6,7 +6,6 @@ With TRITON_INTERPRET=1 in the environment, Triton computes them on the CPU with
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from ringtile.kernels.contracts import (
     new_out,
     with_contiguous_rows,
 )
+from ringtile.kernels.triton.tuning import INTERPRETED
 
 MEASURED_ON = ""
 """GPU of benchmarks/records/gpu.json, or empty until there is a record."""
@@ -28,9 +28,6 @@ MEASURED_ON = ""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
 _SMALLEST_BLOCK = 64
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""True if Triton computes on the CPU. Triton reads the variable once, too, when it is first imported."""
 
 _FOUND = importlib.util.find_spec("triton") is not None
 

@@ -62,7 +62,7 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
 
 def _native(case: Case, direction: str) -> list[Work]:
     index = case.index.trimmed()
-    by_rows, by_columns = (_reached(case, index, bits) for bits in (index.bits_t, index.bits))
+    by_rows, by_columns = (_reached(case, index, bits) for bits in (index.table.bits_t, index.table.bits))
     threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
     isa, _, tile_products = arithmetic_of(case.dtype)
     by_tiles = tile_products > 0
@@ -86,18 +86,18 @@ def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
     kept = (bits.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
     first, beyond = kept.int().argmax(1), index.block - kept.flip(1).int().argmax(1)
     reached = lanes * ((beyond - first) * kept.any(1)).sum(1)
-    full, part = index.row_of_entries()
+    full, part = index.rows.slots()
     of_groups = torch.zeros(index.n_groups, dtype=torch.long)
-    of_groups.index_add_(0, full // index.n_rows, index.pairs_inside(full, index.full_col))
-    inside = index.pairs_inside(part, index.part_col)
-    of_groups.index_add_(0, part // index.n_rows, torch.minimum(reached[index.part_tile], inside))
+    of_groups.index_add_(0, full // index.n_rows, index.pairs_inside(full, index.rows.full))
+    inside = index.pairs_inside(part, index.rows.partial)
+    of_groups.index_add_(0, part // index.n_rows, torch.minimum(reached[index.rows.tile], inside))
     return int(of_groups[index.group.long()].expand(case.batch, case.heads).sum())
 
 
 def _keys_read(case: Case, index: BlockIndex) -> int:
     """Count the keys in column tiles that some row keeps, over all key heads."""
     widths = index.keys_inside(torch.arange(index.n_cols))
-    kept = (index.full_col_ptr + index.part_col_ptr).diff().view(index.n_groups, index.n_cols) > 0
+    kept = (index.cols.full_ptr + index.cols.partial_ptr).diff().view(index.n_groups, index.n_cols) > 0
     of_heads = kept[index.group.long()].expand(case.batch, case.heads, -1)
     return int((of_heads.unflatten(1, (case.key_heads, -1)).any(2) * widths).sum())
 

@@ -87,6 +87,7 @@ class _PassedKeys(Parts):
     def _wires(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return keys and values ``[B, Hkv, longest, D + Dv]``, and the bits of the key mask."""
         padding = self.ring.longest - k.shape[2]
+        # Ranks can hold different numbers of tokens, but all pass on the same tensors.
         wires = [torch.nn.functional.pad(torch.cat([k, v], -1), (0, 0, 0, padding)).contiguous()]
         if self.own_mask is not None:
             wires.append(pack_keys(torch.nn.functional.pad(self.own_mask, (0, padding))))

@@ -115,6 +115,7 @@ def _disjoint(branches: Sequence[Branch], pattern: Pattern | None) -> tuple[Bran
         if taken:
             fresh = ~reduce(or_, taken)
             rule = fresh if rule == _DENSE else rule & fresh
+        # Without a pattern, a branch of equal segments can keep all pairs of this one: then nothing is left.
         if pattern is not None or not any(_covers(at, length, dilation) for at in earlier):
             found.append(Branch(length, dilation, rule))
     return tuple(found)
@@ -197,6 +198,7 @@ def _check_pattern(pattern: Pattern | None, heads: int) -> None:
 
 def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n_queries: int) -> None:
     """Warn once per configuration about head offsets with tokens that no branch keeps."""
+    # A branch without dilation keeps every token. A compiled graph cannot warn.
     if any(rate == 1 for _, rate in branches) or torch.compiler.is_compiling():
         return
     configuration = (tuple(branches), heads)

@@ -198,6 +198,7 @@ class _Attended(torch.autograd.Function):
                     part.rows.put(lse, found[1])
 
         saved = parts.forward(k, v, compute)
+        # Where it is merged, the output was wider so far.
         out = out.to(q.dtype)
         ctx.parts = parts
         ctx.set_materialize_grads(False)

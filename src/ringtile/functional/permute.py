@@ -51,6 +51,8 @@ def pieces(
     first = max(start, 0)
     if n_queries <= 0 or n_keys <= 0:
         return
+    # Whole segments are those from ``whole`` to before ``end``. 11 tokens in segments of 4 have the whole segments 0
+    # and 1 and a ragged one of 3 tokens. If only the last 5 are queries, the first of them is inside segment 1.
     whole, end = -(-first // length), n_keys // length
     spans: list[tuple[int, int, int, int]] = []
     if whole > end:
@@ -84,6 +86,7 @@ def _equal_offsets(
     low: int, high: int, n_offsets: int, dilation: int, by_offset: bool
 ) -> Iterator[tuple[range, int, int]]:
     """Yield runs of offsets with equal counts of kept places below ``low`` and ``high``, and these counts."""
+    # 3 tokens with a dilation of 2: offset 0 keeps the places of tokens 0 and 2, offset 1 that of token 1.
     counts = [
         (-(-(low - min(offset, low)) // dilation), -(-(high - min(offset, high)) // dilation))
         for offset in range(n_offsets)

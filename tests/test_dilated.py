@@ -429,39 +429,31 @@ def test_vmap_and_grad_compose() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-def test_one_compiled_graph_serves_lengths_of_one_kind() -> None:
-    torch._dynamo.reset()
-    graphs, options = CompileCounter(), {"is_causal": True}
-    compiled = torch.compile(
-        lambda *x: dilated_attention(*x, [32], [2], **options), fullgraph=True, dynamic=True, backend=graphs
-    )
-    for n_tokens in (100, 164, 260):
-        inputs, grad = make_inputs(1, 2, n_tokens, head_dim=4)[:3], torch.randn(1, 2, n_tokens, 4, dtype=torch.float64)
-        leaves = [x.requires_grad_() for x in inputs]
-        out = compiled(*leaves)
-        expected, _ = attend(*leaves, [32], [2], is_causal=True)
-        mine, right = (torch.autograd.grad(y, leaves, grad) for y in (out, expected))
-        assert worst([out, *mine], [expected, *right]) < 1e-13
-    assert graphs.frame_count <= 2
-
-
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:dilated_attention:UserWarning")
 @pytest.mark.parametrize(
-    ("branches", "is_causal", "most_graphs"),
-    [(([16, 64], [1, 2]), True, 4), (([12, 36], [2, 3]), False, 2), (COPRIME, True, 2)],
-    ids=str,
+    ("branches", "options", "lengths", "most_graphs"),
+    [
+        (([32], [2]), {"is_causal": True}, (100, 164, 260), 2),
+        (([16, 64], [1, 2]), {"overlap": "union", "is_causal": True}, (128, 192, 150), 2),
+        (([12, 36], [2, 3]), {"overlap": "union"}, (64, 128, 70), 2),
+        (COPRIME, {"overlap": "union", "is_causal": True}, (64, 128, 70), 2),
+    ],
+    ids=["mix", "nested", "rates", "coprime"],
 )
-def test_a_union_compiles_as_one_graph(branches: Any, is_causal: bool, most_graphs: int) -> None:
+def test_a_graph_serves_lengths_of_one_kind(branches: Any, options: Any, lengths: Any, most_graphs: int) -> None:
     torch._dynamo.reset()
     graphs = CompileCounter()
-    options = {"overlap": "union", "is_causal": is_causal}
-    compiled = torch.compile(lambda x: dilated_attention(x, x, x, *branches, **options), backend=graphs, fullgraph=True)
-    for n_tokens in (64, 128, 70):
-        x = torch.randn(1, 3, n_tokens, 8, dtype=torch.float64, requires_grad=True)
-        out, expected = compiled(x), dilated_attention(x, x, x, *branches, **options)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected)))
+    compiled = torch.compile(
+        lambda *x: dilated_attention(*x, *branches, return_lse=True, **options),
+        fullgraph=True,
+        dynamic=True,
+        backend=graphs,
+    )
+    for n_tokens in lengths:
+        inputs, grad = make_inputs(1, 3, n_tokens, head_dim=4)[:3], torch.randn(1, 3, n_tokens, dtype=torch.float64)
+        grads = (grad.unsqueeze(3).expand(-1, -1, -1, 4), grad)
+        mine = results(compiled, inputs, grads)
+        assert worst(mine, results(lambda *x: attend(*x, *branches, **options), inputs, grads)) < 1e-13
     assert graphs.frame_count <= most_graphs
 
 

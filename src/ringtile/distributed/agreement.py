@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ringtile
 from ringtile.distributed.exchange import Exchange, Plan
-from ringtile.distributed.failures.faults import agree, watch
+from ringtile.distributed.failures import agree, watch
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.lockstep import Facts, begin, check
@@ -56,16 +56,17 @@ def exchange_of(
     calls = of_group(groups[0], Calls)
     # Threads that share a group must not make two exchanges of one call: each would count its own.
     with _lock:
-        found = calls.in_graphs.get(call) or calls.exchanges.pop(call, None)
+        found = calls.in_graphs.get(call)
+        if found is not None:
+            return found
+        found = calls.exchanges.pop(call, None)
         if found is None:
             make: Any = HeadExchange if isinstance(plan, HeadPlan) else Exchange
             found = make(plan, facts, *groups)
-        if in_graph or call in calls.in_graphs:
-            calls.in_graphs[call] = found
-        else:
-            calls.exchanges[call] = found
-            if len(calls.exchanges) > EXCHANGES:
-                calls.exchanges.popitem(last=False)
+        kept: dict[Any, Any] = calls.in_graphs if in_graph else calls.exchanges
+        kept[call] = found
+        if len(calls.exchanges) > EXCHANGES:
+            calls.exchanges.popitem(last=False)
         return found
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringtile.distributed import lockstep
 from ringtile.distributed.agreement import compare, shapes_of
 from ringtile.distributed.attention import ring_attention
-from ringtile.distributed.failures.faults import wait
+from ringtile.distributed.failures import wait
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.process_groups import real_group

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -19,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringtile.distributed import lockstep
 from ringtile.distributed.branches import BranchPlan
-from ringtile.distributed.failures.faults import wait
+from ringtile.distributed.failures import wait
 from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.plan import RingPlan
 from ringtile.distributed.relays import Relays
@@ -139,18 +140,22 @@ class Exchange:
         """The process group."""
         return alive(self._group)
 
-    @property
+    @cached_property
     def _n_hot(self) -> list[int]:
         return [self.plan.tokens_hot[owner] for owner in self._owners]
 
-    @property
+    @cached_property
     def _n_crossed(self) -> int:
         return sum(self._crossing.n_received)
 
+    @cached_property
+    def _counts(self) -> tuple[int, int, int]:
+        return sum(self._n_hot), sum(self._direct.n_received), sum(self._handed.n_received)
+
     def _sizes(self, xs: Tensors) -> list[int]:
         """Return the elements that are received: broadcasts, direct tokens, and tokens that others hand on."""
-        counts = (self._n_hot, self._direct.n_received, self._handed.n_received)
-        return [sum(tokens) * width_of(xs) for tokens in counts]
+        width = width_of(xs)
+        return [n * width for n in self._counts]
 
     def size_received(self, xs: Tensors) -> int:
         """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
@@ -168,7 +173,7 @@ class Exchange:
 
     @property
     def _moves(self) -> bool:
-        return self.plan.is_mixed or sum(self.plan.tokens_hot) > 0
+        return self.plan.is_mixed or self._counts[0] > 0
 
     def start(self, xs: Tensors, data: str = FORWARD) -> tuple[Tensor, Works]:
         """Begin to send. Return what will be received and the work to wait for."""
@@ -257,7 +262,7 @@ class Exchange:
         """Begin to add up the gradients of broadcast tokens at their owners, from those of the buffers."""
         width = width_of(grads)
         # A sum over ranks, so in the accumulation type. A token in both parts of the buffer has two gradients to add.
-        hot = grads[0].new_zeros(sum(self._n_hot) * width, dtype=accumulator(grads[0]))
+        hot = grads[0].new_zeros(self._counts[0] * width, dtype=accumulator(grads[0]))
         for owner, message in self._broadcast(hot, width):
             source, target = self.plan.hot_copies[owner]
             copy(views(message, grads), grads, Copies(target, source), add=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.distributed.failures.faults import PlanMismatch, agree, wait
+from ringtile.distributed.failures import PlanMismatch, agree, wait
 from ringtile.distributed.process_groups import is_alone, of_group
 
 _UNREAD = 64

@@ -77,8 +77,9 @@ class Stage:
         """Begin to exchange messages with tokens of ``xs`` for messages with tokens of ``ys``. Return the works."""
         if self.is_idle:
             return []
-        sizes = _sizes(self.n_received, ys), _sizes(self.n_sent, xs)
-        return [dist.all_to_all_single(received, sent, *sizes, alive(self.group), async_op=True)]
+        # A rank without messages takes part, too.
+        n_in, n_out = (_sizes(n, of) or [0] * len(n) for n, of in ((self.n_received, ys), (self.n_sent, xs)))
+        return [dist.all_to_all_single(received, sent, n_in, n_out, alive(self.group), async_op=True)]
 
     def arrived(self, received: Tensor, xs: Tensors) -> Iterator[tuple[list[Tensor], Places]]:
         """Yield the tokens that each rank has sent, in the order of the ranks, and the places that they fill."""
@@ -161,8 +162,14 @@ def _of(rank: int, xs: Sequence[Tensors]) -> Tensors:
 
 
 def _sizes(tokens: Sequence[int], xs: Sequence[Tensors]) -> list[int]:
-    """Return the elements of the message with so many tokens, for each rank."""
-    return [n * width_of(_of(rank, xs)) for rank, n in enumerate(tokens)]
+    """Return the elements of the message with so many tokens, for each rank that has a message."""
+    if not any(tokens):
+        return []
+    if len(xs) == 1:
+        # Among 1,024 ranks, a width for each would take milliseconds.
+        width = width_of(xs[0])
+        return [n * width for n in tokens]
+    return [n * width_of(x) for n, x in zip(tokens, xs, strict=True)]
 
 
 def width_of(xs: Tensors) -> int:

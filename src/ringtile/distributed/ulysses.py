@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringtile.distributed import lockstep
 from ringtile.distributed.exchange import by_number, library
-from ringtile.distributed.failures.faults import wait
+from ringtile.distributed.failures import wait
 from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.stages import Stage, Tensors, alive, gather, scatter, whole

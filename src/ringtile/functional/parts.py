@@ -32,7 +32,7 @@ from ringtile.patterns import Pattern
 
 
 class Places:
-    """Where the rows or the keys of a part lie in tensors ``[B, H, N, ...]``."""
+    """Places of the rows or the keys of a part in tensors ``[B, H, N, ...]``."""
 
     def take(self, x: Tensor) -> Tensor:
         """Return them as ``[B', H', n, ...]``, differentiable."""
@@ -198,7 +198,7 @@ class _Attended(torch.autograd.Function):
                     part.rows.put(lse, found[1])
 
         saved = parts.forward(k, v, compute)
-        # Where it is merged, the output was wider so far.
+        # If results were merged, the output was wider so far.
         out = out.to(q.dtype)
         ctx.parts = parts
         ctx.set_materialize_grads(False)

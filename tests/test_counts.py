@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringtile import BlockIndex, Pattern, build_index, sparse_attention
 from ringtile.index import cache_info, clear_cache, schedule
+from ringtile.kernels import blockwise
 from ringtile.kernels.blockwise import plan
-from ringtile.kernels.contracts import Call
-from ringtile.kernels.select import load
+from ringtile.kernels.contracts import Call, Rows
 from ringtile.patterns import (
     Causal,
     Dense,
@@ -63,13 +63,12 @@ def forward_and_backward(index: BlockIndex, heads: int = 2, head_dim: int = 8, *
     """What `blockwise` runs for one call, once it has seen the index."""
     q, k, v, out_grad = make_inputs(1, heads, index.n_queries, index.n_keys, head_dim, dtype=torch.float32)
     call = Call(index.start, index.block, 0.3, tiles=index.tensors(), backend="blockwise", **options)
-    backend = load("blockwise")
     recorders = []
     for _ in range(2):
         with Recorder() as forward:
-            out, lse = backend.forward(q, k, v, call)
+            out, lse = blockwise.forward(q, k, v, call)
         with Recorder() as backward:
-            backend.backward(out_grad, None, q, k, v, out, lse, call)
+            blockwise.backward(Rows(out_grad, None, q, k, v, out, lse), call)
         recorders = [forward, backward]
     return recorders
 

@@ -30,7 +30,6 @@ from ringtile.distributed import (
     agreement,
     exchange,
     make_plan,
-    pieces,
     ring_attention,
     ring_dilated_attention,
 )
@@ -40,7 +39,7 @@ from ringtile.distributed.layout import positions_of
 from ringtile.distributed.lockstep import Facts
 from ringtile.distributed.process_groups import of_group
 from ringtile.distributed.transports import group_of
-from ringtile.functional import sparse_attention
+from ringtile.functional import parts, sparse_attention
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.select import select
 from ringtile.patterns import (
@@ -484,7 +483,7 @@ def test_rows_of_broadcast_tokens_wait_for_no_others(layout: str, monkeypatch: p
         events.found.append("arrived")
         finish_cold(*arguments)
 
-    monkeypatch.setattr(pieces, "select", selected)
+    monkeypatch.setattr(parts, "select", selected)
     monkeypatch.setattr(Exchange, "finish_cold", finished)
 
     def run(rank: int) -> list[int | str]:
@@ -519,7 +518,7 @@ def test_a_call_that_fails_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPa
         gc.collect()
         attend(rank)
 
-    monkeypatch.setattr(pieces, "select", selected)
+    monkeypatch.setattr(parts, "select", selected)
     on_ranks(2, run)
     assert not exchange._in_flight
 

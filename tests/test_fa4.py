@@ -22,7 +22,7 @@ from ringtile import build_index, dilated_attention, sparse_attention
 from ringtile.cli import main
 from ringtile.index import BlockIndex
 from ringtile.kernels import fa4
-from ringtile.kernels.contracts import Call
+from ringtile.kernels.contracts import Call, Rows
 from ringtile.kernels.select import backend_report
 from ringtile.patterns import (
     BlockDilated,
@@ -283,7 +283,7 @@ def test_a_softmax_over_more_keys_gives_each_part_its_gradients(stand_in: StandI
     for keys in (slice(0, 256), slice(256, 384)):
         index = build_index(from_mask(dense[:, keys]), *dense[:, keys].shape)
         call = Call(index.start, 128, q.shape[-1] ** -0.5, index.tensors(), backend="fa4")
-        parts.append(fa4.backward(out_grad, lse_grad, q, k[:, :, keys], v[:, :, keys], out, lse, call))
+        parts.append(fa4.backward(Rows(out_grad, lse_grad, q, k[:, :, keys], v[:, :, keys], out, lse), call))
     (first, *firsts), (second, *seconds) = parts
     found = first.double() + second.double(), *(torch.cat(x, 2) for x in zip(firsts, seconds, strict=True))
     for name, x, y in zip(("q_grad", "k_grad", "v_grad"), found, expected, strict=True):

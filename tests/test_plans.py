@@ -17,7 +17,8 @@ from torch import Tensor
 from ringtile import build_index, sparse_attention
 from ringtile.index import BlockIndex, clear_cache, lists, schedule
 from ringtile.index.schedule import derived, schedule_of
-from ringtile.kernels.contracts import Call, _is_unseen
+from ringtile.kernels.contracts import Call
+from ringtile.kernels.operators import is_unseen
 from ringtile.patterns import Causal, GlobalTokens, Window
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -435,6 +436,6 @@ def test_another_stream_waits_for_the_schedule(gpu: MockGpu, index: BlockIndex) 
 def test_gpus_need_no_dispatcher_either(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(4)
     monkeypatch.setattr(Tensor, "is_cpu", False)
-    assert not _is_unseen(x)
+    assert not is_unseen(x)
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    assert _is_unseen(x)
+    assert is_unseen(x)

@@ -136,6 +136,7 @@ class _Roll(torch.autograd.Function):
 @lru_cache(maxsize=64)
 def _moves_of(layout: Layout, rank: int, shifts: int, wraps: bool) -> _Moves:
     n_tokens = layout.n_tokens
+    # If tokens wrap around, a shift by 3 of 10 tokens also shifts by -7: tokens 7 to 9 become 0 to 2.
     steps = {shifts % n_tokens, shifts % n_tokens - n_tokens} if wraps else {shifts}
     held = [with_starts(runs) for runs in layout.runs]
 
@@ -157,5 +158,6 @@ def _moved(held: list[tuple[Run, int]], step: int, n_tokens: int) -> list[tuple[
     for (begin, end), place in held:
         low, high = max(begin + step, 0), min(end + step, n_tokens)
         if low < high:
+            # Tokens that would leave at the lower end are skipped, so the run begins at a later place.
             found.append(((low, high), place + low - begin - step))
     return found

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
 from ringtile.index.tiles import unpack_words
-from ringtile.kernels.contracts import settle_exponentials
+from ringtile.kernels.contracts import RowOptions, settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.patterns.base import Pattern, TileGrid
 
@@ -20,20 +20,10 @@ _CHUNK_PAIRS = 1 << 22
 """Pairs whose element rule is evaluated at once: rules create several int64 temporaries of this length."""
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of the reference, as those of `sparse_attention`."""
+class Options(RowOptions, total=False):
+    """Keyword arguments of the reference, for type checkers."""
 
     start: int | None
-    key_mask: Tensor | None
-    key_lengths: Tensor | None
-    dropout_p: float
-    seed: int | Tensor | None
-    scale: float | None
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    head_at: Tensor | None
-    batch_at: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringtile.kernels.contracts import (
     Call,
+    Rows,
     dense_tiles_reason,
     index_of,
     is_remapped,
@@ -79,17 +80,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def backward(
-    out_grad: Tensor,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
+    out_grad, lse_grad, q, k, v, out, lse = rows
     if not lse.numel() or not k.numel():
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     from ringtile.kernels.triton.plans import run_backward

@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST, _MULTIPLE = 256, 8
 
 
-class Rows(NamedTuple):
+class Given(NamedTuple):
     """Inputs of a backward pass, ``[B, N, H, D]``, with the lse ``[B, H, N]``."""
 
     out_grad: Tensor
@@ -46,7 +46,7 @@ class Source(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output and the lse."""
 
-    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v."""
 
 
@@ -54,7 +54,7 @@ def _sides(band: Band) -> dict[str, int]:
     return {f"window_size_{side}": -1 if size is None else size for side, size in band._asdict().items()}
 
 
-def _empty_grads(rows: Rows) -> dict[str, Tensor]:
+def _empty_grads(rows: Given) -> dict[str, Tensor]:
     return {f"d{name}": torch.empty_like(getattr(rows, name)) for name in "qkv"}
 
 
@@ -72,7 +72,7 @@ class _Cute(_Package):
         out, lse, *_ = self.module._flash_attn_fwd(q, k, v, return_lse=True, **self._options(band, scale))
         return out, lse
 
-    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
         out_grad, q, k, v, out, lse = rows
         deterministic = torch.are_deterministic_algorithms_enabled()
         grads: tuple[Tensor, ...] = self.module._flash_attn_bwd(
@@ -96,7 +96,7 @@ class _Hopper(_Package):
         )
         return out, lse
 
-    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
         grads, deterministic = _empty_grads(rows), torch.are_deterministic_algorithms_enabled()
         options = {"softmax_scale": scale, "is_causal": band.is_causal, "deterministic": deterministic}
         self.module._flash_attn_backward(*rows, **grads, **options, **_sides(band))
@@ -110,7 +110,7 @@ class _Ampere(_Package):
         out, lse, *_ = self.module._flash_attn_forward(q, k, v, return_softmax=False, **self._options(band, scale))
         return out, lse
 
-    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
         grads, deterministic = _empty_grads(rows), torch.are_deterministic_algorithms_enabled()
         self.module._flash_attn_backward(*rows, **grads, deterministic=deterministic, **self._options(band, scale))
         return tuple(grads.values())
@@ -133,7 +133,7 @@ class Torch:
         )
         return out, lse
 
-    def backward(self, rows: Rows, band: Band, scale: float) -> tuple[Tensor, ...]:
+    def backward(self, rows: Given, band: Band, scale: float) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v."""
         lengths, device = (rows.q.shape[1], rows.k.shape[1]), rows.q.device
         # The state of the dropout generator, unused without dropout.
@@ -237,9 +237,9 @@ def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)
     width = _width(q.shape[-1], out.shape[-1])
     wide_grad, wide_q, wide_k, wide_v, wide_out = (_rows(x, width) for x in (out_grad, q, k, v, out))
-    rows = Rows(wide_grad, wide_q, wide_k, wide_v, wide_out, lse.contiguous())
+    given = Given(wide_grad, wide_q, wide_k, wide_v, wide_out, lse.contiguous())
     with span(KERNEL):
-        grads = source.backward(rows, band, call.scale)
+        grads = source.backward(given, band, call.scale)
     q_grad, k_grad, v_grad = (
         grad.transpose(1, 2)[..., : x.shape[-1]].contiguous() for grad, x in zip(grads, (q, k, v), strict=True)
     )
@@ -277,7 +277,7 @@ def _wrong(
     k, v = (drawn(203, 2 if grouped else 4) for _ in range(2))
     try:
         out, lse = source.forward(q, k, v, band, 0.2)
-        found = out, lse, *source.backward(Rows(out_grad, q, k, v, out, lse), band, 0.2)
+        found = out, lse, *source.backward(Given(out_grad, q, k, v, out, lse), band, 0.2)
         expected = _expected(q, k, v, out_grad, band, 0.2)
         return difference(("out", "lse", "q_grad", "k_grad", "v_grad"), found, expected, dtype)
     except ERRORS as error:

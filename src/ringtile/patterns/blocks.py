@@ -146,7 +146,7 @@ class Blocks(BlockPattern):
         code = torch.where(inside, row * n_cols + col, -1)
         return among(codes, code)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         codes, n_cols = self._of_head(head).to(rows.device), self.shape[1]
         return self._tiles(codes // n_cols, codes % n_cols, rows, grid)
 

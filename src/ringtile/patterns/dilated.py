@@ -12,7 +12,7 @@ from torch import Tensor
 from ringtile.patterns.base import Pattern
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int, checked_ints
 from ringtile.patterns.classes import periodic_classes
-from ringtile.patterns.grid import Cover, TileGrid, interval_cover
+from ringtile.patterns.grid import TileGrid, interval_cover
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 
@@ -127,14 +127,8 @@ class Segments(Pattern):
         return (query // self.length == key // self.length) & chosen_query & chosen_key
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return self.cover(head, rows, grid)[1:]
-
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         first, last = grid.units(rows, self.length)
-        return interval_cover(rows, *grid.tiles_of(first, last + 1, self.length), grid)
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return self.cover(head, rows, grid).size()
+        return interval_cover(rows, *grid.tiles_of(first, last + 1, self.length), grid)[1:]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         period = self.length // gcd(self.length, grid.block)

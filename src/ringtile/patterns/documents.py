@@ -11,7 +11,7 @@ from torch import Tensor
 from ringtile.patterns.base import Pattern, full_shape
 from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.content import Content
-from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover
+from ringtile.patterns.grid import FAR, TileGrid, interval_cover
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -85,12 +85,6 @@ class Documents(Pattern):
         first, last = self._document(rows * grid.block), self._document(rows * grid.block + grid.block - 1)
         lo, hi = self._extent(first)[0] // grid.block, (self._extent(last)[1] - 1) // grid.block + 1
         return interval_cover(rows, lo, hi, grid)[1:]
-
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return Cover(rows, *self.col_range(head, rows, grid))
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return Cover(rows, *self.col_range(head, rows, grid)).size()
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         firsts = [self._document(tile * grid.block) for tile in (row, col)]

@@ -99,7 +99,7 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
         met = (grid.n_cols * grid.block + grid.block) // (term.rate * self.unit) + 3
         return min(met, term.left // term.rate + term.right // term.rate + 1)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         left, right, sparse = self._split(grid)
         covers = [self._interval(rows, grid, left, right)]
         first, last = grid.units(rows, self.unit)

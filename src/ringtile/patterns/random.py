@@ -95,7 +95,7 @@ class RandomBlocks(BlockPattern):
             kept |= among(codes.flatten().sort().values, torch.where(possible, code, -1))
         return kept
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         if rows.numel() == 0:
             return Cover(rows, rows, rows)
         first, last = grid.units(rows, self.block)

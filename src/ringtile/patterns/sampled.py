@@ -72,7 +72,7 @@ class SampledBlocks(BlockPattern):
             kept = kept & (row // whole == col // whole)
         return kept.expand(torch.broadcast_tensors(head, row, col)[0].shape)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         size, whole = self.segment // self.block, self.within // self.block
         first, last = grid.units(rows, self.block)
         row = first + torch.arange(max_met(grid.block, self.block), device=rows.device).unsqueeze(1)

@@ -386,6 +386,7 @@ class And(_Pair):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         a, b = self.first.tile_class(head, row, col, grid), self.second.tile_class(head, row, col, grid)
         both = number_pairs(a, b)
+        # A pair with a full side has the bits of the other side, which its number tells. Only 0 and 1 have a meaning.
         both[(a == 1) & (b == 1)] = 1
         both[(a == 0) | (b == 0)] = 0
         return both

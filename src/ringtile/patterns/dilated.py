@@ -143,13 +143,17 @@ class Segments(Pattern):
         code = torch.zeros_like(row)
         empty, full = last_common < common, torch.full_like(row, self.dilation == 1, dtype=torch.bool)
         for tile in (row, col):
+            # The common segment begins at this place of the tile, which is negative if it began in an earlier one.
             begin = common * self.length - tile * block
             inside = begin.clamp(0, block)
+            # The first chosen place from `inside` on. If the segment begins at -3, with phase 1 and dilation 4, the
+            # chosen places are -2, 2 and 6, and the first inside is 2.
             first = inside + (begin + phase - inside) % self.dilation
             end = (begin + self.length).clamp(0, block) - 1
             last = first + (end - first) // self.dilation * self.dilation
             empty |= (last < first) & (last_common == common)
             full &= (first == 0) & (last == block - 1)
+            # A place is 0 ... block, so base block + 1 keeps the four numbers of both sides apart.
             code = (code * (block + 1) + first) * (block + 1) + last
         # Only tiles on the diagonal have several. Their class is the offset at which the tile cuts the first.
         cut = (block + 1) ** 4 + row * block - firsts[0] * self.length

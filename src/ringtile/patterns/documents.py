@@ -78,6 +78,7 @@ class Documents(Pattern):
     def _extent(self, document: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first position of a document, and the first position after it."""
         starts = self._starts(document).clone()
+        # The first and the last document fill their ragged tiles, whose bits outside the lengths mean nothing.
         starts[0], starts[-1] = -FAR, FAR
         return starts[document], starts[document + 1]
 
@@ -92,11 +93,13 @@ class Documents(Pattern):
         common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
         # With one document in common, the kept pairs form a rectangle. Its four sides are the class.
         start, end = self._extent(common)
+        # A side is at 0 ... block of the tile, after clamping, so base block + 1 keeps the four apart.
         base = grid.block + 1
         code = torch.zeros_like(row)
         for tile in (row, col):
             for side in (start, end):
                 code = code * base + (side - tile * grid.block).clamp(0, grid.block)
+        # Behind these come tiles with several documents in common, each its own class: only a few lie on the diagonal.
         several = base**4 + super().tile_class(head, row, col, grid)
         whole = (firsts[0] == lasts[0]) & (firsts[1] == lasts[1]) & (firsts[0] == firsts[1])
         numbers = torch.where(last_common > common, several, code + 2)
@@ -153,6 +156,7 @@ def _bounds_of_ids(ids: Tensor) -> Tensor:
     if rows.dim() == 1:
         rows = rows.unsqueeze(0)
     begins = torch.ones_like(rows, dtype=torch.bool)
+    # Of ids 7 7 2 2 2 9, documents begin at 0, 2 and 5.
     begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
     n_tokens = rows.shape[1]
     bounds = []

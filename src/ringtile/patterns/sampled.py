@@ -92,6 +92,7 @@ class SampledBlocks(BlockPattern):
             kept = high > low
             return tile[kept], low[kept], high[kept]
         # Run k ends behind block number - k * of.
+        # With keep 1 of 3, segment 4 keeps blocks 4, 1 (k = 0, 1), and 7 (k = -1). In [2, 8), k runs from -1 to 0.
         least = -((high - 2 + self.keep - number) // self.of)
         count = (1 + (number - low) // self.of - least).clamp(min=0).where(high > low, 0)
         which = torch.arange(len(count), device=count.device).repeat_interleave(count)

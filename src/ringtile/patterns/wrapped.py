@@ -199,6 +199,7 @@ class Shifted(Wrapper):
         # A row tile lies in two row tiles of the inner pattern, and their keys in the columns between shifted bounds.
         block, origin = grid.block, self._origin
         inner = TileGrid(block, grid.start - origin, grid.n_queries, max(grid.n_keys - origin, 1))
+        # With origin 100 and block 128, row 1 (128 ... 255) is 28 ... 155 of the inner pattern: its rows 0 and 1.
         first = (rows * block - origin) // block
         rows_of = torch.unique(torch.cat([first, first + 1]))
         cover = self.inner.cover(head, rows_of, inner)

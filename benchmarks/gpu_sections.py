@@ -30,8 +30,8 @@ from ringtile.kernels.triton import launches
 from ringtile.kernels.triton.tuning import VARIABLE, Config, configs
 from ringtile.patterns import Pattern, parse
 from ringtile.tools.bench import blank_row
+from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Attention, Case, FlexAttention, Peer, Ringtile, SdpaDense, compiled_flex
-from ringtile.tools.exact import Exact
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,6 +10,7 @@ import json
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -22,14 +23,15 @@ from typing import Any
 
 import pytest
 import torch
+from programs import output_of
 
 import ringtile
 from ringtile import cli, compat, patterns
 from ringtile import index as layout
 from ringtile.patterns import Pattern
 from ringtile.tools import bench
+from ringtile.tools.bench.rows import Record, break_even
 from ringtile.tools.bench.suites import PEERS, suite
-from ringtile.tools.record import Record, break_even
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -120,19 +122,15 @@ def test_the_questions_have_code_and_the_figures_of_the_quality_page() -> None:
     assert float(row[1].split("|")[1].split()[0]) == pytest.approx(67, abs=1)
 
 
-def test_the_program_for_four_gpus_has_one_loss_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_the_program_for_four_gpus_has_one_loss_on_any_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     program = tmp_path / "four.py"
     (text,) = (body for body in blocks("questions.md", "python") if "init_process_group" in body)
     # It uses the GPU and NCCL if there is one, and the tests compare gloo.
     program.write_text(text.replace("torch.cuda.is_available()", "False"))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    losses = []
-    for words in ([], torchrun):
-        command = [sys.executable, *words, str(program)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-        assert done.returncode == 0, done.stderr
-        losses.append(float(done.stdout.removeprefix("loss ")))
+    runpy.run_path(str(program))
+    losses = [float(said.removeprefix("loss ")) for said in (capsys.readouterr().out, output_of(2, program))]
     # Without the exchange of keys, the loss of two ranks is off by 5e-4.
     assert losses[0] == pytest.approx(losses[1], abs=5e-5)
 
@@ -431,9 +429,10 @@ def invented(name: str) -> Record:
                 figures.update(median_ms=time, low_ms=time, high_ms=time, speedup=whole / time, error=1e-7, rounds=3)
                 rows.append(replace(row, peak_forward_bytes=100 << 20, **figures))
     rates = {"2": {"fma_float32": 1e13, "exp_float32": 1e10, "read": 1e10, "dot_bfloat16": 2e13}}
-    facts: tuple[Any, ...] = ("abc+changes", {"torch": "2.1+cpu", "python": "3", "ringtile": "0"})
+    versions: Any = {"torch": "2.1+cpu", "python": "3", "ringtile": "0"}
     machine = {"cpu": "a processor", "cores": 2, "threads": 2, "instruction_set": "AVX512"}
-    return Record(0, 0.3, *facts, machine, tuple(rows), peaks=rates, command=f"ringtile bench --suite {name}")
+    facts: Any = {"commit": "abc+changes", "versions": versions, "machine": machine, "seed": 0, "seconds": 0.3}
+    return Record(**facts, rows=tuple(rows), peaks=rates, command=f"ringtile bench --suite {name}")
 
 
 def test_the_page_of_the_suites_states_what_was_asked_for_and_what_is() -> None:

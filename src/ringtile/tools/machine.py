@@ -7,6 +7,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,3 +89,8 @@ def commit() -> str | None:
         return None
     head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", *_SOURCES)
     return head if head is None or not changes else f"{head}+changes"
+
+
+def origin(command: str | None = None) -> dict[str, Any]:
+    """Return all that tells where figures come from: the command line, the commit, the versions and the machine."""
+    return {"command": command, "commit": commit(), "versions": versions(), "machine": machine_facts()}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns import Pattern
-from ringtile.tools.bench import seconds_of
 from ringtile.tools.hf import check
 from ringtile.tools.hf.check import EAGER, FLOAT32_BOUND, LOW_PRECISION, RINGTILE, gradients, switch, training_loss
 from ringtile.tools.hf.models import Loaded
 from ringtile.tools.memory import peak_memory
 from ringtile.tools.progress import Progress
+from ringtile.tools.timing import seconds_of
 from ringtile.tools.units import bytes_text, duration_text
 
 PREFILL, TRAINING = "prefill", "training"

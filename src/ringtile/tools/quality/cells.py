@@ -214,6 +214,6 @@ class Record:
         Raises:
             ValueError: If the text is something else.
         """
-        with fields_of(text, "ringtile quality", _FORMAT) as found:
+        with fields_of(text, "ringtile quality") as found:
             cells = tuple(map(Cell.of, found["cells"]))
             return cls(**{**found, "cells": cells, "notes": tuple(found["notes"])})

@@ -35,7 +35,6 @@ from ringtile.functional import sparse_attention
 from ringtile.index import build_index
 from ringtile.integrations.transformers import model_facts, use_ringtile
 from ringtile.patterns import Causal, Pattern
-from ringtile.tools.bench import seconds_of
 from ringtile.tools.hf.models import load_model
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
@@ -43,6 +42,7 @@ from ringtile.tools.quality.claims import CLAIMS, verdict
 from ringtile.tools.quality.selectors import Oracle, floor_of
 from ringtile.tools.quality.texts import FarCopy, Texts
 from ringtile.tools.record import DTYPES
+from ringtile.tools.timing import seconds_of
 from ringtile.tools.units import count
 
 SAFE = Probe("first")

@@ -151,7 +151,7 @@ def build_rows(
     >>> print(index.draw())
     ▒···
     ███▒
-    >>> index.n_queries, index.row_at.tolist()
+    >>> index.n_queries, index.rows.at.tolist()
     (244, [0, 3])
     """
     lengths = TileGrid(block, 0, n_tokens, n_tokens)

@@ -24,6 +24,7 @@ from ringtile import cli
 from ringtile.distributed import Layout, RingPlan, make_plan, ring_attention
 from ringtile.distributed import plan as plan_module
 from ringtile.distributed.layout import LAYOUTS as NAMED_LAYOUTS
+from ringtile.distributed.layout import count_tokens
 from ringtile.distributed.plan import TRANSPORTS
 from ringtile.index import build_index, build_rows, candidates, needed
 from ringtile.patterns import Causal, Documents, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
@@ -121,7 +122,7 @@ def check_plans(work: Work, plans: list[RingPlan], is_exact: bool) -> None:
         if is_exact:
             assert int(cost.tiles[rank]) == sum(tiles)
             assert int(cost.buffer[rank]) == buffered
-            assert int(cost.copied[rank]) == sum(copy.length for copy in plan.own) * token
+            assert int(cost.copied[rank]) == count_tokens(plan.own.target) * token
             assert int(parts.calls[rank]) == len(plan.pieces)
             if plan.n_tokens % 128 == 0:
                 assert [int(parts.own_pairs[rank]), int(parts.hot_pairs[rank])] == pairs

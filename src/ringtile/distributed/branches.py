@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
-from ringtile.distributed.wires import Picks
+from ringtile.distributed.runs import Copies
 from ringtile.index.covers import MAX_BYTES
 
 _CELLS = 1 << 22
@@ -102,7 +102,7 @@ class BranchPlan:
     """The number ``head * layout.n_tokens + position`` of each item of the buffer, ascending."""
     places: Tensor
     """The place of each of these items in the buffer."""
-    own: Picks
+    own: Copies
     sent: tuple[Tensor, ...]
     received: tuple[tuple[Run, ...], ...]
     is_mixed: bool
@@ -129,7 +129,7 @@ class BranchPlan:
         return ()
 
     @property
-    def hot_copies(self) -> tuple[Picks, ...]:
+    def hot_copies(self) -> tuple[Copies, ...]:
         """Nothing is broadcast."""
         return ()
 
@@ -288,7 +288,7 @@ def make_branch_plan(
         tuple(sorted(pieces, key=lambda piece: not piece.is_local)),
         items.to(device),
         places.to(device),
-        Picks(own.to(device), places[is_own].long().to(device)),
+        Copies(own.to(device), places[is_own].long().to(device)),
         tuple(x.to(device) for x in sent),
         received,
         is_mixed,

@@ -11,21 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.attention import (
-    Ranks,
-    by_number,
-    check_keys_finite,
-    check_shard,
-    compare,
-    exchange_of,
-    group_of,
-    real_group,
-    ring_attention,
-    shapes_of,
-)
+from ringtile.distributed.agreement import compare, exchange_of, shapes_of
+from ringtile.distributed.attention import ring_attention
 from ringtile.distributed.branches import BranchPlan, Piece, Shape, make_branch_plan
-from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
+from ringtile.distributed.exchange import Exchange, by_number, cast_finish, cast_start, tied
 from ringtile.distributed.layout import Layout
+from ringtile.distributed.process_groups import Ranks, real_group
+from ringtile.distributed.shards import check_keys_finite, check_shard
+from ringtile.distributed.transports import group_of
 from ringtile.functional.attention import check_options, checked_tensors, without_autocast
 from ringtile.functional.dilated import (
     Options,

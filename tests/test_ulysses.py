@@ -41,9 +41,8 @@ from ringtile.functional import sparse_attention
 from ringtile.index import build_index
 from ringtile.patterns import Dense, Documents, Pattern, RandomBlocks, Window, per_head
 from ringtile.tools.predict import Sizes
-from ringtile.tools.predict.cost import estimate
+from ringtile.tools.predict.cost import estimate, ranks_per_row
 from ringtile.tools.predict.hardware import HARDWARE
-from ringtile.tools.predict.mesh_cost import estimate_mesh, ranks_per_row
 from ringtile.tools.predict.work import survey
 
 SHAPES: list[tuple[int, ...]] = [(2,), (4,), (2, 2), (3, 2), (1, 4), (2, 1), (2, 4)]
@@ -228,7 +227,7 @@ def test_bytes_on_a_mesh_are_predicted(name: str, layout: str, kv_heads: int) ->
     made, shape = LAYOUTS[layout](N_TOKENS, 6), (3, 2)
     q, k, v, grad_out = (x.bfloat16() for x in make_inputs(2, 4, N_TOKENS, head_dim=8, kv_heads=kv_heads, value_dim=4))
     node = replace(HARDWARE["h100"], ranks_per_node=2, processors_per_node=2)
-    cost = estimate_mesh(survey(PATTERNS[name], made, Sizes(4, kv_heads, 8, 4, batch=2)), 2, node)
+    cost = estimate(survey(PATTERNS[name], made, Sizes(4, kv_heads, 8, 4, batch=2)), "ulysses", node, 2)
 
     def run(rank: int) -> dict[str, Any]:
         leaves = [made.shard(x, rank).clone().requires_grad_() for x in (q, k, v)]
@@ -257,13 +256,13 @@ def test_rows_of_a_mesh_lie_inside_a_node_and_share_the_heads() -> None:
     }
     assert found == {64: 8, 8: None, 300: 4, 24: 2, 9: None}
     work = survey(CAUSAL & Window(300), Layout.contiguous(4096, 16), Sizes(8, 4, 16))
-    cost = estimate_mesh(work, 8, h100)
+    cost = estimate(work, "ulysses", h100, 8)
     # All heads of all tokens are computed once.
     assert int(cost.tiles.sum()) == int(work.tiles.sum())
     # Slow links inside the nodes take as long as the heads, slow ones between them as long as the keys.
     # Two ranks share a key head, and each gets it.
     heads = (2 * 8 + 2 * 8) * 16 * 2 * 256 * 7 // 8
-    inside, between = (estimate_mesh(work, 8, replace(h100, **{name: 1e3})) for name in ("node_beta", "net_beta"))
+    inside, between = (estimate(work, "ulysses", replace(h100, **{name: 1e3}), 8) for name in ("node_beta", "net_beta"))
     assert float(inside.forward.max()) == pytest.approx(heads / 1e3, rel=1e-2)
     # A window of 300 needs three tiles of the row before, of the one key head that a rank then has.
     assert float(between.forward.max()) == pytest.approx(3 * 128 * 2 * 16 * 2 / 1e3, rel=1e-2)

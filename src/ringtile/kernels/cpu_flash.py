@@ -22,7 +22,7 @@ def padded(x: Tensor, width: int) -> Tensor:
 
 def with_lse_column(out_grad: Tensor, lse_grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Append a column to out_grad and out, so that a flash kernel's rowsum(out_grad * out) subtracts lse_grad."""
-    # The kernel computes delta = rowsum(out_grad * out), which a gradient g of the lse makes delta - g: a column of ones
+    # The kernel computes delta = rowsum(out_grad * out). A gradient g of the lse makes it delta - g: a column of ones
     # meets one of -g.
     grads = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
     return grads, torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)

@@ -216,7 +216,7 @@ def test_summaries_grow_by_one_tile() -> None:
         cache.attend(*(t[:, :, n : n + 1] for t in x))
         pages = cache._pages
         assert pages is not None
-        assert pages.mean.shape[2] == pages.log_count.shape[1] == (n + 1) // BLOCK + 1
+        assert pages.mean.shape[2] == pages.log_count.shape[2] == (n + 1) // BLOCK + 1
         seen.append(pages)
     assert len({id(pages) for pages in seen}) == 5
     for pages in seen:

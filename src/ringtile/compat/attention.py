@@ -83,9 +83,11 @@ class BlockSparseRingDilatedAttention(nn.Module):
         use_gradient_checkpointing: bool = False,
         cache_size: int = 100,
     ) -> None:
+        # One of the two alone is an error, which `checked_branches` names.
         without = segment_lengths is None and dilation_rates is None
         branches = [] if without else checked_branches(segment_lengths or (), dilation_rates or ())
         _check_ring_size(ring_size)
+        # The number is not needed here: a probability out of range raises before anything is built.
         dropout_threshold(dropout)
         super().__init__()
         self.segment_lengths = tuple(length for length, _ in branches)
@@ -175,6 +177,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
         problems: tuple[Problem, ...] = (whole,)
         if self.segment_lengths:
             branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
+            # The density is measured over what is computed: of 1,024 tokens in segments of 512 with dilation 2, each
+            # head computes two problems of 256 tokens.
             cut = (piece for at in branches for piece in pieces(n_queries, n_keys, heads, *at))
             problems = tuple(Problem(p.n_queries, p.n_keys, p.start, p.segments * len(p.heads) / heads) for p in cut)
         options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask}
@@ -186,6 +190,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             layout = Layout.contiguous(n_keys, self.ring_size, unit=1)
             attend = partial(ring_attention, layout=layout)
             attend_in_segments = partial(ring_dilated_attention, layout=layout)
+        # Each way is one callable of query, key and value, so that checkpoints and the monitor treat them alike.
         chooser = self._chooser()
         if chooser is not None:
             segments = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
@@ -206,7 +211,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             return call()
         dense = partial(attend, query, key, value, pattern, **options)
         shape = (query.shape, key.shape, value.shape, query.dtype, query.device, is_causal, pattern)
-        # Its memory includes what the choice needs.
+        # A new call chooses again, so its memory includes what the choice needs.
         alone = partial(sparse if chooser is None else choosing(), query, key, value)
         return self.performance_monitor.measure(shape, call, alone, dense, density=self._tile_density)
 
@@ -231,6 +236,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         if sparsity_ratio is None:
             raise ValueError("sparsity_ratio: expected a density in (0, 1], got None")
         config = self.sparse_config
+        # A refused value must leave the configuration as it was.
         before, config.sparsity_ratio = config.sparsity_ratio, sparsity_ratio
         try:
             config.check()
@@ -260,6 +266,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         if enabled is not False and self.ring_size > 1:
             raise ValueError(_ONE_PROCESS.format(self.ring_size))
         own = enabled if isinstance(enabled, AdaptiveAttention) else None
+        # This module computes attention over an index itself: what an override adds to a choice would be lost.
         if own is not None and (own.compensate or type(own).forward is not AdaptiveAttention.forward):
             raise ValueError(f"enabled: {own!r} attends in its own way: pass it as attend= of SparseMultiheadAttention")
         if own is not None and own.stateful and (self.segment_lengths or self.use_gradient_checkpointing):
@@ -277,6 +284,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             raise ValueError(_ONE_PROCESS.format(self.ring_size))
         if self.adaptive is not None:
             return self.adaptive
+        # Made anew at each call, because the fields of the configuration may have changed.
         config.check()
         density = config.bounded(0.25 if config.sparsity_ratio is None else config.sparsity_ratio)
         return AdaptiveAttention(budget=Density(density), block=min(config.block_size, 128))
@@ -309,11 +317,6 @@ class AdaptiveCall:
     """One call of attention over the tiles that an `AdaptiveAttention` chooses, in dilated segments if there are any.
 
     It chooses once, so that a backward pass that computes it again attends over the same tiles.
-
-    >>> call = AdaptiveCall(AdaptiveAttention(), [(128, 1)], None, is_causal=True, key_mask=None, scale=None)
-    >>> x = torch.randn(1, 2, 300, 16)
-    >>> call(x, x, x).shape, call.tile_density
-    (torch.Size([1, 2, 300, 16]), 0.5)
     """
 
     def __init__(
@@ -338,6 +341,7 @@ class AdaptiveCall:
         n_queries, n_keys = query.shape[2], key.shape[2]
         self._grid = TileGrid(self.chooser.choice.block, n_keys - n_queries, n_queries, n_keys)
         self._heads = query.shape[0] * query.shape[1]
+        # Empty in the first call. A recomputed one takes the same indices in the same order.
         indices = iter(self._chosen[:])
         if not self.branches:
             index = self._choose(query, key, self.key_mask, indices)
@@ -371,6 +375,7 @@ class AdaptiveCall:
     @property
     def tile_density(self) -> float:
         """The tiles of the call over those of dense attention on the whole sequence."""
+        # The mean over the heads of each index, for each head of its call: one head of an index can stand for all.
         kept = sum(
             index.kept_tiles * times / index.group.numel()
             for index, times in zip(self._chosen, self._kept, strict=True)
@@ -473,6 +478,7 @@ def self_attention_if_alone(query: Tensor, key: Tensor | None, value: Tensor | N
 
 
 def _check_ring_size(ring_size: int) -> None:
+    # PyTorch can be built without torch.distributed.
     has_group = dist.is_available() and dist.is_initialized()
     ranks = dist.get_world_size() if has_group else 1
     if isinstance(ring_size, bool) or ring_size not in (1, ranks):

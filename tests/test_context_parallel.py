@@ -288,20 +288,6 @@ def test_a_plan_of_documents_is_compared_once_per_batch_and_kind_of_layer() -> N
     assert on_ranks(2, run)[0] == [4, 0, 4, 0]
 
 
-def test_attention_inside_the_shard_differs() -> None:
-    """What the library prevents: the same call with an attention that knows nothing of the others."""
-    wanted = expected("Mistral", torch.float32, "plain")
-    for name in ("sdpa", "ringtile"):
-        register()
-        model = new_model("Mistral")
-        model.set_attn_implementation(name)
-        layout = Layout.contiguous(TOKENS, 2)
-        batch = {**batch_of("plain"), "position_ids": torch.arange(TOKENS)[None]}
-        logits = [model(**{key: layout.shard(x, rank, dim=1) for key, x in batch.items()}).logits for rank in range(2)]
-        error = (torch.cat(logits, 1) - wanted.logits).abs().max() / wanted.logits.abs().max()
-        assert error > 0.01
-
-
 def test_accelerate_refuses_windows_and_strips_masks() -> None:
     from accelerate.big_modeling import _attach_context_parallel_hooks
 

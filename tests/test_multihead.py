@@ -17,7 +17,6 @@ from pairs import all_pairs
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
-from ringtile.functional.dilated import dilated_attention
 from ringtile.index import build_index, cache_info, clear_cache, to_block_mask
 from ringtile.kernels.reference import attention_reference
 from ringtile.modules import SparseMultiheadAttention, SparseTransformer, multihead, replace_attention
@@ -793,24 +792,6 @@ def test_attend_is_the_one_place_where_attention_is_computed() -> None:
     expected = module.out_proj(expected.transpose(1, 2).flatten(2))
     assert relative_error(module(x, x, x, padding, need_weights=False)[0], expected) < EXACT
     assert relative_error(module(x, x, x, padding)[0], expected) < EXACT
-
-
-@pytest.mark.parametrize("overlap", ["mix", "union"])
-def test_longnet_as_attend(overlap: str) -> None:
-    attend = partial(dilated_attention, segment_lengths=(16, 64), dilation_rates=(1, 3), overlap=overlap)
-    module, _ = modules("batch first", attend=attend)
-    x = torch.randn(2, 70, E, dtype=torch.float64)
-    padding = masks_named("padding", 2, 70, 70)["key_padding_mask"]
-    q, k, v = (module._split_heads(y) for y in module._project(x, x, x))
-    expected = attend(q, k, v, is_causal=True, key_mask=~padding)
-    expected = module.out_proj(expected.transpose(1, 2).flatten(2))
-    out, weights = module(x, x, x, padding, is_causal=True, average_attn_weights=False)
-    assert relative_error(out, expected) < EXACT
-    assert relative_error(module(x, x, x, padding, is_causal=True, need_weights=False)[0], expected) < EXACT
-    assert not weights.triu(1).any()
-    assert not weights[padding[:, None, None].expand_as(weights)].any()
-    joined = (weights @ v).transpose(1, 2).flatten(2)
-    assert relative_error(module.out_proj(joined), expected) < EXACT
 
 
 def test_replace_attention_keeps_parameters_and_hooks() -> None:

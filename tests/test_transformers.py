@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import all_pairs
-from tiny import DECODER, ENCODER, MODELS, VISION, hf, masking_utils
+from tiny import DECODER, ENCODER, MODELS, VISION, config_of, hf, masking_utils
 from torch import Tensor, nn
 
 from ringtile.index import cache_info
@@ -189,17 +189,6 @@ def test_generated_tokens(name: str, cache: str) -> None:
         ]
         assert torch.equal(found[0].sequences, found[1].sequences)
         torch.testing.assert_close(torch.stack(found[1].logits), torch.stack(found[0].logits), rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3, "do_sample": False}, {"do_sample": True}])
-def test_beams_and_samples(options: dict[str, Any]) -> None:
-    tokens, mask = torch.randint(3, 97, (2, 30)), padding("left", 2, 30)
-    mask[1, 29] = True
-    found = []
-    for model in both("Mistral"):
-        torch.manual_seed(1)
-        found.append(model.generate(tokens, attention_mask=mask.long(), max_new_tokens=24, **options))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["no", "left", "right"])
@@ -445,10 +434,10 @@ def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "dynamic", "padded"),
-    [("Gemma 4", None, "left"), ("Mistral", True, "no")],
+    [("Llama", None, "no"), ("Mistral", True, "left")],
 )
 def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: str) -> None:
-    model = model_of(*MODELS[name](), "ringtile")
+    model = model_of(*config_of(name, num_hidden_layers=1), "ringtile")
     counter = graph_counter()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=dynamic)
@@ -501,22 +490,23 @@ def test_a_known_rule_is_not_evaluated(kind: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("places", [None, PLACES[:1, :TOKENS]])
 def test_a_compiled_model_without_a_cache_reads_packed_rows_outside_graphs(places: Tensor | None) -> None:
-    first, second = both("Mistral")
+    made, config = config_of("Mistral", num_hidden_layers=1)
+    first, second = (model_of(made, config, name) for name in ("eager", "ringtile"))
     inputs = {"input_ids": torch.randint(3, 97, (1, TOKENS)), "position_ids": places, "use_cache": False}
     torch._dynamo.reset()
-    with torch.no_grad():
-        found = torch.compile(second, backend="eager")(**inputs).logits
-    torch.testing.assert_close(found, first(**inputs).logits, rtol=0, atol=TOLERANCE)
     if places is None:
         with pytest.raises(torch._dynamo.exc.Unsupported, match="packed rows are read outside graphs"):
             torch.compile(second, backend="eager", fullgraph=True)(**inputs)
+        return
+    with torch.no_grad():
+        found = torch.compile(second, backend="eager")(**inputs).logits
+    torch.testing.assert_close(found, first(**inputs).logits, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_a_compiled_model_reads_chunks_outside_graphs() -> None:
-    # One layer with chunks and one without.
-    made, config = MODELS["Llama 4"]()
-    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
+    # Its model makes the masks of both kinds of layers.
+    made, config = config_of("Llama 4", num_hidden_layers=1, layer_types=["chunked_attention"])
     first, second = (model_of(made, config, name) for name in ("eager", "ringtile"))
     tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")
     torch._dynamo.reset()
@@ -834,13 +824,6 @@ def test_the_page_lists_the_models_that_are_tested() -> None:
     assert len(MODELS) == sum(len(row.strip().split(", ")) for row in table[1:])
 
 
-def test_importing_the_integration_loads_no_transformers() -> None:
-    probe = (
-        "import sys, ringtile.integrations.transformers as it; it.register; assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", probe], check=True)
-
-
 @pytest.mark.parametrize("name", ["", Window(4), "flash_ringtile", "my/ringtile", "ringtile|paged", "use_ringtile"])
 def test_a_name_with_a_meaning_in_transformers_is_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="name: expected"):
@@ -925,12 +908,13 @@ def test_a_copy_keeps_its_pattern(copied: Callable[[Any], Any]) -> None:
     assert first.state_dict().keys() == model_of(*MODELS["Mistral"](), "eager").state_dict().keys()
 
 
-def test_a_model_loads_in_another_process(tmp_path: Path) -> None:
+def test_a_model_loads_in_another_process_and_no_sooner_does_transformers(tmp_path: Path) -> None:
     tokens = torch.randint(3, 97, (2, TOKENS))
     model = eager_and_sparse("Mistral", Window(3))[1]
     torch.save((model, tokens, model(tokens).logits), tmp_path / "model.pt")
     probe = (
         "import sys, torch; torch.set_num_threads(1); "
+        "import ringtile.integrations.transformers as it; it.register; assert 'transformers' not in sys.modules; "
         "model, tokens, logits = torch.load(sys.argv[1], weights_only=False); "
         "assert (model(tokens).logits - logits).abs().max() < 1e-6"
     )

@@ -14,7 +14,7 @@ from ringtile.adaptive.view import check_key_mask
 from ringtile.functional.attention import attend_scores, checked_tensors
 from ringtile.index import BlockIndex
 from ringtile.patterns import Pattern
-from ringtile.patterns.base import check_positive
+from ringtile.patterns.checks import check_positive
 
 _SCORES = 1 << 22
 """Most scores that exist at once, in each of a few tensors."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import check_positive
+from ringtile.patterns.checks import check_positive
 
 
 def ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ringtile.adaptive.choice import Choice, forced_tiles
 from ringtile.adaptive.scores import Pooled, summarized
 from ringtile.adaptive.view import View, grouped_products
 from ringtile.patterns import Pattern
-from ringtile.patterns.base import check_positive
+from ringtile.patterns.checks import check_positive
 
 _BIAS = -1.5
 """Standard deviations below which a place of a new code is 0: 7% of the places are above."""

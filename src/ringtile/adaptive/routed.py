@@ -15,7 +15,7 @@ from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.adaptive.view import View
 from ringtile.functional import sparse_attention
-from ringtile.patterns.base import check_positive
+from ringtile.patterns.checks import check_positive
 
 
 def with_coordinates(query: Tensor, key: Tensor, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringtile.adaptive.view import View, grouped_products, softmax, tile_positions, tiles_at_once
 from ringtile.kernels.masses import pooled_masses
-from ringtile.patterns.base import check_positive
+from ringtile.patterns.checks import check_positive
 from ringtile.patterns.philox import WORD, philox4x32
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -313,28 +313,23 @@ class BlockSparseRingDilatedAttention(nn.Module):
         return self.performance_monitor.report()
 
 
+@dataclass(eq=False)
 class AdaptiveCall:
     """One call of attention over the tiles that an `AdaptiveAttention` chooses, in dilated segments if there are any.
 
     It chooses once, so that a backward pass that computes it again attends over the same tiles.
     """
 
-    def __init__(
-        self,
-        chooser: AdaptiveAttention,
-        branches: Sequence[tuple[int, int]],
-        pattern: Pattern | None,
-        *,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        scale: float | None,
-    ) -> None:
-        self.chooser, self.branches, self.pattern = chooser, list(branches), pattern
-        self.is_causal, self.key_mask, self.scale = is_causal, key_mask, scale
-        self._chosen: list[BlockIndex] = []
-        self._kept: list[int] = []
-        self._grid = TileGrid(chooser.choice.block, 0, 0, 0)
-        self._heads = 0
+    chooser: AdaptiveAttention
+    branches: list[tuple[int, int]]
+    pattern: Pattern | None
+    is_causal: bool
+    key_mask: Tensor | None
+    scale: float | None
+    _chosen: list[BlockIndex] = field(default_factory=list)
+    _kept: list[int] = field(default_factory=list)
+    _grid: TileGrid | None = None
+    _heads: int = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0) -> Tensor:
         """Compute the attention ``[B, H, N, D]``."""
@@ -380,8 +375,10 @@ class AdaptiveCall:
             index.kept_tiles * times / index.group.numel()
             for index, times in zip(self._chosen, self._kept, strict=True)
         )
+        if self._grid is None or not self._heads:
+            return math.nan
         allowed = count_allowed(Causal() if self.is_causal else Dense(), self._grid, torch.device("cpu"))[1]
-        return kept / (allowed * self._heads) if allowed and self._heads else math.nan
+        return kept / (allowed * self._heads) if allowed else math.nan
 
 
 BlockSparseOptimized = BlockSparseRingDilatedAttention

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ringtile.modules.cache import KVCache
 from ringtile.modules.transformer import SparseTransformer
-from ringtile.patterns.base import check_positive
+from ringtile.patterns.checks import check_positive
 from ringtile.patterns.facts import pattern_reach
 
 

@@ -19,7 +19,7 @@ from ringtile.modules.cache import KVCache
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Pattern
-from ringtile.patterns.base import check_positive
+from ringtile.patterns.checks import check_positive
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -247,13 +247,6 @@ class Pattern:
         object.__setattr__(self, "text", text if self._has_text else None)
 
 
-def check_positive(**sizes: object) -> None:
-    """Raise ValueError that names the first argument which is no positive int."""
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {size!r}")
-
-
 def full_shape(kept: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Expand the result of a rule that ignores the head to the broadcast shape."""
     return kept.expand(torch.broadcast_tensors(head, query, key)[0].shape)

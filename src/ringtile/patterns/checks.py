@@ -28,3 +28,10 @@ def checked_ints(owner: str, name: str, values: Sequence[int], minimum: int = 0)
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
         raise ValueError(f"{owner} expects {name} to be a non-empty sequence of whole numbers, got {name}={values!r}")
     return tuple(checked_int(owner, name, value, minimum) for value in values)
+
+
+def check_positive(**sizes: object) -> None:
+    """Raise ValueError that names the first argument which is no positive int."""
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{name}: expected a positive integer, got {size!r}")

@@ -196,6 +196,33 @@ def attend_shard(
     Raises ValueError if the facts or the layer's mask did not come.
     """
     check_arguments(options)
+    kept = _checked_kept(module, query, attention_mask, cp_batch)
+    assert isinstance(cp_batch, BatchFacts)
+    layout, cp = cp_batch.layout, cp_batch.cp
+    # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
+    pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
+    cp.record(kept.pattern, pattern, layout, query, key, value)
+    out = ring_attention(
+        query,
+        key,
+        value,
+        pattern,
+        layout=layout,
+        group=cp.group,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        key_mask=cp_batch.key_mask,
+        key_lengths=cp_batch.key_lengths,
+        **limits_of(softcap, s_aux),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _checked_kept(
+    module: nn.Module, query: Tensor, attention_mask: Tensor | None, cp_batch: BatchFacts | _Probe | None
+) -> KeptPairs:
+    """Return the rule of a layer. Raise ValueError if its mask or the facts of the batch are missing or do not fit."""
     if cp_batch is None:
         raise ValueError("cp_batch: expected the facts of the batch, got None; call model(**cp.shard_batch(batch))")
     if not isinstance(attention_mask, PatternMask):
@@ -218,24 +245,7 @@ def attend_shard(
             f"attn_temperature_tuning: expected fewer than {module.floor_scale} tokens, because longer rows scale "
             f"queries by their place in the shard, got {layout.n_tokens}"
         )
-    # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
-    pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
-    cp.record(kept.pattern, pattern, layout, query, key, value)
-    out = ring_attention(
-        query,
-        key,
-        value,
-        pattern,
-        layout=layout,
-        group=cp.group,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-        key_mask=cp_batch.key_mask,
-        key_lengths=cp_batch.key_lengths,
-        **limits_of(softcap, s_aux),
-    )
-    return out.transpose(1, 2).contiguous(), None
+    return kept
 
 
 class ContextParallel:

@@ -138,6 +138,7 @@ def random_blocks(share: float, n: int) -> str:
 class Dense(SdpaDense):
     """PyTorch's own choice among its kernels, or one kernel by name, at any length that a GPU computes in seconds."""
 
+    name: str = DENSE
     kernel: str = ""
 
     def unsupported(self, case: Case) -> list[str]:

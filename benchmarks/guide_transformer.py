@@ -94,7 +94,7 @@ def main() -> None:
         "rows_error": error,
         "finite": bool(out.isfinite().all()),
         "warnings": [str(warning.message) for warning in said],
-        **origin(),
+        **origin(f"python benchmarks/guide_transformer.py {args.what}"),
     }
     print(json.dumps(record, indent=2))
 

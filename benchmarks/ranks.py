@@ -48,7 +48,7 @@ from ringtile.distributed import Layout, ring_attention  # noqa: E402
 from ringtile.distributed.layout import LAYOUTS  # noqa: E402
 from ringtile.patterns import Causal, Documents, Pattern, Window, parse  # noqa: E402
 from ringtile.tools.predict import Hardware, Sizes  # noqa: E402
-from ringtile.tools.predict.cluster import Figures, measure_figures, processors_of  # noqa: E402
+from ringtile.tools.predict.cluster import measure_figures, processors_of  # noqa: E402
 from ringtile.tools.predict.cost import estimate  # noqa: E402
 from ringtile.tools.predict.work import MAX_RANKS, survey  # noqa: E402
 from ringtile.tools.timing import interleaved, seconds_of  # noqa: E402
@@ -153,7 +153,7 @@ def predicting(options: dict[str, Any]) -> dict[str, Any]:
     found = interleaved(samples, options["rounds"], warm_up=True)
     of_all = torch.tensor(list(zip(*found.values(), strict=True)), dtype=torch.float64, device=device)
     dist.all_reduce(of_all, dist.ReduceOp.MAX)
-    facts = {"figures": figures._asdict(), "processors": processors_of(device)}
+    facts = {"figures": figures, "processors": processors_of(device)}
     return {**facts, "gate": gate, "runs": runs, "seconds": of_all.tolist()}
 
 
@@ -321,9 +321,8 @@ def predict(args: argparse.Namespace, device: str = "cpu", size: int = 4) -> Non
     rate = args.rate if device == "cpu" else 0
     (result, *_) = run_ranks("predicting", size, rate=rate, rounds=args.rounds, device=device)
     processors = result["processors"]
-    hardware = Figures(**result["figures"]).hardware(
-        "these links", "measured", ranks_per_node=MAX_RANKS, processors=processors, has_trees=device == "cpu"
-    )
+    shape = {"processors_per_node": processors, "has_trees": device == "cpu"}
+    hardware = Hardware("these links", "measured", MAX_RANKS, **shape, **result["figures"])
     print(
         f"{size} ranks share {processors} processors. Links: {'not shaped' if not rate else f'{rate} Mbit/s'}; fitted "
         f"{1e3 * hardware.net_alpha:.2f} ms per message, {hardware.net_beta / 1e6:.1f} MB/s. Attention: "

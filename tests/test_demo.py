@@ -206,9 +206,13 @@ def test_sparse_and_dense_begin_alike_and_full_sparse_is_dense(text: Path) -> No
     assert narrow.runs[0].bits[3] != pytest.approx(act.runs[0].bits[3], abs=1e-3)
 
 
-def test_the_seed_decides_everything(text: Path) -> None:
+def test_the_seed_decides_weights_and_windows(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows, loss = [], trains.Run._loss
+    monkeypatch.setattr(trains.Run, "_loss", lambda run_, *window: windows.append(window[1]) or loss(run_, *window))
     first, again, other = (trained.__wrapped__(text, 2, seed=seed).runs[0].bits for seed in (0, 0, 1))
     assert first == again != other
+    # Both models of an act read the same two windows.
+    assert windows[:2] == windows[2:4] == windows[4:6] != windows[8:10]
 
 
 def test_heads_follow_the_pattern(text: Path) -> None:

@@ -91,8 +91,7 @@ def halves(index: BlockIndex, *, ascending: bool) -> list[BlockIndex]:
 LENGTHS = [(190, 333, 143), (3, 300, 250), (140, 150, -9)]
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize(("block", "name"), [(16, "tiled"), (128, "per head")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_remapped_tiles_keep_their_positions(backend: str, block: int, name: str) -> None:
     options = DROPOUT if backend == "native" else DROPOUT | ALIBI
@@ -117,20 +116,20 @@ def test_remapped_tiles_keep_their_positions(backend: str, block: int, name: str
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [16, 128])
 def test_the_native_kernel_gives_the_bits_of_the_whole(block: int, dtype: torch.dtype) -> None:
-    for n_queries, n_keys, start in LENGTHS:
-        x = problem(n_queries, n_keys, dtype)
-        index = build_index(TILED, n_queries, n_keys, start=start, block=block)
-        whole = results(x, index, backend="native", **DROPOUT)
-        for moved in halves(index, ascending=True):
-            part, queries, _ = part_of(x, index, moved)
-            found = results(part, moved, backend="native", **DROPOUT)
-            inside = (queries >= 0) & (queries < n_queries)
-            for key in ("out", "lse", "dq"):
-                assert torch.equal(found[key][:, :, inside], whole[key][:, :, queries[inside]]), key
-        # All rows in their order over all columns, at other positions of the buffer: the same gradients of the keys.
-        everything = torch.arange(index.n_rows), torch.arange(index.n_cols)
-        found = results(x, index.remapped(*everything), backend="native", **DROPOUT)
-        assert all(torch.equal(found[key], whole[key]) for key in whole)
+    n_queries, n_keys, start = LENGTHS[0]
+    x = problem(n_queries, n_keys, dtype)
+    index = build_index(TILED, n_queries, n_keys, start=start, block=block)
+    whole = results(x, index, backend="native", **DROPOUT)
+    for moved in halves(index, ascending=True):
+        part, queries, _ = part_of(x, index, moved)
+        found = results(part, moved, backend="native", **DROPOUT)
+        inside = (queries >= 0) & (queries < n_queries)
+        for key in ("out", "lse", "dq"):
+            assert torch.equal(found[key][:, :, inside], whole[key][:, :, queries[inside]]), key
+    # All rows in their order over all columns, at other positions of the buffer: the same gradients of the keys.
+    everything = torch.arange(index.n_rows), torch.arange(index.n_cols)
+    found = results(x, index.remapped(*everything), backend="native", **DROPOUT)
+    assert all(torch.equal(found[key], whole[key]) for key in whole)
 
 
 @pytest.mark.parametrize("served", ["text", "index"])

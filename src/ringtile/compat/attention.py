@@ -18,17 +18,16 @@ from ringtile.compat.generator import Problem, SparsePatternGenerator, count_til
 from ringtile.compat.monitor import PerformanceMonitor
 from ringtile.distributed import Layout, ring_attention, ring_dilated_attention
 from ringtile.functional import sparse_attention
+from ringtile.functional.attention import make_call
 from ringtile.functional.dilated import (
-    all_parts,
     checked_branches,
-    compact_part,
-    compose,
     dilated_attention,
-    options_of,
+    parts_of,
     rules_of,
     warn_of_uncovered,
 )
-from ringtile.functional.permute import compact, pieces
+from ringtile.functional.parts import Parts, composed
+from ringtile.functional.permute import pieces
 from ringtile.index import BlockIndex
 from ringtile.index.counts import count_allowed
 from ringtile.kernels.philox import dropout_threshold
@@ -345,17 +344,13 @@ class AdaptiveCall:
             )
         rules = rules_of(self.branches, None, self.is_causal, "mix", query.shape[1])
         assert rules is not None, "branches that are mixed always have rules"
-        options = options_of(query, rules, self.key_mask, dropout_p, None, self.scale, None)
         warn_of_uncovered(self.branches, query.shape[1], n_keys - n_queries, n_queries)
-        numbers = torch.arange(query.shape[1] * n_queries, device=query.device).view(1, *query.shape[1:3])
+        call, mask = make_call(query, dropout_p=dropout_p, scale=self.scale), self.key_mask
         parts = []
-        for branch, part in all_parts(query, key, options):
-            tensors = compact_part(query, key, value, part)
-            index = self._choose(*tensors[:2], part.problem.key_mask, indices)
-            places = compact(numbers, part.piece).flatten()
-            # `compose` passes the rule on, and attention accepts an index as well.
-            parts.append((branch, tensors, part.problem._replace(rule=index), places))  # type: ignore[arg-type]
-        return compose(query, key, value, parts, options)[0]
+        for part in parts_of(query, key, rules, call, is_masked=mask is not None):
+            tensors, kept = part.read(query, key, value, mask)
+            parts.append(part._replace(rule=self._choose(*tensors[:2], kept, indices)))
+        return composed(query, key, value, Parts(lambda source: parts, mask))[0]
 
     def _choose(self, query: Tensor, key: Tensor, key_mask: Tensor | None, earlier: Iterator[BlockIndex]) -> BlockIndex:
         index = next(earlier, None)

@@ -113,8 +113,8 @@ class BlockIndex:
         >>> from ringtile.index import build_index
         >>> from ringtile.patterns import Causal
         >>> roomy = build_index(Causal(), 512).restricted(torch.eye(4, dtype=torch.bool)[None, None], capacity=9)
-        >>> [(len(index.rows.partial), len(index.rows.full)) for index in (roomy, roomy.fitted())]
-        [(4, 6), (4, 0)]
+        >>> tuple((len(index.rows.partial), len(index.rows.full)) for index in (roomy, roomy.fitted()))
+        ((4, 6), (4, 0))
         """
         full, partial = torch.stack((self.rows.full_ptr[-1], self.rows.partial_ptr[-1])).tolist()
         rows, cols = self.rows.fitted(full, partial), self.cols.fitted(full, partial)

@@ -139,6 +139,7 @@ def plot_recall(report: QualityReport, ax: Axes | None = None, *, target: float 
     from matplotlib.ticker import PercentFormatter
 
     colors = colors_on(ax)
+    # Most rows keep nearly all attention, so the axis begins just below the lowest mark.
     lowest = min(float(recall.min()), report.worst_head, 1.0 if target is None else target)
     low = max(0.0, min(0.9, int(lowest * 20) / 20))
     ax.hist(recall.numpy(), bins=40, range=(low, 1), weights=[1 / len(recall)] * len(recall), color=colors.series[0])
@@ -314,6 +315,7 @@ def tile_masses(
     view, found = View(q, k, base, mask, scale), torch.zeros(index.n_rows, index.n_cols, device=query.device)
     tokens = torch.arange(index.n_queries, device=query.device)
     row = index.row_of(tokens)
+    # The weights of a row of tiles are block x N numbers, so only some rows exist at once.
     for some in tokens.split(_ROWS * index.block):
         found.index_add_(0, row[some], view.exact_masses(some.unsqueeze(1))[0, 0])
     return found / row.bincount(minlength=index.n_rows).clamp(min=1).unsqueeze(1)
@@ -321,6 +323,7 @@ def tile_masses(
 
 def _outlines(kept: Tensor, block: int, top: int) -> list[list[tuple[int, int]]]:
     """Return the sides between kept tiles and others, as lines in positions."""
+    # With a frame of tiles that are not kept, sides at the border are changes like all others.
     inside = torch.nn.functional.pad(kept.int(), (1, 1, 1, 1))
     lines = []
     for is_down, changes in ((True, inside.diff(dim=1)[1:-1]), (False, inside.diff(dim=0)[:, 1:-1].T)):

@@ -38,6 +38,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _cpu_model() -> str:
+    # platform.processor() is empty, or only the architecture, on many Linux systems.
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         for line in listing.read_text().splitlines():
@@ -66,6 +67,7 @@ def machine_facts() -> dict[str, str | int | list[str]]:
 
 def busy_warning() -> str | None:
     """Return a warning if other processes compute on this machine: one thread that waits makes all others wait."""
+    # This process has just begun, so the load of the last minute is that of others.
     load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, machine_facts()["cores"]
     assert isinstance(cores, int)
     if load <= 0.5 * cores:

@@ -160,11 +160,15 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     here = slot // max(rows, 1) == group
     row, column, state = (slot % max(rows, 1))[here], (number % max(columns, 1))[here], state[here]
 
+    # A cell is a part of a tile if tiles are few, and several tiles if they are many. For 64 pixels, 10 tiles of 128
+    # are cut by 4 into cells of 32, and 1,000 tiles are merged by 16 into cells of 2,048.
     cuts = 1
     while cuts < block and max(rows, columns) * cuts * 2 <= pixels:
         cuts *= 2
     merged = -(-max(rows, columns, 1) // pixels)
     side, high, wide = block // cuts * merged, -(-rows * cuts // merged), -(-columns * cuts // merged)
+    # The first tile can begin before the first query, and the last ones can end after the last query and key. Tiles of
+    # a kind have the same positions inside the lengths, and so the same counts.
     skipped = index.start - index.first_row * block
     query = torch.arange(rows * block).view(rows, block)
     query_kinds, query_kind = _kinds((query >= skipped) & (query < skipped + index.n_queries))
@@ -287,6 +291,7 @@ def grouped_bars(
 
     ``texts`` are the formats of the numbers above the bars of each series. An empty format writes no numbers.
     """
+    # Groups are one unit apart, and 0.18 of it stays free between them.
     width = 0.82 / len(series)
     for number, ((name, heights), color) in enumerate(zip(series.items(), colors, strict=True)):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(labels))]

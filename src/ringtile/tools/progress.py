@@ -47,6 +47,7 @@ class Progress:
     def show(self, text: str, seconds_left: float | None = None) -> None:
         """Replace the live line."""
         if self._live:
+            # A line that wraps could not be replaced, so cut it to the width of the terminal.
             left = "" if seconds_left is None else f"  {duration_text(max(1, round(seconds_left)))} left"
             self._stream.write(_CLEAR + (text + left)[: shutil.get_terminal_size().columns - 1])
             self._stream.flush()

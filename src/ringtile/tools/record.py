@@ -31,7 +31,8 @@ BOTH = "forward+backward"
 DIRECTIONS = (FORWARD, BOTH)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
-_FORMAT = 1
+FORMAT = 1
+"""The format of all records. Another number refuses older files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Record:
 
     def to_json(self) -> str:
         """Return one JSON object, for `from_json`, with a line per row."""
-        found = {"format": _FORMAT, **asdict(self)}
+        found = {"format": FORMAT, **asdict(self)}
         rows = ",\n".join(json.dumps(row) for row in found.pop(self.ROWS))
         return f'{json.dumps(found)[:-1]}, "{self.ROWS}": [\n{rows}\n]}}\n'
 
@@ -92,8 +93,8 @@ def fields_of(text: str, command: str) -> Iterator[dict[str, Any]]:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{what}, got no JSON: {error}") from None
-    if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
-        raise ValueError(f"{what} with format {_FORMAT}, got {text[:60]!r}")
+    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+        raise ValueError(f"{what} with format {FORMAT}, got {text[:60]!r}")
     try:
         yield found
     except (KeyError, TypeError) as error:
@@ -106,6 +107,7 @@ def whole(path: Path) -> Iterator[Path]:
 
     A reader, or an interruption, finds all of the old or all of the new file.
     """
+    # A rename replaces a file at once, but only within one file system, so the draft lies beside it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

@@ -82,6 +82,7 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
     in_index = index.group.shape[1]
     if num_heads is not None and (num_heads < 1 or in_index not in (1, num_heads)):
         raise ValueError(f"num_heads: expected {'a positive number' if in_index == 1 else in_index}, got {num_heads}")
+    # One list of tiles stands for all heads, if no head has its own.
     copies = (num_heads or in_index) // in_index
     kept = index.trimmed()
     pairs = index.tile_pairs(len(index.group), in_index * copies)
@@ -116,5 +117,6 @@ def _longest(full: Tensor, part: Tensor, per_group: int, first: int) -> LongestL
     lengths = (full + part).diff()
     if not lengths.numel():
         return LongestList(first, 0, 0.0)
+    # Lists of all groups lie one after the other: with 8 rows per group, list 11 is row 3 of group 1.
     slot = int(lengths.argmax())
     return LongestList(first + slot % per_group, int(lengths[slot]), float(lengths.double().mean()))

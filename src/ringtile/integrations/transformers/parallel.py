@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import Layout, make_plan, ring_attention
-from ringtile.distributed.attention import group_of, real_group
 from ringtile.distributed.layout import LAYOUTS
-from ringtile.distributed.plan import RING_PATTERNS
+from ringtile.distributed.plan import fits_ring
+from ringtile.distributed.process_groups import real_group
+from ringtile.distributed.transports import group_of
 from ringtile.integrations.transformers.attention import (
     GivenPattern,
     check_arguments,
@@ -477,7 +478,7 @@ class ContextParallel:
         found = []
         for kind, (calls, (pattern, layout, heads, batch, width)) in self._traffic.items():
             others = received = layout.n_tokens - layout.size(self.rank)
-            if not isinstance(pattern, RING_PATTERNS):
+            if not fits_ring(pattern):
                 plan = make_plan(pattern, layout, self.rank, num_heads=heads, batch=batch, gather=None)
                 received = sum(plan.tokens_received) + sum(plan.tokens_hot) - plan.tokens_hot[self.rank]
             else:

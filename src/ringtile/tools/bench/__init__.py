@@ -204,7 +204,7 @@ def run_bench(
     long the rounds of one case and direction take. Tasks that are whole in ``before`` are not measured again.
     """
     counts = {task.case.threads or torch.get_num_threads() for task in tasks}
-    # What other processes do, before this one computes.
+    # The warning is about other processes, so look at the load before this one computes.
     record = blank_record(seed, seconds)
     peaks = {str(number): peak_rates(threads=number) for number in sorted(counts)}
     record = replace(record, interrupted=True, peaks=peaks, command=command)
@@ -313,6 +313,7 @@ def _device(name: str) -> torch.device:
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
     sizes = {"batch": args.batch, "head_dim": args.head_dim, "device": _device(args.device)}
     for text in args.patterns:
+        # A pattern per head decides the number of heads.
         heads = parse(text).num_heads or args.heads
         for name in [f"{text} at {density:g}" for density in args.density or []] or [text]:
             for dtype in args.dtype:
@@ -348,6 +349,7 @@ def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...
         return ()
     record = _read("--resume", path)
     here = blank_record(args.seed, args.seconds)
+    # Rows of another commit or machine in one record would be compared as if they were of one run.
     for name in ("seed", "seconds", "commit", "versions", "machine"):
         if getattr(record, name) != getattr(here, name):
             was, now = getattr(record, name), getattr(here, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ringtile.tools import record
 from ringtile.tools.record import OURS
@@ -72,6 +72,7 @@ class Row:
     @property
     def problem(self) -> tuple[Any, ...]:
         """All that two rows must share to be compared, peer and direction included."""
+        # A record says None for what a run does by default, so a default and its value are one problem.
         sizes = (self.n_tokens, self.batch, self.heads, self.head_dim, self.block)
         parts = (self.kv_heads or self.heads, self.n_queries or self.n_tokens, self.threads)
         return (self.pattern, *sizes, *parts, self.dtype, self.device, self.direction, self.peer)
@@ -136,8 +137,7 @@ class Record(record.Record):
         return Row(**found)
 
 
-@dataclass(frozen=True)
-class BreakEven:
+class BreakEven(NamedTuple):
     """The length from which sparse attention is not slower than dense."""
 
     asked: str
@@ -160,6 +160,7 @@ def break_even(rows: tuple[Row, ...]) -> list[BreakEven]:
     result = []
     for (asked, dtype, direction), lengths in found.items():
         first = None
+        # From the longest length down: one that is slower ends the search, whatever shorter ones did.
         for n_tokens in sorted(lengths, reverse=True):
             if not lengths[n_tokens]:
                 break
@@ -176,6 +177,7 @@ def slower_rows(now: Record, before: Record, max_slowdown: float) -> list[str]:
     Raises:
         ValueError: If no row of ``before`` was measured now.
     """
+    # Baselines belong to PyTorch, and a change of theirs is no fault of ringtile.
     today = {row.problem: row for row in now.rows if row.peer == OURS}
     shared = [row for row in before.rows if row.problem in today and row.speedup is not None]
     if not shared:

@@ -150,6 +150,7 @@ class Fast:
                 tiles, reason = 0, str(error)
             if (expected := seconds_per_tile * tiles) > PASS_SECONDS:
                 reason = f"a pass would take about {duration_text(expected)}"
+            # Longer ones would take longer still.
             if reason:
                 self.left_out = f"from {n_tokens:,} tokens up: {reason}"
                 progress.say(f"  left out {self.left_out}")
@@ -166,6 +167,7 @@ class Fast:
         measured = [row for row in self.curve if row.dense_measured]
         dense = measured[-1].dense_seconds * (case.n_tokens / measured[-1].n_tokens) ** 2 if measured else 0.0
         affordable = not measured or dense < DENSE_SECONDS
+        # Dense attention takes 16 times as long at four times the length, so a few lengths are enough.
         if affordable:
             dense = seconds_of(partial(exact.run, SdpaDense().prepare(case), BOTH, exact.rows_grad))
         attention, results = Ringtile().prepare(case), []

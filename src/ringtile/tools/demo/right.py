@@ -95,6 +95,7 @@ class Right:
         progress.say(f"  worst error {worst[RINGTILE]:.1e}; of torch's own dense attention {worst[TORCH]:.1e}")
 
     def _measure(self, case: Case, causal: bool) -> PatternErrors:
+        # All rows are sampled: the problem is small, and its errors are shown.
         exact, kept, rule = Exact(case, self.seed, checked_rows=self.n_tokens), case.index.to_dense(), case.pattern
         errors = {TORCH: exact.torch_errors(rule)}
         for method, attention in (
@@ -117,6 +118,7 @@ class Right:
     def passed(self) -> bool:
         """True if every error is at most three times the error of torch's own dense attention."""
         pairs = (zip(row.errors[RINGTILE], row.errors[TORCH], strict=True) for row in self.rows)
+        # Errors of a few float32 roundings differ by more than three times by chance.
         return all(ours <= 3 * theirs + 1e-7 for row in pairs for ours, theirs in row)
 
     def draw(self, path: Path) -> None:

@@ -50,6 +50,7 @@ class Corpus(NamedTuple):
 
     def byte_entropy(self) -> float:
         """Return the bits per held-out byte of a model that knows only the byte counts of the training text."""
+        # One more of each byte, so that a byte that the training text lacks costs bits and not infinity.
         counts = torch.bincount(self.train.long(), minlength=256).double() + 1
         return float(-(counts / counts.sum()).log2()[self.held_out.long()].mean())
 
@@ -139,8 +140,9 @@ class Run:
         return F.cross_entropy(self.model(tokens[None, :-1])[0], tokens[1:])
 
     def _step(self) -> None:
-        # The window depends on the seed and the number of the step, so both models read the same text.
-        generator = torch.Generator().manual_seed((self.seed << 32) + self.steps)
+        # The window depends on the seed and the number of the step, so both models read the same text. A CPU generator
+        # knows only the lower 32 bits of a seed, so the seeds of two runs must differ in these.
+        generator = torch.Generator().manual_seed((1_000_003 * self.seed + self.steps) % 2**32)
         first = int(torch.randint(len(self.corpus.train) - self.context, (), generator=generator))
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (self.steps + 1) / WARMUP_STEPS)
         loss = self._loss(self.corpus.train, first, self.context)
@@ -157,6 +159,7 @@ class Run:
     def evaluate(self) -> None:
         """Measure bits per byte on the first windows of the held-out text."""
         text, length = self.corpus.held_out, min(self.context, len(self.corpus.held_out) - 1)
+        # Windows side by side, and always the same, so that figures of both runs can be compared.
         firsts = range(0, len(text) - length, length)[:HELD_OUT_WINDOWS]
         bits = sum(float(self._loss(text, first, length)) for first in firsts) / len(firsts) / math.log(2)
         self.held_out.append(HeldOut(self.steps, self.trained_seconds, bits))
@@ -168,6 +171,7 @@ def flex_attention_error() -> str | None:
 
     query, key, value = (torch.randn(1, 1, 128, 16, requires_grad=True) for _ in range(3))
     try:
+        # Uncompiled, it warns that it is slow. Only its answer matters here.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flex_attention(query, key, value).sum().backward()

@@ -143,12 +143,8 @@ def test_the_package_keeps_the_house_rules() -> None:
     assert complaints(PACKAGE) == []
 
 
-KNOWN = {"ringtile.tools.quality.calibrate", "ringtile.tools.quality.decoder"}
-"""A leg of a decoder calibrates it, and calibrating runs a decoder. Their room will cut it; add no other."""
-
-
 def test_no_files_import_each_other() -> None:
-    assert [ring for ring in circles(PACKAGE) if ring != KNOWN] == []
+    assert circles(PACKAGE) == []
 
 
 def test_a_planted_circle_is_found(tmp_path: Path) -> None:
@@ -178,7 +174,6 @@ def test_every_room_is_looked_at() -> None:
     [
         ("patterns/local.py", "from ..index import build", "patterns may not import index"),
         ("patterns/local.py", "def f():\n    import ringtile.index.build", "patterns may not import index"),
-        ("patterns/base.py", "from ringtile.index import tiles", "patterns may not import index"),
         ("patterns/local.py", "from ringtile import index", "patterns may not import index"),
         ("patterns/__init__.py", "from ..index.build import build_index", "patterns may not import index"),
         ("index/build.py", "import ringtile", "index may not import __init__"),
@@ -195,21 +190,12 @@ def test_every_room_is_looked_at() -> None:
         ("tools/plot.py", "from ringtile.cli import main", "tools may not import cli"),
         ("adaptive/gate.py", "from ringtile.distributed import plan", "adaptive may not import distributed"),
         ("distributed/plan.py", "from ringtile.tools.predict import cost", "distributed may not import tools"),
-        ("adaptive/gate.py", "from ringtile.tools import plot", "adaptive may not import tools"),
-        ("distributed/ring.py", "from ringtile.adaptive import gate", "distributed may not import adaptive"),
         ("distributed/ring.py", "from ringtile.modules import multihead", "distributed may not import modules"),
-        (
-            "distributed/ring.py",
-            "from ringtile.integrations import diffusers",
-            "distributed may not import integrations",
-        ),
         ("modules/multihead.py", "from ringtile.distributed import faults", "modules may not import distributed"),
-        ("tools/demo/act.py", "from ringtile.cli import main", "tools may not import cli"),
         ("stray.py", "import ringtile.patterns", "in no known room"),
         ("index/utils.py", "", "a file named utils"),
         ("index/_common/x.py", "", "a file named common"),
         ("index/build.py", "class IndexV2: ...", "named after its history"),
-        ("index/build.py", "class ImprovedIndex: ...", "named after its history"),
         ("patterns/grammar.py", "importlib.import_module('ringtile.index')", "imports by name"),
         ("patterns/grammar.py", "eval('1')", "calls eval"),
         ("patterns/grammar.py", "exec('x = 1')", "calls exec"),

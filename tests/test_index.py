@@ -578,7 +578,7 @@ def test_only_the_last_lengths_of_an_index_are_remembered() -> None:
     for n_tokens in range(400, 512):
         build_index(Causal(), n_tokens)
     (entry,) = build_module._cache._entries.values()
-    assert len(entry.with_lengths) == build_module._LENGTHS
+    assert len(entry) == build_module._LENGTHS
     assert build_index(Causal(), 500).n_queries == first.n_queries
     assert cache_info().misses == 1
 

@@ -950,6 +950,13 @@ def test_a_cached_index_that_changes_is_checked_again() -> None:
     with pytest.raises(ValueError, match=r"rows\.partial"):
         attend(q, k, v, Causal(), out_grad)
     index.rows.partial.sub_(9)
+    # Between the passes of a call, too.
+    leaf = q.clone().requires_grad_()
+    out = sparse_attention(leaf, k, v, Causal(), backend="native")
+    index.rows.partial.add_(9)
+    with pytest.raises(ValueError, match=r"rows\.partial"):
+        torch.autograd.grad(out, leaf, out_grad)
+    index.rows.partial.sub_(9)
     assert_same_bits(attend(q, k, v, Causal(), out_grad).tensors(), expected)
     clear_cache()
 

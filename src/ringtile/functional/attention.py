@@ -58,6 +58,7 @@ def check_whole() -> None:
 
 def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Cast the tensors if autocast is on. Raise ValueError if they do not match."""
+    # One argument after the other, so that the first wrong one is named.
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
@@ -247,6 +248,7 @@ def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
 
 def attend_scores(scores: Tensor, pairs: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the lse of a few rows from all of their scores ``[B, H, R, N]``, over the kept pairs."""
+    # A row without pairs has a maximum of -inf, and -inf - -inf is NaN, so its lse counts as 0 in the difference.
     masked = scores.masked_fill(~pairs, -math.inf)
     lse = masked.logsumexp(3)
     shift = lse.masked_fill(lse == -math.inf, 0)
@@ -272,6 +274,7 @@ def _name_of(pattern: Pattern | BlockIndex | Tensor | BlockMask | None) -> str |
     if isinstance(pattern, BlockIndex):
         return id(pattern)
     if pattern is None:
+        # `is_causal`, which makes it causal, is a part of the structure of its own.
         return "dense"
     return pattern.text if isinstance(pattern, Pattern) else None
 
@@ -365,7 +368,7 @@ def _attend(
             call = call._replace(backend=plan.call.backend)
         if plan is None and structure is not None:
             if index is not None and index is not pattern:
-                # In a tuple, because a call with this index has other checks.
+                # In a tuple, because a call that gives this index itself has other checks.
                 structure = ((id(index),), *structure[1:])
             plan = found_plan(structure) or make_plan(structure, query, key, value, call, index, backend or "")
         # Options can be tensors that only PyTorch's dispatcher reads, as lazily zero ones.

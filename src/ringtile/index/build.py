@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -85,10 +85,28 @@ def _tile_states(
     return state
 
 
+@real_tensors()
 def _build(
-    pattern: Pattern, grid: TileGrid, heads: int, batch: int, rows: Tensor, budget: Budget, places: TileGrid
+    pattern: Pattern,
+    lengths: TileGrid,
+    heads: int,
+    batch: int,
+    max_bytes: int,
+    device: torch.device,
+    rows: Tensor | None = None,
+    own: TileGrid | None = None,
 ) -> BlockIndex:
-    """Build the index of the row tiles ``rows`` of a grid. ``places`` is the grid of these rows alone."""
+    """Build the index of all row tiles, or of ``rows``, whose own lengths are ``own``.
+
+    A rule that is defined for all positions fills whole tiles.
+    """
+    grid, own = (x.whole if pattern.unbounded else x for x in (lengths, own or lengths))
+    pattern.validate(lengths)
+    budget = Budget(max_bytes, lengths)
+    # Even an index without tiles has a begin for each row and column.
+    budget.check(pattern, (grid.n_rows if rows is None else len(rows)) + grid.n_cols, CANDIDATE_BYTES)
+    if rows is None:
+        rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
     table, members = groups_of(pattern, heads, batch)
     collector = TileCollector(grid.block, rows.device, budget.max_bytes)
     numbers = [rows[:0]]
@@ -107,11 +125,12 @@ def _build(
         torch.tensor(table, dtype=torch.int32, device=rows.device),
         Entries(torch.cat(numbers), state),
         bits,
-        places,
+        own,
         tuple(members[numbers_of_row[0]][0].envelope() for numbers_of_row in table),
     )
 
 
+@real_tensors()
 def build_rows(
     pattern: Pattern,
     rows: Tensor,
@@ -132,22 +151,17 @@ def build_rows(
     >>> print(index.draw())
     ▒···
     ███▒
-    >>> index.n_queries, index.row_at.tolist()
+    >>> index.n_queries, index.rows.at.tolist()
     (244, [0, 3])
     """
     lengths = TileGrid(block, 0, n_tokens, n_tokens)
-    grid = lengths.whole if pattern.unbounded else lengths
+    # 300 tokens in tiles of 128: rows 0 and 2 are 128 + 44 queries, because the last tile ends at token 300.
     cut = -n_tokens % block if rows[-1:].tolist() == [lengths.n_rows - 1] else 0
     own = TileGrid(block, 0, len(rows) * block - cut, n_tokens)
-    pattern.validate(lengths)
-    budget = Budget(max_bytes, lengths)
-    budget.check(pattern, len(rows) + grid.n_cols, CANDIDATE_BYTES)
-    with real_tensors():
-        places = own.whole if pattern.unbounded else own
-        index = _build(pattern, grid, num_heads, batch, rows, budget, places)
-        # The pairs that causal and document rules allow are not counted for rows apart.
-        envelopes = (Dense(),) * len(index.envelopes)
-        return replace(index, grid=own, envelopes=envelopes, rows=index.rows._replace(at=rows.int()))
+    index = _build(pattern, lengths, num_heads, batch, max_bytes, rows.device, rows, own)
+    # The pairs that causal and document rules allow are not counted for rows apart.
+    envelopes = (Dense(),) * len(index.envelopes)
+    return replace(index, grid=own, envelopes=envelopes, rows=index.rows._replace(at=rows.int()))
 
 
 class CacheInfo(NamedTuple):
@@ -160,28 +174,13 @@ class CacheInfo(NamedTuple):
     limit: int
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """An index, and the same tensors with the last lengths."""
-
-    index: BlockIndex
-    with_lengths: dict[TileGrid, BlockIndex] = field(default_factory=dict)
-
-    def at(self, lengths: TileGrid) -> BlockIndex:
-        found = self.with_lengths.get(lengths)
-        if found is None:
-            if len(self.with_lengths) == _LENGTHS:
-                del self.with_lengths[next(iter(self.with_lengths))]
-            found = self.with_lengths[lengths] = self.index.at(lengths)
-        return found
-
-
 class _IndexCache:
     """Least recently used indices, limited in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # The same tensors with the last lengths, the oldest first.
+        self._entries: OrderedDict[Hashable, dict[TileGrid, BlockIndex]] = OrderedDict()
         self._captured: dict[int, BlockIndex] = {}
         self._hits = self._misses = self._nbytes = 0
         self._limit = limit
@@ -195,23 +194,34 @@ class _IndexCache:
                 return None
             self._hits += 1
             self._entries.move_to_end(key)
+            index = self._at(entry, lengths)
             if capturing:
-                self._captured[id(entry.index)] = entry.index
-            return entry.at(lengths)
+                self._captured[id(index.group)] = index
+            return index
 
     def put(self, key: Hashable, lengths: TileGrid, index: BlockIndex) -> BlockIndex:
         """Store an index and return the one to use: another thread's, if that was first."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = _Entry(index)
+                entry = self._entries[key] = {index.grid: index}
                 self._nbytes += index.nbytes
                 self._evict()
-            return entry.at(lengths)
+            return self._at(entry, lengths)
+
+    def _at(self, entry: dict[TileGrid, BlockIndex], lengths: TileGrid) -> BlockIndex:
+        """Return the index of an entry with some lengths, always the same object, so that callers can compare it."""
+        found = entry.get(lengths)
+        if found is None:
+            found = next(iter(entry.values())).at(lengths)
+            if len(entry) == _LENGTHS:
+                del entry[next(iter(entry))]
+            entry[lengths] = found
+        return found
 
     def _evict(self) -> None:
         while self._nbytes > self._limit:
-            self._nbytes -= self._entries.popitem(last=False)[1].index.nbytes
+            self._nbytes -= next(iter(self._entries.popitem(last=False)[1].values())).nbytes
 
     def info(self) -> CacheInfo:
         with self._lock:
@@ -329,13 +339,7 @@ def build_index(
     key = (pattern, grid, num_heads, batch, device)
     index = _cache.get(key, lengths, is_capturing(device))
     if index is None:
-        with real_tensors():
-            pattern.validate(lengths)
-            budget = Budget(max_bytes, lengths)
-            budget.check(pattern, grid.n_rows + grid.n_cols, CANDIDATE_BYTES)
-            rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
-            index = _build(pattern, grid, num_heads, batch, rows, budget, grid)
-        index = _cache.put(key, lengths, index)
+        index = _cache.put(key, lengths, _build(pattern, lengths, num_heads, batch, max_bytes, device))
     return index
 
 

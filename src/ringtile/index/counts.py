@@ -80,6 +80,7 @@ def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tu
         lo, hi = key_bounds(envelope, query, grid.n_keys)
         pairs += int((hi - lo).clamp(min=0).sum())
         # The intervals of consecutive queries leave no gap, so the queries of a row tile cover one run of tiles.
+        # Rows of this step count from 0. Queries without a key touch no tile.
         row = query[hi > lo] // grid.block - first // grid.block
         lowest = torch.full((step // grid.block,), grid.n_keys, device=device)
         lowest.scatter_reduce_(0, row, lo[hi > lo], "amin")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid
+from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
 
 MAX_BYTES = 2 << 30
 """Default budget of one build."""
@@ -23,7 +23,7 @@ _STRIP = 1 << 18
 """Candidate tiles classified at once, unless one interval of a cover has more."""
 
 _FEW = 512
-"""Up to this many tiles of a single row, as for a decoded token, are classified sooner than a cover is computed."""
+"""Tiles of a single row that are classified without a cover."""
 
 
 def shortened(pattern: Pattern) -> str:
@@ -74,10 +74,11 @@ def strips(pattern: Pattern, head: int, rows: Tensor, grid: TileGrid, budget: Bu
     """
     if len(rows) * grid.n_cols * CANDIDATE_BYTES > budget.max_bytes:
         budget.check(pattern, pattern.cover_size(head, rows, grid), _COVER_BYTES)
-    few = len(rows) == 1 and grid.n_cols <= _FEW
-    cover = _cover_of(pattern, head, rows, grid, few)
-    budget.check(pattern, cover.size(), CANDIDATE_BYTES)
+    # All tiles of the row of a decoded token are classified sooner than a cover is computed.
+    chosen = Dense() if len(rows) == 1 and grid.n_cols <= _FEW else pattern
+    cover = chosen.cover(head, rows, grid)
     cover = cover._replace(row=torch.searchsorted(rows, cover.row)).disjoint(grid.n_cols)
+    budget.check(pattern, cover.size(), CANDIDATE_BYTES)
     length = cover.hi - cover.lo
     count = torch.bincount((length.cumsum(0) - length) // _STRIP).tolist()
     for row, lo, hi in zip(*(vector.split_with_sizes(count) for vector in cover), strict=True):
@@ -85,12 +86,6 @@ def strips(pattern: Pattern, head: int, rows: Tensor, grid: TileGrid, budget: Bu
         length = hi - lo
         number = torch.repeat_interleave(row * grid.n_cols + lo - (length.cumsum(0) - length), length)
         yield number.add_(torch.arange(len(number), device=number.device))
-
-
-def _cover_of(pattern: Pattern, head: int, rows: Tensor, grid: TileGrid, every: bool = False) -> Cover:
-    """Return the cover of a pattern, with all columns if it has none, or if the caller wants them."""
-    cover = None if every else pattern.cover(head, rows, grid)
-    return Cover(rows, torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)) if cover is None else cover
 
 
 def needed(
@@ -118,11 +113,8 @@ def needed(
     budget = Budget(max_bytes, grid)
     budget.check(pattern, n_parts * (grid.n_cols + 1), 8)
     touched, distinct = Touched(rows, parts, n_parts, grid), torch.unique(rows)
-    for member, head in groups_of(pattern, num_heads, batch)[1]:
-        cover = member.cover(head, distinct, grid) if grid.n_cols else None
-        if cover is None:
-            has_rows = torch.bincount(parts, minlength=n_parts) > 0
-            return has_rows.unsqueeze(1).expand(n_parts, grid.n_cols)
+    for member, head in groups_of(pattern, num_heads, batch)[1] if grid.n_cols else ():
+        cover = member.cover(head, distinct, grid)
         budget.check(pattern, touched.count(cover), _COVER_BYTES)
         touched.add(cover)
     return touched.columns()
@@ -179,7 +171,7 @@ def candidates(
     table, members = groups_of(pattern, num_heads, batch)
     copies = torch.bincount(torch.tensor(table).flatten()) * (num_heads // len(table[0])) * (batch // len(table))
     for number, (member, head) in zip(copies.tolist(), members, strict=True):
-        cover = _cover_of(member, head, rows, grid)
+        cover = member.cover(head, rows, grid)
         budget.check(pattern, len(cover.row), CANDIDATE_BYTES)
         yield number, cover.disjoint(grid.n_cols)
 

@@ -89,7 +89,7 @@ def remapped(index: BlockIndex, rows: Tensor, cols: Tensor) -> BlockIndex:
     """
     new_row, new_col = _new_numbers("rows", rows, index.n_rows), _new_numbers("cols", cols, index.n_cols)
     block = index.block
-    # 300 queries from position 100 in tiles of 128: 100 positions before the first tile's rows, and 112 after the last.
+    # 300 queries from position 100 in tiles of 128: 100 places of the first tile come before, 112 of the last after.
     lead, row_tail, col_tail = index.start % block, -(index.start + index.n_queries) % block, -index.n_keys % block
     keeps_lead, keeps_row_tail = rows[:1].tolist() == [0], rows[-1:].tolist() == [index.n_rows - 1]
     keeps_col_tail = cols[-1:].tolist() == [index.n_cols - 1]

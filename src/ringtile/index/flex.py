@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _PARTIAL = 0
 
 
+@real_tensors()
 def to_block_mask(index: BlockIndex) -> BlockMask:
     """Return FlexAttention's mask of the same pairs, for eager and compiled FlexAttention.
 
@@ -41,22 +42,21 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    with real_tensors():
-        table = dense_states(index)
-        kept, full = _query_blocks(index, table)
-        group = index.group.long()
-        (counts, indices), (full_counts, full_indices) = (
-            (found[group] for found in listed(chosen)) for chosen in (kept & ~full, full)
-        )
-        return BlockMask.from_kv_blocks(
-            counts,
-            indices,
-            full_counts,
-            full_indices,
-            BLOCK_SIZE=index.block,
-            mask_mod=_mask_of(index, table),
-            seq_lengths=(index.n_queries, index.n_keys),
-        )
+    table = dense_states(index)
+    kept, full = _query_blocks(index, table)
+    group = index.group.long()
+    (counts, indices), (full_counts, full_indices) = (
+        (found[group] for found in listed(chosen)) for chosen in (kept & ~full, full)
+    )
+    return BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        full_counts,
+        full_indices,
+        BLOCK_SIZE=index.block,
+        mask_mod=_mask_of(index, table),
+        seq_lengths=(index.n_queries, index.n_keys),
+    )
 
 
 def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,14 +188,14 @@ def from_block_mask(block_mask: BlockMask, *, start: int | None = None) -> Patte
     with _imported_lock:
         patterns = _imported.setdefault(block_mask, {})
         if start not in patterns:
-            with real_tensors():
-                states = _read_states(block_mask)
+            states = _read_states(block_mask)
             patterns[start] = FlexPattern(
                 block_mask.mask_mod, states, block_mask.BLOCK_SIZE, (n_queries, n_keys), start
             )
         return patterns[start]
 
 
+@real_tensors()
 def _read_states(block_mask: BlockMask) -> Tensor:
     """Return the lists, of any width, as int8 ``[B, H, rows, columns]``."""
     n_cols = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])

@@ -49,6 +49,7 @@ def order_of(work: Tensor, n_groups: int, per_group: int) -> Order:
     slot, scratch = work[:, 0].long(), work[:, 3]
     unused = slot < 0
     group = torch.where(unused, n_groups, slot // max(per_group, 1))
+    # Splits per group, one place later, and those that are not used at the end: their sums are the begins.
     members = torch.zeros(n_groups + 2, dtype=torch.int64, device=work.device)
     members.scatter_add_(0, group + 1, torch.ones_like(group))
     begin = members[: n_groups + 1].cumsum(0).int()

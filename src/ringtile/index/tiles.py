@@ -38,6 +38,7 @@ def full_word(block: int) -> int:
 
 def popcount(words: Tensor) -> Tensor:
     """Count the set bits of each int32 word."""
+    # Sums of neighbours: pairs of bits, then nibbles, then bytes, which the product adds up in its top byte.
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F

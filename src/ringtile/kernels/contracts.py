@@ -98,6 +98,7 @@ class Masses(NamedTuple):
 OPTIONAL = tuple(name for name, kind in get_type_hints(Call).items() if kind == Tensor | None)
 """The fields of a call that are tensors or None."""
 
+# They follow one another, so that a slice of the call finds them without six look-ups by name.
 _PLACES = slice(Call._fields.index(OPTIONAL[0]), Call._fields.index(OPTIONAL[-1]) + 1)
 
 
@@ -209,6 +210,7 @@ def lacking(call: Call, *names: str) -> list[str]:
 
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merge attention over more keys into ``out`` and ``lse``, in place. Parts can be empty (lse -inf)."""
+    # Each output is the mean of its keys, so its share is exp(lse - total): two parts of equal lse count a half each.
     total = torch.logaddexp(lse, more_lse)
     safe = total.masked_fill(total == -math.inf, 0)
     out.mul_((lse - safe).exp_().unsqueeze(-1)).addcmul_(more.to(out.dtype), (more_lse - safe).exp_().unsqueeze(-1))

@@ -28,6 +28,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(
             f"causal needs as many queries as keys, from position 0: got {q.shape=}, {k.shape=}, {call.start=}"
         )
+    # Its mask is -inf before the scale. A scale of 0 makes it NaN, and a negative one keeps what it should mask.
     if call.pattern == "causal" and call.scale <= 0:
         reasons.append(f"masks before it scales, so causal needs a scale > 0, got {call.scale=}")
     reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")

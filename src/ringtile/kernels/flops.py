@@ -47,6 +47,7 @@ class _Finder:
             return None
         sys.meta_path.remove(cls)
         spec: Any = find_spec(name)
+        # The module's own loader executes it, then the formulas join those of PyTorch.
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

@@ -134,6 +134,7 @@ def _composed(masses: Masses) -> Tensor:
     out = query.new_zeros((batch, heads, len(ends) - 1, tiles), dtype=torch.float32)
     key, numbers = key.to(wide), torch.arange(n_keys, device=key.device)
     first = 0
+    # As many groups of rows at a time as have room for their scores, at least one.
     while first < len(ends) - 1 and out.numel():
         last = first + 1
         while last < len(ends) - 1 and (ends[last + 1] - ends[first]) * n_keys * batch * heads <= _SCORES:
@@ -147,6 +148,7 @@ def _composed(masses: Masses) -> Tensor:
         if bias is not None:
             scores += bias[:, :, None, None].to(wide)
             visible = visible & (bias != -math.inf)[:, :, None, None]
+        # A row that sees no key has a maximum of -inf. It counts as 0, so that no difference is NaN.
         top = scores.masked_fill_(~visible, -math.inf).amax(4, keepdim=True)
         weights = (scores - top.masked_fill(top == -math.inf, 0)).exp_()
         weights = torch.nn.functional.pad(weights, (0, tiles * segment - n_keys)).unflatten(4, (tiles, segment)).sum(5)

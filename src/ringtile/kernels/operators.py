@@ -97,13 +97,16 @@ def _example(arguments: Sequence[Any], in_dims: Sequence[Any], number: int) -> l
 
 def _vmap_rule(n_tensors: int, op: Any) -> Any:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        # Examples become batch elements: [V, B, H, N, D] with V examples is one call of [V * B, H, N, D].
         size = info.batch_size
         call, dims = Call(*arguments[n_tensors:]), dict(zip(Call._fields, in_dims[n_tensors:], strict=True))
         if any(dims[name] is not None for name in ("seed", "alibi_slopes", "head_at")):
+            # The kernels have one seed, and one slope and number per head, for the whole batch.
             each = [op(*_example(arguments, in_dims, number)) for number in range(size)]
             return tuple(torch.stack(outs) for outs in zip(*each, strict=True)), (0,) * len(each[0])
         tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
         tiles = list(call.tiles)
+        # The first tensor of an index is its groups: one row per batch element, or one row for all.
         if tiles and tiles[0].shape[0] > 1:
             tiles[0] = tiles[0].repeat(size, 1)
         batch_at = call.batch_at

@@ -108,6 +108,8 @@ class _Problem:
         queries, index = self.first_position + rows, self.pattern
         if not isinstance(index, BlockIndex):
             return queries, keys
+        # Tiles of an index can lie elsewhere than their numbers say: with block 16 and row_at [0, 3], query 20 is the
+        # fifth of the tile at 3, at position 3 * 16 + 4 = 52.
         row_tile = index.row_positions(queries // index.block - index.first_row)
         col_tile = index.col_positions(keys // index.block)
         return row_tile * index.block + queries % index.block, col_tile * index.block + keys % index.block
@@ -147,6 +149,7 @@ class _Problem:
             settle_exponentials()
         row_kept, key_kept = kept.any(-1, keepdim=True), kept.any(-2).unsqueeze(-1)
         q, k, v = (torch.where(used, x.double(), 0.0) for used, x in ((row_kept, q), (key_kept, k), (key_kept, v)))
+        # Dropout and ALiBi depend on positions, not on places in this call.
         query_at, key_at = self.positions(rows, keys)
         query_at = query_at[:, None]
         scores = (q.shape[-1] ** -0.5 if self.scale is None else self.scale) * (q @ k.mT)

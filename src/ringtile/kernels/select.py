@@ -68,6 +68,7 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
             raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
         return call.backend
     dense_first = q.dtype in before_native() and q.shape[2] >= dense.MATRIX_ROWS
+    # The log names every backend that was asked, with its reasons. Dynamo does not trace loggers.
     for name in _DENSE_FIRST if dense_first else _BACKENDS:
         reasons = _BACKENDS[name].unsupported(q, k, v, call)
         if not torch.compiler.is_compiling():

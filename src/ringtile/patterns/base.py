@@ -108,16 +108,19 @@ class Pattern:
         """Return which pairs of query and key positions are kept: int64 in, bool of the broadcast shape out."""
         raise NotImplementedError
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        """Return candidate column tiles of each row tile in ``rows`` (int64), or None for all column tiles."""
-        return None
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        """Return candidate column tiles of each row tile in ``rows`` (int64). Default: those of `col_range`."""
+        return Cover(rows, *self.col_range(head, rows, grid))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         """Return an upper bound of ``cover(...).size()`` in O(rows), without listing tiles."""
-        return len(rows) * grid.n_cols
+        return Cover(rows, *self.col_range(head, rows, grid)).size()
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """Return one interval ``[lo, hi)`` of column tiles per row tile (int64, clipped) with all its kept pairs."""
+        """Return one interval ``[lo, hi)`` of column tiles per row tile (int64, clipped) with all its kept pairs.
+
+        Default: all column tiles.
+        """
         return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
@@ -363,24 +366,13 @@ class And(_Pair):
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allowed(head, query, key) & self.second.allowed(head, query, key)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        sides = (self.first, self.second)
-        (least, small), (most, other) = sorted(
-            ((side.cover_size(head, rows, grid), side) for side in sides), key=lambda sized: sized[0]
-        )
-        first, second = small.cover(head, rows, grid), None
-        # To list a cover of many more tiles takes more time than the tiles that it leaves out.
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        small, other = sorted(self.parts, key=lambda part: part.cover_size(head, rows, grid))
+        least, most = (part.cover_size(head, rows, grid) for part in (small, other))
+        cover = small.cover(head, rows, grid)
         if min(most, len(rows) * grid.n_cols) <= max(2 * least, _FEW):
-            second = other.cover(head, rows, grid)
-        if first is None:
-            if second is None:
-                return None
-            # A side without a cover counts every tile once.
-            cover, other = second.disjoint(grid.n_cols), small
-        elif second is None:
-            cover = first
-        else:
-            return first.meet(second, grid.n_cols)
+            return cover.meet(other.cover(head, rows, grid), grid.n_cols)
+        # To list a cover of many more tiles takes more time than the tiles that it leaves out: cut to its range alone.
         lo, hi = other.col_range(head, cover.row, grid)
         return Cover(cover.row, torch.maximum(cover.lo, lo), torch.minimum(cover.hi, hi))
 
@@ -394,6 +386,7 @@ class And(_Pair):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         a, b = self.first.tile_class(head, row, col, grid), self.second.tile_class(head, row, col, grid)
         both = number_pairs(a, b)
+        # A pair with a full side has the bits of the other side, which its number tells. Only 0 and 1 have a meaning.
         both[(a == 1) & (b == 1)] = 1
         both[(a == 0) | (b == 0)] = 0
         return both
@@ -414,11 +407,9 @@ class Or(_Pair):
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allowed(head, query, key) | self.second.allowed(head, query, key)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        a, b = self.first.cover(head, rows, grid), self.second.cover(head, rows, grid)
-        if a is None or b is None:
-            return None
-        return Cover(*(torch.cat(parts) for parts in zip(a, b, strict=True)))
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        covers = (part.cover(head, rows, grid) for part in self.parts)
+        return Cover(*map(torch.cat, zip(*covers, strict=True)))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.first.cover_size(head, rows, grid) + self.second.cover_size(head, rows, grid)

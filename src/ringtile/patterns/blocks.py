@@ -37,6 +37,7 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shape = torch.broadcast_tensors(head, query, key)[0].shape
         parts = [head.to(query.device), query // self.unit, key // self.unit]
+        # 128 x 128 positions in blocks of 64 are only 2 x 2 pairs of blocks.
         distinct, inverse = zip(*(torch.unique(part, return_inverse=True) for part in parts), strict=True)
         heads, rows, cols = distinct
         if len(heads) * len(rows) * len(cols) > shape.numel():
@@ -57,6 +58,7 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
         some, every = torch.zeros_like(row, dtype=torch.bool), torch.ones_like(row, dtype=torch.bool)
         for down, right in product(range(per_tile), repeat=2):
             a, b = row_first + down, col_first + right
+            # A tile of 128 meets two or three blocks of 50, so the last steps can lie beyond it.
             met = (a <= row_last) & (b <= col_last)
             kept = self.kept(number, a, b) & met
             some |= kept
@@ -107,6 +109,7 @@ class Blocks(BlockPattern):
     ··██
     """
 
+    # Numbers, not pairs, because one sorted vector answers "is it kept" by a binary search.
     codes: Content
     """Kept blocks as ascending int64 numbers ``(head * R + row) * C + col``."""
     shape: tuple[int, int, int | None]
@@ -146,7 +149,7 @@ class Blocks(BlockPattern):
         code = torch.where(inside, row * n_cols + col, -1)
         return among(codes, code)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         codes, n_cols = self._of_head(head).to(rows.device), self.shape[1]
         return self._tiles(codes // n_cols, codes % n_cols, rows, grid)
 

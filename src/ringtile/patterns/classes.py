@@ -24,6 +24,7 @@ def _renumber(numbers: Tensor) -> tuple[Tensor, int]:
 
 def number_pairs(first: Tensor, second: Tensor) -> Tensor:
     """Number the distinct pairs of two int64 vectors, starting at 2."""
+    # Values far apart become 0, 1, ... first, so that the product below stays small and fits an int64.
     numbers, count = _renumber(second)
     return _renumber(_renumber(first)[0] * count + numbers)[0] + 2
 
@@ -41,5 +42,6 @@ def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[T
     if period * count > row.numel():
         return classes(row, col)
     number = torch.arange(period * count, device=row.device)
+    # Of period 2 and offsets -1 ... 1, number 4 is phase 1 and offset 0: row 1, column 1.
     phase = number // count
     return classes(phase, phase - number % count - low)[(row % period) * count + offset - low]

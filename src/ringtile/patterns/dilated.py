@@ -12,7 +12,7 @@ from torch import Tensor
 from ringtile.patterns.base import Pattern
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int, checked_ints
 from ringtile.patterns.classes import periodic_classes
-from ringtile.patterns.grid import Cover, TileGrid, interval_cover
+from ringtile.patterns.grid import TileGrid, interval_cover
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 
@@ -127,14 +127,8 @@ class Segments(Pattern):
         return (query // self.length == key // self.length) & chosen_query & chosen_key
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return self.cover(head, rows, grid)[1:]
-
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         first, last = grid.units(rows, self.length)
-        return interval_cover(rows, *grid.tiles_of(first, last + 1, self.length), grid)
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return self.cover(head, rows, grid).size()
+        return interval_cover(rows, *grid.tiles_of(first, last + 1, self.length), grid)[1:]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         period = self.length // gcd(self.length, grid.block)
@@ -149,13 +143,17 @@ class Segments(Pattern):
         code = torch.zeros_like(row)
         empty, full = last_common < common, torch.full_like(row, self.dilation == 1, dtype=torch.bool)
         for tile in (row, col):
+            # The common segment begins at this place of the tile, which is negative if it began in an earlier one.
             begin = common * self.length - tile * block
             inside = begin.clamp(0, block)
+            # The first chosen place from `inside` on. If the segment begins at -3, with phase 1 and dilation 4, the
+            # chosen places are -2, 2 and 6, and the first inside is 2.
             first = inside + (begin + phase - inside) % self.dilation
             end = (begin + self.length).clamp(0, block) - 1
             last = first + (end - first) // self.dilation * self.dilation
             empty |= (last < first) & (last_common == common)
             full &= (first == 0) & (last == block - 1)
+            # A place is 0 ... block, so base block + 1 keeps the four numbers of both sides apart.
             code = (code * (block + 1) + first) * (block + 1) + last
         # Only tiles on the diagonal have several. Their class is the offset at which the tile cuts the first.
         cut = (block + 1) ** 4 + row * block - firsts[0] * self.length

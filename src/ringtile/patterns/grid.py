@@ -87,6 +87,7 @@ class Cover(NamedTuple):
         # In one line, row after row: each interval begins after all before it.
         begin, order = (self.row * n_cols + self.lo).sort()
         row, end = self.row[order], (self.row * n_cols + self.hi)[order].cummax(0).values
+        # [0, 4), [2, 3) and [3, 6) become [0, 4), [4, 4) and [4, 6): the second was inside the first, and is empty.
         begin[1:] = torch.maximum(begin[1:], end[:-1])
         kept = end > begin
         row, begin, end = row[kept], begin[kept], end[kept]
@@ -99,6 +100,7 @@ class Cover(NamedTuple):
         # Each interval meets those that end after it begins and begin before it ends. Their numbers are consecutive.
         met = torch.searchsorted(high, begin, right=True)
         count = torch.searchsorted(low, end) - met
+        # [0, 4) and [6, 9) meet [1, 2), [3, 7) as counts 2 and 1: mine is 0 0 1 and theirs 0 1 1.
         mine = torch.repeat_interleave(count)
         theirs = torch.arange(len(mine), device=mine.device) + (met - count.cumsum(0) + count)[mine]
         return Cover(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringtile.patterns.base import Pattern, full_shape
 from ringtile.patterns.checks import checked_int
-from ringtile.patterns.grid import Cover, TileGrid, interval_cover
+from ringtile.patterns.grid import TileGrid, interval_cover
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 
@@ -119,12 +119,9 @@ class GlobalTokens(Pattern):
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return full_shape((query < self.tokens) | (key < self.tokens), head, query, key)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         columns = torch.where(rows * grid.block < self.tokens, grid.n_cols, -(-self.tokens // grid.block))
-        return interval_cover(rows, 0, columns, grid)
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return self.cover(head, rows, grid).size()
+        return interval_cover(rows, 0, columns, grid)[1:]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         # Per side: 0 if no position of the tile is global, 1 if all are, 2 if some are.

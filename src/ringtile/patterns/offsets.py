@@ -40,6 +40,7 @@ def _kept_before(terms: tuple[Term, ...], base: int, count: int, device: torch.d
     """Count the kept offsets among the first i, starting at ``base``: int64 ``[count + 1]``."""
     kept = torch.zeros(count, dtype=torch.int64, device=device)
     for rate, left, right in terms:
+        # Kept are the multiples of the rate from here on: with base -5, right 7 and rate 3, from -3.
         first = -(-max(base, -right) // rate) * rate
         kept[max(0, first - base) : max(0, min(left - base + 1, count)) : rate] = 1
     return torch.cat([kept.new_zeros(1), kept.cumsum(0)])
@@ -52,6 +53,7 @@ def _count_kept(low: Tensor, high: Tensor, terms: tuple[Term, ...]) -> Tensor:
     size = 1 << (highest - lowest + 1).bit_length()
     base = lowest // size * size
     before = _kept_before(terms, base, 2 * size, low.device)
+    # If the kept offsets are 0, 3 and 6 and base is 0, before is 0 1 1 1 2 2 2 3, so 2 ... 6 has 3 - 1 = 2.
     return before[high + 1 - base] - before[low - base]
 
 
@@ -87,6 +89,7 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
     def _split(self, grid: TileGrid) -> tuple[int, int, list[Term]]:
         """Return the reach of the terms that skip no tile, and the terms whose multiples are listed one by one."""
         terms = self.terms
+        # Multiples this far apart skip tiles between them: a rate of 300 tokens over tiles of 128, but not one of 200.
         sparse = [t for t in terms if t.rate * self.unit > 2 * (grid.block + self.unit)]
         # With more multiples than columns, use the whole reach instead.
         if len(terms) >= _MANY and sum(self._multiples(t, grid) for t in sparse) > grid.n_cols:
@@ -96,21 +99,24 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
 
     def _multiples(self, term: Term, grid: TileGrid) -> int:
         """Return an upper bound of the multiples of a term's rate that one row tile meets."""
+        # The keys and one tile of queries span this many multiples, and each end can cut one more.
         met = (grid.n_cols * grid.block + grid.block) // (term.rate * self.unit) + 3
         return min(met, term.left // term.rate + term.right // term.rate + 1)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         left, right, sparse = self._split(grid)
         covers = [self._interval(rows, grid, left, right)]
         first, last = grid.units(rows, self.unit)
         for term in sparse:
             # Start at the multiple that reaches the last key and go toward the first key.
             lowest = (first - grid.n_cols * grid.block // self.unit - 1) // term.rate
+            # Beyond `right`, a term keeps no later keys, so its multiples begin at -(right // rate).
             lowest = lowest.clamp(min=-(term.right // term.rate))
             multiple = lowest.unsqueeze(1) + torch.arange(self._multiples(term, grid), device=rows.device)
             reached = multiple <= term.left // term.rate
             offset = multiple * term.rate
             lo, hi = grid.tiles_of(first.unsqueeze(1) - offset, last.unsqueeze(1) - offset + 1, self.unit)
+            # Multiples past `left` are empty intervals: all rows list equally many, which needs no loop over rows.
             hi = torch.where(reached, hi, lo)
             covers.append(interval_cover(rows.unsqueeze(1).expand_as(lo).flatten(), lo.flatten(), hi.flatten(), grid))
         return Cover(*(torch.cat(parts) for parts in zip(*covers, strict=True)))
@@ -136,6 +142,7 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
         (row_first, row_last), (col_first, col_last) = grid.units(row, self.unit), grid.units(col, self.unit)
         offset, lowest, highest = row_first - col_first, row_first - col_last, row_last - col_first
         # The place in the tile at which the block number changes, 0 if it does not.
+        # Tiles with equal phases and an equal offset hold the same bits, because the rule only sees offsets.
         code = grid.phase(row, self.unit) * self.unit + grid.phase(col, self.unit)
         terms = self.terms
         if len(terms) >= _MANY and row.numel():
@@ -147,6 +154,7 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
         for rate, left, right in terms:
             inside = (lowest >= -right) & (highest <= left)
             outside = (lowest > left) | (highest < -right) | (highest // rate * rate < lowest)
+            # Classes are not negative: offsets 0, 1, -1, 2, -2 become 0, 2, 1, 4, 3.
             signed = torch.where(offset < 0, -2 * offset - 1, 2 * offset)
             code = number_pairs(code, torch.where(outside, 0, 1 + torch.where(inside, offset % rate, rate + signed)))
             full |= inside & (offset % rate == 0) & ((highest == lowest) | (rate == 1))

@@ -72,7 +72,7 @@ class SampledBlocks(BlockPattern):
             kept = kept & (row // whole == col // whole)
         return kept.expand(torch.broadcast_tensors(head, row, col)[0].shape)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         size, whole = self.segment // self.block, self.within // self.block
         first, last = grid.units(rows, self.block)
         row = first + torch.arange(max_met(grid.block, self.block), device=rows.device).unsqueeze(1)
@@ -92,6 +92,7 @@ class SampledBlocks(BlockPattern):
             kept = high > low
             return tile[kept], low[kept], high[kept]
         # Run k ends behind block number - k * of.
+        # With keep 1 of 3, segment 4 keeps blocks 4, 1 (k = 0, 1), and 7 (k = -1). In [2, 8), k runs from -1 to 0.
         least = -((high - 2 + self.keep - number) // self.of)
         count = (1 + (number - low) // self.of - least).clamp(min=0).where(high > low, 0)
         which = torch.arange(len(count), device=count.device).repeat_interleave(count)

@@ -20,7 +20,7 @@ class _ByHead(Composed, rule=("allowed",)):
         """Return the part that a head comes from, and its head there."""
         raise NotImplementedError
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         part, head = self.of_head(head)
         return part.cover(head, rows, grid)
 
@@ -126,12 +126,6 @@ class InSegments(Wrapper):
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         return self.segments.col_range(head, rows, grid)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return self.segments.cover(head, rows, grid)
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return self.segments.cover_size(head, rows, grid)
-
     def head_class(self, head: int) -> Hashable:
         return (head % self.dilation, self.inner.head_class(head))
 
@@ -201,15 +195,14 @@ class Shifted(Wrapper):
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         # A row tile lies in two row tiles of the inner pattern, and their keys in the columns between shifted bounds.
         block, origin = grid.block, self._origin
         inner = TileGrid(block, grid.start - origin, grid.n_queries, max(grid.n_keys - origin, 1))
+        # With origin 100 and block 128, row 1 (128 ... 255) is 28 ... 155 of the inner pattern: its rows 0 and 1.
         first = (rows * block - origin) // block
         rows_of = torch.unique(torch.cat([first, first + 1]))
         cover = self.inner.cover(head, rows_of, inner)
-        if cover is None:
-            return None
         lo, hi = (cover.lo * block + origin) // block, (cover.hi * block + origin - 1) // block + 1
         parts = []
         for step in (0, 1):
@@ -220,8 +213,7 @@ class Shifted(Wrapper):
         return Cover(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        cover = self.cover(head, rows, grid)
-        return len(rows) * grid.n_cols if cover is None else cover.size()
+        return self.cover(head, rows, grid).size()
 
     def head_class(self, head: int) -> Hashable:
         return self.inner.head_class(head)

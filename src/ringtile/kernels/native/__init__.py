@@ -158,6 +158,7 @@ def _lists_of(index: BlockIndex) -> _Lists:
     }
     for name, tensor in tensors.items():
         setattr(structure, name, tensor.data_ptr())
+    # A stride of 0 reads one group for all batch elements or heads.
     structure.group_stride[0] = index.group.shape[1] if index.group.shape[0] > 1 else 0
     structure.group_stride[1] = 1 if index.group.shape[1] > 1 else 0
     structure.block = index.block
@@ -191,6 +192,7 @@ def _shared_splits(lists: _Lists, batch: int, heads: int, items: int, threads: i
         length, splits = (x[group].view(items, ratio, slots) for x in (side.length, side.splits))
         work = length.sum(1)
         shared = (splits > 1).any(1) & (work * threads * _SHARES_A_THREAD > work.sum())
+        # With 2 heads per key head, column 5 of key head 1 and 3 splits has 6 entries: 3 of head 2, then 3 of head 3.
         for item, slot in shared.nonzero().tolist():
             for head in range(ratio):
                 tiles, count = int(length[item, head, slot]), int(splits[item, head, slot])
@@ -227,6 +229,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Prepared | No
         return None
     check_tensors(q, k, v)
     with span(INDEX):
+        # Indices of one pattern whose lengths end in the same tiles share their lists.
         lists = derived(index, _lists_of)
         layout = *(x.shape for x in (q, k, v)), *(x.stride() for x in (q, k, v)), q.dtype
         template = lists.templates.get(layout)
@@ -234,6 +237,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Prepared | No
             template = lists.templates[layout] = _make_template(q, k, v, index, lists)
             if len(lists.templates) > _TEMPLATES:
                 lists.templates.popitem(last=False)
+    # Versions are read after the lists are checked: a change from now on shows.
     tensors = tuple(index.tensors())
     versions = None if any(x.is_inference() for x in tensors) else [*map(_version_of, tensors)]
     return Prepared(lists, template, index.start, tensors, versions)
@@ -340,6 +344,7 @@ class _Job:
             self.run(False, phase + 2, len(splits), 0)
 
     def _call(self, function: Any) -> None:
+        # A copy, because a listener can leave in another thread during the call.
         listening = list(listeners)
         times = (ctypes.c_int64 * 2)() if listening else None
         self.c.times = None if times is None else ctypes.addressof(times)

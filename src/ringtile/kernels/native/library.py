@@ -126,6 +126,7 @@ def _check_complete(path: Path) -> None:
         header = file.read(64)
         if len(header) < 64 or header[:5] != b"\x7fELF\x02":
             return
+        # Byte 32 has the place of the table of segments, byte 54 the size of an entry and their number.
         (begin,), (size, count) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<HH", header, 54)
         file.seek(begin)
         segments = file.read(size * count)
@@ -137,6 +138,7 @@ def _check_complete(path: Path) -> None:
 def _loaded(segments: bytes, size: int) -> Iterator[tuple[int, int]]:
     """Yield the offset and length in the file of each loaded segment."""
     for at in range(0, len(segments) - size + 1, size):
+        # An entry: kind, flags, offset in the file, two addresses, length in the file. Kind 1 is loaded.
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", segments, at)
         if kind == 1:
             yield offset, length
@@ -167,6 +169,7 @@ def _difference(handle: ctypes.CDLL) -> str:
         return f"ABI {handle.ringtile_abi_version()}, expected {ABI_VERSION}"
     if handle.ringtile_call_size() != ctypes.sizeof(CallStructure):
         return f"a call has {handle.ringtile_call_size()} bytes, expected {ctypes.sizeof(CallStructure)}"
+    # Equal sizes do not suffice: two fields that change places would hand over a number as an address.
     offset = _LONG()
     for number, (name, *_) in enumerate(CallStructure._fields_):
         found = handle.ringtile_call_field(number, ctypes.byref(offset))

@@ -10,7 +10,7 @@ constexpr int DECODE_QUERIES = 4;
 // True if a row tile of these queries uses this path.
 template <class T> INLINE bool decodes(const ringtile_call &c, Tokens queries) {
     constexpr int L = Lanes<T>::count;
-    return queries.high - queries.low <= DECODE_QUERIES && !c.dropout_threshold && c.head_dim % L == 0 &&
+    return queries.high - queries.low <= DECODE_QUERIES && !c.options.dropout_threshold && c.head_dim % L == 0 &&
            c.value_dim % L == 0;
 }
 

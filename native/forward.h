@@ -14,9 +14,9 @@ struct RowItem {
     int64_t slot, first, last, split, splits;
 
     INLINE RowItem(const ringtile_call &c, int64_t item, int64_t number) : head(c, number) {
-        const int32_t *work = c.work + 5 * (c.work_begin[head.group] + item - c.item_begin[number]);
+        const int32_t *work = c.forward.work + 5 * (c.forward.work_begin[head.group] + item - c.forward.item_begin[number]);
         slot = work[0], first = work[1], last = work[2], split = work[3], splits = work[4];
-        queries = row_tokens(c, slot % c.n_rows);
+        queries = row_tokens(c, slot % c.index.n_rows);
     }
 };
 
@@ -65,15 +65,15 @@ template <class P> void attend_row(const ringtile_call &c, const RowItem &row, F
         Mask mask = mask_of(c, row.head.b, queries, keys, tile, unused);
         if (mask.keeps_nothing(keys)) continue;
         products.load_tile(row.head, keys, mask.unused);
-        if (c.dropout_threshold) dropout_bits<false>(random, queries, keys, keep);
+        if (c.options.dropout_threshold) dropout_bits<false>(random, queries, keys, keep);
         for (int lane = from; lane < end; lane += P::LANES) {
             int vectors = (int)min(P::LANES / L, (end - lane) / L);
             Reach reach = products.reach(mask, queries, keys, lane);
             if (reach.first >= reach.last) continue;
             int first = reach.first / P::KEY_STEP * P::KEY_STEP, count = reach.last - first;
             products.scores(vectors, lane - from, first, count, to.scores);
-            products.weigh(vectors, to.scores, first, count, lane, base, mask, c.dropout_threshold ? keep : nullptr,
-                           softmax);
+            products.weigh(vectors, to.scores, first, count, lane, base, mask,
+                           c.options.dropout_threshold ? keep : nullptr, softmax);
             const bool last = row.split < 0 && number + 1 == row.last;
             products.add_values(vectors, first, count, to.scores, softmax.sums + lane,
                                 last ? out_ahead<P>(c, row, lane) : Ahead{});
@@ -131,7 +131,8 @@ template <class E, class T> void write_row(const ringtile_call &c, const RowItem
     const Head &head = row.head;
     E *out = (E *)c.out + head.b * c.out_stride[0] + head.h * c.out_stride[1] + queries.first * c.out_stride[2];
     T *lse = (T *)c.lse + head.number * c.n_queries + queries.first;
-    T kept = c.dropout_threshold ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), share[MAX_BLOCK] = {};
+    T kept = c.options.dropout_threshold ? T(65536.0 / (65536 - c.options.dropout_threshold)) : T(1);
+    T share[MAX_BLOCK] = {};
     const T scale = (T)size_of_scale(c);
     for (int lane = queries.low; lane < queries.high; lane++) {
         T highest = softmax.highest[lane], total = softmax.total[lane];
@@ -150,7 +151,9 @@ template <class P> void forward_item(const ringtile_call &c, int64_t item, int64
     else attend_row<P>(c, row, to);
     int64_t size = Softmax<T>::size(c);
     if (row.split < 0) write_row<typename P::Element, T>(c, row, Softmax<T>(c, to.softmax));
-    else __builtin_memcpy((T *)c.scratch + (head * c.n_splits + row.split) * size, to.softmax, size * sizeof(T));
+    else
+        __builtin_memcpy((T *)c.work.scratch + (head * c.forward.n_splits + row.split) * size, to.softmax,
+                         size * sizeof(T));
 }
 
 // Merge the splits of a row, in their order. `item` does so if it is the row's first.
@@ -160,7 +163,7 @@ template <class P> void combine_item(const ringtile_call &c, int64_t item, int64
     if (row.split < 0 || row.first != 0) return;
     int64_t size = Softmax<T>::size(c);
     const T base = base_of<T>(c);
-    Softmax<T> merged(c, memory), begin(c, (T *)c.scratch + (head * c.n_splits + row.split) * size);
+    Softmax<T> merged(c, memory), begin(c, (T *)c.work.scratch + (head * c.forward.n_splits + row.split) * size);
     for (int lane = row.queries.low; lane < row.queries.high; lane++) {
         T top = -infinity<T>();
         for (int64_t split = 0; split < row.splits; split++) {

@@ -1,8 +1,4 @@
-// The gradients of one tile. The matrix products of the backward pass are a policy too, a template parameter of
-// backward.h: a policy packs a column tile or a row tile once, then adds each tile's gradients to sums. Rows sum the
-// gradients of queries as [d][lane]. Of the sums of keys and values, and of the gradients of queries that columns add to,
-// the form is the policy's own. KEY_LANES: it wants a column's tiles with the keys in the lanes. COLLECTS: the gradients
-// of queries take their final form after the last column.
+// The gradients of one tile. The matrix products of the backward pass are a policy too, a template parameter of backward.h.
 #pragma once
 #include "bf16.h"
 #include "decode.h"
@@ -16,7 +12,7 @@ INLINE int64_t column_numbers(const ringtile_call &c) { return key_numbers(c) + 
 
 // By query of a head: what delta_item writes.
 template <class T> INLINE const T *delta_of(const ringtile_call &c, const Head &head) {
-    return (const T *)c.delta + 2 * head.number * c.n_queries;
+    return (const T *)c.backward.delta + 2 * head.number * c.n_queries;
 }
 template <class T> INLINE const T *lse_of(const ringtile_call &c, const Head &head) {
     return delta_of<T>(c, head) + c.n_queries;
@@ -46,17 +42,17 @@ template <class T, bool KEYS> struct GradientTile {
     INLINE GradientTile(const ringtile_call &c, const Head &at, const Dropout &random, Tokens query_side, Tokens key_side,
                         int64_t tile, const T *row_lse, const T *row_delta)
         : head(at), queries(query_side), keys(key_side), lse(row_lse), delta(row_delta), words(words_of(c)) {
-        bits = tile >= 0 ? (KEYS ? c.bits : c.bits_t) + tile * c.block * words : nullptr;
+        bits = tile >= 0 ? (KEYS ? c.index.bits : c.index.bits_t) + tile * c.block * words : nullptr;
         masked_keys = ISA::masked_keys(c, head.b, keys, unused_keys);
         for (int w = 0; w < MAX_WORDS; w++) unused_queries[w] = 0;
         if (tile >= 0) {
-            add_unused(c, c.cols_any, c.bits_t, tile, keys, queries, unused_keys);
-            add_unused(c, c.rows_any, c.bits, tile, queries, keys, unused_queries);
+            add_unused(c, c.index.cols_any, c.index.bits_t, tile, keys, queries, unused_keys);
+            add_unused(c, c.index.rows_any, c.index.bits, tile, queries, keys, unused_queries);
         }
         for (int q = queries.low; q < queries.high; q++)
             unused_queries[q >> 5] |= (uint32_t)(lse[q] == infinity<T>()) << (q & 31);
         any_keys = any_of(unused_keys, keys), any_queries = any_of(unused_queries, queries);
-        if (c.dropout_threshold) dropout_bits<KEYS>(random, queries, keys, keep);
+        if (c.options.dropout_threshold) dropout_bits<KEYS>(random, queries, keys, keep);
     }
 
     INLINE const Tokens &others() const { return KEYS ? queries : keys; }
@@ -76,9 +72,10 @@ template <class T, int N, bool KEYS>
 void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int count, int lane,
                      const GradientTile<T, KEYS> &tile) {
     constexpr int L = Lanes<T>::count;
-    const T scale = (T)c.scale;
-    const bool dropout = c.dropout_threshold;
-    const T share = dropout ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), *lse = tile.lse, *delta = tile.delta;
+    const T scale = (T)c.options.scale;
+    const bool dropout = c.options.dropout_threshold;
+    const T share = dropout ? T(65536.0 / (65536 - c.options.dropout_threshold)) : T(1);
+    const T *lse = tile.lse, *delta = tile.delta;
     const int32_t *bits = tile.bits;
     const uint32_t *masked = tile.masked_keys ? tile.unused_keys : nullptr;
     for (int i = 0; i < count; i++) {
@@ -107,6 +104,29 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int
             store(grads + i * GROUP<T> + n * L, g);
         }
     }
+}
+
+// The members of a policy P of the backward pass. A policy without one of them, or with other arguments, does not compile.
+//   Element, Number, Unit   as in the forward pass
+//   KEY_LANES               whether it wants a column's tiles with the keys in the lanes
+//   COLLECTS                whether the gradients of queries take their final form after the last column: collected(...)
+//   size(call)              the scratch of a policy, in numbers of type Number
+//   pack_column(...)        a column tile, once, and what gradients of queries need if they are summed too
+//   clear_column(...)       zero its sums of keys and values, whose form is the policy's own
+//   column_tile(...)        add a tile's gradients to them, and to the queries' gradients unless those are null
+//   write_column(...)       write the sums to the gradients of keys and values
+//   pack_row, row_tile      the same for a row tile, whose sums are [d][lane]
+//   query_factor(call)      what is left to multiply gradients of queries by
+template <class P, class T = typename P::Number>
+constexpr bool is_backward_policy(P *p = nullptr, const Head *head = nullptr, T *x = nullptr,
+                                  const GradientTile<T, P::KEY_LANES> *column = nullptr,
+                                  const GradientTile<T, false> *row = nullptr) {
+    typedef decltype(p->pack_column(*head, Tokens{}, true), P::clear_column(p->c, Tokens{}, x),
+                     p->column_tile(*column, x, x, x), P::write_column(p->c, *head, Tokens{}, (const T *)x),
+                     p->pack_row(*head, Tokens{}), p->row_tile(*row, x)) calls;
+    typedef decltype(P::query_factor(p->c) + P::size(p->c)) numbers;
+    return sizeof(calls *) && sizeof(numbers) && sizeof(typename P::Element) && sizeof(typename P::Unit) &&
+           (P::COLLECTS || true);
 }
 
 // Multiply in the accumulation type. The tokens in the lanes are packed once. Those of the other side are read in place,
@@ -236,9 +256,9 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
         int64_t at = (head.b * c.kv_heads + head.kv) * c.n_keys + keys.first;
         T ones[MAX_BLOCK];
         for (T &share : ones) share = 1;
-        transpose_out<E, T>(sums, c.head_dim, 0, keys.high, ones, (E *)c.k_grad + at * c.head_dim, c.head_dim);
-        transpose_out<E, T>(sums + key_numbers(c), c.value_dim, 0, keys.high, ones, (E *)c.v_grad + at * c.value_dim,
-                            c.value_dim);
+        transpose_out<E, T>(sums, c.head_dim, 0, keys.high, ones, (E *)c.backward.k_grad + at * c.head_dim, c.head_dim);
+        transpose_out<E, T>(sums + key_numbers(c), c.value_dim, 0, keys.high, ones,
+                            (E *)c.backward.v_grad + at * c.value_dim, c.value_dim);
     }
 
     // Add to sums of keys and values, and to rows of the queries' gradients unless they are null.

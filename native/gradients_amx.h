@@ -120,7 +120,7 @@ template <class E> struct TileGradients {
     // Only a thread that goes through many columns meets a row again. What it keeps is about as large as its caches.
     static int64_t places_of(const ringtile_call &c) {
         const int64_t most = min(MAX_PLACES, (9 << 19) / (row_size(c) * MAX_BLOCK * 4) + 1);
-        return c.phase == 1 ? min(most, c.heads / c.kv_heads * c.n_rows) : 1;
+        return c.work.phase == RINGTILE_HEADS ? min(most, c.heads / c.kv_heads * c.index.n_rows) : 1;
     }
     // Keys and a few queries as floats, and their scores.
     static int64_t decoded_size(const ringtile_call &c) {
@@ -178,7 +178,7 @@ template <class E> struct TileGradients {
         load_keys(head, side);
         int64_t rows = 0, ratio = c.heads / c.kv_heads, begin = head.number / ratio * ratio;
         for (int64_t number = begin; number < begin + ratio; number++)
-            rows += col_tiles(c, Head(c, number).group * c.n_cols + side.first / c.block).length();
+            rows += col_tiles(c, Head(c, number).group * c.index.n_cols + side.first / c.block).length();
         used_places = rows <= places ? places : 1;
         if (!with_rows) return;
         uint32_t unused[MAX_WORDS];
@@ -223,7 +223,7 @@ template <class E> struct TileGradients {
 
     INLINE PackedRow packed_row(const Tile &tile) {
         const Tokens side = tile.queries;
-        const int64_t number = tile.head.number * c.n_rows + (side.first + c.block) / c.block;
+        const int64_t number = tile.head.number * c.index.n_rows + (side.first + c.block) / c.block;
         const int place = (int)(number % used_places);
         const PackedRow row = row_at(place);
         if (packed[place] == number && (finite[place] || !tile.any_queries)) return row;
@@ -282,7 +282,7 @@ template <class E> struct TileGradients {
             __builtin_memcpy(query_sums + d * MAX_BLOCK + side.low, grad + d * count, count * 4);
         return query_sums;
     }
-    INLINE static float query_factor(const ringtile_call &c) { return (float)c.scale; }
+    INLINE static float query_factor(const ringtile_call &c) { return (float)c.options.scale; }
 
     INLINE void pack_row(const Head &head, Tokens side) {
         Packing packing(c);
@@ -309,7 +309,7 @@ template <class E> struct TileGradients {
     template <bool COLUMNS, bool ROWS> INLINE Reach slopes_of(const Tile &tile, const PackedRow &row, int lane) {
         const Tokens side = tile.queries;
         const int n_keys = tile.keys.high;
-        const bool plain = !tile.bits && !tile.any_keys && !c.dropout_threshold && n_keys % TILE_KEYS == 0;
+        const bool plain = !tile.bits && !tile.any_keys && !c.options.dropout_threshold && n_keys % TILE_KEYS == 0;
         Reach reach = {0, n_keys};
         if (!plain) {
             const int low = (int)max(0, side.low - lane), high = (int)min(LANES, side.high - lane);
@@ -334,7 +334,7 @@ template <class E> struct TileGradients {
         multiply(both, tokens(values), lanes(row.grads, c.value_dim), products, rows, value_steps);
         reach = {first, (reach.last + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS};
         if (plain) weigh<false, false, COLUMNS, ROWS>(tile, row, lane, reach);
-        else if (!c.dropout_threshold) weigh<true, false, COLUMNS, ROWS>(tile, row, lane, reach);
+        else if (!c.options.dropout_threshold) weigh<true, false, COLUMNS, ROWS>(tile, row, lane, reach);
         else weigh<true, true, COLUMNS, ROWS>(tile, row, lane, reach);
         return reach;
     }
@@ -368,8 +368,8 @@ template <class E> struct TileGradients {
     template <bool MASKED, bool DROPS, bool COLUMNS, bool ROWS>
     void weigh(const Tile &tile, const PackedRow &row, int lane, Reach reach) {
         const int group = lane / LANES;
-        const float scale = (float)c.scale;
-        const __m512 share = _mm512_set1_ps((float)(65536.0 / (65536 - c.dropout_threshold)));
+        const float scale = (float)c.options.scale;
+        const __m512 share = _mm512_set1_ps((float)(65536.0 / (65536 - c.options.dropout_threshold)));
         Vec<float> lse[2];
         __m512 delta[2];
         for (int n = 0; n < 2; n++) {
@@ -469,8 +469,8 @@ template <class E> struct TileGradients {
 
     static void write_column(const ringtile_call &c, const Head &head, Tokens side, const float *sums) {
         const int64_t at = (head.b * c.kv_heads + head.kv) * c.n_keys + side.first;
-        write_keys(sums, side.high, c.head_dim, (float)c.scale, (E *)c.k_grad + at * c.head_dim);
-        write_keys(sums + key_numbers(c), side.high, c.value_dim, 1, (E *)c.v_grad + at * c.value_dim);
+        write_keys(sums, side.high, c.head_dim, (float)c.options.scale, (E *)c.backward.k_grad + at * c.head_dim);
+        write_keys(sums + key_numbers(c), side.high, c.value_dim, 1, (E *)c.backward.v_grad + at * c.value_dim);
     }
     INLINE static void write_keys(const float *sums, int count, int64_t dims, float factor, E *rows) {
         for (int k = 0; k < count; k++, sums += whole_tiles(dims), rows += dims)

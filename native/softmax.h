@@ -26,9 +26,9 @@ template <class T> struct Softmax {
 };
 
 // A positive scale of scores, in base e and in base 2. Its sign, or a zero, goes into the queries.
-INLINE double size_of_scale(const ringtile_call &c) { return c.scale == 0 ? 1 : __builtin_fabs(c.scale); }
+INLINE double size_of_scale(const ringtile_call &c) { return c.options.scale == 0 ? 1 : __builtin_fabs(c.options.scale); }
 template <class T> INLINE T base_of(const ringtile_call &c) { return (T)(size_of_scale(c) * 1.44269504088896340736); }
-template <class T> INLINE T sign_of(const ringtile_call &c) { return c.scale < 0 ? T(-1) : T(c.scale != 0); }
+template <class T> INLINE T sign_of(const ringtile_call &c) { return c.options.scale < 0 ? T(-1) : T(c.options.scale != 0); }
 
 // The kept pairs of a tile: a row of bits per key, and the keys that no query keeps. Both can be null.
 struct Mask {
@@ -50,10 +50,10 @@ INLINE Mask mask_of(const ringtile_call &c, int64_t b, Tokens queries, Tokens ke
     int words = words_of(c);
     bool any = masked_keys(c, b, keys, unused);
     if (tile >= 0) {
-        add_unused(c, c.cols_any, c.bits_t, tile, keys, queries, unused);
+        add_unused(c, c.index.cols_any, c.index.bits_t, tile, keys, queries, unused);
         any |= any_of(unused, keys);
     }
-    return {tile >= 0 ? c.bits_t + tile * c.block * words : nullptr, words, any ? unused : nullptr};
+    return {tile >= 0 ? c.index.bits_t + tile * c.block * words : nullptr, words, any ? unused : nullptr};
 }
 
 // The highest of the scores [count][GROUP] of keys that start at `first`. Scores that the mask drops become -inf.

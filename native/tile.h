@@ -12,7 +12,7 @@ namespace ISA {
 struct Packing {
     int64_t *times, began;
 
-    INLINE explicit Packing(const ringtile_call &c) : times(c.times), began(times ? nanoseconds() : 0) {}
+    INLINE explicit Packing(const ringtile_call &c) : times(c.work.times), began(times ? nanoseconds() : 0) {}
     INLINE ~Packing() {
         if (times) times[0] += nanoseconds() - began;
     }
@@ -60,12 +60,14 @@ struct Tokens {
 };
 
 INLINE Tokens row_tokens(const ringtile_call &c, int64_t row) {
-    int64_t tile = c.start / c.block - (c.start % c.block < 0) + row, begin = tile * c.block - c.start;
-    return {begin, (int)max(0, -begin), (int)min(c.block, c.n_queries - begin), (c.row_at ? c.row_at[row] : tile) * c.block};
+    int64_t tile = c.index.start / c.block - (c.index.start % c.block < 0) + row, begin = tile * c.block - c.index.start;
+    return {begin, (int)max(0, -begin), (int)min(c.block, c.n_queries - begin),
+            (c.index.row_at ? c.index.row_at[row] : tile) * c.block};
 }
 
 INLINE Tokens col_tokens(const ringtile_call &c, int64_t col) {
-    return {col * c.block, 0, (int)min(c.block, c.n_keys - col * c.block), (c.col_at ? c.col_at[col] : col) * c.block};
+    return {col * c.block, 0, (int)min(c.block, c.n_keys - col * c.block),
+            (c.index.col_at ? c.index.col_at[col] : col) * c.block};
 }
 
 // Dims in whole tiles of 16, for policies that add nothing smaller.
@@ -77,7 +79,7 @@ struct Head {
 
     INLINE Head(const ringtile_call &c, int64_t number)
         : number(number), b(number / c.heads), h(number % c.heads), kv(h / (c.heads / c.kv_heads)),
-          group(c.group[b * c.group_stride[0] + h * c.group_stride[1]]) {}
+          group(c.index.group[b * c.index.group_stride[0] + h * c.index.group_stride[1]]) {}
 };
 
 template <class E> INLINE Rows<E> rows_of(const void *x, const int64_t *stride, int64_t b, int64_t h, Tokens tokens) {
@@ -93,7 +95,7 @@ template <class E> INLINE Rows<E> value_rows(const ringtile_call &c, const Head 
     return rows_of<E>(c.v, c.v_stride, head.b, head.kv, keys);
 }
 template <class E> INLINE Rows<E> out_grad_rows(const ringtile_call &c, const Head &head, Tokens queries) {
-    return rows_of<E>(c.out_grad, c.out_grad_stride, head.b, head.h, queries);
+    return rows_of<E>(c.backward.out_grad, c.backward.out_grad_stride, head.b, head.h, queries);
 }
 
 #if defined(__AVX512F__)
@@ -222,13 +224,13 @@ void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32
 // Set the bits of the keys that the call's own mask and lengths remove. Return true if there are any.
 INLINE bool masked_keys(const ringtile_call &c, int64_t b, Tokens keys, uint32_t *unused) {
     for (int w = 0; w < MAX_WORDS; w++) unused[w] = 0;
-    if (!c.key_bits && !c.key_lengths) return false;
-    int64_t length = c.key_lengths ? c.key_lengths[b] : c.n_keys;
+    if (!c.options.key_bits && !c.options.key_lengths) return false;
+    int64_t length = c.options.key_lengths ? c.options.key_lengths[b] : c.n_keys;
     bool any = false;
     for (int i = 0; i < keys.high; i++) {
         int64_t key = keys.first + i;
-        if (key < length && !c.key_bits) continue;
-        if (key < length && (uint32_t)c.key_bits[b * c.key_words + (key >> 5)] >> (key & 31) & 1) continue;
+        if (key < length && !c.options.key_bits) continue;
+        if (key < length && (uint32_t)c.options.key_bits[b * c.options.key_words + (key >> 5)] >> (key & 31) & 1) continue;
         unused[i >> 5] |= 1u << (i & 31);
         any = true;
     }
@@ -318,11 +320,11 @@ struct Tiles {
 };
 
 INLINE Tiles row_tiles(const ringtile_call &c, int64_t slot) {
-    return Tiles(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
+    return Tiles(c.index.full_row_ptr, c.index.full_col, c.index.part_row_ptr, c.index.part_col, c.index.part_tile, slot);
 }
 
 INLINE Tiles col_tiles(const ringtile_call &c, int64_t slot) {
-    return Tiles(c.full_col_ptr, c.full_row, c.part_col_ptr, c.part_row, c.part_tile_t, slot);
+    return Tiles(c.index.full_col_ptr, c.index.full_row, c.index.part_col_ptr, c.index.part_row, c.index.part_tile_t, slot);
 }
 
 }  // namespace ISA

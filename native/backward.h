@@ -1,4 +1,4 @@
-// The backward pass, from the output and lse of the full softmax. Tiles are computed in two forms: by columns (gradients
+// The backward pass, from the output and lse of the full softmax. TileCursor are computed in two forms: by columns (gradients
 // of keys and values, and of queries if a thread has a whole head) and by rows (gradients of queries). Both add the same
 // products in the same order, so they agree to the last bit. If the layout splits a list, each split is summed from zero
 // and the sums are added in their order, no matter which threads computed them.
@@ -8,7 +8,7 @@
 namespace ISA {
 
 template <class P> struct BackwardScratch {
-    typedef typename P::Number T;
+    using T = typename P::Number;
     T *sums, *totals, *products;  // sums of keys, then values, or of queries
 
     static int64_t size(const ringtile_call &c) { return 2 * column_numbers(c) + P::size(c); }
@@ -21,7 +21,7 @@ template <class P> struct BackwardScratch {
 template <class E, class T> void delta_item(const ringtile_call &c, int64_t number) {
     constexpr int ROWS = 8;
     const Head head(c, number);
-    const Tokens all = {};
+    const Side all = {};
     Rows<E> out = rows_of<E>(c.out, c.out_stride, head.b, head.h, all), grad = out_grad_rows<E>(c, head, all);
     const T *lse = (const T *)c.lse + number * c.n_queries;
     const T *lse_grad = c.backward.lse_grad ? (const T *)c.backward.lse_grad + number * c.n_queries : nullptr;
@@ -63,7 +63,7 @@ template <class T>
 INLINE RowSums<T> row_sums(const ringtile_call &c, T *total, const Head &head, int64_t slot, int64_t col, int64_t count) {
     int64_t splits = c.backward.row_splits[slot];
     if (splits == 1) return {total, total, false};
-    Tiles tiles = row_tiles(c, slot);
+    TileCursor tiles = row_tiles(c, slot);
     int64_t length = tiles.length(), number = tiles.before(col), split = ((number + 1) * splits - 1) / length;
     if (split == 0) return {total, total, false};
     int64_t place = head.number * c.backward.n_row_buffers + c.backward.row_buffer[slot];
@@ -74,13 +74,13 @@ INLINE RowSums<T> row_sums(const ringtile_call &c, T *total, const Head &head, i
 
 // The next `count` tiles of a column's list: sums of key and value gradients, and gradients of queries if `with_rows`.
 template <class P>
-void sum_column(const ringtile_call &c, const Head &head, int64_t col, Tiles &tiles, int64_t count, P &products,
+void sum_column(const ringtile_call &c, const Head &head, int64_t col, TileCursor &tiles, int64_t count, P &products,
                 typename P::Number *sums, bool with_rows) {
-    typedef typename P::Number T;
+    using T = typename P::Number;
     Dropout random = dropout_of(c, head);
     int64_t row, number;
     while (count-- > 0 && tiles.next(row, number)) {
-        Tokens queries = row_tokens(c, row);
+        Side queries = row_tokens(c, row);
         GradientTile<T, P::KEY_LANES> tile(c, head, random, queries, col_tokens(c, col), number,
                                            lse_of<T>(c, head) + queries.first, delta_of<T>(c, head) + queries.first);
         RowSums<T> own = {};
@@ -94,9 +94,9 @@ void sum_column(const ringtile_call &c, const Head &head, int64_t col, Tiles &ti
 
 // The same for a row's list, from statistics that are padded to whole vectors: sums of query gradients.
 template <class P>
-void sum_row(const ringtile_call &c, const Head &head, Tokens queries, Tiles &tiles, int64_t count, P &products,
+void sum_row(const ringtile_call &c, const Head &head, Side queries, TileCursor &tiles, int64_t count, P &products,
              typename P::Number *sums) {
-    typedef typename P::Number T;
+    using T = typename P::Number;
     // Lanes without a query get lse = +inf, which makes their weights zero.
     T lse[MAX_BLOCK], delta[MAX_BLOCK];
     for (int lane = 0; lane < MAX_BLOCK; lane++) {
@@ -113,8 +113,8 @@ void sum_row(const ringtile_call &c, const Head &head, Tokens queries, Tiles &ti
 
 // Write sums [d][lane] to the gradients of a row's queries, zero for a query that keeps no keys.
 template <class P, class E>
-void write_queries(const ringtile_call &c, const Head &head, Tokens queries, const typename P::Number *sums) {
-    typedef typename P::Number T;
+void write_queries(const ringtile_call &c, const Head &head, Side queries, const typename P::Number *sums) {
+    using T = typename P::Number;
     E *grad = (E *)c.backward.q_grad + (head.number * c.n_queries + queries.first) * c.head_dim;
     const T *lse = lse_of<T>(c, head) + queries.first;
     T share[MAX_BLOCK] = {};
@@ -129,7 +129,7 @@ template <class P>
 void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, BackwardScratch<P> &to, P &products,
             bool with_rows) {
     int64_t ratio = c.heads / c.kv_heads, size = column_numbers(c), begin = b * c.heads + kv * ratio;
-    const Tokens keys = col_tokens(c, col);
+    const Side keys = col_tokens(c, col);
     products.pack_column(Head(c, begin), keys, with_rows);
     P::clear_column(c, keys, to.sums);
     bool cut = false, first = true;
@@ -138,7 +138,7 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, Backward
     for (int64_t number = begin; number < begin + ratio; number++) {
         const Head head(c, number);
         int64_t slot = head.group * c.index.n_cols + col, splits = c.backward.col_splits[slot];
-        Tiles tiles = col_tiles(c, slot);
+        TileCursor tiles = col_tiles(c, slot);
         for (int64_t split = 0; split < splits; split++) {
             int64_t from = split_begin(tiles.length(), splits, split);
             if (!first) P::clear_column(c, keys, to.sums);
@@ -154,7 +154,7 @@ void column(const ringtile_call &c, int64_t b, int64_t kv, int64_t col, Backward
 
 // All columns of a key head (`item`), with the gradients of its queries: five products per tile instead of seven.
 template <class P> void head_item(const ringtile_call &c, int64_t item, typename P::Number *memory) {
-    typedef typename P::Number T;
+    using T = typename P::Number;
     BackwardScratch<P> to(c, memory);
     P products(c, to.products);
     const int64_t heads_a_key = c.heads / c.kv_heads;
@@ -165,7 +165,7 @@ template <class P> void head_item(const ringtile_call &c, int64_t item, typename
     if constexpr (P::COLLECTS) {
         for (int64_t at = 0; c.work.last_col == c.index.n_cols && at < heads_a_key * c.index.n_rows; at++) {
             const Head head(c, item * heads_a_key + at / c.index.n_rows);
-            const Tokens queries = row_tokens(c, at % c.index.n_rows);
+            const Side queries = row_tokens(c, at % c.index.n_rows);
             T *grad = (T *)c.backward.q_grad + (head.number * c.n_queries + queries.first + queries.low) * c.head_dim;
             write_queries<P, T>(c, head, queries, products.collected(queries, grad));
         }
@@ -218,7 +218,7 @@ template <class P> void column_item(const ringtile_call &c, int64_t number, type
     products.pack_column(head, col_tokens(c, col), false);
     typename P::Number *sums = (typename P::Number *)c.work.scratch + number * column_numbers(c);
     clear(sums, column_numbers(c));
-    Tiles tiles = col_tiles(c, head.group * c.index.n_cols + col);
+    TileCursor tiles = col_tiles(c, head.group * c.index.n_cols + col);
     tiles.skip(split.first);
     sum_column(c, head, col, tiles, split.last - split.first, products, sums, false);
 }
@@ -239,10 +239,10 @@ template <class P> void row_item(const ringtile_call &c, int64_t number, typenam
     BackwardScratch<P> to(c, memory);
     P products(c, to.products);
     const Head head(c, item / c.index.n_rows);
-    const Tokens queries = row_tokens(c, item % c.index.n_rows);
+    const Side queries = row_tokens(c, item % c.index.n_rows);
     products.pack_row(head, queries);
     int64_t slot = head.group * c.index.n_rows + item % c.index.n_rows, splits = c.backward.row_splits[slot];
-    Tiles tiles = row_tiles(c, slot);
+    TileCursor tiles = row_tiles(c, slot);
     if (is_shared_split) {
         const SharedSplit &split = shared_split(c, number);
         tiles.skip(split.first);

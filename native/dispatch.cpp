@@ -15,12 +15,12 @@
 #include "platform.h"
 #include "ringtile.h"
 
-typedef int kernel(const ringtile_call *);
-typedef double peak(int kind, int threads, double seconds);
-typedef int lanes();
+using kernel = int(const ringtile_call *);
+using peak = double(int kind, int threads, double seconds);
+using lanes = int();
 
-typedef void multiply(const void *a, const void *b, float *c, int64_t count);
-typedef const char *reason();
+using multiply = void(const void *a, const void *b, float *c, int64_t count);
+using reason = const char *();
 
 #define DECLARE(isa)                                  \
     extern "C" kernel ringtile_forward_##isa;         \
@@ -151,10 +151,10 @@ struct Location {
     int32_t reserved, flags, more[2];
     const char *source;
 };
-typedef void gomp_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-typedef int32_t kmpc_thread_number(Location *);
-typedef void kmpc_push_threads(Location *, int32_t number, int32_t threads);
-typedef void kmpc_fork_call(Location *, int32_t count, void (*body)(int32_t *, int32_t *, ...), ...);
+using gomp_parallel = void(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+using kmpc_thread_number = int32_t(Location *);
+using kmpc_push_threads = void(Location *, int32_t number, int32_t threads);
+using kmpc_fork_call = void(Location *, int32_t count, void (*body)(int32_t *, int32_t *, ...), ...);
 
 static struct {
     gomp_parallel *parallel;

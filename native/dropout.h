@@ -72,7 +72,7 @@ INLINE void philox(const Dropout &p, uint32_t call, Words query, Words *words) {
 
 // The kept pairs of a tile as bits: bit `key lane` of keep[query lane] (BY_QUERY) or bit `query lane` of keep[key lane].
 template <bool BY_QUERY>
-void dropout_bits(const Dropout &p, Tokens queries, Tokens keys, uint32_t (*keep)[MAX_WORDS]) {
+void dropout_bits(const Dropout &p, Side queries, Side keys, uint32_t (*keep)[MAX_WORDS]) {
     for (int i = 0; i < MAX_BLOCK; i++)
         for (int w = 0; w < MAX_WORDS; w++) keep[i][w] = 0;
     Words lane;

@@ -30,7 +30,7 @@ struct Thread {
 // Run items [first_item, last_item). Each goes to the next free thread, and its result does not depend on which. Every
 // thread has `count` numbers of its own memory, and the unit of the policy P. Return 0, or 1 if memory ran out.
 template <class P, class Item> int each_item(const ringtile_call &call, int64_t count, Item run) {
-    typedef typename P::Number T;
+    using T = typename P::Number;
     struct Work {
         const ringtile_call &call;
         Item run;
@@ -55,7 +55,7 @@ template <class P, class Item> int each_item(const ringtile_call &call, int64_t 
 
 template <class P> int forward(const ringtile_call &call) {
     static_assert(is_forward_policy<P>(), "see products.h");
-    typedef typename P::Number T;
+    using T = typename P::Number;
     bool combine = call.work.phase == RINGTILE_COMBINE;
     return each_item<P>(call, ForwardScratch<P>::size(call), [=](const ringtile_call &c, int64_t item, T *memory) {
         int64_t head = head_of(c, item);
@@ -66,8 +66,8 @@ template <class P> int forward(const ringtile_call &call) {
 
 template <class P> int backward(const ringtile_call &call) {
     static_assert(is_backward_policy<P>(), "see gradients.h");
-    typedef typename P::Element E;
-    typedef typename P::Number T;
+    using E = typename P::Element;
+    using T = typename P::Number;
     bool tiles = call.work.phase >= RINGTILE_HEADS && call.work.phase <= RINGTILE_COLUMNS;
     int64_t numbers = tiles ? BackwardScratch<P>::size(call) : 1;
     return each_item<P>(call, numbers, [](const ringtile_call &c, int64_t item, T *memory) {

@@ -21,7 +21,7 @@ struct Segments {
 
 // A strip is up to MAX_BLOCK rows: groups of lanes, each with the sums [segment][GROUP] and maxima [slot][GROUP].
 template <class P> struct MassScratch {
-    typedef typename P::Element E;
+    using E = typename P::Element;
     int64_t group_size;
     float *products, *scores, *highest, *sums;
     E *halves;
@@ -60,7 +60,7 @@ template <> struct Bits<2> {
 
 // The rows of a strip. If the call splits them by sign, a copy: relu(q), then relu(-q), by their bits.
 template <class E>
-INLINE Rows<E> strip_rows(const ringtile_call &c, const Head &head, Tokens tokens, E *halves) {
+INLINE Rows<E> strip_rows(const ringtile_call &c, const Head &head, Side tokens, E *halves) {
     typedef typename Bits<sizeof(E)>::type bits;
     constexpr int SIGN = 8 * sizeof(E) - 1;
     Rows<E> rows = query_rows<E>(c, head, tokens);
@@ -208,7 +208,7 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
                 MassScratch<P> &to, bool *empty) {
     constexpr int L = Lanes<float>::count;
     const Segments segments(c);
-    const Tokens tokens = {first, 0, count, 0};
+    const Side tokens = {first, 0, count, 0};
     const int end = (count + L - 1) / L * L;
     const float base = base_of<float>(c);
     P products(c, to.products);
@@ -243,9 +243,9 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
             products.load_tile(head, {key, 0, tile.count, 0}, nullptr);
             for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
                 if (most[group] <= key) continue;
-                const int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
+                const int vectors = (int)min(NR, (end - lane) / L);
                 products.scores(vectors, lane, 0, tile.count, to.scores);
-                with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
+                with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
                     add_tile<decltype(n)::value>(to.scores, tile, seen + lane, base,
                                                  tile.bias || least[group] < key + tile.count, segments.length,
                                                  to.highest + lane, to.maxima_of(c, group) + slot * GROUP<float>,
@@ -255,9 +255,9 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
         }
     }
     for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
-        const int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
+        const int vectors = (int)min(NR, (end - lane) / L);
         const int64_t found = segments.before(most[group]);
-        Vec<float> share[TILE_VECTORS];
+        Vec<float> share[NR];
         for (int n = 0; n < vectors; n++) {
             share[n] = share_of(segments, found, to.highest + lane + n * L, to.maxima_of(c, group) + n * L,
                                 to.sums_of(group) + n * L, base);

@@ -19,18 +19,18 @@ namespace ISA {
 template <class P, class T = typename P::Number>
 constexpr bool is_forward_policy(P *p = nullptr, const Head *head = nullptr, T *x = nullptr, const Mask *mask = nullptr,
                                  Softmax<T> *softmax = nullptr) {
-    typedef decltype(p->pack_queries(*head, Tokens{}, 0, 0, T()), p->load_tile(*head, Tokens{}, nullptr),
+    using calls = decltype(p->pack_queries(*head, Side{}, 0, 0, T()), p->load_tile(*head, Side{}, nullptr),
                      p->scores(0, 0, 0, 0, x), p->weigh(0, x, 0, 0, 0, T(), *mask, nullptr, *softmax),
-                     p->add_values(0, 0, 0, x, x, Ahead{})) calls;
-    typedef decltype(p->reach(*mask, Tokens{}, Tokens{}, 0).last + P::size(p->c)) numbers;
+                     p->add_values(0, 0, 0, x, x, Ahead{}));
+    using numbers = decltype(p->reach(*mask, Side{}, Side{}, 0).last + P::size(p->c));
     return sizeof(calls *) && sizeof(numbers) && sizeof(typename P::Element) && sizeof(typename P::Unit) &&
            P::LANES % P::LANE_STEP == 0 && P::KEY_STEP > 0;
 }
 
 // Multiply in the accumulation type: keys and values are read in place if they have it, and widened otherwise.
 template <class E, class T> struct Plain : VectorWeights<T> {
-    typedef E Element;
-    typedef T Number;
+    using Element = E;
+    using Number = T;
     static constexpr int KEY_STEP = 1;
 
     const ringtile_call &c;
@@ -47,15 +47,15 @@ template <class E, class T> struct Plain : VectorWeights<T> {
     }
 
     // Pack lanes from `from` to `to`.
-    INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, T sign) {
+    INLINE void pack_queries(const Head &head, Side tokens, int from, int to, T sign) {
         Packing packing(c);
         pack(query_rows<E>(c, head, tokens), tokens, from, to, sign);
     }
-    INLINE void pack(Rows<E> rows, Tokens tokens, int from, int to, T sign) {
+    INLINE void pack(Rows<E> rows, Side tokens, int from, int to, T sign) {
         transpose_in(rows, tokens.low, tokens.high, from, to, c.head_dim, sign, queries);
     }
 
-    INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
+    INLINE void load_tile(const Head &head, Side tokens, const uint32_t *unused) {
         constexpr bool same = sizeof(E) == sizeof(T);
         Rows<E> key = key_rows<E>(c, head, tokens), value = value_rows<E>(c, head, tokens);
         keys = {(const T *)key.x, key.step};

@@ -26,12 +26,13 @@ import torch.nn.functional as F
 from ringtile import build_index, sparse_attention
 from ringtile.adaptive import Density, audit, select
 from ringtile.patterns import Causal
-from ringtile.tools.bench import seconds_of
-from ringtile.tools.exact import relative_error
-from ringtile.tools.machine import commit, machine_facts, versions
+from ringtile.tools.bench.exact import relative_error
+from ringtile.tools.machine import origin
 from ringtile.tools.memory import peak_memory
+from ringtile.tools.page import Table, table_lines
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
+from ringtile.tools.timing import interleaved, seconds_of
 from ringtile.tools.units import count
 
 HEADS, HEAD_DIM, BLOCK, DENSITY = 8, 64, 128, 0.1
@@ -47,7 +48,7 @@ def measure(n_tokens: int, threads: int, rounds: int, dense: bool) -> dict[str, 
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, n_tokens, HEAD_DIM, generator=generator) for _ in range(3))
     base = build_index(Causal(), n_tokens, num_heads=HEADS, block=BLOCK)
-    choose = partial(select, q, k, Density(DENSITY), is_causal=True, block=BLOCK)
+    choose = partial(select, q, k, budget=Density(DENSITY), is_causal=True, block=BLOCK)
     index = choose()
     rows = torch.arange(7, n_tokens, n_tokens // 16)
     kept = index.keys_of(rows)
@@ -65,30 +66,21 @@ def measure(n_tokens: int, threads: int, rounds: int, dense: bool) -> dict[str, 
     }
     if dense:
         calls["dense"] = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            seconds = seconds_of(call, 1, q.device)
-            # The first round warms up.
-            if number:
-                times[name].append(1e3 * seconds)
-    peak = peak_memory(lambda: choose().full_col, None, q.device).forward
+    times = interleaved({name: partial(seconds_of, call) for name, call in calls.items()}, rounds, warm_up=True)
+    peak = peak_memory(lambda: choose().rows.full, None, q.device).forward
     return {
         "tokens": n_tokens,
         "threads": threads,
         "tile_density": index.tile_density,
         "error": error,
         "select_bytes": peak,
-        **{f"{name}_ms": statistics.median(each) for name, each in times.items()},
+        **{f"{name}_ms": 1e3 * statistics.median(each) for name, each in times.items()},
     }
 
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     """Return a Markdown table. Ratios to dense beyond its longest length are estimates, in italics."""
-    found = [
-        "| tokens | threads | attention | choice | index | audit | both against dense | memory |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    found = []
     for row in rows:
         same = [each for each in rows if each["threads"] == row["threads"] and "dense_ms" in each]
         attention = row["attention_ms"]
@@ -99,11 +91,10 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
             ratio = f"{dense / (attention + row['select_ms']):.1f}x"
             ratio = ratio if "dense_ms" in row else f"*{ratio}*"
         shares = [f"{row[f'{name}_ms'] / attention:.1%}" for name in ("select", "index", "audit")]
-        found.append(
-            f"| {row['tokens']:,} | {row['threads']} | {attention:,.0f} ms | {' | '.join(shares)} | {ratio} | "
-            f"{row['select_bytes'] / 2**20:.0f} MiB |"
-        )
-    return found
+        sizes = [f"{row['tokens']:,}", row["threads"], f"{attention:,.0f} ms"]
+        found.append([*sizes, *shares, ratio, f"{row['select_bytes'] / 2**20:.0f} MiB"])
+    heads = ["tokens", "threads", "attention", "choice", "index", "audit", "both against dense", "memory"]
+    return table_lines(Table(heads, found))
 
 
 def main() -> None:
@@ -124,7 +115,7 @@ def main() -> None:
     progress.clear()
     print("\n".join(lines_of(rows)))
     if args.out is not None:
-        record = {"commit": commit(), "versions": versions(), "machine": machine_facts(), "rows": rows}
+        record = {**origin("python benchmarks/adaptive.py"), "rows": rows}
         write_whole(args.out, json.dumps(record, indent=1) + "\n")
 
 

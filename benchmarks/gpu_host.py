@@ -34,7 +34,7 @@ def times() -> dict[str, float]:
 
     from ringtile import build_index, sparse_attention
     from ringtile.kernels import triton
-    from ringtile.kernels.contracts import Call
+    from ringtile.kernels.contracts import Call, Rows
     from ringtile.patterns import Causal, Window
 
     torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def times() -> dict[str, float]:
             "sparse_attention, index": lambda: sparse_attention(q, k, v, index, backend="triton"),
             "sparse_attention, pattern": lambda: sparse_attention(q, k, v, pattern, backend="triton"),
             "forward of the backend": lambda: triton.forward(q, k, v, call),
-            "backward of the backend": lambda: triton.backward(out_grad, None, q, k, v, out, lse, call),
+            "backward of the backend": lambda: triton.backward(Rows(out_grad, None, q, k, v, out, lse), call),
             "forward that records": lambda: sparse_attention(*leaves, index, backend="triton"),
             "backward of autograd": lambda: torch.autograd.grad(tracked, leaves, out_grad, retain_graph=True),
         }

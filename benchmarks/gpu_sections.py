@@ -30,8 +30,8 @@ from ringtile.kernels.triton import launches
 from ringtile.kernels.triton.tuning import VARIABLE, Config, configs
 from ringtile.patterns import Pattern, parse
 from ringtile.tools.bench import blank_row
+from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Attention, Case, FlexAttention, Peer, Ringtile, SdpaDense, compiled_flex
-from ringtile.tools.exact import Exact
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, OURS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,6 +138,7 @@ def random_blocks(share: float, n: int) -> str:
 class Dense(SdpaDense):
     """PyTorch's own choice among its kernels, or one kernel by name, at any length that a GPU computes in seconds."""
 
+    name: str = DENSE
     kernel: str = ""
 
     def unsupported(self, case: Case) -> list[str]:

@@ -135,7 +135,7 @@ def collect() -> dict[str, Any]:
     tiles = {}
     for name, text in PATTERNS.items():
         index = build_index(parse(text), 131_072, block=BLOCK)
-        tiles[name] = {"full": len(index.full_col), "partial": len(index.part_col)}
+        tiles[name] = {"full": len(index.rows.full), "partial": len(index.rows.partial)}
     return {"commit": commit(), "versions": versions(), "tiles": tiles, "rows": rows}
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ringtile.tools.bench import seconds_of
+from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Attention
-from ringtile.tools.exact import Exact
 from ringtile.tools.memory import quiet_profiler
 from ringtile.tools.record import BOTH, FORWARD
+from ringtile.tools.timing import interleaved, seconds_of
 
 MOCK = "RINGTILE_MOCK_GPU"
 CLOCK = "wall" if os.environ.get("TRITON_INTERPRET") == "1" else "mock" if os.environ.get(MOCK) else "events"
@@ -57,25 +57,24 @@ def times_of(calls: Mapping[str, Call], seconds: float, *, wall: bool = False) -
 
     ``ms`` is the median on the GPU. It contains the host's time if ``wall`` is set, or if not ``apart``.
     """
-    found: dict[str, list[Sample]] = {name: [] for name in calls}
-    repeats, hosts = {}, {}
+    repeats, hosts, firsts = {}, {}, {}
     for name, call in calls.items():
         if seconds:
             call()
-        first = _sample(call, 1, 0.0, wall)
+        firsts[name] = first = _sample(call, 1, 0.0, wall)
         repeats[name] = 1 if wall else max(1, min(MOST_REPEATS, round(SAMPLE_SECONDS / max(first[0], 1e-9))))
-        hosts[name] = first[1]
-        # A smoke test has no other round.
-        found[name] += [] if seconds else [first]
-    names, began, done = list(calls), time.perf_counter(), 0
-    while seconds and (
-        done < LEAST_ROUNDS or (done < MOST_ROUNDS and time.perf_counter() - began < seconds * len(names))
-    ):
-        for place in range(len(names)):
-            name = names[(place + done) % len(names)]
-            found[name].append(_sample(calls[name], repeats[name], hosts[name], wall))
-            hosts[name] = statistics.median(host for _, host, _ in found[name])
-        done += 1
+        hosts[name] = [first[1]]
+
+    def sample(name: str) -> Sample:
+        found = _sample(calls[name], repeats[name], statistics.median(hosts[name]), wall)
+        hosts[name].append(found[1])
+        return found
+
+    # A smoke test has no other round.
+    found = {name: [first] for name, first in firsts.items()}
+    if seconds:
+        samples = {name: partial(sample, name) for name in calls}
+        found = interleaved(samples, LEAST_ROUNDS, seconds=seconds * len(calls), most=MOST_ROUNDS)
     return {name: _summary(samples) for name, samples in found.items()}
 
 

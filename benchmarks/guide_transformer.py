@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ringtile.compat import BlockSparseRingMultiheadDilatedAttention, create_block_sparse_multihead_attention
 from ringtile.kernels.reference import attention_rows
-from ringtile.tools.exact import relative_error
-from ringtile.tools.machine import commit, machine_facts, versions
+from ringtile.tools.bench.exact import relative_error
+from ringtile.tools.machine import origin
 
 WIDTH, HEADS, DENSITY = 512, 8, 0.1
 CHECKED_ROWS, WORST_ERROR = 32, 1e-5
@@ -94,9 +94,7 @@ def main() -> None:
         "rows_error": error,
         "finite": bool(out.isfinite().all()),
         "warnings": [str(warning.message) for warning in said],
-        "versions": versions(),
-        "machine": machine_facts(),
-        "commit": commit(),
+        **origin(f"python benchmarks/guide_transformer.py {args.what}"),
     }
     print(json.dumps(record, indent=2))
 

@@ -30,9 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.functional import dilated_attention
-from ringtile.tools.exact import relative_error
-from ringtile.tools.machine import commit, machine_facts, versions
+from ringtile.tools.bench.exact import relative_error
+from ringtile.tools.machine import origin
 from ringtile.tools.memory import peak_memory
+from ringtile.tools.timing import interleaved
 from ringtile.tools.units import count
 
 SEGMENTS, RATES = (2048, 4096, 8192, 16384), (1, 2, 4, 8)
@@ -160,20 +161,15 @@ def main() -> None:
     }
     if args.torchscale:
         attentions["torchscale"] = torchscale_attention(args)
-    facts = {"commit": commit(), "versions": versions(), "machine": machine_facts()}
     problem = {name: value for name, value in vars(args).items() if name not in ("torchscale", "json")}
-    record: dict[str, Any] = {**facts, "problem": problem, **options, "errors": check(args, attentions)}
+    record: dict[str, Any] = {**origin(), "problem": problem, **options, "errors": check(args, attentions)}
 
     calls = {name: (attention, *make_inputs(args, args.tokens)) for name, attention in attentions.items()}
     dense = partial(F.scaled_dot_product_attention, is_causal=args.causal)
     calls["dense"] = (dense, *make_inputs(args, args.dense_tokens))
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for number in range(args.rounds):
-        order = list(calls)
-        for name in order[number % len(order) :] + order[: number % len(order)]:
-            scale = (args.tokens / args.dense_tokens) ** 2 if name == "dense" else 1.0
-            forward, backward = step(*calls[name])
-            seconds[name].append((scale * forward, scale * backward))
+    seconds = interleaved({name: partial(step, *call) for name, call in calls.items()}, args.rounds)
+    scale = (args.tokens / args.dense_tokens) ** 2
+    seconds["dense"] = [(scale * forward, scale * backward) for forward, backward in seconds["dense"]]
     record["seconds"] = seconds
     totals = {name: statistics.median(map(sum, each)) for name, each in seconds.items()}
     for name, each in seconds.items():

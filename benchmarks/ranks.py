@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,9 +48,10 @@ from ringtile.distributed import Layout, ring_attention  # noqa: E402
 from ringtile.distributed.layout import LAYOUTS  # noqa: E402
 from ringtile.patterns import Causal, Documents, Pattern, Window, parse  # noqa: E402
 from ringtile.tools.predict import Hardware, Sizes  # noqa: E402
-from ringtile.tools.predict.cluster import Figures, measure_figures, processors_of  # noqa: E402
+from ringtile.tools.predict.cluster import measure_figures, processors_of  # noqa: E402
 from ringtile.tools.predict.cost import estimate  # noqa: E402
 from ringtile.tools.predict.work import MAX_RANKS, survey  # noqa: E402
+from ringtile.tools.timing import interleaved, seconds_of  # noqa: E402
 
 SECTIONS = ("predict", "ratios", "memory", "nccl")
 HEADS, HEAD_DIM = 2, 64
@@ -126,43 +128,33 @@ def _attend(pattern: Pattern, layout: Layout, transport: str) -> Callable[..., A
     return lambda q, k, v: ring_attention(q, k, v, pattern, layout=layout, transport=transport)  # type: ignore[arg-type]
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def _sample(case: Case, transport: str, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward pass on this rank, after all ranks have come here."""
+    rank = dist.get_rank()
+    layout, pattern = LAYOUTS[case.layout](case.n_tokens, dist.get_world_size()), case.pattern(case.n_tokens)
+    shape = 1, HEADS, layout.size(rank), HEAD_DIM
+    leaves = [torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    attend, grad = _attend(pattern, layout, transport), torch.zeros(shape, dtype=dtype, device=device)
+    outs: list[torch.Tensor] = []
+    dist.barrier()
+    forward = seconds_of(lambda: outs.append(attend(*leaves)), 1, device)
+    return forward, seconds_of(lambda: torch.autograd.grad(outs[0], leaves, grad), 1, device)
 
 
 def predicting(options: dict[str, Any]) -> dict[str, Any]:
     """Fit, gate and time, on every rank. Rank 0's result counts."""
-    size, rank, device = dist.get_world_size(), dist.get_rank(), torch.device(options["device"])
+    device = torch.device(options["device"])
     figures = measure_figures(device=device)
     gate = max(_gate(case, device) for case in CASES)
     runs = [(number, transport) for number, case in enumerate(CASES) for transport in case.transports]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    times = torch.zeros(options["rounds"] + 1, len(runs), 2, dtype=torch.float64)
-    for turn in range(len(times)):
-        for place, (number, transport) in enumerate(runs):
-            case = CASES[number]
-            layout, pattern = LAYOUTS[case.layout](case.n_tokens, size), case.pattern(case.n_tokens)
-            shape = 1, HEADS, layout.size(rank), HEAD_DIM
-            leaves = [torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-            attend, grad = _attend(pattern, layout, transport), torch.zeros(shape, dtype=dtype, device=device)
-            dist.barrier()
-            begin = time.perf_counter()
-            out = attend(*leaves)
-            _settle(device)
-            middle = time.perf_counter()
-            torch.autograd.grad(out, leaves, grad)
-            _settle(device)
-            times[turn, place] = torch.tensor([middle - begin, time.perf_counter() - middle], dtype=torch.float64)
-            if rank == 0:
-                print(f"\rround {turn} of {len(times) - 1}, case {place + 1} of {len(runs)}", end="", file=sys.stderr)
-    of_all = times.to(device)
+    samples = {place: partial(_sample, CASES[number], way, dtype, device) for place, (number, way) in enumerate(runs)}
+    # The first round plans, agrees and connects. All ranks take the same turns.
+    found = interleaved(samples, options["rounds"], warm_up=True)
+    of_all = torch.tensor(list(zip(*found.values(), strict=True)), dtype=torch.float64, device=device)
     dist.all_reduce(of_all, dist.ReduceOp.MAX)
-    if rank == 0:
-        print(file=sys.stderr)
-    # The first round plans, agrees and connects.
-    facts = {"figures": figures._asdict(), "processors": processors_of(device)}
-    return {**facts, "gate": gate, "runs": runs, "seconds": of_all[1:].tolist()}
+    facts = {"figures": figures, "processors": processors_of(device)}
+    return {**facts, "gate": gate, "runs": runs, "seconds": of_all.tolist()}
 
 
 def _peak() -> float:
@@ -329,9 +321,8 @@ def predict(args: argparse.Namespace, device: str = "cpu", size: int = 4) -> Non
     rate = args.rate if device == "cpu" else 0
     (result, *_) = run_ranks("predicting", size, rate=rate, rounds=args.rounds, device=device)
     processors = result["processors"]
-    hardware = Figures(**result["figures"]).hardware(
-        "these links", "measured", ranks_per_node=MAX_RANKS, processors=processors, has_trees=device == "cpu"
-    )
+    shape = {"processors_per_node": processors, "has_trees": device == "cpu"}
+    hardware = Hardware("these links", "measured", MAX_RANKS, **shape, **result["figures"])
     print(
         f"{size} ranks share {processors} processors. Links: {'not shaped' if not rate else f'{rate} Mbit/s'}; fitted "
         f"{1e3 * hardware.net_alpha:.2f} ms per message, {hardware.net_beta / 1e6:.1f} MB/s. Attention: "

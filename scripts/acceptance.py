@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ringtile.tools.bench.rows import Record, Row
 from ringtile.tools.bench.suites import CURVE, HALF, LONG, LONG_RANDOM, RANDOM, SPARSE, WINDOWS
-from ringtile.tools.record import BOTH, DENSE, FORWARD, OURS, Record, Row
+from ringtile.tools.record import BOTH, DENSE, FORWARD, OURS
 
 RATIO, SHARE, MS, MIB, MICROSECONDS = "{:.2f}x", "{:.0%}", "{:.3g} ms", "{:.3g} MiB", "{:.0f} microseconds"
 

@@ -13,7 +13,6 @@ import io
 import json
 import re
 import statistics
-import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -23,8 +22,10 @@ from typing import Any
 from acceptance import bars, call_costs, row_of
 
 from ringtile import cli
+from ringtile.tools.bench.rows import Record, Row, break_even
 from ringtile.tools.bench.suites import TILES, WINDOWS
-from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, OURS, Record, Row, break_even, write_whole
+from ringtile.tools.page import Code, Heading, Part, Table, filled, markdown, table_lines
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, OURS, write_whole
 from ringtile.tools.units import bytes_text, count_text, duration_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,14 +109,6 @@ def records() -> dict[str, Record]:
     return {name: Record.from_json(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], numbers: int = 0) -> Iterator[str]:
-    """Write a table; the columns from number ``numbers`` up are aligned to the right."""
-    yield f"| {' | '.join(heads)} |"
-    yield f"{'|---' * numbers}{'|---:' * (len(heads) - numbers)}|"
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |"
-
-
 def _timed(record: Record, peer: str) -> dict[tuple[str, int, str], Row]:
     rows = (row for row in record.rows if row.peer == peer and row.median_ms is not None)
     return {(row.asked, row.n_tokens, row.direction): row for row in rows}
@@ -134,12 +127,7 @@ def _ideal(row: Row) -> str:
 
 
 def _reasons(rows: Iterable[Row]) -> str:
-    return "; ".join(dict.fromkeys(row.reason for row in rows if row.reason)).replace("|", "\\|")
-
-
-def _code(text: str) -> str:
-    """Return code for a table cell, in which a bar would end the cell."""
-    return f"`{text}`" if "|" not in text else f"<code>{text.replace('|', '&#124;')}</code>"
+    return "; ".join(dict.fromkeys(row.reason for row in rows if row.reason))
 
 
 def _machine(record: Record) -> str:
@@ -147,17 +135,17 @@ def _machine(record: Record) -> str:
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['instruction_set']}; torch {versions['torch']}"
 
 
-def _made(record: Record) -> Iterator[str]:
+def _made(record: Record) -> Iterator[Part]:
     """Tell the command of a record, and what it ran on."""
     head, _, changes = (record.commit or "unknown").partition("+")
     spreads = sorted(row.high_ms / row.low_ms for row in _timed(record, DENSE).values() if row.high_ms and row.low_ms)
     shared = {row.sizes for row in record.rows}
-    yield f"```sh\n{record.command}\n```\n"
-    yield (
+    yield Code(str(record.command), "sh")
+    lines = [
         f"{_machine(record)}, {record.machine['threads']} threads, Python {record.versions['python']}, commit "
         f"`{head[:12]}`{' with ' + changes if changes else ''}. {f'{shared.pop()}. ' if len(shared) == 1 else ''}"
         f"Spread {statistics.median(spreads):.2f}, worst {spreads[-1]:.2f}."
-    )
+    ]
     names = {
         "fma_float32": ("float32", "GFLOP/s"),
         "dot_bfloat16": ("bfloat16 pairs", "GFLOP/s"),
@@ -166,27 +154,27 @@ def _made(record: Record) -> Iterator[str]:
     }
     for threads, rates in (record.peaks or {}).items():
         told = [f"{what} {rates[name] / 1e9:,.3g} {unit}" for name, (what, unit) in names.items() if name in rates]
-        yield f"Rates at {threads} thread{'' if threads == '1' else 's'}: {', '.join(told)}."
-    yield ""
+        lines.append(f"Rates at {threads} thread{'' if threads == '1' else 's'}: {', '.join(told)}.")
+    yield "\n".join(lines)
 
 
 def _extremes(record: Record) -> str:
     ours = [row for row in _timed(record, OURS).values() if row.speedup is not None]
     ours.sort(key=lambda row: row.speedup or 0.0)
     told = [f"{row.speedup:.2f}x (`{row.asked}`, N {row.n_tokens:,}, {row.direction})" for row in (ours[0], ours[-1])]
-    return f"The worst ratio is {told[0]}, the best {told[1]}.\n"
+    return f"The worst ratio is {told[0]}, the best {told[1]}."
 
 
-def _break_even(record: Record) -> Iterator[str]:
+def _break_even(record: Record) -> Table:
     def at(n_tokens: int | None, longest: int) -> str:
         return f"{n_tokens:,}" if n_tokens is not None else f"not up to {longest:,}"
 
     found = break_even(record.rows)
-    rows = [(_code(row.asked), row.direction, at(row.n_tokens, row.measured[-1])) for row in found]
-    return table(["pattern", "direction", "from N up not slower than dense"], rows, 2)
+    rows = [(f"`{row.asked}`", row.direction, at(row.n_tokens, row.measured[-1])) for row in found]
+    return Table(["pattern", "direction", "from N up not slower than dense"], rows, 2)
 
 
-def _lengths(record: Record) -> Iterator[str]:
+def _lengths(record: Record) -> Iterator[Part]:
     """Write one table per pattern: ringtile and dense attention at each length."""
     ours, dense = _timed(record, OURS), _timed(record, DENSE)
     directions = [name for name in DIRECTIONS if any(row.direction == name for row in record.rows)]
@@ -202,22 +190,22 @@ def _lengths(record: Record) -> Iterator[str]:
             found = [ours[key] for key in keys if key in ours]
             cells += [f"{max(row.error or 0.0 for row in found):.1e}" if found else "-"]
             rows.append([*cells, next((row.memory for row in reversed(found) if row.memory), "-")])
-        yield f"\n### {_code(asked)}\n"
-        yield from table([*heads, "error", "memory"], rows)
+        yield Heading(f"`{asked}`", 3)
+        yield Table([*heads, "error", "memory"], rows)
 
 
-def _densities(record: Record) -> Iterator[str]:
+def _densities(record: Record) -> Table:
     """Write one line per density: the resulting pattern and its ratios."""
     ours, rows = _timed(record, OURS), []
     for asked in dict.fromkeys(row.asked for row in record.rows):
         row = next(row for row in record.rows if row.asked == asked)
         ratios = [_ratio(ours.get((asked, row.n_tokens, direction))) for direction in DIRECTIONS]
         share = f"{float(asked.rpartition(' at ')[2]):.0%}"
-        rows.append([share, _code(row.pattern), f"{row.density:.1%}", f"{row.tile_density:.1%}", _ideal(row), *ratios])
-    yield from table(["asked", "pattern", "density", "of tiles", "ideal", *DIRECTIONS], rows, 2)
+        rows.append([share, f"`{row.pattern}`", f"{row.density:.1%}", f"{row.tile_density:.1%}", _ideal(row), *ratios])
+    return Table(["asked", "pattern", "density", "of tiles", "ideal", *DIRECTIONS], rows, 2)
 
 
-def _cells(rows: Iterable[Row]) -> Iterator[str]:
+def _cells(rows: Iterable[Row]) -> Table:
     """Write one line per case and peer, both directions."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
@@ -225,7 +213,7 @@ def _cells(rows: Iterable[Row]) -> Iterator[str]:
     lines = []
     for pair in found.values():
         row = next(iter(pair.values()))
-        cells = [f"{row.n_tokens:,}", _code(row.pattern), row.sizes, f"{row.density:.1%}", f"{row.tile_density:.1%}"]
+        cells = [f"{row.n_tokens:,}", f"`{row.pattern}`", row.sizes, f"{row.density:.1%}", f"{row.tile_density:.1%}"]
         cells += [row.peer]
         for direction in DIRECTIONS:
             one = pair.get(direction)
@@ -234,16 +222,15 @@ def _cells(rows: Iterable[Row]) -> Iterator[str]:
         memory = (pair.get(BOTH) or row).memory or "-"
         lines.append([*cells, memory, _reasons(pair.values())])
     heads = ["N", "pattern", "sizes", "density", "of tiles", "peer", "forward", "ratio", "of limit"]
-    return table([*heads, "forward+backward", "ratio", "of limit", "memory", "left out because"], lines)
+    return Table([*heads, "forward+backward", "ratio", "of limit", "memory", "left out because"], lines)
 
 
-def _bars(record: Record) -> Iterator[str]:
+def _bars(record: Record) -> Table:
     rows = []
     for bar in bars(record):
         verdict = {None: "", True: "met", False: "**missed**" if bar.possible else "out of reach"}[bar.met]
-        what = re.sub("`([^`]*)`", lambda code: _code(code[1]), bar.what)
-        rows.append([what, bar.wanted, bar.measured, bar.limit, verdict])
-    return table(["", "target", "measured", "at the limit", ""], rows, 1)
+        rows.append([bar.what, bar.wanted, bar.measured, bar.limit, verdict])
+    return Table(["", "target", "measured", "at the limit", ""], rows, 1)
 
 
 def here(where: Sequence[Any], found: Mapping[str, Record]) -> str:
@@ -262,7 +249,7 @@ def here(where: Sequence[Any], found: Mapping[str, Record]) -> str:
     if row.peer == DENSE:
         return f"{text} (PyTorch's dense attention, N {row.n_tokens:,}, {row.sizes})"
     sparse = f"{1 - row.density:.1%} sparse, {row.tile_density:.1%} of the tiles"
-    return f"{text} ({_code(row.pattern)}, {sparse}, N {row.n_tokens:,}, {row.sizes})"
+    return f"{text} (`{row.pattern}`, {sparse}, N {row.n_tokens:,}, {row.sizes})"
 
 
 def claims() -> list[dict[str, Any]]:
@@ -271,35 +258,33 @@ def claims() -> list[dict[str, Any]]:
     return tables
 
 
-def _documents(found: Mapping[str, Record]) -> Iterator[str]:
+def _documents(found: Mapping[str, Record]) -> Iterator[Part]:
     for one in claims():
-        yield f"\n### {one['document']}: {one['title']}\n"
+        yield Heading(f"{one['document']}: {one['title']}", 3)
         rows = [[*row["cells"], here(row["here"], found) if "here" in row else one["else"]] for row in one["rows"]]
-        yield from table([*one["columns"], "here"], rows, len(one["columns"]) + 1)
+        yield Table([*one["columns"], "here"], rows, len(one["columns"]) + 1)
 
 
-def _section(name: str, record: Record) -> Iterator[str]:
+def _section(name: str, record: Record) -> Iterator[Part]:
     yield SECTIONS[name]
     yield from _made(record)
     if name == "default":
         yield _extremes(record)
-        yield from _break_even(record)
+    if name in ("default", "short", "fallback"):
+        yield _break_even(record)
+    if name in ("default", "short", "fallback", "long"):
         yield from _lengths(record)
+    if name == "default":
         yield PEERS
         longest = max(row.n_tokens for row in record.rows)
-        yield from _cells(row for row in record.rows if row.n_tokens == longest)
-    elif name == "density":
-        yield from _densities(record)
-    elif name in ("short", "fallback"):
-        yield from _break_even(record)
-        yield from _lengths(record)
-    elif name == "long":
-        yield from _lengths(record)
-    else:
-        if name == "acceptance":
-            yield from _bars(record)
-            yield "\nThe rows behind it:\n"
-        yield from _cells(record.rows)
+        yield _cells(row for row in record.rows if row.n_tokens == longest)
+    if name == "density":
+        yield _densities(record)
+    if name == "acceptance":
+        yield _bars(record)
+        yield "The rows behind it:"
+    if name in ("acceptance", "grid"):
+        yield _cells(record.rows)
 
 
 def _best(rows: Iterable[Row], *peers: str) -> Row | None:
@@ -307,7 +292,7 @@ def _best(rows: Iterable[Row], *peers: str) -> Row | None:
     return min(timed, key=lambda row: row.median_ms or 0.0, default=None)
 
 
-def gpu_section(record: Mapping[str, Any]) -> Iterator[str]:
+def gpu_section(record: Mapping[str, Any]) -> Iterator[Part]:
     """Write the section of a record of benchmarks/gpu.py."""
     if record["clock"] != "events":
         raise ValueError(
@@ -315,20 +300,22 @@ def gpu_section(record: Mapping[str, Any]) -> Iterator[str]:
         )
     cells, version = record["cells"], record["versions"]
     gate, wrong = cells["gate"], [name for name, value in cells["gate"].items() if "error" in value]
-    yield "\n## On a GPU\n\n```sh\npython benchmarks/gpu.py\n```\n"
-    yield f"{record['devices'][-1]}; torch {version['torch']}, triton {version['triton']},"
-    yield f"commit `{str(record['commit'])[:12]}`."
-    yield f"{len(gate) - len(wrong)} of {len(gate)} cases of outputs and gradients are right against float64."
-    if wrong:
-        yield f"Wrong, and not timed: {', '.join(wrong)}."
+    yield Heading("On a GPU")
+    yield Code("python benchmarks/gpu.py", "sh")
     verdicts = [
         f"{name}: {value.get('verdict', value.get('error'))}" for name, value in cells.get("sanitizer", {}).items()
     ]
-    yield f"compute-sanitizer: {'; '.join(verdicts) or 'not run'}."
+    told = [
+        f"{record['devices'][-1]}; torch {version['torch']}, triton {version['triton']},",
+        f"commit `{str(record['commit'])[:12]}`.",
+        f"{len(gate) - len(wrong)} of {len(gate)} cases of outputs and gradients are right against float64.",
+        *([f"Wrong, and not timed: {', '.join(wrong)}."] if wrong else []),
+        f"compute-sanitizer: {'; '.join(verdicts) or 'not run'}.",
+    ]
     known = {field.name for field in fields(Row)}
     timed = [row for section in cells.values() for value in section.values() for row in value.get("rows", ())]
     if mixed := sum(row.get("apart") is False for row in timed):
-        yield f"{mixed} times contain the host's, because the GPU waited for it."
+        told.append(f"{mixed} times contain the host's, because the GPU waited for it.")
     problems: dict[tuple[Any, ...], list[Row]] = {}
     for row in (Row(**{name: x for name, x in row.items() if name in known}) for row in timed):
         problems.setdefault((row.asked, row.problem[:-1]), []).append(row)
@@ -344,29 +331,28 @@ def gpu_section(record: Mapping[str, Any]) -> Iterator[str]:
     for direction, found in ratios.items():
         if found:
             mean = f"{statistics.geometric_mean(found):.2f}x in the geometric mean, {min(found):.2f}x at least"
-            yield f"Over FlexAttention, sparse masks, {direction}: {mean}."
-    yield ""
+            told.append(f"Over FlexAttention, sparse masks, {direction}: {mean}.")
+    yield "\n".join(told)
     heads = ["mask", "N", "H", "D", "dtype", "direction", "ringtile", "FlexAttention", "dense", "error"]
-    yield from table(heads, lines, 1)
+    yield Table(heads, lines, 1)
     if model := [value for value in cells.get("model", {}).values() if "seconds" in value]:
-        yield ""
         rows = [
             [f"{r['tokens']:,}", r["layers"], r["width"], f"{r['seconds']:.3g} s", f"{1e3 * r['index_seconds']:.3g} ms"]
             for r in model
         ]
-        yield from table(["tokens", "layers", "width", "forward", "index"], rows)
+        yield Table(["tokens", "layers", "width", "forward", "index"], rows)
 
 
 def page(found: Mapping[str, Record]) -> str:
     """Return the whole page."""
-    lines = [INTRODUCTION.rstrip("\n")]
+    parts: list[Part] = [INTRODUCTION]
     if any(record.peaks for record in found.values()):
-        lines.append(LIMIT.rstrip("\n"))
+        parts.append(LIMIT)
     for name, record in found.items():
-        lines += _section(name, record)
+        parts += _section(name, record)
     if GPU.exists():
-        lines += gpu_section(json.loads(GPU.read_text(encoding="utf-8")))
-    return "\n".join([*lines, DOCUMENTS, *_documents(found)]) + "\n"
+        parts += gpu_section(json.loads(GPU.read_text(encoding="utf-8")))
+    return markdown([*parts, DOCUMENTS, *_documents(found)])
 
 
 def density_table(record: Record, acceptance: Record) -> list[str]:
@@ -384,7 +370,7 @@ def density_table(record: Record, acceptance: Record) -> list[str]:
         ]
         for asked, pair in pairs.items()
     ]
-    return list(table(["pattern", "tile density", "forward", "forward + backward"], rows, 1))
+    return table_lines(Table(["pattern", "tile density", "forward", "forward + backward"], rows, 1))
 
 
 def length_table(record: Record) -> list[str]:
@@ -398,7 +384,7 @@ def length_table(record: Record) -> list[str]:
         peak = bytes_text(max(row.peak_forward_bytes or 0, row.peak_backward_bytes or 0))
         told = duration_text(seconds) + ("" if theirs else " (extrapolated)")
         rows.append([count_text(row.n_tokens), duration_text((row.median_ms or 0.0) / 1e3), peak, told])
-    return list(table(["tokens", "time", "memory", "dense attention"], rows))
+    return table_lines(Table(["tokens", "time", "memory", "dense attention"], rows))
 
 
 def _put_table(text: str, lines: Sequence[str]) -> str:
@@ -414,8 +400,7 @@ def _put(text: str, shape: str, told: str) -> str:
     paragraphs = text.split("\n\n")
     for number, paragraph in enumerate(paragraphs):
         if (found := re.search(shape, paragraph, re.S)) is not None:
-            joined = " ".join((paragraph[: found.start()] + told + paragraph[found.end() :]).split())
-            paragraphs[number] = textwrap.fill(joined, 120, break_long_words=False, break_on_hyphens=False)
+            paragraphs[number] = filled(paragraph[: found.start()] + told + paragraph[found.end() :])
             return "\n\n".join(paragraphs)
     raise ValueError(f"README: expected a sentence that matches {shape!r}")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import json
-import re
 import tomllib
 from collections import Counter
 from itertools import groupby
@@ -14,7 +12,9 @@ from typing import Any
 
 from acceptance import row_of
 
-from ringtile.tools.record import DENSE, FORWARD, OURS, Record, write_whole
+from ringtile.tools.bench.rows import Record
+from ringtile.tools.page import Heading, Part, Table, markdown
+from ringtile.tools.record import DENSE, FORWARD, OURS, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "promises.toml"
@@ -106,39 +106,32 @@ def status_of(entry: dict[str, Any]) -> tuple[str, str]:
     return entry["status"], entry.get("waits", "")
 
 
-def _cell(text: str) -> str:
-    """Return text for a table: a bar inside backticks would end the cell, or be shown with its escape."""
-    return re.sub(r"`([^`]*\|[^`]*)`", lambda code: f"<code>{html.escape(code[1]).replace('|', '&#124;')}</code>", text)
-
-
-def _row(entry: dict[str, Any]) -> str:
+def _row(entry: dict[str, Any]) -> list[str]:
     status, waits = status_of(entry)
     now = [entry["now"], *map(told, entry.get("cells", ()))]
     now += [f"*Before:* {entry['before']}"] if "before" in entry else []
     proofs = (proof.removeprefix("tests/") for proof in entry.get("proof", ()))
     names = (*entry.get("here", ()), *proofs, *entry.get("sums", ()))
     evidence = dict.fromkeys([*names, *(f"records/{cell['record']}.json" for cell in entry.get("cells", ()))])
-    cells = [
+    return [
         entry["promise"],
         ", ".join(entry["in"]),
         f"**{status}**" + (f" ({waits})" if waits else ""),
         "<br>".join(now),
         "<br>".join(f"`{name}`" for name in evidence) or "-",
     ]
-    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def page() -> str:
     """Return the whole page."""
     found = entries()
     counts = Counter(status_of(entry)[0] for _, entry in found)
-    lines = [INTRODUCTION, ", ".join(f"{counts[status]} {status}" for status in STATUSES) + "."]
+    parts: list[Part] = [INTRODUCTION, ", ".join(f"{counts[status]} {status}" for status in STATUSES) + "."]
     for title, group in groupby(found, key=itemgetter(0)):
-        lines += [f"\n## {title}\n", "| promise | from | status | today | evidence |", "|---|---|---|---|---|"]
-        lines += [_row(entry) for _, entry in group]
+        heads = ["promise", "from", "status", "today", "evidence"]
+        parts += [Heading(title), Table(heads, [_row(entry) for _, entry in group], len(heads))]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    text = "\n".join(lines) + "\n"
-    text = text.replace("{python}", f"`{project['requires-python']}`")
+    text = markdown(parts).replace("{python}", f"`{project['requires-python']}`")
     return text.replace("{torch}", f"`{project['dependencies'][0].removeprefix('torch')}`")
 
 

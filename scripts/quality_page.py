@@ -13,16 +13,16 @@ import runpy
 import shlex
 import shutil
 import statistics
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ringtile import cli
-from ringtile.tools.quality import RECORD, decoder
+from ringtile.tools.page import Code, Heading, Part, Picture, Table, filled, markdown
+from ringtile.tools.quality import RECORD, leg
 from ringtile.tools.quality.cells import FINE_TUNED, FROM_SCRATCH, POST_HOC, Cell, Record
 from ringtile.tools.quality.claims import CLAIMS, TaskTable, tables
-from ringtile.tools.quality.page import curves
+from ringtile.tools.quality.page import curves, table_of
 from ringtile.tools.quality.trained import TASKS
 from ringtile.tools.record import write_whole
 
@@ -76,7 +76,7 @@ four sequences holds a passage, another text, and the passage again. None of the
 * **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
   of less than 4,096 keys stay dense.
 
-To run it, or your own model: `{decoder.PIP}`, then the command above with `--model`.
+To run it, or your own model: `{leg.PIP}`, then the command above with `--model`.
 """
 
 COSTS = """\
@@ -107,43 +107,41 @@ LIMITS = """
 def page(record: Record) -> str:
     """Return the page of a record."""
     found = tables(record.cells)
-    parts = [INTRODUCTION, f"```sh\n{record.command}\n```\n"]
     threads, torch = record.machine["threads"], record.versions["torch"]
     where = f"{record.machine['cpu']}, {threads} thread{'s' if threads > 1 else ''}, torch {torch}"
-    parts.append(f"Measured on {where}.\n")
-    parts.append(_overview(found, record.cells))
-    parts.append("![Quality kept against tile density, a panel for each task](assets/quality.svg)\n")
+    parts: list[Part] = [INTRODUCTION, Code(str(record.command), "sh"), f"Measured on {where}."]
+    parts += _overview(found, record.cells)
+    parts.append(Picture("Quality kept against tile density, a panel for each task", "assets/quality.svg"))
     for table in found:
         parts += _section(table)
-    theirs = decoder.table(record.cells)
-    if theirs:
-        parts += [DECODER, "```text\n" + "\n".join(theirs).strip("\n") + "\n```\n"]
-    parts += [_cost(json.loads(COST.read_text(encoding="utf-8"))), LIMITS]
-    return "\n".join(part.strip("\n") + "\n" for part in parts)
+    if theirs := leg.table(record.cells):
+        parts += [DECODER, Code("\n".join(theirs))]
+    parts += [*_cost(json.loads(COST.read_text(encoding="utf-8"))), LIMITS]
+    return markdown(parts)
 
 
-def _cost(record: dict[str, Any]) -> str:
+def _cost(record: dict[str, Any]) -> list[Part]:
     lines_of = runpy.run_path(str(ROOT / "benchmarks" / "adaptive.py"))["lines_of"]
     where = f"{record['machine']['cpu']}, torch {record['versions']['torch']}"
-    text = textwrap.fill(COSTS.format(where=where), 120, break_long_words=False, break_on_hyphens=False)
-    return f"## What the choice costs\n\n{text}\n\n{COST_COMMAND}\n" + "\n".join(lines_of(record["rows"])) + "\n"
+    lines = "\n".join(lines_of(record["rows"]))
+    return [Heading("What the choice costs"), filled(COSTS.format(where=where)), COST_COMMAND, lines]
 
 
-def _overview(found: list[TaskTable], cells: Iterable[Cell]) -> str:
-    lines = ["## The claimed row\n", "The verdicts for the default, for models trained dense:\n"]
+def _overview(found: list[TaskTable], cells: Iterable[Cell]) -> list[Part]:
     densities = list(CLAIMS)
-    lines.append("| task | " + " | ".join(f"{density:.0%}: {CLAIMS[density][0]}%" for density in densities) + " |")
-    lines.append("|---|" + "---|" * len(densities))
+    lines = []
     for table in found:
         if table.regime == POST_HOC:
             words = [table.verdict("default", density) for density in densities]
-            lines.append(f"| {table.task} | " + " | ".join("dropped" if table.dropped else w for w in words) + " |")
-    for name, found_here in decoder.verdicts(cells).items():
-        lines.append(f"| {name} | " + " | ".join(found_here.get(density, "") for density in densities) + " |")
-    return "\n".join(lines) + "\n"
+            lines.append([table.task, *("dropped" if table.dropped else word for word in words)])
+    for name, verdicts in leg.verdicts(cells).items():
+        lines.append([name, *(verdicts.get(density, "") for density in densities)])
+    heads = ["task", *(f"{density:.0%}: {CLAIMS[density][0]}%" for density in densities)]
+    table = Table(heads, lines, len(heads))
+    return [Heading("The claimed row"), "The verdicts for the default, for models trained dense:", table]
 
 
-def _section(table: TaskTable) -> list[str]:
+def _section(table: TaskTable) -> list[Part]:
     task = TASKS[table.task]
     title = {POST_HOC: "", FINE_TUNED: ", fine-tuned", FROM_SCRATCH: ", from scratch"}[table.regime]
     dense = statistics.mean(table.dense)
@@ -152,27 +150,8 @@ def _section(table: TaskTable) -> list[str]:
         f"{task.summary[0].upper()}{task.summary[1:]}. The dense model reaches {what}, with {len(table.dense)} seeds, "
     )
     text += f"{table.sizes['tokens']:,} tokens and tiles of {table.sizes['block']}. The floor is {table.floor:.1%}."
-    parts = [f"\n## {table.task}{title}\n", textwrap.fill(text, 120, break_long_words=False) + "\n"]
-    if table.dropped:
-        return [*parts, textwrap.fill(f"**Dropped.** {table.dropped}.", 120) + "\n"]
-    densities = table.densities
-    lines = ["| kept, % | " + " | ".join(f"{density:.0%}" for density in densities) + " |"]
-    lines.append("|---|" + "---:|" * len(densities))
-    realised = [f"{table.realised[density]:.1%}" if density in table.realised else "" for density in densities]
-    lines.append("| realised density | " + " | ".join(realised) + " |")
-    lines.append("| *claimed* | " + " | ".join(f"*{CLAIMS[d][0]}*" if d in CLAIMS else "" for d in densities) + " |")
-    for number, (name, entries) in enumerate(table.entries.items()):
-        cells = [entries[d].text.replace("+-", "&plusmn; ") if d in entries else "" for d in densities]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        if number == 0:
-            lines.append("| | " + " | ".join(table.verdict(name, density) for density in densities) + " |")
-        if computed := table.computed(name):
-            lines.append(
-                "| *its tiles* | "
-                + " | ".join(f"*{computed[d]:.1%}*" if d in computed else "" for d in densities)
-                + " |"
-            )
-    return [*parts, "\n".join(lines) + "\n"]
+    body = filled(f"**Dropped.** {table.dropped}.") if table.dropped else table_of(table)
+    return [Heading(f"{table.task}{title}"), filled(text), body]
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from ringtile.distributed import exchange
+from ringtile.distributed.stages import ALL_GATHER as _ALL_GATHER
+from ringtile.distributed.stages import REDUCE_SCATTER as _REDUCE_SCATTER
 
 T = TypeVar("T")
 
@@ -87,6 +88,17 @@ def on_ranks(n_ranks: int, function: Callable[[int], T]) -> list[T]:
     return [found[rank] for rank in range(n_ranks)]
 
 
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A group of one rank, which needs no thread, and a compiler that remembers nothing."""
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 class Traffic:
     """Bytes that this thread's rank gave to collectives, and the calls."""
 
@@ -120,7 +132,6 @@ class Traffic:
         return total
 
 
-_ALL_GATHER, _REDUCE_SCATTER = exchange._ALL_GATHER, exchange._REDUCE_SCATTER
 _NAMES = ("all_to_all_single", "broadcast", "reduce", "batch_isend_irecv", _ALL_GATHER, _REDUCE_SCATTER)
 _original = {name: getattr(dist, name) for name in _NAMES}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ def test_batches_are_planned_while_the_one_before_runs(transport: Any, monkeypat
 
         return counting
 
-    monkeypatch.setattr(plan_module, "_make_plan", counted(plan_module._make_plan, 2))
-    monkeypatch.setattr(plan_module, "_plans", type(plan_module._plans)())
+    make = plan_module._make_plan.__wrapped__
+    monkeypatch.setattr(plan_module, "_make_plan", lru_cache(64)(counted(make, 2)))
     q, k, v = torch.randn(3, 1, 2, 1024, 8, dtype=torch.float64).unbind()
 
     def run(rank: int) -> threading.Thread:

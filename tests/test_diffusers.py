@@ -8,19 +8,21 @@ import pickle
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import kept_pairs, relative_error
+from tiny import Lazily
 from torch import Tensor, nn
 
 from ringtile.integrations import diffusers as integration
 from ringtile.integrations.diffusers import SparseAttnProcessor, use_ringtile
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window
 
-diffusers = pytest.importorskip("diffusers")
-processors = pytest.importorskip("diffusers.models.attention_processor")
+diffusers, processors = Lazily("diffusers"), Lazily("diffusers.models.attention_processor")
+pytestmark = pytest.mark.skipif(find_spec("diffusers") is None, reason="diffusers is not installed")
 
 PATTERN = Window(9) | GlobalTokens(3)
 DENSE = F.scaled_dot_product_attention

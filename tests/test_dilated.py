@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from oracle import SDPA_BUDGET, make_inputs, relative_error, sdpa_low_precision_error
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringtile.functional import dilated, dilated_attention, sparse_attention
 from ringtile.functional.dilated import segment_numbers
-from ringtile.functional.permute import add_compacted, compact, pieces
+from ringtile.functional.permute import Strided, pieces
 from ringtile.index import build_index
 from ringtile.patterns import Causal, Pattern, Segments, Window, longnet_union, per_head
 from ringtile.patterns.wrapped import Compacted, InSegments, OfHeads
@@ -134,97 +134,57 @@ def compare(inputs: Sequence[Tensor], lengths: Sequence[int], rates: Sequence[in
     return worst(mine, right)
 
 
-@pytest.mark.parametrize("n_tokens", [1, 7, 64, 1000])
-@pytest.mark.parametrize("branches", [POWERS, OTHERS, PAPER], ids=["powers", "others", "paper"])
-@pytest.mark.parametrize("overlap", ["mix", "union"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_definition(n_tokens: int, branches: Any, overlap: str, is_causal: bool) -> None:
-    inputs = make_inputs(1, 3 if n_tokens == 1000 else 9, n_tokens, head_dim=4)[:3]
-    assert compare(inputs, *branches, overlap=overlap, is_causal=is_causal) < 1e-12
+BRANCHES = {"powers": POWERS, "others": OTHERS, "paper": PAPER, "long": ([600, 300], [1, 3])}
+CASES = """
+    False-mix-powers-64 False-mix-others-64 False-mix-others-1000 False-mix-paper-1000 False-mix-paper-7
+    False-union-powers-64 False-union-others-64 False-union-paper-1000 False-union-powers-1 False-mix-long-1300
+    True-mix-powers-7 True-mix-others-1 True-mix-paper-64 True-union-powers-1000 True-union-others-7
+    True-union-others-1000 True-mix-powers-1000 True-union-paper-1 True-union-long-1300
+""".split()
+"""Is it causal, overlap, branches, tokens: every pair of two of them, and segments of several tiles."""
 
 
-@pytest.mark.parametrize(
-    ("n_tokens", "branches", "overlap", "is_causal"),
-    [
-        (4096, ([512, 1024, 2048], [1, 2, 4]), "mix", False),
-        (4096, ([500, 1500], [1, 3]), "union", True),
-        (4097, ([512, 1024, 2048], [1, 2, 4]), "union", False),
-        (4097, ([600, 2100], [1, 3]), "mix", True),
-    ],
-)
-def test_the_definition_over_many_segments(n_tokens: int, branches: Any, overlap: str, is_causal: bool) -> None:
-    inputs = make_inputs(1, 2, n_tokens, head_dim=4)[:3]
-    assert compare(inputs, *branches, overlap=overlap, is_causal=is_causal) < 1e-12
+@pytest.mark.parametrize("case", CASES)
+def test_the_definition(case: str) -> None:
+    is_causal, overlap, branches, n_tokens = case.split("-")
+    inputs = make_inputs(1, 3 if int(n_tokens) >= 1000 else 9, int(n_tokens), head_dim=4)[:3]
+    assert compare(inputs, *BRANCHES[branches], overlap=overlap, is_causal=is_causal == "True") < 1e-12
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
-    n_branches = draw(st.integers(1, 3))
-    kv_heads = draw(st.integers(1, 3))
+@settings(max_examples=80)
+@given(st.data())
+def test_any_problem(data: st.DataObject) -> None:
+    draw, few = data.draw, st.integers(1, 3)
+    n_branches, kv_heads = draw(few), draw(few)
     heads = kv_heads * draw(st.integers(1, 4))
     lengths = draw(st.lists(st.integers(1, 90), min_size=n_branches, max_size=n_branches))
     if draw(st.booleans()):
         # Segments that nest take another route to the union.
         lengths = [lengths[0] * 2**number for number in range(n_branches)]
+    rates = draw(st.lists(st.integers(1, 7), min_size=n_branches, max_size=n_branches))
     patterns = [None, None, Window(2, 1), per_head([Window(head % 3) for head in range(heads)]), Segments(3, 2)]
-    return {
-        "batch": draw(st.integers(1, 2)),
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "n_queries": draw(st.integers(1, 150)),
-        "n_keys": draw(st.one_of(st.none(), st.integers(1, 150))),
-        "lengths": lengths,
-        "rates": draw(st.lists(st.integers(1, 7), min_size=n_branches, max_size=n_branches)),
-        "masked": draw(st.booleans()),
-        "options": {
-            "overlap": draw(st.sampled_from(["mix", "union"])),
-            "is_causal": draw(st.booleans()),
-            "pattern": draw(st.sampled_from(patterns)),
-        },
+    options: dict[str, Any] = {
+        "overlap": draw(st.sampled_from(["mix", "union"])),
+        "is_causal": draw(st.booleans()),
+        "pattern": draw(st.sampled_from(patterns)),
     }
+    sizes = draw(st.integers(1, 2)), heads, draw(st.integers(1, 150)), draw(st.none() | st.integers(1, 150))
+    inputs = make_inputs(*sizes, head_dim=3, kv_heads=kv_heads, value_dim=2)[:3]
+    if draw(st.booleans()):
+        options["key_mask"] = torch.rand(sizes[0], inputs[1].shape[2]) < 0.6
+    assert compare(inputs, lengths, rates, **options) < 1e-12
 
 
-@settings(max_examples=80)
-@given(problems())
-@example(
-    {
-        "batch": 2,
-        "heads": 6,
-        "kv_heads": 2,
-        "n_queries": 37,
-        "n_keys": 100,
-        "lengths": [16, 48],
-        "rates": [1, 5],
-        "masked": True,
-        "options": {"overlap": "mix", "is_causal": True, "pattern": None},
-    }
+def test_shared_heads_masked_keys_and_late_queries() -> None:
+    inputs, mask = make_inputs(2, 6, 37, 100, head_dim=3, kv_heads=2, value_dim=2)[:3], torch.rand(2, 100) < 0.6
+    assert compare(inputs, [16, 48], [1, 5], is_causal=True, key_mask=mask) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("branches", "is_causal"),
+    [(([64, 128, 256], [1, 2, 4]), True), (PAPER, False), (COPRIME, True)],
+    ids=["nested", "paper", "coprime"],
 )
-def test_any_problem(problem: dict[str, Any]) -> None:
-    inputs = make_inputs(
-        problem["batch"],
-        problem["heads"],
-        problem["n_queries"],
-        problem["n_keys"],
-        head_dim=3,
-        kv_heads=problem["kv_heads"],
-        value_dim=2,
-    )[:3]
-    options = dict(problem["options"])
-    if problem["masked"]:
-        options["key_mask"] = torch.rand(problem["batch"], inputs[1].shape[2]) < 0.6
-    assert compare(inputs, problem["lengths"], problem["rates"], **options) < 1e-12
-
-
-@pytest.mark.parametrize("overlap", ["mix", "union"])
-def test_one_branch_of_one_segment_is_dense_attention(overlap: str) -> None:
-    q, k, v, _ = make_inputs(2, 4, 65, 130, kv_heads=2)
-    out, lse = attend(q, k, v, [1000], [1], overlap=overlap, is_causal=True, enable_gqa=True)
-    expected = sparse_attention(q, k, v, is_causal=True, enable_gqa=True, return_lse=True)
-    assert worst((out, lse), expected) < 1e-14
-
-
-@pytest.mark.parametrize("branches", [([64, 128, 256], [1, 2, 4]), PAPER, COPRIME], ids=["nested", "paper", "coprime"])
-@pytest.mark.parametrize("is_causal", [False, True])
 def test_union_is_sparse_attention_with_the_union_pattern(branches: Any, is_causal: bool) -> None:
     inputs = make_inputs(2, 4, 300)[:3]
     grads = (torch.randn_like(inputs[0]), torch.randn(2, 4, 300, dtype=torch.float64))
@@ -234,9 +194,9 @@ def test_union_is_sparse_attention_with_the_union_pattern(branches: Any, is_caus
     assert worst(mine, right) < 1e-12
 
 
-@pytest.mark.parametrize("branches", [POWERS, OTHERS], ids=["powers", "others"])
-@pytest.mark.parametrize("overlap", ["mix", "union"])
-@pytest.mark.parametrize("n_tokens", [512, 777])
+@pytest.mark.parametrize(
+    ("branches", "overlap", "n_tokens"), [(POWERS, "mix", 777), (OTHERS, "union", 777), (POWERS, "union", 512)], ids=str
+)
 def test_the_future_changes_nothing_earlier(branches: Any, overlap: str, n_tokens: int) -> None:
     inputs, now = make_inputs(1, 4, n_tokens, head_dim=8)[:3], n_tokens // 2 + 3
     changed = [x.clone() for x in inputs]
@@ -262,16 +222,6 @@ def test_queries_that_come_later_see_what_they_see_in_the_whole() -> None:
     assert relative_error(torch.cat(parts, 2), whole) < 1e-14
     last, _ = attend(q[:, :, -1:], k, v, *OTHERS, is_causal=True)
     assert relative_error(last, whole[:, :, -1:]) < 1e-14
-
-
-def test_heads_look_at_different_tokens() -> None:
-    q, k, _, _ = make_inputs(1, 5, 12)
-    weights, _ = attend(q, k, torch.eye(12, dtype=torch.float64).expand(1, 5, 12, 12), [6], [4])
-    kept = [(weights[0, head] != 0).nonzero().tolist() for head in range(5)]
-    assert kept[0] == kept[4] == [[a, b] for s in (0, 6) for a in (s, s + 4) for b in (s, s + 4)]
-    assert kept[1] == [[a, b] for s in (0, 6) for a in (s + 1, s + 5) for b in (s + 1, s + 5)]
-    assert kept[2] == [[2, 2], [8, 8]]
-    assert kept[3] == [[3, 3], [9, 9]]
 
 
 def test_what_no_branch_keeps_is_an_empty_row() -> None:
@@ -479,47 +429,31 @@ def test_vmap_and_grad_compose() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-def test_one_compiled_graph_serves_lengths_of_one_kind() -> None:
-    counted = Counter[str]()
-
-    def backend(graph: Any, example_inputs: Any) -> Any:
-        counted["graphs"] += 1
-        return graph
-
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda q, k, v: dilated_attention(q, k, v, [32], [2], is_causal=True),
-        fullgraph=True,
-        dynamic=True,
-        backend=backend,
-    )
-    for n_tokens in (100, 164, 260):
-        inputs, grad = make_inputs(1, 2, n_tokens, head_dim=4)[:3], torch.randn(1, 2, n_tokens, 4, dtype=torch.float64)
-        leaves = [x.requires_grad_() for x in inputs]
-        out = compiled(*leaves)
-        expected, _ = attend(*leaves, [32], [2], is_causal=True)
-        mine, right = (torch.autograd.grad(y, leaves, grad) for y in (out, expected))
-        assert worst([out, *mine], [expected, *right]) < 1e-13
-    assert counted["graphs"] <= 2
-
-
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:dilated_attention:UserWarning")
 @pytest.mark.parametrize(
-    ("branches", "is_causal", "most_graphs"),
-    [(([16, 64], [1, 2]), True, 4), (([12, 36], [2, 3]), False, 2), (COPRIME, True, 2)],
-    ids=str,
+    ("branches", "options", "lengths", "most_graphs"),
+    [
+        (([32], [2]), {"is_causal": True}, (100, 164, 260), 2),
+        (([16, 64], [1, 2]), {"overlap": "union", "is_causal": True}, (128, 192, 150), 2),
+        (([12, 36], [2, 3]), {"overlap": "union"}, (64, 128, 70), 2),
+        (COPRIME, {"overlap": "union", "is_causal": True}, (64, 128, 70), 2),
+    ],
+    ids=["mix", "nested", "rates", "coprime"],
 )
-def test_a_union_compiles_as_one_graph(branches: Any, is_causal: bool, most_graphs: int) -> None:
+def test_a_graph_serves_lengths_of_one_kind(branches: Any, options: Any, lengths: Any, most_graphs: int) -> None:
     torch._dynamo.reset()
     graphs = CompileCounter()
-    options = {"overlap": "union", "is_causal": is_causal}
-    compiled = torch.compile(lambda x: dilated_attention(x, x, x, *branches, **options), backend=graphs, fullgraph=True)
-    for n_tokens in (64, 128, 576, 70):
-        x = torch.randn(1, 3, n_tokens, 8, dtype=torch.float64, requires_grad=True)
-        out, expected = compiled(x), dilated_attention(x, x, x, *branches, **options)
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected)))
+    compiled = torch.compile(
+        lambda *x: dilated_attention(*x, *branches, return_lse=True, **options),
+        fullgraph=True,
+        dynamic=True,
+        backend=graphs,
+    )
+    for n_tokens in lengths:
+        inputs, grad = make_inputs(1, 3, n_tokens, head_dim=4)[:3], torch.randn(1, 3, n_tokens, dtype=torch.float64)
+        grads = (grad.unsqueeze(3).expand(-1, -1, -1, 4), grad)
+        mine = results(compiled, inputs, grads)
+        assert worst(mine, results(lambda *x: attend(*x, *branches, **options), inputs, grads)) < 1e-13
     assert graphs.frame_count <= most_graphs
 
 
@@ -542,8 +476,9 @@ def test_queries_without_keys_have_gradients_of_zero_composed() -> None:
         assert not torch.func.grad(lambda q: attend(q[:, :, :1], k).sum())(q).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_causal"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, False)]
+)
 def test_low_precision_loses_no_more_than_torch(dtype: torch.dtype, is_causal: bool) -> None:
     q, k, v, grad_out = make_inputs(1, 4, 700, head_dim=32, dtype=dtype)
     branches = ([128, 256, 512], [1, 2, 4])
@@ -578,23 +513,19 @@ def test_autocast_is_a_cast_before() -> None:
     assert torch.equal(mixed, expected[0])
 
 
-@pytest.mark.parametrize("layout", ["tokens first", "wide", "head_dim first", "expanded"])
-def test_any_strides(layout: str) -> None:
-    inputs = []
-    for _ in range(3):
-        x = torch.randn(2, 100, 4, 6, dtype=torch.float64)
-        inputs.append(
-            {
-                "tokens first": x.transpose(1, 2),
-                "wide": torch.cat([x, x], -1).transpose(1, 2)[..., 3:9],
-                "head_dim first": x.permute(0, 2, 3, 1).contiguous().mT,
-                "expanded": x[:1].expand(2, -1, -1, -1).transpose(1, 2),
-            }[layout]
-        )
+def test_any_strides() -> None:
+    layouts: dict[str, Callable[[Tensor], Tensor]] = {
+        "tokens first": lambda x: x.transpose(1, 2),
+        "wide": lambda x: torch.cat([x, x], -1).transpose(1, 2)[..., 3:9],
+        "head_dim first": lambda x: x.permute(0, 2, 3, 1).contiguous().mT,
+        "expanded": lambda x: x[:1].expand(2, -1, -1, -1).transpose(1, 2),
+    }
     grads = (torch.randn(2, 4, 100, 6, dtype=torch.float64), torch.randn(2, 4, 100, dtype=torch.float64))
-    mine = results(lambda *x: attend(*x, [16, 48], [1, 3]), inputs, grads)
-    right = results(lambda *x: attend(*x, [16, 48], [1, 3]), [x.contiguous() for x in inputs], grads)
-    assert worst(mine, right) < 1e-14
+    for name, layout in layouts.items():
+        inputs = [layout(torch.randn(2, 100, 4, 6, dtype=torch.float64)) for _ in range(3)]
+        mine = results(lambda *x: attend(*x, [16, 48], [1, 3]), inputs, grads)
+        right = results(lambda *x: attend(*x, [16, 48], [1, 3]), [x.contiguous() for x in inputs], grads)
+        assert worst(mine, right) < 1e-14, name
 
 
 def test_named_backends() -> None:
@@ -694,8 +625,8 @@ def test_pieces_hold_each_kept_token_once(
     found: Counter[tuple[int, int, int]] = Counter()
     for piece in pieces(n_queries, n_keys, heads, length, dilation, by_offset=by_offset):
         assert not by_offset or len(piece.offsets) == 1
-        q = compact(queries.view(1, heads, n_queries), piece)
-        k = compact(keys.view(1, heads, n_keys), piece, keys=True)
+        q = Strided(piece).take(queries.view(1, heads, n_queries))
+        k = Strided(piece, keys=True).take(keys.view(1, heads, n_keys))
         assert q.shape == (piece.segments, len(piece.heads), piece.n_queries)
         assert k.shape == (piece.segments, len(piece.heads), piece.n_keys)
         for number, head in enumerate(piece.heads):
@@ -721,25 +652,27 @@ def test_adding_back_is_the_adjoint_of_compacting(heads: int, ratio: int, dilati
     for keys in (False, True):
         x = torch.randn(2, heads // ratio if keys else heads, 50, 3, dtype=torch.float64, requires_grad=True)
         for piece in pieces(50, 50, heads, 16, dilation):
-            found = compact(x, piece, keys=keys, ratio=ratio)
+            places = Strided(piece, keys=keys, ratio=ratio)
+            found = places.take(x)
             if keys and dilation == 1:
                 assert found.shape[1] == heads // ratio
             grad = torch.randn_like(found)
             total = torch.zeros_like(x)
-            add_compacted(total, grad, piece, keys=keys, ratio=ratio)
+            places.add(total, grad)
             assert relative_error(total, torch.autograd.grad(found, x, grad)[0]) < 1e-15
 
 
-def compacted_patterns() -> Iterator[Pattern]:
-    yield InSegments(48, 3, Window(2, 1))
-    yield InSegments(20, 1, per_head([Window(1), Causal(), Window(3)]))
-    yield ~Compacted(Segments(60, 2), 3)
-    yield ~(Compacted(Segments(60), 7) | Compacted(InSegments(30, 2, Causal()), 5))
-    yield OfHeads(per_head([Window(1), Causal(), Window(5), ~Window(2)]), (0, 2, 3))
-    yield OfHeads(Causal() & Segments(40, 3), (1, 2, 5))
+COMPACTED: list[Pattern] = [
+    InSegments(48, 3, Window(2, 1)),
+    InSegments(20, 1, per_head([Window(1), Causal(), Window(3)])),
+    ~Compacted(Segments(60, 2), 3),
+    ~(Compacted(Segments(60), 7) | Compacted(InSegments(30, 2, Causal()), 5)),
+    OfHeads(per_head([Window(1), Causal(), Window(5), ~Window(2)]), (0, 2, 3)),
+    OfHeads(Causal() & Segments(40, 3), (1, 2, 5)),
+]
 
 
-@pytest.mark.parametrize("pattern", list(compacted_patterns()), ids=lambda pattern: type(pattern).__name__)
+@pytest.mark.parametrize("pattern", COMPACTED, ids=lambda pattern: type(pattern).__name__)
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(150, 150), (33, 200)])
 def test_an_index_of_a_compacted_pattern_is_its_rule(pattern: Pattern, n_queries: int, n_keys: int) -> None:
     index = build_index(pattern, n_queries, n_keys, num_heads=3, block=16)
@@ -776,12 +709,7 @@ GOOD = make_inputs(2, 4, 20, head_dim=8, dtype=torch.float32)[:3]
     ],
 )
 def test_bad_arguments(changes: dict[str, Any], message: str) -> None:
-    arguments = {
-        "query": GOOD[0],
-        "key": GOOD[1],
-        "value": GOOD[2],
-        "segment_lengths": [8, 16],
-        "dilation_rates": [1, 2],
-    }
+    arguments = dict(zip(("query", "key", "value"), GOOD, strict=True))
+    arguments |= {"segment_lengths": [8, 16], "dilation_rates": [1, 2]}
     with pytest.raises(ValueError, match=message):
         dilated_attention(**{**arguments, **changes})

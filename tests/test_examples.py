@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import shutil
-import subprocess
 import sys
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -15,13 +13,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from peft import PeftModel
+from programs import output_of
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from ringtile.integrations.transformers import use_ringtile
+from ringtile.integrations.transformers import register, use_ringtile
 from ringtile.patterns import GlobalTokens, Window
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +28,8 @@ NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     # A process has one precision for all of its accelerators, and each example is a process.
-    AcceleratorState._reset_state(reset_partial_state=True)
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def example(name: str) -> ModuleType:
@@ -56,23 +53,14 @@ def test_a_window_is_trained_and_its_model_continues_a_prompt(
     assert capsys.readouterr().err.endswith("error: --prompt: expected at least one byte, got ''\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [
-        ("train_window", "file"),
-        ("longnet", "file"),
-        ("finetune_lora", "file"),
-        ("train_context_parallel", "file"),
-        ("train_lightning", "file"),
-        ("generate", "model"),
-    ],
-)
-def test_a_file_that_is_missing_is_one_line(name: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        example(name).main(["no/such/file"])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert f"error: {argument}: expected a " in last
-    assert last.endswith("got 'no/such/file'")
+def test_a_file_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    reading = ("train_window", "longnet", "finetune_lora", "train_context_parallel", "train_lightning")
+    for name, argument in (*((name, "file") for name in reading), ("generate", "model")):
+        with pytest.raises(SystemExit):
+            example(name).main(["no/such/file"])
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert f"error: {argument}: expected a " in last
+        assert last.endswith("got 'no/such/file'")
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
@@ -97,26 +85,18 @@ def test_ranks_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--context", "512", "--window", "64", "--steps", "5"]
     assert example("train_ranks").main(words) < 7
     alone = re.findall(r"^(step \d: .*) bits", capsys.readouterr().out, re.M)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "examples" / "train_ranks.py"), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
     assert len(alone) == 5
-    assert re.findall(r"^(step \d: .*) bits", done.stdout, re.M) == alone
+    shared = output_of(2, ROOT / "examples" / "train_ranks.py", *words)
+    assert re.findall(r"^(step \d: .*) bits", shared, re.M) == alone
 
 
 def test_ranks_share_the_rows_of_a_transformers_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--context", "1024", "--window", "64", "--steps", "3", "--save", str(tmp_path)]
     alone = example("train_context_parallel").main(words)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "examples" / "train_context_parallel.py"), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    shared = re.findall(r"'loss': '?([\d.]+)", done.stdout)
-    assert [float(loss) for loss in shared] == pytest.approx(alone, abs=1e-3)
-    assert re.findall(r"^causal & window\(63\): receives ([\d,]+)", done.stdout, re.M) == ["65,536"]
+    shared = output_of(2, ROOT / "examples" / "train_context_parallel.py", *words)
+    losses = re.findall(r"'loss': '?([\d.]+)", shared)
+    assert [float(loss) for loss in losses] == pytest.approx(alone, abs=1e-3)
+    assert re.findall(r"^causal & window\(63\): receives ([\d,]+)", shared, re.M) == ["65,536"]
 
 
 def test_a_run_continues_where_it_was_saved(tmp_path: Path) -> None:
@@ -132,12 +112,8 @@ def test_ranks_share_weights_and_sequences(capsys: pytest.CaptureFixture[str]) -
     assert example("train_fsdp").main([*words, "--shard", "ddp"]) < 7.5
     alone = re.findall(r"^(step \d: .*),", capsys.readouterr().out, re.M)
     assert len(alone) == 3
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += [str(ROOT / "examples" / "train_fsdp.py"), *words, "--cp", "2", "--shard", "hsdp", "--checkpoint"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(step \d: .*),", done.stdout, re.M) == alone
+    shared = output_of(4, ROOT / "examples" / "train_fsdp.py", *words, "--cp", "2", "--shard", "hsdp", "--checkpoint")
+    assert re.findall(r"^(step \d: .*),", shared, re.M) == alone
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -154,6 +130,8 @@ def test_lora_is_trained_saved_and_resumed(tmp_path: Path) -> None:
     model = use_ringtile(example("finetune_lora").new_model(None, 512), Window(64) | GlobalTokens(4)).eval()
     rows = example("finetune_lora").rows_of(example("finetune_lora").read_text(None), None, 512)
     before = model(rows[:1], labels=rows[:1]).loss
+    from peft import PeftModel
+
     trained = PeftModel.from_pretrained(model, tmp_path / "whole")
     assert trained(rows[:1], labels=rows[:1]).loss < before - 0.05
 
@@ -170,6 +148,9 @@ def test_packed_documents_train_by_accelerate(tmp_path: Path, capsys: pytest.Cap
         words = ["--tokens", "1024", "--window", "64", "--steps", steps, "--save", str(tmp_path)]
         assert abs(example("train_accelerate").main(words)) < 2e-6
     assert re.findall(r"^step (\d)", capsys.readouterr().out, re.M) == ["1", "2", "3"]
+    from transformers import AutoModelForCausalLM
+
+    register()
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="ringtile")
     assert model.config.sliding_window == 64
 

@@ -27,7 +27,6 @@ from ringtile.distributed.failures.faults import (
     PlanMismatch,
     RankLost,
     agree,
-    first_nonfinite,
     handshakes,
     publish_failure,
     verdict,
@@ -35,6 +34,7 @@ from ringtile.distributed.failures.faults import (
     watch,
 )
 from ringtile.distributed.failures.watcher import Watcher
+from ringtile.distributed.shards import first_nonfinite
 
 # One worker runs all cases at once.
 pytestmark = pytest.mark.xdist_group("faults")
@@ -64,92 +64,39 @@ def payload(rank: int, size: int, kill: int | None = None) -> None:
     assert torch.equal(received[:, 0], torch.arange(size, dtype=torch.float))
 
 
-def killed(rank: int, size: int, when: str) -> None:
-    payload(rank, size)
-    go()
-    if rank == 1 and when == "before the payload":
-        os.kill(os.getpid(), signal.SIGKILL)
-    payload(rank, size, kill=1)
-
-
-def killed_in_the_handshake(rank: int, size: int) -> None:
-    agree(None, "plan", FACTS)
-    go()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    agree(None, "plan", FACTS)
-
-
-def killed_before_it_sends(rank: int, size: int) -> None:
+def hop(rank: int, size: int) -> None:
     x = torch.ones(1 << 20)
     wait(dist.irecv(x, (rank - 1) % size) if rank % 2 else dist.isend(x, (rank + 1) % size), None, "hop 0")
-    go()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    wait(dist.irecv(x, 1), None, "hop 1")
 
 
-def killed_in_a_collective_of_others(rank: int, size: int) -> None:
-    go()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1 << 20))
-
-
-def killed_while_others_compute(rank: int, size: int) -> None:
-    go()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+def give_up(rank: int, size: int) -> None:
+    publish_failure(None, MemoryError("64 GiB"))
     time.sleep(60)
 
 
-def stalled_in_the_handshake(rank: int, size: int) -> None:
-    payload(rank, size)
-    go()
-    if rank == 1:
-        time.sleep(60)
+def fail(rank: int, size: int) -> None:
+    raise ValueError("no tokens\nin this shard")
+
+
+def handshake(rank: int, size: int) -> None:
     agree(None, "plan", FACTS)
 
 
-def stalled_before_the_payload(rank: int, size: int) -> None:
-    agree(None, "plan", FACTS)
-    payload(rank, size)
-    go()
-    if rank == 1:
-        time.sleep(60)
-    payload(rank, size)
-
-
-def stopped(rank: int, size: int) -> None:
-    go()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    payload(rank, size)
-
-
-def raises(rank: int, size: int) -> None:
+def watch_another_group(rank: int, size: int) -> None:
     everyone = dist.new_group()
     watch(everyone)
     agree(everyone, "begin", {})
+
+
+Act = Callable[[int, int], Any]
+
+
+def failing(rank: int, size: int, before: tuple[Act, ...], how: Act, then: Act) -> None:
+    """All ranks take some steps together. Then rank 1 fails, and the others take one more."""
+    for step in before:
+        step(rank, size)
     go()
-    if rank == 1:
-        raise ValueError("no tokens\nin this shard")
-    payload(rank, size)
-
-
-def gives_up(rank: int, size: int) -> None:
-    go()
-    if rank == 1:
-        publish_failure(None, MemoryError("64 GiB"))
-        time.sleep(60)
-    payload(rank, size)
-
-
-def leaves(rank: int, size: int) -> None:
-    go()
-    if rank == 1:
-        return
-    payload(rank, size)
+    (how if rank == 1 else then)(rank, size)
 
 
 def disagree(rank: int, size: int) -> None:
@@ -274,25 +221,58 @@ class Case:
     exit_at_once: bool = False
 
 
+def case(how: Act, then: Act, *before: Act, **settings: Any) -> Case:
+    return Case(failing, options=(("before", before), ("how", how), ("then", then)), **settings)
+
+
+def in_the_payload(rank: int, size: int) -> None:
+    payload(rank, size, kill=1)
+
+
+def kill(rank: int, size: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(rank: int, size: int) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    payload(rank, size)
+
+
+def stall(rank: int, size: int) -> None:
+    time.sleep(60)
+
+
+def leave(rank: int, size: int) -> None:
+    """Return at once."""
+
+
+def receive(rank: int, size: int) -> None:
+    wait(dist.irecv(torch.ones(1 << 20), 1), None, "hop 1")
+
+
+def reduce_all(rank: int, size: int) -> None:
+    dist.all_reduce(torch.ones(1 << 20))
+
+
 CASES = {
-    "killed before the payload": Case(killed, options=(("when", "before the payload"),)),
-    "killed in the payload": Case(killed, options=(("when", "in the payload"),)),
-    "killed in the payload, long silence": Case(killed, options=(("when", "in the payload"),), silence=60.0),
-    "killed with the store": Case(killed, host=1, options=(("when", "in the payload"),)),
-    "killed in the handshake": Case(killed_in_the_handshake),
-    "killed before it sends": Case(killed_before_it_sends, ranks=4),
-    "killed in a collective of others": Case(killed_in_a_collective_of_others),
-    "killed while others compute": Case(killed_while_others_compute, exit_at_once=True),
-    "killed with the store while others compute": Case(killed_while_others_compute, host=1, exit_at_once=True),
-    "stalled in the handshake": Case(stalled_in_the_handshake),
-    "stalled in the handshake, not watched": Case(stalled_in_the_handshake, watched=False),
-    "stalled before the payload": Case(stalled_before_the_payload),
-    "stopped": Case(stopped),
-    "stopped with the store": Case(stopped, host=1),
-    "raises": Case(raises),
-    "raises with the store": Case(raises, host=1),
-    "gives up": Case(gives_up),
-    "leaves": Case(leaves),
+    "killed before the payload": case(kill, payload, payload),
+    "killed in the payload": case(in_the_payload, in_the_payload, payload),
+    "killed in the payload, long silence": case(in_the_payload, in_the_payload, payload, silence=60.0),
+    "killed with the store": case(in_the_payload, in_the_payload, payload, host=1),
+    "killed in the handshake": case(kill, handshake, handshake),
+    "killed before it sends": case(kill, receive, hop, ranks=4),
+    "killed in a collective of others": case(kill, reduce_all),
+    "killed while others compute": case(kill, stall, exit_at_once=True),
+    "killed with the store while others compute": case(kill, stall, host=1, exit_at_once=True),
+    "stalled in the handshake": case(stall, handshake, payload),
+    "stalled in the handshake, not watched": case(stall, handshake, payload, watched=False),
+    "stalled before the payload": case(stall, payload, handshake, payload),
+    "stopped": case(stop, payload),
+    "stopped with the store": case(stop, payload, host=1),
+    "raises": case(fail, payload, watch_another_group),
+    "raises with the store": case(fail, payload, watch_another_group, host=1),
+    "gives up": case(give_up, payload),
+    "leaves": case(leave, payload),
     "disagree": Case(disagree, ranks=4, watched=False),
     "peace": Case(peace, ranks=4, watched=False),
     "threads": Case(threads_agree, ranks=1, watched=False),
@@ -377,7 +357,7 @@ def test_each_survivor_fails_within_the_timeout_with_one_line_that_names_the_ran
     for rank in survivors(outcome):
         assert outcome.exit_codes[rank] == 1, outcome.texts[rank]
         assert seconds_of(outcome, rank) < TIMEOUT + 1
-        raised = re.findall(r"^ringtile\.distributed\.errors\.RankLost: (.*)$", outcome.texts[rank], re.M)
+        raised = re.findall(r"^ringtile\.distributed\.failures\.errors\.RankLost: (.*)$", outcome.texts[rank], re.M)
         assert len(raised) == 1, outcome.texts[rank]
         assert re.fullmatch(NAMED[case], raised[0])
         printed = re.findall(r"^ringtile: (.*)$", outcome.texts[rank], re.M)
@@ -521,8 +501,10 @@ def test_one_rank_has_nobody_to_agree_with() -> None:
     assert verdict() is None
 
 
-@pytest.mark.usefixtures("single")
-def test_bad_input_is_refused() -> None:
+def test_bad_input_is_refused(request: pytest.FixtureRequest) -> None:
+    with pytest.raises(ValueError, match="group: expected a process group, got None"):
+        agree(None, "plan", FACTS)
+    request.getfixturevalue("single")
     with pytest.raises(ValueError, match=r"facts: expected strings and numbers, got \{'n': None\}"):
         agree(None, "plan", {"n": None})
     for interval, silence in ((0.0, 1.0), (0.6, 1.0), (-1.0, 1.0)):
@@ -768,13 +750,10 @@ def test_nccl_looks_at_the_verdict_before_and_after_a_wait(
         wait(Work(lambda: setattr(found, "verdict", "rank 0 left")), None, WHAT)
 
 
-def test_a_group_is_needed() -> None:
-    with pytest.raises(ValueError, match="group: expected a process group, got None"):
-        agree(None, "plan", FACTS)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float64, torch.nan), (torch.float32, torch.inf), (torch.bfloat16, -torch.inf), (torch.float16, torch.nan)],
+)
 def test_the_first_tile_that_is_not_finite(dtype: torch.dtype, value: float) -> None:
     x = torch.full((2, 3, 300, 8), torch.finfo(dtype).max, dtype=dtype)
     x[:, :, ::2] *= -1
@@ -785,13 +764,5 @@ def test_the_first_tile_that_is_not_finite(dtype: torch.dtype, value: float) -> 
     assert first_nonfinite(x.transpose(1, 2).contiguous().transpose(1, 2), 64) == (0, 1, 2)
     assert first_nonfinite(x[:, :, :0], 64) is None
     assert x.isnan().sum() == (3 if value != value else 0)
-
-
-def test_first_nonfinite_refuses_another_shape() -> None:
     with pytest.raises(ValueError, match=r"x, tile: expected \[B, H, N, D\]"):
-        first_nonfinite(torch.zeros(3, 4, 5), 64)
-
-
-def test_ranklost_and_planmismatch_are_runtime_errors() -> None:
-    assert issubclass(RankLost, RuntimeError)
-    assert issubclass(PlanMismatch, RuntimeError)
+        first_nonfinite(x[0], 64)

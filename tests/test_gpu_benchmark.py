@@ -20,6 +20,7 @@ import torch
 from ringtile.kernels.triton import tuning
 from ringtile.patterns import Causal, Window, parse
 from ringtile.tools.bench.peers import Case
+from ringtile.tools.page import markdown
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -47,7 +48,7 @@ def page_of(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     from benchmark_page import gpu_section
 
-    return list(gpu_section(record))
+    return markdown(gpu_section(record)).splitlines()
 
 
 def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import make_inputs, relative_error
-from ranks import Traffic, counted_traffic, on_ranks, run_processes
+from oracle import make_inputs
+from ranks import Traffic, counted_traffic, on_ranks, one_rank, run_processes
 from strategies import patterns
 from test_cost import hardware, seconds
 from test_distributed import (
@@ -21,18 +20,18 @@ from test_distributed import (
     LAYOUTS,
     N_TOKENS,
     PATTERNS,
-    attend_apart,
+    check_calls,
     check_transport,
     expected_of,
     expected_of_named,
-    split_results,
+    group_for,
 )
 from test_ring_processes import check_checkpoints, check_equal, check_second_derivatives, gradients
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringtile.distributed import Layout, PlanMismatch, make_plan, relays, ring_attend, ring_attention
-from ringtile.distributed.layout import positions_of
+from ringtile.distributed import Layout, PlanMismatch, make_plan, ring_attend, ring_attention, transports
+from ringtile.distributed.layout import count_tokens, counts_of, positions_of
 from ringtile.distributed.relays import count_levels, make_relays
 from ringtile.functional import sparse_attention
 from ringtile.modules import SparseTransformer
@@ -47,28 +46,14 @@ NODES = ((2, 2), (2, 4), (4, 2), (3, 1), (1, 3))
 
 @pytest.mark.parametrize(
     ("name", "layout", "nodes"),
-    [
-        (name, layout, NODES[(row + column) % 5])
-        for row, name in enumerate(PATTERNS)
-        for column, layout in enumerate(["striped", "equal zigzag"])
-    ]
+    [(name, ("striped", "equal zigzag")[row % 2], NODES[row % 5]) for row, name in enumerate(PATTERNS)]
     + [("global tokens", layout, (2, 2)) for layout in ("contiguous", "equal zigzag")],
 )
 def test_nodes_give_the_bits_of_one_process(name: str, layout: str, nodes: tuple[int, int]) -> None:
-    problem, grad_lse, whole, exact = expected_of_named(name)
     made = LAYOUTS[layout](N_TOKENS, nodes[0] * nodes[1])
-
-    def run(rank: int) -> list[dict[str, Tensor]]:
-        options: dict[str, Any] = {"transport": "hierarchy", "group": init_device_mesh("cpu", nodes)}
-        hows = ({**options, "overlap": overlap} for overlap in (True, False, True))
-        return [attend_apart(problem, grad_lse, PATTERNS[name], made, rank, **how) for how in hows]
-
-    results, *others = (split_results(made, list(found)) for found in zip(*on_ranks(made.n_ranks, run), strict=True))
-    for name in ("out", "lse", "q") if layout != "equal zigzag" else ():
-        assert torch.equal(results[name], whole[name]), name
-    for name, x in results.items():
-        assert relative_error(x, exact[name]) < 1e-12, name
-        assert all(torch.equal(x, found[name]) for found in others), name
+    calls = [{"transport": "hierarchy", "overlap": overlap} for overlap in (True, False, True)]
+    same = ("out", "lse", "q") if layout != "equal zigzag" else ()
+    check_calls(PATTERNS[name], made, expected_of_named(name), *calls, same=same, shape=nodes)
 
 
 def traffic_of(pattern: Pattern, layout: Layout, nodes: tuple[int, int], transport: Any) -> list[list[int]]:
@@ -166,8 +151,8 @@ def test_relays_of_all_ranks_fit_together(data: st.DataObject) -> None:
     relays = [make_relays(plan, per_node) for plan in plans]
     assert len({each.fingerprint for each in relays}) == 1
     levels = count_levels(layout, plans[0].needs, plans[0].is_hot, 16, per_node)
-    assert levels.crossing.tolist() == [list(each.tokens_crossing) for each in relays]
-    assert levels.handed.tolist() == [list(each.tokens_handed) for each in relays]
+    assert levels.crossing.tolist() == [counts_of(each.crossing) for each in relays]
+    assert levels.handed.tolist() == [counts_of(each.handed) for each in relays]
     assert levels.direct.tolist() == [[each.plan.tokens_sent[mate] for mate in each.mates] for each in relays]
     assert {each.is_crossing for each in relays} == {bool(levels.crossing.any())}
     assert {each.is_direct for each in relays} == {bool(levels.direct.any())}
@@ -180,16 +165,15 @@ def test_relays_of_all_ranks_fit_together(data: st.DataObject) -> None:
             torch.cat([x[:0], *(x[a:b] for a, b in owner.crossing[node])])
             for owner, x in ((owner, layout.positions(owner.plan.rank)) for owner in owners)
         ]
-        assert each.arriving == tuple(map(len, arrived))
+        assert counts_of(each.arriving) == list(map(len, arrived))
         assert not each.arriving[node]
-        for mate, parts in zip(each.mates, each.handed, strict=True):
-            wire = torch.full((relays[mate].tokens_relayed[number],), -1)
-            for positions, copies in zip(arrived, parts, strict=True):
-                for source, target, length in copies:
-                    wire[target : target + length] = positions[source : source + length]
+        crossed = torch.cat(arrived)
+        for mate, runs in zip(each.mates, each.handed, strict=True):
+            message = torch.cat([crossed[:0], *(crossed[a:b] for a, b in runs)])
+            assert len(message) == count_tokens(relays[mate].relayed[number])
             buffer = positions_of(plans[mate].buffer[0])
             expected = torch.cat([buffer[:0], *(buffer[a:b] for a, b in relays[mate].relayed[number])])
-            assert torch.equal(wire, expected)
+            assert torch.equal(message, expected)
 
 
 def test_ranks_that_would_send_other_messages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +183,7 @@ def test_ranks_that_would_send_other_messages_are_named(monkeypatch: pytest.Monk
         found = make_relays(plan, per_node)
         return replace(found, crossing=((), ((0, 128),))) if plan.rank == 1 else found
 
-    monkeypatch.setattr(relays, "make_relays", forged)
+    monkeypatch.setattr(transports, "make_relays", forged)
 
     def run(rank: int) -> None:
         x, mesh = torch.randn(1, 1, 256, 4), init_device_mesh("cpu", (2, 2))
@@ -228,66 +212,62 @@ def test_masks_lengths_and_dropout_cross_between_nodes(layout: str) -> None:
         check_transport("hierarchy", pattern, made, expected_of(pattern, problem, **options), nodes=(3, 2), **options)
 
 
+def check_model(rules: Any, layout: Layout, attend_of: Callable[[], Any]) -> list[Any]:
+    """A transformer over ranks has the outputs of one process. Return the collectives of each rank."""
+    torch.manual_seed(0)
+    model = SparseTransformer(2, 16, 2, pattern=rules).double()
+    x = torch.randn(1, layout.n_tokens, 16, dtype=torch.float64)
+
+    def run(rank: int) -> tuple[Tensor, set[str]]:
+        apart = SparseTransformer(2, 16, 2, pattern=rules, attend=attend_of()).double()
+        apart.load_state_dict(model.state_dict())
+        found = apart(layout.shard(x, rank, 1), positions=layout.positions(rank)).detach()
+        return found, set(local.traffic.calls)
+
+    with counted_traffic() as local:
+        outs, calls = zip(*on_ranks(layout.n_ranks, run), strict=True)
+    assert (layout.unshard(outs, 1) - model(x)).abs().max() < 1e-12
+    return list(calls)
+
+
 def test_the_number_of_ranks_does_not_change_the_model() -> None:
     pattern, n_tokens = CAUSAL & hierarchical(256, 512, block=64), 1500
-    torch.manual_seed(0)
-    model = SparseTransformer(2, 16, 2, pattern=pattern).double()
-    x = torch.randn(1, n_tokens, 16, dtype=torch.float64)
-    expected = model(x)
-
-    def run(rank: int, layout: Layout, shape: tuple[int, int] | None) -> Tensor:
-        how = {"group": init_device_mesh("cpu", shape), "transport": "hierarchy"} if shape else {"group": None}
-        apart = SparseTransformer(2, 16, 2, pattern=pattern, attend=ring_attend(layout=layout, **how)).double()
-        apart.load_state_dict(model.state_dict())
-        found: Tensor = apart(layout.shard(x, rank, 1), positions=layout.positions(rank))
-        return found.detach()
-
     for layout, shape in (
-        (Layout.contiguous(n_tokens, 2), None),
-        (Layout.zigzag(n_tokens, 3), None),
+        (Layout.contiguous(n_tokens, 2), ()),
+        (Layout.zigzag(n_tokens, 3), ()),
         (Layout.contiguous(n_tokens, 4), (2, 2)),
     ):
-        shards = on_ranks(layout.n_ranks, partial(run, layout=layout, shape=shape))
-        assert (layout.unshard(shards, 1) - expected).abs().max() < 1e-12
+
+        def attend_of(layout: Layout = layout, shape: tuple[int, ...] = shape) -> Any:
+            return ring_attend(group_for(shape), layout, transport="hierarchy" if shape else "auto")
+
+        check_model(pattern, layout, attend_of)
 
 
 def test_each_layer_has_its_transport() -> None:
     window, layout = CAUSAL & Window(300), Layout.zigzag(1500, 4)
-    torch.manual_seed(0)
-    model = SparseTransformer(2, 16, 2, pattern=[window, CAUSAL]).double()
-    x = torch.randn(1, 1500, 16, dtype=torch.float64)
-    expected = model(x)
 
-    def run(rank: int) -> tuple[Tensor, set[str]]:
-        mesh = init_device_mesh("cpu", (2, 2))
-        attend = ring_attend(mesh, layout, transport={window: "hierarchy", CAUSAL: "ring"})
-        apart = SparseTransformer(2, 16, 2, pattern=[window, CAUSAL], attend=attend).double()
-        apart.load_state_dict(model.state_dict())
-        found = apart(layout.shard(x, rank, 1), positions=layout.positions(rank)).detach()
-        q = torch.randn(1, 2, layout.size(rank), 8)
+    def attend_of() -> Any:
+        attend = ring_attend(group_for((2, 2)), layout, transport={window: "hierarchy", CAUSAL: "ring"})
+        q = torch.randn(1, 2, 1, 8)
         with pytest.raises(ValueError, match=r"transport: expected one for the pattern window\(5\), got"):
             attend(q, q, q, pattern=Window(5))
-        return found, set(local.traffic.calls)
+        return attend
 
-    with counted_traffic() as local:
-        results = on_ranks(4, run)
-    assert (layout.unshard([found for found, _ in results], 1) - expected).abs().max() < 1e-12
-    assert all(calls >= {"all_to_all_single", "batch_isend_irecv"} for _, calls in results)
+    calls = check_model([window, CAUSAL], layout, attend_of)
+    assert all(names >= {"all_to_all_single", "batch_isend_irecv"} for names in calls)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_graph_has_layers_with_several_plans() -> None:
     layout, first, second = Layout.contiguous(300, 1), CAUSAL & Window(37), CAUSAL & Window(73)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank():
         attend = ring_attend(None, layout, transport={first: "exchange", second: "gather"})
         model = SparseTransformer(2, 16, 2, pattern=[first, second], attend=attend)
         x = torch.randn(1, 300, 16)
         # No call before: tracing makes both exchanges.
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
         assert torch.allclose(found, model(x))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_the_density_between_nodes_is_the_fraction_of_keys_that_cross() -> None:

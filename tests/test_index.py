@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from indices import NAMES, edited
 from oracle import rule_everywhere
 from strategies import LENGTHS, checkerboard, grids, patterns, problems
 from torch import Tensor
@@ -29,9 +31,8 @@ from ringtile.index import (
 )
 from ringtile.index import build as build_module
 from ringtile.index import tiles as tiles_module
-from ringtile.index.block_index import TENSOR_FIELDS
 from ringtile.index.lists import Entries, work_list
-from ringtile.index.tiles import FULL, TileCollector, pack_words, popcount, unpack_words
+from ringtile.index.tiles import EMPTY, FULL, TileCollector, pack_words, popcount, unpack_words
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -71,48 +72,35 @@ def in_tiles(dense: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
     return rows @ dense.long() @ cols, rows @ torch.ones_like(dense).long() @ cols
 
 
-def listed(begins: Tensor, *columns: Tensor) -> list[list[tuple[int, ...]]]:
-    """The entries of every slot."""
-    entries = list(zip(*(column.tolist() for column in columns), strict=True))
-    bounds = begins.tolist()
-    assert bounds[0] == 0
-    assert bounds[-1] == len(entries)
-    return [entries[a:b] for a, b in pairwise(bounds)]
-
-
 def check_lists(index: BlockIndex) -> None:
-    """Everything the kernels take for granted, checked entry by entry."""
-    rows = {
-        "full": listed(index.full_row_ptr, index.full_col),
-        "part": listed(index.part_row_ptr, index.part_col, index.part_tile),
-    }
-    cols = {
-        "full": listed(index.full_col_ptr, index.full_row),
-        "part": listed(index.part_col_ptr, index.part_row, index.part_tile_t),
-    }
-    for kind in rows:
-        assert len(rows[kind]) == index.n_groups * index.n_rows
-        assert len(cols[kind]) == index.n_groups * index.n_cols
-        for slots in (rows[kind], cols[kind]):
-            assert all(a[0] < b[0] for slot in slots for a, b in pairwise(slot))
-        by_row = {
-            (slot // index.n_rows, slot % index.n_rows, *entry)
-            for slot, line in enumerate(rows[kind])
-            for entry in line
-        }
-        by_col = {
-            (slot // index.n_cols, entry[0], slot % index.n_cols, *entry[1:])
-            for slot, line in enumerate(cols[kind])
-            for entry in line
-        }
-        assert by_row == by_col
-        assert all(0 <= row < index.n_rows and 0 <= col < index.n_cols for _, row, col, *_ in by_row)
-    check_work(index.row_work, rows["full"], rows["part"])
-    check_work(index.col_work, cols["full"], cols["part"])
+    """Everything that kernels take for granted, checked entry by entry."""
+    tables = []
+    for lists, slots, others in ((index.rows, index.n_rows, index.n_cols), (index.cols, index.n_cols, index.n_rows)):
+        table, lengths = torch.full((index.n_groups * slots, others), EMPTY), torch.zeros(index.n_groups * slots).long()
+        for begins, other, tile in ((lists.full_ptr, lists.full, None), (lists.partial_ptr, lists.partial, lists.tile)):
+            assert (len(begins), int(begins[0]), int(begins[-1])) == (len(lengths) + 1, 0, len(other))
+            lengths += begins.diff()
+            for slot, (first, last) in enumerate(pairwise(begins.tolist())):
+                assert (other[first:last].diff() > 0).all()
+                assert (table[slot, other[first:last].long()] == EMPTY).all()
+                table[slot, other[first:last].long()] = FULL if tile is None else tile[first:last].long()
+        check_work(lists.work, lengths.tolist())
+        tables.append(table.view(index.n_groups, slots, others))
+    assert torch.equal(tables[0], tables[1].mT)
 
 
-def check_work(work: Tensor, full: list[list[tuple[int, ...]]], part: list[list[tuple[int, ...]]]) -> None:
-    lengths = [len(a) + len(b) for a, b in zip(full, part, strict=True)]
+def same_lists(one: BlockIndex, other: BlockIndex) -> bool:
+    """Equal lists in both directions, whatever the numbers of the tiles."""
+    return all(
+        map(
+            torch.equal,
+            (*one.rows[:4], *one.cols[:4], one.rows.work),
+            (*other.rows[:4], *other.cols[:4], other.rows.work),
+        )
+    )
+
+
+def check_work(work: Tensor, lengths: list[int]) -> None:
     limit = max(64, math.ceil(sum(lengths) / 512))
     pieces: dict[int, list[tuple[int, int, int]]] = {slot: [] for slot in range(len(lengths))}
     sizes = []
@@ -143,12 +131,12 @@ def covered(pattern: Pattern, grid: TileGrid) -> TileGrid:
 def check_tiles(index: BlockIndex, dense: Tensor, grid: TileGrid) -> None:
     """The tile table against a matrix ``[G, n_queries, n_keys]`` of a grid: no tile is empty, full or there twice."""
     block = index.block
-    mask = unpack_words(index.bits, block)
-    assert torch.equal(unpack_words(index.bits_t, block), mask.mT)
-    assert torch.equal(unpack_words(index.rows_any, block), mask.any(2))
-    assert torch.equal(unpack_words(index.cols_any, block), mask.any(1))
-    assert len({tuple(tile.flatten().tolist()) for tile in index.bits}) == len(index.bits)
-    assert set(index.part_tile.tolist()) == set(range(len(index.bits)))
+    mask = unpack_words(index.table.bits, block)
+    assert torch.equal(unpack_words(index.table.bits_t, block), mask.mT)
+    assert torch.equal(unpack_words(index.table.rows_any, block), mask.any(2))
+    assert torch.equal(unpack_words(index.table.cols_any, block), mask.any(1))
+    assert len({tuple(tile.flatten().tolist()) for tile in index.table.bits}) == len(index.table.bits)
+    assert set(index.rows.tile.tolist()) == set(range(len(index.table.bits)))
     number, state = index.entries()
     for group, matrix in enumerate(dense):
         kept, existing = in_tiles(matrix, grid)
@@ -188,28 +176,6 @@ def test_index_is_the_element_rule(data: st.DataObject) -> None:
     index.validate()
 
 
-@settings(max_examples=60)
-@given(problems(), st.data())
-def test_slices_hold_the_rows_of_the_whole(problem: tuple[Pattern, TileGrid], data: st.DataObject) -> None:
-    pattern, grid = problem
-    index = built(pattern, grid)
-    first = data.draw(st.integers(0, index.n_rows - 1))
-    last = data.draw(st.integers(first + 1, index.n_rows))
-    part = index.slice(slice(first, last))
-    skipped = part.start - index.start
-    assert part.first_row == index.first_row + first
-    assert part.n_rows == last - first
-    assert torch.equal(part.to_dense(), index.to_dense()[:, :, skipped : skipped + part.n_queries])
-    assert part.kept_pairs == int(part.to_dense().sum())
-    assert part.allowed_pairs == int(rule_everywhere(pattern.envelope(), part.grid).sum())
-    check_lists(part)
-    assert index.slice(range(index.n_rows)).kept_pairs == index.kept_pairs
-
-
-def tile_positions(at: Tensor, first: int, count: int) -> Tensor:
-    return at.long() if len(at) else torch.arange(first, first + count)
-
-
 @settings(max_examples=80)
 @given(problems(), st.data())
 def test_remapped_tiles_lie_in_a_buffer(problem: tuple[Pattern, TileGrid], data: st.DataObject) -> None:
@@ -232,13 +198,10 @@ def test_remapped_tiles_lie_in_a_buffer(problem: tuple[Pattern, TileGrid], data:
     width = expected.shape[1] - (-grid.n_keys % block if cols[-1:].tolist() == [grid.n_cols - 1] else 0)
     assert (moved.start, moved.n_queries, moved.n_keys) == (top, bottom - top, width)
     assert torch.equal(moved.to_dense()[0, 0], expected[top:bottom, :width])
-    assert torch.equal(moved.row_at.long(), rows + grid.first_row)
-    assert torch.equal(moved.col_at.long(), cols)
+    assert torch.equal(moved.rows.at.long(), rows + grid.first_row)
+    assert torch.equal(moved.cols.at.long(), cols)
     moved.validate()
     check_lists(moved)
-    part = moved.slice(range(len(rows) - 1, len(rows)))
-    assert part.row_at.tolist() == moved.row_at[-1:].tolist()
-    assert part.col_at is moved.col_at
     if needed.any():
         with pytest.raises(
             ValueError, match=f"cols: expected all columns that the rows keep, .* {int(needed.int().argmax())}"
@@ -260,7 +223,7 @@ def test_chosen_rows_are_those_of_the_whole(data: st.DataObject) -> None:
     query = torch.arange(grid.n_queries)
     mine = torch.isin(query // grid.block, rows)
     assert torch.equal(index.to_dense().expand(1, heads, -1, -1)[0], expected[:, mine])
-    assert index.row_at.tolist() == rows.tolist()
+    assert index.rows.at.tolist() == rows.tolist()
     index.validate()
     parts = torch.tensor([data.draw(st.integers(0, 2)) for _ in chosen], dtype=torch.int64)
     touched = needed(pattern, rows, parts, 3, grid, num_heads=heads)
@@ -313,12 +276,12 @@ def test_only_runs_of_remapped_tiles_are_coarsened() -> None:
     index = build_index(Causal() & Window(300), 512, block=32)
     runs = torch.cat([torch.arange(8, 16), torch.arange(4, 8)])
     moved = index.remapped(runs, torch.arange(16)).coarsen(128)
-    assert moved.row_at.tolist() == [2, 3, 1]
-    assert moved.col_at.tolist() == [0, 1, 2, 3]
+    assert moved.rows.at.tolist() == [2, 3, 1]
+    assert moved.cols.at.tolist() == [0, 1, 2, 3]
     direct = build_index(Causal() & Window(300), 512).remapped(torch.tensor([2, 3, 1]), torch.arange(4))
     assert torch.equal(moved.to_dense(), direct.to_dense())
     moved.validate()
-    with pytest.raises(ValueError, match="row_at: coarsen expects runs of 4 tiles"):
+    with pytest.raises(ValueError, match=r"rows\.at: coarsen expects runs of 4 tiles"):
         index.remapped(runs.flip(0), torch.arange(16)).coarsen(128)
 
 
@@ -334,8 +297,7 @@ def test_coarsening_is_building_with_the_larger_block(problem: tuple[Pattern, Ti
     # Beyond the smaller tiles nothing is known, so the lists are the same only if the larger ones end with them.
     grid = replace(covered(pattern, replace(grid, block=block)), block=grid.block)
     coarse, direct = built(pattern, grid).coarsen(block), built(pattern, replace(grid, block=block))
-    for name in ("full_row_ptr", "full_col", "full_col_ptr", "full_row", "part_row_ptr", "part_col", "row_work"):
-        assert torch.equal(getattr(coarse, name), getattr(direct, name)), name
+    assert same_lists(coarse, direct)
     for name in ("kept_pairs", "allowed_pairs", "allowed_tiles", "grid"):
         assert getattr(coarse, name) == getattr(direct, name), name
     check_lists(coarse)
@@ -355,15 +317,15 @@ def test_words_hold_the_bits(block: int, seed: int) -> None:
 
 def test_row_major_bits_and_tiles_of_a_causal_window() -> None:
     index = build_index(Causal() & Window(128, 0), 384)
-    assert index.full_col.tolist() == []
-    assert index.part_row_ptr.tolist() == [0, 1, 3, 5]
-    assert index.part_col.tolist() == [0, 0, 1, 1, 2]
-    ahead, behind = index.part_tile[:2].tolist()
-    assert index.part_tile.tolist() == [ahead, behind, ahead, behind, ahead]
-    assert index.bits[ahead, 5].tolist() == [0b111111, 0, 0, 0]
-    assert index.bits_t[ahead, 5].tolist() == [-1 << 5, -1, -1, -1]
-    assert index.bits[behind, 5].tolist() == [-1 << 5, -1, -1, -1]
-    assert index.row_work.tolist() == [[1, 0, 2, -1], [2, 0, 2, -1], [0, 0, 1, -1]]
+    assert index.rows.full.tolist() == []
+    assert index.rows.partial_ptr.tolist() == [0, 1, 3, 5]
+    assert index.rows.partial.tolist() == [0, 0, 1, 1, 2]
+    ahead, behind = index.rows.tile[:2].tolist()
+    assert index.rows.tile.tolist() == [ahead, behind, ahead, behind, ahead]
+    assert index.table.bits[ahead, 5].tolist() == [0b111111, 0, 0, 0]
+    assert index.table.bits_t[ahead, 5].tolist() == [-1 << 5, -1, -1, -1]
+    assert index.table.bits[behind, 5].tolist() == [-1 << 5, -1, -1, -1]
+    assert index.rows.work.tolist() == [[1, 0, 2, -1], [2, 0, 2, -1], [0, 0, 1, -1]]
 
 
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(0, 0), (0, 300), (300, 0)])
@@ -371,7 +333,7 @@ def test_empty_lengths_give_an_empty_index(n_queries: int, n_keys: int) -> None:
     index = build_index(Causal() & per_head([Window(3), Dense()]), n_queries, n_keys, num_heads=2)
     assert (index.kept_pairs, index.allowed_pairs, index.kept_tiles, index.density) == (0, 0, 0, 0.0)
     assert index.to_dense().shape == (1, 2, n_queries, n_keys)
-    assert index.full_row_ptr.tolist() == [0] * (2 * index.n_rows + 1)
+    assert index.rows.full_ptr.tolist() == [0] * (2 * index.n_rows + 1)
     assert index.n_groups == 2
     assert index.draw() == ""
     check_lists(index)
@@ -402,9 +364,12 @@ def test_tiles_are_shared_between_groups_and_strips(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(covers, "_STRIP", 3)
     strips = build_index(pattern, 1000, num_heads=2)
     assert torch.equal(strips.to_dense(), whole.to_dense())
-    for name in ("full_row_ptr", "full_col", "full_row", "part_row_ptr", "part_col", "part_row", "row_work"):
-        assert torch.equal(getattr(strips, name), getattr(whole, name)), name
-    assert len(strips.bits) == len(whole.bits) == len({tuple(tile.flatten().tolist()) for tile in whole.bits})
+    assert same_lists(strips, whole)
+    assert (
+        len(strips.table.bits)
+        == len(whole.table.bits)
+        == len({tuple(tile.flatten().tolist()) for tile in whole.table.bits})
+    )
 
 
 def test_tiles_that_share_a_digest_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,11 +400,11 @@ def test_decoding_row_by_row_gives_the_rows_of_the_whole(block: int) -> None:
 def test_long_rows_and_columns_are_cut_into_equal_pieces() -> None:
     index = build_index(Window(512) | GlobalTokens(64), 1 << 15)
     check_lists(index)
-    row = index.row_work[index.row_work[:, 0] == 0]
-    col = index.col_work[index.col_work[:, 0] == 0]
+    row = index.rows.work[index.rows.work[:, 0] == 0]
+    col = index.cols.work[index.cols.work[:, 0] == 0]
     assert sorted(row[:, 1:].tolist()) == [[64 * n, 64 * n + 64, n] for n in range(4)]
     assert len(col) == 4
-    assert bool((index.row_work[index.row_work[:, 0] != 0][:, 3] == -1).all())
+    assert bool((index.rows.work[index.rows.work[:, 0] != 0][:, 3] == -1).all())
 
 
 @given(st.lists(st.integers(0, 400), max_size=30), st.lists(st.integers(0, 400), max_size=30))
@@ -448,8 +413,7 @@ def test_work_list_covers_every_entry_once(full: list[int], part: list[int]) -> 
     pointers = [
         torch.tensor([0, *sizes[:count]], dtype=torch.int32).cumsum(0, dtype=torch.int32) for sizes in (full, part)
     ]
-    lists = [[[(n,) for n in range(size)] for size in sizes[:count]] for sizes in (full, part)]
-    check_work(work_list(*pointers), *lists)
+    check_work(work_list(*pointers), [a + b for a, b in zip(full[:count], part[:count], strict=True)])
 
 
 def test_work_pieces_grow_with_the_number_of_entries() -> None:
@@ -614,7 +578,7 @@ def test_only_the_last_lengths_of_an_index_are_remembered() -> None:
     for n_tokens in range(400, 512):
         build_index(Causal(), n_tokens)
     (entry,) = build_module._cache._entries.values()
-    assert len(entry.with_lengths) == build_module._LENGTHS
+    assert len(entry) == build_module._LENGTHS
     assert build_index(Causal(), 500).n_queries == first.n_queries
     assert cache_info().misses == 1
 
@@ -683,15 +647,6 @@ def test_threads_get_the_bits_of_a_single_thread() -> None:
     assert info.entries == 4
 
 
-def test_five_hundred_builds_over_twenty_lengths_leave_the_cache_flat() -> None:
-    sizes = []
-    for step in range(500):
-        build_index(Causal() & Window(64), 128 * (1 + step % 20) - 28, num_heads=2)
-        sizes.append((cache_info().entries, cache_info().nbytes))
-    assert sizes[19:] == [sizes[19]] * 481
-    assert cache_info().misses == 20
-
-
 # Where it is built.
 
 
@@ -739,32 +694,28 @@ def test_repr_reads_no_tensor() -> None:
         f"{index.nbytes} bytes on cpu)"
     )
     with FakeTensorMode() as mode:
-        fake = replace(index, **{name: mode.from_tensor(getattr(index, name)) for name in TENSOR_FIELDS})
+        fake = edited(index, mode.from_tensor)
         assert repr(fake) == repr(index)
 
 
 def test_counts_are_summed_over_heads_that_share_a_group() -> None:
     index = build_index(Causal() & Window(40), 384)
     shared = replace(index, group=torch.zeros(2, 3, dtype=torch.int32), envelopes=(Causal(), Causal()))
-    again = shared.slice(range(3))
     for name in ("kept_pairs", "kept_tiles", "allowed_pairs", "allowed_tiles"):
-        assert getattr(again, name) == 6 * getattr(index, name)
-    assert again.density == index.density
+        assert getattr(shared, name) == 6 * getattr(index, name)
+    assert shared.density == index.density
 
 
 def test_tensors_and_back() -> None:
     index = build_index(Causal() & Window(30), 200, 260)
-    assert TENSOR_FIELDS == tuple(f.name for f in fields(BlockIndex))[: len(TENSOR_FIELDS)]
-    assert TENSOR_FIELDS[-1] == "col_at"
-    again = BlockIndex.from_tensors(
-        index.tensors(), block=128, start=60, n_queries=200, n_keys=260, envelopes=index.envelopes
-    )
+    assert all(x is attrgetter(name)(index) for name, x in zip(NAMES, index.tensors(), strict=True))
+    again = BlockIndex.from_tensors(index.tensors(), index.grid, index.envelopes)
     assert torch.equal(again.to_dense(), index.to_dense())
     assert again.density == index.density
     with pytest.raises(ValueError, match="expected 19 of them, got 18"):
-        BlockIndex.from_tensors(index.tensors()[:-1], block=128, start=60, n_queries=200, n_keys=260)
+        BlockIndex.from_tensors(index.tensors()[:-1], index.grid)
     assert index.to("cpu") is index
-    assert index.to("meta").part_col.device.type == "meta"
+    assert index.to("meta").rows.partial.device.type == "meta"
 
 
 @pytest.mark.gpu
@@ -811,9 +762,6 @@ def test_wrong_arguments_are_named(options: dict[str, object], words: str) -> No
 
 def test_wrong_uses_of_an_index_are_named() -> None:
     index = build_index(Causal(), 1000, block=64)
-    for rows in (range(3, 3), range(0, 17), range(0, 8, 2), range(-1, 3), slice(16, 20)):
-        with pytest.raises(ValueError, match="rows: expected a run of consecutive row tiles"):
-            index.slice(rows)
     for block in (32, 256, 100):
         with pytest.raises(ValueError, match=r"block: expected one of \[64, 128\]"):
             index.coarsen(block)
@@ -834,41 +782,41 @@ def test_wrong_uses_of_an_index_are_named() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("full_col", lambda t: t.long(), "full_col: expected int32"),
-        ("bits", lambda t: t[:, :, :1], r"bits: expected int32 \(.*, 64, 2\)"),
+        ("rows.full", lambda t: t.long(), "rows.full: expected int32"),
+        ("table.bits", lambda t: t[:, :, :1], r"bits: expected int32 \(.*, 64, 2\)"),
         ("group", lambda t: t - 1, "group"),
-        ("full_row_ptr", lambda t: t[:-1], "full_row_ptr"),
-        ("full_row_ptr", lambda t: t.flip(0), "full_row_ptr"),
-        ("part_row_ptr", lambda t: t + 1, "part_row_ptr"),
-        ("full_col", lambda t: t.flip(0), "full_col: expected columns that ascend"),
-        ("full_col", lambda t: t + 5, "full_col"),
-        ("part_col", lambda t: t - 1, "part_col"),
-        ("part_tile", lambda t: t + 1, "part_tile"),
-        ("part_tile", lambda t: t[1:], "part_tile"),
-        ("full_col", lambda t: t.clone().fill_(0), "full_col"),
-        ("full_row", lambda t: t.flip(0), "full_row: does not follow"),
-        ("part_tile_t", lambda t: t.flip(0), "part_tile_t: does not follow"),
-        ("bits_t", lambda t: t.flip(0), "bits_t: does not follow"),
-        ("rows_any", lambda t: t - 1, "rows_any: does not follow"),
-        ("cols_any", lambda t: t - 1, "cols_any: does not follow"),
-        ("row_work", lambda t: t[1:], "row_work: expected the splits"),
-        ("col_work", lambda t: t.flip(0), "col_work: expected the splits"),
-        ("row_at", lambda t: t.new_zeros(7), r"row_at: expected int32 \(0,\) or \(8,\)"),
-        ("col_at", lambda t: torch.arange(8), "col_at: expected int32"),
+        ("rows.full_ptr", lambda t: t[:-1], "rows.full_ptr"),
+        ("rows.full_ptr", lambda t: t.flip(0), "rows.full_ptr"),
+        ("rows.partial_ptr", lambda t: t + 1, "rows.partial_ptr"),
+        ("rows.full", lambda t: t.flip(0), "rows.full: expected columns that ascend"),
+        ("rows.full", lambda t: t + 5, "rows.full"),
+        ("rows.partial", lambda t: t - 1, "rows.partial"),
+        ("rows.tile", lambda t: t + 1, "rows.tile"),
+        ("rows.tile", lambda t: t[1:], "rows.tile"),
+        ("rows.full", lambda t: t.clone().fill_(0), "rows.full"),
+        ("cols.full", lambda t: t.flip(0), "cols.full: does not follow"),
+        ("cols.tile", lambda t: t.flip(0), "cols.tile: does not follow"),
+        ("table.bits_t", lambda t: t.flip(0), "bits_t: does not follow"),
+        ("table.rows_any", lambda t: t - 1, "rows_any: does not follow"),
+        ("table.cols_any", lambda t: t - 1, "cols_any: does not follow"),
+        ("rows.work", lambda t: t[1:], "rows.work: expected the splits"),
+        ("cols.work", lambda t: t.flip(0), "cols.work: expected the splits"),
+        ("rows.at", lambda t: t.new_zeros(7), r"rows.at: expected int32 \(8,\)"),
+        ("cols.at", lambda t: torch.arange(8), "cols.at: expected int32"),
     ],
 )
 def test_validate_names_the_wrong_field(name: str, change: object, words: str) -> None:
     index = build_index(Causal() & Window(250), 500, block=64)
     index.validate()
     with pytest.raises(ValueError, match=words):
-        replace(index, **{name: change(getattr(index, name))}).validate()
+        edited(index, change, name).validate()
 
 
 def test_validate_sees_a_tile_in_both_lists() -> None:
     index = build_index(Causal(), 128, block=64)
     number, state = index.entries()
     both = Entries(torch.cat([number[-2:-1], number]), torch.cat([torch.tensor([FULL]), state]))
-    twice = BlockIndex.from_entries(index.group, both, index.bits, index.grid, index.envelopes)
+    twice = BlockIndex.from_entries(index.group, both, index.table.bits, index.grid, index.envelopes)
     with pytest.raises(ValueError, match="a tile is in both lists"):
         twice.validate()
 

@@ -6,14 +6,13 @@ import _ctypes
 import ctypes
 import importlib
 import platform
-import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from test_native import SOURCE, WITHOUT, assert_same_bits, bits_of, draw, make, printed
+from test_native import assert_same_bits, bits_of, draw, find_library, make, printed, reason_without
 
 from ringtile.kernels import native
 from ringtile.kernels.native.library import library, reason_against
@@ -48,15 +47,24 @@ for size in (*range(0, len(whole), len(whole) // 40), 63, 64, 100, 2000, 5000):
 """
 
 
-@pytest.mark.parametrize("share", [0.9, 0.4, 0.01])
-def test_a_truncated_library_breaks_nothing(share: float, tmp_path: Path) -> None:
-    shutil.copytree(SOURCE / "ringtile", tmp_path / "ringtile", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "ringtile" / "lib" / f"libringtile{module.SUFFIX}"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(len(whole) * share)])
-    assert f"libringtile{module.SUFFIX} is truncated, install ringtile again: " in " ".join(
-        printed(WITHOUT, path=tmp_path)
-    )
+@pytest.fixture
+def replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], str]:
+    """What doctor says of a file in place of the library, after another backend has served."""
+
+    def reason(content: bytes) -> str:
+        (tmp_path / "lib").mkdir(exist_ok=True)
+        (tmp_path / "lib" / f"libringtile{module.SUFFIX}").write_bytes(content)
+        find_library(monkeypatch, tmp_path)
+        return reason_without()
+
+    return reason
+
+
+def test_a_truncated_library_breaks_nothing(replaced: Callable[[bytes], str]) -> None:
+    whole = Path(library().handle._name).read_bytes()
+    for share in (0.9, 0.4, 0.01):
+        said = replaced(whole[: int(len(whole) * share)])
+        assert f"libringtile{module.SUFFIX} is truncated, install ringtile again: " in said
 
 
 def test_no_cut_of_the_library_ends_the_process(tmp_path: Path) -> None:
@@ -64,10 +72,8 @@ def test_no_cut_of_the_library_ends_the_process(tmp_path: Path) -> None:
     assert len(printed(code + CUTS)) >= 20
 
 
-def test_a_foreign_library_breaks_nothing(tmp_path: Path) -> None:
-    shutil.copytree(SOURCE / "ringtile", tmp_path / "ringtile", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(_ctypes.__file__, tmp_path / "ringtile" / "lib" / f"libringtile{module.SUFFIX}")
-    said = " ".join(printed(WITHOUT, path=tmp_path))
+def test_a_foreign_library_breaks_nothing(replaced: Callable[[bytes], str]) -> None:
+    said = replaced(Path(_ctypes.__file__).read_bytes())
     assert said.endswith("is not this version's library, install ringtile again: no ringtile_abi_version")
 
 

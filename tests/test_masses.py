@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from native_sets import INSTRUCTION_SETS, use_set
 from torch import Tensor
 
 from ringtile.kernels import native
 from ringtile.kernels.masses import pooled_masses
-from ringtile.kernels.native.library import VARIABLE, library, reason_against
+from ringtile.kernels.native.library import library, reason_against
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ERRORS = {torch.float32: 2e-6, torch.float64: 1e-7, torch.bfloat16: 2e-6, torch.float16: 2e-6}
@@ -155,19 +152,13 @@ def test_bits_depend_neither_on_threads_nor_on_strides(path: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("path", ["native"], indirect=True)
-def test_the_instruction_sets_that_are_not_chosen(path: str) -> None:
-    chosen = library().choice.by_dtype.values()
-    others = [isa.name for isa in library().sets if isa not in chosen]
-    if not others:
-        pytest.skip("this processor runs one set")
-    code = "import test_masses as t; [t.test_masses_are_those_of_the_definition(dtype) for dtype in t.DTYPES]"
-    places = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
-    for name in others:
-        environment = {**os.environ, VARIABLE: name, "PYTHONPATH": places}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, (name, path, done.stderr[-3000:])
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_the_instruction_sets_that_are_not_chosen(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in {isa.name for isa in library().choice.by_dtype.values()}:
+        pytest.skip(f"{name} is chosen, so that other tests run it")
+    use_set(name, monkeypatch)
+    for dtype in DTYPES:
+        test_masses_are_those_of_the_definition(dtype)
 
 
 HIDE: dict[str, Any] = {"segment": 4, "groups": torch.arange(0, 21, 4, dtype=torch.int32)}

@@ -13,10 +13,10 @@ from weakref import ref
 import pytest
 import torch
 from oracle import relative_error
+from pairs import all_pairs
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
-from ringtile.functional.dilated import dilated_attention
 from ringtile.index import build_index, cache_info, clear_cache, to_block_mask
 from ringtile.kernels.reference import attention_reference
 from ringtile.modules import SparseMultiheadAttention, SparseTransformer, multihead, replace_attention
@@ -35,6 +35,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero_attn": {"add_zero_attn": True},
     "all of it": {"add_bias_kv": True, "add_zero_attn": True, "vdim": 9, "batch_first": True},
 }
+
+
+def with_variants(*values: Any) -> list[tuple[str, Any]]:
+    """Every value with the plain module and with the one that has everything, and the other variants in turn."""
+    whole = [(variant, value) for value in values for variant in ("plain", "all of it")]
+    others = [name for name in VARIANTS if name not in ("plain", "all of it")]
+    return whole + [(name, values[number % len(values)]) for number, name in enumerate(others)]
 
 
 def modules(variant: str, **ours: Any) -> tuple[SparseMultiheadAttention, nn.MultiheadAttention]:
@@ -140,8 +147,10 @@ def elsewhere(*args: Any, **kwargs: Any) -> Any:
     return sparse_attention(*args, **kwargs)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["none", "padding", "dropped per head", "causal hint", "floats and padding bias"])
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    with_variants("none", "padding", "dropped per head", "causal hint", "floats and padding bias"),
+)
 def test_without_a_pattern_it_is_torchs(variant: str, name: str) -> None:
     ours, theirs = modules(variant)
     length = 9 if name == "causal hint" else 11
@@ -157,8 +166,7 @@ def test_without_a_pattern_any_floating_mask_is_added_and_learned() -> None:
     assert relative_error(*grads) < EXACT
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("variant", "name"), with_variants(*MASKS))
 def test_the_attend_route_equals_torch_for_every_argument(variant: str, name: str) -> None:
     ours, theirs = modules(variant, attend=elsewhere)
     assert_same(ours, theirs, inputs(ours, 3, 9, 11), masks_named(name, 3, 9, 11))
@@ -222,8 +230,7 @@ def kept_by(pattern: Pattern, n_queries: int, n_keys: int) -> Tensor:
     return torch.stack([pattern.allowed(torch.tensor(h), query[:, None], torch.arange(n_keys)) for h in range(H)])
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "pattern"), with_variants(*PATTERNS), ids=str)
 def test_a_pattern_is_torchs_with_the_pattern_as_its_mask(variant: str, pattern: Pattern) -> None:
     ours, theirs = modules(variant, pattern=pattern)
     dropped = ~kept_by(pattern, 129, 140).repeat(2, 1, 1)
@@ -289,16 +296,6 @@ def test_unbatched_inputs(pattern: Pattern | None, name: str) -> None:
         dropped = ~kept_by(pattern, 13, 13)
         expected["attn_mask"] = dropped | arguments.get("attn_mask", torch.tensor(False))
     assert_same(ours, theirs, given, arguments, expected)
-
-
-def test_changing_the_future_changes_nothing_before() -> None:
-    module, _ = modules("batch first", pattern=LOCAL)
-    x = torch.randn(1, 200, E, dtype=torch.float64)
-    later = x.clone()
-    later[:, 130:] = torch.randn(1, 70, E, dtype=torch.float64)
-    before, after = (module(y, y, y, need_weights=False)[0] for y in (x, later))
-    assert torch.equal(before[:, :130], after[:, :130])
-    assert not torch.equal(before[:, 130:], after[:, 130:])
 
 
 class Recorder:
@@ -370,9 +367,10 @@ def test_a_mask_is_read_once_and_again_when_it_changes() -> None:
             mask[4, 2:8] ^= True
 
 
-@pytest.mark.parametrize("n_tokens", [9, 64, 65])
-@pytest.mark.parametrize("floating", [False, True])
-@pytest.mark.parametrize("kind", ["numpy", "data", "new data", "expanded", "slice", "transposed"])
+@pytest.mark.parametrize(
+    ("kind", "floating", "n_tokens"),
+    all_pairs(["numpy", "data", "new data", "expanded", "slice", "transposed"], [False, True], [9, 64, 65]),
+)
 def test_a_mask_changed_behind_its_version_is_read_again(kind: str, floating: bool, n_tokens: int) -> None:
     module, theirs = modules("plain", pattern=Window(80))
     given = inputs(module, 2, n_tokens, n_tokens)
@@ -539,8 +537,15 @@ def _extra_values(module: SparseMultiheadAttention) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("pattern", [LOCAL, PATTERNS[2], ~Window(300), Dense()], ids=str)
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(300, 300), (150, 310), (5, 3)])
+@pytest.mark.parametrize(
+    ("pattern", "n_queries", "n_keys"),
+    [
+        *((LOCAL, *lengths) for lengths in ((300, 300), (150, 310), (5, 3))),
+        *((pattern, 150, 310) for pattern in (PATTERNS[2], Dense())),
+        *((~Window(300), *lengths) for lengths in ((300, 300), (5, 3))),
+    ],
+    ids=str,
+)
 def test_block_sparse_weights_are_the_dense_ones(pattern: Pattern, n_queries: int, n_keys: int) -> None:
     module, _ = modules("plain", pattern=pattern)
     dense_module = copy.deepcopy(module)
@@ -613,8 +618,14 @@ def in_evaluation(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         return model.eval()(*args, **kwargs)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"norm_first": True}, {"activation": "gelu"}, {"bias": False}], ids=str)
-@pytest.mark.parametrize("name", ["none", "padding", "causal"])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *((name, {}) for name in ("none", "padding", "causal")),
+        *(("padding", {"norm_first": True}), ("causal", {"activation": "gelu"}), ("none", {"bias": False})),
+    ],
+    ids=str,
+)
 def test_an_encoder_trains_and_evaluates_alike(arguments: dict[str, Any], name: str) -> None:
     model = encoder(LOCAL, **arguments)
     x = torch.randn(3, 60, E, dtype=torch.float64)
@@ -632,14 +643,6 @@ def test_an_encoder_trains_and_evaluates_alike(arguments: dict[str, Any], name: 
     for out in (model.train()(earlier, **masks), in_evaluation(model, earlier, **masks)):
         assert torch.equal(out[:, 40:], trained[:, 40:]) or relative_error(out[:, 40:], trained[:, 40:]) < EXACT
         assert relative_error(out[:, 30:32], trained[:, 30:32]) > 1e-3
-
-
-def test_without_the_mend_torch_attends_densely_in_evaluation() -> None:
-    model = encoder(LOCAL)
-    x = torch.randn(1, 60, E, dtype=torch.float64)
-    for layer in model.layers:
-        layer.self_attn._qkv_same_embed_dim = True
-    assert relative_error(in_evaluation(model, x), model.train()(x)) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -685,9 +688,6 @@ def test_checkpoints_load_both_ways(variant: str) -> None:
         target.load_state_dict(source.state_dict())
         assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_parameters_begin_as_torchs(variant: str) -> None:
     for again in (False, True):
         found = []
         for kind in (SparseMultiheadAttention, nn.MultiheadAttention):
@@ -733,19 +733,6 @@ def test_low_precision(variant: str, dtype: torch.dtype) -> None:
                 assert relative_error(a, e) < 2 * relative_error(t, e)
 
 
-def test_autocast() -> None:
-    module, _ = modules("all of it", pattern=LOCAL)
-    module = module.float()
-    given = [x.detach().float() for x in inputs(module, 2, 60, 60)]
-    expected = module(*given)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = module(*given)
-        sum(y.float().sum() for y in actual).backward()
-    assert actual[0].dtype == torch.bfloat16
-    assert all(relative_error(a, e) < 0.02 for a, e in zip(actual, expected, strict=True))
-    assert all(parameter.grad is not None for parameter in module.parameters())
-
-
 def test_autocast_takes_mixed_dtypes() -> None:
     def wider(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         # As rotary positions leave them.
@@ -754,8 +741,13 @@ def test_autocast_takes_mixed_dtypes() -> None:
     module, _ = modules("all of it", pattern=LOCAL)
     module = module.float()
     query, key, value = (x.detach().float() for x in inputs(module, 2, 60, 60))
+    exact = module(query, key, value)
     with torch.autocast("cpu", torch.bfloat16):
         expected = module(query.bfloat16(), key, value)
+        assert expected[0].dtype == torch.bfloat16
+        assert all(relative_error(a, e) < 0.02 for a, e in zip(expected, exact, strict=True))
+        sum(y.float().sum() for y in expected).backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
         module.attend = wider
         for given in ((query, key, value), (query, key.bfloat16(), value), (query.bfloat16(), key, value.bfloat16())):
             for a, e in zip(module(*given), expected, strict=True):
@@ -764,7 +756,7 @@ def test_autocast_takes_mixed_dtypes() -> None:
 
 # Of torch's own tracing of a Function.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("variant", ["batch first", "all of it"])
+@pytest.mark.parametrize("variant", ["all of it"])
 def test_compile_in_one_graph(variant: str) -> None:
     module, _ = modules(variant, pattern=LOCAL)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -800,24 +792,6 @@ def test_attend_is_the_one_place_where_attention_is_computed() -> None:
     expected = module.out_proj(expected.transpose(1, 2).flatten(2))
     assert relative_error(module(x, x, x, padding, need_weights=False)[0], expected) < EXACT
     assert relative_error(module(x, x, x, padding)[0], expected) < EXACT
-
-
-@pytest.mark.parametrize("overlap", ["mix", "union"])
-def test_longnet_as_attend(overlap: str) -> None:
-    attend = partial(dilated_attention, segment_lengths=(16, 64), dilation_rates=(1, 3), overlap=overlap)
-    module, _ = modules("batch first", attend=attend)
-    x = torch.randn(2, 70, E, dtype=torch.float64)
-    padding = masks_named("padding", 2, 70, 70)["key_padding_mask"]
-    q, k, v = (module._split_heads(y) for y in module._project(x, x, x))
-    expected = attend(q, k, v, is_causal=True, key_mask=~padding)
-    expected = module.out_proj(expected.transpose(1, 2).flatten(2))
-    out, weights = module(x, x, x, padding, is_causal=True, average_attn_weights=False)
-    assert relative_error(out, expected) < EXACT
-    assert relative_error(module(x, x, x, padding, is_causal=True, need_weights=False)[0], expected) < EXACT
-    assert not weights.triu(1).any()
-    assert not weights[padding[:, None, None].expand_as(weights)].any()
-    joined = (weights @ v).transpose(1, 2).flatten(2)
-    assert relative_error(module.out_proj(joined), expected) < EXACT
 
 
 def test_replace_attention_keeps_parameters_and_hooks() -> None:

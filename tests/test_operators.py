@@ -445,7 +445,7 @@ def test_one_graph_serves_all_patterns_as_indices(graphs: Callable[[], int]) -> 
         index = build_index(pattern, 300, block=16)
         # Dynamo compiles sizes of 0 and 1 apart. The positions of tiles, which come last, are empty in all of them.
         assert all(len(x) > 1 for x in index.tensors()[1:-2]), pattern
-        assert not len(index.row_at) + len(index.col_at)
+        assert not len(index.rows.at) + len(index.cols.at)
         actual = gradients(lambda *x, index=index: compiled(*x, index), leaves)
         expected = gradients(lambda *x, pattern=pattern: sparse_attention(*x, pattern, backend="reference"), leaves)
         assert worst(actual, expected) < 1e-12

@@ -283,7 +283,7 @@ def variables(n_queries: int, n_keys: int) -> dict[str, Any]:
     }
 
 
-EVERY = (SHORT, SAME, LONG)
+EVERY = (SHORT, LONG)
 FEW, ONE = (5, 200), (1, 200)
 TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
     "PyTorch": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
@@ -208,9 +209,6 @@ def check_tiles(pattern: Pattern, grid: TileGrid, head: int) -> None:
     columns = torch.arange(grid.n_cols)
     assert not some[(columns < lo.unsqueeze(1)) | (columns >= hi.unsqueeze(1))].any(), "the range misses a tile"
     cover = pattern.cover(head, rows, grid)
-    if cover is None:
-        assert pattern.cover_size(head, rows, grid) >= some.numel()
-        return
     assert pattern.cover_size(head, rows, grid) >= cover.size()
     assert bool((cover.lo >= 0).all())
     assert bool((cover.hi <= grid.n_cols).all())
@@ -292,32 +290,6 @@ def test_hierarchical_densities_are_exact(wanted: tuple[float, float, float]) ->
     inside, beyond = place // node == first // node, place // node != first // node
     assert kept[inside & (place // local != first // local)].float().mean() == pytest.approx(wanted[1], abs=1e-6)
     assert kept[beyond].float().mean() == pytest.approx(wanted[2], abs=1e-6)
-
-
-def test_hierarchical_densities_of_other_lengths_are_off_by_a_block_per_row() -> None:
-    for local, wanted in ((28, (0.3, 0.3, 0.07)), (9, (0.5, 0.2, 0.05))):
-        found = densities(hierarchical(local, 3 * local, *wanted, block=1), local, 3 * local, 9 * local)
-        for have, want, blocks in zip(found, wanted, (local, local, 3 * local), strict=True):
-            assert abs(have - want) <= 1 / blocks
-    causal = Causal() & hierarchical(40, 160, block=1)
-    kept, place = kept_of(causal, 160), torch.arange(160)
-    triangle = (place.unsqueeze(1) // 40 == place // 40) & (place <= place.unsqueeze(1))
-    # Of 20.5 blocks on average, half and half a block more.
-    assert float(kept[triangle].float().mean()) == pytest.approx((0.5 * 20.5 + 0.5) / 20.5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((100, 400), "expects a multiple of block=128, got local=100"),
-        ((128, 200), "expects a multiple of local=128, got node=200"),
-        ((128, 256, 1.5), "expects 0 <= local_density <= 1, got local_density=1.5"),
-        ((128, 256, 0.5, float("nan")), "expects 0 <= node_density <= 1, got node_density=nan"),
-    ],
-)
-def test_hierarchical_names_what_is_wrong(arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        hierarchical(*arguments)
 
 
 def test_allowed_broadcasts_over_heads() -> None:
@@ -576,7 +548,6 @@ def test_a_million_tokens_need_few_candidates_and_classes(text: str, most_tiles:
     pattern = parse(text)
     rows = torch.arange(LONG.n_rows)
     cover = pattern.cover(0, rows, LONG)
-    assert cover is not None
     assert cover.size() <= most_tiles
     assert pattern.cover_size(0, rows, LONG) < 4 * most_tiles
     length = (cover.hi - cover.lo).clamp(min=0)
@@ -584,11 +555,6 @@ def test_a_million_tokens_need_few_candidates_and_classes(text: str, most_tiles:
     col = torch.arange(len(row)) - torch.repeat_interleave(length.cumsum(0) - length - cover.lo, length)
     classes = pattern.tile_class(0, row, col, LONG)
     assert len(classes[classes > 1].unique()) <= most_classes
-
-
-def test_strided_needs_one_class_per_phase() -> None:
-    row, col = torch.arange(8192), torch.zeros(8192, dtype=torch.int64)
-    assert len(Strided(127).tile_class(0, row, col, LONG).unique()) == 127 + 2
 
 
 @pytest.mark.parametrize(
@@ -607,7 +573,7 @@ def test_far_positions_do_not_overflow(text: str, start: int) -> None:
 # Equivalences.
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(problems(1), problems(1))
 def test_de_morgan(first: tuple[Pattern, TileGrid], second: tuple[Pattern, TileGrid]) -> None:
     a, b = first[0], second[0]
@@ -672,7 +638,7 @@ def test_blocks_have_two_forms() -> None:
 # What a description is: immutable, hashable, equal by content.
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data())
 def test_equal_patterns_hash_alike(data: st.DataObject) -> None:
     grid = data.draw(grids())
@@ -840,7 +806,7 @@ def test_nothing_to_resize(text: str) -> None:
     assert parse(text).resized(9) is None
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.data(), st.integers(1, 200), st.integers(1, 200))
 def test_a_larger_size_keeps_the_same_and_more(data: st.DataObject, first: int, second: int) -> None:
     grid = data.draw(grids())
@@ -960,6 +926,10 @@ def test_drawing_refuses(draw: Callable[[], str], message: str) -> None:
             r"one batch_size, got \[2, 3\]",
         ),
         (lambda: longnet_union([4, 8], [1]), "dilation_rates"),
+        (lambda: hierarchical(100, 400), "expects a multiple of block=128, got local=100"),
+        (lambda: hierarchical(128, 200), "expects a multiple of local=128, got node=200"),
+        (lambda: hierarchical(128, 256, 1.5), "expects 0 <= local_density <= 1, got local_density=1.5"),
+        (lambda: hierarchical(128, 256, 0.5, math.nan), "expects 0 <= node_density <= 1, got node_density=nan"),
     ],
 )
 def test_refused(build: Callable[[], object], message: str) -> None:

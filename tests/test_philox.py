@@ -38,13 +38,6 @@ def positions(*values: int) -> list[Tensor]:
     return [torch.tensor(value) for value in values]
 
 
-def test_plain_philox_gives_the_published_vectors():
-    assert philox_words((0, 0, 0, 0), (0, 0), 10) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    digits_of_pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
-    assert philox_words(*digits_of_pi, 10) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
-    assert philox_words((0, 0, 0, 0), (0, 0), 7) == (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)
-
-
 @given(
     seed=st.integers(-(2**63), 2**63 - 1),
     batch=st.integers(0, 1000),
@@ -61,13 +54,13 @@ def test_keep_follows_the_specification(seed, batch, head, query, key, p):
         assert kept.tolist() == [b >= round(65536 * p) for b in bits]
 
 
-@pytest.mark.parametrize("key", range(32))
-def test_a_pair_is_kept_up_to_its_own_bits_and_no_further(key):
-    bits, zero = specified_bits(5, 0, 0, 3, key), torch.tensor(0)
-    for p, expected in ((bits / 65536, True), ((bits + 1) / 65536, False)):
-        assert bool(dropout_keep(5, *positions(0, 0, 3, key), p)) is expected
-        tile = dropout_tile(5, zero, zero, torch.tensor([3]), torch.tensor([0]), 32, p)
-        assert bool(tile[0, key]) is expected
+def test_a_pair_is_kept_up_to_its_own_bits_and_no_further():
+    for key in range(32):
+        bits = specified_bits(5, 0, 0, 3, key)
+        for p, expected in ((bits / 65536, True), ((bits + 1) / 65536, False)):
+            assert bool(dropout_keep(5, *positions(0, 0, 3, key), p)) is expected
+            tile = dropout_tile(5, *positions(0, 0), torch.tensor([3]), torch.tensor([0]), 32, p)
+            assert bool(tile[0, key]) is expected
 
 
 @given(

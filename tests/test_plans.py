@@ -17,7 +17,8 @@ from torch import Tensor
 from ringtile import build_index, sparse_attention
 from ringtile.index import BlockIndex, clear_cache, lists, schedule
 from ringtile.index.schedule import derived, schedule_of
-from ringtile.kernels.contracts import Call, _is_unseen
+from ringtile.kernels.contracts import Call
+from ringtile.kernels.operators import is_unseen
 from ringtile.patterns import Causal, GlobalTokens, Window
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -332,7 +333,7 @@ def test_an_index_that_changes_has_no_plan(gpu: MockGpu, index: BlockIndex) -> N
     forward, _, call = problem(index)
     launch(gpu, MAKES[0], forward, call)
     assert len(plans_of(index)) == 1
-    index.full_col.add_(0)
+    index.rows.full.add_(0)
     assert len(plans_of(index)) == 0
 
 
@@ -363,7 +364,7 @@ def test_plans_are_bounded_and_end_with_their_index(gpu: MockGpu, monkeypatch: p
     assert not any(isinstance(x, Tensor) for plan in table.values() for step in plan.steps for x in step.arguments)
     kept = [ref(x) for plan in table.values() for x in plan.kept]
     assert kept
-    tiles = ref(index.full_row_ptr)
+    tiles = ref(index.rows.full_ptr)
     del forward, _, call, table, index
     gc.collect()
     assert not any(x() is not None for x in (*inputs, *kept, tiles))
@@ -448,6 +449,6 @@ def test_another_stream_waits_for_the_schedule(gpu: MockGpu, index: BlockIndex) 
 def test_gpus_need_no_dispatcher_either(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(4)
     monkeypatch.setattr(Tensor, "is_cpu", False)
-    assert not _is_unseen(x)
+    assert not is_unseen(x)
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    assert _is_unseen(x)
+    assert is_unseen(x)

@@ -33,39 +33,32 @@ def test_every_field_of_a_setting_makes_another_cell() -> None:
     assert all(name == Path(name).name and "/" not in name for name in names)
 
 
-def test_a_finished_cell_is_not_measured_again(tmp_path: Path) -> None:
+def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     calls: list[Setting] = []
-    first, second = setting(), setting(seed=2)
+    first, second, third = (setting(seed=seed) for seed in (1, 2, 3))
     progress = Progress(quiet=True)
-    assert measure_all([job(first, calls)], Folder(tmp_path), progress)[0].figure("accuracy") == 0.5
-    cells = measure_all([job(first, calls, 0.9), job(second, calls)], Folder(tmp_path), progress)
-    assert calls == [first, second]
-    assert [cell.figure("accuracy") for cell in cells] == [0.5, 0.5]
-    # A changed setting is another cell, and the old one stays.
-    measure_all([job(setting(sizes={"block": 32}), calls)], Folder(tmp_path), progress)
-    assert len(calls) == 3
-    assert len(Folder(tmp_path).cells()) == 3
-
-
-def test_an_interrupted_run_leaves_whole_files(tmp_path: Path) -> None:
-    calls: list[Setting] = []
 
     def stop() -> Measured:
         raise KeyboardInterrupt
 
-    jobs = [job(setting(seed=1), calls), Job(setting(seed=2), 1.0, stop), job(setting(seed=3), calls)]
     with pytest.raises(KeyboardInterrupt):
-        measure_all(jobs, Folder(tmp_path), Progress(quiet=True))
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 1
-    assert json.loads(files[0].read_text())["measured"]["figures"] == {"accuracy": 0.5}
-    measure_all([jobs[0], job(setting(seed=2), calls), jobs[2]], Folder(tmp_path), Progress(quiet=True))
-    assert [cell.seed for cell in calls] == [1, 2, 3]
+        measure_all([job(first, calls), Job(second, 1.0, stop), job(third, calls)], Folder(tmp_path), progress)
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert json.loads(file.read_text())["measured"]["figures"] == {"accuracy": 0.5}
+    # A finished cell is not measured again.
+    jobs = [job(first, calls, 0.9), job(second, calls, 0.9), job(third, calls)]
+    cells = measure_all(jobs, Folder(tmp_path), progress)
+    assert calls == [first, second, third]
+    assert [cell.figure("accuracy") for cell in cells] == [0.5, 0.9, 0.5]
+    assert Folder(tmp_path).of(jobs) == cells
+    # A changed setting is another cell, and the old ones stay.
+    measure_all([job(setting(sizes={"block": 32}), calls)], Folder(tmp_path), progress)
+    assert (len(calls), len(list(tmp_path.rglob("*.json")))) == (4, 4)
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
     cell = Cell(setting(), Measured({"accuracy": 0.5, "recall": [0.1, 0.2]}, None, "why"), 1.5, "abc")
-    record = Record.here([cell], "ringtile quality", notes=("copy: no",), interrupted=True)
+    record = Record.here("ringtile quality", cells=(cell,), notes=("copy: no",), interrupted=True)
     again = Record.from_json(record.to_json())
     assert again == record
     assert again.cells[0].figure("recall") is None

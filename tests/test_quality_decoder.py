@@ -21,23 +21,24 @@ from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import use_ringtile
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality import decoder as decoder_module
+from ringtile.tools.quality import leg as leg_module
 from ringtile.tools.quality import texts as texts_module
 from ringtile.tools.quality.calibrate import audited_rows, calibrate, run
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Setting, measure_all
-from ringtile.tools.quality.decoder import (
+from ringtile.tools.quality.decoder import Decoder, faster_dtype
+from ringtile.tools.quality.leg import (
     FULL,
     QUICK,
     SAFE,
-    Decoder,
     Leg,
-    Watched,
+    Variant,
     add_arguments,
     checked,
-    faster_dtype,
     open_leg,
     table,
     verdicts,
 )
+from ringtile.tools.quality.selectors import Watched
 from ringtile.tools.quality.texts import KINDS, FarCopy, Texts, far_repeat
 
 N = 512
@@ -95,17 +96,14 @@ def test_a_far_copy_repeats_its_first_quarter() -> None:
     assert texts.far_copy(5, N).sha256 != texts.far_copy(6, N).sha256
 
 
-def test_calibration_and_judged_texts_are_of_different_files() -> None:
+def test_calibration_reads_other_files_and_has_a_far_repeat_of_random_tokens() -> None:
     assert not set(texts_module._JUDGED) & set(texts_module._CALIBRATION)
     texts = Texts(lambda text: list(text.encode()))
     whole = bytes(texts.tokens("calibration").tolist())
     for kind in ("code", "prose", "markdown"):
         words = bytes(texts.tokens(kind).tolist())
         assert not any(words[at : at + 200] in whole for at in range(0, len(words) - 200, 997))
-
-
-def test_calibration_has_a_far_repeat_of_random_tokens() -> None:
-    drawn = Texts(bytes_of).calibration(1, N, 256)
+    drawn = texts.calibration(1, N, 256)
     assert drawn.kinds == ("random tokens", "calibration")
     repeated = far_repeat(drawn.ids[0])
     assert repeated[-128:].all()
@@ -162,33 +160,28 @@ def test_calibration_refuses_a_text_without_a_far_repeat(tiny: Decoder) -> None:
         calibrate(tiny, alone, [DEFAULT_SCORES])
 
 
-class Everything(nn.Module):
-    """Dense attention that keeps the recall of all rows of another one."""
+class Kept(nn.Module):
+    """Dense attention that keeps its queries and keys."""
 
-    def __init__(self, attend: AdaptiveAttention) -> None:
-        super().__init__()
-        self.attend, self.found = attend, torch.empty(0)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, **options: Any
-    ) -> Any:
-        index = self.attend.index(query, key, is_causal=is_causal, scale=scale)
-        self.found = audit(query, key, value, index, rows=N, scale=scale).recall
-        return sparse_attention(query, key, value, is_causal=is_causal, scale=scale, **options)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        self.q, self.k = query, key
+        return sparse_attention(query, key, value, **options)
 
 
 def test_curves_are_those_of_the_models_own_heads(tiny: Decoder, calibrations: list[Calibration]) -> None:
-    """The missed mass at a density is that of an audit of the same rows."""
+    """The missed mass at a density is that of exact attention in the same rows."""
     text = tiny.texts.calibration(0, N, tiny.vocab_size)
     rows, weights = audited_rows(text, far_repeat(text.ids[0]), 0)
     at = GRID.index(0.25)
     for calibration in calibrations:
         assert len(calibration.curves) == 3
-        watched = [Everything(AdaptiveAttention(calibration.scores, Density(0.25), block=16)) for _ in range(3)]
-        use_ringtile(tiny.model, attend=watched)
+        attend, layers = AdaptiveAttention(calibration.scores, Density(0.25), block=16), [Kept() for _ in range(3)]
+        use_ringtile(tiny.model, attend=layers)
         tiny.run(text.ids)
-        seen = [((1 - each.found[0, :, rows]) * weights).sum(1) for each in watched]
-        for curve, missed in zip(calibration.curves, seen, strict=True):
+        for curve, layer in zip(calibration.curves, layers, strict=True):
+            index = attend.index(layer.q, layer.k, is_causal=True, scale=0.25)
+            recall = audit(layer.q, layer.k, layer.k, index, rows=N, scale=0.25).recall
+            missed = ((1 - recall[0, :, rows]) * weights).sum(1)
             torch.testing.assert_close(curve.missed[:, at], missed, atol=1e-5, rtol=1e-4)
             assert (curve.error[:, at] > 1e-6).all()
             assert (curve.missed.diff(dim=1) < 1e-9).all()
@@ -262,6 +255,8 @@ def test_watched_attention_is_the_attention(tiny: Decoder, compensate: bool) -> 
 def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leg = Leg(tiny, tmp_path, block=16)
     jobs = list(leg.jobs(quick=True, timed=False))
+    for rows in (FULL, QUICK):
+        assert len({row.key for row in rows}) == len(rows)
     assert len({job.setting.name for job in jobs}) == len(jobs)
     folder = Folder(tmp_path)
     cells = measure_all(jobs, folder, Progress(quiet=True))
@@ -282,7 +277,7 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
             assert len(by_head) == 12
     # Nothing is measured twice, and the calibration is read from its file.
     for name in ("calibrate", "count_far_keys"):
-        monkeypatch.delattr(f"{decoder_module.__name__}.{name}", raising=False)
+        monkeypatch.delattr(leg_module, name)
     again = measure_all(Leg(tiny, tmp_path, block=16).jobs(quick=True, timed=False), folder, Progress(quiet=True))
     assert again == cells
     assert len(list(tmp_path.glob("budgets-*.json"))) == 2
@@ -314,38 +309,24 @@ def test_a_text_of_yours_judges_and_does_not_calibrate(
 
 
 def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
-    leg = Leg(tiny, tmp_path, block=16)
-    found = leg.losses(decoder_module._even("default", DEFAULT_SCORES, 1.0), 0)
+    found = Leg(tiny, tmp_path, block=16).losses(Variant("default", "density", 1.0), 0)
     assert found.figures["text"] == pytest.approx(1, abs=1e-4)
     assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
     assert found.realised == 1
 
 
-def test_names_of_rows() -> None:
-    for rows in (FULL, QUICK):
-        assert len({(row.scores, row.budget, row.asked) for row in rows}) == len(rows)
-    assert ("default", "quality", 0.95) in {(row.scores, row.budget, row.asked) for row in FULL}
-
-
-class Kept(nn.Module):
-    """Dense attention that keeps its queries and keys."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        self.query, self.key = query[0].double(), key[0].double().repeat_interleave(2, 0)
-        return sparse_attention(query, key, value, **options)
-
-
 def test_far_keys_against_a_loop(tiny: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_module, "FAR_BLOCK", 16)
-    found = decoder_module.count_far_keys(tiny, 0, every=1)
+    monkeypatch.setattr(leg_module, "FAR_BLOCK", 16)
+    found = leg_module.count_far_keys(tiny, 0, every=1)
     layers = [Kept() for _ in range(tiny.layers)]
     use_ringtile(tiny.model, attend=layers)
     tiny.run(tiny.texts.far_copy(0, N).ids)
     rows = torch.randperm(N, generator=torch.Generator().manual_seed(0))[:128].tolist()
     count = 0
-    window = dict.fromkeys(decoder_module.FAR_DENSITIES, 0)
+    window = dict.fromkeys(leg_module.FAR_DENSITIES, 0)
     for layer in layers:
-        weights = (layer.query @ layer.key.mT / 4).masked_fill(~torch.ones(N, N).tril().bool(), -math.inf).softmax(2)
+        query, key = layer.q[0].double(), layer.k[0].double().repeat_interleave(2, 0)
+        weights = (query @ key.mT / 4).masked_fill(~torch.ones(N, N).tril().bool(), -math.inf).softmax(2)
         masses = weights.unflatten(2, (-1, 16)).sum(3)
         for row in rows:
             for head in range(4):
@@ -381,13 +362,9 @@ def test_a_missing_model_is_a_note_with_the_way_to_get_one(tmp_path: Path) -> No
         assert "pip install gguf" in note
 
 
-def saved(tiny: Decoder, folder: Path) -> Path:
-    tiny.model.save_pretrained(folder)
-    return folder
-
-
 def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, out = saved(tiny, tmp_path / "model"), tmp_path / "budgets.json"
+    model, out = tmp_path / "model", tmp_path / "budgets.json"
+    tiny.model.save_pretrained(model)
     words = ("--calibrate", str(model), "--tokens", str(N), "--block", "16", "--dtype", "float32", "--density", "0.4")
     assert run(arguments(*words, "--out", str(out)), Progress()) == 0
     shown = capsys.readouterr().out
@@ -432,29 +409,14 @@ def test_the_table_shows_each_cell_and_each_failure() -> None:
         ]
     )
     assert shown[1] == "far copy, 4,096 tokens, block 32, m.gguf, float32"
-    assert shown[3].split() == [
-        "default",
-        "density",
-        "25%",
-        "0.260",
-        "99.0",
-        "+-",
-        "1.4",
-        "90.0",
-        "+-",
-        "0.0",
-        "85.0",
-        "+-",
-        "7.1",
-    ]
+    assert shown[3].split() == "default density 25% 0.260 99.0 +- 1.4 90.0 +- 0.0 85.0 +- 7.1".split()
     assert "no row has a far key" in "\n".join(shown)
     assert shown[-1].split() == ["default", "density", "25%", "3.00", "4.00", "0.75"]
 
 
-def test_the_faster_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    for slow, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
-        times = iter(
-            [9.0, *[2.0 if slow == torch.float32 else 1.0] * 3, 9.0, *[1.0 if slow == torch.float32 else 2.0] * 3]
-        )
-        monkeypatch.setattr(decoder_module, "seconds_of", lambda *_, times=times: next(times))
-        assert faster_dtype() == expected
+@pytest.mark.parametrize(("seconds", "expected"), [((1, 2), torch.float32), ((2, 1), torch.bfloat16)])
+def test_the_faster_dtype(seconds: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first of four times does not count.
+    times = iter([9, *[seconds[0]] * 3, 0, *[seconds[1]] * 3])
+    monkeypatch.setattr(decoder_module, "seconds_of", lambda call: next(times))
+    assert faster_dtype() == expected

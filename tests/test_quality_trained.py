@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,14 @@ from ringtile.adaptive import Density, View
 from ringtile.index import build_index
 from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality import tasks, trained
+from ringtile.tools.quality import trained
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
 from ringtile.tools.quality.claims import CLAIMS, kept, lines_of, tables, verdict
 from ringtile.tools.quality.models import Reader, judge, restore, save
 from ringtile.tools.quality.page import page_of
-from ringtile.tools.quality.selectors import ROWS, Oracle, Selected, floor_of, scores_of
-from ringtile.tools.quality.tasks import NO_ANSWER, Stage
-from ringtile.tools.quality.trained import TASKS, Lab, Plan, jobs
+from ringtile.tools.quality.selectors import ROWS, Oracle, Watched, attention_of, floor_of
+from ringtile.tools.quality.tasks import NO_ANSWER, Stage, manual_windows
+from ringtile.tools.quality.trained import TASKS, Lab, Sweep, jobs
 
 TINY = {
     "mqar": (128, 16),
@@ -90,6 +89,9 @@ def test_a_program_answers_every_question(name: str) -> None:
         assert len(places) >= 7 * 3
         for row, place in places:
             assert SOLVERS[name](x[row, : place + 1].tolist()) == y[row, place]
+        again, other = (TASKS[name].draw(3, length, many, torch.Generator().manual_seed(n))[0] for n in (5, 6))
+        assert torch.equal(again, x)
+        assert not torch.equal(other, x)
 
 
 @pytest.mark.parametrize("name", SOLVERS)
@@ -107,30 +109,20 @@ def test_random_answers_are_at_chance(name: str) -> None:
     assert abs(len(alphabet) - 1 / task.chance) <= 2
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_task_is_made_from_its_seed(name: str) -> None:
-    def draw(seed: int) -> Tensor:
-        return TASKS[name].draw(2, *TINY[name], torch.Generator().manual_seed(seed))[0]
-
-    assert torch.equal(draw(1), draw(1))
-    assert not torch.equal(draw(1), draw(2))
-
-
 def test_held_out_bytes_are_of_another_part() -> None:
-    text = tasks.manual()
-    first = set(text[: len(text) * 9 // 10].unfold(0, 64, 1)[:, :].sum(1).tolist())
-    assert first
-    x, y = tasks.manual_windows(4, 64, 1, torch.Generator().manual_seed(0))
-    assert torch.equal(x[:, 1:], y[:, :-1])
-    held = text[len(text) * 9 // 10 :].unfold(0, 64, 1)
-    assert all((held == row).all(1).any() for row in x)
+    whole = bytes(manual_windows.text.tolist())
+    parts = whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]
+    for held_out in (0, 1):
+        x, y = manual_windows(4, 64, held_out, torch.Generator().manual_seed(0))
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        assert all(bytes(row) in parts[held_out] and bytes(row) not in parts[1 - held_out] for row in x.tolist())
 
 
-def small_plan(name: str, **changes: object) -> Plan:
+def small_sweep(name: str, **changes: object) -> Sweep:
     tokens, size = TINY[name]
     task = replace(TASKS[name], size=size, rows=2, stages=(Stage(tokens, 4, 3, size),), width=32, layers=2)
     fields = {"tasks": (task,), "seeds": (0,), "rows": ("default", "window"), "densities": (0.5,), "regimes": False}
-    return Plan(**{**fields, "tokens": tokens, "block": 16, **changes})  # type: ignore[arg-type]
+    return Sweep(**{**fields, "tokens": tokens, "block": 16, **changes})  # type: ignore[arg-type]
 
 
 def tensors(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -150,88 +142,106 @@ def test_the_oracle_knows_exact_attention() -> None:
         torch.testing.assert_close(found, (pooled / pooled.sum(3, keepdim=True)).float())
 
 
+def watched(row: str, density: float, rows: int = 0, seed: int = 0) -> Watched:
+    """A row's attention after one call."""
+    found = Watched(attention_of(row, density, 16), rows)
+    q, k = tensors(seed)
+    with torch.no_grad():
+        found(q, k, k, is_causal=True, enable_gqa=True)
+    return found
+
+
 def test_no_selector_keeps_more_mass_than_the_oracle() -> None:
-    q, k = tensors(1)
-    found: dict[str, Selected] = {}
-    for row in ROWS:
-        found[row] = Selected(scores_of(row, 0, 0), 0.3, 16, audited=150)
-        with torch.no_grad():
-            found[row](q, k, k, pattern=None, is_causal=True, enable_gqa=True)
-    recall = {row: each.recalls[0] for row, each in found.items() if not each.scores.per_token}
+    found = {row: watched(row, 0.3, 150, seed=1) for row in ROWS}
+    by_tile = {row: each for row, each in found.items() if not each.attend.choice.scores.per_token}
+    recall = {row: float(each.recall[0].mean()) for row, each in by_tile.items()}
     assert max(recall, key=recall.__getitem__) == "oracle, averaged"
     assert min(recall, key=recall.__getitem__) in ("window", "random")
     # All rows spend the same number of tiles.
-    assert len({round(each.densities[0], 6) for each in found.values() if not each.scores.per_token}) == 1
-    assert found["random"].scores != scores_of("random", 1, 0)
+    assert len({round(each.density[0], 6) for each in by_tile.values()}) == 1
+    assert attention_of("random", 0.3, 16).choice != attention_of("random", 0.3, 16, layer=1).choice
+    assert attention_of("random", 0.3, 16).choice != attention_of("random", 0.3, 16, seed=1).choice
 
 
-def test_the_floor_is_the_density_of_the_own_tiles() -> None:
+def test_the_density_of_a_selector_is_that_of_its_budget_over_the_own_tiles() -> None:
+    assert watched("window", 0.0).density == [floor_of(150, 16)]
     q, k = tensors()
-    selected = Selected(scores_of("window", 0, 0), 0.0, 16)
-    with torch.no_grad():
-        selected(q, k, k, is_causal=True, enable_gqa=True)
-    assert selected.densities == [floor_of(150, 16)]
+    base = build_index(Causal(), 150, num_heads=4, batch=2, block=16)
+    own = torch.eye(10, dtype=torch.bool)
+    for row in ("default", "oracle"):
+        found = watched(row, 0.4)
+        tiles = Density(0.4).keep(found.attend.choice.scores(View(q, k, base)), base.tiles, own)
+        assert found.density[0] == pytest.approx(float(tiles.sum() / (8 * 55)))
 
 
 def test_a_full_budget_is_the_dense_model(tmp_path: Path) -> None:
-    plan = small_plan("mqar")
-    lab = Lab(plan.tasks[0], 0, plan, tmp_path, Progress(quiet=True))
+    sweep = small_sweep("mqar")
+    lab = Lab(sweep.tasks[0], 0, sweep, tmp_path)
     batches = lab.batches(2, 2)
     at = batches[0][1] != NO_ANSWER
     with torch.no_grad():
         dense = lab.dense(batches[0][0], at)
         for row in ("default", "random"):
-            lab.dense.attend_with(list(lab._selected(row, 1.0)))
+            lab.dense.attend_with(list(lab.attends(row, 1.0)))
             torch.testing.assert_close(lab.dense(batches[0][0], at), dense, rtol=1e-4, atol=1e-5)
-            lab.dense.attend_with(list(lab._selected(row, 0.1)))
+            lab.dense.attend_with(list(lab.attends(row, 0.1)))
             assert not torch.allclose(lab.dense(batches[0][0], at), dense, rtol=1e-2)
 
 
 def test_each_layer_has_its_own_attention() -> None:
-    model = Reader(small_plan("mqar").tasks[0])
-    calls: list[int] = []
-
-    def attend(number: int) -> Callable[..., Tensor]:
-        def inner(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
-            calls.append(number)
-            return value
-
-        return inner
-
-    model.attend_with([attend(0), attend(1)])
+    model, calls = Reader(small_sweep("mqar").tasks[0]), list[int]()
+    model.attend_with([lambda q, k, v, n=n, **options: calls.append(n) or v for n in (0, 1)])
     x = torch.zeros(1, 20, dtype=torch.int64)
     model(x, x == 0)
     assert calls == [0, 1]
 
 
-def test_weights_are_kept_and_another_recipe_is_another_model(tmp_path: Path) -> None:
-    plan = small_plan("mqar")
-    progress = Progress(quiet=True)
-    first = Lab(plan.tasks[0], 0, plan, tmp_path, progress).dense
-    files = list(tmp_path.iterdir())
-    assert len(files) == 1
-    again = Reader(plan.tasks[0])
-    assert restore(again, files[0])
+def test_weights_are_whole_and_kept_and_another_recipe_is_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = small_sweep("mqar").tasks[0]
+
+    def dense(**changes: float) -> Reader:
+        return Lab(replace(task, **changes), 0, small_sweep("mqar"), tmp_path).dense
+
+    def stop(state: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    again = Reader(task)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            save(again, tmp_path / "x.pt")
+    assert list(tmp_path.iterdir()) == []
+    assert not restore(again, tmp_path / "x.pt")
+    first = dense()
+    (file,) = tmp_path.iterdir()
+    assert restore(again, file)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-    assert Lab(replace(plan.tasks[0], rate=1e-4), 0, plan, tmp_path, progress).dense is not first
+    dense(rate=1e-4)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def measured(sweep: Sweep, folder: Path, *regimes: str) -> dict[tuple[str, str], Cell]:
+    """The cells of a sweep in some regimes, by regime and scores."""
+    work = [job for job in jobs(sweep, folder / "models") if job.setting.regime in (regimes or ("post-hoc",))]
+    cells = measure_all(work, Folder(folder), Progress(quiet=True))
+    return {(cell.setting.regime, cell.setting.scores): cell for cell in cells}
 
 
 def test_a_task_without_a_good_model_is_dropped_by_name(tmp_path: Path) -> None:
     # Three steps teach nothing.
-    plan = small_plan("copy")
-    cells = measure_all(jobs(plan, tmp_path / "models", Progress()), Folder(tmp_path), Progress(quiet=True))
-    reasons = {cell.measured.reason for cell in cells if cell.setting.scores != "dense"}
-    assert len(reasons) == 1
-    assert "needs 99%" in reasons.pop()
-    (table,) = tables(cells)
+    cells = measured(small_sweep("copy"), tmp_path)
+    (reason,) = {cell.measured.reason for (_, scores), cell in cells.items() if scores != "dense"}
+    assert "needs 99%" in reason
+    (table,) = tables(cells.values())
     assert re.search(r"dropped: seed 0: the dense model answers", "\n".join(lines_of(table)))
-    assert "Dropped: seed 0" in page_of(Record.here(cells, None))
+    assert "Dropped: seed 0" in page_of(Record.here(None, cells=tuple(cells.values())))
 
 
 def test_bytes_are_judged_by_bits(tmp_path: Path) -> None:
-    plan = small_plan("bytes", rows=("window",))
-    dense, window = measure_all(jobs(plan, tmp_path / "m", Progress()), Folder(tmp_path), Progress(quiet=True))
+    dense, window = measured(small_sweep("bytes", rows=("window",)), tmp_path).values()
     assert dense.figure("bits") is not None
     share = kept(window, dense)
     assert share is not None
@@ -239,23 +249,25 @@ def test_bytes_are_judged_by_bits(tmp_path: Path) -> None:
     assert "bits per byte" in lines_of(tables([dense, window])[0])[0]
 
 
-@pytest.mark.parametrize("regime", ["fine-tuned", "from scratch"])
-def test_training_with_sparse_attention(regime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained, "FINE_TUNE", Stage(128, 2, 2, 16))
-    monkeypatch.setattr(trained, "SCRATCH", Stage(128, 2, 2, 16))
+def test_training_with_sparse_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FINE_TUNE", "SCRATCH"):
+        monkeypatch.setattr(trained, name, Stage(128, 2, 2, 16))
     monkeypatch.setattr(trained, "TRAINED_ROWS", ("default", "first row"))
-    plan = small_plan("mqar", regimes=True)
-    work = [job for job in jobs(plan, tmp_path / "m", Progress()) if job.setting.regime in (regime, "post-hoc")]
-    cells = {
-        (cell.setting.regime, cell.setting.scores): cell
-        for cell in measure_all(work, Folder(tmp_path), Progress(quiet=True))
+    cells = measured(small_sweep("mqar", regimes=True), tmp_path, "fine-tuned", "from scratch")
+    assert set(cells) == {
+        *((regime, row) for regime in ("fine-tuned", "from scratch") for row in ("default", "first row")),
+        ("from scratch", "dense"),
     }
-    assert cells[regime, "default"].figure("accuracy") is not None
-    assert cells[regime, "default"].measured.realised == pytest.approx(0.25, abs=0.12)
-    assert {name for found, name in cells if found == regime} >= {"default", "first row"}
-    weights = [torch.load(path) for path in sorted((tmp_path / "m").iterdir())]
-    names = list(weights[0])
-    assert any(not torch.equal(weights[0][name], other[name]) for name in names for other in weights[1:])
+    for (_, row), cell in cells.items():
+        assert cell.figure("accuracy") is not None
+        assert cell.measured.realised == (1 if row == "dense" else pytest.approx(0.25, abs=0.12))
+    weights = {path.name[5:-15]: torch.load(path) for path in (tmp_path / "models").iterdir()}
+    assert set(weights) == {
+        "dense", "fine-tuned-default-0.25", "fine-tuned-first-row-0.25", "from-scratch-default-0.25",
+        "from-scratch-dense-1", "from-scratch-first-row-0.25",
+    }  # fmt: skip
+    # All are other models.
+    assert len({float(each["head.weight"].sum()) for each in weights.values()}) == len(weights)
 
 
 def cell(scores: str, asked: float | None, seed: int, accuracy: float, **sizes: float) -> Cell:
@@ -297,8 +309,8 @@ def test_a_row_that_computes_more_tiles_says_so() -> None:
     lines = lines_of(table)
     assert lines[-1].split() == ["its", "tiles", "0.830"]
     assert lines[-2].split()[:2] == ["token", "blend"]
-    page = page_of(Record.here([*claimed_cells(), *wide], "ringtile quality"))
-    assert "<td>its tiles</td><td></td><td>83.0%</td>" in page
+    page = page_of(Record.here("ringtile quality", cells=(*claimed_cells(), *wide)))
+    assert '<td class="left"><em>its tiles</em></td><td></td><td><em>83.0%</em></td>' in page
 
 
 def test_quality_counts_above_chance() -> None:
@@ -312,10 +324,17 @@ def test_quality_counts_above_chance() -> None:
 
 
 def test_the_page_is_made_of_the_record_alone() -> None:
-    record = Record.here(claimed_cells(), "ringtile quality", notes=("decoder: left out <why>",))
+    record = Record.here("ringtile quality", cells=tuple(claimed_cells()), notes=("decoder: left out <why>",))
     page = page_of(Record.from_json(record.to_json()), ["a < b"])
     assert page == page_of(record, ["a < b"])
-    for word in ("below the floor", "95.1 &plusmn;0.1", "<svg", "prefers-color-scheme: dark", "left out &lt;why&gt;"):
+    for word in (
+        "below the floor",
+        "95.1 &plusmn; 0.1",
+        '<td class="bad">refuted',
+        "<svg",
+        "prefers-color-scheme: dark",
+        "left out &lt;why&gt;",
+    ):
         assert word in page
     assert "a &lt; b" in page
     # It loads nothing, and its text follows the theme.
@@ -325,42 +344,15 @@ def test_the_page_is_made_of_the_record_alone() -> None:
     assert "interrupted" in page_of(replace(record, interrupted=True))
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = small_plan("mqar", rows=("default", "window", "oracle"), densities=(0.5, 0.25))
-    task = plan.tasks[0]
-    monkeypatch.setattr(trained, "ENOUGH", 0.0)
-    monkeypatch.setattr(trained, "_GOAL", 0.0)
-
-    def of(names: object, seeds: tuple[int, ...], quick: bool) -> Plan:
-        return replace(plan, tasks=(task,), seeds=tuple(seeds))
-
-    monkeypatch.setattr(Plan, "of", of)
-
-
-@pytest.mark.usefixtures("tiny")
-def test_the_command_writes_a_record_and_a_page_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["quality", "--quick", "--tasks", "mqar", "--seeds", "0", "1", "--out", str(tmp_path)]
-    assert cli.main(words) == 0
-    printed = capsys.readouterr()
-    assert "14 cells, 0 of them" in printed.out
-    assert "mqar, post-hoc" in printed.out
-    assert printed.err == ""
-    record = Record.from_json((tmp_path / "quality.json").read_text())
-    assert len(record.cells) == 14
-    assert (tmp_path / "quality.html").read_text().startswith("<!doctype html>")
-    assert cli.main([*words, "--json"]) == 0
-    again = Record.from_json(capsys.readouterr().out)
-    assert [asdict(cell) for cell in again.cells] == [asdict(cell) for cell in record.cells]
-
-
-@pytest.mark.usefixtures("tiny")
-def test_an_interrupted_command_leaves_a_whole_record(
+def test_the_command_resumes_and_writes_a_record_and_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["quality", "--tasks", "mqar", "--seeds", "0", "--out", str(tmp_path)]
-    whole = Lab.measure
-    calls: list[str] = []
+    sweep = small_sweep("mqar", rows=("default", "window", "oracle"), densities=(0.5, 0.25))
+    monkeypatch.setattr(trained, "ENOUGH", 0.0)
+    monkeypatch.setattr(trained, "_GOAL", 0.0)
+    monkeypatch.setattr(Sweep, "of", lambda names, seeds, quick: replace(sweep, seeds=tuple(seeds)))
+    words = ["quality", "--quick", "--tasks", "mqar", "--seeds", "0", "1", "--out", str(tmp_path)]
+    whole, calls = Lab.measure, list[str]()
 
     def stop(self: Lab, row: str, density: float) -> Measured:
         calls.append(row)
@@ -368,60 +360,36 @@ def test_an_interrupted_command_leaves_a_whole_record(
             raise KeyboardInterrupt
         return whole(self, row, density)
 
-    monkeypatch.setattr(Lab, "measure", stop)
-    assert cli.main(words) == 130
-    record = json.loads((tmp_path / "quality.json").read_text())
-    assert record["interrupted"] is True
-    assert len(record["cells"]) == 3
-    monkeypatch.setattr(Lab, "measure", whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lab, "measure", stop)
+        assert cli.main(words) == 130
+    assert "14 cells, 0 of them" in capsys.readouterr().out
+    record = Record.from_json((tmp_path / "quality.json").read_text())
+    assert (record.interrupted, len(record.cells)) == (True, 3)
+    assert "interrupted" in (tmp_path / "quality.html").read_text()
     assert cli.main(words) == 0
-    assert "7 cells, 3 of them" in capsys.readouterr().out
-    assert json.loads((tmp_path / "quality.json").read_text())["interrupted"] is False
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "14 cells, 3 of them" in printed.out
+    assert "mqar, post-hoc" in printed.out
+    first, record = record, Record.from_json((tmp_path / "quality.json").read_text())
+    assert (record.interrupted, len(record.cells), record.cells[:3]) == (False, 14, first.cells)
+    assert (tmp_path / "quality.html").read_text().startswith("<!doctype html>")
+    assert cli.main([*words, "--json"]) == 0
+    assert Record.from_json(capsys.readouterr().out).cells == record.cells
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--seeds", "1", "1"], "--seeds: expected different numbers"),
-        (["--seeds", "-1"], "--seeds: expected different numbers"),
-    ],
-)
-def test_bad_arguments_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["quality", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_density_of_a_selector_is_the_budgets(tmp_path: Path) -> None:
-    q, k = tensors()
-    base = build_index(Causal(), 150, num_heads=4, batch=2, block=16)
-    for row in ("default", "oracle"):
-        selected = Selected(scores_of(row, 0, 0), 0.4, 16)
-        with torch.no_grad():
-            selected(q, k, k, is_causal=True, enable_gqa=True)
-        own = torch.eye(10, dtype=torch.bool)
-        tiles = Density(0.4).keep(scores_of(row, 0, 0)(View(q, k, base)), base.tiles, own)
-        assert selected.densities[0] == pytest.approx(float(tiles.sum() / (8 * 55)))
+@pytest.mark.parametrize("seeds", [["1", "1"], ["-1"]])
+def test_bad_seeds_are_one_line(seeds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["quality", "--seeds", *seeds]) == 2
+    assert "--seeds: expected different numbers" in capsys.readouterr().err
 
 
 def test_figures_of_a_judge() -> None:
-    model = Reader(small_plan("mqar").tasks[0])
-    batches = [small_plan("mqar").tasks[0].draw(2, 128, 16, torch.Generator().manual_seed(0))]
+    model = Reader(small_sweep("mqar").tasks[0])
+    batches = [small_sweep("mqar").tasks[0].draw(2, 128, 16, torch.Generator().manual_seed(0))]
     accuracy = judge(model, TASKS["mqar"], batches)["accuracy"]
     x, y = batches[0]
     with torch.no_grad():
         best = model(x, x >= 0).argmax(1).view(x.shape)
     assert accuracy == float((best == y)[y != NO_ANSWER].float().mean())
-
-
-def test_saved_weights_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Reader(small_plan("mqar").tasks[0])
-
-    def stop(state: object, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", stop)
-    with pytest.raises(KeyboardInterrupt):
-        save(model, tmp_path / "x.pt")
-    assert list(tmp_path.iterdir()) == []
-    assert not restore(model, tmp_path / "x.pt")

@@ -93,7 +93,10 @@ def test_it_is_the_definition(modifiers):
     assert torch.allclose(weights @ v.repeat_interleave(2, 1), out)
 
 
-@pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
+DERIVED = ("plain", "key_lengths", "everything")
+
+
+@pytest.mark.parametrize("modifiers", [MODIFIERS[name] for name in DERIVED], ids=DERIVED)
 def test_derivatives(modifiers):
     q, k, v, _ = make_inputs(2, 4, 3, 8, 2, kv_heads=2, value_dim=1)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -155,8 +158,11 @@ def test_batch_rows_have_their_own_documents():
         assert torch.allclose(out[b : b + 1, :, first:last], attention_reference(*alone, Dense())[0])
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
+@pytest.mark.parametrize(
+    ("modifiers", "poison"),
+    [(given, (math.nan, math.inf, -math.inf)[row % 3]) for row, given in enumerate(MODIFIERS.values())],
+    ids=MODIFIERS,
+)
 def test_what_nobody_keeps_changes_nothing(modifiers, poison):
     q, k, v, grad_out = make_inputs(2, 4, 6, 8, kv_heads=2)
     grad_lse = torch.randn(2, 4, 6, dtype=torch.float64)
@@ -204,8 +210,11 @@ def test_empty_problems(batch, n_queries, n_keys):
     assert result.grads["k"].shape == k.shape
 
 
-@pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
-@pytest.mark.parametrize("through_index", [False, True])
+@pytest.mark.parametrize(
+    ("modifiers", "through_index"),
+    [*((given, row % 2 == 0) for row, given in enumerate(MODIFIERS.values())), (MODIFIERS["everything"], True)],
+    ids=[*MODIFIERS, "everything through an index"],
+)
 def test_rows_are_rows_of_the_whole(modifiers, through_index, monkeypatch):
     monkeypatch.setattr("ringtile.kernels.reference._CHUNK_PAIRS", 200)
     q, k, v, grad_out = make_inputs(2, 4, 70, 90, kv_heads=2, value_dim=5)
@@ -240,8 +249,8 @@ def test_an_index_gives_what_its_pattern_gives():
 def test_dropout_keeps_the_expected_value():
     q, k, v, _ = make_inputs(1, 1, 4, 200)
     plain = attention_reference(q, k, v, Dense())[0]
-    runs = torch.stack([attention_reference(q, k, v, Dense(), dropout_p=0.3, seed=seed)[0] for seed in range(200)])
-    assert ((runs.mean(0) - plain).abs() < 5 * runs.std(0) / math.sqrt(200)).all()
+    runs = torch.stack([attention_reference(q, k, v, Dense(), dropout_p=0.3, seed=seed)[0] for seed in range(100)])
+    assert ((runs.mean(0) - plain).abs() < 5 * runs.std(0) / math.sqrt(100)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -263,8 +272,7 @@ def test_uninitialised_memory_is_never_read():
     assert all(torch.equal(expected.grads[name], grad) for name, grad in again.grads.items())
 
 
-@pytest.mark.parametrize("dtype", SDPA_BUDGET)
-@pytest.mark.parametrize("score_scale", [1, 4, 16])
+@pytest.mark.parametrize(("dtype", "score_scale"), [*zip(SDPA_BUDGET, (1, 4, 16), strict=True)])
 def test_torch_own_error_is_that_of_its_dtype(dtype, score_scale):
     q, k, v, grad_out = make_inputs(1, 4, 130, 150, 64, kv_heads=2, dtype=dtype, score_scale=score_scale)
     error = sdpa_low_precision_error(q, k, v, HOLES, grad_out)

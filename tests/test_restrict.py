@@ -17,9 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringtile import sparse_attention
-from ringtile.index import BlockIndex, build_index, lists
-from ringtile.index.block_index import TENSOR_FIELDS
-from ringtile.index.restrict import compiled
+from ringtile.index import BlockIndex, build_index, lists, restrict
 from ringtile.index.schedule import schedule_of
 from ringtile.kernels import contracts
 from ringtile.patterns import Causal, Documents, Pattern, Segments, TileGrid, Window, per_head
@@ -31,7 +29,7 @@ HEADS = 2
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to copy lists."""
     if request.param == "torch":
-        monkeypatch.delitem(compiled, "kept_lists")
+        monkeypatch.setattr(restrict, "list_copier", None)
 
 
 both = pytest.mark.usefixtures("by")
@@ -64,9 +62,9 @@ def test_a_restricted_index_keeps_the_pairs_of_both(base: tuple[Pattern, TileGri
     keep = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
     found = index.restricted_rows(keep) if rows else index.restricted(keep)
     found.validate()
-    with mock.patch.dict(compiled, clear=True):
+    with mock.patch.object(restrict, "list_copier", None):
         same = index.restricted_rows(keep) if rows else index.restricted(keep)
-    assert all(torch.equal(getattr(found, name), getattr(same, name)) for name in TENSOR_FIELDS)
+    assert all(map(torch.equal, found.tensors(), same.tensors()))
     expected = index.to_dense() & tokens_of(keep, index, rows=rows)
     assert torch.equal(found.to_dense().expand(expected.shape), expected)
     some = torch.randint(grid.n_queries, (5,))
@@ -84,15 +82,14 @@ def test_a_restricted_index_keeps_the_pairs_of_both(base: tuple[Pattern, TileGri
 
 
 def count_tiles(index: BlockIndex) -> int:
-    return len(index.full_col) + len(index.part_col)
+    return len(index.rows.full) + len(index.rows.partial)
 
 
 def check_room(plain: BlockIndex, roomy: BlockIndex) -> None:
     """An index with room has the tensors of the one without, and unused ends."""
     roomy.validate()
     fitted = roomy.fitted()
-    for name in TENSOR_FIELDS:
-        assert torch.equal(getattr(fitted, name), getattr(plain, name)), name
+    assert all(map(torch.equal, fitted.tensors(), plain.tensors()))
     assert torch.equal(roomy.to_dense(), plain.to_dense())
     assert (roomy.kept_pairs, roomy.kept_tiles) == (plain.kept_pairs, plain.kept_tiles)
 
@@ -103,8 +100,7 @@ def test_all_tiles_give_the_tensors_of_the_base(pattern: Pattern, rows: bool) ->
     index = build_index(pattern, 700, num_heads=2)
     keep = torch.ones(1, 1, 700 if rows else index.n_rows, index.n_cols, dtype=torch.bool)
     found = index.restricted_rows(keep) if rows else index.restricted(keep)
-    for name in TENSOR_FIELDS:
-        assert torch.equal(getattr(found, name), getattr(index, name))
+    assert all(map(torch.equal, found.tensors(), index.tensors()))
 
 
 @both
@@ -231,9 +227,9 @@ def test_a_fixed_capacity_changes_no_bit(backend: str, key_heads: int, monkeypat
     base = build_index(Causal(), 500, 700, block=32)
     keep = torch.rand(2, 2, base.n_rows, base.n_cols, generator=torch.Generator().manual_seed(1)) < 0.5
     plain, roomy = base.restricted(keep), base.restricted(keep, 2000)
-    assert min(plain.row_work[:, 3].max(), plain.col_work[:, 3].max()) > 0, "no list is split"
-    assert len(roomy.full_col) > len(plain.full_col)
-    assert len(roomy.row_work) > len(plain.row_work)
+    assert min(plain.rows.work[:, 3].max(), plain.cols.work[:, 3].max()) > 0, "no list is split"
+    assert len(roomy.rows.full) > len(plain.rows.full)
+    assert len(roomy.rows.work) > len(plain.rows.work)
     q = torch.randn(2, 2, 500, 16, requires_grad=True)
     k, v = torch.randn(2, 2, key_heads, 700, 16, requires_grad=True).unbind()
     found = []
@@ -255,7 +251,6 @@ def test_an_index_with_room_is_a_base_like_others() -> None:
     rows = torch.rand(3, 2, 700, index.n_cols, generator=torch.Generator().manual_seed(3)) < 0.6
     assert torch.equal(plain.restricted_rows(rows).to_dense(), roomy.restricted_rows(rows).to_dense())
     assert torch.equal(plain.keys_of(torch.tensor([5, 600])), roomy.keys_of(torch.tensor([5, 600])))
-    assert torch.equal(plain.slice(slice(1, 4)).to_dense(), roomy.slice(slice(1, 4)).to_dense())
     assert plain.draw() == roomy.draw()
 
 
@@ -287,8 +282,8 @@ def test_an_index_that_is_changed_is_checked_again() -> None:
     keep = torch.ones(1, 2, 6, 6, dtype=torch.bool)
     restricted = index.restricted(keep)
     for changed in (restricted, index):
-        changed.full_col.fill_(10**8)
-    with pytest.raises(ValueError, match="full_col"):
+        changed.rows.full.fill_(10**8)
+    with pytest.raises(ValueError, match=r"rows\.full"):
         index.restricted(keep)
-    with pytest.raises(ValueError, match="full_col"):
+    with pytest.raises(ValueError, match=r"rows\.full"):
         sparse_attention(*torch.randn(3, 1, 2, 700, 16), restricted)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from indices import NAMES, edited, tensor
 from oracle import make_inputs, relative_error
 
 from ringtile import build_index, sparse_attention
 from ringtile.functional.cache import LayerCache
 from ringtile.index import BlockIndex, cache_info, clear_cache, schedule
-from ringtile.index.block_index import TENSOR_FIELDS
 from ringtile.index.schedule import derived, schedule_of
 from ringtile.index.tiles import derive_tables
-from ringtile.patterns import Causal, Dilated, GlobalTokens, Pattern, Window
+from ringtile.patterns import Causal, Dilated, GlobalTokens, Pattern, TileGrid, Window
 
 BACKENDS = ["native", "blockwise"]
 
@@ -24,7 +23,7 @@ BACKENDS = ["native", "blockwise"]
 def own_index(n_tokens: int = 500) -> BlockIndex:
     """An index that no cache holds, so that a test may change it."""
     index = build_index(Causal() & Window(300), n_tokens)
-    return replace(index, **{name: getattr(index, name).clone() for name in TENSOR_FIELDS})
+    return edited(index, torch.clone)
 
 
 class Counted:
@@ -41,8 +40,8 @@ class Counted:
 def test_a_schedule_is_made_once_for_an_index() -> None:
     index = build_index(Causal(), 300)
     assert schedule_of(index) is schedule_of(replace(index))
-    assert schedule_of(index) is schedule_of(replace(index, start=1, n_queries=290, n_keys=290))
-    assert schedule_of(index) is not schedule_of(replace(index, start=128))
+    assert schedule_of(index) is schedule_of(index.at(TileGrid(128, 1, 290, 290)))
+    assert schedule_of(index) is not schedule_of(index.at(TileGrid(128, 128, 300, 300)))
     assert schedule_of(index) is not schedule_of(replace(index, group=index.group.clone()))
 
 
@@ -52,25 +51,25 @@ def test_a_key_tells_values_apart() -> None:
     assert derived(index, Counted()) == 1
 
 
-@pytest.mark.parametrize("name", TENSOR_FIELDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_tensor_that_changes_makes_values_anew(name: str) -> None:
     index, make = own_index(), Counted()
     assert [derived(index, make), derived(index, make)] == [1, 1]
-    getattr(index, name).add_(0)
+    tensor(index, name).add_(0)
     assert [derived(index, make), derived(index, make)] == [2, 2]
 
 
 def test_nothing_is_kept_of_tensors_that_count_no_changes() -> None:
     index, make = own_index(), Counted()
     with torch.inference_mode():
-        index = replace(index, part_col=index.part_col.clone())
+        index = edited(index, torch.clone, "rows.partial")
     assert [derived(index, make), derived(index, make)] == [1, 2]
 
 
 def test_an_index_that_is_cut_in_inference_mode_counts_its_changes() -> None:
     index = own_index()
     with torch.inference_mode():
-        parts = [index.slice(range(1, 3)), replace(index, block=128).coarsen(128), index.to("meta")]
+        parts = [index.remapped(torch.arange(2), torch.arange(4)), index.coarsen(128), index.to("meta")]
     assert not any(x.is_inference() for part in parts for x in part.tensors())
 
 
@@ -80,31 +79,17 @@ def test_only_the_newest_values_are_kept() -> None:
         derived(index, make, key)
         derived(index, make, "often")
     assert make.calls == 2 * schedule._VALUES + 1
-    assert len(schedule._table[index.full_row_ptr].made) == schedule._VALUES
-
-
-def test_values_leave_with_their_index() -> None:
-    clear_cache()
-    gc.collect()
-    before = len(schedule._table)
-    index = own_index()
-    q, k, v, _ = make_inputs(1, 1, 500)
-    for backend in BACKENDS:
-        sparse_attention(q, k, v, index, backend=backend)
-    assert len(schedule._table) == before + 1
-    del index
-    gc.collect()
-    assert len(schedule._table) == before
+    assert len(schedule._table[index.rows.full_ptr].made) == schedule._VALUES
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["full_col", "part_col", "part_tile", "part_row_ptr", "group"])
+@pytest.mark.parametrize("name", ["rows.full", "rows.partial", "rows.tile", "rows.partial_ptr", "group"])
 def test_an_index_that_is_changed_after_its_first_use_is_checked_again(name: str, backend: str) -> None:
     index = own_index()
     q, k, v, _ = make_inputs(1, 1, 500)
     q.requires_grad_()
     sparse_attention(q, k, v, index, backend=backend).sum().backward()
-    getattr(index, name).fill_(10**8)
+    tensor(index, name).fill_(10**8)
     with pytest.raises(ValueError, match=name):
         sparse_attention(q, k, v, index, backend=backend)
 
@@ -115,8 +100,8 @@ def test_an_index_that_is_changed_between_the_passes_is_checked_again(backend: s
     q, k, v, _ = make_inputs(1, 1, 500)
     q.requires_grad_()
     out = sparse_attention(q, k, v, index, backend=backend)
-    index.part_row.fill_(10**8)
-    with pytest.raises((ValueError, RuntimeError), match=r"part_row|modified by an inplace operation"):
+    index.cols.partial.fill_(10**8)
+    with pytest.raises((ValueError, RuntimeError), match=r"cols.partial|modified by an inplace operation"):
         out.sum().backward()
 
 
@@ -130,8 +115,8 @@ def test_an_index_that_is_changed_for_good_serves_its_new_pairs(backend: str) ->
         return float((out - exact).abs().max())
 
     assert error() < 1e-12
-    for name, table in derive_tables(index.bits & 0x0F0F0F0F)._asdict().items():
-        getattr(index, name).copy_(table)
+    for name, table in derive_tables(index.table.bits & 0x0F0F0F0F)._asdict().items():
+        getattr(index.table, name).copy_(table)
     assert error() < 1e-12
 
 

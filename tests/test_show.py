@@ -6,8 +6,9 @@ import argparse
 import io
 import json
 import re
-import subprocess
 import sys
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ringtile import cli
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Dense, Dilated, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
-from ringtile.tools import show
 from ringtile.tools.plot import occupancy, picture, plot_pattern
 from ringtile.tools.statistics import pattern_statistics
 from ringtile.tools.units import count, count_text
@@ -26,15 +27,7 @@ MILLION = 1 << 20
 
 
 def run(*argv: str) -> int:
-    parser = argparse.ArgumentParser()
-    show.add_arguments(parser)
-    return show.run(parser.parse_args(argv))
-
-
-def show_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    assert run(*argv, "--json") == 0
-    record: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return record
+    return cli.main(["show", *argv])
 
 
 def tiles_of(dense: Tensor, block: int, start: int) -> Tensor:
@@ -90,25 +83,19 @@ def test_statistics_agree_with_counting_pairs(rule: Pattern, n_queries: int, n_k
     assert counted.index_bytes == index.nbytes
 
 
-def test_statistics_refuse_a_head_without_elements() -> None:
+def test_statistics_refuse_other_heads_and_heads_without_elements() -> None:
+    for rule, heads in ((per_head([Causal(), Window(1)]), 4), (Causal(), 0)):
+        index = build_index(rule, 10, num_heads=rule.num_heads or 1)
+        with pytest.raises(ValueError, match=f"num_heads: expected .*, got {heads}"):
+            pattern_statistics(index, num_heads=heads)
     with pytest.raises(ValueError, match="head_dim=0"):
         pattern_statistics(build_index(Causal(), 10), head_dim=0)
 
 
-@pytest.mark.parametrize(("rule", "heads"), [(per_head([Causal(), Window(1)]), 4), (Causal(), 0)])
-def test_statistics_refuse_other_heads(rule: Pattern, heads: int) -> None:
-    index = build_index(rule, 10, num_heads=rule.num_heads or 1)
-    with pytest.raises(ValueError, match=f"num_heads: expected .*, got {heads}"):
-        pattern_statistics(index, num_heads=heads)
-
-
 @pytest.mark.parametrize(("rule", "n_queries", "n_keys", "block"), CASES)
-@pytest.mark.parametrize("pixels", [4, 64, 4096])
-def test_occupancy_is_the_share_of_kept_pairs(
-    rule: Pattern, n_queries: int, n_keys: int, block: int, pixels: int
-) -> None:
+def test_occupancy_is_the_share_of_kept_pairs(rule: Pattern, n_queries: int, n_keys: int, block: int) -> None:
     index = build_index(rule, n_queries, n_keys, num_heads=rule.num_heads or 1, block=block)
-    for head in range(rule.num_heads or 1):
+    for head, pixels in product(range(rule.num_heads or 1), (4, 64, 4096)):
         shares, side = occupancy(index, head=head, pixels=pixels)
         assert max(shares.shape) <= pixels or pixels < 64
         top = index.start - index.first_row * block
@@ -127,45 +114,17 @@ def test_cells_that_the_lengths_cut_count_what_is_there() -> None:
 
 
 def test_a_million_tokens_are_one_small_picture() -> None:
-    index = build_index(Causal() & (Window(512) | GlobalTokens(64)), MILLION)
-    axes = plot_pattern(index)
+    axes = plot_pattern(build_index(Causal() & (Window(512) | GlobalTokens(64)), MILLION))
     image = axes.images[0].get_array()
     assert image is not None
     assert image.shape == (512, 512)
     assert 0.2 < image[100, 100] < 0.3
     assert image[100, 0] == pytest.approx(64 / 2048)
     assert image[100, 101] == 0
-    assert axes.get_xlim() == (0, MILLION)
-    assert axes.get_ylim() == (MILLION, 0)
-    assert axes.get_ylabel() == "query position"
-
-
-def test_a_picture_shows_positions_when_there_are_more_keys() -> None:
+    assert (axes.get_xlim(), axes.get_ylim(), axes.get_ylabel()) == ((0, MILLION), (MILLION, 0), "query position")
+    # The last of more keys is beside the last query.
     axes = plot_pattern(build_index(Causal(), 60, 90))
-    assert axes.get_ylim() == (90, 30)
-    assert axes.get_xlim() == (0, 90)
-
-
-def test_an_interrupted_picture_leaves_the_old_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "new" / "a.png"
-    with picture(path, 2, 2) as figure:
-        figure.add_subplot()
-    before = path.read_bytes()
-    assert before.startswith(b"\x89PNG")
-
-    def interrupted(part: Path, **_: object) -> None:
-        part.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), picture(path, 2, 2) as figure:
-        monkeypatch.setattr(figure, "savefig", interrupted)
-    assert path.read_bytes() == before
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_picture_needs_a_known_format(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"path: .*\.png.*a\.bmp"), picture(tmp_path / "a.bmp", 2, 2):
-        pass
+    assert (axes.get_xlim(), axes.get_ylim()) == ((0, 90), (90, 30))
 
 
 def test_show_prints_what_the_statistics_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,81 +139,71 @@ def test_show_prints_what_the_statistics_say(capsys: pytest.CaptureFixture[str])
 
 
 def test_show_json_is_the_statistics(capsys: pytest.CaptureFixture[str]) -> None:
-    record = show_json(capsys, "per_head([causal, window(3)])", "--tokens", "60", "--keys", "90", "--head-dim", "8")
+    def record_of(*argv: str) -> dict[str, Any]:
+        assert run(*argv, "--json") == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    record = record_of("per_head([causal, window(3)])", "--tokens", "60", "--keys", "90", "--head-dim", "8")
     counted = pattern_statistics(build_index(parse("per_head([causal, window(3)])"), 60, 90, num_heads=2), head_dim=8)
-    assert record["kept_pairs"] == counted.kept_pairs
-    assert record["num_heads"] == 2
-    assert record["longest_row"] == counted.longest_row._asdict()
-    assert record["backward_flops"] == counted.backward_flops
-    assert record["pattern"] == "per_head([causal, window(3)])"
-    assert record["picture"] is None
-
-
-def test_show_counts_heads_and_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    one = show_json(capsys, "causal", "--tokens", "256", "--block", "64")
-    four = show_json(capsys, "causal", "--tokens", "256", "--block", "64", "--heads", "4")
+    lists = {name: getattr(counted, name)._asdict() for name in ("longest_row", "longest_column")}
+    assert record == {
+        "pattern": "per_head([causal, window(3)])",
+        **asdict(counted),
+        **lists,
+        "build_seconds": record["build_seconds"],
+        "picture": None,
+    }
+    one, four = (record_of("causal", "--tokens", "256", "--block", "64", "--heads", heads) for heads in ("1", "4"))
     assert one["partial_tiles"] == 4
     assert four["kept_pairs"] == 4 * one["kept_pairs"]
     assert four["density"] == one["density"] == 1
 
 
-def test_the_drawing_of_few_tokens_is_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    run("window(1, 0)", "--tokens", "4")
-    assert capsys.readouterr().out.split("\n")[1:5] == ["█···", "██··", "·██·", "··██"]
+def test_the_drawing_is_of_pairs_or_has_shades(capsys: pytest.CaptureFixture[str]) -> None:
+    def drawn(*argv: str) -> list[str]:
+        assert run(*argv) == 0
+        return capsys.readouterr().out.split("\n")[1:]
 
-
-def test_the_drawing_of_many_tokens_has_shades(capsys: pytest.CaptureFixture[str]) -> None:
-    run("window(64) | global_tokens(64)", "--causal", "--tokens", "65536", "--block", "64")
-    lines = capsys.readouterr().out.split("\n")[1:]
+    assert drawn("window(1, 0)", "--tokens", "4")[:4] == ["█···", "██··", "·██·", "··██"]
+    lines = drawn("window(64) | global_tokens(64)", "--causal", "--tokens", "65536", "--block", "64")
     assert lines[0][:2] == "▒·"
-    assert lines[20][0] == "▒"
-    assert lines[20][20] == "▒"
+    assert lines[20][0] == lines[20][20] == "▒"
     assert set(lines[20][1:19] + lines[20][21:]) == {"·"}
-    run("dense", "--tokens", "1024")
-    assert set(capsys.readouterr().out.split("\n")[1]) == {"█"}
-    run("random_blocks(1, block=64)", "--causal", "--tokens", str(MILLION), "--block", "64")
-    assert "░" in capsys.readouterr().out.split("\n")[40]
+    assert set(drawn("dense", "--tokens", "1024")[0]) == {"█"}
+    assert "░" in drawn("random_blocks(1, block=64)", "--causal", "--tokens", str(MILLION), "--block", "64")[39]
 
 
-def test_show_draws_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "pattern.png"
-    assert run("bigbird", "--tokens", "4000", "--out", str(path)) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert str(path) in capsys.readouterr().out
-
-
-def test_pictures_need_no_display_and_no_pyplot(tmp_path: Path) -> None:
-    code = (
-        "import sys; from ringtile.cli import main; "
-        f"status = main(['show', 'causal', '--tokens', '64', '--out', {str(tmp_path / 'a.png')!r}]); "
-        "sys.exit(status or 'matplotlib.pyplot' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_show_without_matplotlib(
+def test_show_draws_a_picture_without_a_display(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    path = tmp_path / "new" / "pattern.png"
+    # It needs a display, and nothing may import it.
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    assert run("bigbird", "--tokens", "4000", "--out", str(path)) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["pattern.png"]
+    assert str(path) in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"--out: matplotlib cannot be imported.*pip install matplotlib"):
-        run("causal", "--tokens", "64", "--out", str(tmp_path / "a.png"))
-    assert capsys.readouterr().out == ""
+    assert run("causal", "--tokens", "64", "--out", str(path)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"ringtile: error: --out: matplotlib cannot be imported.*pip install matplotlib\n", err)
     assert run("causal", "--tokens", "64") == 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "complaint"),
-    [
-        (["window(-1)", "--tokens", "64"], "left"),
-        (["windo(1)", "--tokens", "64"], "window"),
-        (["causal", "--tokens", "64", "--heads", "100000"], "heads"),
-        (["per_head([causal, dense])", "--tokens", "64", "--heads", "3"], "heads"),
-        (["causal", "--tokens", "64", "--out", "a.txt"], r"--out: .*a\.txt"),
-    ],
-)
-def test_bad_arguments_are_named(argv: list[str], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        run(*argv)
+def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for pattern, more, complaint in (
+        ("window(-1)", [], "left"),
+        ("windo(1)", [], "window"),
+        ("causal", ["--heads", "100000"], "heads"),
+        ("per_head([causal, dense])", ["--heads", "3"], "heads"),
+        ("causal", ["--out", "a.txt"], r"--out: .*a\.txt"),
+    ):
+        assert run(pattern, "--tokens", "64", *more) == 2
+        assert re.search(complaint, capsys.readouterr().err)
+    with pytest.raises(ValueError, match=r"path: .*\.png.*a\.bmp"), picture(Path("a.bmp"), 2, 2):
+        pass
 
 
 @pytest.mark.parametrize("n_tokens", [193, 200, 900, 1000, 3000, 6200])
@@ -281,15 +230,12 @@ def test_the_drawing_is_of_ascii_if_the_stream_is(monkeypatch: pytest.MonkeyPatc
             assert ": . none" in "".join(lines)
 
 
-def test_counts_are_read_as_people_write_them() -> None:
+def test_counts_are_read_and_written_as_people_write_them() -> None:
     said = {"1": 1, "16K": 16384, "16k": 16384, "1M": MILLION, "1e6": 10**6, "1.5K": 1536, "1,000": 1000, "2_0": 20}
     assert {text: count(text) for text in said} == said
     for text in ("0", "-1", "1.5", "K", "", "1e-3", "nan", "inf", "99999999999999999999", "1e999999999", "ten", "16G"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"16K, 1M or 1e6, got {text!r}"):
             count(text)
-
-
-def test_counts_are_written_as_people_write_them() -> None:
-    assert [count_text(n) for n in (0, 999, 1000, 1024, 1536, 2500, 1 << 20, 3 << 19)] == [
-        "0", "999", "1,000", "1K", "1.5K", "2,500", "1M", "1.5M",
-    ]  # fmt: skip
+    written = {0: "0", 999: "999", 1000: "1,000", 1024: "1K", 1536: "1.5K", 2500: "2,500", 1 << 20: "1M"}
+    assert {number: count_text(number) for number in written} == written
+    assert count_text(3 << 19) == "1.5M"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import os
 import pickle
 import re
 import subprocess
@@ -13,17 +12,16 @@ import sys
 import tomllib
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as hf
+from pairs import all_pairs
+from tiny import DECODER, ENCODER, MODELS, VISION, config_of, hf, masking_utils
 from torch import Tensor, nn
-from transformers import masking_utils
 
 from ringtile.index import cache_info
 from ringtile.integrations.transformers import register, use_ringtile
@@ -37,110 +35,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
 TOLERANCE = 5e-6
 TOKENS = 61
-DECODER = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
-ENCODER = {name: value for name, value in DECODER.items() if name not in ("num_key_value_heads", "head_dim")}
-MIXED = dict(DECODER, sliding_window=20, layer_types=["sliding_attention", "full_attention"])
-EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
-
-MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
-    "Llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER)),
-    "Mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(**DECODER, sliding_window=20)),
-    "Qwen3": lambda: (hf.Qwen3ForCausalLM, hf.Qwen3Config(**DECODER)),
-    "Gemma2": lambda: (hf.Gemma2ForCausalLM, hf.Gemma2Config(**MIXED, query_pre_attn_scalar=16)),
-    "Gemma3": lambda: (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**MIXED)),
-    "gpt-oss": lambda: (hf.GptOssForCausalLM, hf.GptOssConfig(**MIXED, **EXPERTS, rope_parameters=ROPE)),
-    "Mixtral": lambda: (hf.MixtralForCausalLM, hf.MixtralConfig(**DECODER, **EXPERTS)),
-    "Llama 4": lambda: (
-        hf.Llama4ForCausalLM,
-        hf.Llama4TextConfig(
-            **dict(DECODER, num_hidden_layers=4),
-            attention_chunk_size=24,
-            intermediate_size_mlp=96,
-            num_local_experts=2,
-            layer_types=["chunked_attention", "full_attention"] * 2,
-        ),
-    ),
-    "Gemma 4": lambda: (hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**SHARED)),
-    "Phi-3": lambda: (hf.Phi3ForCausalLM, hf.Phi3Config(**DECODER, sliding_window=20)),
-    "Starcoder2": lambda: (hf.Starcoder2ForCausalLM, hf.Starcoder2Config(**STARCODER)),
-    "DeepSeek-V2": lambda: (hf.DeepseekV2ForCausalLM, hf.DeepseekV2Config(**ENCODER, **LATENT)),
-    "GPT-2": lambda: (
-        hf.GPT2LMHeadModel,
-        hf.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=512, pad_token_id=0, bos_token_id=1),
-    ),
-    "BERT": lambda: (hf.BertForMaskedLM, hf.BertConfig(**ENCODER)),
-    "RoBERTa": lambda: (hf.RobertaForMaskedLM, hf.RobertaConfig(**ENCODER)),
-    "ModernBERT": lambda: (
-        hf.ModernBertForMaskedLM,
-        hf.ModernBertConfig(
-            **dict(ENCODER, num_hidden_layers=4), local_attention=16, global_attn_every_n_layers=2, cls_token_id=1
-        ),
-    ),
-    "Gemma3 with images": lambda: (
-        hf.Gemma3ForConditionalGeneration,
-        hf.Gemma3Config(
-            vision_config=hf.SiglipVisionConfig(**PICTURES),
-            text_config=hf.Gemma3TextConfig(**MIXED),
-            **dict(image_token_id=95, mm_tokens_per_image=16, boi_token_index=94, eoi_token_index=93),
-        ),
-    ),
-    "LLaVA": lambda: (
-        hf.LlavaForConditionalGeneration,
-        hf.LlavaConfig(
-            vision_config=hf.CLIPVisionConfig(**PICTURES),
-            text_config=hf.LlamaConfig(**DECODER),
-            **dict(image_token_index=95, image_seq_length=16),
-        ),
-    ),
-    "Whisper": lambda: (
-        hf.WhisperForConditionalGeneration,
-        hf.WhisperConfig(
-            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
-            **dict(vocab_size=97, d_model=64, num_mel_bins=16, max_source_positions=50, max_target_positions=100),
-            **dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
-        ),
-    ),
-    "ViT": lambda: (
-        hf.ViTModel,
-        hf.ViTConfig(**VISION, image_size=32, patch_size=4),
-    ),
-    "BART": lambda: (
-        hf.BartForConditionalGeneration,
-        hf.BartConfig(
-            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
-            **dict(vocab_size=97, d_model=64, max_position_embeddings=128, pad_token_id=0, bos_token_id=1),
-            **dict(eos_token_id=2, forced_eos_token_id=None, decoder_start_token_id=2),
-        ),
-    ),
-}
-SHARED = dict(
-    **(MIXED | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}),
-    **dict(num_kv_shared_layers=2, global_head_dim=32, vocab_size_per_layer_input=97, hidden_size_per_layer_input=8),
-)
-STARCODER = {name: value for name, value in DECODER.items() if name != "head_dim"} | {"sliding_window": 20}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-VISION = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-PICTURES = dict(VISION, image_size=32, patch_size=8)
-LATENT = dict(
-    **dict(kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16),
-    **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, topk_method="greedy"),
-)
 ENCODERS = ["BERT", "RoBERTa", "ModernBERT"]
 DECODERS = ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "gpt-oss", "Mixtral", "Llama 4", "GPT-2"]
 ALSO_DECODERS = ["Phi-3", "Starcoder2", "DeepSeek-V2"]
@@ -170,9 +64,18 @@ def model_of(made: Any, config: Any, implementation: str) -> Any:
     return randomized(made._from_config(copy.deepcopy(config), attn_implementation=implementation))
 
 
+@cache
 def both(name: str) -> tuple[Any, Any]:
+    """A model with eager attention and the same on ringtile, shared by the tests that change neither."""
     made, config = MODELS[name]()
     return model_of(made, config, "eager"), model_of(made, config, "ringtile")
+
+
+def graph_counter() -> Any:
+    """A backend of `torch.compile` that counts its graphs. Its module loads compilers."""
+    from torch._dynamo.testing import CompileCounter
+
+    return CompileCounter()
 
 
 def padding(kind: str, rows: int = 3, tokens: int = TOKENS) -> Tensor:
@@ -203,9 +106,15 @@ def assert_equal_models(first: Any, second: Any, real: Tensor, tolerance: float 
         assert (found[name] - grad).abs().max() <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("name", [*DECODERS, *ALSO_DECODERS, *ENCODERS])
-@pytest.mark.parametrize("kind", ["no", "left", "right"])
-def test_a_model_computes_what_it_does_with_eager(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for number, name in enumerate([*DECODERS, *ALSO_DECODERS, *ENCODERS])
+        for kind in ("left", ("right", "no")[number % 2])
+    ],
+)
+def test_a_model_computes_what_it_does_with_eager(kind: str, name: str) -> None:
     tokens = torch.randint(3, 97, (3, TOKENS))
     mask = padding(kind)
     inputs = {} if kind == "no" else {"attention_mask": mask.long()}
@@ -241,7 +150,7 @@ def test_text_with_images(name: str) -> None:
 
 def test_speech() -> None:
     # In float32, the gradients of its keys cancel: each attention is off by 3e-6 of the largest.
-    first, second = (model.double() for model in both("Whisper"))
+    first, second = (model_of(*MODELS["Whisper"](), name).double() for name in ("eager", "ringtile"))
     sound, tokens = torch.randn(2, 16, 100, dtype=torch.float64), torch.randint(3, 97, (2, 20))
     real = torch.ones(2, 20, dtype=torch.bool)
     assert_equal_models(first, second, real, 1e-12, input_features=sound, decoder_input_ids=tokens)
@@ -257,12 +166,20 @@ def test_an_encoder_and_a_decoder() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", DECODERS)
+SLIDING = ["Mistral", "Gemma3"]
+"""Models whose caches drop keys."""
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [(name, ("static", "dynamic")[number % 2]) for number, name in enumerate(DECODERS)]
+    + [(name, "static") for name in SLIDING[:1]]
+    + [(name, "dynamic") for name in SLIDING[1:]],
+)
 def test_generated_tokens(name: str, cache: str) -> None:
     first, second = both(name)
     tokens = torch.randint(3, 97, (3, 30))
-    options = {"max_new_tokens": 32, "do_sample": False, "cache_implementation": cache}
+    options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": cache}
     mask = padding("left", tokens=30)
     mask[1, 29] = True
     for inputs in ({"attention_mask": torch.ones_like(tokens)}, {"attention_mask": mask.long()}):
@@ -272,17 +189,6 @@ def test_generated_tokens(name: str, cache: str) -> None:
         ]
         assert torch.equal(found[0].sequences, found[1].sequences)
         torch.testing.assert_close(torch.stack(found[1].logits), torch.stack(found[0].logits), rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3, "do_sample": False}, {"do_sample": True}])
-def test_beams_and_samples(options: dict[str, Any]) -> None:
-    tokens, mask = torch.randint(3, 97, (2, 30)), padding("left", 2, 30)
-    mask[1, 29] = True
-    found = []
-    for model in both("Mistral"):
-        torch.manual_seed(1)
-        found.append(model.generate(tokens, attention_mask=mask.long(), max_new_tokens=24, **options))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["no", "left", "right"])
@@ -373,9 +279,6 @@ KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "bidirectional sliding": lambda config: {},
     "bidirectional sliding or": lambda config: {"or_mask_function": odd_keys},
 }
-if "block_sequence_ids" not in inspect.signature(masking_utils.create_causal_mask).parameters:
-    # Older versions have no groups.
-    KINDS = {kind: make for kind, make in KINDS.items() if "groups" not in kind}
 MAKERS = {
     "causal": "create_causal_mask",
     "sliding": "create_sliding_window_causal_mask",
@@ -387,6 +290,8 @@ MAKERS = {
 
 def mask_of(kind: str, implementation: str, queries: int, padded: str) -> Tensor:
     """The mask of a kind, made by transformers for an implementation."""
+    if "groups" in kind and "block_sequence_ids" not in inspect.signature(masking_utils.create_causal_mask).parameters:
+        pytest.skip("this transformers has no groups")
     config = mask_config(implementation)
     options = KINDS[kind](config)
     words = kind.split(",")[0].removesuffix(" or").removesuffix(" and")
@@ -414,8 +319,10 @@ def softmax_over(kept: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(0) @ v
 
 
-@pytest.mark.parametrize("padded", ["no", "left", "right"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "padded"),
+    [(kind, padded) for number, kind in enumerate(KINDS) for padded in ("left", ("no", "right")[number % 2])],
+)
 def test_no_bit_of_a_mask_is_lost(kind: str, padded: str) -> None:
     queries = 150 if "cache" not in kind else 30
     mask = mask_of(kind, "ringtile", queries, padded)
@@ -441,9 +348,15 @@ def test_no_bit_of_a_mask_is_lost(kind: str, padded: str) -> None:
         torch.testing.assert_close(other, softmax_over(flipped, q, k, v), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("padded", ["no", "left"])
-@pytest.mark.parametrize("kind", ["causal", "sliding", "chunked", "causal or"])
-@pytest.mark.parametrize("pattern", [GlobalTokens(2) | Window(5), Segments(16), Segments(16, 2), Causal() & Window(9)])
+@pytest.mark.parametrize(
+    ("kind", "pattern", "padded"),
+    all_pairs(
+        ["causal", "sliding", "chunked", "causal or"],
+        [GlobalTokens(2) | Window(5), Segments(16), Segments(16, 2), Causal() & Window(9)],
+        ["left", "no"],
+    ),
+    ids=str,
+)
 def test_a_pattern_counts_from_the_first_real_token(kind: str, padded: str, pattern: Pattern) -> None:
     mask, kept = mask_of(kind, "ringtile", 150, padded), mask_of(kind, "eager", 150, padded) == 0
     place = torch.arange(150)
@@ -476,9 +389,15 @@ def test_a_dense_model_made_sparse(pattern: Pattern) -> None:
         torch.testing.assert_close(plain, outputs[0], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma3", "gpt-oss"])
-@pytest.mark.parametrize("pattern", [GlobalTokens(2) | Segments(11), Segments(16, 2) | Window(3)])
+@pytest.mark.parametrize(
+    ("pattern", "name", "cache"),
+    all_pairs(
+        [GlobalTokens(2) | Segments(11), Segments(16, 2) | Window(3)],
+        ["Llama", "Gemma3", "gpt-oss"],
+        ["dynamic", "static"],
+    ),
+    ids=str,
+)
 def test_a_sparse_model_generates_what_it_computes_without_a_cache(pattern: Pattern, name: str, cache: str) -> None:
     _, model = eager_and_sparse(name, pattern)
     tokens, mask = torch.randint(3, 97, (3, 40)), padding("left", tokens=40)
@@ -489,9 +408,11 @@ def test_a_sparse_model_generates_what_it_computes_without_a_cache(pattern: Patt
     assert torch.equal(whole[:, 39:-1].argmax(-1), found[:, 40:])
 
 
-@pytest.mark.parametrize("pattern", [None, GlobalTokens(2) | Window(20), Segments(64, 2)])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padded", ["no", "left"])
+@pytest.mark.parametrize(
+    ("pattern", "cache", "padded"),
+    all_pairs([None, GlobalTokens(2) | Window(20), Segments(64, 2)], ["dynamic", "static"], ["no", "left"]),
+    ids=str,
+)
 def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, padded: str) -> None:
     made, config = MODELS["Gemma3"]()
     model = use_ringtile(model_of(made, config, "eager"), pattern)
@@ -513,22 +434,17 @@ def test_a_generated_token_builds_no_index(pattern: Pattern | None, cache: str, 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "dynamic", "padded"),
-    [("Llama", None, "no"), ("Mistral", None, "left"), ("Gemma 4", None, "left"), ("Mistral", True, "no")],
+    [("Llama", None, "no"), ("Mistral", True, "left")],
 )
 def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: str) -> None:
-    model = model_of(*MODELS[name](), "ringtile")
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
+    model = model_of(*config_of(name, num_hidden_layers=1), "ringtile")
+    counter = graph_counter()
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=dynamic)
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=dynamic)
     tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(padded)
     inputs = {} if padded == "no" else {"attention_mask": mask.long()}
     expected, found = model(tokens, **inputs).logits, compiled(tokens, **inputs).logits
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=0)
     grads = [torch.autograd.grad(output[mask].sum(), list(model.parameters())) for output in (expected, found)]
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
@@ -537,7 +453,7 @@ def test_a_compiled_model_is_one_graph(name: str, dynamic: bool | None, padded: 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:While compiling, we found")
 @pytest.mark.parametrize(
     ("name", "pattern", "strict"),
-    [("Mistral", None, False), ("Mistral", None, True), ("BERT", GlobalTokens(2) | Window(9), False)],
+    [("Mistral", None, True), ("BERT", GlobalTokens(2) | Window(9), False)],
 )
 def test_an_exported_model(pattern: Pattern | None, name: str, strict: bool) -> None:
     model = eager_and_sparse(name, pattern)[1]
@@ -574,19 +490,24 @@ def test_a_known_rule_is_not_evaluated(kind: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("places", [None, PLACES[:1, :TOKENS]])
 def test_a_compiled_model_without_a_cache_reads_packed_rows_outside_graphs(places: Tensor | None) -> None:
-    first, second = both("Mistral")
+    made, config = config_of("Mistral", num_hidden_layers=1)
+    first, second = (model_of(made, config, name) for name in ("eager", "ringtile"))
     inputs = {"input_ids": torch.randint(3, 97, (1, TOKENS)), "position_ids": places, "use_cache": False}
     torch._dynamo.reset()
+    if places is None:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="packed rows are read outside graphs"):
+            torch.compile(second, backend="eager", fullgraph=True)(**inputs)
+        return
     with torch.no_grad():
         found = torch.compile(second, backend="eager")(**inputs).logits
     torch.testing.assert_close(found, first(**inputs).logits, rtol=0, atol=TOLERANCE)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="packed rows are read outside graphs"):
-        torch.compile(second, backend="eager", fullgraph=True)(**inputs)
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_a_compiled_model_reads_chunks_outside_graphs() -> None:
-    first, second = both("Llama 4")
+    # Its model makes the masks of both kinds of layers.
+    made, config = config_of("Llama 4", num_hidden_layers=1, layer_types=["chunked_attention"])
+    first, second = (model_of(made, config, name) for name in ("eager", "ringtile"))
     tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")
     torch._dynamo.reset()
     with torch.no_grad():
@@ -603,17 +524,12 @@ def test_a_compiled_step_serves_all_tokens() -> None:
     mask[1, 29] = True
     options = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
     expected = model.generate(tokens, attention_mask=mask.long(), **options)
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
+    counter = graph_counter()
     torch._dynamo.reset()
-    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    model.forward = torch.compile(model.forward, backend=counter, fullgraph=True)
     assert torch.equal(model.generate(tokens, attention_mask=mask.long(), **options), expected)
     # The prompt, and a token.
-    assert len(graphs) == 2
+    assert counter.frame_count == 2
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -669,8 +585,9 @@ def test_a_longformer_refuses_what_it_cannot_compute() -> None:
 BIG_BIRD = dict(ENCODER, block_size=16, num_random_blocks=2, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
 
 
-@pytest.mark.parametrize("is_training", [False, True])
-@pytest.mark.parametrize(("tokens", "block"), [(192, 16), (187, 16), (400, 16), (1024, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "block", "is_training"), [(192, 16, False), (187, 16, True), (400, 16, True), (1024, 64, False)]
+)
 def test_a_big_bird_keeps_its_weights_and_its_results(tokens: int, block: int, is_training: bool) -> None:
     config = hf.BigBirdConfig(**dict(BIG_BIRD, block_size=block, max_position_embeddings=1024))
     models = [model_of(hf.BigBirdForMaskedLM, config, "eager").train(is_training) for _ in range(2)]
@@ -907,13 +824,6 @@ def test_the_page_lists_the_models_that_are_tested() -> None:
     assert len(MODELS) == sum(len(row.strip().split(", ")) for row in table[1:])
 
 
-def test_importing_the_integration_loads_no_transformers() -> None:
-    probe = (
-        "import sys, ringtile.integrations.transformers as it; it.register; assert 'transformers' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", probe], check=True)
-
-
 @pytest.mark.parametrize("name", ["", Window(4), "flash_ringtile", "my/ringtile", "ringtile|paged", "use_ringtile"])
 def test_a_name_with_a_meaning_in_transformers_is_refused(name: Any) -> None:
     with pytest.raises(ValueError, match="name: expected"):
@@ -998,12 +908,13 @@ def test_a_copy_keeps_its_pattern(copied: Callable[[Any], Any]) -> None:
     assert first.state_dict().keys() == model_of(*MODELS["Mistral"](), "eager").state_dict().keys()
 
 
-def test_a_model_loads_in_another_process(tmp_path: Path) -> None:
+def test_a_model_loads_in_another_process_and_no_sooner_does_transformers(tmp_path: Path) -> None:
     tokens = torch.randint(3, 97, (2, TOKENS))
     model = eager_and_sparse("Mistral", Window(3))[1]
     torch.save((model, tokens, model(tokens).logits), tmp_path / "model.pt")
     probe = (
         "import sys, torch; torch.set_num_threads(1); "
+        "import ringtile.integrations.transformers as it; it.register; assert 'transformers' not in sys.modules; "
         "model, tokens, logits = torch.load(sys.argv[1], weights_only=False); "
         "assert (model(tokens).logits - logits).abs().max() < 1e-6"
     )

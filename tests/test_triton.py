@@ -278,8 +278,8 @@ def test_each_group_has_its_own_splits_longest_first(monkeypatch: pytest.MonkeyP
     clear_cache()
     index = build_index(per_head([Window(20) | GlobalTokens(3), Causal()]), 300, num_heads=2, block=64)
     for order, per_group, full, part in (
-        (schedule_of(index).rows, index.n_rows, index.full_row_ptr, index.part_row_ptr),
-        (schedule_of(index).cols, index.n_cols, index.full_col_ptr, index.part_col_ptr),
+        (schedule_of(index).rows, index.n_rows, index.rows.full_ptr, index.rows.partial_ptr),
+        (schedule_of(index).cols, index.n_cols, index.cols.full_ptr, index.cols.partial_ptr),
     ):
         lengths = (full + part).diff().tolist()
         assert order.n_scratch > 0
@@ -310,8 +310,8 @@ def test_a_schedule_reads_nothing_back_from_the_device() -> None:
 
 def test_unused_splits_of_a_dynamic_index_belong_to_no_group() -> None:
     index = build_index(per_head([Causal(), Window(20)]), 300, num_heads=2)
-    padded = torch.cat([index.row_work, torch.full((5, 4), -1, dtype=torch.int32)])
-    order, plain = (order_of(work, index.n_groups, index.n_rows) for work in (padded, index.row_work))
+    padded = torch.cat([index.rows.work, torch.full((5, 4), -1, dtype=torch.int32)])
+    order, plain = (order_of(work, index.n_groups, index.n_rows) for work in (padded, index.rows.work))
     assert [splits_of(order, group) for group in range(2)] == [splits_of(plain, group) for group in range(2)]
 
 

@@ -22,63 +22,48 @@ from test_distributed import (
     PATTERNS,
     Expected,
     attend_apart,
+    check_calls,
     expected_of,
     expected_of_named,
+    group_for,
+    has_whole_tiles,
     split_results,
 )
+from test_ring_processes import check_checkpoints, check_equal, check_second_derivatives, gradients
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ringtile.distributed import Layout, PlanMismatch, RankLost, ring_attend, ring_attention
-from ringtile.distributed.attention import group_of, place_of, real_group
+from ringtile.distributed import Layout, PlanMismatch, RankLost, ring_attention
 from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.process_groups import axes_of
+from ringtile.distributed.process_groups import axes_of, place_of, real_group
+from ringtile.distributed.transports import MODES, group_of
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index
-from ringtile.modules import SparseTransformer
 from ringtile.patterns import Dense, Documents, Pattern, RandomBlocks, Window, per_head
 from ringtile.tools.predict import Sizes
-from ringtile.tools.predict.cost import estimate
+from ringtile.tools.predict.cost import estimate, ranks_per_row
 from ringtile.tools.predict.hardware import HARDWARE
-from ringtile.tools.predict.mesh_cost import estimate_mesh, ranks_per_row
 from ringtile.tools.predict.work import survey
 
 SHAPES: list[tuple[int, ...]] = [(2,), (4,), (2, 2), (3, 2), (1, 4), (2, 1), (2, 4)]
 """Ranks that exchange heads, or a mesh: ranks along the sequence and ranks that exchange heads."""
 
 
-def group_for(shape: tuple[int, ...]) -> DeviceMesh | None:
-    return None if len(shape) == 1 else init_device_mesh("cpu", shape)
-
-
 def check_ranks(pattern: Pattern, layout: Layout, shape: tuple[int, ...], expected: Expected, **options: Any) -> None:
     """All results against float64, and the bits of one process."""
-    problem, grad_lse, whole, exact = expected
-
-    def run(rank: int) -> dict[str, Tensor]:
-        how = {"transport": "ulysses", "group": group_for(shape), **options}
-        return attend_apart(problem, grad_lse, pattern, layout, rank, **how)
-
-    results = split_results(layout, on_ranks(layout.n_ranks, run))
-    for name, x in results.items():
-        assert relative_error(x, exact[name]) < 1e-12, name
     along = 1 if len(shape) == 1 else shape[0]
-    whole_tiles = all(begin % 128 == 0 and end % 128 in (0, N_TOKENS % 128) for begin, end in layout.runs[0])
     # A part of a tile can be another kernel's.
-    same = ["out", "lse", "q"] if along == 1 or whole_tiles else []
+    same = ["out", "lse", "q"] if along == 1 or has_whole_tiles(layout) else []
     # If each key head is at one rank, its gradient is no sum over ranks.
-    same += ["k", "v"] if along == 1 and problem.k.shape[1] % shape[-1] == 0 else []
-    for name in same:
-        assert torch.equal(results[name], whole[name]), name
+    same += ["k", "v"] if along == 1 and expected.problem.k.shape[1] % shape[-1] == 0 else []
+    check_calls(pattern, layout, expected, {"transport": "ulysses", **options}, same=same, shape=shape)
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "shape"),
     [
-        (name, list(LAYOUTS)[(row + column) % 5], SHAPES[(row + 3 * column) % 7])
+        (name, list(LAYOUTS)[(row + row // 7) % 5], SHAPES[(row + 3 * (row // 7)) % 7])
         for row, name in enumerate(PATTERNS)
-        for column in range(2)
     ],
 )
 def test_heads_exchanged_for_tokens_give_the_bits_of_one_process(
@@ -242,7 +227,7 @@ def test_bytes_on_a_mesh_are_predicted(name: str, layout: str, kv_heads: int) ->
     made, shape = LAYOUTS[layout](N_TOKENS, 6), (3, 2)
     q, k, v, grad_out = (x.bfloat16() for x in make_inputs(2, 4, N_TOKENS, head_dim=8, kv_heads=kv_heads, value_dim=4))
     node = replace(HARDWARE["h100"], ranks_per_node=2, processors_per_node=2)
-    cost = estimate_mesh(survey(PATTERNS[name], made, Sizes(4, kv_heads, 8, 4, batch=2)), 2, node)
+    cost = estimate(survey(PATTERNS[name], made, Sizes(4, kv_heads, 8, 4, batch=2)), "ulysses", node, 2)
 
     def run(rank: int) -> dict[str, Any]:
         leaves = [made.shard(x, rank).clone().requires_grad_() for x in (q, k, v)]
@@ -271,29 +256,16 @@ def test_rows_of_a_mesh_lie_inside_a_node_and_share_the_heads() -> None:
     }
     assert found == {64: 8, 8: None, 300: 4, 24: 2, 9: None}
     work = survey(CAUSAL & Window(300), Layout.contiguous(4096, 16), Sizes(8, 4, 16))
-    cost = estimate_mesh(work, 8, h100)
+    cost = estimate(work, "ulysses", h100, 8)
     # All heads of all tokens are computed once.
     assert int(cost.tiles.sum()) == int(work.tiles.sum())
     # Slow links inside the nodes take as long as the heads, slow ones between them as long as the keys.
     # Two ranks share a key head, and each gets it.
     heads = (2 * 8 + 2 * 8) * 16 * 2 * 256 * 7 // 8
-    inside, between = (estimate_mesh(work, 8, replace(h100, **{name: 1e3})) for name in ("node_beta", "net_beta"))
+    inside, between = (estimate(work, "ulysses", replace(h100, **{name: 1e3}), 8) for name in ("node_beta", "net_beta"))
     assert float(inside.forward.max()) == pytest.approx(heads / 1e3, rel=1e-2)
     # A window of 300 needs three tiles of the row before, of the one key head that a rank then has.
     assert float(between.forward.max()) == pytest.approx(3 * 128 * 2 * 16 * 2 / 1e3, rel=1e-2)
-
-
-def test_no_batch_elements() -> None:
-    layout = Layout.contiguous(256, 2)
-
-    def run(rank: int) -> None:
-        q, k = (torch.randn(0, heads, 128, 8, requires_grad=True) for heads in (4, 2))
-        mask = torch.ones(0, 128, dtype=torch.bool)
-        out = ring_attention(q, k, k, CAUSAL, layout=layout, transport="ulysses", key_mask=mask, enable_gqa=True)
-        assert out.shape == (0, 4, 128, 8)
-        assert [x.shape for x in torch.autograd.grad(out.sum(), (q, k))] == [q.shape, k.shape]
-
-    on_ranks(2, run)
 
 
 def test_gradients_of_a_shared_key_head_are_summed_in_float32() -> None:
@@ -336,28 +308,6 @@ def test_the_model_has_the_work_of_heads_and_the_bytes_of_both_exchanges() -> No
         assert float(seconds.max()) == pytest.approx(forward / 1e3, rel=1e-2)
 
 
-def test_a_transformer_on_a_mesh_has_the_outputs_of_one_process() -> None:
-    layout, pattern = Layout.zigzag(N_TOKENS, 4), CAUSAL & (Window(100) | RandomBlocks(1))
-    torch.manual_seed(0)
-    alone = SparseTransformer(2, 32, 4, num_kv_heads=2, pattern=pattern).double()
-    x = torch.randn(1, N_TOKENS, 32, dtype=torch.float64)
-    weights = alone.state_dict()
-
-    def run(rank: int) -> tuple[Tensor, list[Tensor]]:
-        attend = ring_attend(group_for((2, 2)), layout, transport="ulysses")
-        model = SparseTransformer(2, 32, 4, num_kv_heads=2, pattern=pattern, attend=attend).double()
-        model.load_state_dict(weights)
-        out = model(layout.shard(x, rank, 1), positions=layout.positions(rank))
-        return out.detach(), list(torch.autograd.grad(out.square().sum(), model.parameters()))
-
-    outs, grads = zip(*on_ranks(4, run), strict=True)
-    whole = alone(x)
-    assert relative_error(layout.unshard(outs, 1), whole) < 1e-12
-    exact = torch.autograd.grad(whole.square().sum(), alone.parameters())
-    for of_ranks, expected in zip(zip(*grads, strict=True), exact, strict=True):
-        assert relative_error(sum(of_ranks), expected) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -366,7 +316,7 @@ def test_a_transformer_on_a_mesh_has_the_outputs_of_one_process() -> None:
         ({"pattern": per_head([CAUSAL] * 8)}, "num_heads: .* is written for 8, got num_heads=4"),
         ({"pattern": Documents([100, 100])}, "documents of 200 tokens expects n_keys=200"),
         ({"layout": Layout.contiguous(256, 2)}, "layout: expected a Layout for 4 ranks"),
-        ({"shape": (2, 2), "transport": "exchange"}, r"with two for the transports \('ulysses', 'hierarchy'\)"),
+        ({"shape": (2, 2), "transport": "exchange"}, r"with two for the transports \('hierarchy', 'ulysses'\)"),
         ({"shape": (2, 2, 1)}, "group: expected a mesh with one dimension"),
         ({"dropout_p": 2.0}, "dropout_p"),
         ({"sinks": torch.ones(1)}, "sinks: expected shape"),
@@ -426,25 +376,10 @@ def processes(rank: int, size: int) -> None:
     mask = torch.rand(1, N_TOKENS, generator=torch.Generator().manual_seed(0)) < 0.8
     mine = layout.shard(mask, rank, 1)
 
-    def gradients(function: Any, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        first = torch.autograd.grad(function(*leaves[:3]), leaves[:3], leaves[3], create_graph=True)
-        second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves[:3])
-        return [*first, *second]
-
     def alone(*x: Tensor) -> Tensor:
         return sparse_attention(*x, pattern, start=0, enable_gqa=True, key_mask=mask)
 
-    expected = [layout.shard(x, rank) for x in gradients(alone, problem)]
-    shards = tuple(layout.shard(x, rank) for x in problem)
-    operators = torch.ops.ringtile
-    saved = operators.cast_start, operators.cast_bits, operators.to_heads, operators.to_tokens
-
-    def policy(ctx: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-        kept = operator in [each.default for each in saved]
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    selective = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
+    whole = gradients(alone, problem)
     # Heads, key mask and outputs, or keys and their mask between rows of one rank. Each but the masks has a way back.
     for group, forward, backward in ((None, 3, 2), (init_device_mesh("cpu", (size, 1)), 2, 1)):
 
@@ -452,30 +387,18 @@ def processes(rank: int, size: int) -> None:
             how: dict[str, Any] = {"layout": layout, "transport": "ulysses", "group": group}
             return ring_attention(*x, pattern, key_mask=mine, enable_gqa=True, **how)
 
-        for found, exact in zip(gradients(attend, shards), expected, strict=True):
-            assert relative_error(found, exact) < 1e-12
+        check_second_derivatives(attend, alone, problem, layout)
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(attend, fullgraph=True, backend=counter)
-        for function, options, repeated in (
-            (compiled, None, 0),
-            (compiled, None, 0),
-            (lambda *x: attend(*x).sin(), {}, forward),
-            (lambda *x: attend(*x).sin(), selective, 0),
-        ):
-            leaves = [x.clone().requires_grad_() for x in shards]
+        for _ in range(2):
             with counted_traffic() as local:
-                out = (
-                    function(*leaves[:3])
-                    if options is None
-                    else checkpoint(function, *leaves[:3], use_reentrant=False, **options)
-                )
-                seed = leaves[3] if options is None else leaves[3] / layout.shard(alone(*problem[:3]), rank).cos()
-                grads = torch.autograd.grad(out, leaves[:3], seed.detach())
-                assert local.traffic.calls == ["all_to_all_single"] * (forward + repeated + backward)
-            for found, exact in zip(grads, expected[:3], strict=True):
-                assert relative_error(found, exact) < 1e-11
+                check_equal(gradients(compiled, problem, layout), whole, layout)
+            assert local.traffic.calls == ["all_to_all_single"] * (forward + backward)
         assert counter.frame_count == 1
+        # Nothing reads the outputs of a function that ends with them, so a checkpoint would not repeat their exchange.
+        sines = gradients(lambda *x: alone(*x).sin(), problem)
+        check_checkpoints(lambda *x, f=attend: f(*x).sin(), problem, sines, layout, forward, backward)
 
 
 def test_processes_compute_what_one_does() -> None:
@@ -509,7 +432,7 @@ def test_a_mesh_counts_its_ranks_row_by_row(shape: tuple[int, ...]) -> None:
         axes = [axes_of(whole["rows", "columns"]) for _ in range(2)]
         assert axes[0] == axes[1]
         mesh = whole["rows", "columns"]
-        assert group_of(mesh, "ulysses") is mesh
+        assert group_of(mesh, MODES["ulysses"]) is mesh
         assert place_of(mesh) == (axes[0].every.rank(), axes[0].every.size())
         assert real_group(mesh) is axes[0].every
         assert (axes[0].every is dist.group.WORLD) == (len(shape) == 2)
@@ -524,12 +447,15 @@ def test_a_mesh_counts_its_ranks_row_by_row(shape: tuple[int, ...]) -> None:
         assert inner == every[row * columns :][:columns]
 
 
-def test_a_sub_mesh_of_three_dimensions() -> None:
-    """Two replicas, each with heads and sequence shared."""
+def test_a_replica_of_a_mesh_of_three_dimensions_computes_all() -> None:
+    """Two replicas, each with heads and sequence shared. A mesh whose ranks do not ascend is refused."""
     name, layout = "global tokens", Layout.zigzag(N_TOKENS, 4)
     problem, grad_lse, whole, _ = expected_of_named(name)
 
     def run(rank: int) -> dict[str, Tensor]:
+        turned = DeviceMesh("cpu", [[0, 2, 4, 6], [1, 3, 5, 7]])
+        with pytest.raises(ValueError, match="expected a mesh whose ranks ascend row by row"):
+            axes_of(turned)
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "sequence", "heads"))
         how: dict[str, Any] = {"transport": "ulysses", "group": mesh["sequence", "heads"]}
         return attend_apart(problem, grad_lse, PATTERNS[name], layout, rank % 4, **how)
@@ -538,12 +464,3 @@ def test_a_sub_mesh_of_three_dimensions() -> None:
     for replica in (results[:4], results[4:]):
         found = split_results(layout, replica)
         assert all(torch.equal(found[part], whole[part]) for part in ("out", "lse", "q"))
-
-
-def test_a_mesh_whose_ranks_do_not_ascend_is_refused() -> None:
-    def run(rank: int) -> None:
-        turned = DeviceMesh("cpu", [[0, 2], [1, 3]])
-        with pytest.raises(ValueError, match="expected a mesh whose ranks ascend row by row"):
-            axes_of(turned)
-
-    on_ranks(4, run)

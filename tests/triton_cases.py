@@ -13,10 +13,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
+from indices import edited
 from oracle import SDPA_BUDGET, Inputs, make_inputs, oracle, relative_error, sdpa_low_precision_error
 from torch import Tensor
 
@@ -197,7 +197,7 @@ def long_rows_and_columns_in_pieces() -> float:
     clear_cache()
     try:
         index = build_index(SPLIT, 140, block=64)
-        assert min(index.row_work[:, 3].max(), index.col_work[:, 3].max()) > 0, "nothing is cut"
+        assert min(index.rows.work[:, 3].max(), index.cols.work[:, 3].max()) > 0, "nothing is cut"
         return max(
             errors_of(SPLIT, make(2, 140)),
             errors_of(SPLIT, make(4, 140, kv_heads=2)),
@@ -216,12 +216,9 @@ def an_index_with_unused_room() -> float:
     pattern = per_head([TILED, Causal(), HOLES, Window(30)])
     expected = oracle(*x[:3], pattern, grad_out=x.grad_out)
     index = build_index(pattern, 130, num_heads=4, block=64, device=DEVICE)
-    tails: dict[str, Any] = {
-        name: torch.cat([tensor, torch.full((7, *tensor.shape[1:]), -1, dtype=torch.int32, device=DEVICE)])
-        for name in ("full_col", "full_row", "part_col", "part_row", "part_tile", "part_tile_t", "row_work", "col_work")
-        for tensor in (getattr(index, name),)
-    }
-    out, _, grads = run(on(x, DEVICE), replace(index, **tails))
+    names = [f"{side}.{name}" for side in ("rows", "cols") for name in ("full", "partial", "tile", "work")]
+    index = edited(index, lambda x: torch.cat([x, x.new_full((7, *x.shape[1:]), -1)]), *names)
+    out, _, grads = run(on(x, DEVICE), index)
     found = [(out, expected.out), *((grads[name], expected.grads[name]) for name in "qkv")]
     return max(distance(actual.cpu(), wanted) for actual, wanted in found) / FLOAT32_TOLERANCE
 
@@ -233,7 +230,7 @@ def a_fixed_capacity_changes_no_bit() -> float:
         base = build_index(Causal(), 200, block=64, device=DEVICE)
         keep = torch.tensor([[i % 3 != j % 2 for j in range(4)] for i in range(4)], device=DEVICE).expand(1, 2, 4, 4)
         plain, roomy = base.restricted(keep), base.restricted(keep, 40)
-        assert len(roomy.row_work) > len(plain.row_work)
+        assert len(roomy.rows.work) > len(plain.rows.work)
         x = on(make(2, 200, batch=1), DEVICE)
         (out, lse, grads), (room_out, room_lse, room_grads) = run(x, plain), run(x, roomy)
         pairs = [(out, room_out), (lse, room_lse), *((grads[name], room_grads[name]) for name in "qkv")]
@@ -269,8 +266,8 @@ def remapped_tiles_drop_the_weights_of_the_whole() -> float:
     out, lse, grads = run(x, index, **options)
     rows, cols = (torch.arange(count, device=DEVICE).roll(1) for count in (index.n_rows, index.n_cols))
     moved = index.remapped(rows, cols)
-    queries = _positions(moved.row_at, moved, moved.start, moved.n_queries) - index.start
-    keys = _positions(moved.col_at, moved, 0, moved.n_keys)
+    queries = _positions(moved.rows.at, moved, moved.start, moved.n_queries) - index.start
+    keys = _positions(moved.cols.at, moved, 0, moved.n_keys)
     part = Inputs(*(_taken(t, at) for t, at in zip(x, (queries, keys, keys, queries), strict=True)))
     found, worst = run(part, moved, **options), 0.0
     for actual, at, wanted in (
@@ -325,7 +322,7 @@ def small_remapped_tiles() -> float:
     index = build_index(TILED, 150, block=32, device=DEVICE)
     rows = torch.arange(index.n_rows, device=DEVICE)
     moved = index.remapped(rows.roll(1), rows.roll(2))
-    queries, keys = (_positions(at, moved, 0, len(at) * 32) for at in (moved.row_at, moved.col_at))
+    queries, keys = (_positions(at, moved, 0, len(at) * 32) for at in (moved.rows.at, moved.cols.at))
     part = Inputs(*(_taken(t, at) for t, at in zip(x, (queries, keys, keys, queries), strict=True)))
     out, _, grads = run(x, index)
     found, _, found_grads = run(part, moved)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from ringtile.adaptive.view import check_key_mask
 from ringtile.functional.attention import attend_scores, checked_tensors
 from ringtile.index import BlockIndex
 from ringtile.patterns import Pattern
+from ringtile.patterns.checks import check_positive
 
 _SCORES = 1 << 22
 """Most scores that exist at once, in each of a few tensors."""
@@ -81,14 +81,8 @@ class QualityReport:
         for name, value in (("recall", recall), ("confidence", confidence)):
             if not 0 < value < 1:
                 raise ValueError(f"{name}: expected a number between 0 and 1, got {value!r}")
-        count = self.recall.isfinite().sum(2)
-        lower = (self.recall < recall).sum(2)
-        bounds = [
-            _interval(*pair, confidence)
-            for pair in zip(lower.flatten().tolist(), count.flatten().tolist(), strict=True)
-        ]
-        low, high = (torch.tensor(side, dtype=torch.float64).view(count.shape) for side in zip(*bounds, strict=True))
-        return Share(lower.double().cpu() / count.cpu(), low, high)
+        lower, count = (rows.sum(2).cpu().double() for rows in (self.recall < recall, self.recall.isfinite()))
+        return Share(lower / count, *_interval(lower, count, confidence))
 
     def __repr__(self) -> str:
         return (
@@ -140,8 +134,7 @@ def audit(
     (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
     if (index.n_queries, index.n_keys) != (n_queries, n_keys) or index.device != query.device:
         raise ValueError(f"index: {index!r} does not match {query.shape=}, {key.shape=} on {query.device}")
-    if type(rows) is not int or rows < 1:
-        raise ValueError(f"rows: expected a positive integer, got {rows!r}")
+    check_positive(rows=rows)
     check_key_mask(key_mask, batch, n_keys)
     if isinstance(reference, BlockIndex) and (reference.grid != index.grid or reference.device != index.device):
         raise ValueError(f"reference: expected the lengths, block and device of {index!r}, got {reference!r}")
@@ -149,6 +142,7 @@ def audit(
     drawn = torch.randperm(n_queries, generator=generator)[:rows].sort().values.to(query.device)
     wide = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    # Rows that do not see such a value keep their figures, and those that do get NaN below.
     finite = value.isfinite().all(3)
     # A weight of 0 times infinity would be NaN.
     safe, norms = (
@@ -158,6 +152,7 @@ def audit(
     keys = key.to(wide).repeat_interleave(heads // key.shape[1], 1)
     found: list[tuple[Tensor, ...]] = []
     for some in drawn.split(max(1, _SCORES // max(1, batch * heads * n_keys))):
+        # An index may hold pairs outside the reference. They are no part of exact attention.
         allowed = _pairs(index, reference, some)
         if key_mask is not None:
             allowed = allowed & key_mask[:, None, None]
@@ -196,32 +191,22 @@ def _rules(index: BlockIndex, reference: Pattern | None) -> Iterator[Pattern]:
         yield from map(reference.batch_row, range(reference.batch_size))
 
 
-@lru_cache(4096)
-def _interval(count: int, total: int, confidence: float) -> tuple[float, float]:
-    """Return the exact confidence interval of a probability, from ``count`` of ``total`` draws.
+def _interval(count: Tensor, total: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
+    """Return the exact confidence intervals of probabilities, from ``count`` of ``total`` draws, both float64."""
+    most, draws = count.unsqueeze(-1), total.unsqueeze(-1)
+    number = torch.arange(int(total.max()) + 1, dtype=torch.float64)
+    # A head with fewer draws than another has no ways to more of them: the logarithm is minus infinity there.
+    ways = (draws + 1).lgamma() - (number + 1).lgamma() - (draws - number + 1).lgamma()
 
-    >>> _interval(0, 59, 0.9)[1] < 0.05 < _interval(0, 58, 0.9)[1]
-    True
-    """
-    number = torch.arange(total + 1, dtype=torch.float64)
-    ways = math.lgamma(total + 1) - (number + 1).lgamma() - (total - number + 1).lgamma()
-
-    def at_most(most: int, probability: float) -> float:
-        """Return the probability of at most so many."""
-        if probability in (0.0, 1.0):
-            return float(probability == 0.0 or most >= total)
-        terms = ways + number * math.log(probability) + (total - number) * math.log1p(-probability)
-        return float(terms[: most + 1].exp().sum())
-
-    def solve(most: int, goal: float) -> float:
-        low, high = 0.0, 1.0
+    def solve(most: Tensor, goal: float) -> Tensor:
+        """Bisect for the probabilities with which at most so many draws have the probability ``goal``."""
+        low, high = torch.zeros_like(draws), torch.ones_like(draws)
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if at_most(most, middle) > goal else (low, middle)
-        return (low + high) / 2
+            terms = ways + number * middle.log() + (draws - number) * (-middle).log1p()
+            above = terms.exp().masked_fill(number > most, 0).sum(-1, keepdim=True) > goal
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        return ((low + high) / 2).squeeze(-1)
 
     tail = (1 - confidence) / 2
-    return (
-        0.0 if count == 0 else solve(count - 1, 1 - tail),
-        1.0 if count == total else solve(count, tail),
-    )
+    return solve(most - 1, 1 - tail).masked_fill(count == 0, 0), solve(most, tail).masked_fill(count == total, 1)

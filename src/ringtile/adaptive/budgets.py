@@ -9,17 +9,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringtile.patterns.checks import check_positive
+
 
 def ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
     """Return the columns of each row, the best first: forced ones, others that are allowed, and the rest."""
-    # Scores are at most 1.
+    # Scores are at most 1, so a forced tile, which gets 2 more, comes before all others.
     return (scores + 2.0 * forced).masked_fill(~allowed, -1).sort(dim=3, descending=True, stable=True).indices
 
 
 def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
     """Return the number of tiles that are a fraction of the allowed ones, rounded up, int64."""
-    # 0.1 * 30 is more than 3.
+    # 0.1 * 30 is 3.0000000000000004 in float64: without the epsilon it would round up to 4 tiles.
     return (density * allowed - 1e-9).ceil().clamp(min=0).long()
+
+
+def counts_at(levels: Sequence[float], allowed: Tensor, forced: Tensor) -> Tensor:
+    """Return how many tiles of rows ``[..., C]`` each of some densities keeps, ``[..., levels]``."""
+    densities = torch.tensor(levels, dtype=torch.float64, device=allowed.device)
+    return counts_of(densities, allowed.sum(-1, keepdim=True)).maximum((allowed & forced).sum(-1, keepdim=True))
+
+
+def first_sums(x: Tensor, count: Tensor) -> Tensor:
+    """Return the sums of the first columns of ``x`` ``[..., C, D]``, so many as ``count`` ``[..., G]`` says."""
+    # Columns (5, 3, 1) have the sums (0, 5, 8, 9), and a count of 2 reads 8.
+    sums = torch.cat((torch.zeros_like(x[..., :1, :]), x.cumsum(-2)), -2)
+    return sums.gather(-2, count.unsqueeze(-1).expand(*count.shape, x.shape[-1]))
 
 
 class Budget(ABC):
@@ -46,6 +61,7 @@ class Counted(Budget):
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         forced = allowed & forced
         wanted = self.wanted(allowed.sum(3), scores.shape[1]).maximum(forced.sum(3))
+        # Equal scores keep the earlier column, because the sort is stable: no row keeps more than its number.
         first = (torch.arange(scores.shape[3], device=scores.device) < wanted.unsqueeze(3)).expand_as(scores)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, ranked(scores, allowed, forced), first) & allowed
 
@@ -61,8 +77,7 @@ class TopK(Counted):
     k: int
 
     def __post_init__(self) -> None:
-        if type(self.k) is not int or self.k < 1:
-            raise ValueError(f"k: expected a positive integer, got {self.k!r}")
+        check_positive(k=self.k)
 
     def wanted(self, allowed: Tensor, heads: int) -> Tensor:
         return allowed.clamp(max=self.k)
@@ -110,11 +125,13 @@ class TopP(Budget):
             raise ValueError(f"p: expected a number above 0 and at most 1, got {self.p!r}")
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        # Rounding could leave out tiles with tiny scores.
         if self.p == 1:
             return allowed.expand_as(scores)
         forced = allowed & forced
         order = ranked(scores, allowed, forced)
         inside = scores.masked_fill(~allowed, 0).gather(3, order)
+        # The sum before a tile, so that the tile that crosses p stays: of (0.5, 0.3, 0.2) at 0.7, the first two.
         first = inside.cumsum(3) - inside < self.p
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, order, first & (inside > 0)) & allowed | forced
 

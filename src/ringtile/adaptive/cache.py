@@ -65,6 +65,7 @@ class AdaptiveCache(LayerCache):
             )
         if not pattern.unbounded:
             raise ValueError(f"pattern: a cache of tiles needs a rule for any length, got {pattern!r}")
+        # A later token may choose any tile, so nothing is dropped, even if the pattern bounds how far it looks.
         self.capacity = None
         self.choice = choice
         self.index: BlockIndex | None = None
@@ -109,6 +110,7 @@ class AdaptiveCache(LayerCache):
     def _keep_of_tiles(self, query: Tensor, seen: HeldKeys, mask: Tensor | None, grid: TileGrid) -> Tensor:
         """Return the tiles of each row tile: of the first one, the choice of its first token, an earlier call's."""
         parts = []
+        # A chunk from position 35 with block 16 begins in a row tile whose first token, 32, has chosen for 35 to 47.
         lead = -grid.start % grid.block
         if lead:
             assert self._open is not None
@@ -132,20 +134,14 @@ class AdaptiveCache(LayerCache):
 
     def _grown(self, seen: HeldKeys, grid: TileGrid) -> Summaries:
         """Return the summaries of all tiles of keys, after those that became complete have been added."""
-        complete, had = grid.n_keys // grid.block, 0 if self._pages is None else self._pages.log_count.shape[1] - 1
+        # All four summaries have their tiles in dimension 2. With block 16, 40 keys are 2 complete tiles, and the room
+        # for the third, which no query reads before it is complete, counts no key.
+        complete, had = grid.n_keys // grid.block, 0 if self._pages is None else self._pages.log_count.shape[2] - 1
         if self._pages is None or complete > had:
             first, last = had * grid.block, complete * grid.block
-            mean, low, high, count = summaries(seen.key[:, :, first:last], grid.block, seen.mask[:, first:last])
+            pages = summaries(seen.key[:, :, first:last], grid.block, seen.mask[:, first:last])
             if self._pages is not None:
-                before = self._pages
-                mean, low, high = (
-                    torch.cat((x[:, :, :had], y), 2)
-                    for x, y in ((before.mean, mean), (before.low, low), (before.high, high))
-                )
-                count = torch.cat((before.log_count[:, :had], count), 1)
-            mean, low, high = (F.pad(x, (0, 0, 0, 1)) for x in (mean, low, high))
-            self._pages = Summaries(mean, low, high, F.pad(count, (0, 1), value=-torch.inf))
-        pages, cols = self._pages, grid.n_cols
-        return Summaries(
-            pages.mean[:, :, :cols], pages.low[:, :, :cols], pages.high[:, :, :cols], pages.log_count[:, :cols]
-        )
+                pages = Summaries(*(torch.cat((x[:, :, :had], y), 2) for x, y in zip(self._pages, pages, strict=True)))
+            mean, low, high = (F.pad(x, (0, 0, 0, 1)) for x in pages[:3])
+            self._pages = Summaries(mean, low, high, F.pad(pages.log_count, (0, 1), value=-torch.inf))
+        return Summaries(*(x[:, :, : grid.n_cols] for x in self._pages))

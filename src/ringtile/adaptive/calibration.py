@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive import scores as _scores
-from ringtile.adaptive.budgets import Density, counts_of, ranked
+from ringtile.adaptive.budgets import Density, counts_at, first_sums, ranked
 from ringtile.adaptive.choice import forced_tiles
 from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.selection import AdaptiveAttention
@@ -24,6 +24,9 @@ GRID = (0.0, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 
 
 _UNIT = 0.07
 """Density whose mean losses are the units of the two losses."""
+
+_LOSSES = {"recall+error": ("missed", "error"), "recall": ("missed",), "error": ("error",)}
+"""The losses that each objective adds up."""
 
 _FORMAT = 1
 
@@ -89,6 +92,7 @@ def loss_curves(
     values = value.masked_fill(~key_mask[:, None, :, None], 0) if key_mask is not None else value
     values = torch.nn.functional.pad(values.float(), (0, 0, 0, base.n_cols * base.block - value.shape[2]))
     values = values.unflatten(2, (base.n_cols, base.block))
+    # An error e of head h changes the layer's output by O_h e, whose square is e' (O_h' O_h) e: one matrix per head.
     mix = torch.eye(value.shape[3], dtype=torch.float64, device=value.device).expand(heads, -1, -1)
     if output is not None:
         parts = output.double().unflatten(1, (heads, -1))
@@ -101,11 +105,12 @@ def loss_curves(
         outs = torch.einsum("bkgrcj,bkcjd->bkgrcd", grouped, values).flatten(1, 2).double()
         some, must = allowed[:, :, row], forced[row]
         order = ranked(found[:, :, part if scores.per_token else row], some, some & must)
-        count = _wanted(some, must).expand(*outs.shape[:3], -1)
-        kept = _first_sums(attention.sum(4).double().gather(3, order).unsqueeze(4), count).squeeze(4)
+        count = counts_at(GRID, some, must).expand(*outs.shape[:3], -1)
+        # Tiles in order of their scores, and sums of the first n of them: all densities from one pass.
+        kept = first_sums(attention.sum(4).double().gather(3, order).unsqueeze(4), count).squeeze(4)
         outs = outs.gather(3, order.unsqueeze(4).expand_as(outs))
         exact = outs.sum(3)
-        wrong = _first_sums(outs, count) / kept.clamp(min=1e-12).unsqueeze(4) - exact.unsqueeze(3)
+        wrong = first_sums(outs, count) / kept.clamp(min=1e-12).unsqueeze(4) - exact.unsqueeze(3)
         seen = attention.sum((3, 4)).unsqueeze(3) > 0.5
         missed += torch.einsum("bhrg,r->hg", (1 - kept).clamp(min=0) * seen, weight) / len(query)
         error += torch.einsum("bhrgd,hde,bhrge,r->hg", wrong, mix, wrong, weight) / len(query)
@@ -114,21 +119,9 @@ def loss_curves(
         else:
             whole = exact.transpose(1, 2).flatten(2) @ output.double().mT
             norm += torch.einsum("bre,bre,r->", whole, whole, weight) / len(query)
-    every = _wanted(allowed, forced).sum(2).double().mean((0, 1))
+    every = counts_at(GRID, allowed, forced).sum(2).double().mean((0, 1))
     tiles = every / allowed.sum((2, 3)).double().mean().clamp(min=1)
     return LossCurves(tiles, missed, error / norm.clamp(min=1e-30).unsqueeze(1))
-
-
-def _wanted(allowed: Tensor, forced: Tensor) -> Tensor:
-    """Return how many tiles of rows ``[..., C]`` each density of `GRID` keeps."""
-    levels = torch.tensor(GRID, dtype=torch.float64, device=allowed.device)
-    return counts_of(levels, allowed.sum(-1, keepdim=True)).maximum((allowed & forced).sum(-1, keepdim=True))
-
-
-def _first_sums(x: Tensor, count: Tensor) -> Tensor:
-    """Return the sums of the first columns of ``x`` ``[..., C, D]``, so many as ``count`` ``[..., G]`` says."""
-    sums = torch.cat((torch.zeros_like(x[..., :1, :]), x.cumsum(-2)), -2)
-    return sums.gather(-2, count.unsqueeze(-1).expand(*count.shape, x.shape[-1]))
 
 
 def allocate(
@@ -151,13 +144,11 @@ def allocate(
     """
     if not 0 <= density <= 1 or not curves:
         raise ValueError(f"density, curves: expected a number from 0 to 1 and some curves, got {density!r}, {curves!r}")
-    if objective not in ("recall+error", "recall", "error"):
+    if objective not in _LOSSES:
         raise ValueError(f"objective: expected 'recall+error', 'recall' or 'error', got {objective!r}")
     at = GRID.index(_UNIT)
     loss = torch.zeros(sum(len(each.missed) for each in curves), len(GRID), dtype=torch.float64)
-    for name in ("missed", "error"):
-        if (objective == "recall" and name == "error") or (objective == "error" and name == "missed"):
-            continue
+    for name in _LOSSES[objective]:
         each = torch.cat([getattr(curve, name).cpu() for curve in curves])
         loss += each / each[:, at].mean().clamp(min=1e-30)
     tiles = torch.cat([curve.tiles.cpu().expand(len(curve.missed), -1) for curve in curves])
@@ -169,6 +160,7 @@ def allocate(
         for low, high in pairwise(hull):
             cost = float(tiles[head, high] - tiles[head, low])
             steps.append((float(loss[head, low] - loss[head, high]) / cost, cost, head, low, high))
+    # The steps of a convex hull become flatter, so the steepest first takes each head's steps in order.
     for _, cost, head, low, high in sorted(steps, key=lambda step: (-step[0], step[2], step[3])):
         if left <= 0:
             break
@@ -183,10 +175,10 @@ def _hull(x: list[float], y: list[float]) -> list[int]:
     """Return the corners of the lower convex hull of a curve, while it falls."""
     corners: list[int] = []
     for number in range(len(x)):
-        if corners and x[number] <= x[corners[-1]]:
+        # A density that costs no more tiles, or saves no loss, is no corner.
+        if corners and (x[number] <= x[corners[-1]] or y[number] >= y[corners[-1]]):
             continue
-        if corners and y[number] >= y[corners[-1]]:
-            continue
+        # The last corner lies above the line from the one before it to this point: the hull passes below it.
         while len(corners) > 1:
             a, b = corners[-2:]
             if (y[b] - y[a]) * (x[number] - x[a]) < (y[number] - y[a]) * (x[b] - x[a]):
@@ -249,6 +241,7 @@ class Calibration:
             "curves": [{name: x.tolist() for name, x in curve._asdict().items()} for curve in self.curves],
         }
         path = Path(path)
+        # A reader must never see half a file, so it is renamed into place.
         draft = path.with_name(path.name + ".part")
         draft.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         draft.replace(path)

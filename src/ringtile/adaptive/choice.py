@@ -89,6 +89,7 @@ class Choice:
         self._check_future(view)
         if view.key.shape[2] < self.min_length or not view.query.numel():
             return base
+        # A choice has no gradient. Attention over it has, and to learn the choice takes a `Gate`.
         with torch.no_grad():
             view = view.detached
             found = self.scores(view)
@@ -115,6 +116,7 @@ class Choice:
 
     def _check_future(self, view: View) -> None:
         recorded = torch.is_grad_enabled() and (view.query.requires_grad or view.key.requires_grad)
+        # Without gradients nothing is learned, so evaluation may look at later tokens of a prompt.
         unsafe: Scores | Controller | None = self.scores if not self.scores.causal_safe else None
         if isinstance(self.budget, Controller) and not self.budget.causal_safe:
             unsafe = unsafe or self.budget
@@ -172,6 +174,7 @@ def select(
 def forced_tiles(base: BlockIndex, first: int, local: int, last_dense: int = 0) -> Tensor:
     """Return the first tiles, those near a row's own, and the rows of the last queries, bool ``[R, C]``."""
     row, col = tile_positions(base)
+    # With 250 tokens, block 16 and 20 last queries, position 230 is in row tile 14: rows 14 and 15 are dense.
     first_late = (base.start + base.n_queries - last_dense) // base.block if last_dense else math.inf
     late = base.first_row + torch.arange(base.n_rows, device=base.device) >= first_late
     return (col < first) | ((col - row.unsqueeze(1)).abs() <= local) | late.unsqueeze(1)

@@ -19,31 +19,8 @@ def compensated(out: Tensor, lse: Tensor, view: View, value: Tensor, index: Bloc
     means are not finite stay dropped. A row that drops no such tile keeps its bits. It is differentiable, and its cost
     is that of attention to one key per tile. With gradients, it saves ``H * Nq * Nk / block`` scores.
 
-    Args:
-        out: ``[B, H, Nq, Dv]``, the attention over the index.
-        lse: ``[B, H, Nq]``, its log-sum-exp.
-        view: The queries and keys, and the index that the tiles were chosen from.
-        value: ``[B, Hkv, Nk, Dv]``.
-        index: The kept tiles.
-
-    Returns:
-        The output and the lse, in the dtypes of ``out`` and ``lse``.
-
-    Raises:
-        ValueError: If the indices do not match each other.
-
-    Example:
-        >>> from ringtile import sparse_attention
-        >>> from ringtile.adaptive import Density, View, select
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> q, base = q / 4, build_index(Causal(), 512, num_heads=2, block=32)
-        >>> exact, index = sparse_attention(q, k, v, base), select(q, k, budget=Density(0.2), base=base)
-        >>> plain = sparse_attention(q, k, v, index, return_lse=True)
-        >>> more, _ = compensated(*plain, View(q, k, base), v, index)
-        >>> bool((more - exact).norm() < 0.5 * (plain[0] - exact).norm())
-        True
+    Returns the output ``[B, H, Nq, Dv]`` and the lse ``[B, H, Nq]``, in the dtypes of ``out`` and ``lse``. Raises
+    ValueError if the indices of the view and of the kept tiles do not match each other.
     """
     query, key, base, key_mask = view.query, view.key, view.base, view.key_mask
     if index.grid != base.grid or index.device != base.device:
@@ -56,7 +33,9 @@ def compensated(out: Tensor, lse: Tensor, view: View, value: Tensor, index: Bloc
     heads = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(heads, 1) for x in (keys, values))
     usable = (finite.squeeze(3) & (count > 0).unsqueeze(1)).repeat_interleave(heads, 1)
+    # In a tile that a row keeps in part, the mean would stand for later keys, too.
     dropped = base.full_tiles & ~index.tiles & usable.unsqueeze(2)
+    # A mean of n keys counts n times: exp(s + log n) = n exp(s).
     logs = count.clamp(min=1).to(wide).log()[:, None, None]
     row = index.row_of(torch.arange(index.n_queries, device=query.device))
     parts = []

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringtile.adaptive.budgets import Counted, counts_of, ranked
+from ringtile.adaptive.budgets import Counted, counts_at, counts_of, first_sums, ranked
 from ringtile.adaptive.view import View
 
 LEVELS = tuple(x / 200 for x in range(20)) + tuple(x / 40 for x in range(4, 41))
@@ -120,6 +120,7 @@ class Controller:
 
     def _smallest(self, lost: Tensor, count: Tensor) -> Tensor:
         """Return the smallest density whose risk is below the target, 1 if there is none."""
+        # The +1 stands for a row that is not audited and drops everything: the worst that it can do.
         risk = (lost + 1) / (count.unsqueeze(2) + 1)
         enough = risk <= 1 - self.quality + 1e-12
         level = torch.where(enough.any(2), enough.int().argmax(2), len(LEVELS) - 1)
@@ -130,17 +131,15 @@ class Controller:
         base, generator = view.base, torch.Generator().manual_seed(self.seed + self._calls)
         # A call that is made again, as by a checkpoint, must choose the same tiles.
         self._calls += self.mode != "call"
+        # The rows are uniform and without replacement, which the bound of the target assumes.
         row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(base.device)
         masses = view.exact_masses(row.unsqueeze(1))
         of_map = row if scores.shape[2] == base.n_queries else base.row_of(row)
         allowed, forced = allowed[:, :, of_map], forced[of_map]
-        order = ranked(scores[:, :, of_map], allowed, allowed & forced)
-        kept = masses.gather(3, order).double().cumsum(3)
-        kept = torch.cat((kept.new_zeros(*kept.shape[:3], 1), kept), 3)
-        least = (allowed & forced).sum(3, keepdim=True)
-        wanted = counts_of(self._levels(masses), allowed.sum(3, keepdim=True)).maximum(least)
-        lost = (1 - kept.gather(3, wanted.expand(*kept.shape[:3], -1))).clamp(min=0)
-        # The last level keeps all.
+        best_first = masses.gather(3, ranked(scores[:, :, of_map], allowed, allowed & forced)).double()
+        wanted = counts_at(LEVELS, allowed, forced).expand(*masses.shape[:3], -1)
+        lost = (1 - first_sums(best_first.unsqueeze(4), wanted).squeeze(4)).clamp(min=0)
+        # The last level keeps all, and rounding must not say otherwise.
         lost[..., -1] = 0
-        counts = kept[..., -1] > 0
+        counts = best_first.sum(3) > 0
         return (lost * counts.unsqueeze(3)).sum(2), counts.sum(2)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ringtile.adaptive.audit import audit
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.choice import Choice, forced_tiles
-from ringtile.adaptive.scores import Pooled, check_pool, summarized
+from ringtile.adaptive.scores import Pooled, summarized
 from ringtile.adaptive.view import View, grouped_products
 from ringtile.patterns import Pattern
+from ringtile.patterns.checks import check_positive
 
 _BIAS = -1.5
 """Standard deviations below which a place of a new code is 0: 7% of the places are above."""
@@ -73,15 +74,13 @@ class Gate(nn.Module, Pooled):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": num_kv_heads, "places": places}
-        for name, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        check_positive(num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, places=places)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {num_kv_heads=}, {num_heads=}")
-        check_pool(pool, "max", "mean")
         self.num_heads, self.num_kv_heads, self.head_dim, self.pool = num_heads, num_kv_heads, head_dim, pool
+        self.__post_init__()
         of_key = torch.randn(num_kv_heads, head_dim, places, device=device) * head_dim**-0.5
+        # Both maps start equal, so a query's code meets that of an equal key.
         of_query = of_key.repeat_interleave(num_heads // num_kv_heads, 0)
         self.of_query, self.of_key = nn.Parameter(of_query), nn.Parameter(of_key)
         self.query_bias = nn.Parameter(torch.full((num_heads, 1, places), _BIAS, device=device))
@@ -114,14 +113,15 @@ class Gate(nn.Module, Pooled):
 
     def codes_of_tiles(self, key: Tensor, block: int, key_mask: Tensor | None = None) -> Tensor:
         """Return the codes of the tiles of keys ``[B, Hkv, C, places]``."""
-        if key_mask is not None:
-            key = key.masked_fill(~key_mask[:, None, :, None], 0)
+        shown = None if key_mask is None else key_mask[:, None, :, None]
+        if shown is not None:
+            # A masked key may hold NaN, which a factor of 0 would keep.
+            key = key.masked_fill(~shown, 0)
         found: list[Tensor] = []
         for part in key.split(block * _TILES, 2):
             code = self._code(part, self.of_key, self.key_bias)
-            if key_mask is not None:
-                shown = key_mask[:, len(found) * block * _TILES :][:, : part.shape[2]]
-                code = code * shown[:, None, :, None]
+            if shown is not None:
+                code = code * shown[:, :, len(found) * block * _TILES :][:, :, : part.shape[2]]
             padding = -part.shape[2] % block
             found.append(F.pad(code, (0, 0, 0, padding)).unflatten(2, (-1, block)).amax(3))
         return torch.cat(found, 2)
@@ -156,6 +156,7 @@ class Gate(nn.Module, Pooled):
             local: See `Choice`.
             coded: The codes of this view, with gradients of the tiles. Default: computed here.
         """
+        # A detached view shares the summaries of the call, which were computed for its choice.
         view = view.detached
         base, tiles, part = view.base, view.summaries, view.query[:, :, rows]
         if coded is None:
@@ -163,18 +164,21 @@ class Gate(nn.Module, Pooled):
         elif coded.of_query.requires_grad:
             coded = coded._replace(of_query=coded.of_query[:, :, rows])
         else:
+            # The codes of all queries recorded no gradient, to save memory: the few rows of the loss record theirs.
             coded = coded._replace(of_query=self.codes_of_queries(part))
         of_query, of_tile = coded
         row = base.row_of(rows)
-        choice = (base.tiles & ~forced_tiles(base, first, local))[:, :, row] & tiles.log_count.isfinite()[:, None, None]
+        choice = (base.tiles & ~forced_tiles(base, first, local))[:, :, row] & tiles.log_count.isfinite().unsqueeze(2)
         exact = view.exact_weights(rows).sum(4).masked_fill(~choice, 0)
+        # Blend is halfway from q . mean to the sum of max(q high, q low). That maximum is q (high + low) / 2 +
+        # |q| (high - low) / 2, so the score is two products: q = -2 in the box [1, 5] has -6 + 4 = -2.
         middle = (tiles.mean + (tiles.high + tiles.low) / 2) / 2
         width = (tiles.high - tiles.low) / 4
         part = part.to(of_query.dtype)
         sides = ((part, middle), (part.abs(), width), (of_query * self.head_dim**0.5, of_tile))
         products = [grouped_products(x, side.to(x.dtype)) for x, side in sides]
         logits = (products[0] + products[1] + products[2]) * view.factor
-        logits = (logits + tiles.log_count[:, None, None]).masked_fill(~choice, -1e9)
+        logits = (logits + tiles.log_count.unsqueeze(2)).masked_fill(~choice, -1e9)
         entropy: Tensor = torch.special.entr(exact).sum(3) - torch.special.entr(exact.sum(3))
         return -(entropy + (exact * logits.log_softmax(3)).sum(3)).mean()
 
@@ -246,11 +250,10 @@ def distill(
         >>> found.recall >= found.untrained
         True
     """
-    for name, number in (("rows", rows), ("steps", steps), ("every", every), ("patience", patience)):
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name}: expected a positive integer, got {number!r}")
+    check_positive(rows=rows, steps=steps, every=every, patience=patience)
     if not samples or not held_out:
         raise ValueError(f"samples, held_out: expected at least one of each, got {len(samples)} and {len(held_out)}")
+    # Views of one tensor at other offsets pass: whether texts overlap is yours to know.
     if {x.data_ptr() for pair in samples for x in pair} & {x.data_ptr() for pair in held_out for x in pair}:
         raise ValueError("held_out: expected other texts than the samples, got the same tensor in both")
     choice, generator = Choice(gate, budget, block, first, local), torch.Generator().manual_seed(seed)

@@ -15,9 +15,7 @@ from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.adaptive.view import View
 from ringtile.functional import sparse_attention
-from ringtile.functional.attention import checked_tensors
-from ringtile.index import BlockIndex
-from ringtile.patterns import Pattern
+from ringtile.patterns.checks import check_positive
 
 
 def with_coordinates(query: Tensor, key: Tensor, of_query: Tensor, of_key: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,6 +53,7 @@ class _Coding(Scores):
         return repr(self.gate)
 
     def __call__(self, view: View) -> Tensor:
+        # A choice runs without gradients, and the codes in it are those that the loss differentiates.
         with torch.enable_grad():
             self.coded = self.gate.coded(view, trains_queries=self.trains_queries)
         return self.gate.scored(view, self.coded)
@@ -103,8 +102,7 @@ class RoutedAttention(AdaptiveAttention):
     ) -> None:
         if not isinstance(gate, Gate):
             raise ValueError(f"gate: expected a Gate, got {gate!r}")
-        if type(rows) is not int or rows < 1:
-            raise ValueError(f"rows: expected a positive integer, got {rows!r}")
+        check_positive(rows=rows)
         super().__init__(gate, budget, **options)
         self.rows, self.straight_through = rows, straight_through
         self._loss: Tensor | None = None
@@ -121,36 +119,25 @@ class RoutedAttention(AdaptiveAttention):
             )
         return self._loss
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pattern: Pattern | BlockIndex | None = None,
-        *,
-        is_causal: bool = False,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **options: Any,
-    ) -> Any:
+    def forward(self, *tensors: Any, **options: Any) -> Any:
         """Compute the attention as `AdaptiveAttention` does. In training, record the gradients of the gate, too."""
+        # A call that does not learn must not leave the loss of an earlier one to be added again.
         self._loss = None
-        same: dict[str, Any] = {"key_mask": key_mask, "scale": scale}
-        learns = self.training and torch.is_grad_enabled() and key.shape[2] >= self.choice.min_length
-        if not learns or not query.numel() or {"key_lengths", "start"} & options.keys():
-            same |= {"is_causal": is_causal, "enable_gqa": enable_gqa}
-            return super().forward(query, key, value, pattern, **same, **options)
-        query, key, value = checked_tensors(query, key, value, enable_gqa)
-        choice, coding = self.choice, _Coding(self.scores, self.straight_through)
-        view = choice.view(query, key, pattern, is_causal=is_causal, **same)
+        return super().forward(*tensors, **options)
+
+    def _of_view(self, view: View, value: Tensor, **options: Any) -> Any:
+        query, key, choice = view.query, view.key, self.choice
+        learns = self.training and torch.is_grad_enabled() and key.shape[2] >= choice.min_length
+        if not learns or not query.numel():
+            return super()._of_view(view, value, **options)
+        coding = _Coding(self.scores, self.straight_through)
         index = replace(choice, scores=coding).index(view)
         drawn = torch.randperm(query.shape[2], device=query.device)[: self.rows]
         self._loss = self.scores.loss(view, drawn, first=choice.first, local=choice.local, coded=coding.coded)
-        if not self.straight_through:
-            return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)
-        of_key = coding.coded.of_tile.repeat_interleave(view.base.block, 2)[:, :, : key.shape[2]]
-        of_query = coding.coded.of_query * query.shape[3] ** 0.5
-        same["scale"] = view.factor
-        query, key = with_coordinates(query, key, of_query, of_key)
-        return sparse_attention(query, key, value, index, enable_gqa=enable_gqa, **same, **options)
+        options |= {"key_mask": view.key_mask, "scale": view.scale}
+        if self.straight_through:
+            of_key = coding.coded.of_tile.repeat_interleave(view.base.block, 2)[:, :, : key.shape[2]]
+            query, key = with_coordinates(query, key, coding.coded.of_query * query.shape[3] ** 0.5, of_key)
+            # The head dim has grown, and the scale is that of the original one.
+            options["scale"] = view.factor
+        return sparse_attention(query, key, value, index, **options)

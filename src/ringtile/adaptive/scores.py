@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import reduce
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringtile.adaptive.view import View, grouped_products, softmax, tile_positions, tiles_at_once
 from ringtile.kernels.masses import pooled_masses
+from ringtile.patterns.checks import check_positive
 from ringtile.patterns.philox import WORD, philox4x32
 
 
@@ -59,7 +60,7 @@ class Probe(Scores):
     def __call__(self, view: View) -> Tensor:
         count = (4 if view.base.block <= 32 else 2) if self.rows is None else 1 if self.rows == "first" else self.rows
         first, last = view.rows_of_tiles
-        # The middles of equal parts of the rows that exist.
+        # The middles of equal parts of the rows that exist: of 16 rows and 4 probes, rows 2, 6, 10 and 14.
         part = 0 if self.rows == "first" else 2 * torch.arange(count, device=first.device) + 1
         row = first.unsqueeze(1) + (last - first).unsqueeze(1) * part // (2 * count)
         return view.normalized(view.exact_masses(row))
@@ -69,6 +70,11 @@ class Pooled(Scores):
     """Scores of each query, whose maps of tiles are pooled: with ``pool`` None each query has its own tiles."""
 
     pool: str | None
+    pools: ClassVar[tuple[str, ...]] = ("max", "mean")
+
+    def __post_init__(self) -> None:
+        if self.pool not in (*self.pools, None):
+            raise ValueError(f"pool: expected {', '.join(map(repr, self.pools))} or None, got {self.pool!r}")
 
     @property
     def per_token(self) -> bool:  # type: ignore[override]
@@ -77,12 +83,6 @@ class Pooled(Scores):
     @property
     def causal_safe(self) -> bool:  # type: ignore[override]
         return self.pool is None
-
-
-def check_pool(pool: str | None, *known: str) -> None:
-    """Raise ValueError if ``pool`` is neither None nor one of the known ones."""
-    if pool not in (*known, None):
-        raise ValueError(f"pool: expected {', '.join(map(repr, known))} or None, got {pool!r}")
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,6 @@ class Blend(Pooled):
     """
 
     pool: Literal["max", "mean"] | None = "max"
-
-    def __post_init__(self) -> None:
-        check_pool(self.pool, "max", "mean")
 
     def __call__(self, view: View) -> Tensor:
         tiles = view.summaries
@@ -116,9 +113,6 @@ class Box(Pooled):
 
     pool: Literal["max", "mean"] | None = "max"
 
-    def __post_init__(self) -> None:
-        check_pool(self.pool, "max", "mean")
-
     def __call__(self, view: View) -> Tensor:
         return summarized(view, view.summaries.high, view.summaries.low, self.pool)
 
@@ -133,9 +127,7 @@ class Means(Pooled):
     """
 
     pool: Literal["first"] | None = "first"
-
-    def __post_init__(self) -> None:
-        check_pool(self.pool, "first")
+    pools = ("first",)
 
     def __call__(self, view: View) -> Tensor:
         tiles = view.summaries
@@ -143,7 +135,7 @@ class Means(Pooled):
             return summarized(view, tiles.mean, tiles.mean, None)
         first, last = view.rows_of_tiles
         mean = view.padded_queries.sum(3) / (last - first).unsqueeze(1)
-        logits = grouped_products(mean, tiles.mean) * view.factor + tiles.log_count.unsqueeze(1).unsqueeze(1)
+        logits = grouped_products(mean, tiles.mean) * view.factor + tiles.log_count.unsqueeze(2)
         return softmax(logits, view.base.tiles)
 
 
@@ -158,8 +150,7 @@ class Antidiagonal(Scores):
     stride: int = 8
 
     def __post_init__(self) -> None:
-        if type(self.stride) is not int or self.stride < 1:
-            raise ValueError(f"stride: expected a positive integer, got {self.stride!r}")
+        check_positive(stride=self.stride)
 
     def __call__(self, view: View) -> Tensor:
         base, key, key_mask = view.base, view.key, view.key_mask
@@ -169,6 +160,8 @@ class Antidiagonal(Scores):
         counts = torch.ones(len(key), key.shape[2], device=key.device) if key_mask is None else key_mask.float()
         key = key.float().masked_fill(counts[:, None, :, None] == 0, 0)
         padding = base.n_cols * block - key.shape[2]
+        # A square of side 4 sums q[0] k[3] + q[1] k[2] + q[2] k[1] + q[3] k[0]: one product of 4 D coordinates, with
+        # the queries in reverse order.
         keys = F.pad(key, (0, 0, 0, padding)).unflatten(2, (-1, side)).flatten(3)
         count = F.pad(counts, (0, padding)).unflatten(1, (-1, side)).sum(2)
         queries = view.padded_queries.flatten(2, 3).unflatten(2, (-1, side)).flip(3).flatten(3)
@@ -251,9 +244,10 @@ def summarized(view: View, high: Tensor, low: Tensor, pool: str | None) -> Tenso
     if base.leading is not None:
         return _summarized_at_once(view, high, low, base.leading, pool)
     block = base.block
-    # relu(q) @ high - relu(-q) @ low
+    # The largest score in a box takes high where q is positive and low elsewhere: relu(q) @ high - relu(-q) @ low. With
+    # q = relu(q) - relu(-q) and |q| = relu(q) + relu(-q), that is q @ middle + |q| @ half.
     middle, half = (high + low) / 2, (high - low) / 2
-    count = view.summaries.log_count.unsqueeze(1).unsqueeze(1)
+    count = view.summaries.log_count.unsqueeze(2)
     rows = tiles_at_once(query, base.n_cols, block)
     allowed = base.tiles
     if pool is None and not base.looks_ahead:
@@ -288,7 +282,7 @@ def _summarized_at_once(view: View, high: Tensor, low: Tensor, leading: Tensor, 
         edges = torch.cat((first, last[-1:]))
     sides = torch.cat((high, -low), 3).to(view.query.dtype)
     # A later key of a query's own tile can hold NaN, and the tile's summary with it.
-    count = view.summaries.log_count.unsqueeze(1).masked_fill(sides.isnan().any(3), -math.inf)
+    count = view.summaries.log_count.masked_fill(sides.isnan().any(3), -math.inf)
     found = pooled_masses(
         view.query,
         sides,

@@ -101,7 +101,10 @@ class AdaptiveAttention(nn.Module):
             options |= {"is_causal": is_causal, "key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
             return sparse_attention(query, key, value, pattern, **options)
         view = self.choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
-        return self.over(self.choice.index(view), view, value, enable_gqa=enable_gqa, **options)
+        return self._of_view(view, value, enable_gqa=enable_gqa, **options)
+
+    def _of_view(self, view: View, value: Tensor, **options: Any) -> Any:
+        return self.over(self.choice.index(view), view, value, **options)
 
     def over(self, index: BlockIndex, view: View, value: Tensor, **options: Any) -> Any:
         """Compute the attention of a view's queries and keys over an index of its tiles."""

@@ -27,7 +27,7 @@ class Summaries(NamedTuple):
     low: Tensor
     high: Tensor
     log_count: Tensor
-    """``[B, C]``: logarithm of their number."""
+    """``[B, 1, C]``: logarithm of their number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +83,7 @@ class View:
     @property
     def padded_queries(self) -> Tensor:
         """The queries of each tile, float32 ``[B, H, R, block, D]``, 0 outside the lengths."""
+        # Queries from position 35 with block 16 begin in row tile 2, after 3 positions that are no query.
         base = self.base
         lead = base.start - base.first_row * base.block
         rest = base.n_rows * base.block - lead - base.n_queries
@@ -111,6 +112,7 @@ class View:
             return pooled_masses(
                 query[:, :, rows], key, segment=base.block, seen=seen, groups=groups, bias=hidden, scale=self.scale
             )
+        # Without a leading bound, such as a window's, the kernel of masses cannot sum: chunks of exact rows do.
         found = []
         for some in row.split(tiles_at_once(query, key.shape[2], row.shape[1])):
             weights = self.exact_weights(some.flatten()).sum(4).unflatten(2, some.shape)
@@ -148,6 +150,7 @@ def base_index(
         if not all(size in (1, wanted) for size, wanted in sizes):
             raise ValueError(f"base: its groups {base.group.shape=} do not match {query.shape=}")
         return base
+    # An empty batch has an index, too: of one row.
     rule = rule_of(base, is_causal, None)
     return build_index(rule, n_queries, n_keys, num_heads=heads, batch=max(batch, 1), block=block, device=query.device)
 
@@ -157,6 +160,8 @@ def summaries(key: Tensor, block: int, key_mask: Tensor | None = None) -> Summar
     batch, _, n_keys, _ = key.shape
     cols = -(-n_keys // block)
     if key_mask is None:
+        # The keys need no padded copy: the full tiles are a view of them, and the last tile is shorter. 300 keys of
+        # block 128 are 2 full tiles and one of 44.
         full = n_keys // block
         parts = [key[:, :, : full * block].unflatten(2, (full, block)), key[:, :, full * block :].unsqueeze(2)]
         parts = parts[: 1 + cols - full]
@@ -164,14 +169,14 @@ def summaries(key: Tensor, block: int, key_mask: Tensor | None = None) -> Summar
         low, high = (torch.cat([best(part, 3) for part in parts], 2).float() for best in (torch.amin, torch.amax))
         counts = torch.full((batch, cols), float(block), device=key.device)
         counts[:, full:] = n_keys - full * block
-        return Summaries(mean, low, high, counts.log())
+        return Summaries(mean, low, high, counts.log().unsqueeze(1))
     whole = F.pad(key_mask, (0, cols * block - n_keys)).view(batch, 1, cols, block, 1)
     tiles = F.pad(key, (0, 0, 0, cols * block - n_keys)).unflatten(2, (cols, block))
     count = whole.sum(3)
     mean = tiles.masked_fill(~whole, 0).sum(3, dtype=torch.float32) / count.clamp(min=1)
     low, high = tiles.masked_fill(~whole, math.inf).amin(3), tiles.masked_fill(~whole, -math.inf).amax(3)
     low, high = (x.float().masked_fill(count == 0, 0) for x in (low, high))
-    return Summaries(mean, low, high, count.view(batch, cols).float().log())
+    return Summaries(mean, low, high, count.view(batch, 1, cols).float().log())
 
 
 def tile_positions(base: BlockIndex) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,19 +18,18 @@ from ringtile.compat.generator import Problem, SparsePatternGenerator, count_til
 from ringtile.compat.monitor import PerformanceMonitor
 from ringtile.distributed import Layout, ring_attention, ring_dilated_attention
 from ringtile.functional import sparse_attention
+from ringtile.functional.attention import make_call
 from ringtile.functional.dilated import (
-    all_parts,
     checked_branches,
-    compact_part,
-    compose,
     dilated_attention,
-    options_of,
+    parts_of,
     rules_of,
     warn_of_uncovered,
 )
-from ringtile.functional.permute import compact, pieces
+from ringtile.functional.parts import Parts, composed
+from ringtile.functional.permute import pieces
 from ringtile.index import BlockIndex
-from ringtile.index.allowed import count_allowed
+from ringtile.index.counts import count_allowed
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Causal, Dense, Pattern
@@ -83,9 +82,11 @@ class BlockSparseRingDilatedAttention(nn.Module):
         use_gradient_checkpointing: bool = False,
         cache_size: int = 100,
     ) -> None:
+        # One of the two alone is an error, which `checked_branches` names.
         without = segment_lengths is None and dilation_rates is None
         branches = [] if without else checked_branches(segment_lengths or (), dilation_rates or ())
         _check_ring_size(ring_size)
+        # The number is not needed here: a probability out of range raises before anything is built.
         dropout_threshold(dropout)
         super().__init__()
         self.segment_lengths = tuple(length for length, _ in branches)
@@ -175,6 +176,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
         problems: tuple[Problem, ...] = (whole,)
         if self.segment_lengths:
             branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
+            # The density is measured over what is computed: of 1,024 tokens in segments of 512 with dilation 2, each
+            # head computes two problems of 256 tokens.
             cut = (piece for at in branches for piece in pieces(n_queries, n_keys, heads, *at))
             problems = tuple(Problem(p.n_queries, p.n_keys, p.start, p.segments * len(p.heads) / heads) for p in cut)
         options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask}
@@ -186,6 +189,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             layout = Layout.contiguous(n_keys, self.ring_size, unit=1)
             attend = partial(ring_attention, layout=layout)
             attend_in_segments = partial(ring_dilated_attention, layout=layout)
+        # Each way is one callable of query, key and value, so that checkpoints and the monitor treat them alike.
         chooser = self._chooser()
         if chooser is not None:
             segments = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
@@ -206,7 +210,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             return call()
         dense = partial(attend, query, key, value, pattern, **options)
         shape = (query.shape, key.shape, value.shape, query.dtype, query.device, is_causal, pattern)
-        # Its memory includes what the choice needs.
+        # A new call chooses again, so its memory includes what the choice needs.
         alone = partial(sparse if chooser is None else choosing(), query, key, value)
         return self.performance_monitor.measure(shape, call, alone, dense, density=self._tile_density)
 
@@ -231,6 +235,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         if sparsity_ratio is None:
             raise ValueError("sparsity_ratio: expected a density in (0, 1], got None")
         config = self.sparse_config
+        # A refused value must leave the configuration as it was.
         before, config.sparsity_ratio = config.sparsity_ratio, sparsity_ratio
         try:
             config.check()
@@ -260,6 +265,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
         if enabled is not False and self.ring_size > 1:
             raise ValueError(_ONE_PROCESS.format(self.ring_size))
         own = enabled if isinstance(enabled, AdaptiveAttention) else None
+        # This module computes attention over an index itself: what an override adds to a choice would be lost.
         if own is not None and (own.compensate or type(own).forward is not AdaptiveAttention.forward):
             raise ValueError(f"enabled: {own!r} attends in its own way: pass it as attend= of SparseMultiheadAttention")
         if own is not None and own.stateful and (self.segment_lengths or self.use_gradient_checkpointing):
@@ -277,6 +283,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             raise ValueError(_ONE_PROCESS.format(self.ring_size))
         if self.adaptive is not None:
             return self.adaptive
+        # Made anew at each call, because the fields of the configuration may have changed.
         config.check()
         density = config.bounded(0.25 if config.sparsity_ratio is None else config.sparsity_ratio)
         return AdaptiveAttention(budget=Density(density), block=min(config.block_size, 128))
@@ -305,39 +312,30 @@ class BlockSparseRingDilatedAttention(nn.Module):
         return self.performance_monitor.report()
 
 
+@dataclass(eq=False)
 class AdaptiveCall:
     """One call of attention over the tiles that an `AdaptiveAttention` chooses, in dilated segments if there are any.
 
     It chooses once, so that a backward pass that computes it again attends over the same tiles.
-
-    >>> call = AdaptiveCall(AdaptiveAttention(), [(128, 1)], None, is_causal=True, key_mask=None, scale=None)
-    >>> x = torch.randn(1, 2, 300, 16)
-    >>> call(x, x, x).shape, call.tile_density
-    (torch.Size([1, 2, 300, 16]), 0.5)
     """
 
-    def __init__(
-        self,
-        chooser: AdaptiveAttention,
-        branches: Sequence[tuple[int, int]],
-        pattern: Pattern | None,
-        *,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        scale: float | None,
-    ) -> None:
-        self.chooser, self.branches, self.pattern = chooser, list(branches), pattern
-        self.is_causal, self.key_mask, self.scale = is_causal, key_mask, scale
-        self._chosen: list[BlockIndex] = []
-        self._kept: list[int] = []
-        self._grid = TileGrid(chooser.choice.block, 0, 0, 0)
-        self._heads = 0
+    chooser: AdaptiveAttention
+    branches: list[tuple[int, int]]
+    pattern: Pattern | None
+    is_causal: bool
+    key_mask: Tensor | None
+    scale: float | None
+    _chosen: list[BlockIndex] = field(default_factory=list)
+    _kept: list[int] = field(default_factory=list)
+    _grid: TileGrid | None = None
+    _heads: int = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0) -> Tensor:
         """Compute the attention ``[B, H, N, D]``."""
         n_queries, n_keys = query.shape[2], key.shape[2]
         self._grid = TileGrid(self.chooser.choice.block, n_keys - n_queries, n_queries, n_keys)
         self._heads = query.shape[0] * query.shape[1]
+        # Empty in the first call. A recomputed one takes the same indices in the same order.
         indices = iter(self._chosen[:])
         if not self.branches:
             index = self._choose(query, key, self.key_mask, indices)
@@ -346,17 +344,13 @@ class AdaptiveCall:
             )
         rules = rules_of(self.branches, None, self.is_causal, "mix", query.shape[1])
         assert rules is not None, "branches that are mixed always have rules"
-        options = options_of(query, rules, self.key_mask, dropout_p, None, self.scale, None)
         warn_of_uncovered(self.branches, query.shape[1], n_keys - n_queries, n_queries)
-        numbers = torch.arange(query.shape[1] * n_queries, device=query.device).view(1, *query.shape[1:3])
+        call, mask = make_call(query, dropout_p=dropout_p, scale=self.scale), self.key_mask
         parts = []
-        for branch, part in all_parts(query, key, options):
-            tensors = compact_part(query, key, value, part)
-            index = self._choose(*tensors[:2], part.problem.key_mask, indices)
-            places = compact(numbers, part.piece).flatten()
-            # `compose` passes the rule on, and attention accepts an index as well.
-            parts.append((branch, tensors, part.problem._replace(rule=index), places))  # type: ignore[arg-type]
-        return compose(query, key, value, parts, options)[0]
+        for part in parts_of(query, key, rules, call, is_masked=mask is not None):
+            tensors, kept = part.read(query, key, value, mask)
+            parts.append(part._replace(rule=self._choose(*tensors[:2], kept, indices)))
+        return composed(query, key, value, Parts(lambda source: parts, mask))[0]
 
     def _choose(self, query: Tensor, key: Tensor, key_mask: Tensor | None, earlier: Iterator[BlockIndex]) -> BlockIndex:
         index = next(earlier, None)
@@ -371,12 +365,15 @@ class AdaptiveCall:
     @property
     def tile_density(self) -> float:
         """The tiles of the call over those of dense attention on the whole sequence."""
+        # The mean over the heads of each index, for each head of its call: one head of an index can stand for all.
         kept = sum(
             index.kept_tiles * times / index.group.numel()
             for index, times in zip(self._chosen, self._kept, strict=True)
         )
+        if self._grid is None or not self._heads:
+            return math.nan
         allowed = count_allowed(Causal() if self.is_causal else Dense(), self._grid, torch.device("cpu"))[1]
-        return kept / (allowed * self._heads) if allowed and self._heads else math.nan
+        return kept / (allowed * self._heads) if allowed else math.nan
 
 
 BlockSparseOptimized = BlockSparseRingDilatedAttention
@@ -473,6 +470,7 @@ def self_attention_if_alone(query: Tensor, key: Tensor | None, value: Tensor | N
 
 
 def _check_ring_size(ring_size: int) -> None:
+    # PyTorch can be built without torch.distributed.
     has_group = dist.is_available() and dist.is_initialized()
     ranks = dist.get_world_size() if has_group else 1
     if isinstance(ring_size, bool) or ring_size not in (1, ranks):

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ringtile.patterns.base import checked_int, checked_ints
+from ringtile.patterns.checks import checked_int, checked_ints
 
 BLOCK_SIZES = (64, 128, 256)
 TILE = 128
@@ -77,6 +77,7 @@ class SparsePatternConfig:
             raise ValueError(f"block_size: expected one of {BLOCK_SIZES}, got {self.block_size!r}")
         densities = {name: getattr(self, name) for name in ("sparsity_ratio", "min_sparsity", "max_sparsity")}
         for name, value in densities.items():
+            # True is a number to Python, and would be a density of 1.
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value <= 1):
                 raise ValueError(f"{name}: expected a density in (0, 1], the fraction of tiles computed, got {value!r}")
@@ -92,10 +93,13 @@ class SparsePatternConfig:
                 setattr(self, name, check(self.pattern_type, name, value, 1))
         if self.pattern_type == "adaptive" and self.block_size > 128:
             raise ValueError(f"block_size: tiles that follow the content have at most 128, got {self.block_size}")
+        # Every call checks again, because fields may have changed, and must not warn again. The set is no field, so
+        # `repr`, `==` and the key of the solver leave it out.
         said = self.__dict__.setdefault("_said", set())
         for message in self._overridden():
             if message not in said:
                 said.add(message)
+                # Four frames up is your line: warn, check, __post_init__ and the __init__ that dataclass writes.
                 warnings.warn(message, stacklevel=4)
 
     def _overridden(self) -> Iterator[str]:
@@ -110,6 +114,8 @@ class SparsePatternConfig:
                 )
         if self.pattern_type == "adaptive":
             return
+        # A ratio sets the width of the window and counts tiles. Without one, the window is exact in tokens, and only
+        # bounds count tiles.
         if self.sparsity_ratio is not None:
             if self.local_window_size is not None and "local_window_size" in shaping:
                 yield (

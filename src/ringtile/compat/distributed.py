@@ -134,6 +134,7 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks; None for all ranks, or a single process."""
+        # DeepSpeed makes its group after this module is built, so it is asked for at each call, and never imported.
         if self._group is None and self.enable_deepspeed_integration and "deepspeed" in sys.modules:
             groups: Any = sys.modules["deepspeed"].utils.groups
             return groups._get_sequence_parallel_group()  # type: ignore[no-any-return]
@@ -192,6 +193,8 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
         return compress_gradients(model, self.config)
 
 
+# Every call of a module asks for its layout, and the search plans each candidate at each rank. A layout follows from
+# the rule and the two numbers alone, so an entry never becomes wrong, and all ranks find the same.
 @lru_cache(maxsize=64)
 def _balanced(pattern: Pattern, n_tokens: int, n_ranks: int) -> Layout:
     layout = cheapest_layout(pattern, n_tokens, n_ranks, Sizes(heads=pattern.num_heads or 8, kv_heads=1))
@@ -280,6 +283,7 @@ def compress_gradients(
         return GradientCompression("float16", None, None)
     shapes = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
     rank = rank_of(shapes, config.compression_ratio)
+    # Compress every matrix that the rank makes smaller: the rank was chosen from the share of all of them.
     state = powerSGD_hook.PowerSGDState(
         model.process_group,
         matrix_approximation_rank=rank,
@@ -293,7 +297,7 @@ def compress_gradients(
 
 def _reduce_in_half(replicas: dist.ProcessGroup, sums: bool, grads: Tensor) -> None:
     """Replace gradients by the mean or the sum over replicas, which travel in float16."""
-    # Divided first, so that sums do not overflow.
+    # Divided first, so that sums do not overflow: float16 ends at 65,504, and eight gradients of 10,000 pass it.
     half = (grads / replicas.size()).half()
     dist.all_reduce(half, group=replicas)
     grads.copy_(half)
@@ -307,6 +311,7 @@ def rank_of(shapes: Sequence[torch.Size], ratio: float) -> int:
     >>> rank_of([torch.Size([100, 100])], 0.1)
     5
     """
+    # PowerSGD sees a weight [out, in, 3] as a matrix of out x (3 in) and sends two factors of the rank.
     matrices = [(shape[0], shape[1:].numel()) for shape in shapes if len(shape) > 1]
     vectors = sum(shape.numel() for shape in shapes if len(shape) <= 1)
     total = vectors + sum(rows * cols for rows, cols in matrices)

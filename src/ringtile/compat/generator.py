@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ringtile.compat.config import TILE, SparsePatternConfig
 from ringtile.index import build_index
-from ringtile.index.allowed import count_allowed
 from ringtile.index.build import real_tensors
+from ringtile.index.counts import count_allowed
 from ringtile.index.density import solve
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
-from ringtile.patterns.base import TileGrid, checked_int
+from ringtile.patterns.base import TileGrid
+from ringtile.patterns.checks import checked_int
 
 _TOLERANCE = 0.1
 """Relative distance of a density from the ratio beyond which a warning names it."""
@@ -40,10 +41,12 @@ def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) 
     for n_queries, n_keys, start, times in problems:
         grid = TileGrid(TILE, start, n_queries, n_keys)
         allowed = count_allowed(Causal() if is_causal else Dense(), grid, torch.device("cpu"))[1]
+        # A dense rule computes what is allowed: nothing needs an index.
         tiles: float = allowed
         if not isinstance(rule, Dense):
             in_force = Causal() & rule if is_causal else rule
             index = build_index(in_force, n_queries, n_keys, start=start, num_heads=rule.num_heads or 1, block=TILE)
+            # A caller may be traced with fake tensors, and a fake index has no counts.
             with real_tensors():
                 tiles = index.kept_tiles / index.group.numel()
         kept, dense = kept + times * tiles, dense + times * allowed
@@ -53,14 +56,14 @@ def count_tiles(rule: Pattern, problems: Sequence[Problem], *, is_causal: bool) 
 def _solve(values: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bool) -> Pattern:
     """Return the pattern of a configuration whose tile density over all problems is nearest to the ratio."""
     config = SparsePatternConfig()
-    # Checked before, and the caller has been warned.
+    # The caller has checked these values and was warned: setting the fields checks nothing and warns of nothing.
     vars(config).update(zip((field.name for field in fields(config)), values, strict=True))
     ratio, low, high = config.sparsity_ratio, config.min_sparsity, config.max_sparsity
-    # A density pays for whole tiles, so all pairs of a tile are kept.
+    # A density pays for whole tiles, so all pairs of a tile are kept. Blocks of 64 tokens count as 128.
     block = max(config.block_size, TILE)
     rates, near = tuple(config.dilation_rates or (1, 2, 4, 8, 16)), BlockDilated([1], 1, block)
     window, first = Window((config.local_window_size or 512) // 2), config.global_tokens or 64
-    # Each type by its fields, and with the free parameter that a density sets.
+    # Each type has a rule by its fields, and one whose reach is free: a density sets it.
     plain, free = {
         "local_window": (window, near),
         "global_local": (window | GlobalTokens(first), near | GlobalTokens(-(-first // block) * block)),
@@ -76,6 +79,7 @@ def _solve(values: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bo
     wanted = density(plain) if ratio is None else ratio
     target = config.bounded(wanted)
     n_keys = max((problem.n_keys for problem in problems), default=0)
+    # The geometry lies inside the bounds already.
     if ratio is None and target == wanted:
         return plain
     if ratio is None and config.local_window_size is not None and config.pattern_type != "dilated_sparse":
@@ -86,6 +90,7 @@ def _solve(values: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bo
         )
     if target == 1:
         return Dense()
+    # With a reach of 1, each rate adds two diagonals of blocks: the last rates are dropped until the rest has room.
     count = len(rates) if config.pattern_type == "dilated_sparse" else 0
     while count > 1 and density(BlockDilated(rates[:count], 1, block)) > target:
         count -= 1
@@ -99,7 +104,8 @@ def _solve(values: tuple[Any, ...], problems: tuple[Problem, ...], is_causal: bo
         )
     found = solve(free, target, density, n_keys)
     if count > 1 and not found.reached:
-        # The reach as far as it fits, then the blocks next to the diagonal.
+        # A further reach adds diagonals for all rates at once, which is coarse. So the reach goes as far as it fits,
+        # and the blocks next to the diagonal fill up what is left.
         reach = found.pattern.reach - (found.density > target)  # type: ignore[attr-defined]
         filled = solve(near | BlockDilated(rates[:count], max(reach, 1), block), target, density, n_keys)
         found = min(found, filled, key=lambda each: abs(each.density - target))
@@ -132,6 +138,8 @@ class PersistentPatternCache(UserDict[int, Tensor]):
         super().__init__()
         self.max_size = checked_int("pattern_cache", "max_size", max_size, 1)
 
+    # To solve takes dozens of indices. The key is all fields of the configuration, the lengths and causality, so a
+    # changed field is a new key. Copies and pickles begin with an empty one.
     @cached_property
     def solved(self) -> Any:
         """The solver, which remembers its results."""
@@ -141,6 +149,7 @@ class PersistentPatternCache(UserDict[int, Tensor]):
         return {"data": self.data, "max_size": self.max_size}
 
     def __getitem__(self, seq_len: int) -> Tensor:
+        # A copy, as in __setitem__: a change of the matrix in place would not reach indices that are cached.
         return self.data[seq_len].clone()
 
     def __setitem__(self, seq_len: int, matrix: Tensor) -> None:
@@ -185,7 +194,7 @@ class SparsePatternGenerator:
         rule: Pattern = self.inside((Problem(n_queries, n_keys, n_keys - n_queries),), is_causal=is_causal)
         return Causal() & rule if is_causal else rule
 
-    # Traced, it would build its indices in the graph and ignore the cache.
+    # A graph would trace the solver, build its indices as part of the graph and ignore the cache.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def inside(self, problems: tuple[Problem, ...], *, is_causal: bool) -> Pattern:
         """Return one rule for several problems. Causality is left to the caller.
@@ -196,6 +205,7 @@ class SparsePatternGenerator:
         self.config.check()
         if self.config.pattern_type == "adaptive":
             raise ValueError("pattern_type: 'adaptive' chooses tiles by queries and keys, and lengths have no pattern")
+        # Dilated segments of 150 and 300 / 2 tokens are one length, and a pattern of your own can serve it.
         lengths = sorted({problem.n_keys for problem in problems}, reverse=True)
         given = [length for length in lengths if length in self.pattern_cache]
         if given and len(lengths) > 1:
@@ -216,6 +226,7 @@ class SparsePatternGenerator:
         """
         rule, block_size = self.rule(seq_len, is_causal=is_causal), self.config.block_size
         index = build_index(rule, seq_len, num_heads=rule.num_heads or 1, block=min(block_size, TILE))
+        # Heads with equal tiles share a group: 8 alike heads have one, and `group` maps each head to it.
         blocks = torch.zeros(index.n_groups, index.n_rows, index.n_cols, dtype=torch.bool)
         blocks.view(-1)[index.entries().number] = True
         blocks = blocks[index.group[0].long()]

@@ -23,13 +23,6 @@ class PerformanceMonitor:
 
     The first call of each shape is followed by one timed call of dense attention on the same inputs, with the time and
     memory that dense attention needs. While enabled, each call waits for its device.
-
-    >>> monitor = PerformanceMonitor()
-    >>> monitor.enable()
-    >>> x = torch.randn(1, 2, 256, 16)
-    >>> out = monitor.measure("shape", lambda: x, lambda: x, lambda: x, density=lambda: 1.0)
-    >>> monitor.report()["quality_score"] > 0.999
-    True
     """
 
     def __init__(self) -> None:
@@ -50,6 +43,7 @@ class PerformanceMonitor:
         ``density`` returns that of the call, after it.
         """
         out, seconds = _timed(call)
+        # Dense attention on each call would double the cost of what is measured.
         if shape not in self._probes:
             self._probes[shape] = _probe(sparse, dense, out.device)
         self._calls.append((1e3 * seconds, density(), *self._probes[shape]))
@@ -60,6 +54,7 @@ class PerformanceMonitor:
         if not self._calls:
             return dict.fromkeys(KEYS, math.nan)
         means = dict(zip(KEYS, (sum(x) / len(x) for x in zip(*self._calls, strict=True)), strict=True))
+        # Until here the column holds the time of dense attention: a quotient of means, not a mean of quotients.
         return means | {"avg_speedup": means["avg_speedup"] / means["avg_forward_time_ms"]}
 
 
@@ -67,6 +62,7 @@ def _timed(call: Attention) -> tuple[Tensor, float]:
     began = time.perf_counter()
     out = call()
     if out.is_cuda:
+        # A kernel returns before it ends, so the clock waits for the device.
         torch.cuda.synchronize(out.device)
     return out, time.perf_counter() - began
 

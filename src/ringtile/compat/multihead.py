@@ -78,6 +78,7 @@ class BlockSparseRingMultiheadDilatedAttention(SparseMultiheadAttention):
             **attention,
         )
         norm = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if use_layer_norm else None
+        # The module drops weights itself, by `dropout_p`, so the core keeps a dropout of 0.
         super().__init__(
             embed_dim,
             num_heads,
@@ -152,6 +153,15 @@ class ImprovedMultiheadDilatedAttention(BlockSparseRingMultiheadDilatedAttention
         super().__init__(*shared, **further)
 
 
+def _split(
+    arguments: dict[str, Any], segment_lengths: Sequence[int] | None, rates: Sequence[int] | None
+) -> tuple[dict[str, Any], Sequence[int] | None]:
+    """Take the fields of a configuration out of the arguments of a module. Return them, and the module's rates."""
+    shape = {field.name: arguments.pop(field.name) for field in fields(SparsePatternConfig) if field.name in arguments}
+    # One argument has two meanings: rates of segments, or of the pattern if there are no segments.
+    return (shape, rates) if segment_lengths is not None else (shape | {"dilation_rates": rates}, None)
+
+
 def create_block_sparse_multihead_attention(
     embed_dim: int,
     num_heads: int,
@@ -170,9 +180,7 @@ def create_block_sparse_multihead_attention(
     >>> attention.sparse_config.sparsity_ratio
     0.25
     """
-    shape = {field.name: arguments.pop(field.name) for field in fields(SparsePatternConfig) if field.name in arguments}
-    if segment_lengths is None:
-        shape["dilation_rates"], dilation_rates = dilation_rates, None
+    shape, dilation_rates = _split(arguments, segment_lengths, dilation_rates)
     config = SparsePatternConfig(pattern_type, sparsity_ratio, **shape)
     return BlockSparseRingMultiheadDilatedAttention(
         embed_dim, num_heads, segment_lengths, dilation_rates, config, **arguments
@@ -204,11 +212,9 @@ def create_adaptive_sparse_multihead_attention(
     >>> attention.attention.adaptive.choice.budget
     Controller(0.95, 'call', rows=64, seed=0)
     """
-    shape = {field.name: arguments.pop(field.name) for field in fields(SparsePatternConfig) if field.name in arguments}
+    shape, dilation_rates = _split(arguments, segment_lengths, dilation_rates)
     if shape.pop("pattern_type", "adaptive") != "adaptive":
         raise ValueError("pattern_type: expected 'adaptive' or none, because the contents choose the tiles")
-    if segment_lengths is None:
-        shape["dilation_rates"], dilation_rates = dilation_rates, None
     config = SparsePatternConfig("adaptive", **shape)
     adaptive = arguments.pop("use_adaptive_sparsity", True)
     decides = f"{quality_threshold=} decides, and finds the densities"

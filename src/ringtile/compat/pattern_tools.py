@@ -66,6 +66,7 @@ class PatternVisualizer:
             index = build_index(Blocks(blocks[head]), n_queries, n_keys, start=0)
             with picture(Path(save_path), 6.6, 6.2) as figure:
                 plot_pattern(index, figure.add_subplot()).set_title(title or "")
+        # One token per block, so that a character is a block.
         drawn = Blocks(blocks[head], block=1).draw(*blocks.shape[1:], start=0)
         return drawn if title is None else f"{title}\n{drawn}"
 
@@ -131,12 +132,14 @@ class PatternQualityAnalyzer:
                 "(query, key, value) instead, or use pattern_statistics without a reference"
             )
         kept = blocks
+        # 10 tokens in 4 blocks are blocks of 3, 3, 3 and 1: each block is repeated 3 times and the rest is cut.
         for dim, tokens in ((1, weights.shape[-2]), (2, weights.shape[-1])):
             side = -(-tokens // blocks.shape[dim])
             kept = kept.repeat_interleave(side, dim).narrow(dim, 0, tokens)
         weights = weights.double()
         of_kept = torch.where(kept, weights, 0.0)
         mass = of_kept.sum(-1, keepdim=True)
+        # A row whose kept weights are all 0 stays 0 instead of NaN.
         renewed = of_kept / torch.where(mass == 0, 1.0, mass)
         error = ((renewed - weights).norm() / weights.norm()).item()
         return _metrics(blocks, (mass.sum() / weights.sum()).item(), error)
@@ -166,6 +169,7 @@ def _audited(
 
 
 def _metrics(blocks: Tensor, coverage: float, error: float) -> PatternMetrics:
+    # The three middle diagonals: a block and its two neighbors.
     near, active = blocks.tril(1).triu(-1), int(blocks.sum())
     return PatternMetrics(
         coverage_ratio=coverage,

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 from ringtile.distributed.layout import Layout
-from ringtile.distributed.plan import RING_PATTERNS
-from ringtile.distributed.relays import routes_of
+from ringtile.distributed.plan import fits_ring
+from ringtile.distributed.transports import MODES, plan_of
 from ringtile.patterns import Pattern
 
 T = TypeVar("T")
@@ -44,13 +44,14 @@ def prepare(
     >>> from ringtile.patterns import Causal, Documents
     >>> prepare(Causal() & Documents([300, 200, 524]), Layout.contiguous(1024, 2), 0, num_heads=4)
     """
-    if transport not in ("auto", "exchange", "gather", "hierarchy"):
+    mode = MODES.get(transport)
+    if mode is None or not mode.is_planned:
         raise ValueError(f"transport: expected auto, exchange, gather or hierarchy, got {transport!r}")
-    if transport == "auto" and isinstance(pattern, RING_PATTERNS) and layout.n_ranks > 1:
+    if mode.gather is None and fits_ring(pattern) and layout.n_ranks > 1:
         return
-    routes = routes_of(pattern, layout, rank, transport, num_heads, batch, ranks_per_node)
+    plan = plan_of(mode, pattern, layout, rank, num_heads, batch, ranks_per_node)
     # The comparison needs it, and it takes as long as the plan.
-    assert routes.fingerprint
+    assert plan.fingerprint
 
 
 def prefetched(batches: Iterable[T], prepare_batch: Callable[[T], object]) -> Iterator[T]:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.attention import real_group, ring_attention
+from ringtile.distributed.attention import ring_attention
 from ringtile.distributed.cache import RingCache
 from ringtile.distributed.layout import Layout
+from ringtile.distributed.process_groups import real_group
+from ringtile.distributed.transports import mode_of
 from ringtile.functional.attention import rule_of
 from ringtile.patterns import Pattern
 
@@ -48,7 +50,7 @@ class RingAttend:
         transport = self.transports.get(rule.text or rule)
         if transport is None:
             raise ValueError(f"transport: expected one for the pattern {rule!r}, got {list(self.transports)}")
-        group = self.group if transport == "hierarchy" else self.every
+        group = self.group if 1 not in mode_of(transport).dims else self.every
         return {"group": group, "transport": transport, **self.options}
 
 

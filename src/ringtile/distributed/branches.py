@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
-from ringtile.distributed.wires import Picks
+from ringtile.distributed.plan import Source
+from ringtile.distributed.runs import Copies
 from ringtile.index.covers import MAX_BYTES
 
 _CELLS = 1 << 22
@@ -102,7 +103,7 @@ class BranchPlan:
     """The number ``head * layout.n_tokens + position`` of each item of the buffer, ascending."""
     places: Tensor
     """The place of each of these items in the buffer."""
-    own: Picks
+    own: Copies
     sent: tuple[Tensor, ...]
     received: tuple[tuple[Run, ...], ...]
     is_mixed: bool
@@ -123,20 +124,12 @@ class BranchPlan:
         """Number of items that this rank gets from each other."""
         return tuple(map(count_tokens, self.received))
 
-    @property
-    def hot(self) -> tuple[Tensor, ...]:
-        """Nothing is broadcast."""
-        return ()
+    def part(self, source: Source) -> slice:
+        """Return the places of a part of the buffer. The part "hot" is empty."""
+        return slice(self.n_buffer) if source == "all" else slice(self.n_buffer, None)
 
-    @property
-    def hot_copies(self) -> tuple[Picks, ...]:
-        """Nothing is broadcast."""
-        return ()
-
-    @property
-    def tokens_hot(self) -> tuple[int, ...]:
-        """Nothing is broadcast."""
-        return ()
+    # No item is broadcast.
+    hot = hot_copies = tokens_hot = ()
 
 
 class _Runs(NamedTuple):
@@ -177,18 +170,28 @@ class _Cells(NamedTuple):
 
 
 def _cells(runs: _Runs, shape: Shape, n_tokens: int, n_offsets: int, rank: int) -> _Cells:
-    """Return the cells of a rank, and those of the others in segments that ranks share."""
+    """Return the cells of a rank, and those of the others in segments that ranks share.
+
+    Two ranks share 12 tokens, 0 to 4 and 5 to 11, and the segments of 8 tokens are dilated by 3. For rank 1 the cells
+    are (rank 0, tokens 0 to 4), (rank 1, 5 to 7) and (rank 1, 8 to 11). Offset 1 of segment 0 has the tokens 1, 4, 7.
+    Rank 0 holds two of them, so the second cell has ``first`` 2 and ``n_queries`` 1. Its 3 keys begin at token 1,
+    before its run, so they are far.
+    """
     length, dilation, is_trimmed = shape
+    # Run i meets count[i] segments: repeat it so often, and number its segments from the one that it begins in.
     count = (runs.end - 1) // length - runs.begin // length + 1
     run = torch.arange(len(count)).repeat_interleave(count)
     begin, end, owner, place = (x[run] for x in runs)
     segment = begin // length + torch.arange(len(run)) - (count.cumsum(0) - count)[run]
     origin = segment * length
+    # A segment that lies inside a run of another rank is of no interest to this one.
     kept = (owner == rank) | (begin > origin) | (end < (origin + length).clamp(max=n_tokens))
     begin, end, owner, place, segment, origin = (x[kept] for x in (begin, end, owner, place, segment, origin))
     offsets = torch.arange(n_offsets)
 
     def places_before(position: Tensor) -> Tensor:
+        # Tokens origin + offset + dilation * place below the position: with offset 1 and dilation 3, below 5 there are
+        # (5 - 0 - 1 + 2) // 3 = 2 of them, 1 and 4.
         return ((position - origin).unsqueeze(1) - offsets + dilation - 1) // dilation
 
     first = places_before(torch.maximum(begin, origin))
@@ -232,18 +235,12 @@ def make_branch_plan(
     """
     runs, n_tokens, size = _runs_of(layout), layout.n_tokens, layout.size(rank)
     n_offsets = [min(shape.dilation, shape.length, num_heads) for shape in shapes]
-    for shape, offsets in zip(shapes, n_offsets, strict=True):
-        cells = int(((runs.end - 1) // shape.length - runs.begin // shape.length + 1).sum()) * offsets
-        if cells > _CELLS:
-            raise ValueError(
-                f"layout: expected at most {_CELLS:,} runs of tokens in segments and offsets, got {cells:,} for the "
-                f"branch ({shape.length}, {shape.dilation}). Use longer runs or segments"
-            )
+    _check_cells(runs, shapes, n_offsets)
     readers = [_readers(*each, num_heads, num_kv_heads) for each in zip(shapes, n_offsets, strict=True)]
-    # Key heads that query heads of the same offsets share need the same tokens: find these once.
+    # Key heads that query heads of the same offsets share need the same tokens: find these once per kind.
     kinds, kind_of = torch.cat(readers, 1).unique(dim=0, return_inverse=True)
     pieces: list[Piece] = []
-    needed: list[_Need] = []
+    needed: list[tuple[slice, Tensor]] = []
     needed_there: dict[int, Tensor] = {}
     is_mixed = False
     for number, (shape, offsets, reads) in enumerate(zip(shapes, n_offsets, kinds.split(n_offsets, 1), strict=True)):
@@ -255,30 +252,15 @@ def make_branch_plan(
         needed += _needs(mine, shape, reads)
         _add_needs_of_others(needed_there, mine, others, shape, reads, size, num_kv_heads)
     items = _of_heads(_needed_tokens(needed, len(kinds), num_kv_heads), kind_of, n_tokens)
-    # Items of a head and a run follow each other. The buffer has the own ones first, then those of each rank.
-    first = torch.arange(num_kv_heads).unsqueeze(1) * n_tokens + runs.begin
-    begins = torch.searchsorted(items, first.flatten())
-    counts = begins.diff(append=torch.tensor([len(items)]))
-    owner = torch.where(runs.rank == rank, -1, runs.rank).repeat(num_kv_heads)
-    order = owner.argsort(stable=True)
-    starts = torch.empty_like(begins)
-    starts[order] = counts[order].cumsum(0) - counts[order]
-    short = torch.int32 if num_kv_heads * n_tokens < 2**31 else torch.int64
-    places = torch.arange(len(items), dtype=short) + (starts - begins).to(short).repeat_interleave(counts)
-    tokens = torch.zeros(layout.n_ranks + 1, dtype=torch.int64).index_add_(0, owner + 1, counts)
-    bounds = list(pairwise([0, *tokens.cumsum(0).tolist()]))
-    received = tuple((run,) if run[0] < run[1] else () for run in bounds[1:])
+    places, bounds = _in_buffer(items, runs, rank, layout.n_ranks, num_kv_heads, n_tokens)
     is_own = places < bounds[0][1]
     head, position = items[is_own] // n_tokens, items[is_own] % n_tokens
     run = torch.searchsorted(runs.begin, position, right=True) - 1
     own = head * size + runs.place[run] + position - runs.begin[run]
-    nowhere = torch.empty(0, dtype=short)
-    sent = [
-        _of_heads([kept.nonzero().flatten() for kept in needed_there[other].T], kind_of, size).to(short)
-        if other in needed_there
-        else nowhere
-        for other in range(layout.n_ranks)
-    ]
+    nothing = torch.empty(0, dtype=places.dtype)
+    sent = [nothing] * layout.n_ranks
+    for other, marked in needed_there.items():
+        sent[other] = _of_heads([kept.nonzero().flatten() for kept in marked.T], kind_of, size).to(places.dtype)
     facts = repr((shapes, layout, num_heads, num_kv_heads))
     return BranchPlan(
         layout,
@@ -288,11 +270,43 @@ def make_branch_plan(
         tuple(sorted(pieces, key=lambda piece: not piece.is_local)),
         items.to(device),
         places.to(device),
-        Picks(own.to(device), places[is_own].long().to(device)),
+        Copies(own.to(device), places[is_own].long().to(device)),
         tuple(x.to(device) for x in sent),
-        received,
+        tuple((each,) if each[0] < each[1] else () for each in bounds[1:]),
         is_mixed,
     )
+
+
+def _in_buffer(
+    items: Tensor, runs: _Runs, rank: int, n_ranks: int, num_kv_heads: int, n_tokens: int
+) -> tuple[Tensor, list[Run]]:
+    """Return the place of each item in the buffer, and the places of the own ones and those of each rank.
+
+    Items ascend by head and position, so those of a head and a run follow each other. With two heads of 10 tokens, the
+    own tokens 5 to 9 and the items [3, 7, 13, 17], the own items 7 and 17 come first: the places are [2, 0, 3, 1].
+    """
+    begins = torch.searchsorted(items, (torch.arange(num_kv_heads).unsqueeze(1) * n_tokens + runs.begin).flatten())
+    counts = begins.diff(append=torch.tensor([len(items)]))
+    owner = torch.where(runs.rank == rank, -1, runs.rank).repeat(num_kv_heads)
+    order = owner.argsort(stable=True)
+    starts = torch.empty_like(begins)
+    starts[order] = counts[order].cumsum(0) - counts[order]
+    # A plan has a place per item that travels: half of its memory if they fit into 32 bits.
+    short = torch.int32 if num_kv_heads * n_tokens < 2**31 else torch.int64
+    places = torch.arange(len(items), dtype=short) + (starts - begins).to(short).repeat_interleave(counts)
+    tokens = torch.zeros(n_ranks + 1, dtype=torch.int64).index_add_(0, owner + 1, counts)
+    return places, list(pairwise([0, *tokens.cumsum(0).tolist()]))
+
+
+def _check_cells(runs: _Runs, shapes: Sequence[Shape], n_offsets: Sequence[int]) -> None:
+    """Raise ValueError if the runs of the ranks are so short that the cells take too much memory."""
+    for shape, offsets in zip(shapes, n_offsets, strict=True):
+        cells = int(((runs.end - 1) // shape.length - runs.begin // shape.length + 1).sum()) * offsets
+        if cells > _CELLS:
+            raise ValueError(
+                f"layout: expected at most {_CELLS:,} runs of tokens in segments and offsets, got {cells:,} for the "
+                f"branch ({shape.length}, {shape.dilation}). Use longer runs or segments"
+            )
 
 
 def _readers(shape: Shape, n_offsets: int, num_heads: int, num_kv_heads: int) -> Tensor:
@@ -312,33 +326,26 @@ def _check_bytes(tokens: int, num_kv_heads: int) -> None:
         )
 
 
-class _Need(NamedTuple):
-    """Tokens that key heads read from the buffer."""
-
-    positions: slice
-    kinds: Tensor
-    """bool ``[kinds]``: kinds of key heads."""
-
-
-def _needs(mine: _Cells, shape: Shape, reads: Tensor) -> Iterator[_Need]:
-    """Yield the tokens that a rank's problems of a branch read from the buffer."""
+def _needs(mine: _Cells, shape: Shape, reads: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the positions that a rank's problems of a branch read from the buffer, and the kinds of heads that do."""
     cell, offset = mine.is_far.nonzero().T
     begins = mine.segment[cell] * shape.length + offset
     ends = begins + (mine.n_keys[cell, offset] - 1) * shape.dilation + 1
     for begin, end, kinds in zip(begins.tolist(), ends.tolist(), reads.T[offset].unbind(), strict=True):
-        yield _Need(slice(begin, end, shape.dilation), kinds)
+        yield slice(begin, end, shape.dilation), kinds
 
 
-def _needed_tokens(needed: Sequence[_Need], n_kinds: int, num_kv_heads: int) -> list[Tensor]:
+def _needed_tokens(needed: Sequence[tuple[slice, Tensor]], n_kinds: int, num_kv_heads: int) -> list[Tensor]:
     """Return the tokens that each kind of key heads needs, once, ascending.
 
     Raises ValueError if they lie so far apart that to find them takes too much memory.
     """
     if not needed:
         return [torch.empty(0, dtype=torch.int64)] * n_kinds
-    first = min(need.positions.start for need in needed)
-    width = max(need.positions.stop for need in needed) - first
+    first = min(positions.start for positions, _ in needed)
+    width = max(positions.stop for positions, _ in needed) - first
     _check_bytes(width, num_kv_heads)
+    # A mark per token, because branches need many tokens twice.
     found = torch.zeros(n_kinds, width, dtype=torch.bool)
     for positions, kinds in needed:
         found[:, positions.start - first : positions.stop - first : positions.step] |= kinds.unsqueeze(1)
@@ -354,6 +361,7 @@ def _add_needs_of_others(
     needed: dict[int, Tensor], mine: _Cells, others: _Cells, shape: Shape, reads: Tensor, size: int, num_kv_heads: int
 ) -> None:
     """Mark this rank's tokens ``[n, kinds]`` that the problems of each other rank read."""
+    # Only segments that both have. In the others, this rank has no token to send, or nobody asks for it.
     segments = mine.segment.unique()
     others = others.where(torch.isin(others.segment, segments))
     mine = mine.where(torch.isin(mine.segment, others.segment))
@@ -368,12 +376,14 @@ def _add_needs_of_others(
     token = mine.base[cell][which] + offset[which] + place * shape.dilation
     of_segment = torch.searchsorted(segments, mine.segment[cell])[which]
     offset, kinds = offset[which], reads.T.contiguous()
+    # A slot per shared segment and offset. Another rank reads the places below a bound there, 0 if it reads none.
     slot = of_segment * len(kinds) + offset
     others = others.where(others.rank.argsort(stable=True))
     ranks, counts = others.rank.unique_consecutive(return_counts=True)
     far = others.n_keys.where(others.is_far, 0).split(counts.tolist())
     at = torch.searchsorted(segments, others.segment).unsqueeze(1).expand(-1, far[0].shape[1]).split(counts.tolist())
     for other, keys, theirs in zip(ranks.tolist(), far, at, strict=True):
+        # Several runs of a rank can lie in one segment. The last one reads furthest.
         bound = torch.zeros(len(segments), reads.shape[1], dtype=torch.int64)
         bound.scatter_reduce_(0, theirs, keys, "amax")
         read = (place < bound.flatten()[slot]).nonzero().flatten()
@@ -395,6 +405,7 @@ def _pieces(
     """Yield a rank's problems of one branch: segments whose queries and keys have equal places form one."""
     if not len(mine.segment):
         return
+    # A row per cell, with four numbers per offset. Cells with equal rows have equal problems.
     table = torch.stack([mine.first, mine.n_queries, mine.n_keys, mine.is_far.long()], 2)
     kinds, kind = table.flatten(1).unique(dim=0, return_inverse=True)
     order = kind.argsort(stable=True).split(torch.bincount(kind).tolist())

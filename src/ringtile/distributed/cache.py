@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import lockstep
-from ringtile.distributed.attention import compare, group_of, real_group, ring_attention, shapes_of
-from ringtile.distributed.failures.faults import wait
+from ringtile.distributed.agreement import compare, shapes_of
+from ringtile.distributed.attention import ring_attention
+from ringtile.distributed.failures import wait
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.lockstep import Facts
+from ringtile.distributed.process_groups import real_group
+from ringtile.distributed.transports import group_of, mode_of
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.attention import attend_scores
 from ringtile.functional.cache import HeldKeys, LayerCache
@@ -73,7 +76,7 @@ class RingCache(LayerCache):
 
     @property
     def _ranks(self) -> dist.ProcessGroup:
-        return real_group(group_of(self.group, self._options.get("transport", "")))
+        return real_group(group_of(self.group, mode_of(self._options.get("transport", "auto"))))
 
     @property
     def held(self) -> int:
@@ -123,6 +126,7 @@ class RingCache(LayerCache):
         )
         lockstep.begin(ranks)
         position = torch.arange(self.length, self.length + n_new, device=key.device)
+        # Ranks take turns of 128 tokens: of 3 ranks, rank 1 stores the positions 128 to 255, 512 to 639, ...
         turns = torch.full_like(position, self._home) if self.bounded else position // _BLOCK % ranks.size()
         self._add(self._new(key, value, position, key_mask).chosen((turns == ranks.rank()).nonzero().squeeze(1)))
         self.length += n_new

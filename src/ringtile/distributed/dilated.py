@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.attention import (
-    Ranks,
-    by_number,
-    check_keys_finite,
-    check_shard,
-    compare,
-    exchange_of,
-    group_of,
-    real_group,
-    ring_attention,
-    shapes_of,
-)
-from ringtile.distributed.branches import BranchPlan, Piece, Shape, make_branch_plan
-from ringtile.distributed.exchange import Exchange, cast_finish, cast_start, tied
+from ringtile.distributed.agreement import compare, exchange_of, shapes_of
+from ringtile.distributed.attention import ring_attention
+from ringtile.distributed.branches import BranchPlan, Shape, make_branch_plan
+from ringtile.distributed.exchange import Works, by_number
 from ringtile.distributed.layout import Layout
-from ringtile.functional.attention import check_options, checked_tensors, without_autocast
-from ringtile.functional.dilated import (
-    Options,
-    Problem,
-    call_of,
-    checked_branches,
-    compose,
-    differentiable_grads,
-    needs_composing,
-    numbered,
-    options_of,
-    rules_of,
-    union_of,
-    warn_of_uncovered,
-)
-from ringtile.kernels.contracts import accumulator, merge_into
+from ringtile.distributed.pieces import ExchangedKeys
+from ringtile.distributed.plan import Source
+from ringtile.distributed.process_groups import Ranks, real_group
+from ringtile.distributed.shards import check_keys_finite, check_shard
+from ringtile.distributed.transports import group_of
+from ringtile.functional.attention import check_options, checked_tensors, make_call
+from ringtile.functional.dilated import Branch, checked_branches, numbered, rules_of, union_of, warn_of_uncovered
+from ringtile.functional.parts import Part, Places, attend_parts
+from ringtile.kernels.contracts import Call, accumulator, merge_into
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
@@ -118,55 +102,33 @@ def ring_dilated_attention(
     ranks = group_of(group)
     query, key, value = checked_tensors(query, key, value, enable_gqa)
     rank, _ = check_shard(query, key, layout, ranks)
-    check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scale": scale, "backend": backend}
+    check_options(query, key, key_mask=key_mask, **options)
     at = checked_branches(segment_lengths, dilation_rates)
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     if branches is None:
-        return ring_attention(
-            query,
-            key,
-            value,
-            union_of(at, pattern),
-            layout=layout,
-            group=group,
-            is_causal=is_causal,
-            key_mask=key_mask,
-            dropout_p=dropout_p,
-            seed=seed,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            check_finite=check_finite,
-            return_lse=return_lse,
-            backend=backend,
-        )
+        options |= {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse}
+        options |= {"layout": layout, "group": group, "check_finite": check_finite}
+        return ring_attention(query, key, value, union_of(at, pattern), **options)
     warn_of_uncovered(at, query.shape[1], 0, layout.n_tokens)
     if check_finite:
         check_keys_finite(key, value, layout, rank, check_finite)
     shapes = shapes_of(query, key, value)
-    # Not the result of the call: Dynamo reads tensors only from places that it can find again.
-    options = options_of(query, branches, None, dropout_p, seed, scale, backend)
-    numbers = options.scale, dropout_p, key_mask is not None
+    call = make_call(query, **options)
+    numbers = call.scale, dropout_p, key_mask is not None
     how = layout, ranks, shapes, str(key.dtype), key.device, numbers, torch.compiler.is_compiling()
+    # Not the result of the call: Dynamo reads tensors only from places that it can find again.
     exchange = by_number[_prepared(tuple(at), pattern, is_causal, overlap, *how)]
     assert isinstance(exchange.plan, BranchPlan)
-    plan = exchange.plan
-    masks = _Masks(None, None)
+    own_mask, buffer_mask = None, None
     if key_mask is not None:
-        every = key_mask.unsqueeze(1).expand(-1, key.shape[1], -1).flatten(1)
-        masks = _Masks(every, torch.ops.ringtile.cast_bits(every, exchange.number))
-    with without_autocast(query):
-        if needs_composing(backend):
-            out, lse = _composed(query, key, value, masks, plan, exchange, options)
-        else:
-            out, lse = _Merged.apply(query, key, value, masks, plan, exchange, options)  # type: ignore[no-untyped-call]
+        own_mask = key_mask.unsqueeze(1).expand(-1, key.shape[1], -1).flatten(1)
+        buffer_mask = torch.ops.ringtile.cast_bits(own_mask, exchange.number)
+    parts = partial(_parts, query, exchange.plan, branches, call)
+    items = _Items(parts, own_mask, exchange.plan, exchange, buffer_mask, overlap=True)
+    out, lse = attend_parts(_items(query), _items(key), _items(value), items, backend)
+    out, lse = (x.view(*query.shape[:3], *x.shape[3:]) for x in (out, lse))
     return (out, lse) if return_lse else out
-
-
-class _Masks(NamedTuple):
-    """The key mask of the rank's own items and of its buffer, bool."""
-
-    own: Tensor | None
-    buffer: Tensor | None
 
 
 @constant
@@ -208,139 +170,79 @@ def _prepared(
 
 
 def _items(x: Tensor) -> Tensor:
-    """Return ``[B, H, n, ...]`` as ``[B, H * n, ...]``."""
-    return x.flatten(1, 2)
+    """Return the tokens ``[B, H, n, D]`` of all heads as those of one, ``[B, 1, H * n, D]``.
+
+    Heads read other tokens here, so a token of a head is what travels and what a part picks.
+    """
+    return x.flatten(1, 2).unsqueeze(1)
 
 
-class _Part(NamedTuple):
-    """A piece with its options and the numbers of its rows and keys."""
+@dataclass(frozen=True, eq=False)
+class _Numbers(Places):
+    """Numbered items, each once, as ``shape``: segments, heads, and the tokens of each.
 
-    piece: Piece
-    problem: Problem
-    rows: Tensor
-    keys: Tensor
-
-    def queries(self, x: Tensor) -> Tensor:
-        """Return the rows of ``[B, H * n, ...]`` as ``[B * S, heads, queries, ...]``."""
-        shape = (len(self.piece.segments), len(self.piece.heads), self.piece.n_queries)
-        rows: Tensor = x.index_select(1, self.rows).unflatten(1, shape).flatten(0, 1)
-        return rows
-
-    def tensors(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of the problem, from all items of the rank or the buffer."""
-        shape = (len(self.piece.segments), len(self.piece.key_heads), self.piece.n_keys)
-        keys, values = (x.index_select(1, self.keys).unflatten(1, shape).flatten(0, 1) for x in (k, v))
-        return self.queries(q), keys, values
-
-
-def _parts(q: Tensor, plan: BranchPlan, masks: _Masks, options: Options, *, is_local: bool) -> Iterator[_Part]:
-    """Yield the parts on the rank's own items, or those on the buffer."""
-    heads, n_tokens = q.shape[1:3]
-    for piece in plan.pieces:
-        if piece.is_local != is_local:
-            continue
-        rows, keys = piece.rows(n_tokens), piece.keys(n_tokens, plan)
-        mask = masks.own if is_local else masks.buffer
-        if mask is not None:
-            # All heads of the piece have the same tokens.
-            shape = (len(piece.segments), len(piece.key_heads), piece.n_keys)
-            mask = mask[:, keys.view(shape)[:, 0]].flatten(0, 1)
-        rule = for_heads(options.branches[piece.branch].rule, piece.heads, heads)
-        problem = Problem(rule, piece.first, mask)
-        problem = numbered(problem, options, piece.branch, piece.heads, q.shape[0], piece.segments)
-        yield _Part(piece, problem, rows, keys)
-
-
-class _Merged(torch.autograd.Function):
-    """Merge all branches, and save only the merged output and lse and the buffers, as on one process.
-
-    `_composed` computes second derivatives.
+    For the queries 1 and 3 of heads 0 and 1 in one segment of 4 tokens, ``at`` is [1, 3, 5, 7] and ``shape`` (1, 2, 2).
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        masks: _Masks,
-        plan: BranchPlan,
-        exchange: Exchange,
-        options: Options,
-    ) -> tuple[Tensor, Tensor]:
-        batch, heads, n_tokens = q.shape[:3]
-        queries, keys, values = (_items(x) for x in (q, k, v))
-        wires = keys.unsqueeze(1), values.unsqueeze(1)
-        out = q.new_zeros(batch, heads * n_tokens, v.shape[3], dtype=accumulator(q))
-        lse = torch.full(out.shape[:2], -math.inf, dtype=out.dtype, device=q.device)
+    at: Tensor
+    shape: tuple[int, int, int]
 
-        def compute(sources: Sequence[Tensor], is_local: bool) -> None:
-            for part in _parts(q, plan, masks, options, is_local=is_local):
-                tensors = part.tensors(queries, *sources)
-                found = torch.ops.ringtile.forward(*tensors, *call_of(*tensors, part.problem, options))
-                merged = part.queries(out), part.queries(lse)
-                merge_into(*merged, *found)
-                for total, x in zip((out, lse), merged, strict=True):
-                    total.index_copy_(1, part.rows, x.reshape(batch, len(part.rows), *x.shape[3:]))
+    def take(self, x: Tensor) -> Tensor:
+        rows: Tensor = x.squeeze(1).index_select(1, self.at).unflatten(1, self.shape).flatten(0, 1)
+        return rows
 
-        started = cast_start(*wires, exchange)
-        compute((keys, values), True)
-        buffers = cast_finish(*wires, started, exchange)
-        compute([x.squeeze(1) for x in buffers], False)
-        out, lse = out.to(q.dtype).unflatten(1, (heads, n_tokens)), lse.unflatten(1, (heads, n_tokens))
-        ctx.masks, ctx.plan, ctx.exchange, ctx.options = masks, plan, exchange, options
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *buffers)
-        return out, lse
+    def take_mask(self, mask: Tensor) -> Tensor:
+        # All heads have the same tokens: `make_branch_plan` gives a part heads of one offset if there is a mask.
+        return mask[:, self.at.view(self.shape)[:, 0]].flatten(0, 1)
 
-    @staticmethod
-    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *buffers = ctx.saved_tensors
-        if out_grad is None and lse_grad is None:
-            return (None,) * 7
-        if torch.is_grad_enabled():
-            results = _composed(q, k, v, ctx.masks, ctx.plan, ctx.exchange, ctx.options)
-            return *differentiable_grads(results, (q, k, v), ctx.needs_input_grad, (out_grad, lse_grad)), *(None,) * 4
-        if out_grad is None:
-            out_grad = torch.zeros_like(out)
-        queries, keys, values, out, lse, out_grad = (_items(x) for x in (q, k, v, out, lse, out_grad))
-        lse_grad = None if lse_grad is None else _items(lse_grad)
-        sources = {True: (keys, values), False: tuple(x.squeeze(1) for x in buffers)}
-        totals = {local: [torch.zeros_like(x, dtype=accumulator(q)) for x in xs] for local, xs in sources.items()}
-        q_total = torch.zeros_like(queries, dtype=accumulator(q))
-        for is_local in (False, True):
-            for part in _parts(q, ctx.plan, ctx.masks, ctx.options, is_local=is_local):
-                tensors = part.tensors(queries, *sources[is_local])
-                rows = [None if x is None else part.queries(x) for x in (out_grad, lse_grad, out, lse)]
-                call = call_of(*tensors, part.problem, ctx.options)
-                grads = torch.ops.ringtile.backward(rows[0], rows[1], *tensors, rows[2], rows[3], *call)
-                places = part.rows, part.keys, part.keys
-                for total, at, x in zip((q_total, *totals[is_local]), places, grads, strict=True):
-                    # No number occurs twice in a part, so the sums do not depend on the order of threads.
-                    total.index_add_(1, at, x.to(total.dtype).reshape(len(q), len(at), x.shape[3]))
-        if any(ctx.needs_input_grad[1:3]):
-            mine = (x.to(q.dtype).unsqueeze(1) for x in totals[False])
-            for total, x in zip(totals[True], torch.ops.ringtile.group_reduce(*mine, ctx.exchange.number), strict=True):
-                total += x.squeeze(1)
-        found = zip((q_total, *totals[True]), (q, k, v), strict=True)
-        return *(total.to(x.dtype).view(x.shape) for total, x in found), *(None,) * 4
+    def put(self, total: Tensor, part: Tensor) -> None:
+        total.squeeze(1).index_copy_(1, self.at, self._rows(total, part))
+
+    def merge(self, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+        # index_select copies, so what is merged goes back.
+        mine, my_lse = self.take(out), self.take(lse)
+        merge_into(mine, my_lse, more, more_lse)
+        self.put(out, mine)
+        self.put(lse, my_lse)
+
+    def add(self, total: Tensor, part: Tensor) -> None:
+        # No number occurs twice, so the sums do not depend on the order of threads.
+        total.squeeze(1).index_add_(1, self.at, self._rows(total, part))
+
+    def _rows(self, total: Tensor, part: Tensor) -> Tensor:
+        return part.to(total.dtype).reshape(len(total), len(self.at), *part.shape[3:])
 
 
-def _composed(
-    q: Tensor, k: Tensor, v: Tensor, masks: _Masks, plan: BranchPlan, exchange: Exchange, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Compute the same with operations that differentiate to any order and compile, but use more memory."""
-    queries, keys, values = (_items(x) for x in (q, k, v))
-    wires = keys.unsqueeze(1), values.unsqueeze(1)
-    buffers = cast_finish(*wires, cast_start(*wires, exchange, masks.buffer), exchange)
-    sources = {True: (keys, values), False: tuple(x.squeeze(1) for x in buffers)}
-    parts = (
-        (part.piece.branch, part.tensors(queries, *sources[is_local]), part.problem, part.rows)
-        for is_local in (True, False)
-        for part in _parts(q, plan, masks, options, is_local=is_local)
-    )
-    out, lse = compose(q, k, v, parts, options)
-    if all(piece.is_local for piece in plan.pieces):
-        # A rank without remote keys takes part in both passes all the same.
-        out, lse = (tied(x, *buffers, masks.buffer) for x in (out, lse))
-    return out, lse
+class _Items(ExchangedKeys):
+    """Items travel as keys do, but nothing else of ring attention's order of sums applies to them.
+
+    Gradients that arrive are summed and rounded before the own ones are added, and no part comes before the buffers if
+    operators are composed. Either order would be right, but would change the last bits.
+    """
+
+    is_merged = True
+    _overlaps_composed = False
+
+    def _sums(
+        self, grads: Sequence[Tensor], cold: tuple[Tensor, Works], hot: tuple[Tensor, Works], own: list[Tensor]
+    ) -> Sequence[Tensor]:
+        arrived = self.exchange.finish_back(grads, cold, hot)
+        return [x.to(accumulator(x)).add_(more) for x, more in zip(own, arrived, strict=True)]
+
+
+def _parts(q: Tensor, plan: BranchPlan, branches: Sequence[Branch], call: Call, source: Source) -> Iterator[Part]:
+    """Yield the dense problems on the rank's own items, or those on the buffer."""
+    heads, n_tokens = q.shape[1:3]
+    for piece in plan.pieces:
+        if source != ("own" if piece.is_local else "all"):
+            continue
+        n_segments = len(piece.segments)
+        yield Part(
+            _Numbers(piece.rows(n_tokens), (n_segments, len(piece.heads), piece.n_queries)),
+            _Numbers(piece.keys(n_tokens, plan), (n_segments, len(piece.key_heads), piece.n_keys)),
+            for_heads(branches[piece.branch].rule, piece.heads, heads),
+            numbered(call, piece.branch, piece.heads, q.shape[0], piece.segments)._replace(start=piece.first),
+            branch=piece.branch,
+            # Branches come in no order: the parts on own items are first.
+            merges=True,
+        )

@@ -1,15 +1,17 @@
-"""Planned all-to-all of keys and values, as operators: `group_cast` and `group_reduce` are each other's derivative.
+"""Planned exchange of keys and values, as operators: `group_cast` and `group_reduce` are each other's derivative.
 
-Buffers are ``[B, Hkv, tokens, D]``. On the wire, the keys and then the values for one rank lie together in that order,
-so every copy moves whole runs of tokens.
+Buffers are ``[B, Hkv, tokens, D]``. Tokens that few ranks need go by a stage, and those that most ranks need by a
+broadcast. A hierarchy has two stages and two broadcasts, between nodes and inside them. Gradients take the same ways
+back.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary, ref
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -17,40 +19,30 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringtile.distributed import lockstep
-from ringtile.distributed.failures.faults import wait
+from ringtile.distributed.branches import BranchPlan
+from ringtile.distributed.failures import wait
 from ringtile.distributed.lockstep import Facts
-from ringtile.distributed.wires import (
-    Copies,
-    Places,
+from ringtile.distributed.plan import RingPlan
+from ringtile.distributed.relays import Relays
+from ringtile.distributed.runs import Copies, Places
+from ringtile.distributed.stages import (
+    Broadcast,
+    Stage,
     Tensors,
-    all_to_all,
-    back,
+    alive,
     copy,
-    cut,
-    from_octets,
+    from_bytes,
     gather,
-    gathered,
-    of_ranks,
+    messages,
     scatter,
-    to_octets,
+    to_bytes,
+    views,
     width_of,
 )
 from ringtile.kernels.contracts import accumulator
 
-# The names since torch 2.13, where the older ones warn.
-_ALL_GATHER, _REDUCE_SCATTER = (
-    ("all_gather_single", "reduce_scatter_single")
-    if hasattr(dist, "all_gather_single")
-    else ("all_gather_into_tensor", "reduce_scatter_tensor")
-)
-
 FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
 _MASKS = "key masks, forward"
-
-numbers = itertools.count()
-_exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
-_in_flight: dict[int, tuple[StorageWeakRef, Works]] = {}
-"""What to wait for, by ticket, and a weak reference to the ticket: a call that fails leaves it behind."""
 
 library = torch.library.Library("ringtile", "FRAGMENT")
 # It reads nothing of `after`, which keeps compilers from another order of masks and keys at some ranks.
@@ -64,7 +56,31 @@ library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
 library.define("tied_grads(Tensor grad, Tensor keys, Tensor values) -> (Tensor, Tensor)")
 
 
-_NO_FACTS = Facts("exchange")
+class _ByNumber:
+    """The exchanges that exist, as attributes: operators get a number, and Dynamo reads the exchange of a number.
+
+    Dynamo sees attributes that were added while it traces, which in a dict it does not.
+    """
+
+    # Cache. Key: the number of an exchange, never used again. Bound: the exchanges that a group's calls, a graph or a
+    # backward pass still refer to. Owner: this module; the references are weak.
+
+    def __getitem__(self, number: int) -> Any:
+        return getattr(self, f"_{number}")()
+
+    def add(self, exchange: Any) -> int:
+        """Return the number of a new exchange."""
+        number = next(_numbers)
+        setattr(self, f"_{number}", ref(exchange, lambda _: delattr(self, f"_{number}")))
+        return number
+
+
+_numbers = itertools.count()
+by_number = _ByNumber()
+
+# Cache. Key: the number in a ticket. Bound: calls between start and finish; a call that fails leaves its entry until
+# the next start, which finds the ticket's storage gone. Owner: this module.
+_in_flight: dict[int, tuple[StorageWeakRef, Works]] = {}
 
 
 class Works(NamedTuple):
@@ -79,56 +95,71 @@ class Works(NamedTuple):
     """What this rank will hand on, and the work to wait for before it can."""
 
 
-class Routes(Protocol):
-    """The tokens that travel to and from one rank, and their places. `RingPlan` explains the fields."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def n_tokens(self) -> int: ...
-    @property
-    def n_buffer(self) -> int: ...
-    @property
-    def own(self) -> Copies: ...
-    @property
-    def hot(self) -> Sequence[Places]: ...
-    @property
-    def hot_copies(self) -> Sequence[Copies]: ...
-    @property
-    def sent(self) -> Sequence[Places]: ...
-    @property
-    def received(self) -> Sequence[Places]: ...
-    @property
-    def is_mixed(self) -> bool: ...
-    @property
-    def tokens_hot(self) -> Sequence[int]: ...
-    @property
-    def tokens_sent(self) -> Sequence[int]: ...
-    @property
-    def tokens_received(self) -> Sequence[int]: ...
+Plan = RingPlan | BranchPlan
+"""The tokens that travel to and from one rank, and their places. `RingPlan` explains the fields."""
 
 
 class Exchange:
-    """The collectives of one plan in one process group. Operators know it by its number.
+    """The collectives of one plan in one process group, or of `Relays` in the groups of a mesh of nodes.
 
-    Tiles that most ranks need are broadcast, the others go by one all-to-all. Gradients take the same ways back.
+    Operators know it by its number. In a hierarchy, tokens for the own node and tokens that cross travel at the same
+    time. Those that have crossed follow, by one more stage inside the node.
     """
 
-    def __init__(self, plan: Routes, group: dist.ProcessGroup, facts: Facts = _NO_FACTS) -> None:
-        self.plan, self._facts = plan, facts
+    def __init__(self, plan: Plan | Relays, facts: Facts, group: dist.ProcessGroup, *axes: dist.ProcessGroup) -> None:
+        self.plan: Plan = plan.plan if isinstance(plan, Relays) else plan
+        self._facts = facts
         # A group that was destroyed keeps its connections as long as it is referred to.
         self._group = ref(group)
-        self.number = next(numbers)
-        _exchanges[self.number] = self
+        # The owner of each broadcast, in their order in a vector: rank by rank if there are no nodes.
+        self._owners = list(range(len(self.plan.tokens_hot)))
+        self._direct = Stage(self.plan.sent, self.plan.received, self._group, not self.plan.is_mixed)
+        self._crossing, self._handed = (Stage((), (), self._group, is_idle=True) for _ in range(2))
+        self._outer = Broadcast(self.plan.tokens_hot, self.plan.rank, self._group, is_single=True)
+        self._inner: Broadcast | None = None
+        if isinstance(plan, Relays):
+            self._build_levels(plan, *map(ref, axes))
+        self.number = by_number.add(self)
+
+    def _build_levels(self, relays: Relays, outer: ref[dist.ProcessGroup], inner: ref[dist.ProcessGroup]) -> None:
+        plan, mates, per_node = relays.plan, relays.mates, relays.per_node
+        sent, received = ([places[rank] for rank in mates] for places in (plan.sent, plan.received))
+        self._direct = Stage(sent, received, inner, not relays.is_direct)
+        self._crossing = Stage(relays.crossing, relays.arriving, outer, not relays.is_crossing)
+        self._handed = Stage(relays.handed, relays.relayed, inner, not relays.is_crossing)
+        # The broadcasts that one rank of a node hands on lie together: with 2 nodes of 2 ranks, those of ranks 0, 2, 1
+        # and 3. Rank 2 gets the first of them from rank 0, and hands both to rank 3.
+        n_ranks = plan.layout.n_ranks
+        self._owners = [owner for number in range(per_node) for owner in range(number, n_ranks, per_node)]
+        by_rank = [plan.tokens_hot[number::per_node] for number in range(per_node)]
+        self._outer = Broadcast(by_rank[relays.number], relays.node, outer, n_waits=relays.most_broadcasts)
+        self._inner = Broadcast(list(map(sum, by_rank)), relays.number, inner)
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group."""
-        return there(self._group)
+        return alive(self._group)
+
+    @cached_property
+    def _n_hot(self) -> list[int]:
+        return [self.plan.tokens_hot[owner] for owner in self._owners]
+
+    @cached_property
+    def _n_crossed(self) -> int:
+        return sum(self._crossing.n_received)
+
+    @cached_property
+    def _counts(self) -> tuple[int, int, int]:
+        return sum(self._n_hot), sum(self._direct.n_received), sum(self._handed.n_received)
+
+    def _sizes(self, xs: Tensors) -> list[int]:
+        """Return the elements that are received: broadcasts, direct tokens, and tokens that others hand on."""
+        width = width_of(xs)
+        return [n * width for n in self._counts]
 
     def size_received(self, xs: Tensors) -> int:
-        """Return the elements that this rank receives, its own broadcast included."""
-        return (sum(self.plan.tokens_hot) + sum(self.plan.tokens_received)) * width_of(xs)
+        """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
+        return sum(self._sizes(xs))
 
     def begin(self) -> None:
         """Begin an exchange, before its memory is allocated. If no rank has data for another, there is none."""
@@ -142,35 +173,26 @@ class Exchange:
 
     @property
     def _moves(self) -> bool:
-        return self.plan.is_mixed or sum(self.plan.tokens_hot) > 0
-
-    @property
-    def _is_even(self) -> bool:
-        """True if all ranks broadcast equally many tokens: one collective serves all."""
-        return len(set(self.plan.tokens_hot)) == 1
+        return self.plan.is_mixed or self._counts[0] > 0
 
     def start(self, xs: Tensors, data: str = FORWARD) -> tuple[Tensor, Works]:
         """Begin to send. Return what will be received and the work to wait for."""
         self.begin()
-        plan, width = self.plan, width_of(xs)
+        width, sides = width_of(xs), ([xs], [xs])
         received = xs[0].new_empty(self.size_received(xs))
-        hot, cold = self._hot_and_cold(received, width)
-        wires = list(of_ranks(hot, width, plan.tokens_hot))
-        for owner, wire in wires:
-            if owner == plan.rank:
-                gather(cut(wire, xs), xs, plan.hot[owner])
-        sent = gathered(xs, plan.sent, plan.tokens_sent)
+        hot, direct, _ = received.split(self._sizes(xs))
+        if mine := self._by_number(hot, width):
+            own = self._outer.mine(mine[0], width)
+            if len(own):
+                gather(views(own, xs), xs, self.plan.hot[self.plan.rank])
+        sent, crossing = self._direct.pack(xs), self._crossing.pack(xs)
+        arrived = self._crossing.room(xs)
+        # From here on nothing is allocated that can be before: a rank that fails now leaves the others waiting.
         self.check(data, sent)
-        if self._is_even and wires:
-            mine = wires[plan.rank][1]
-            broadcasts = [getattr(dist, _ALL_GATHER)(hot, mine, group=self.group, async_op=True)]
-        else:
-            broadcasts = [
-                dist.broadcast(wire, dist.get_global_rank(self.group, owner), self.group, async_op=True)
-                for owner, wire in wires
-            ]
-        works = self._all_to_all(cold, sent, plan.tokens_received, plan.tokens_sent, width)
-        return received, Works(broadcasts, works, [sent])
+        broadcasts = [work for vector in mine for work in self._outer.start(vector, width)]
+        across = self._crossing.start(arrived, crossing, *sides)
+        works = self._direct.start(direct, sent, *sides)
+        return received, Works(broadcasts, works, [sent, crossing], (arrived, across))
 
     def finish(self, xs: Tensors, received: Tensor, works: Works) -> list[Tensor]:
         """Return the buffers ``[.., .., n_buffer, dim]``."""
@@ -184,53 +206,72 @@ class Exchange:
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
         copy(buffers, xs, plan.own)
         self._wait(works.hot, FORWARD)
-        for owner, wire in self._broadcast(received, width, works):
-            copy(buffers, cut(wire, xs), plan.hot_copies[owner])
+        # Broadcasts that were received before, as in a checkpoint, were handed on inside the node, too.
+        hot = received[: self._sizes(xs)[0]]
+        if self._inner is not None and works.next is not None:
+            self._wait(self._inner.start(hot, width), FORWARD)
+        for owner, message in self._broadcast(hot, width):
+            copy(buffers, views(message, xs), plan.hot_copies[owner])
         return buffers
 
-    def _broadcast(self, received: Tensor, width: int, works: Works) -> Iterator[tuple[int, Tensor]]:
-        """Yield the broadcasts, each with its owner."""
-        return of_ranks(self._hot_and_cold(received, width)[0], width, self.plan.tokens_hot)
-
     def finish_cold(self, buffers: Tensors, received: Tensor, works: Works) -> None:
-        """Write the other tokens into the buffers."""
-        plan, width = self.plan, width_of(buffers)
-        self._wait(works.cold, FORWARD)
-        for rank, wire in of_ranks(self._hot_and_cold(received, width)[1], width, plan.tokens_received):
-            scatter(buffers, cut(wire, buffers), plan.received[rank])
+        """Hand on the tokens that have crossed, and write all others into the buffers."""
+        _, direct, handed = received.split(self._sizes(buffers))
+        inside: list[Any] = []
+        # If they were received before, as in a checkpoint, they were handed on, too.
+        if works.next is not None and not self._crossing.is_idle:
+            arrived, across = works.next
+            self._wait(across, FORWARD)
+            crossed = [x.new_empty(*x.shape[:2], self._n_crossed, x.shape[3]) for x in buffers]
+            self._crossing.unpack(arrived, crossed)
+            sent = self._handed.pack(crossed)
+            inside = self._handed.start(handed, sent, [buffers], [buffers])
+        self._wait([*works.cold, *inside], FORWARD)
+        self._direct.unpack(direct, buffers)
+        self._handed.unpack(handed, buffers)
 
     def start_cold_back(self, grads: Tensors) -> tuple[Tensor, Works]:
-        """Begin to send home the gradients of tokens that were not broadcast.
+        """Begin to send gradients home, or to the ranks that handed on their tokens, but not those of broadcasts.
 
         ``grads`` are those of the buffers, or of a beginning that has these tokens.
         """
         self.begin()
-        plan, width = self.plan, width_of(grads)
-        sent = gathered(grads, plan.received, plan.tokens_received)
-        received = sent.new_empty(sum(plan.tokens_sent) * width)
+        direct, relayed, sides = self._direct.back, self._handed.back, ([grads], [grads])
+        sent, handed = direct.pack(grads), relayed.pack(grads)
+        received, arrived = direct.room(grads), relayed.room(grads)
         self.check(BACKWARD, sent)
-        works = self._all_to_all(received, sent, plan.tokens_sent, plan.tokens_received, width)
-        return received, Works(cold=works, sent=[sent])
+        works = direct.start(received, sent, *sides)
+        inside = relayed.start(arrived, handed, *sides)
+        return received, Works(cold=works, sent=[sent, handed], next=(arrived, inside))
 
     def hand_on_back(self, grads: Tensors, started: tuple[Tensor, Works]) -> tuple[Tensor, Works]:
-        """Hand on what `start_cold_back` sent to this rank for others. Return the new state. Here all go straight."""
-        return started
+        """Begin to send home the gradients of other nodes' tokens, summed over the ranks of this node."""
+        received, works = started
+        if works.next is None or self._crossing.is_idle:
+            return started
+        (arrived, inside), home = works.next, self._crossing.back
+        self._wait(inside, BACKWARD)
+        # A sum over ranks, so in the accumulation type.
+        totals = [x.new_zeros(*x.shape[:2], self._n_crossed, x.shape[3], dtype=accumulator(x)) for x in grads]
+        self._handed.back.unpack(arrived, totals, add=True)
+        sent, at_home = home.pack([total.to(grads[0].dtype) for total in totals]), home.room(grads)
+        across = home.start(at_home, sent, [grads], [grads])
+        return received, Works(cold=works.cold, sent=[*works.sent, sent], next=(at_home, across))
 
     def start_hot_back(self, grads: Tensors) -> tuple[Tensor, Works]:
         """Begin to add up the gradients of broadcast tokens at their owners, from those of the buffers."""
-        plan, width, works = self.plan, width_of(grads), []
-        # A sum over ranks, so in the accumulation type.
-        hot = grads[0].new_zeros(sum(plan.tokens_hot) * width, dtype=accumulator(grads[0]))
-        for owner, wire in of_ranks(hot, width, plan.tokens_hot):
-            copy(cut(wire, grads), grads, back(plan.hot_copies[owner]), add=True)
-            if not self._is_even:
-                goal = dist.get_global_rank(self.group, owner)
-                works.append(dist.reduce(wire, goal, group=self.group, async_op=True))
-        if self._is_even and len(hot):
-            mine = hot.new_empty(len(hot) // len(plan.tokens_hot))
-            works.append(getattr(dist, _REDUCE_SCATTER)(mine, hot, group=self.group, async_op=True))
+        width = width_of(grads)
+        # A sum over ranks, so in the accumulation type. A token in both parts of the buffer has two gradients to add.
+        hot = grads[0].new_zeros(self._counts[0] * width, dtype=accumulator(grads[0]))
+        for owner, message in self._broadcast(hot, width):
+            source, target = self.plan.hot_copies[owner]
+            copy(views(message, grads), grads, Copies(target, source), add=True)
+        if self._inner is not None:
+            self._wait(self._inner.start_back(hot, width)[1], BACKWARD)
+        for vector in self._by_number(hot, width):
+            mine, works = self._outer.start_back(vector, width)
             return mine, Works(hot=works, sent=[hot])
-        return hot, Works(hot=works)
+        return hot, Works()
 
     def finish_back(
         self,
@@ -243,62 +284,57 @@ class Exchange:
 
         It adds to ``own`` in place if its dtype is that of sums.
         """
-        arrived = self._arrived_back(cold_started, hot_started, width_of(grads))
+        arrived = list(self._arrived_back(grads, cold_started, hot_started))
         sums = []
-        for place, x in enumerate(grads):
-            wide = accumulator(x)
+        # One tensor after the other, so that only one of them has a sum in the accumulation type.
+        for number, x in enumerate(grads):
             if own is None:
-                total = x.new_zeros(*x.shape[:2], self.plan.n_tokens, x.shape[3], dtype=wide)
+                total = x.new_zeros(*x.shape[:2], self.plan.n_tokens, x.shape[3], dtype=accumulator(x))
             else:
-                total = own[place].to(wide)
-            copy([total], [x], back(self.plan.own), add=True)
+                total = own[number].to(accumulator(x))
+            source, target = self.plan.own
+            copy([total], [x], Copies(target, source), add=True)
             # In the order of the ranks, so that every run adds alike.
-            for wire, places in arrived:
-                scatter([total], [cut(wire, grads)[place]], places, add=True)
+            for message, places in arrived:
+                scatter([total], [message[number]], places, add=True)
             sums.append(total.to(x.dtype))
         return sums
 
     def _arrived_back(
-        self, cold_started: tuple[Tensor, Works], hot_started: tuple[Tensor, Works], width: int
-    ) -> list[tuple[Tensor, Places]]:
-        """Wait for the gradients of other ranks, and return them with the places of their tokens."""
-        plan = self.plan
+        self, grads: Tensors, cold_started: tuple[Tensor, Works], hot_started: tuple[Tensor, Works]
+    ) -> Iterator[tuple[list[Tensor], Places]]:
+        """Wait for the gradients of other ranks, and yield them with the places of their tokens."""
         (received, cold_works), (hot, hot_works) = cold_started, hot_started
-        self._wait([*cold_works.cold, *hot_works.hot], BACKWARD)
-        cold = [(wire, plan.sent[rank]) for rank, wire in of_ranks(received, width, plan.tokens_sent)]
-        # One collective leaves each rank its own part.
-        tokens = [n if not self._is_even or rank == plan.rank else 0 for rank, n in enumerate(plan.tokens_hot)]
-        mine = (wire for owner, wire in of_ranks(hot, width, tokens) if owner == plan.rank)
-        return [*cold, *((wire, plan.hot[plan.rank]) for wire in mine)]
+        assert cold_works.next is not None
+        home, across = cold_works.next
+        self._wait([*cold_works.cold, *across, *hot_works.hot], BACKWARD)
+        yield from self._direct.back.arrived(received, grads)
+        yield from self._crossing.back.arrived(home, grads)
+        if len(hot):
+            yield views(hot, grads), self.plan.hot[self.plan.rank]
 
-    def _hot_and_cold(self, received: Tensor, width: int) -> list[Tensor]:
-        return list(received.split([sum(self.plan.tokens_hot) * width, sum(self.plan.tokens_received) * width]))
+    def _broadcast(self, hot: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the owner of each broadcast, and its part of the vector."""
+        parts = messages(hot, [n * width for n in self._n_hot])
+        return ((self._owners[number], message) for number, message in parts)
+
+    def _by_number(self, hot: Tensor, width: int) -> list[Tensor]:
+        """Return the part of the vector that travels between ranks with this rank's number in their nodes, if any."""
+        if self._inner is None:
+            return [hot] if self._owners else []
+        return [self._inner.mine(hot, width)]
 
     def _wait(self, works: Iterable[Any], what: str) -> None:
         for work in works:
             wait(work, self.group, what)
 
-    def _all_to_all(
-        self, received: Tensor, sent: Tensor, received_tokens: Sequence[int], sent_tokens: Sequence[int], width: int
-    ) -> list[Any]:
-        if not self.plan.is_mixed:
-            return []
-        return [all_to_all(received, sent, received_tokens, sent_tokens, width, self.group)]
-
-
-def there(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return a process group, or raise RuntimeError if it was destroyed."""
-    found = group()
-    if found is None:
-        raise RuntimeError("the process group of this attention was destroyed")
-    return found
-
 
 def _start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    # A call that failed between start and finish has dropped its ticket, and nobody waits for its works.
     for left in [left for left, (held, _) in list(_in_flight.items()) if held.expired()]:
         _in_flight.pop(left, None)
-    received, works = _exchanges[number].start((k, v))
-    ticket = torch.tensor([next(numbers)])
+    received, works = by_number[number].start((k, v))
+    ticket = torch.tensor([next(_numbers)])
     _in_flight[int(ticket)] = StorageWeakRef(ticket.untyped_storage()), works
     return received, ticket
 
@@ -315,17 +351,17 @@ def _cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -
 
 
 def _cast_hot(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    keys, values = _exchanges[number].finish_hot((k, v), received, _works_of(ticket))
+    keys, values = by_number[number].finish_hot((k, v), received, _works_of(ticket))
     return keys, values
 
 
 def _cast_cold(keys: Tensor, values: Tensor, received: Tensor, ticket: Tensor, number: int) -> None:
-    _exchanges[number].finish_cold((keys, values), received, _works_of(ticket))
+    by_number[number].finish_cold((keys, values), received, _works_of(ticket))
     _in_flight.pop(int(ticket), None)
 
 
 def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    exchange, grads = _exchanges[number], (k_grad, v_grad)
+    exchange, grads = by_number[number], (k_grad, v_grad)
     cold_started = exchange.hand_on_back(grads, exchange.start_cold_back(grads))
     k, v = exchange.finish_back(grads, cold_started, exchange.start_hot_back(grads))
     return k, v
@@ -333,35 +369,34 @@ def _reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor
 
 def _cast_bits(keep: Tensor, number: int) -> Tensor:
     """Exchange bool ``[B, n]``."""
-    exchange, words = _exchanges[number], (to_octets(keep),)
+    exchange, words = by_number[number], (to_bytes(keep),)
     (buffer,) = exchange.finish(words, *exchange.start(words, _MASKS))
-    return from_octets(buffer, len(keep))
+    return from_bytes(buffer, len(keep))
 
 
 def _fake_start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return k.new_empty(_exchanges[number].size_received((k, v))), torch.empty(1, dtype=torch.int64)
+    return k.new_empty(by_number[number].size_received((k, v))), torch.empty(1, dtype=torch.int64)
 
 
-def _fake_cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    size = _exchanges[number].plan.n_buffer
-    return k.new_empty(*k.shape[:2], size, k.shape[3]), v.new_empty(*v.shape[:2], size, v.shape[3])
+def _fake_cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, ...]:
+    return _with_tokens(by_number[number].plan.n_buffer, k, v)
 
 
-def _fake_reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    size = _exchanges[number].plan.n_tokens
-    return (
-        k_grad.new_empty(*k_grad.shape[:2], size, k_grad.shape[3]),
-        v_grad.new_empty(*v_grad.shape[:2], size, v_grad.shape[3]),
-    )
+def _fake_reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, ...]:
+    return _with_tokens(by_number[number].plan.n_tokens, k_grad, v_grad)
+
+
+def _with_tokens(n_tokens: int, *xs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(*x.shape[:2], n_tokens, x.shape[3]) for x in xs)
 
 
 def _fake_cast_bits(keep: Tensor, number: int) -> Tensor:
-    return keep.new_empty(keep.shape[0], _exchanges[number].plan.n_buffer)
+    return keep.new_empty(keep.shape[0], by_number[number].plan.n_buffer)
 
 
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # A plan can leave its cache before the backward pass.
-    ctx.exchange = _exchanges[inputs[-1]]
+    # An exchange can leave its group's calls before the backward pass.
+    ctx.exchange = by_number[inputs[-1]]
 
 
 def _cast_backward(ctx: Any, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -370,7 +405,7 @@ def _cast_backward(ctx: Any, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | N
 
 
 def _reduce_backward(ctx: Any, k_cot: Tensor, v_cot: Tensor) -> tuple[Tensor | None, ...]:
-    return *cast(k_cot, v_cot, ctx.exchange), None
+    return *cast_finish(k_cot, v_cot, cast_start(k_cot, v_cot, ctx.exchange), ctx.exchange), None
 
 
 for _name, _implementation, _fake in (
@@ -387,56 +422,38 @@ torch.library.register_autograd("ringtile::group_cast", _cast_backward, setup_co
 torch.library.register_autograd("ringtile::group_reduce", _reduce_backward, setup_context=_keep_exchange, lib=library)
 
 
-class _Tied(torch.autograd.Function):
-    """`tied` without a copy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *rest: Tensor) -> Tensor:
-        ctx.save_for_backward(*rest)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return _tied_backward(ctx, grad)
+def _keep_buffers(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
 
 
 def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-    rest = ctx.saved_tensors
-    zeros = [torch.zeros_like(x) for x in rest]
-    if grad.requires_grad:
-        # Second derivatives pass through the same collectives at every rank.
-        zeros = [_Tied.apply(x, grad, *rest) for x in zeros]  # type: ignore[no-untyped-call]
-    return grad, *zeros
-
-
-def _keep_buffers(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _compiled_tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
     # Zeros that depend on the gradient and on the buffers. Compilers move what does not depend on a gradient to the
     # forward pass, and do not recompute what no operator reads: then ranks would differ in the order of collectives.
-    return grad, *torch.ops.ringtile.tied_grads(grad, *ctx.saved_tensors)
+    return grad, *torch.ops.ringtile.tied_grads(grad, *ctx.saved_tensors[1:])
 
 
-for _name, _same in (
-    ("tied", lambda x, keys, values: x.clone()),
-    ("tied_grads", lambda grad, keys, values: (torch.zeros_like(keys), torch.zeros_like(values))),
+def _tied_grads_backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
+    # Second derivatives pass through the same collectives at every rank.
+    return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+for _name, _same, _backward in (
+    ("tied", lambda x, keys, values: x.clone(), _tied_backward),
+    ("tied_grads", lambda grad, keys, values: (torch.zeros_like(keys), torch.zeros_like(values)), _tied_grads_backward),
 ):
     library.impl(_name, _same, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringtile::{_name}", _same, lib=library)
-torch.library.register_autograd("ringtile::tied", _compiled_tied_backward, setup_context=_keep_buffers, lib=library)
+    torch.library.register_autograd(f"ringtile::{_name}", _backward, setup_context=_keep_buffers, lib=library)
 
 
 def tied(x: Tensor, keys: Tensor, values: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return ``x``, so that it depends on buffers that no row reads: both passes then take part in the collectives.
+    """Return a copy of ``x`` that depends on buffers that no row reads: both passes then take part in the collectives.
 
     Compilers drop operators whose results are not used, so they get an operator of its own.
     """
-    if torch.compiler.is_compiling():
-        keys = keys if key_mask is None else keys * key_mask[:, None, :, None]
-        return torch.ops.ringtile.tied(x, keys, values)  # type: ignore[no-any-return]
-    return _Tied.apply(x, keys, values)  # type: ignore[no-untyped-call, no-any-return]
+    if torch.compiler.is_compiling() and key_mask is not None:
+        keys = keys * key_mask[:, None, :, None]
+    return torch.ops.ringtile.tied(x, keys, values)  # type: ignore[no-any-return]
 
 
 def cast_start(k: Tensor, v: Tensor, exchange: Exchange, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -453,8 +470,3 @@ def cast_finish(k: Tensor, v: Tensor, started: tuple[Tensor, Tensor], exchange: 
     """Return the buffers of keys and values ``[B, Hkv, n_buffer, D]``, differentiable in this rank's own."""
     keys, values = torch.ops.ringtile.group_cast(k, v, *started, exchange.number)
     return keys, values
-
-
-def cast(k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
-    """Return the buffers of keys and values, without computing anything meanwhile."""
-    return cast_finish(k, v, cast_start(k, v, exchange), exchange)

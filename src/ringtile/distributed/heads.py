@@ -77,6 +77,8 @@ class HeadPlan:
     def heads(self) -> dict[str, tuple[Run, ...]]:
         """For each kind the heads that each rank gets."""
         count, shared = self.num_heads // self.n_ranks, self.num_heads // self.num_kv_heads
+        # With 12 query heads, 4 key heads and 6 ranks, rank 1 gets the query heads 2 and 3. Each key head serves 3 of
+        # them, so rank 1 gets the key heads 0 and 1, and both are at other ranks, too.
         queries = tuple((rank * count, rank * count + count) for rank in range(self.n_ranks))
         keys = tuple((begin // shared, (end - 1) // shared + 1) for begin, end in queries)
         return {"q": queries, "k": keys, "m": ((0, 1),) * self.n_ranks}
@@ -96,6 +98,8 @@ class HeadPlan:
         """
         (begin, end), (first, last) = (self.heads[kind][self.me] for kind in "qk")
         shared = self.num_heads // self.num_kv_heads
+        # Query heads in groups of this size have the same key head: of the heads 3, 4 and 5 above, 2 share each, so the
+        # groups are single heads, and the own key heads 0, 1 and 1.
         alike = gcd(end - begin, shared)
         found = [head // shared - first for head in range(begin, end, alike)]
         return None if found == list(range(last - first)) else found

@@ -36,6 +36,7 @@ class Layout:
         if not self.runs:
             raise ValueError(f"runs: expected the runs of at least one rank, got {self.runs!r}")
         object.__setattr__(self, "runs", tuple(tuple(_joined(runs)) for runs in self.runs))
+        # Each run begins where the one before ends, so no token is missing and none is held twice.
         every = sorted(run for runs in self.runs for run in runs)
         if [0, *(end for _, end in every)] != [*(begin for begin, _ in every), self.n_tokens]:
             raise ValueError(f"runs: expected each of {self.n_tokens} tokens at exactly one rank, got {self.runs!r}")
@@ -162,6 +163,7 @@ class Layout:
         rank, begin, end, first = (
             x.repeat_interleave(count) for x in (rank, begin, end, begin // block - (count.cumsum(0) - count))
         )
+        # Run (300, 700) has the tiles 2 to 5. If 3 tiles came before, `first` is 2 - 3, and its entries are 3 to 6.
         tile = first + torch.arange(len(first))
         tokens = torch.minimum(end, (tile + 1) * block) - torch.maximum(begin, tile * block)
         return tile, rank, tokens
@@ -176,6 +178,11 @@ def positions_of(runs: Iterable[Run], device: torch.device | str | None = None) 
 def count_tokens(runs: Iterable[Run]) -> int:
     """Return the number of tokens of runs."""
     return sum(end - begin for begin, end in runs)
+
+
+def counts_of(parts: Iterable[Iterable[Run]]) -> list[int]:
+    """Return the number of tokens of each of several lists of runs."""
+    return list(map(count_tokens, parts))
 
 
 def starts_of(runs: Sequence[Run]) -> list[int]:

@@ -11,16 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.distributed.failures.faults import PlanMismatch, agree, wait
-from ringtile.distributed.process_groups import is_alone
+from ringtile.distributed.failures import PlanMismatch, agree, wait
+from ringtile.distributed.process_groups import is_alone, of_group
 
 _UNREAD = 64
 """Most comparisons on a device that the host has not read."""
@@ -59,13 +57,9 @@ class _Comparison:
     data: str
 
 
-_states: WeakKeyDictionary[dist.ProcessGroup, _State] = WeakKeyDictionary()
-_lock = Lock()
-
-
 def begin(group: dist.ProcessGroup) -> None:
     """Count an exchange, before anything that can fail: a rank that fails in it is ahead of the others from then on."""
-    _state(group).begun += 1
+    of_group(group, _State).begun += 1
 
 
 def check(
@@ -88,9 +82,10 @@ def check(
     """
     if is_alone(group):
         return
-    state = _state(group)
+    state = of_group(group, _State)
     sealed = repr((state.begun, "new" if is_new else (facts.digest, data)))
     digest = int.from_bytes(blake2b(sealed.encode(), digest_size=8).digest(), signed=True)
+    # The largest ~x is the complement of the smallest x, so one maximum tells whether all digests are equal.
     extremes = torch.tensor([digest, ~digest], device=device)
     wait(dist.all_reduce(extremes, dist.ReduceOp.MAX, group, async_op=True), group, data)
     ready = None
@@ -106,6 +101,7 @@ def check(
 
 def _read(group: dist.ProcessGroup, comparison: _Comparison) -> None:
     extremes, ready, begun, facts, data = vars(comparison).values()
+    # Most comparisons are ready by now: the host waits only if too many are unread.
     if ready is not None:
         ready.synchronize()
     largest, complement = extremes.tolist()
@@ -117,8 +113,3 @@ def _read(group: dist.ProcessGroup, comparison: _Comparison) -> None:
     agree(group, "exchange", given)
     agree(group, "exchange", {"data": data})
     raise PlanMismatch("exchange: a rank calls for the first time what the others have called before")
-
-
-def _state(group: dist.ProcessGroup) -> _State:
-    with _lock:
-        return _states.setdefault(group, _State())

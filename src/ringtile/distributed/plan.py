@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile.distributed.layout import Layout, Run, count_tokens
-from ringtile.distributed.runs import Copy, copies, intervals, overlaps, placed, with_starts
+from ringtile.distributed.runs import Copies, copies, intervals, overlaps, placed, with_starts
 from ringtile.index import BlockIndex, build_index, build_rows, needed
 from ringtile.index.covers import MAX_BYTES
 from ringtile.index.tiles import pack_words
@@ -27,6 +25,12 @@ TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy", 
 RING_PATTERNS = (Causal, Dense)
 """Patterns whose keys can pass around a ring."""
 
+
+def fits_ring(pattern: Pattern) -> bool:
+    """Return True if the keys of a pattern can pass around a ring."""
+    return isinstance(pattern, RING_PATTERNS)
+
+
 MAX_PIECES = 8
 """If rows with and without remote keys alternate more often than this, all rows read the buffer."""
 
@@ -35,7 +39,7 @@ _SOURCES: tuple[Source, ...] = ("own", "hot", "all")
 _HOT_RANKS = 3
 """Tiles that at least so many other ranks need, and more than half of all ranks, are broadcast."""
 
-_CELLS = 1 << 20
+_ELEMENTS = 1 << 20
 """Elements of a temporary tensor while messages are counted."""
 
 _RUNS = 256
@@ -77,11 +81,11 @@ class RingPlan:
     """bool ``[C]``: the column tiles that are broadcast."""
     pieces: tuple[Piece, ...]
     """The calls, in the order of the tokens."""
-    own: tuple[Copy, ...]
+    own: Copies
     """Own tokens that are copied into the buffer."""
     hot: tuple[tuple[Run, ...], ...]
     """For each rank the runs of its own tokens that it broadcasts, because most ranks need them."""
-    hot_copies: tuple[tuple[Copy, ...], ...]
+    hot_copies: tuple[Copies, ...]
     """For each other rank the tokens of its broadcast that are copied into the buffer."""
     sent: tuple[tuple[Run, ...], ...]
     """For each rank the runs of own tokens that it gets."""
@@ -108,6 +112,11 @@ class RingPlan:
         if device not in self._moved:
             self._moved[device] = tuple(replace(piece, index=piece.index.to(device)) for piece in self.pieces)
         return self._moved[device]
+
+    @cached_property
+    def relays(self) -> dict[int, Any]:
+        """The stages of a hierarchy, by the number of ranks per node: `make_relays` fills it."""
+        return {}
 
     @cached_property
     def _moved(self) -> dict[torch.device, tuple[Piece, ...]]:
@@ -193,25 +202,12 @@ def make_plan(
         raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
     if type(rank) is not int or not 0 <= rank < layout.n_ranks:
         raise ValueError(f"rank: expected an integer from 0 to {layout.n_ranks - 1}, got {rank!r}")
-    key = (pattern, layout, rank, num_heads, batch, block, gather)
-    with _lock:
-        found = _plans.get(key)
-        if found is not None:
-            _plans.move_to_end(key)
-            return found
-    plan = _make_plan(pattern, layout, rank, num_heads, batch, block, gather, max_bytes)
-    with _lock:
-        plan = _plans.setdefault(key, plan)
-        if len(_plans) > PLANS:
-            _plans.popitem(last=False)
-    return plan
+    return _make_plan(pattern, layout, rank, num_heads, batch, block, gather, max_bytes)
 
 
-PLANS = 64
-_plans: OrderedDict[tuple[object, ...], RingPlan] = OrderedDict()
-_lock = Lock()
-
-
+# Cache. Key: the pattern by its content, the layout, the rank and the sizes. Bound: 64 plans, the last that were used.
+# Owner: this module.
+@lru_cache(64)
 def _make_plan(
     pattern: Pattern,
     layout: Layout,
@@ -222,39 +218,36 @@ def _make_plan(
     gather: bool | None,
     max_bytes: int,
 ) -> RingPlan:
-    n_tokens, runs = layout.n_tokens, layout.runs[rank]
-    grid = TileGrid(block, 0, n_tokens, n_tokens)
+    grid = TileGrid(block, 0, layout.n_tokens, layout.n_tokens)
     pattern.validate(grid)
     heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
     demand = find_demand(pattern, layout, grid, gather=bool(gather), **heads)
     if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):
         demand = find_demand(pattern, layout, grid, gather=True)
     needs, holds, is_hot, most_sent, is_mixed = demand
-    sizes: dict[str, Any] = {**heads, "block": block}
     if is_cut(layout, rank, block):
-        cols, pieces, at = [needs[rank], torch.zeros_like(is_hot)], [], 0
-        for begin, end in runs:
-            index = build_index(pattern, end - begin, n_tokens, start=begin, **sizes)
-            every = torch.arange(index.n_rows)
-            pieces.append(Piece(at, at + end - begin, "all", index.remapped(every, cols[0].nonzero().flatten())))
-            at += end - begin
+        pieces, cols = _cut_pieces(pattern, layout, rank, needs[rank], block=block, **heads)
     else:
-        index = build_rows(pattern, holds[rank].nonzero().flatten(), n_tokens, **sizes)
+        index = build_rows(pattern, holds[rank].nonzero().flatten(), layout.n_tokens, block=block, **heads)
         pieces, cols = _pieces(index, needs[rank], is_hot)
     places = [with_starts(held) for held in layout.runs]
     buffer = [intervals(part, grid) for part in cols]
+    # Both parts of the buffer can hold a position. The second follows the first: after 384 tokens, it begins at 384.
     first = with_starts(buffer[0])
-    parts = first, [(run, place + count_tokens(buffer[0])) for run, place in with_starts(buffer[1])]
-    hot_runs = intervals(is_hot, grid)
-    cold_runs = intervals(~is_hot, grid)
-    sent, received, hot, hot_copies = [], [], [], []
-    for other, held in enumerate(layout.runs):
-        apart = other != rank
-        hot.append(placed(hot_runs, places[other]))
-        broadcast = overlaps(hot_runs, held) if apart else []
-        hot_copies.append(tuple(copy for part in parts for copy in copies(with_starts(broadcast), part)))
-        sent.append(placed(intervals(needs[other] & ~is_hot, grid) if apart else [], places[rank]))
-        received.append(placed(overlaps(cold_runs, held) if apart else [], first))
+    second = [(run, place + count_tokens(buffer[0])) for run, place in with_starts(buffer[1])]
+
+    def into_buffer(source: list[tuple[Run, int]]) -> Copies:
+        found = copies(source, first), copies(source, second)
+        return Copies(*(tuple(run for each in found for run in each[side]) for side in (0, 1)))
+
+    hot_runs, cold_runs = intervals(is_hot, grid), intervals(~is_hot, grid)
+    hot = tuple(placed(hot_runs, held) for held in places)
+    # Own tokens do not travel: the copies, and the messages to and from this rank, are empty.
+    others = [() if other == rank else held for other, held in enumerate(layout.runs)]
+    hot_copies = tuple(into_buffer(with_starts(overlaps(hot_runs, held))) for held in others)
+    received = tuple(placed(overlaps(cold_runs, held), first) for held in others)
+    cold_needs = [intervals(needed & ~is_hot, grid) for needed in needs]
+    sent = tuple(placed(runs if other != rank else (), places[rank]) for other, runs in enumerate(cold_needs))
     return RingPlan(
         pattern,
         layout,
@@ -263,16 +256,32 @@ def _make_plan(
         needs,
         is_hot,
         tuple(pieces),
-        tuple(copy for part in parts for copy in copies(places[rank], part)),
-        tuple(hot),
-        tuple(hot_copies),
-        tuple(sent),
-        tuple(received),
+        into_buffer(places[rank]),
+        hot,
+        hot_copies,
+        sent,
+        received,
         (tuple(buffer[0]), tuple(buffer[1])),
         most_sent,
         bool(gather),
         is_mixed,
     )
+
+
+def _cut_pieces(
+    pattern: Pattern, layout: Layout, rank: int, needs: Tensor, **sizes: Any
+) -> tuple[list[Piece], list[Tensor]]:
+    """Make a piece of each run of a rank. Return them and the columns of the buffer's parts, bool: the second is empty.
+
+    Rows of a run that begins inside a tile have tiles of their own, which begin with the run.
+    """
+    pieces, at = [], 0
+    for begin, end in layout.runs[rank]:
+        index = build_index(pattern, end - begin, layout.n_tokens, start=begin, **sizes)
+        index = index.remapped(torch.arange(index.n_rows), needs.nonzero().flatten())
+        pieces.append(Piece(at, at + end - begin, "all", index))
+        at += end - begin
+    return pieces, [needs, torch.zeros_like(needs)]
 
 
 def is_better_gathered(most_sent: int, layout: Layout) -> bool:
@@ -324,6 +333,7 @@ def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
     # The matrices can have millions of elements, and the list of holders is short.
     holder, held = parts, rows
     if len(rows) > grid.n_rows:
+        # One number per pair, so that a tile of several runs counts once: of 16 tiles, tile 3 of rank 2 is 35.
         pairs = torch.unique(parts * grid.n_cols + rows)
         holder, held = pairs // grid.n_cols, pairs % grid.n_cols
     n_holders = torch.bincount(held, minlength=grid.n_cols)
@@ -333,8 +343,10 @@ def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
     else:
         asked = (needs & ~holds).sum(0, dtype=torch.int32).long()
         is_hot = _hot_tiles(asked, layout.n_ranks)
+    # For example, ranks 0 and 1 hold parts of a tile, and all four ranks need it: 2 ask for all of it, and 2 use it and
+    # have a part. Each holder sends its tokens to 3 = 2 + 2 - 1 others, itself not counted.
     used = torch.bincount(held[needs[holder, held]], minlength=grid.n_cols)
-    # To each other rank that needs the tile, or once to all.
+    # A broadcast counts once, whatever number of ranks it reaches.
     times = ((asked + used)[rows] - needs[parts, rows].long()).where(~is_hot[rows], 1)
     sent = torch.zeros(layout.n_ranks, dtype=torch.int64).index_add_(0, parts, times * tokens)
     # A tile that a rank holds a part of can lack the tokens of others.
@@ -357,7 +369,8 @@ def count_cold(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> Ten
     """Return the tokens of each rank that each row of ``needs`` ``[K, C]`` needs without broadcast, ``[P, K]``."""
     tiles, ranks, tokens = layout.tiles(block)
     found = torch.zeros(layout.n_ranks, len(needs), dtype=torch.int64)
-    for some in (~is_hot[tiles]).nonzero().flatten().split(max(1, _CELLS // len(needs))):
+    # In chunks: the matrix of all held tiles and all rows has too many elements.
+    for some in (~is_hot[tiles]).nonzero().flatten().split(max(1, _ELEMENTS // len(needs))):
         found.index_add_(0, ranks[some], needs.T[tiles[some]] * tokens[some].unsqueeze(1))
     return found
 
@@ -368,6 +381,7 @@ def is_cut(layout: Layout, rank: int, block: int) -> bool:
     Raises ValueError if there are too many of them.
     """
     runs, n_tokens = layout.runs[rank], layout.n_tokens
+    # A run of 700 tokens that ends at 700 of 700 cuts no tile: the last one is shorter.
     inside = sum(begin % block > 0 or (end % block > 0 and end != n_tokens) for begin, end in runs)
     if inside > _RUNS:
         raise ValueError(
@@ -388,15 +402,19 @@ def _hot_tiles(asked: Tensor, n_ranks: int) -> Tensor:
 
 def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piece], list[Tensor]]:
     """Cut a rank's row tiles into runs with one source. Return them and the columns of the buffer's parts, bool."""
-    # A million tiles: short integers.
+    # There can be a million tiles, so the integers are short. A slot is a head and a row: with 6 rows, row 2 of head 1
+    # is slot 8.
     slot, col = (x.int() for x in index.slot_and_col(index.entries().number))
     row = slot.remainder_(max(index.n_rows, 1))
     own_place = torch.full((index.n_cols,), -1)
-    own_place[index.row_at.long()] = torch.arange(index.n_rows)
+    own_place[index.rows.at.long()] = torch.arange(index.n_rows)
     is_remote = own_place < 0
+    # 0 for rows that need own keys only, 1 if some are broadcast, 2 if others travel, too.
     source = torch.zeros(index.n_rows, dtype=torch.uint8)
     source[row[is_remote[col]]] = 1
     source[row[(is_remote & ~is_hot)[col]]] = 2
+    # Sources [0, 0, 1, 2, 2] are three pieces, between the bounds [0, 2, 3, 5]. If they are too many, rows with
+    # broadcast keys wait for all keys, and if they are still too many, all rows do.
     for merged in (1, 0):
         bounds = [0, *(source.diff().nonzero().flatten() + 1).tolist(), index.n_rows]
         if len(bounds) - 1 <= MAX_PIECES:
@@ -407,7 +425,7 @@ def _pieces(index: BlockIndex, needs: Tensor, is_hot: Tensor) -> tuple[list[Piec
     in_parts = [needs & is_remote & ~is_hot, torch.zeros_like(is_hot)]
     for part, number in zip(in_parts, (2, 1), strict=True):
         part[col[(source == number)[row]]] = True
-    columns = index.row_at.long(), in_parts[1].nonzero().flatten(), in_parts[0].nonzero().flatten()
+    columns = index.rows.at.long(), in_parts[1].nonzero().flatten(), in_parts[0].nonzero().flatten()
     pieces: list[Piece] = []
     for first, last in pairwise(bounds):
         if first == last:

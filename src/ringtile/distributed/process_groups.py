@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from ringtile.kernels.traced import constant
 
 STORES: Any = dist
 """Where PyTorch documents its stores; its annotations leave them out."""
@@ -16,10 +19,60 @@ STORES: Any = dist
 _POINT_TO_POINT = (12, 13, 14)
 """`OpType` of send, receive and receive from any rank."""
 
-_wholes: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
-"""The group of all ranks of a mesh, by the groups of its dimensions: a mesh is made anew whenever it is sliced."""
+T = TypeVar("T")
+
+# Cache. Key: a process group and a class. Bound: one object of each class per group that lives. Owner: the module of
+# the class, whose objects must not refer to the group, or it and its connections would stay.
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[type, Any]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def of_group(group: dist.ProcessGroup, kind: type[T], *arguments: Any) -> T:
+    """Return the one object of a class that this process keeps for a group. The first call makes it."""
+    with _lock:
+        known = _known.setdefault(group, {})
+        if kind not in known:
+            known[kind] = kind(*arguments)
+        found: T = known[kind]
+        return found
+
+
+def known(kind: type[T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the objects of a class that were made for a group, none or one, or for all groups."""
+    with _lock:
+        of = list(_known.values()) if group is None else [_known.get(group, {})]
+        return [found[kind] for found in of if kind in found]
+
+
+Ranks = dist.ProcessGroup | DeviceMesh
+"""Process group, or a mesh with two dimensions, whose ranks count row by row."""
+
+
+def place_of(ranks: Ranks) -> tuple[int, int]:
+    """Return the number of this rank and the number of ranks."""
+    found: tuple[int, int] = _place_in_mesh(ranks) if isinstance(ranks, DeviceMesh) else (ranks.rank(), ranks.size())
+    return found
+
+
+@constant
+def _place_in_mesh(mesh: DeviceMesh) -> tuple[int, int]:
+    group = real_group(mesh)
+    return group.rank(), group.size()
+
+
+def real_mesh(ranks: Any) -> Any:
+    """Return the group or mesh that Dynamo has a stand-in for."""
+    return getattr(ranks, "real_obj", ranks)
+
+
+def real_group(ranks: Any) -> dist.ProcessGroup:
+    """Return the process group of all ranks."""
+    found: Ranks = real_mesh(ranks)
+    return axes_of(found).every if isinstance(found, DeviceMesh) else found
+
+
+class _Wholes(WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]):
+    """The group of all ranks of a mesh, by the group of its second dimension: slicing makes a mesh anew each time."""
 
 
 class Axes(NamedTuple):
@@ -39,8 +92,9 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     do not ascend row by row.
     """
     outer, inner = mesh.get_group(0), mesh.get_group(1)
-    found = _wholes.setdefault(outer, WeakKeyDictionary())
+    found = of_group(outer, _Wholes)
     if inner not in found:
+        # A layout counts the ranks of a mesh row by row, and a group of them counts in ascending order.
         ranks = mesh.mesh.flatten().tolist()
         if ranks != sorted(ranks):
             raise ValueError(f"group: expected a mesh whose ranks ascend row by row, got {mesh!r}")

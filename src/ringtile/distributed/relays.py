@@ -1,26 +1,25 @@
-"""Messages on two levels, between nodes and inside them: pure functions on the host, without communication."""
+"""The two stages of a hierarchy, between nodes and inside them: pure functions on the host, without communication."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run, count_tokens
-from ringtile.distributed.plan import PLANS, RingPlan, count_cold, make_plan
-from ringtile.distributed.runs import Copy, copies, intervals, overlaps, placed, with_starts
-from ringtile.patterns import Pattern
+from ringtile.distributed.layout import Layout, Run, count_tokens, counts_of
+from ringtile.distributed.plan import RingPlan, count_cold
+from ringtile.distributed.runs import intervals, overlaps, placed, with_starts
 from ringtile.patterns.base import TileGrid
 
 
 @dataclass(eq=False)
 class Relays:
-    """The messages of one rank, if a token crosses to a node once and is handed on inside it.
+    """The two stages of one rank, if a token crosses to a node once and is handed on inside it.
 
     Rank r is number ``r % per_node`` of node ``r // per_node``. A token crosses to the rank with the same number as its
     owner. Tokens for ranks of the owner's node go straight to them, as in the plan. A broadcast passes the ranks with
@@ -31,11 +30,10 @@ class Relays:
     per_node: int
     crossing: tuple[tuple[Run, ...], ...]
     """For each node the runs of own tokens that it gets. None for the own node."""
-    arriving: tuple[int, ...]
-    """For each node the number of tokens that arrive from its rank with this rank's number."""
-    handed: tuple[tuple[tuple[Copy, ...], ...], ...]
-    """For each rank of this node, itself included, and each node: the tokens that arrived from there and are copied
-    into the rank's message."""
+    arriving: tuple[tuple[Run, ...], ...]
+    """For each node the places, among all tokens that cross to this rank, of those from its rank with this number."""
+    handed: tuple[tuple[Run, ...], ...]
+    """For each rank of this node, itself included, the places of the tokens that it gets among those that crossed."""
     is_crossing: bool
     """True if any token crosses between nodes that is not broadcast."""
     is_direct: bool
@@ -60,27 +58,13 @@ class Relays:
     def relayed(self) -> tuple[tuple[Run, ...], ...]:
         """For each rank of this node the runs of the buffer that its message fills, in the order of the nodes."""
         received, n_ranks = self.plan.received, self.plan.layout.n_ranks
+        # Mate 1 of nodes of 4 hands on what ranks 1, 5, 9, ... of other nodes sent, in this order.
         owners = ((x for x in range(g, n_ranks, self.per_node) if x not in self.mates) for g in self._numbers)
         return tuple(tuple(run for owner in same for run in received[owner]) for same in owners)
 
     @property
     def _numbers(self) -> range:
         return range(self.per_node)
-
-    @cached_property
-    def tokens_crossing(self) -> tuple[int, ...]:
-        """Number of tokens that each node gets from this rank."""
-        return tuple(map(count_tokens, self.crossing))
-
-    @cached_property
-    def tokens_handed(self) -> tuple[int, ...]:
-        """Number of tokens that this rank hands to each rank of its node."""
-        return tuple(sum(copy.length for part in parts for copy in part) for parts in self.handed)
-
-    @cached_property
-    def tokens_relayed(self) -> tuple[int, ...]:
-        """Number of tokens that each rank of the node hands to this one."""
-        return tuple(map(count_tokens, self.relayed))
 
     @cached_property
     def most_broadcasts(self) -> int:
@@ -94,55 +78,69 @@ class Relays:
         plan, per_node = self.plan, self.per_node
         digest = hashlib.sha256(f"{plan.fingerprint}, {per_node}".encode())
         counts = count_levels(plan.layout, plan.needs, plan.is_hot, plan.block, per_node)
-        # This rank's messages as it would send and receive them.
-        counts.crossing[plan.rank] = torch.tensor(self.tokens_crossing)
-        counts.crossing[self.number :: per_node, self.node] = torch.tensor(self.arriving)
-        counts.handed[plan.rank] = torch.tensor(self.tokens_handed)
-        counts.handed[list(self.mates), self.number] = torch.tensor(self.tokens_relayed)
+        # This rank's messages as it would send and receive them: a rank that expects others than come would differ.
+        counts.crossing[plan.rank] = torch.tensor(counts_of(self.crossing))
+        counts.crossing[self.number :: per_node, self.node] = torch.tensor(counts_of(self.arriving))
+        counts.handed[plan.rank] = torch.tensor(counts_of(self.handed))
+        counts.handed[list(self.mates), self.number] = torch.tensor(counts_of(self.relayed))
         for x in (counts.crossing, counts.handed):
             digest.update(ctypes.string_at(x.data_ptr(), x.nbytes))
         return digest.hexdigest()[:16]
 
 
-@lru_cache(maxsize=PLANS)
 def make_relays(plan: RingPlan, per_node: int) -> Relays:
-    """Return the messages of a plan's rank on two levels, with ``per_node`` ranks per node. They are cached.
+    """Return the two stages of a plan's rank, with ``per_node`` ranks per node. The plan keeps them.
 
     Raises ValueError if nodes do not have equally many ranks.
 
     >>> from ringtile.patterns import Causal, Window
+    >>> from ringtile.distributed.plan import make_plan
     >>> plan = make_plan(Causal() & Window(4096), Layout.contiguous(8192, 8), 3)
     >>> relays = make_relays(plan, 4)
-    >>> plan.tokens_sent, relays.tokens_crossing
-    ((0, 0, 0, 0, 1024, 1024, 1024, 1024), (0, 1024))
+    >>> plan.tokens_sent, counts_of(relays.crossing)
+    ((0, 0, 0, 0, 1024, 1024, 1024, 1024), [0, 1024])
     """
     layout = plan.layout
     if per_node < 1 or layout.n_ranks % per_node:
         raise ValueError(f"per_node: expected a divisor of {layout.n_ranks} ranks, got {per_node}")
+    found = plan.relays.get(per_node)
+    if found is None:
+        found = plan.relays[per_node] = _make_relays(plan, per_node)
+    return found
+
+
+def _make_relays(plan: RingPlan, per_node: int) -> Relays:
+    layout = plan.layout
     n_nodes, (node, number) = layout.n_ranks // per_node, divmod(plan.rank, per_node)
     grid = TileGrid(plan.block, 0, layout.n_tokens, layout.n_tokens)
-    needs = plan.needs & ~plan.is_hot
-    of_node = needs.unflatten(0, (n_nodes, per_node)).any(1)
+    # [P, C] becomes [node, number, C]. For example, if ranks 4 and 6 of nodes of 4 need tile 2, it crosses to node 1.
+    needs = (plan.needs & ~plan.is_hot).unflatten(0, (n_nodes, per_node))
+    of_node = needs.any(1)
     places = with_starts(layout.runs[plan.rank])
     crossing = [placed(intervals(of_node[x], grid) if x != node else [], places) for x in range(n_nodes)]
-    mates = [intervals(needs[node * per_node + x], grid) for x in range(per_node)]
-    arriving: list[int] = []
-    handed: list[list[tuple[Copy, ...]]] = [[] for _ in mates]
-    starts = [0] * per_node
+    mates = [intervals(tiles, grid) for tiles in needs[node]]
+    arriving: list[tuple[Run, ...]] = []
+    handed: list[list[Run]] = [[] for _ in mates]
+    at = 0
     for other in range(n_nodes):
         held = layout.runs[other * per_node + number] if other != node else ()
         arrived = overlaps(intervals(of_node[node], grid), held)
-        arriving.append(count_tokens(arrived))
-        for mate, wanted in enumerate(mates):
-            mine = overlaps(wanted, held)
-            target = [(run, starts[mate] + place) for run, place in with_starts(mine)]
-            handed[mate].append(copies(with_starts(arrived), target))
-            starts[mate] += count_tokens(mine)
+        # The tokens from one node follow those from the node before: 256 tokens of node 0 are places 0 to 256, and 128
+        # of node 2 then 256 to 384.
+        starts = [(run, at + place) for run, place in with_starts(arrived)]
+        for runs, wanted in zip(handed, mates, strict=True):
+            runs += placed(wanted, starts)
+        n_tokens = count_tokens(arrived)
+        arriving.append(((at, at + n_tokens),) if n_tokens else ())
+        at += n_tokens
     tiles, ranks, _ = layout.tiles(plan.block)
-    holds = torch.zeros_like(needs)
+    holds = torch.zeros_like(plan.needs)
     holds[ranks, tiles] = True
-    in_node = holds.unflatten(0, (n_nodes, per_node)).sum(1)
-    others = (in_node > 1).unsqueeze(1) | ((in_node > 0).unsqueeze(1) & ~holds.unflatten(0, (n_nodes, per_node)))
+    # A tile that a rank holds a part of can lack the tokens of others, inside the node and in other nodes.
+    holds = holds.unflatten(0, (n_nodes, per_node))
+    # Number of ranks of each node that hold a tile: [node, C].
+    in_node = holds.sum(1)
+    others = (in_node > 1).unsqueeze(1) | ((in_node > 0).unsqueeze(1) & ~holds)
     return Relays(
         plan,
         per_node,
@@ -150,30 +148,11 @@ def make_relays(plan: RingPlan, per_node: int) -> Relays:
         tuple(arriving),
         tuple(map(tuple, handed)),
         bool((of_node & (in_node.sum(0) > in_node)).any()),
-        bool((needs & others.flatten(0, 1)).any()),
+        bool((needs & others).any()),
     )
 
 
-def routes_of(
-    pattern: Pattern,
-    layout: Layout,
-    rank: int,
-    transport: str,
-    num_heads: int,
-    batch: int,
-    ranks_per_node: int | None,
-) -> RingPlan | Relays:
-    """Return the plan of an exchange, a gather or a hierarchy, from the caches if it was made before."""
-    gather = None if transport == "auto" else transport == "gather"
-    plan = make_plan(pattern, layout, rank, num_heads=num_heads, batch=batch, gather=gather)
-    if transport != "hierarchy":
-        return plan
-    if ranks_per_node is None:
-        raise ValueError("ranks_per_node: expected the number of ranks per node for the transport 'hierarchy'")
-    return make_relays(plan, ranks_per_node)
-
-
-class Levels(NamedTuple):
+class StageCounts(NamedTuple):
     """Tokens in the messages of all P ranks, G per node, that are not broadcast."""
 
     crossing: Tensor
@@ -184,14 +163,16 @@ class Levels(NamedTuple):
     """int64 ``[P, G]``: tokens of other nodes, from each rank to each of its node. It keeps those for itself."""
 
 
-def count_levels(layout: Layout, needs: Tensor, is_hot: Tensor, block: int, per_node: int) -> Levels:
-    """Return the messages of all ranks on two levels."""
+def count_levels(layout: Layout, needs: Tensor, is_hot: Tensor, block: int, per_node: int) -> StageCounts:
+    """Return the tokens in the messages of all ranks, by stage."""
     shape = (layout.n_ranks // per_node, per_node)
     of_node = needs.unflatten(0, shape).any(1)
     crossing = count_cold(layout, of_node, is_hot, block)
     crossing.unflatten(0, shape).diagonal(dim1=0, dim2=2).zero_()
-    # From node, from number, to node, to number.
+    # The dimensions are [source node, number in it, target node, number in it]: tokens from rank 5 to rank 2, with 4
+    # ranks per node, stand at [1, 1, 0, 2].
     sent = count_cold(layout, needs, is_hot, block).fill_diagonal_(0).unflatten(1, shape).unflatten(0, shape)
     direct = sent.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    # A rank with the owner's number hands the tokens on: what all nodes send to a mate, less what goes straight.
     handed = sent.sum(0).transpose(0, 1) - direct
-    return Levels(crossing, direct.flatten(0, 1), handed.flatten(0, 1))
+    return StageCounts(crossing, direct.flatten(0, 1), handed.flatten(0, 1))

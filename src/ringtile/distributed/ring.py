@@ -6,22 +6,22 @@ float32 or better.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ringtile.distributed import lockstep
 from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.layout import Layout, starts_of
 from ringtile.distributed.lockstep import Facts
+from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.index.tiles import unpack_words
-from ringtile.kernels.contracts import Call, accumulator, merge_into, pack_keys
-from ringtile.kernels.select import select
+from ringtile.kernels.contracts import Call, accumulator, pack_keys
+from ringtile.patterns import Causal, Dense
 
 FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
 
@@ -55,87 +55,74 @@ class Ring:
         for work in works:
             wait(work, self.group, what)
 
-    def parts(self, owner: int) -> Iterator[tuple[slice, slice, str]]:
-        """Yield the own tokens, the owner's tokens and the pattern of each pair of runs that keeps pairs."""
+    def parts(self, owner: int, call: Call) -> Iterator[Part]:
+        """Yield a part for each pair of own and owner's runs that keeps pairs of tokens.
+
+        With zigzag runs, rank 0 of 2 holds chunks 0 and 3, and rank 1 holds 1 and 2. Under a causal rule rank 0 then
+        yields (3, 1) and (3, 2) for owner 1, both dense.
+        """
         for rows, (begin, end) in zip(_slices(self.layout, self.rank), self.layout.runs[self.rank], strict=True):
             for cols, (low, high) in zip(_slices(self.layout, owner), self.layout.runs[owner], strict=True):
+                # Runs of a layout are equal or have no token in common.
                 if not self.is_causal or high <= begin:
-                    yield rows, cols, "dense"
+                    yield Part(rows, cols, Dense(), call, merges=True)
                 elif (low, high) == (begin, end):
-                    yield rows, cols, "causal"
+                    yield Part(rows, cols, Causal(), call, merges=True)
 
 
-def _slices(layout: Layout, rank: int) -> list[slice]:
+def _slices(layout: Layout, rank: int) -> list[Slice]:
     """Return the places of a rank's runs in its own tokens."""
     runs = layout.runs[rank]
-    return [slice(at, at + end - begin) for (begin, end), at in zip(runs, starts_of(runs), strict=True)]
+    return [Slice(at, at + end - begin) for (begin, end), at in zip(runs, starts_of(runs), strict=True)]
 
 
-def _wires(ring: Ring, k: Tensor, v: Tensor, key_mask: Tensor | None) -> list[Tensor]:
-    """Return keys and values ``[B, Hkv, longest, D + Dv]``, and the bits of the key mask."""
-    padding = ring.longest - k.shape[2]
-    wires = [torch.nn.functional.pad(torch.cat([k, v], -1), (0, 0, 0, padding)).contiguous()]
-    if key_mask is not None:
-        wires.append(pack_keys(torch.nn.functional.pad(key_mask, (0, padding))))
-    return wires
+@dataclass(frozen=True, eq=False)
+class _PassedKeys(Parts):
+    """A source per rank: its keys and values, which come one hop after the other."""
 
+    ring: Ring
+    # Gradients travel by themselves, and autograd does not see how.
+    composes = False
 
-def _calls(
-    ring: Ring, q: Tensor, wires: list[Tensor], head_dim: int, owner: int, call: Call
-) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Call]]:
-    keys, values = wires[0].split([head_dim, wires[0].shape[3] - head_dim], 3)
-    mask = unpack_words(wires[1], ring.longest) if len(wires) > 1 else None
-    for rows, cols, pattern in ring.parts(owner):
-        part, k, v = q[:, :, rows], keys[:, :, cols], values[:, :, cols]
-        bits = None if mask is None else pack_keys(mask[:, cols].contiguous())
-        mine = call._replace(pattern=pattern, key_bits=bits)
-        yield rows, cols, part, k, v, mine._replace(backend=select(part, k, v, mine))
+    def _wires(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return keys and values ``[B, Hkv, longest, D + Dv]``, and the bits of the key mask."""
+        padding = self.ring.longest - k.shape[2]
+        # Ranks can hold different numbers of tokens, but all pass on the same tensors.
+        wires = [torch.nn.functional.pad(torch.cat([k, v], -1), (0, 0, 0, padding)).contiguous()]
+        if self.own_mask is not None:
+            wires.append(pack_keys(torch.nn.functional.pad(self.own_mask, (0, padding))))
+        return wires
 
+    def _arrived(self, hop: int, wires: list[Tensor], k: Tensor) -> tuple[int, Tensor, Tensor, Tensor | None]:
+        """Return the rank whose keys are here after some hops, its keys and values and its key mask."""
+        keys, values = wires[0].split([k.shape[3], wires[0].shape[3] - k.shape[3]], 3)
+        mask = unpack_words(wires[1], self.ring.longest) if len(wires) > 1 else None
+        return (self.ring.rank - hop) % self.ring.layout.n_ranks, keys, values, mask
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, ring: Ring, call: Call
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, k: Tensor, v: Tensor, compute: Compute) -> Sequence[Tensor]:
+        """Compute with the keys that are here while the next ones travel."""
+        ring, n_ranks = self.ring, self.ring.layout.n_ranks
         lockstep.begin(ring.group)
-        n_ranks, wide = ring.layout.n_ranks, accumulator(q)
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        wires = _wires(ring, k, v, key_mask)
-        lockstep.check(ring.group, ring.facts, FORWARD, q.device)
+        wires = self._wires(k, v)
+        lockstep.check(ring.group, ring.facts, FORWARD, k.device)
         for hop in range(n_ranks):
             coming, works = ring.pass_on(*wires) if hop < n_ranks - 1 else ([], [])
-            for rows, _, *tensors, mine in _calls(ring, q, wires, k.shape[3], (ring.rank - hop) % n_ranks, call):
-                found, found_lse = torch.ops.ringtile.forward(*tensors, *mine)
-                merge_into(out[:, :, rows], lse[:, :, rows], found, found_lse)
+            compute(*self._arrived(hop, wires, k))
             ring.finish(works, FORWARD)
             wires = coming
-        out = out.to(q.dtype)
-        ctx.ring, ctx.call = ring, call
-        ctx.save_for_backward(q, k, v, key_mask, out, lse)
-        return out, lse
+        return ()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, key_mask, out, lse = ctx.saved_tensors
-        ring, n_ranks, wide = ctx.ring, ctx.ring.layout.n_ranks, accumulator(q)
+    def backward(self, k: Tensor, v: Tensor, saved: Sequence[Tensor], compute: Compute) -> Iterable[Tensor]:
+        """Let the keys pass once more, and their gradients one hop behind them."""
+        ring, n_ranks = self.ring, self.ring.layout.n_ranks
         lockstep.begin(ring.group)
-        q_grad = torch.zeros_like(q, dtype=wide)
-        wires = _wires(ring, k, v, key_mask)
-        grads = torch.zeros_like(wires[0], dtype=wide)
+        wires = self._wires(k, v)
+        grads = torch.zeros_like(wires[0], dtype=accumulator(k))
         works: list[Any] = []
-        lockstep.check(ring.group, ring.facts, BACKWARD, q.device)
+        lockstep.check(ring.group, ring.facts, BACKWARD, k.device)
         for hop in range(n_ranks):
             coming, key_works = ring.pass_on(*wires) if hop < n_ranks - 1 else ([], [])
-            mine = torch.zeros_like(grads)
-            owner = (ring.rank - hop) % n_ranks
-            for rows, cols, *tensors, call in _calls(ring, q, wires, k.shape[3], owner, ctx.call):
-                row_tensors = out_grad[:, :, rows], lse_grad[:, :, rows]
-                results = out[:, :, rows], lse[:, :, rows].contiguous()
-                found = torch.ops.ringtile.backward(*row_tensors, *tensors, *results, *call)
-                q_grad[:, :, rows] += found[0]
-                mine[:, :, cols] += torch.cat(found[1:], -1)
+            mine = torch.cat(compute(*self._arrived(hop, wires, k)), -1)
             ring.finish(works, BACKWARD)
             # The gradients of these keys come from the rank before, and the last hop brings them home.
             grads.add_(mine)
@@ -144,11 +131,11 @@ class _RingAttention(torch.autograd.Function):
             ring.finish(key_works, "keys and values, backward")
             wires = coming
         ring.finish(works, BACKWARD)
-        k_grad, v_grad = grads[:, :, : k.shape[2]].to(q.dtype).split([k.shape[3], v.shape[3]], 3)
-        return q_grad.to(q.dtype), k_grad, v_grad, None, None, None
+        k_grad, v_grad = grads[:, :, : k.shape[2]].split([k.shape[3], v.shape[3]], 3)
+        return k_grad, v_grad
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, place: Ring, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the lse of the rank's tokens."""
-    out, lse = _RingAttention.apply(q, k, v, key_mask, place, call)  # type: ignore[no-untyped-call]
-    return out, lse
+    keys = _PassedKeys(lambda owner: place.parts(owner, call), key_mask, place)
+    return attend_parts(q, k, v, keys, call.backend)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -11,19 +13,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import lockstep
-from ringtile.distributed.attention import check_layout, compare, group_of, real_group
+from ringtile.distributed.agreement import compare
 from ringtile.distributed.failures.faults import wait
 from ringtile.distributed.layout import Layout, Run
 from ringtile.distributed.lockstep import Facts
-from ringtile.distributed.runs import Copy, copies, with_starts
+from ringtile.distributed.process_groups import real_group
+from ringtile.distributed.runs import Copies, Places, copies, with_starts
+from ringtile.distributed.shards import check_layout
+from ringtile.distributed.stages import Stage, copy
+from ringtile.distributed.transports import group_of
 
 
 class _Moves(NamedTuple):
-    """A rank's tokens that stay, and those that it sends to and receives from each rank, in the order on the wire."""
+    """A rank's tokens that stay, and the places of those that it sends to and receives from each rank."""
 
-    kept: list[Copy]
-    sent: list[list[Copy]]
-    received: list[list[Copy]]
+    kept: Copies
+    sent: list[Places]
+    received: list[Places]
 
 
 def roll(
@@ -97,31 +103,25 @@ class _Roll(torch.autograd.Function):
         facts: Facts,
     ) -> Tensor:
         ctx.call = shifts, layout, group, dim, fill, facts
+        dim %= x.dim()
         lockstep.begin(group)
         moves = _moves_of(layout, group.rank(), shifts, fill is None)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if fill is not None:
             out.fill_(fill)
-        target, source = out.movedim(dim, 0), x.movedim(dim, 0)
-        work, received = None, source[:0]
-        if group.size() > 1:
-            sent_sizes, received_sizes = ([sum(c.length for c in part) for part in way] for way in moves[1:])
-            sent = torch.cat(
-                [source[:0], *(source[c.source : c.source + c.length] for part in moves.sent for c in part)]
-            )
-            received = x.new_empty(sum(received_sizes), *source.shape[1:])
-            # Not every backend sends bool.
-            into, out_of = (wire.view(torch.uint8) if x.dtype == torch.bool else wire for wire in (received, sent))
+        # Not every backend sends bool. Tensors of a stage are [.., .., tokens, dim].
+        shape = 1, prod(x.shape[:dim]), x.shape[dim], prod(x.shape[dim + 1 :])
+        target, source = ((y.view(torch.uint8) if y.dtype == torch.bool else y).reshape(shape) for y in (out, x))
+        stage = Stage(moves.sent, moves.received, ref(group), is_idle=group.size() == 1)
+        sent, received = stage.pack([source]), stage.room([source])
+        works: list[Any] = []
+        if not stage.is_idle:
             lockstep.check(group, facts, f"tokens rolled by {shifts}", x.device)
-            work = dist.all_to_all_single(into, out_of, received_sizes, sent_sizes, group, async_op=True)
-        for copy in moves.kept:
-            target[copy.target : copy.target + copy.length] = source[copy.source : copy.source + copy.length]
-        if work is not None:
+            works = stage.start(received, sent, [[source]], [[source]])
+        copy([target], [source], moves.kept)
+        for work in works:
             wait(work, group, "rolled tokens")
-        at = 0
-        for copy in (copy for part in moves.received for copy in part):
-            target[copy.target : copy.target + copy.length] = received[at : at + copy.length]
-            at += copy.length
+        stage.unpack(received, [target])
         return out
 
     @staticmethod
@@ -136,17 +136,19 @@ class _Roll(torch.autograd.Function):
 @lru_cache(maxsize=64)
 def _moves_of(layout: Layout, rank: int, shifts: int, wraps: bool) -> _Moves:
     n_tokens = layout.n_tokens
+    # If tokens wrap around, a shift by 3 of 10 tokens also shifts by -7: tokens 7 to 9 become 0 to 2.
     steps = {shifts % n_tokens, shifts % n_tokens - n_tokens} if wraps else {shifts}
     held = [with_starts(runs) for runs in layout.runs]
 
-    def between(source: int, target: int) -> list[Copy]:
-        return [copy for step in sorted(steps) for copy in copies(_moved(held[source], step, n_tokens), held[target])]
+    def between(source: int, target: int) -> Copies:
+        found = [copies(_moved(held[source], step, n_tokens), held[target]) for step in sorted(steps)]
+        return Copies(*(tuple(run for each in found for run in each[side]) for side in (0, 1)))
 
     every = range(layout.n_ranks)
     return _Moves(
         between(rank, rank),
-        [between(rank, other) if other != rank else [] for other in every],
-        [between(other, rank) if other != rank else [] for other in every],
+        [between(rank, other).source if other != rank else () for other in every],
+        [between(other, rank).target if other != rank else () for other in every],
     )
 
 
@@ -156,5 +158,6 @@ def _moved(held: list[tuple[Run, int]], step: int, n_tokens: int) -> list[tuple[
     for (begin, end), place in held:
         low, high = max(begin + step, 0), min(end + step, n_tokens)
         if low < high:
+            # Tokens that would leave at the lower end are skipped, so the run begins at a later place.
             found.append(((low, high), place + low - begin - step))
     return found

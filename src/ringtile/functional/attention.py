@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from types import NoneType
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,40 +14,34 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringtile.index import BlockIndex, build_index
-from ringtile.kernels.contracts import Call, attention, check_memory, pack_keys
+from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, check_memory, options_of, pack_keys
+from ringtile.kernels.operators import attention, is_unseen
 from ringtile.kernels.philox import dropout_threshold
+from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
+from ringtile.kernels.reference import Options as ReferenceOptions
 from ringtile.kernels.reference import attention_reference
-from ringtile.kernels.select import NAMES, select
+from ringtile.kernels.select import NAMES, is_logged, select
 from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-class Keywords(TypedDict, total=False):
+class Keywords(SoftmaxOptions, total=False):
     """Keyword arguments that all attention functions share, for type checkers."""
 
     is_causal: bool
-    key_mask: Tensor | None
-    dropout_p: float
-    seed: int | Tensor | None
-    scale: float | None
     enable_gqa: bool
     backend: str | None
 
 
-class _Keywords(Keywords, total=False):
-    key_lengths: Tensor | None
+class _Keywords(Keywords, RowOptions, total=False):
     start: int | None
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    head_at: Tensor | None
-    batch_at: Tensor | None
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DENSE, _CAUSAL = Dense(), Causal()
+_BLOCK = 128
 _NOTHING = contextlib.nullcontext()
 _SDPA = F.scaled_dot_product_attention
 
@@ -65,29 +58,19 @@ def check_whole() -> None:
 
 def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Cast the tensors if autocast is on. Raise ValueError if they do not match."""
-    device = query.device
-    if not query.dim() == key.dim() == value.dim() == 4 or not device == key.device == value.device:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.dim() != 4:
-                raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
-            if x.device != device:
-                raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
-    if device.type == "meta":
-        raise ValueError(f"query: expected a device that holds data, got {query.device=}")
+    # One argument after the other, so that the first wrong one is named.
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected four dimensions [B, H, N, D], got {x.shape=}")
+        if x.device != query.device:
+            raise ValueError(f"{name}: expected the query's device, got {x.device=} with {query.device=}")
+        if x.is_meta:
+            raise ValueError(f"{name}: expected a device that holds data, got {x.device=}")
         check_plain(name, x)
-    if torch.is_autocast_enabled(device.type):
-        # Like PyTorch, cast each tensor except float64. Different dtypes become one.
-        to = torch.get_autocast_dtype(device.type)
-        query, key, value = (
-            x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value)
-        )
-    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.dtype not in _DTYPES or x.dtype != query.dtype:
-                raise ValueError(
-                    f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}"
-                )
+    query, key, value = _cast(query, key, value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dtype not in _DTYPES or x.dtype != query.dtype:
+            raise ValueError(f"{name}: expected one of {_DTYPES}, the same for all, got {x.dtype=} with {query.dtype=}")
     (batch, heads, _, head_dim), (key_batch, key_heads, n_keys, key_dim) = query.shape, key.shape
     if heads == 0 or head_dim == 0:
         raise ValueError(f"query: expected at least one head and a head_dim of at least 1, got {query.shape=}")
@@ -102,6 +85,18 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
         # Dynamo does not pass a tensor twice to a function with a derivative of its own.
         value = value.view_as(value) if value is key or value is query else value
         key = key.view_as(key) if key is query else key
+    return query, key, value
+
+
+def _cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast the tensors under autocast, like PyTorch all except float64, so that different dtypes become one."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, key, value
+    to = torch.get_autocast_dtype(kind)
+    query, key, value = (
+        x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value)
+    )
     return query, key, value
 
 
@@ -132,28 +127,19 @@ def _check_seed(seed: int | Tensor, query: Tensor) -> None:
         raise ValueError(f"seed: expected a 64-bit integer or one int64 element, got {seed!r}")
 
 
-def check_options(
-    query: Tensor,
-    key: Tensor,
-    *,
-    key_mask: Tensor | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    scale: float | None,
-    backend: str | None,
-) -> None:
+def check_options(query: Tensor, key: Tensor, *, backend: str | None, **options: Unpack[RowOptions]) -> None:
     """Raise ValueError if an option that all attention functions share is invalid."""
     if backend is not None and backend not in NAMES:
         raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
-    if dropout_p:
+    if dropout_p := options.get("dropout_p"):
         dropout_threshold(dropout_p)
-    if scale is not None and not -math.inf < scale < math.inf:
+    if (scale := options.get("scale")) is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale: expected a finite number, got {scale!r}")
-    if key_mask is not None:
+    if (key_mask := options.get("key_mask")) is not None:
         _check_rows("key_mask", key_mask, (query.shape[0], key.shape[2]), query)
         if key_mask.dtype != torch.bool:
             raise ValueError(f"key_mask: expected bool, True for keys to attend to, got {key_mask.dtype=}")
-    if seed is not None:
+    if (seed := options.get("seed")) is not None:
         _check_seed(seed, query)
 
 
@@ -172,6 +158,7 @@ def check_rows(
         _check_rows("key_lengths", key_lengths, query.shape[:1], query)
         if key_lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"key_lengths: expected int32 or int64, got {key_lengths.dtype=}")
+        # On a GPU, or in a graph, reading the values would synchronize or fail.
         if _may_read(key_lengths) and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
             raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
@@ -233,31 +220,21 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if autocast else _NOTHING
 
 
-def make_call(
-    query: Tensor,
-    *,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    head_at: Tensor | None = None,
-    batch_at: Tensor | None = None,
-    backend: str | None = None,
-) -> Call:
-    """Return a call over no pattern yet, with its seed drawn."""
-    head_at = _checked_numbers("head_at", head_at, query.shape[1], query)
-    batch_at = _checked_numbers("batch_at", batch_at, query.shape[0], query)
+def make_call(query: Tensor, *, backend: str | None = None, **options: Unpack[RowOptions]) -> Call:
+    """Return a call over no pattern yet, with its seed drawn. It leaves masks, lengths and sinks to the caller."""
+    dropout_p, scale = options.get("dropout_p", 0.0), options.get("scale")
+    head_at = _checked_numbers("head_at", options.get("head_at"), query.shape[1], query)
+    batch_at = _checked_numbers("batch_at", options.get("batch_at"), query.shape[0], query)
     return Call(
         start=0,
-        block=128,
+        block=_BLOCK,
         scale=query.shape[3] ** -0.5 if scale is None else scale,
-        seed=drawn_seed(seed, query) if dropout_p else None,
-        alibi_slopes=alibi_slopes,
+        seed=drawn_seed(options.get("seed"), query) if dropout_p else None,
+        alibi_slopes=options.get("alibi_slopes"),
         head_at=head_at if dropout_p else None,
         batch_at=batch_at if dropout_p else None,
         dropout_p=dropout_p,
-        softcap=softcap,
+        softcap=options.get("softcap", 0.0),
         backend=backend or "",
     )
 
@@ -271,6 +248,7 @@ def drawn_seed(seed: int | Tensor | None, query: Tensor) -> Tensor:
 
 def attend_scores(scores: Tensor, pairs: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the lse of a few rows from all of their scores ``[B, H, R, N]``, over the kept pairs."""
+    # A row without pairs has a maximum of -inf, and -inf - -inf is NaN, so its lse counts as 0 in the difference.
     masked = scores.masked_fill(~pairs, -math.inf)
     lse = masked.logsumexp(3)
     shift = lse.masked_fill(lse == -math.inf, 0)
@@ -291,52 +269,139 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
-_CHECKED_AT_MOST = 256
-_checked: dict[Hashable, Call] = {}
-"""The calls without tensors of their own that were checked: at 26 tokens, the checks took an eighth of a call."""
+def _name_of(pattern: Pattern | BlockIndex | Tensor | BlockMask | None) -> str | int | None:
+    """Return the text of a pattern or the number of an index, or None if neither tells the pairs."""
+    if isinstance(pattern, BlockIndex):
+        return id(pattern)
+    if pattern is None:
+        # `is_causal`, which makes it causal, is a part of the structure of its own.
+        return "dense"
+    return pattern.text if isinstance(pattern, Pattern) else None
 
 
-def _place(
+def _check_index(index: BlockIndex, query: Tensor, n_keys: int, is_causal: bool, start: int | None) -> None:
+    """Raise ValueError if a call does not match the index that it names."""
+    (batch, heads, n_queries), (of_batch, of_heads) = query.shape[:3], index.group.shape
+    if is_causal:
+        raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
+    if (index.n_queries, index.n_keys) != (n_queries, n_keys) or start not in (None, index.start):
+        at = "" if start is None else f", {start=}"
+        got = f"{index.n_queries=}, {index.n_keys=}, {index.start=}"
+        raise ValueError(f"pattern: expected an index with {n_queries=}, {n_keys=}{at}, got {got}")
+    if of_batch not in (1, batch) or of_heads not in (1, heads):
+        raise ValueError(
+            f"pattern: expected groups [1 or {batch}, 1 or {heads}] as in {query.shape=}, got {index.group.shape=}"
+        )
+    if index.device != query.device:
+        raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
+
+
+def _pairs_of(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    n_keys: int,
     pattern: Pattern | BlockIndex | Tensor | BlockMask | None,
     is_causal: bool,
     start: int | None,
-    scale: float | None,
-    softcap: float,
+    backend: str | None,
+) -> tuple[int, int, str, Pattern | BlockIndex]:
+    """Return the first position, the block, the text and the pattern of a call, or the index of one without a text."""
+    if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
+        raise ValueError(f"start: expected an integer or None, got {start!r}")
+    (batch, heads, n_queries), device = query.shape[:3], query.device
+    # In a graph, lengths are symbols, and a check of them would fix the graph to these lengths.
+    if isinstance(start, int) and not torch.compiler.is_compiling():
+        TileGrid(_BLOCK, start, n_queries, n_keys)  # raises if the positions are too far
+    if isinstance(pattern, BlockIndex):
+        _check_index(pattern, query, n_keys, is_causal, start)
+        return pattern.start, pattern.block, "", pattern
+    rule = rule_of(pattern, is_causal, start)
+    start = n_keys - n_queries if start is None else start
+    # The reference evaluates the rule itself, so its memory is all that limits the pattern.
+    if rule.text or backend == "reference":
+        return start, _BLOCK, rule.text or "", rule
+    # Dynamo traces no pattern without a text, so all sizes are numbers here.
+    index = build_index(rule, n_queries, n_keys, start=start, num_heads=heads, batch=max(batch, 1), device=device)
+    return start, _BLOCK, "", index
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | BlockIndex | BlockMask | Tensor | None,
+    structure: Structure | None,
+    is_causal: bool,
+    start: int | None,
     enable_gqa: bool,
     backend: str | None,
-) -> Hashable:
-    """Return all that the checks of a plain call depend on, or None if they must run."""
-    if torch.compiler.is_compiling() or not type(query) is type(key) is type(value) is Tensor:
-        return None
-    if not query.layout is key.layout is value.layout is torch.strided or query.is_nested:
-        return None
-    # Values of other types can be equal to valid ones, and so are two zeros.
-    types = type(start) in (int, NoneType), type(scale) in (float, NoneType), type(backend) in (str, NoneType)
-    if not all(types) or type(softcap) is not float or scale == 0:
-        return None
-    rule = (_CAUSAL if is_causal else _DENSE) if pattern is None else pattern
-    if is_causal and pattern is not None:
-        return None
-    kept: Hashable
-    if isinstance(rule, BlockIndex):
-        kept = rule.block, rule.start, rule.n_queries, rule.n_keys, rule.group.shape, rule.device
-    elif isinstance(rule, Pattern):
-        kept = rule.text
+    options: RowOptions,
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments that no plan stands for, and compute attention without sinks.
+
+    ``structure`` is None if the call may have no plan.
+    """
+    kept: Pattern | BlockIndex | BlockMask | Tensor | None = pattern
+    plan = None if structure is None else found_plan(structure)
+    if plan is None:
+        query, key, value = checked_tensors(query, key, value, enable_gqa)
+    n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
+    check_options(query, key, backend=backend, **options)
+    check_rows(query, n_keys, key_lengths, options["softcap"], options["alibi_slopes"], options["sinks"])
+    call = make_call(query, backend=backend, **options)
+    if plan is None:
+        first, block, text, kept = _pairs_of(query, n_keys, pattern, is_causal, start, backend)
     else:
+        # The structure of the call has the same shapes, rule and start, so these checks have passed.
+        first, block, text = plan.call.start, plan.call.block, plan.call.pattern
+    call = call._replace(start=first, block=block, pattern=text, key_lengths=key_lengths)
+    # A pattern with a text needs no index here: a backend may compute all pairs without one.
+    index = kept if isinstance(kept, BlockIndex) else None
+    if backend == "reference":
+        assert isinstance(kept, Pattern | BlockIndex)
+        return _by_reference(query, key, value, kept, key_mask, call)
+    tiles, bits = () if index is None else index.tensors(), None if key_mask is None else pack_keys(key_mask)
+    call = call._replace(tiles=tiles, key_bits=bits)
+    with without_autocast(query):
+        if plan is None or plan.prepared is None:
+            call = call._replace(backend=select(query, key, value, call))
+        else:
+            call = call._replace(backend=plan.call.backend)
+        if plan is None and structure is not None:
+            if index is not None and index is not pattern:
+                # In a tuple, because a call that gives this index itself has other checks.
+                structure = ((id(index),), *structure[1:])
+            plan = found_plan(structure) or make_plan(structure, query, key, value, call, index, backend or "")
+        # Options can be tensors that only PyTorch's dispatcher reads, as lazily zero ones.
+        prepared = plan.prepared if plan is not None and is_unseen(*options_of(call)) else None
+        return attention(query, key, value, call, prepared)
+
+
+def _structure_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | BlockIndex | BlockMask | Tensor | None,
+    start: int | None,
+    scale: float | None,
+    softcap: float,
+    backend: str | None,
+    *has: bool,
+) -> Structure | None:
+    """Return all that the plan of a call depends on, or None if every check must run at every call."""
+    # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
+    types = type(start) in (int, NoneType), type(scale) in (float, int, NoneType), type(backend) in (str, NoneType)
+    if not all(types) or type(softcap) not in (float, int) or scale == 0:
         return None
-    device = query.device
-    if device.type == "meta" or torch._C._are_functorch_transforms_active():
-        return None
-    if torch.is_autocast_enabled(device.type):
-        return None
-    return (
-        *(query.shape, key.shape, value.shape),
-        *(query.dtype, key.dtype, value.dtype, device, key.device, value.device),
-        *(kept, start, scale, softcap, bool(enable_gqa), backend),
-    )
+    return structure_of(_name_of(pattern), query, key, value, start, scale, softcap, backend, has)
+
+
+def _by_reference(
+    query: Tensor, key: Tensor, value: Tensor, kept: Pattern | BlockIndex, key_mask: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor]:
+    """Return the results of the reference in the dtypes of the other backends."""
+    shared = {name: getattr(call, name) for name in ReferenceOptions.__annotations__ if name in Call._fields}
+    out, lse = attention_reference(query, key, value, kept, key_mask=key_mask, **shared)
+    return out.to(query.dtype), lse if query.dtype == torch.float64 else lse.float()
 
 
 @overload
@@ -449,109 +514,39 @@ def sparse_attention(
         >>> sparse_attention(q, k, v, Causal() & (Window(256) | GlobalTokens(16))).shape
         torch.Size([1, 4, 1000, 64])
     """
-    place = None
-    given = isinstance(pattern, BlockIndex)
-    if not given:
+    if not isinstance(pattern, BlockIndex):
         check_whole()
-    masked = key_mask is not None or key_lengths is not None or alibi_slopes is not None or sinks is not None
-    dropped = dropout_p != 0.0 or seed is not None or head_at is not None or batch_at is not None
-    if not masked and not dropped:
-        place = _place(query, key, value, pattern, is_causal, start, scale, softcap, enable_gqa, backend)
-        if place is not None and (call := _checked.get(place)) is not None:
-            if isinstance(pattern, BlockIndex):
-                call = call._replace(tiles=pattern.tensors())
-            chosen = select(query, key, value, call)
-            out, lse = attention(query, key, value, call._replace(backend=chosen) if chosen != call.backend else call)
-            return (out, lse) if return_lse else out
-    query, key, value = checked_tensors(query, key, value, enable_gqa)
-    check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
-    (batch, heads, n_queries), n_keys = query.shape[:3], key.shape[2]
-    check_rows(query, n_keys, key_lengths, softcap, alibi_slopes, sinks)
-    if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
-        raise ValueError(f"start: expected an integer or None, got {start!r}")
-    if isinstance(start, int) and not torch.compiler.is_compiling():
-        TileGrid(128, start, n_queries, n_keys)  # raises if the positions are too far
-
-    call = make_call(
-        query,
-        dropout_p=dropout_p,
-        seed=seed,
-        scale=scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        head_at=head_at,
-        batch_at=batch_at,
-        backend=backend,
-    )
-
-    index: BlockIndex | None = None
-    if isinstance(pattern, BlockIndex):
-        index = pattern
-        if is_causal:
-            raise ValueError("is_causal: not supported with a BlockIndex; build it from Causal() & pattern instead")
-        if (index.n_queries, index.n_keys) != (n_queries, n_keys) or start not in (None, index.start):
-            at = "" if start is None else f", {start=}"
-            got = f"{index.n_queries=}, {index.n_keys=}, {index.start=}"
-            raise ValueError(f"pattern: expected an index with {n_queries=}, {n_keys=}{at}, got {got}")
-        if index.group.shape[0] not in (1, batch) or index.group.shape[1] not in (1, heads):
-            raise ValueError(
-                f"pattern: expected groups [1 or {batch}, 1 or {heads}] as in {query.shape=}, got {index.group.shape=}"
-            )
-        if index.device != query.device:
-            raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
-        text, first, block = "", index.start, index.block
-    else:
-        rule = rule_of(pattern, is_causal, start)
-        first = n_keys - n_queries if start is None else start
-        block = 128
-        text = rule.text or ""
-        if backend != "reference" and not text:
-            index = build_index(
-                rule,
-                n_queries,
-                n_keys,
-                start=first,
-                num_heads=heads,
-                batch=max(batch, 1),
-                block=block,
-                device=query.device,
-            )
-
-    if backend == "reference":
-        out, lse = attention_reference(
-            query,
-            key,
-            value,
-            index if index is not None else rule,
-            start=first,
-            key_mask=key_mask,
-            key_lengths=key_lengths,
-            dropout_p=dropout_p,
-            seed=call.seed,
-            scale=call.scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            head_at=call.head_at,
-            batch_at=call.batch_at,
-        )
-        out = out.to(query.dtype)
-        if query.dtype != torch.float64:
-            lse = lse.float()
-    else:
-        call = call._replace(
-            start=first,
-            block=block,
-            tiles=() if index is None else index.tensors(),
-            pattern=text,
-            key_bits=None if key_mask is None else pack_keys(key_mask),
-            key_lengths=key_lengths,
-        )
-        if place is not None and (text or given):
-            if len(_checked) >= _CHECKED_AT_MOST:
-                _checked.clear()
-            _checked[place] = call._replace(tiles=())
+    structure = plan = None
+    if is_unseen(query, key, value) and not is_logged():
+        query, key, value = _cast(query, key, value)
+        has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
+        structure = _structure_of(query, key, value, pattern, start, scale, softcap, backend, *has)
+        plan = None if structure is None else found_plan(structure)
+    # One chain of comparisons costs less than seven.
+    plain = key_mask is key_lengths is alibi_slopes is sinks is seed is head_at is batch_at is None
+    if plan is not None and plain and dropout_p == 0.0:
+        # No argument is left to check, because each of them is a part of the structure.
+        call = plan.call
+        if isinstance(pattern, BlockIndex):
+            call = call._replace(tiles=pattern.tensors())
         with without_autocast(query):
-            out, lse = attention(query, key, value, call._replace(backend=select(query, key, value, call)))
+            if plan.prepared is None:
+                call = call._replace(backend=select(query, key, value, call))
+            out, lse = attention(query, key, value, call, plan.prepared)
+    else:
+        options: RowOptions = {
+            "key_mask": key_mask,
+            "key_lengths": key_lengths,
+            "dropout_p": dropout_p,
+            "seed": seed,
+            "scale": scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "head_at": head_at,
+            "batch_at": batch_at,
+        }
+        out, lse = _attend(query, key, value, pattern, structure, is_causal, start, enable_gqa, backend, options)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

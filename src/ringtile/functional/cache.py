@@ -229,6 +229,7 @@ class LayerCache:
 
     def _kept(self, seen: HeldKeys, position: Tensor, num_heads: int) -> tuple[HeldKeys, Tensor]:
         """Return the keys that any query at these positions keeps, and the kept pairs ``[1 or H, N, K]``."""
+        # Heads of one class keep the same pairs, and their mask broadcasts.
         alike = len({self.pattern.head_class(head) for head in range(num_heads)}) == 1
         heads = torch.arange(1 if alike else num_heads, device=position.device)
         places = (heads[:, None, None], position[:, None], seen.position)
@@ -250,8 +251,10 @@ class LayerCache:
         if ring is None or self.length <= self._first + ring:
             places = self._held.narrowed(before, n_new)
         elif n_new == 1:
+            # With 2 first keys and a ring of 8, token 10 replaces token 2 at 2 + (10 - 2) % 8 = 2.
             places = self._held.narrowed(self._first + (before - self._first) % ring, 1)
         else:
+            # Of more new keys than the ring has room for, the last ones stay, so that no place is written twice.
             stays = (new.position < self._first) | (new.position >= self.length - ring)
             new = new.chosen(stays.nonzero().squeeze(1))
             turn = self._first + (new.position - self._first) % ring
@@ -267,6 +270,7 @@ class LayerCache:
         size = 0 if self._held is None else len(self._held.position)
         if size >= self.held:
             return
+        # Room for one more token at a time would copy all tokens for each.
         wanted = max(self.held, 2 * size)
         room = new.room(wanted if self.capacity is None else min(wanted, self.capacity))
         if self._held is not None:

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ringtile.functional.attention import (
     Keywords,
     check_options,
     check_whole,
     checked_tensors,
-    drawn_seed,
+    make_call,
     sparse_attention,
-    without_autocast,
 )
-from ringtile.functional.merge import merge_attention
-from ringtile.functional.permute import Piece, add_compacted, compact, kept_rows, of_offset, pieces, query_view
-from ringtile.index import build_index
-from ringtile.kernels.contracts import ROW_NAMES, Call, accumulator, check_memory, merge_into, new_out, pack_keys
-from ringtile.kernels.select import select
+from ringtile.functional.parts import Part, Parts, attend_parts
+from ringtile.functional.permute import Strided, pieces
+from ringtile.kernels.contracts import Call
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Causal, Dense, Pattern, Segments, parse
-from ringtile.patterns.base import checked_ints
+from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.wrapped import Compacted, InSegments, for_heads
 
 _DENSE, _CAUSAL = Dense(), Causal()
-_BLOCK = 128
 _NEXT_SEED = 0x9E3779B97F4A7C15 - (1 << 64)
 """Odd and far from small numbers, so calls with neighboring seeds never share one."""
 _NEXT_BATCH = 0x9E3779B9
@@ -52,42 +47,6 @@ class Branch(NamedTuple):
     """True if all heads are known to have the same rule."""
 
 
-class Options(NamedTuple):
-    """The arguments of a call that are not its tensors."""
-
-    branches: tuple[Branch, ...]
-    key_mask: Tensor | None
-    dropout_p: float
-    seed: Tensor | None
-    scale: float
-    backend: str | None
-
-
-class Problem(NamedTuple):
-    """The rule and the options of one dense problem of a branch. Its batch elements are segments."""
-
-    rule: Pattern
-    start: int
-    """Place of the first query among the keys."""
-    key_mask: Tensor | None
-    seed: Tensor | None = None
-    head_at: Tensor | None = None
-    batch_at: Tensor | None = None
-
-
-class _Part(NamedTuple):
-    """One dense problem: a piece of a branch."""
-
-    piece: Piece
-    ratio: int
-    problem: Problem
-
-
-def branch_seed(seed: Tensor, branch: int) -> Tensor:
-    """Return the dropout seed of a branch, one int64 element: each branch draws its own weights."""
-    return seed + _signed(branch * _NEXT_SEED)
-
-
 def segment_numbers(batch: Tensor, segments: Tensor) -> Tensor:
     """Number the segments ``[S]`` of batch elements ``[B]`` for dropout: int64 ``[B * S]``, ``batch_at`` of a branch.
 
@@ -100,195 +59,33 @@ def segment_numbers(batch: Tensor, segments: Tensor) -> Tensor:
     return ((batch.unsqueeze(1) * _NEXT_BATCH + segments) % 2**32).flatten()
 
 
-def _parts(branch: Branch, q: Tensor, k: Tensor, options: Options, number: int) -> Iterator[_Part]:
-    """Yield the dense problems of a branch, which is number ``number``."""
-    heads, mask = q.shape[1], options.key_mask
-    cut = pieces(q.shape[2], k.shape[2], heads, branch.length, branch.dilation, by_offset=mask is not None)
-    for piece in cut:
-        kept = None
-        if mask is not None:
-            kept = kept_rows(mask.unsqueeze(1), piece, piece.offsets.start, keys=True).squeeze(1).flatten(0, 1)
-        rule = branch.rule if branch.is_alike else for_heads(branch.rule, piece.heads, heads)
-        problem = Problem(rule, piece.start, kept)
-        segments = piece.key // piece.length + torch.arange(piece.segments, device=q.device)
-        yield _Part(piece, heads // k.shape[1], numbered(problem, options, number, piece.heads, q.shape[0], segments))
+def parts_of(q: Tensor, k: Tensor, branches: Sequence[Branch], call: Call, *, is_masked: bool) -> list[Part]:
+    """Return the dense problems of all branches."""
+    (batch, heads, n_queries), (key_heads, n_keys) = q.shape[:3], k.shape[1:3]
+    found = []
+    for number, (length, dilation, rule, is_alike) in enumerate(branches):
+        # Heads at other offsets keep other keys, so a key mask needs a problem per offset.
+        for piece in pieces(n_queries, n_keys, heads, length, dilation, by_offset=is_masked):
+            segments = piece.key // piece.length + torch.arange(piece.segments, device=q.device)
+            options = numbered(call, number, piece.heads, batch, segments)._replace(start=piece.start)
+            kept = rule if is_alike else for_heads(rule, piece.heads, heads)
+            rows, keys = Strided(piece), Strided(piece, keys=True, ratio=heads // key_heads)
+            # The first branch has each row at most once, and nothing to merge it with.
+            found.append(Part(rows, keys, kept, options, branch=number, merges=number > 0))
+    return found
 
 
-def numbered(
-    problem: Problem, options: Options, branch: int, heads: tuple[int, ...], batch: int, segments: Tensor
-) -> Problem:
-    """Return a problem with the dropout of these heads and segments of a branch, if there is dropout."""
-    if options.seed is None:
-        return problem
-    return problem._replace(
-        seed=branch_seed(options.seed, branch),
+def numbered(call: Call, branch: int, heads: tuple[int, ...], batch: int, segments: Tensor) -> Call:
+    """Return a call that draws the dropout of these heads and segments of a branch, if there is dropout."""
+    if call.seed is None:
+        return call
+    # Each branch draws its own weights. A multiple of `_NEXT_SEED` wraps around as int64 does: 2^63 becomes -2^63.
+    step = (branch * _NEXT_SEED + 2**63) % 2**64 - 2**63
+    return call._replace(
+        seed=call.seed + step,
         head_at=torch.tensor(heads, device=segments.device),
         batch_at=segment_numbers(torch.arange(batch, device=segments.device), segments),
     )
-
-
-def _signed(number: int) -> int:
-    """Wrap a number into int64."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def all_parts(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[int, _Part]]:
-    """Yield every dense problem of a call with the number of its branch."""
-    for number, branch in enumerate(options.branches):
-        for part in _parts(branch, q, k, options, number):
-            yield number, part
-
-
-def call_of(q: Tensor, k: Tensor, v: Tensor, problem: Problem, options: Options) -> Call:
-    """Build the operator call of a dense problem."""
-    text, index = problem.rule.text or "", None
-    if not text:
-        lengths = {"n_queries": q.shape[2], "n_keys": k.shape[2], "start": problem.start}
-        index = build_index(
-            problem.rule, **lengths, num_heads=q.shape[1], batch=max(q.shape[0], 1), block=_BLOCK, device=q.device
-        )
-    call = Call(
-        start=problem.start,
-        block=_BLOCK,
-        scale=options.scale,
-        tiles=() if index is None else index.tensors(),
-        pattern=text,
-        key_bits=None if problem.key_mask is None else pack_keys(problem.key_mask),
-        seed=problem.seed,
-        head_at=problem.head_at,
-        batch_at=problem.batch_at,
-        dropout_p=options.dropout_p,
-        backend=options.backend or "",
-    )
-    return call._replace(backend=select(q, k, v, call))
-
-
-class _Merged(torch.autograd.Function):
-    """Merge all branches one after another and save only the merged output and lse.
-
-    The backward pass of a branch uses the merged output and lse, because its softmax is a part of the merged one. So
-    the merge itself needs no derivative. `_composed` computes second derivatives.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        dtype = accumulator(q)
-        out = new_out(q.new_empty(q.shape, dtype=dtype), v.shape[-1]).zero_()
-        lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
-        for branch, part in all_parts(q, k, options):
-            tensors = compact_part(q, k, v, part)
-            call = call_of(*tensors, part.problem, options)
-            found, found_lse = torch.ops.ringtile.forward(*tensors, *call)
-            for offset in part.piece.offsets:
-                mine = (query_view(out, part.piece, offset), query_view(lse, part.piece, offset))
-                theirs = [of_offset(x, part.piece, q.shape[0], offset) for x in (found, found_lse)]
-                if branch == 0:
-                    mine[0].copy_(theirs[0])
-                    mine[1].copy_(theirs[1])
-                else:
-                    merge_into(*mine, *theirs)
-        out = out.to(q.dtype)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        if out_grad is None and lse_grad is None:
-            return (None,) * 4
-        if torch.is_grad_enabled():
-            results = _composed(q, k, v, ctx.options)
-            return *differentiable_grads(results, (q, k, v), ctx.needs_input_grad, (out_grad, lse_grad)), None
-        if out_grad is None:
-            out_grad = torch.zeros_like(out)
-        check_memory(ROW_NAMES, (out_grad, lse_grad, q, k, v, out, lse))
-        totals = [torch.zeros(x.shape, dtype=accumulator(q), device=x.device) for x in (q, k, v)]
-        for _, part in all_parts(q, k, ctx.options):
-            piece = part.piece
-            tensors = compact_part(q, k, v, part)
-            rows = [None if x is None else compact(x, piece) for x in (out_grad, lse_grad, out, lse)]
-            call = call_of(*tensors, part.problem, ctx.options)
-            grads = torch.ops.ringtile.backward(rows[0], rows[1], *tensors, rows[2], rows[3], *call)
-            add_compacted(totals[0], grads[0], piece)
-            for total, grad in zip(totals[1:], grads[1:], strict=True):
-                add_compacted(total, grad, piece, keys=True, ratio=part.ratio)
-        return *(total.to(q.dtype) for total in totals), None
-
-
-def compact_part(q: Tensor, k: Tensor, v: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = (compact(x, part.piece, keys=True, ratio=part.ratio) for x in (k, v))
-    return compact(q, part.piece), keys, values
-
-
-def _composed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute the same with operations that differentiate to any order, vmap and compile, but use more memory."""
-    numbers = torch.arange(q.shape[1] * q.shape[2], device=q.device).view(1, *q.shape[1:3])
-    parts = (
-        (branch, compact_part(q, k, v, part), part.problem, compact(numbers, part.piece).flatten())
-        for branch, part in all_parts(q, k, options)
-    )
-    return compose(q, k, v, parts, options)
-
-
-def compose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    parts: Iterable[tuple[int, tuple[Tensor, Tensor, Tensor], Problem, Tensor]],
-    options: Options,
-) -> tuple[Tensor, Tensor]:
-    """Merge dense problems of all branches into the output and lse of the queries ``[B, H, N, D]``.
-
-    A part is the number of its branch, its tensors, its problem and the number ``head * N + token`` of each row.
-    """
-    batch, heads, n_queries = q.shape[:3]
-    rows, value_dim = heads * n_queries, v.shape[3]
-    # A zero with a derivative, so that there are gradients (zeros) if no query keeps a key.
-    zero = sum((x[:, :, :0].sum() for x in (k, v)), q[:, :, :0].sum())
-    outs = [zero.expand(batch, rows, value_dim) for _ in options.branches]
-    lses = [(zero.to(accumulator(q)) - math.inf).expand(batch, rows) for _ in options.branches]
-    for branch, tensors, problem, places in parts:
-        found = sparse_attention(
-            *tensors,
-            problem.rule,
-            key_mask=problem.key_mask,
-            start=problem.start,
-            dropout_p=options.dropout_p,
-            seed=problem.seed,
-            head_at=problem.head_at,
-            batch_at=problem.batch_at,
-            scale=options.scale,
-            enable_gqa=True,
-            return_lse=True,
-            backend=options.backend,
-        )
-        out, lse = found
-        outs[branch] = outs[branch].index_copy(1, places, out.reshape(batch, len(places), value_dim))
-        lses[branch] = lses[branch].index_copy(1, places, lse.reshape(batch, len(places)))
-    shape = (heads, n_queries)
-    return merge_attention([x.unflatten(1, shape) for x in outs], [x.unflatten(1, shape) for x in lses])
-
-
-def differentiable_grads(
-    results: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    needed: Sequence[bool],
-    result_grads: Sequence[Tensor | None],
-) -> Iterator[Tensor | None]:
-    """Return the gradients of the needed inputs with a graph, so that they differentiate again."""
-    given = [(y, grad) for y, grad in zip(results, result_grads, strict=True) if grad is not None]
-    wanted = [x for x, need in zip(inputs, needed, strict=False) if need]
-    ys, ys_grads = zip(*given, strict=True)
-    found = iter(torch.autograd.grad(ys, wanted, ys_grads, create_graph=True, allow_unused=True))
-    return (next(found) if need else None for _, need in zip(inputs, needed, strict=False))
-
-
-def needs_composing(backend: str | None) -> bool:
-    """Return True if an autograd Function does not compose: torch.func, forward mode, compile, the reference."""
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return transformed or torch.compiler.is_compiling() or backend == "reference"
 
 
 def _disjoint(branches: Sequence[Branch], pattern: Pattern | None) -> tuple[Branch, ...] | None:
@@ -318,6 +115,7 @@ def _disjoint(branches: Sequence[Branch], pattern: Pattern | None) -> tuple[Bran
         if taken:
             fresh = ~reduce(or_, taken)
             rule = fresh if rule == _DENSE else rule & fresh
+        # Without a pattern, a branch of equal segments can keep all pairs of this one: then nothing is left.
         if pattern is not None or not any(_covers(at, length, dilation) for at in earlier):
             found.append(Branch(length, dilation, rule))
     return tuple(found)
@@ -387,20 +185,6 @@ def union_of(at: Sequence[tuple[int, int]], pattern: Pattern | None) -> Pattern:
     return reduce(or_, [Segments(*each) if pattern is None else InSegments(*each, pattern) for each in at])
 
 
-def options_of(
-    query: Tensor,
-    branches: tuple[Branch, ...],
-    key_mask: Tensor | None,
-    dropout_p: float,
-    seed: int | Tensor | None,
-    scale: float | None,
-    backend: str | None,
-) -> Options:
-    """Return the options of a call, with a seed if there is dropout and with a scale."""
-    drawn = drawn_seed(seed, query) if dropout_p else None
-    return Options(branches, key_mask, dropout_p, drawn, query.shape[-1] ** -0.5 if scale is None else scale, backend)
-
-
 def _check_pattern(pattern: Pattern | None, heads: int) -> None:
     if pattern is None:
         return
@@ -414,6 +198,7 @@ def _check_pattern(pattern: Pattern | None, heads: int) -> None:
 
 def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n_queries: int) -> None:
     """Warn once per configuration about head offsets with tokens that no branch keeps."""
+    # A branch without dilation keeps every token. A compiled graph cannot warn.
     if any(rate == 1 for _, rate in branches) or torch.compiler.is_compiling():
         return
     configuration = (tuple(branches), heads)
@@ -545,31 +330,16 @@ def dilated_attention(
     """
     check_whole()
     query, key, value = checked_tensors(query, key, value, enable_gqa)
-    check_options(query, key, key_mask=key_mask, dropout_p=dropout_p, seed=seed, scale=scale, backend=backend)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scale": scale, "backend": backend}
+    check_options(query, key, key_mask=key_mask, **options)
     at = checked_branches(segment_lengths, dilation_rates)
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     warn_of_uncovered(at, query.shape[1], key.shape[2] - query.shape[2], query.shape[2])
-    with without_autocast(query):
-        if branches is None:
-            # Segments that do not nest: one sparse pattern over positions.
-            out, lse = sparse_attention(
-                query,
-                key,
-                value,
-                union_of(at, pattern),
-                is_causal=is_causal,
-                key_mask=key_mask,
-                dropout_p=dropout_p,
-                seed=seed,
-                scale=scale,
-                enable_gqa=enable_gqa,
-                return_lse=True,
-                backend=backend,
-            )
-        else:
-            options = options_of(query, branches, key_mask, dropout_p, seed, scale, backend)
-            if needs_composing(backend):
-                out, lse = _composed(query, key, value, options)
-            else:
-                out, lse = _Merged.apply(query, key, value, options)  # type: ignore[no-untyped-call]
+    if branches is None:
+        # Segments that do not nest: one sparse pattern over positions.
+        more: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "enable_gqa": enable_gqa, **options}
+        return sparse_attention(query, key, value, union_of(at, pattern), return_lse=return_lse, **more)
+    call = make_call(query, **options)
+    parts = parts_of(query, key, branches, call, is_masked=key_mask is not None)
+    out, lse = attend_parts(query, key, value, Parts(lambda source: parts, key_mask), backend)
     return (out, lse) if return_lse else out

@@ -62,7 +62,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
             )
     stacked = torch.stack([lse.to(torch.promote_types(lse.dtype, torch.float32)) for lse in lses])
     highest = stacked.detach().amax(0)
+    # Rows without keys: -inf - -inf would be NaN.
     highest = torch.where(highest == -math.inf, 0, highest)
+    # Each part's share of the softmax denominator. Two parts of lse 0 and log 3 have the shares 1/4 and 3/4.
     weights = (stacked - highest).exp()
     total = weights.sum(0)
     empty = total == 0

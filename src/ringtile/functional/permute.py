@@ -8,10 +8,13 @@ whole segments. Shape letters: ``B`` batch, ``H`` heads, ``N`` tokens, ``S`` seg
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ringtile.functional.parts import Places
 
 
 class Piece(NamedTuple):
@@ -48,6 +51,8 @@ def pieces(
     first = max(start, 0)
     if n_queries <= 0 or n_keys <= 0:
         return
+    # Whole segments are those from ``whole`` to before ``end``. 11 tokens in segments of 4 have the whole segments 0
+    # and 1 and a ragged one of 3 tokens. If only the last 5 are queries, the first of them is inside segment 1.
     whole, end = -(-first // length), n_keys // length
     spans: list[tuple[int, int, int, int]] = []
     if whole > end:
@@ -81,6 +86,7 @@ def _equal_offsets(
     low: int, high: int, n_offsets: int, dilation: int, by_offset: bool
 ) -> Iterator[tuple[range, int, int]]:
     """Yield runs of offsets with equal counts of kept places below ``low`` and ``high``, and these counts."""
+    # 3 tokens with a dilation of 2: offset 0 keeps the places of tokens 0 and 2, offset 1 that of token 1.
     counts = [
         (-(-(low - min(offset, low)) // dilation), -(-(high - min(offset, high)) // dilation))
         for offset in range(n_offsets)
@@ -94,64 +100,86 @@ def _equal_offsets(
             begin = end
 
 
-def kept_rows(x: Tensor, piece: Piece, offset: int, *, keys: bool = False) -> Tensor:
-    """Return the tokens of one offset, for all heads: ``[B, H, N, ...]`` to a view ``[B, H, S, L, ...]``."""
-    begin, count = (piece.key, piece.n_keys) if keys else (piece.query, piece.n_queries)
-    if piece.segments == 1:
-        first = begin + offset
-        return x[:, :, first : first + (count - 1) * piece.dilation + 1 : piece.dilation].unsqueeze(2)
-    whole = x[:, :, begin : begin + piece.segments * piece.length].unflatten(2, (piece.segments, piece.length))
-    rows: Tensor = whole[:, :, :, offset :: piece.dilation]
-    return rows
+@dataclass(frozen=True)
+class Strided(Places):
+    """The queries, or the keys, of a piece: views of every ``dilation``-th token, one view per offset.
 
-
-def key_heads(piece: Piece, offset: int, ratio: int) -> list[int] | None:
-    """Return the key head of each head of an offset if ``ratio`` heads share one, or None to use all key heads."""
-    if ratio == 1 or piece.dilation == 1:
-        return None
-    return [head // ratio for head in piece.heads if head % piece.dilation == offset]
-
-
-def query_view(x: Tensor, piece: Piece, offset: int) -> Tensor:
-    """Return the queries of the heads of one offset as a view ``[B, H', S, L, ...]``."""
-    return kept_rows(x[:, offset :: piece.dilation], piece, offset)
-
-
-def compact(x: Tensor, piece: Piece, *, keys: bool = False, ratio: int = 1) -> Tensor:
-    """Gather the queries (or keys) of a piece as a batch of segments: ``[B, H, N, ...]`` to ``[B * S, H', L, ...]``.
-
-    Heads keep their order. A key head that query heads at several offsets share is repeated.
+    For 5 heads, a dilation of 2 and segments of 6 tokens, the view of offset 1 has the heads 1 and 3, and in each
+    segment the tokens 1, 3 and 5.
     """
-    parts = []
-    for offset in piece.offsets:
-        chosen = key_heads(piece, offset, ratio) if keys else None
-        if chosen is not None:
-            part = kept_rows(x, piece, offset, keys=True).index_select(1, torch.tensor(chosen, device=x.device))
-        else:
-            part = kept_rows(x[:, offset :: piece.dilation], piece, offset, keys=keys)
-        parts.append(part.transpose(1, 2))
-    if len(parts) == 1:
-        return parts[0].flatten(0, 1)
-    if parts[0].shape[2] == parts[-1].shape[2]:
-        return torch.stack(parts, 3).flatten(2, 3).flatten(0, 1)
-    by_offset = sorted(piece.heads, key=lambda head: (head % piece.dilation, head))
-    order = [by_offset.index(head) for head in piece.heads]
-    return torch.cat(parts, 2).index_select(2, torch.tensor(order, device=x.device)).flatten(0, 1)
+
+    piece: Piece
+    keys: bool = False
+    ratio: int = 1
+    """Number of query heads that share a key head. Rows have 1."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """Gather a batch of segments: ``[B, H, N, ...]`` to ``[B * S, H', L, ...]``.
+
+        Heads keep their order. A key head that query heads at several offsets share is repeated.
+        """
+        piece, parts = self.piece, []
+        for offset in piece.offsets:
+            shared = self._shared_heads(offset)
+            view = self._tokens(x, offset)
+            chosen = view[:, offset :: piece.dilation] if shared is None else view.index_select(1, _on(shared, x))
+            parts.append(chosen.transpose(1, 2))
+        if len(parts) == 1:
+            return parts[0].flatten(0, 1)
+        if parts[0].shape[2] == parts[-1].shape[2]:
+            # Offsets have equally many heads: stacked behind the heads, they alternate as the heads do.
+            return torch.stack(parts, 3).flatten(2, 3).flatten(0, 1)
+        # 5 heads at 2 offsets come as 0, 2, 4, 1, 3. Head 1 is then number 3, head 2 number 1.
+        by_offset = sorted(piece.heads, key=lambda head: (head % piece.dilation, head))
+        order = [by_offset.index(head) for head in piece.heads]
+        return torch.cat(parts, 2).index_select(2, _on(order, x)).flatten(0, 1)
+
+    def take_mask(self, mask: Tensor) -> Tensor:
+        """Return the key mask ``[B * S, L]`` from ``[B, N]``. The piece has one offset."""
+        return self._tokens(mask.unsqueeze(1), self.piece.offsets.start).squeeze(1).flatten(0, 1)
+
+    def views(self, total: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the views of each offset as ``[B, H', S, L, ...]``."""
+        for offset in self.piece.offsets:
+            yield self._tokens(total[:, offset :: self.piece.dilation], offset), self._of_offset(part, offset)
+
+    def add(self, total: Tensor, part: Tensor) -> None:
+        """Add a gradient. A repeated key head gets the sum of its copies."""
+        for offset in self.piece.offsets:
+            mine, shared = self._tokens(total, offset), self._shared_heads(offset)
+            theirs = self._of_offset(part, offset)
+            if shared is None:
+                mine[:, offset :: self.piece.dilation].add_(theirs)
+            else:
+                mine.index_add_(1, _on(shared, total), theirs.to(total.dtype))
+
+    def _tokens(self, x: Tensor, offset: int) -> Tensor:
+        """Return the tokens of one offset, for all heads of ``x``: a view ``[B, H, S, L, ...]``."""
+        piece = self.piece
+        begin, count = (piece.key, piece.n_keys) if self.keys else (piece.query, piece.n_queries)
+        if piece.segments == 1:
+            # The only segment can be ragged, or queries can begin inside it.
+            first = begin + offset
+            return x[:, :, first : first + (count - 1) * piece.dilation + 1 : piece.dilation].unsqueeze(2)
+        whole = x[:, :, begin : begin + piece.segments * piece.length].unflatten(2, (piece.segments, piece.length))
+        rows: Tensor = whole[:, :, :, offset :: piece.dilation]
+        return rows
+
+    def _of_offset(self, part: Tensor, offset: int) -> Tensor:
+        """Return the heads of one offset of a gathered tensor: a view ``[B, H', S, L, ...]``."""
+        offsets = self.piece.offsets
+        mine: Tensor = part.unflatten(0, (-1, self.piece.segments))[:, :, offset - offsets.start :: len(offsets)]
+        return mine.transpose(1, 2)
+
+    def _shared_heads(self, offset: int) -> list[int] | None:
+        """Return the key head of each head of an offset, or None if key heads are strided as query heads are.
+
+        With 2 query heads per key head and a dilation of 3, the heads 1 and 4 of offset 1 read the key heads 0 and 2.
+        """
+        if self.ratio == 1 or self.piece.dilation == 1:
+            return None
+        return [head // self.ratio for head in self.piece.heads if head % self.piece.dilation == offset]
 
 
-def of_offset(x: Tensor, piece: Piece, batch: int, offset: int) -> Tensor:
-    """Return the heads of one offset of a compacted tensor, as a view ``[B, H', S, L, ...]``."""
-    mine: Tensor = x.unflatten(0, (batch, piece.segments))[:, :, offset - piece.offsets.start :: len(piece.offsets)]
-    return mine.transpose(1, 2)
-
-
-def add_compacted(total: Tensor, part: Tensor, piece: Piece, *, keys: bool = False, ratio: int = 1) -> None:
-    """Add the gradient of a compacted tensor to the gradient ``[B, H, N, ...]`` of the tokens, in place."""
-    for offset in piece.offsets:
-        theirs = of_offset(part, piece, total.shape[0], offset)
-        chosen = key_heads(piece, offset, ratio) if keys else None
-        if chosen is not None:
-            place = kept_rows(total, piece, offset, keys=True)
-            place.index_add_(1, torch.tensor(chosen, device=total.device), theirs.to(total.dtype))
-        else:
-            kept_rows(total[:, offset :: piece.dilation], piece, offset, keys=keys).add_(theirs)
+def _on(numbers: list[int], x: Tensor) -> Tensor:
+    return torch.tensor(numbers, device=x.device)

@@ -67,6 +67,7 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
 def _with_numbers(query: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a call with dropout, with one seed for all slices and numbers of heads and batch rows."""
     found = {**options}
+    # Numbers of heads and rows in the whole call: otherwise each slice would count its own from 0.
     if found.get("seed") is None:
         found["seed"] = drawn_seed(None, query)
     for name, size in (("batch_at", query.shape[0]), ("head_at", query.shape[1])):
@@ -104,8 +105,10 @@ def _computed(count: int, query: Tensor, key: Tensor, value: Tensor, pattern: An
     if pattern is not None and not isinstance(pattern, BlockIndex):
         pattern = as_pattern(pattern, options.get("start"))
         if pattern.batch_size is not None:
+            # A slice of several rows would need a pattern of these rows, and patterns give only single ones.
             count = max(count, len(query))
     batch, heads, key_heads = len(query), query.shape[1], key.shape[1]
+    # Rows of a slice, then key heads of one: 6 slices of 3 rows and 4 key heads have 1 row and 2 key heads each.
     rows = -(-batch // count)
     groups = -(-key_heads // -(-count // batch))
     ratio = heads // key_heads

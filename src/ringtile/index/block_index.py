@@ -7,26 +7,22 @@ Shapes: ``G`` groups of equal (batch element, head), ``R`` row tiles, ``C`` colu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringtile.index.allowed import count_allowed
-from ringtile.index.drawing import draw_tiles
-from ringtile.index.lists import Entries, check_lists, pointer, slot_of_entries, work_list
-from ringtile.index.rearrange import coarsen, cut_to_lengths, remap
-from ringtile.index.restrict import keys_of, restrict, restrict_rows
-from ringtile.index.tiles import BLOCKS, EMPTY, FULL, TileTable, derive_tables, popcount, unpack_words
+from ringtile.index import counts, debug, derive
+from ringtile.index.lists import Entries, TileLists, list_tiles
+from ringtile.index.restrict import restricted
+from ringtile.index.tiles import FULL, TileTable, derive_tables
 from ringtile.patterns.base import Dense, Pattern, TileGrid
-from ringtile.patterns.local import Causal
 
-_DENSE_LIMIT = 1 << 28
+_N_TENSORS = 1 + 2 * len(TileLists._fields) + len(TileTable._fields)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockIndex:
     """The tiles that a pattern keeps, for fixed lengths, start, block size and device.
 
@@ -36,51 +32,21 @@ class BlockIndex:
 
     >>> from ringtile.index import build_index
     >>> from ringtile.patterns import Causal
-    >>> build_index(Causal(), 256).full_row_ptr.tolist(), build_index(Causal(), 256).part_col.tolist()
+    >>> index = build_index(Causal(), 256)
+    >>> index.rows.full_ptr.tolist(), index.rows.partial.tolist()
     ([0, 0, 1], [0, 1])
     """
 
     group: Tensor
     """``[B or 1, H or 1]`` int32. The group of each batch element and head."""
-    full_row_ptr: Tensor
-    """``[G * R + 1]`` int32: the full tiles of row slot s are ``full_col[full_row_ptr[s]:full_row_ptr[s + 1]]``."""
-    full_col: Tensor
-    part_row_ptr: Tensor
-    """The same for partial tiles."""
-    part_col: Tensor
-    part_tile: Tensor
-    """int32, for each partial tile its row in ``bits``."""
-    full_col_ptr: Tensor
-    """``[G * C + 1]`` int32, the transpose: row tiles (r, counted from 0) of each column slot."""
-    full_row: Tensor
-    part_col_ptr: Tensor
-    part_row: Tensor
-    part_tile_t: Tensor
-    bits: Tensor
-    """``[T, b, w]`` int32, row-major: bit ``k % 32`` of word ``bits[t, q, k // 32]`` keeps (q, k)."""
-    bits_t: Tensor
-    """``[T, b, w]`` int32, the transposed tiles: bit ``q % 32`` of ``bits_t[t, k, q // 32]``."""
-    rows_any: Tensor
-    """``[T, w]`` int32 bitmasks: the rows of a tile that keep any key."""
-    cols_any: Tensor
-    """``[T, w]`` int32 bitmasks: the keys of a tile that any row keeps."""
-    row_work: Tensor
-    """``[W, 4]`` int32 (row slot, first, last, scratch): a split of a row's list (full tiles, then partial ones),
-    longest first. ``scratch`` is -1 if the row is not split, otherwise the scratch slot of the split. The scratch slots
-    of a row are consecutive and in order."""
-    col_work: Tensor
-    """The same for column slots."""
-    row_at: Tensor
-    """``[R]`` int32: the tile in position space that each row tile holds, or empty if it is ``first_row + r``. Dropout
-    and ALiBi depend on positions."""
-    col_at: Tensor
-    """``[C]`` int32: the same for column tiles, or empty if it is ``c``."""
-
-    block: int
-    start: int
-    n_queries: int
-    n_keys: int
-
+    rows: TileLists
+    """The column tiles of each row slot."""
+    cols: TileLists
+    """The transpose: the row tiles, counted from 0, of each column slot."""
+    table: TileTable
+    """The distinct partial tiles."""
+    grid: TileGrid
+    """The lengths, start and block size."""
     envelopes: tuple[Pattern, ...] = (Dense(),)
     """The causal and document rules of each row of ``group``."""
 
@@ -98,55 +64,82 @@ class BlockIndex:
         """Lay out entries and tiles ``[T, b, w]`` on a grid. The largest number in ``group`` counts the groups."""
         # Two tensors, because torch.compile does not trace one that comes twice.
         row_at, col_at = (group.new_empty(0) if at is None else at.int() for at in (row_at, col_at))
-        n_groups = int(group.max()) + 1
-        rows, cols = max(grid.n_rows, 1), max(grid.n_cols, 1)
-        lists: dict[str, Tensor] = {}
-        for name, chosen in (("full", entries.state == FULL), ("part", entries.state >= 0)):
-            number, tile = entries.number[chosen], entries.state[chosen].int()
-            slot = torch.floor_divide(number, cols)
-            col = number - slot * cols
-            of_group = torch.floor_divide(slot, rows)
-            row = (slot - of_group * rows).int()
-            col_slot = of_group * grid.n_cols + col
-            order = torch.argsort(col_slot.int(), stable=True)
-            lists[f"{name}_row_ptr"] = pointer(slot, n_groups * grid.n_rows)
-            lists[f"{name}_col"] = col.int()
-            lists[f"{name}_col_ptr"] = pointer(col_slot, n_groups * grid.n_cols)
-            lists[f"{name}_row"] = row[order]
-            if name == "part":
-                lists["part_tile"], lists["part_tile_t"] = tile, tile[order]
-        return cls(
-            group=group,
-            **lists,
-            **(bits if isinstance(bits, TileTable) else derive_tables(bits))._asdict(),
-            row_work=work_list(lists["full_row_ptr"], lists["part_row_ptr"]),
-            col_work=work_list(lists["full_col_ptr"], lists["part_col_ptr"]),
-            row_at=row_at,
-            col_at=col_at,
-            block=grid.block,
-            start=grid.start,
-            n_queries=grid.n_queries,
-            n_keys=grid.n_keys,
-            envelopes=envelopes,
-        )
+        n_groups, (number, state) = int(group.max()) + 1, entries
+        # With 3 rows and 4 columns, number 17 is slot 4 and column 1, so row 1 of group 1 and column slot 5.
+        slot = torch.floor_divide(number, max(grid.n_cols, 1))
+        col = number - slot * grid.n_cols
+        of_group = torch.floor_divide(slot, max(grid.n_rows, 1))
+        row, col_slot = slot - of_group * grid.n_rows, of_group * grid.n_cols + col
+        # The entries come row by row, so a stable sort by column keeps the rows of each column in order.
+        order = torch.argsort(col_slot.int(), stable=True)
+        rows = list_tiles(slot, col, state, n_groups * grid.n_rows, row_at)
+        cols = list_tiles(col_slot[order], row[order], state[order], n_groups * grid.n_cols, col_at)
+        return cls(group, rows, cols, bits if isinstance(bits, TileTable) else derive_tables(bits), grid, envelopes)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the order in which operators take them and `from_tensors` expects them."""
+        rows, cols = self.rows, self.cols
+        return [self.group, *rows[:5], *cols[:5], *self.table, rows.work, cols.work, rows.at, cols.at]
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Sequence[Tensor], grid: TileGrid, envelopes: tuple[Pattern, ...] = (Dense(),)
+    ) -> BlockIndex:
+        """Rebuild an index from its `tensors`. Raises ValueError if their number is wrong."""
+        if len(tensors) != _N_TENSORS:
+            raise ValueError(f"tensors: expected {_N_TENSORS} of them, got {len(tensors)}")
+        rows = TileLists._make((*tensors[1:6], tensors[15], tensors[17]))
+        cols = TileLists._make((*tensors[6:11], tensors[16], tensors[18]))
+        return cls(tensors[0], rows, cols, TileTable(*tensors[11:15]), grid, envelopes)
 
     def at(self, lengths: TileGrid) -> BlockIndex:
         """Return the same tiles for other lengths that touch the same tiles.
 
         Use it only if the bits are of whole tiles, not cut to the lengths.
         """
-        if lengths == self.grid:
-            return self
-        # Not `replace`: a decoded token would wait longer for it than for its scores.
-        other = object.__new__(BlockIndex)
-        vars(other).update({name: vars(self)[name] for name in _FIELDS}, grid=lengths)
-        vars(other).update(start=lengths.start, n_queries=lengths.n_queries, n_keys=lengths.n_keys)
-        return other
+        return self if lengths == self.grid else replace(self, grid=lengths)
 
-    @cached_property
-    def grid(self) -> TileGrid:
-        """The lengths, start and block size as a `TileGrid`."""
-        return TileGrid(self.block, self.start, self.n_queries, self.n_keys)
+    @torch.inference_mode(False)
+    def to(self, device: torch.device | str) -> BlockIndex:
+        """Return the index on a device."""
+        if self.device == torch.device(device):
+            return self
+        return self.from_tensors([x.to(device) for x in self.tensors()], self.grid, self.envelopes)
+
+    @torch.inference_mode(False)
+    def fitted(self) -> BlockIndex:
+        """Return the index with lists that end at their last tile. Synchronizes with the device.
+
+        >>> from ringtile.index import build_index
+        >>> from ringtile.patterns import Causal
+        >>> roomy = build_index(Causal(), 512).restricted(torch.eye(4, dtype=torch.bool)[None, None], capacity=9)
+        >>> tuple((len(index.rows.partial), len(index.rows.full)) for index in (roomy, roomy.fitted()))
+        ((4, 6), (4, 0))
+        """
+        full, partial = torch.stack((self.rows.full_ptr[-1], self.rows.partial_ptr[-1])).tolist()
+        rows, cols = self.rows.fitted(full, partial), self.cols.fitted(full, partial)
+        fits = all(len(a) == len(b) for a, b in zip((*rows, *cols), (*self.rows, *self.cols), strict=True))
+        return self if fits else replace(self, rows=rows, cols=cols)
+
+    @property
+    def block(self) -> int:
+        """Tile side in tokens."""
+        return self.grid.block
+
+    @property
+    def start(self) -> int:
+        """Position of the first query."""
+        return self.grid.start
+
+    @property
+    def n_queries(self) -> int:
+        """Number of queries."""
+        return self.grid.n_queries
+
+    @property
+    def n_keys(self) -> int:
+        """Number of keys."""
+        return self.grid.n_keys
 
     @property
     def first_row(self) -> int:
@@ -166,15 +159,15 @@ class BlockIndex:
     @property
     def n_groups(self) -> int:
         """Number of groups of equal heads and batch elements."""
-        for begins, per_group in ((self.full_row_ptr, self.n_rows), (self.full_col_ptr, self.n_cols)):
+        for lists, per_group in ((self.rows, self.n_rows), (self.cols, self.n_cols)):
             if per_group:
-                return (begins.numel() - 1) // per_group
+                return (lists.full_ptr.numel() - 1) // per_group
         return int(self.group.max()) + 1
 
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""
-        return self.full_col.device
+        return self.group.device
 
     @property
     def nbytes(self) -> int:
@@ -184,24 +177,12 @@ class BlockIndex:
     @property
     def kept_pairs(self) -> int:
         """Number of kept pairs inside the lengths, over the entries of ``group``. Synchronizes with the device."""
-        return int(self._counts[0][self.group.long()].sum())
+        return int(self._kept[0][self.group.long()].sum())
 
     @property
     def kept_tiles(self) -> int:
         """Number of tiles that keep a pair inside the lengths, over the entries of ``group``. Synchronizes."""
-        return int(self._counts[1][self.group.long()].sum())
-
-    @cached_property
-    def _counts(self) -> Tensor:
-        """``[3, G]`` int64, inside the lengths: the kept pairs, the kept tiles, and the pairs in these tiles."""
-        index = self.trimmed()
-        counts = torch.zeros(3, self.n_groups, dtype=torch.long, device=self.device)
-        full, part = index.row_of_entries()
-        areas = index.pairs_inside(full, index.full_col), index.pairs_inside(part, index.part_col)
-        pairs = areas[0], popcount(index.bits).sum((1, 2))[index.part_tile]
-        for slot, kept, area in zip((full, part), pairs, areas, strict=True):
-            counts.index_add_(1, slot // max(self.n_rows, 1), torch.stack((kept, torch.ones_like(area), area)))
-        return counts
+        return int(self._kept[1][self.group.long()].sum())
 
     @property
     def allowed_pairs(self) -> int:
@@ -212,12 +193,6 @@ class BlockIndex:
     def allowed_tiles(self) -> int:
         """Number of tiles that the causal and document rules touch, over the entries of ``group``."""
         return self._allowed[1]
-
-    @cached_property
-    def _allowed(self) -> tuple[int, int]:
-        counts = [count_allowed(envelope, self.grid, self.device) for envelope in self.envelopes]
-        pairs, tiles = (sum(column) * self.group.shape[1] for column in zip(*counts, strict=True))
-        return pairs, tiles
 
     @property
     def density(self) -> float:
@@ -237,7 +212,7 @@ class BlockIndex:
         >>> build_index(Causal(), 200).tile_pairs(1, 2) == 2 * (128 * 128 + 72 * 200)
         True
         """
-        return int(self._counts[2][self.group.long()].expand(batch, heads).sum())
+        return int(self._kept[2][self.group.long()].expand(batch, heads).sum())
 
     @cached_property
     @torch.inference_mode(False)
@@ -258,51 +233,32 @@ class BlockIndex:
         mask.index_fill_(0, number, True)
         return mask.view(self.n_groups, self.n_rows, self.n_cols)[self.group.long()]
 
-    def row_of(self, queries: Tensor) -> Tensor:
-        """Return the row tile of each query, both counted from 0."""
-        return (self.start + queries) // self.block - self.first_row
-
-    @cached_property
-    def looks_ahead(self) -> bool:
-        """True if a query keeps a later key. Synchronizes with the device, once."""
-        inside = self.trimmed()
-        number, state = inside.entries()
-        slot, col = self.slot_and_col(number)
-        ahead = self.col_positions(col) - self.row_positions(slot % max(self.n_rows, 1))
-        # Inside a tile on the diagonal, key k of query q is later if k > q.
-        later = unpack_words(inside.bits, self.block).triu(1).flatten(1).any(1)
-        later = torch.cat((later, later.new_ones(1)))
-        return bool(((ahead > 0) | ((ahead == 0) & later[state])).any())
-
-    @cached_property
-    @torch.inference_mode(False)
-    def leading(self) -> Tensor | None:
-        """Int64 ``[n_queries]``: the number of keys that each query keeps, if the index is that of all or causal pairs.
-
-        None for other indices. Synchronizes with the device, once.
-        """
-        rules = set(self.envelopes)
-        moved = len(self.row_at) or len(self.col_at)
-        if moved or rules not in ({Dense()}, {Causal()}) or self.kept_pairs != self.allowed_pairs:
-            return None
-        if rules == {Dense()}:
-            return torch.full((self.n_queries,), self.n_keys, device=self.device)
-        return (self.start + 1 + torch.arange(self.n_queries, device=self.device)).clamp(0, self.n_keys)
+    def entries(self) -> Entries:
+        """Return the kept tiles, full ones first. Synchronizes with the device."""
+        rows = self.fitted().rows
+        full_slot, partial_slot = rows.slots()
+        number = torch.cat((full_slot * self.n_cols + rows.full, partial_slot * self.n_cols + rows.partial))
+        return Entries(number, torch.cat((torch.full_like(full_slot, FULL), rows.tile.long())))
 
     def slot_and_col(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row slot and the column tile of each number of `Entries`."""
         return number // max(self.n_cols, 1), number % max(self.n_cols, 1)
 
+    def row_of(self, queries: Tensor) -> Tensor:
+        """Return the row tile of each query, both counted from 0."""
+        return (self.start + queries) // self.block - self.first_row
+
     def row_positions(self, row: Tensor) -> Tensor:
         """Return the tile in position space that each row tile (counted from 0) holds."""
-        return self.row_at[row].long() if len(self.row_at) else self.first_row + row
+        return self.rows.at[row].long() if len(self.rows.at) else self.first_row + row
 
     def col_positions(self, col: Tensor) -> Tensor:
         """Return the tile in position space that each column tile holds."""
-        return self.col_at[col].long() if len(self.col_at) else col
+        return self.cols.at[col].long() if len(self.cols.at) else col
 
     def rows_inside(self, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first row inside the lengths of each row slot's tile, and the row after the last."""
+        # 100 queries from position 200 in tiles of 128: row tile 0 begins at query -72, so its rows 72 ... 127 exist.
         first = (slot % max(self.n_rows, 1) + self.first_row) * self.block - self.start
         return first.neg().clamp(min=0), (self.n_queries - first).clamp(max=self.block)
 
@@ -315,292 +271,18 @@ class BlockIndex:
         top, bottom = self.rows_inside(slot)
         return (bottom - top) * self.keys_inside(col)
 
-    @torch.inference_mode(False)
-    def trimmed(self) -> BlockIndex:
-        """Return the same pairs without the bits outside the lengths, and without tiles that keep no pairs inside.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Window
-        >>> last = build_index(Window(30, 0), 1, 200)
-        >>> last.part_col.tolist(), last.trimmed().part_col.tolist()
-        ([0, 1], [1])
-        """
-        block = self.block
-        if not (self.start % block or self.n_queries % block or self.n_keys % block):
-            return self.fitted()
-        entries = self.entries()
-        slot, col = self.slot_and_col(entries.number)
-        ragged = (entries.state >= 0) & (self.pairs_inside(slot, col) < block * block)
-        entries, bits = cut_to_lengths(self, entries, ragged.nonzero().flatten())
-        kept = entries.state != EMPTY
-        return self._with(Entries(entries.number[kept], entries.state[kept]), bits, self.grid)
-
-    def _with(self, entries: Entries, bits: Tensor, grid: TileGrid) -> BlockIndex:
-        """Return the index of these entries, with the tiles of this index at the same positions."""
-        return self.from_entries(self.group, entries, bits, grid, self.envelopes, self.row_at, self.col_at)
-
-    def __repr__(self) -> str:
-        return (
-            f"BlockIndex({self.n_queries} queries from {self.start} x {self.n_keys} keys, block {self.block}, "
-            f"groups {self.n_groups}, {self.full_col.numel()} full and {self.part_col.numel()} partial tiles "
-            f"({self.bits.shape[0]} distinct), {self.nbytes} bytes on {self.device})"
-        )
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors in field order, as operators take them."""
-        return [getattr(self, name) for name in TENSOR_FIELDS]
-
-    @classmethod
-    def from_tensors(
-        cls,
-        tensors: Sequence[Tensor],
-        *,
-        block: int,
-        start: int,
-        n_queries: int,
-        n_keys: int,
-        envelopes: tuple[Pattern, ...] = (Dense(),),
-    ) -> BlockIndex:
-        """Rebuild an index from its `tensors`."""
-        if len(tensors) != len(TENSOR_FIELDS):
-            raise ValueError(f"tensors: expected {len(TENSOR_FIELDS)} of them, got {len(tensors)}")
-        # Not the constructor of a frozen class: each call of an operator would wait for it.
-        index = object.__new__(cls)
-        vars(index).update(zip(TENSOR_FIELDS, tensors, strict=True))
-        vars(index).update(block=block, start=start, n_queries=n_queries, n_keys=n_keys, envelopes=envelopes)
-        return index
-
-    @torch.inference_mode(False)
-    def to(self, device: torch.device | str) -> BlockIndex:
-        """Return the index on a device."""
-        if self.device == torch.device(device):
-            return self
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in TENSOR_FIELDS}
-        return replace(self, **moved)
-
-    def row_of_entries(self) -> tuple[Tensor, Tensor]:
-        """Return the row slots (int64) of the full and of the partial tiles."""
-        return (
-            slot_of_entries(self.full_row_ptr, self.full_col.numel()),
-            slot_of_entries(self.part_row_ptr, self.part_col.numel()),
-        )
-
-    @property
-    def table(self) -> TileTable:
-        """The distinct partial tiles."""
-        return TileTable(self.bits, self.bits_t, self.rows_any, self.cols_any)
-
-    def entries(self) -> Entries:
-        """Return the kept tiles, full ones first. Synchronizes with the device."""
-        index = self.fitted()
-        full_slot, part_slot = index.row_of_entries()
-        number = torch.cat((full_slot * self.n_cols + index.full_col, part_slot * self.n_cols + index.part_col))
-        return Entries(number, torch.cat((torch.full_like(full_slot, FULL), index.part_tile.long())))
-
-    @torch.inference_mode(False)
-    def fitted(self) -> BlockIndex:
-        """Return the index with lists that end at their last tile. Synchronizes with the device.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> roomy = build_index(Causal(), 512).restricted(torch.eye(4, dtype=torch.bool)[None, None], capacity=9)
-        >>> len(roomy.part_col), len(roomy.full_col), len(roomy.fitted().part_col), len(roomy.fitted().full_col)
-        (4, 6, 4, 0)
-        """
-        full, part = torch.stack((self.full_row_ptr[-1], self.part_row_ptr[-1])).tolist()
-        sizes = dict.fromkeys(("full_col", "full_row"), full)
-        sizes |= dict.fromkeys(("part_col", "part_row", "part_tile", "part_tile_t"), part)
-        lists = {name: getattr(self, name)[:size] for name, size in sizes.items()}
-        lists |= {name: work[work[:, 0] >= 0] for name in ("row_work", "col_work") for work in (getattr(self, name),)}
-        if all(len(x) == len(getattr(self, name)) for name, x in lists.items()):
-            return self
-        return replace(self, **lists)
-
-    def to_dense(self) -> Tensor:
-        """Return the kept pairs as bool ``[B or 1, H or 1, n_queries, n_keys]``.
-
-        Raises ValueError above 2^28 elements.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> build_index(Causal(), 3).to_dense()[0, 0].int().tolist()
-        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-        """
-        block, rows, cols = self.block, self.n_rows, self.n_cols
-        size = max(self.n_groups * rows * cols * block * block, self.group.numel() * self.n_queries * self.n_keys)
-        if size > _DENSE_LIMIT:
-            raise ValueError(f"to_dense expects at most {_DENSE_LIMIT:,} elements, got {size:,}")
-        number, state = self.entries()
-        dense = torch.zeros(self.n_groups * rows * cols, block, block, dtype=torch.bool, device=self.device)
-        dense[number[state == FULL]] = True
-        dense[number[state >= 0]] = unpack_words(self.bits, block)[state[state >= 0]]
-        dense = dense.view(self.n_groups, rows, cols, block, block).transpose(2, 3)
-        dense = dense.reshape(self.n_groups, rows * block, cols * block)
-        skipped = self.start - self.first_row * block
-        return dense[:, skipped : skipped + self.n_queries, : self.n_keys][self.group.long()]
-
-    @torch.inference_mode(False)
-    def restricted(self, keep: Tensor, capacity: int | None = None) -> BlockIndex:
-        """Return the index of the tiles that ``keep`` also keeps, bool ``[B or 1, H or 1, n_rows, n_cols]``.
-
-        Batch elements and heads of ``keep`` each have their own group, unless it has only one of both.
-
-        ``capacity`` bounds the number of kept tiles over all groups, for example from a budget. The lists then have
-        room for this many tiles, and their unused ends mean nothing. Attention over the index is the same, bit for bit,
-        but no value goes back from the device to the host, after the first call for a base. Default: lists that fit,
-        for which the call synchronizes with the device once.
-
-        Raises ValueError if ``keep`` does not match, or ``capacity`` is negative. If ``keep`` has more tiles than
-        ``capacity``, the device raises RuntimeError.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> every_other = torch.arange(4) % 2 == torch.arange(4)[:, None] % 2
-        >>> print(build_index(Causal(), 512).restricted(every_other[None, None]).draw())
-        ▒···
-        ·▒··
-        █·▒·
-        ·█·▒
-        """
-        return restrict(self, keep, capacity)
-
-    @torch.inference_mode(False)
-    def restricted_rows(self, keep: Tensor) -> BlockIndex:
-        """Return the index of the tiles that each query also keeps, bool ``[B or 1, H or 1, n_queries, n_cols]``.
-
-        A tile that only some of its queries keep has their bits, so its cost is that of the whole tile.
-
-        Raises ValueError if ``keep`` does not match.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> keep = torch.ones(1, 1, 256, 2, dtype=torch.bool)
-        >>> keep[0, 0, 200, 0] = False
-        >>> restricted = build_index(Causal(), 256).restricted_rows(keep)
-        >>> restricted.kept_pairs - build_index(Causal(), 256).kept_pairs
-        -128
-        """
-        return restrict_rows(self, keep)
-
-    def keys_of(self, queries: Tensor) -> Tensor:
-        """Return the keys that some queries keep, bool ``[B or 1, H or 1, len(queries), n_keys]``.
-
-        ``queries`` are numbers counted from 0, int64, in any order. Raises ValueError if one is out of range.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Window
-        >>> build_index(Window(1, 0), 4).keys_of(torch.tensor([2]))[0, 0].int().tolist()
-        [[0, 1, 1, 0]]
-        """
-        return keys_of(self, queries)
-
-    @torch.inference_mode(False)
-    def slice(self, rows: slice | range) -> BlockIndex:
-        """Return the index of consecutive row tiles, counted from 0, with a new start and number of queries.
-
-        Raises ValueError if the rows are not consecutive or out of range.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> tail = build_index(Causal(), 1024).slice(range(6, 8))
-        >>> tail.start, tail.n_queries, tail.n_keys
-        (768, 256, 1024)
-        """
-        chosen = range(self.n_rows)[rows] if isinstance(rows, slice) else rows
-        if chosen.step != 1 or len(chosen) == 0 or chosen.start < 0 or chosen.stop > self.n_rows:
-            raise ValueError(f"rows: expected a run of consecutive row tiles within 0 ... {self.n_rows}, got {rows}")
-        start = max(self.start, (self.first_row + chosen.start) * self.block)
-        end = min(self.start + self.n_queries, (self.first_row + chosen.stop) * self.block)
-        grid = TileGrid(self.block, start, end - start, self.n_keys)
-        number, state = self.entries()
-        slot, col = self.slot_and_col(number)
-        group, row = slot // self.n_rows, slot % self.n_rows - chosen.start
-        inside = (row >= 0) & (row < grid.n_rows)
-        number = ((group * grid.n_rows + row) * self.n_cols + col)[inside]
-        row_at = self.row_at[chosen.start : chosen.stop]
-        entries = Entries(number, state[inside])
-        return self.from_entries(self.group, entries, self.bits, grid, self.envelopes, row_at, self.col_at)
-
-    @torch.inference_mode(False)
-    def remapped(self, rows: Tensor, cols: Tensor) -> BlockIndex:
-        """Return the index of some row tiles over a buffer of some column tiles, both in any order.
-
-        ``rows`` and ``cols`` are distinct tile numbers, int64, counted from 0. The queries and keys of a call lie in
-        this order. Each tile takes ``block`` tokens, but the first and last row and the last column stay as ragged as
-        they are, if they stay first and last. Density is then measured against all pairs.
-
-        Raises ValueError if a number is out of range or occurs twice, or if a row keeps a column that is not in
-        ``cols``.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal
-        >>> moved = build_index(Causal(), 512).remapped(torch.tensor([2, 0]), torch.tensor([0, 2, 1]))
-        >>> print(moved.draw())
-        █▒█
-        ▒··
-        >>> moved.row_at.tolist(), moved.col_at.tolist()
-        ([2, 0], [0, 2, 1])
-        """
-        return remap(self, rows, cols)
-
-    @torch.inference_mode(False)
-    def coarsen(self, block: int = 128) -> BlockIndex:
-        """Return the same pairs in larger tiles. ``block`` must be a multiple of the current one.
-
-        Raises ValueError for other blocks, and if tiles that become one do not follow each other in position space.
-        """
-        return coarsen(self, block)
-
-    def draw(self, group: int = 0, width: int = 64) -> str:
-        """Draw the tiles of one group as text, at most ``width`` columns wide: ``█`` full, ``▒`` mixed, ``·`` empty.
-
-        Raises ValueError for a group or a width out of range.
-
-        >>> from ringtile.index import build_index
-        >>> from ringtile.patterns import Causal, Window
-        >>> print(build_index(Causal() & Window(300, 0), 512).draw())
-        ▒···
-        █▒··
-        ▒█▒·
-        ▒▒█▒
-        """
-        if not 0 <= group < self.n_groups:
-            raise ValueError(f"group: expected 0 <= group < {self.n_groups}, got {group}")
-        if width < 1:
-            raise ValueError(f"width: expected a positive number of columns, got {width}")
-        number, state = self.entries()
-        slot, col = self.slot_and_col(number)
-        row = slot - group * self.n_rows
-        inside = (row >= 0) & (row < self.n_rows)
-        full = state[inside] == FULL
-        return draw_tiles(row[inside], col[inside], full, self.n_rows, self.n_cols, width)
-
-    def validate(self) -> None:
-        """Check that all fields are consistent. Use it on an index that you did not get from `build_index`.
-
-        Raises ValueError that names the first field out of range, out of order or in conflict with the others.
-        """
-        if self.block not in BLOCKS:
-            raise ValueError(f"block: expected one of {BLOCKS}, got {self.block}")
-        check_lists(self)
-        if self.group.dim() != 2 or not self.group.numel() or int(self.group.max()) + 1 != self.n_groups:
-            raise ValueError(f"group: expected numbers up to {self.n_groups - 1} as [B or 1, H or 1], got {self.group}")
-        index = self.fitted()
-        for kind, slot in zip(("full", "part"), index.row_of_entries(), strict=True):
-            begins, columns = getattr(index, f"{kind}_row_ptr"), getattr(index, f"{kind}_col")
-            if int(begins[0]):
-                raise ValueError(f"{kind}_row_ptr: expected offsets from 0, got {begins}")
-            if ((columns.diff() <= 0) & (slot.diff() == 0)).any():
-                raise ValueError(f"{kind}_col: expected columns that ascend within a row")
-        entries = index.entries()
-        if len(torch.unique(entries.number)) < len(entries.number):
-            raise ValueError("part_col: a tile is in both lists")
-        expected = self._with(entries, self.bits, self.grid)
-        for name, tensor in zip(TENSOR_FIELDS, expected.tensors(), strict=True):
-            if not torch.equal(tensor, getattr(index, name)):
-                raise ValueError(f"{name}: does not follow from the row lists and bits")
-
-
-_FIELDS = tuple(f.name for f in fields(BlockIndex))
-TENSOR_FIELDS = tuple(f.name for f in fields(BlockIndex) if f.type == "Tensor")
-"""Names of the tensors of an index, in the order of the fields."""
+    # Functions of an index that count, compare, edit or show it live beside this class, by subject.
+    _kept = cached_property(counts.count_kept)
+    _allowed = cached_property(counts.count_all_allowed)
+    looks_ahead = cached_property(counts.looks_ahead)
+    leading = cached_property(counts.leading)
+    trimmed = derive.trimmed
+    restricted = restricted
+    restricted_rows = derive.restricted_rows
+    remapped = derive.remapped
+    coarsen = derive.coarsen
+    keys_of = derive.keys_of
+    to_dense = debug.to_dense
+    draw = debug.draw
+    validate = debug.validate
+    __repr__ = debug.describe

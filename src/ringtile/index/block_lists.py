@@ -69,7 +69,8 @@ def make_tiles(index: BlockIndex, row_tiles: int) -> Tiles:
     """
     if index.block < BLOCK:
         # Nothing here depends on positions, so tiles that become one need not follow each other there.
-        index = replace(index, row_at=index.row_at[:0], col_at=index.col_at[:0]).coarsen(BLOCK)
+        rows, cols = (side._replace(at=side.at[:0]) for side in (index.rows, index.cols))
+        index = replace(index, rows=rows, cols=cols).coarsen(BLOCK)
     # Without the bits outside the lengths: a key that only these keep is kept by no query.
     index = index.trimmed()
     states = dense_states(index)
@@ -87,9 +88,9 @@ def make_tiles(index: BlockIndex, row_tiles: int) -> Tiles:
         index.group * single[0].numel(),
         index.group.new_full((1,), index.n_cols),
         single.flatten() - EMPTY,
-        _with_both(index.bits).flatten(),
-        _kept(states, index.rows_any, index.group, index.n_queries),
-        _kept(states.mT, index.cols_any, index.group, index.n_keys),
+        _with_both(index.table.bits).flatten(),
+        _kept(states, index.table.rows_any, index.group, index.n_queries),
+        _kept(states.mT, index.table.cols_any, index.group, index.n_keys),
     )
 
 

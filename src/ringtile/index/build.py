@@ -8,7 +8,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from ringtile.index.covers import CANDIDATE_BYTES, MAX_BYTES, Budget, groups_of,
 from ringtile.index.lists import Entries
 from ringtile.index.schedule import is_capturing
 from ringtile.index.tiles import BLOCKS as BLOCKS
-from ringtile.index.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles
+from ringtile.index.tiles import EMPTY, FULL, TileCollector, chunks, evaluate_tiles, first_of
+from ringtile.patterns import base
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 
 MAX_HEADS = 1 << 16
@@ -58,12 +60,6 @@ def _raggedness(row: Tensor, col: Tensor, grid: TileGrid) -> Tensor | None:
     return sum(parts[1:], parts[0].long()) if parts else None
 
 
-def _first_of(inverse: Tensor, count: int) -> Tensor:
-    """Return the first position of each of ``count`` numbers."""
-    places = torch.arange(len(inverse), device=inverse.device)
-    return torch.full((count,), len(inverse), device=inverse.device).scatter_reduce_(0, inverse, places, "amin")
-
-
 def _tile_states(
     pattern: Pattern, head: int, number: Tensor, rows: Tensor, grid: TileGrid, collector: TileCollector
 ) -> Tensor:
@@ -79,7 +75,7 @@ def _tile_states(
     ragged = _raggedness(row, col, grid)
     if ragged is not None:
         distinct, inverse = torch.unique(inverse * 8 + ragged, return_inverse=True)
-    first = _first_of(inverse, len(distinct))
+    first = first_of(inverse, len(distinct))
     head_number = torch.full((), head, device=row.device)
     states = [
         collector.add(evaluate_tiles(pattern, head_number, row[part], col[part], grid))
@@ -89,10 +85,28 @@ def _tile_states(
     return state
 
 
+@real_tensors()
 def _build(
-    pattern: Pattern, grid: TileGrid, heads: int, batch: int, rows: Tensor, budget: Budget, places: TileGrid
+    pattern: Pattern,
+    lengths: TileGrid,
+    heads: int,
+    batch: int,
+    max_bytes: int,
+    device: torch.device,
+    rows: Tensor | None = None,
+    own: TileGrid | None = None,
 ) -> BlockIndex:
-    """Build the index of the row tiles ``rows`` of a grid. ``places`` is the grid of these rows alone."""
+    """Build the index of all row tiles, or of ``rows``, whose own lengths are ``own``.
+
+    A rule that is defined for all positions fills whole tiles.
+    """
+    grid, own = (x.whole if pattern.unbounded else x for x in (lengths, own or lengths))
+    pattern.validate(lengths)
+    budget = Budget(max_bytes, lengths)
+    # Even an index without tiles has a begin for each row and column.
+    budget.check(pattern, (grid.n_rows if rows is None else len(rows)) + grid.n_cols, CANDIDATE_BYTES)
+    if rows is None:
+        rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
     table, members = groups_of(pattern, heads, batch)
     collector = TileCollector(grid.block, rows.device, budget.max_bytes)
     numbers = [rows[:0]]
@@ -111,11 +125,12 @@ def _build(
         torch.tensor(table, dtype=torch.int32, device=rows.device),
         Entries(torch.cat(numbers), state),
         bits,
-        places,
+        own,
         tuple(members[numbers_of_row[0]][0].envelope() for numbers_of_row in table),
     )
 
 
+@real_tensors()
 def build_rows(
     pattern: Pattern,
     rows: Tensor,
@@ -136,21 +151,17 @@ def build_rows(
     >>> print(index.draw())
     ▒···
     ███▒
-    >>> index.n_queries, index.row_at.tolist()
+    >>> index.n_queries, index.rows.at.tolist()
     (244, [0, 3])
     """
     lengths = TileGrid(block, 0, n_tokens, n_tokens)
-    grid = lengths.whole if pattern.unbounded else lengths
+    # 300 tokens in tiles of 128: rows 0 and 2 are 128 + 44 queries, because the last tile ends at token 300.
     cut = -n_tokens % block if rows[-1:].tolist() == [lengths.n_rows - 1] else 0
     own = TileGrid(block, 0, len(rows) * block - cut, n_tokens)
-    pattern.validate(lengths)
-    budget = Budget(max_bytes, lengths)
-    budget.check(pattern, len(rows) + grid.n_cols, CANDIDATE_BYTES)
-    with real_tensors():
-        places = own.whole if pattern.unbounded else own
-        index = _build(pattern, grid, num_heads, batch, rows, budget, places)
-        # The pairs that causal and document rules allow are not counted for rows apart.
-        return replace(index.at(own), envelopes=(Dense(),) * len(index.envelopes), row_at=rows.int())
+    index = _build(pattern, lengths, num_heads, batch, max_bytes, rows.device, rows, own)
+    # The pairs that causal and document rules allow are not counted for rows apart.
+    envelopes = (Dense(),) * len(index.envelopes)
+    return replace(index, grid=own, envelopes=envelopes, rows=index.rows._replace(at=rows.int()))
 
 
 class CacheInfo(NamedTuple):
@@ -163,28 +174,13 @@ class CacheInfo(NamedTuple):
     limit: int
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """An index, and the same tensors with the last lengths."""
-
-    index: BlockIndex
-    with_lengths: dict[TileGrid, BlockIndex] = field(default_factory=dict)
-
-    def at(self, lengths: TileGrid) -> BlockIndex:
-        found = self.with_lengths.get(lengths)
-        if found is None:
-            if len(self.with_lengths) == _LENGTHS:
-                del self.with_lengths[next(iter(self.with_lengths))]
-            found = self.with_lengths[lengths] = self.index.at(lengths)
-        return found
-
-
 class _IndexCache:
     """Least recently used indices, limited in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # The same tensors with the last lengths, the oldest first.
+        self._entries: OrderedDict[Hashable, dict[TileGrid, BlockIndex]] = OrderedDict()
         self._captured: dict[int, BlockIndex] = {}
         self._hits = self._misses = self._nbytes = 0
         self._limit = limit
@@ -198,23 +194,34 @@ class _IndexCache:
                 return None
             self._hits += 1
             self._entries.move_to_end(key)
+            index = self._at(entry, lengths)
             if capturing:
-                self._captured[id(entry.index)] = entry.index
-            return entry.at(lengths)
+                self._captured[id(index.group)] = index
+            return index
 
     def put(self, key: Hashable, lengths: TileGrid, index: BlockIndex) -> BlockIndex:
         """Store an index and return the one to use: another thread's, if that was first."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = _Entry(index)
+                entry = self._entries[key] = {index.grid: index}
                 self._nbytes += index.nbytes
                 self._evict()
-            return entry.at(lengths)
+            return self._at(entry, lengths)
+
+    def _at(self, entry: dict[TileGrid, BlockIndex], lengths: TileGrid) -> BlockIndex:
+        """Return the index of an entry with some lengths, always the same object, so that callers can compare it."""
+        found = entry.get(lengths)
+        if found is None:
+            found = next(iter(entry.values())).at(lengths)
+            if len(entry) == _LENGTHS:
+                del entry[next(iter(entry))]
+            entry[lengths] = found
+        return found
 
     def _evict(self) -> None:
         while self._nbytes > self._limit:
-            self._nbytes -= self._entries.popitem(last=False)[1].index.nbytes
+            self._nbytes -= next(iter(self._entries.popitem(last=False)[1].values())).nbytes
 
     def info(self) -> CacheInfo:
         with self._lock:
@@ -232,6 +239,9 @@ class _IndexCache:
             self._evict()
 
 
+# Cache of indices. Key: the pattern, the grid of tiles, the heads, the batch and the device, which are all that an
+# index depends on. Each entry has the last 32 lengths in its tiles. Bound: 256 MiB, least recently used first, except
+# what a CUDA graph reads. Owner: the process, until `clear_cache`. A lock guards every access, and builds run outside.
 _cache = _IndexCache(256 << 20)
 
 
@@ -312,7 +322,12 @@ def build_index(
     _checked_count("max_bytes", max_bytes, 1)
     check_counts(pattern, num_heads, batch)
     if block == "auto":
-        return _choose_block(pattern, n_queries, n_keys, start, num_heads, batch, device, max_bytes)
+        build = partial(build_index, pattern, n_queries, n_keys, start=start, num_heads=num_heads, batch=batch)
+        coarse, fine = (build(block=side, device=device, max_bytes=max_bytes) for side in (128, 64))
+        ratio = 4 * coarse.kept_tiles / max(fine.kept_tiles, 1)
+        chosen = fine if ratio > 1.3 else coarse
+        _log.info("block %d for %s: 64 computes %.2fx fewer pairs than 128", chosen.block, shortened(pattern), ratio)
+        return chosen
     if type(block) is not int or block not in BLOCKS:
         raise ValueError(f"block: expected one of {BLOCKS} or 'auto', got {block!r}")
     device = torch.device("cpu") if device is None else torch.device(device)
@@ -324,14 +339,12 @@ def build_index(
     key = (pattern, grid, num_heads, batch, device)
     index = _cache.get(key, lengths, is_capturing(device))
     if index is None:
-        with real_tensors():
-            pattern.validate(lengths)
-            budget = Budget(max_bytes, lengths)
-            budget.check(pattern, grid.n_rows + grid.n_cols, CANDIDATE_BYTES)
-            rows = torch.arange(grid.first_row, grid.first_row + grid.n_rows, device=device)
-            index = _build(pattern, grid, num_heads, batch, rows, budget, grid)
-        index = _cache.put(key, lengths, index)
+        index = _cache.put(key, lengths, _build(pattern, lengths, num_heads, batch, max_bytes, device))
     return index
+
+
+# `Pattern.density` and its like are below indices, and build one through this hook.
+base.index_builder = build_index
 
 
 def check_counts(pattern: Pattern, num_heads: int, batch: int) -> None:
@@ -339,33 +352,3 @@ def check_counts(pattern: Pattern, num_heads: int, batch: int) -> None:
     for name, count, expected in (("num_heads", num_heads, pattern.num_heads), ("batch", batch, pattern.batch_size)):
         if expected is not None and count != expected:
             raise ValueError(f"{name}: {shortened(pattern)} is written for {expected}, got {name}={count}")
-
-
-def _choose_block(
-    pattern: Pattern,
-    n_queries: int,
-    n_keys: int,
-    start: int,
-    num_heads: int,
-    batch: int,
-    device: torch.device | str | None,
-    max_bytes: int,
-) -> BlockIndex:
-    coarse, fine = (
-        build_index(
-            pattern,
-            n_queries,
-            n_keys,
-            start=start,
-            num_heads=num_heads,
-            batch=batch,
-            block=block,
-            device=device,
-            max_bytes=max_bytes,
-        )
-        for block in (128, 64)
-    )
-    ratio = 4 * coarse.kept_tiles / max(fine.kept_tiles, 1)
-    chosen = fine if ratio > 1.3 else coarse
-    _log.info("block %d for %s: 64 computes %.2fx fewer pairs than 128", chosen.block, shortened(pattern), ratio)
-    return chosen

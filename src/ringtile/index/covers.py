@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid
+from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
 
 MAX_BYTES = 2 << 30
 """Default budget of one build."""
@@ -20,10 +20,10 @@ _COVER_BYTES = 16
 """Bytes per tile of a cover, by the pattern's own upper bound, which can be far too high."""
 
 _STRIP = 1 << 18
-"""Candidate tiles classified at once, unless one row has more."""
+"""Candidate tiles classified at once, unless one interval of a cover has more."""
 
 _FEW = 512
-"""Up to this many tiles of a single row, as for a decoded token, are classified sooner than a cover is computed."""
+"""Tiles of a single row that are classified without a cover."""
 
 
 def shortened(pattern: Pattern) -> str:
@@ -68,43 +68,24 @@ def groups_of(pattern: Pattern, heads: int, batch: int) -> tuple[list[list[int]]
 
 
 def strips(pattern: Pattern, head: int, rows: Tensor, grid: TileGrid, budget: Budget) -> Iterator[Tensor]:
-    """Yield numbers ``r * n_cols + c`` of the candidate tiles, ascending and distinct, in chunks of rows.
+    """Yield numbers ``r * n_cols + c`` of the candidate tiles, ascending and distinct, a strip at a time.
 
     Row tile ``rows[r]`` has number r. The numbers in ``rows`` ascend.
     """
     if len(rows) * grid.n_cols * CANDIDATE_BYTES > budget.max_bytes:
         budget.check(pattern, pattern.cover_size(head, rows, grid), _COVER_BYTES)
-    few = len(rows) == 1 and grid.n_cols <= _FEW
-    cover = None if few else pattern.cover(head, rows, grid)
-    size = len(rows) * grid.n_cols if cover is None else cover.size()
-    budget.check(pattern, size, CANDIDATE_BYTES)
-    if cover is None:
-        step = max(1, _STRIP // grid.n_cols) * grid.n_cols
-        for first in range(0, size, step):
-            yield torch.arange(first, min(first + step, size), device=rows.device)
-        return
-    cover = cover._replace(row=torch.searchsorted(rows, cover.row))
-    if size <= _STRIP:
-        yield _expand(cover, size, grid.n_cols)
-        return
-    length = (cover.hi - cover.lo).clamp_(min=0)
-    per_row = torch.zeros(len(rows), dtype=torch.int64, device=rows.device).scatter_add_(0, cover.row, length)
-    strip_of_row = (per_row.cumsum(0) - per_row) // _STRIP
-    strip = strip_of_row[cover.row]
-    order = torch.argsort(strip, stable=True)
-    count = torch.bincount(strip).tolist()
-    for part in zip(*(vector[order].split_with_sizes(count) for vector in cover), strict=True):
-        piece = Cover(*part)
-        yield _expand(piece, piece.size(), grid.n_cols)
-
-
-def _expand(cover: Cover, size: int, n_cols: int) -> Tensor:
-    length = (cover.hi - cover.lo).clamp_(min=0)
-    offset = cover.row * n_cols + cover.lo - (length.cumsum(0) - length)
-    number = torch.repeat_interleave(offset, length, output_size=size)
-    number += torch.arange(size, device=number.device)
-    ascending = bool((number[1:] > number[:-1]).all())
-    return number if ascending else torch.unique(number)
+    # All tiles of the row of a decoded token are classified sooner than a cover is computed.
+    chosen = Dense() if len(rows) == 1 and grid.n_cols <= _FEW else pattern
+    cover = chosen.cover(head, rows, grid)
+    cover = cover._replace(row=torch.searchsorted(rows, cover.row)).disjoint(grid.n_cols)
+    budget.check(pattern, cover.size(), CANDIDATE_BYTES)
+    length = cover.hi - cover.lo
+    count = torch.bincount((length.cumsum(0) - length) // _STRIP).tolist()
+    for row, lo, hi in zip(*(vector.split_with_sizes(count) for vector in cover), strict=True):
+        # Of 10 columns, row 2 from 3 to 5 and row 4 from 0 to 3 are 23 24 40 41 42: 0 1 2 3 4 plus 23 and 38.
+        length = hi - lo
+        number = torch.repeat_interleave(row * grid.n_cols + lo - (length.cumsum(0) - length), length)
+        yield number.add_(torch.arange(len(number), device=number.device))
 
 
 def needed(
@@ -132,55 +113,45 @@ def needed(
     budget = Budget(max_bytes, grid)
     budget.check(pattern, n_parts * (grid.n_cols + 1), 8)
     touched, distinct = Touched(rows, parts, n_parts, grid), torch.unique(rows)
-    for member, head in groups_of(pattern, num_heads, batch)[1]:
-        cover = member.cover(head, distinct, grid) if grid.n_cols else None
-        if cover is None:
-            has_rows = torch.bincount(parts, minlength=n_parts) > 0
-            return has_rows.unsqueeze(1).expand(n_parts, grid.n_cols)
+    for member, head in groups_of(pattern, num_heads, batch)[1] if grid.n_cols else ():
+        cover = member.cover(head, distinct, grid)
         budget.check(pattern, touched.count(cover), _COVER_BYTES)
         touched.add(cover)
     return touched.columns()
 
 
 class Touched:
-    """Collects the column tiles that covers name for parts of their rows. Rows of no part do not count."""
+    """Collects the column tiles that covers name for parts of their rows. Rows of no part do not count.
+
+    An interval adds one at its first column and takes one away behind its last, so sums along the columns of a part are
+    the intervals that touch each. With 5 columns, [1, 3) and [2, 4) are changes 0 1 1 -1 -1 and sums 0 1 2 1 0.
+    """
 
     def __init__(self, rows: Tensor, parts: Tensor, n_parts: int, grid: TileGrid) -> None:
-        # Rows of no part go to one more, at the end.
         self._first, self._width, self._n_parts = grid.first_row, grid.n_cols + 1, n_parts
-        # Each interval adds one to the columns from its begin and takes one away from its end.
-        self._change = torch.zeros((n_parts + 1) * self._width, dtype=torch.int32, device=rows.device)
+        self._change = torch.zeros(n_parts * self._width, dtype=torch.int32, device=rows.device)
+        # The parts of row r are `_parts[_begin[r]:][:_copies[r]]`.
         self._copies = torch.bincount(rows - self._first, minlength=grid.n_rows)
-        order = torch.argsort(rows)
-        self._parts = parts[order] * self._width
+        self._parts = parts[torch.argsort(rows)] * self._width
         self._begin = self._copies.cumsum(0) - self._copies
-        self._of_row: Tensor | None = None
-        if len(rows) == 0 or int(self._copies.max()) == 1:
-            # A row has one part at most.
-            last = torch.full_like(self._copies, n_parts * self._width)
-            self._of_row = last.index_put_((rows - self._first,), parts * self._width)
 
     def count(self, cover: Cover) -> int:
-        """Return the number of intervals that `add` adds at most, one for each part of a row."""
-        return len(cover.row) if self._of_row is not None else int(self._copies[cover.row - self._first].sum())
+        """Return the number of intervals that `add` adds, one for each part of a row."""
+        return int(self._copies[cover.row - self._first].sum())
 
     def add(self, cover: Cover) -> None:
         """Add a cover, whose intervals may overlap."""
-        row, lo, hi = cover.row - self._first if self._first else cover.row, cover.lo, cover.hi
-        if self._of_row is not None:
-            begin = self._of_row[row]
-        else:
-            copies = self._copies[row]
-            part = torch.arange(int(copies.sum()), device=row.device)
-            part += torch.repeat_interleave(self._begin[row] - (copies.cumsum(0) - copies), copies)
-            lo, hi = (torch.repeat_interleave(x, copies) for x in (lo, hi))
-            begin = self._parts[part]
+        row = cover.row - self._first
+        copies = self._copies[row]
+        which = torch.repeat_interleave(copies)
+        part = torch.arange(len(which), device=row.device) + (self._begin[row] - (copies.cumsum(0) - copies))[which]
+        begin, lo, hi = self._parts[part], cover.lo[which], cover.hi[which]
         one = (hi > lo).int()
         self._change.index_add_(0, begin + lo, one).index_add_(0, begin + hi, one, alpha=-1)
 
     def columns(self) -> Tensor:
         """Return the columns of each part, bool ``[n_parts, n_cols]``."""
-        change = self._change.view(-1, self._width)[: self._n_parts]
+        change = self._change.view(self._n_parts, self._width)
         return change.cumsum(1, dtype=torch.int32)[:, :-1] > 0
 
 
@@ -201,8 +172,6 @@ def candidates(
     copies = torch.bincount(torch.tensor(table).flatten()) * (num_heads // len(table[0])) * (batch // len(table))
     for number, (member, head) in zip(copies.tolist(), members, strict=True):
         cover = member.cover(head, rows, grid)
-        if cover is None:
-            cover = Cover(rows, torch.zeros_like(rows), torch.full_like(rows, grid.n_cols))
         budget.check(pattern, len(cover.row), CANDIDATE_BYTES)
         yield number, cover.disjoint(grid.n_cols)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _PARTIAL = 0
 
 
+@real_tensors()
 def to_block_mask(index: BlockIndex) -> BlockMask:
     """Return FlexAttention's mask of the same pairs, for eager and compiled FlexAttention.
 
@@ -41,22 +42,21 @@ def to_block_mask(index: BlockIndex) -> BlockMask:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    with real_tensors():
-        table = dense_states(index)
-        kept, full = _query_blocks(index, table)
-        group = index.group.long()
-        (counts, indices), (full_counts, full_indices) = (
-            (found[group] for found in listed(chosen)) for chosen in (kept & ~full, full)
-        )
-        return BlockMask.from_kv_blocks(
-            counts,
-            indices,
-            full_counts,
-            full_indices,
-            BLOCK_SIZE=index.block,
-            mask_mod=_mask_of(index, table),
-            seq_lengths=(index.n_queries, index.n_keys),
-        )
+    table = dense_states(index)
+    kept, full = _query_blocks(index, table)
+    group = index.group.long()
+    (counts, indices), (full_counts, full_indices) = (
+        (found[group] for found in listed(chosen)) for chosen in (kept & ~full, full)
+    )
+    return BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        full_counts,
+        full_indices,
+        BLOCK_SIZE=index.block,
+        mask_mod=_mask_of(index, table),
+        seq_lengths=(index.n_queries, index.n_keys),
+    )
 
 
 def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,8 @@ def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mask_of(index: BlockIndex, table: Tensor) -> MaskMod:
     block, group = index.block, index.group
-    bits = index.bits if len(index.bits) else index.bits.new_zeros(1, *index.bits.shape[1:])
+    bits = index.table.bits
+    bits = bits if len(bits) else bits.new_zeros(1, *bits.shape[1:])
     shift = index.start - index.first_row * block
     last_query, last_key = index.n_queries - 1, index.n_keys - 1
 
@@ -158,6 +159,8 @@ class FlexPattern(Pattern):
             )
 
 
+# Cache of imported masks. Key: the mask, and within it the start. Bound: one pattern per mask and start. Owner: the
+# mask, by a weak reference. Patterns of a `mask_mod` equal only themselves, so the index cache needs the same one.
 _imported: WeakKeyDictionary[BlockMask, dict[int, FlexPattern]] = WeakKeyDictionary()
 _imported_lock = threading.Lock()
 
@@ -185,14 +188,14 @@ def from_block_mask(block_mask: BlockMask, *, start: int | None = None) -> Patte
     with _imported_lock:
         patterns = _imported.setdefault(block_mask, {})
         if start not in patterns:
-            with real_tensors():
-                states = _read_states(block_mask)
+            states = _read_states(block_mask)
             patterns[start] = FlexPattern(
                 block_mask.mask_mod, states, block_mask.BLOCK_SIZE, (n_queries, n_keys), start
             )
         return patterns[start]
 
 
+@real_tensors()
 def _read_states(block_mask: BlockMask) -> Tensor:
     """Return the lists, of any width, as int8 ``[B, H, rows, columns]``."""
     n_cols = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])

@@ -1,4 +1,4 @@
-"""Compressed lists, their splits and their checks."""
+"""The compressed lists of an index, their splits and their checks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ringtile.index.tiles import FULL
 
 if TYPE_CHECKING:
     from ringtile.index.block_index import BlockIndex
@@ -25,6 +27,44 @@ class Entries(NamedTuple):
     state: Tensor
 
 
+class TileLists(NamedTuple):
+    """The kept tiles of all row slots of an index, or of all column slots, as two compressed lists."""
+
+    full_ptr: Tensor
+    """``[slots + 1]`` int32: the full tiles of slot s are ``full[full_ptr[s]:full_ptr[s + 1]]``."""
+    full: Tensor
+    """int32, ascending within a slot: the column of each full tile, or its row if the slots are columns."""
+    partial_ptr: Tensor
+    """The same for partial tiles."""
+    partial: Tensor
+    tile: Tensor
+    """int32: the row of each partial tile in the tile table."""
+    work: Tensor
+    """``[W, 4]`` int32 (slot, first, last, scratch): a split of a slot's list (full tiles, then partial ones), longest
+    first. ``scratch`` is -1 if the slot is not split, otherwise the scratch slot of the split. The scratch slots of a
+    slot are consecutive and in order."""
+    at: Tensor
+    """int32: the tile in position space that each row or column tile holds, or empty if it is ``first_row + r`` or
+    ``c``. Dropout and ALiBi depend on positions."""
+
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Return the slot (int64) of each full and of each partial tile."""
+        return slot_of_entries(self.full_ptr, len(self.full)), slot_of_entries(self.partial_ptr, len(self.partial))
+
+    def fitted(self, full: int, partial: int) -> TileLists:
+        """Return the lists with so many full and partial tiles, without the unused splits."""
+        work = self.work[self.work[:, 0] >= 0]
+        return self._replace(full=self.full[:full], partial=self.partial[:partial], tile=self.tile[:partial], work=work)
+
+
+def list_tiles(slot: Tensor, other: Tensor, state: Tensor, n_slots: int, at: Tensor) -> TileLists:
+    """List tiles by slot, from the slot, the other number and the state of each. Tiles of one kind ascend by both."""
+    full, partial = state == FULL, state >= 0
+    full_ptr, partial_ptr = pointer(slot[full], n_slots), pointer(slot[partial], n_slots)
+    other, work = other.int(), work_list(full_ptr, partial_ptr)
+    return TileLists(full_ptr, other[full], partial_ptr, other[partial], state[partial].int(), work, at)
+
+
 def pointer(slots: Tensor, count: int) -> Tensor:
     """Return the begin of each slot's entries in a list sorted by slot: int32 ``[count + 1]``."""
     begins = torch.zeros(count + 1, dtype=torch.int32, device=slots.device)
@@ -41,6 +81,7 @@ def slot_of_entries(begins: Tensor, n_entries: int) -> Tensor:
 def _splits(full_ptr: Tensor, part_ptr: Tensor) -> Tensor:
     """Return the number of splits of each slot's list."""
     begins = full_ptr + part_ptr
+    # 700 of 330,634 entries in one list, with 512 workers, are two splits of at most 646.
     limit = ((begins[-1] + WORKERS - 1) // WORKERS).clamp(min=LONGEST)
     return ((begins.diff() + limit - 1) // limit).clamp(min=1)
 
@@ -78,8 +119,10 @@ def work_list(full_ptr: Tensor, part_ptr: Tensor, room: int | None = None) -> Te
         slot = torch.repeat_interleave(torch.cat((splits, unused)), output_size=slots + room)
         used = slot < slots
         owner = slot.clamp(max=slots - 1)
+        # Splits 1, 3, 1 end at 1, 4, 5: their numbers are 0, 0 1 2 and 0.
         number = number - (ends - splits).index_select(0, owner)
         length, splits = length.index_select(0, owner), splits.index_select(0, owner)
+        # Three splits of 10 entries are [0, 3), [3, 6) and [6, 10).
         first, last = (torch.where(used, length * end // splits, 0) for end in (number, number + 1))
         cut = used & (splits > 1)
         scratch = torch.where(cut, cut.cumsum(0, dtype=torch.int32) - 1, -1)
@@ -90,42 +133,35 @@ def work_list(full_ptr: Tensor, part_ptr: Tensor, room: int | None = None) -> Te
 
 def check_lists(index: BlockIndex) -> None:
     """Raise ValueError if a kernel that follows the lists of an index would read outside its tensors."""
-    slots, words, table = index.n_groups, -(-index.block // 32), len(index.bits)
-    rows, cols = slots * index.n_rows, slots * index.n_cols
-    fulls, parts = len(index.full_col), len(index.part_col)
-    for name, shape, limit in (
-        ("full_row_ptr", (rows + 1,), fulls + 1),
-        ("part_row_ptr", (rows + 1,), parts + 1),
-        ("full_col_ptr", (cols + 1,), fulls + 1),
-        ("part_col_ptr", (cols + 1,), parts + 1),
-        ("group", index.group.shape, slots),
-        ("full_col", (fulls,), index.n_cols),
-        ("part_col", (parts,), index.n_cols),
-        ("full_row", (fulls,), index.n_rows),
-        ("part_row", (parts,), index.n_rows),
-        ("part_tile", (parts,), table),
-        ("part_tile_t", (parts,), table),
-        ("bits", (table, index.block, words), None),
-        ("bits_t", (table, index.block, words), None),
-        ("rows_any", (table, words), None),
-        ("cols_any", (table, words), None),
-    ):
-        x = getattr(index, name)
-        if x.dtype != torch.int32 or x.device != index.device or x.shape != shape:
-            raise ValueError(f"{name}: expected int32 {tuple(shape)}, got {x.dtype} {tuple(x.shape)} on {x.device}")
-        low, high = map(int, x.aminmax()) if limit is not None and x.numel() else (0, -1)
-        if low < 0 or (limit is not None and high >= limit):
-            raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {low} ... {high}")
-        if name.endswith("_ptr") and (x.diff() < 0).any():
-            raise ValueError(f"{name}: expected numbers that rise, got {x}")
-    for name, count in (("row_at", index.n_rows), ("col_at", index.n_cols)):
-        x = getattr(index, name)
-        if x.dtype != torch.int32 or x.device != index.device or x.shape not in ((0,), (count,)):
-            raise ValueError(f"{name}: expected int32 (0,) or ({count},), got {x.dtype} {tuple(x.shape)} on {x.device}")
-    for side in ("row", "col"):
-        lists, work = (
-            (getattr(index, f"full_{side}_ptr"), getattr(index, f"part_{side}_ptr")),
-            getattr(index, f"{side}_work"),
-        )
-        if not torch.equal(work[work[:, 0] >= 0], work_list(*lists)):
-            raise ValueError(f"{side}_work: expected the splits of the {side} lists")
+    slots, words, n_tiles = index.n_groups, -(-index.block // 32), len(index.table.bits)
+    sides = (("rows", index.rows, index.n_rows, index.n_cols), ("cols", index.cols, index.n_cols, index.n_rows))
+    for side, lists, per_group, others in sides:
+        # Both sides list the same tiles.
+        fulls, partials = len(index.rows.full), len(index.rows.partial)
+        for name, length, limit in (
+            ("full_ptr", slots * per_group + 1, fulls + 1),
+            ("partial_ptr", slots * per_group + 1, partials + 1),
+            ("full", fulls, others),
+            ("partial", partials, others),
+            ("tile", partials, n_tiles),
+        ):
+            x = getattr(lists, name)
+            _check(f"{side}.{name}", x, (length,), index.device, limit)
+            if name.endswith("_ptr") and (x.diff() < 0).any():
+                raise ValueError(f"{side}.{name}: expected numbers that rise, got {x}")
+        _check(f"{side}.at", lists.at, (per_group if len(lists.at) else 0,), index.device)
+        if not torch.equal(lists.work[lists.work[:, 0] >= 0], work_list(lists.full_ptr, lists.partial_ptr)):
+            raise ValueError(f"{side}.work: expected the splits of the lists")
+    _check("group", index.group, index.group.shape, index.device, slots)
+    bits, any_words = (n_tiles, index.block, words), (n_tiles, words)
+    for name, x, shape in zip(index.table._fields, index.table, (bits, bits, any_words, any_words), strict=True):
+        _check(f"table.{name}", x, shape, index.device)
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, limit: int | None = None) -> None:
+    """Raise ValueError if a tensor is not int32 of a shape, or holds numbers below 0 or from ``limit`` on."""
+    if x.dtype != torch.int32 or x.device != device or x.shape != shape:
+        raise ValueError(f"{name}: expected int32 {tuple(shape)}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+    low, high = map(int, x.aminmax()) if limit is not None and x.numel() else (0, -1)
+    if low < 0 or (limit is not None and high >= limit):
+        raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {low} ... {high}")

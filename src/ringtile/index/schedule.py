@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.index.block_index import BlockIndex
+if TYPE_CHECKING:
+    from ringtile.index.block_index import BlockIndex
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ def order_of(work: Tensor, n_groups: int, per_group: int) -> Order:
     slot, scratch = work[:, 0].long(), work[:, 3]
     unused = slot < 0
     group = torch.where(unused, n_groups, slot // max(per_group, 1))
+    # Splits per group, one place later, and those that are not used at the end: their sums are the begins.
     members = torch.zeros(n_groups + 2, dtype=torch.int64, device=work.device)
     members.scatter_add_(0, group + 1, torch.ones_like(group))
     begin = members[: n_groups + 1].cumsum(0).int()
@@ -67,9 +69,8 @@ def schedule_of(index: BlockIndex) -> Schedule:
 
 
 def _make_schedule(index: BlockIndex) -> Schedule:
-    return Schedule(
-        order_of(index.row_work, index.n_groups, index.n_rows), order_of(index.col_work, index.n_groups, index.n_cols)
-    )
+    sides = (index.rows, index.n_rows), (index.cols, index.n_cols)
+    return Schedule(*(order_of(lists.work, index.n_groups, per_group) for lists, per_group in sides))
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -99,6 +100,9 @@ class _Values(NamedTuple):
     """Values whose memory a CUDA graph reads. They live as long as the index."""
 
 
+# Cache of derived values. Key: an index's `rows.full_ptr`, and all its tensors and versions must be those of the entry.
+# Within it: the function, the grid of tiles and the arguments. Bound: 32 values per index. Owner: that tensor, by a
+# weak reference, so a value must not refer to it. The lock guards the table, and values are made outside it.
 _table: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
@@ -109,7 +113,7 @@ def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool
     Indices that share their tensors share the value, even if their lengths differ inside the first and last tiles. A
     value that depends on the lengths needs ``lengths=True``. If you change a tensor in place, all values are made
     again. Inference tensors do not count their changes, so their values are not kept. Nor are values that a CUDA graph
-    captures: they have no content before the first replay. The value must not refer to ``index.full_row_ptr``, because
+    captures: they have no content before the first replay. The value must not refer to ``index.rows.full_ptr``, because
     it lives as long as that tensor.
     """
     address = _address(index, make, (*args, *((index.start, index.n_queries, index.n_keys) if lengths else ())))
@@ -117,7 +121,7 @@ def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool
         return make(index, *args)
     content, place = address
     with _lock:
-        values: _Values | None = _table.get(index.full_row_ptr)
+        values: _Values | None = _table.get(index.rows.full_ptr)
         if values is not None and values.content == content and place in values.made:
             values.made.move_to_end(place)
             found: T = _ready(values, place, index.device)
@@ -136,14 +140,12 @@ def _address(
     index: BlockIndex, make: Callable[..., T], key: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Hashable, ...]] | None:
     """Return the content of an index and the name of a value, or None if the values of an index are not kept."""
-    tensors, block, start, count = index.tensors(), index.block, index.start, index.n_queries
+    tensors, grid = index.tensors(), index.grid
     try:
         content = (*map(id, tensors), *[x._version for x in tensors])
     except RuntimeError:
         return None
-    # The grid of tiles. A call of a few tokens would wait for a `TileGrid`.
-    grid = block, start // block, (start + count - 1) // block, count > 0, -(-index.n_keys // block)
-    return content, (make, *grid, *key)
+    return content, (make, grid.block, grid.first_row, grid.n_rows, grid.n_cols, *key)
 
 
 def _stored(index: BlockIndex, content: tuple[Any, ...], place: tuple[Hashable, ...], value: T) -> T:
@@ -154,10 +156,10 @@ def _stored(index: BlockIndex, content: tuple[Any, ...], place: tuple[Hashable, 
         stream = torch.cuda.current_stream(device)
         made = _Made(value, stream.cuda_stream, stream.record_event())
     with _lock:
-        values = _table.get(index.full_row_ptr)
+        values = _table.get(index.rows.full_ptr)
         if values is None or values.content != content:
-            others = tuple(x for x in index.tensors() if x is not index.full_row_ptr)
-            _table[index.full_row_ptr] = values = _Values(content, others, OrderedDict(), {})
+            others = tuple(x for x in index.tensors() if x is not index.rows.full_ptr)
+            _table[index.rows.full_ptr] = values = _Values(content, others, OrderedDict(), {})
         # If another thread was first, all use its value.
         values.made.setdefault(place, made)
         if len(values.made) > _VALUES:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,14 @@ class TileTable(NamedTuple):
     cols_any: Tensor
 
 
+def full_word(block: int) -> int:
+    """Return a word of a tile whose bits are all set: a tile of 16 uses the lower half."""
+    return (1 << block) - 1 if block < 32 else -1
+
+
 def popcount(words: Tensor) -> Tensor:
     """Count the set bits of each int32 word."""
+    # Sums of neighbours: pairs of bits, then nibbles, then bytes, which the product adds up in its top byte.
     words = words - ((words >> 1) & 0x55555555)
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
@@ -70,10 +75,16 @@ def derive_tables(bits: Tensor) -> TileTable:
     return TileTable(bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)))
 
 
-@lru_cache(maxsize=32)
 def _multipliers(count: int, device: torch.device) -> Tensor:
+    """Return odd random numbers, by which the words of a tile are summed to its digest."""
     generator = torch.Generator("cpu").manual_seed(count)
     return torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu").mul_(2).add_(1).to(device)
+
+
+def first_of(inverse: Tensor, count: int) -> Tensor:
+    """Return the first place of each of ``count`` numbers: those of 1 0 1 2 are 1, 0 and 3."""
+    places = torch.arange(len(inverse), device=inverse.device)
+    return torch.full((count,), len(inverse), device=inverse.device).scatter_reduce_(0, inverse, places, "amin")
 
 
 def distinct_tiles(bits: Tensor, digests: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,20 +94,12 @@ def distinct_tiles(bits: Tensor, digests: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, inverse = torch.unique(digests, return_inverse=True)
     order = torch.arange(len(digests), device=bits.device)
-    first = torch.full_like(values, len(digests)).scatter_reduce_(0, inverse, order, "amin")
-    first, by_first = first.sort()
+    first, by_first = first_of(inverse, len(values)).sort()
     rank = torch.empty_like(by_first).scatter_(0, by_first, order[: len(first)])
     inverse = rank[inverse]
     if len(first) < len(bits) and not torch.equal(bits[first[inverse]], bits):
         return order, order
     return first, inverse
-
-
-def merge_equal(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct tiles of ``[K, b, w]`` words, and the place of each tile in them."""
-    words = bits.flatten(1)
-    first, inverse = distinct_tiles(bits, (words * _multipliers(words.shape[1], words.device)).sum(1))
-    return bits[first], inverse
 
 
 class TileCollector:
@@ -107,20 +110,24 @@ class TileCollector:
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
         self._translate = torch.empty(0, dtype=torch.int64, device=device)
         self._pending: list[tuple[Tensor, Tensor]] = []
+        self._multipliers = _multipliers(block * self._bits.shape[2], device)
         self._given = 0
         self._next_merge = 1 << 12
         self._max_bytes = max_bytes
-        self._full_word = (1 << block) - 1 if block < 32 else -1
 
     def add(self, mask: Tensor) -> Tensor:
         """Add tiles bool ``[K, b, b]``. Return their states: `EMPTY`, `FULL` or a provisional number."""
-        words = pack_words(mask).flatten(1)
-        partial = (words != self._full_word).any(1)
+        return self.add_words(pack_words(mask))
+
+    def add_words(self, words: Tensor) -> Tensor:
+        """Add tiles as int32 words ``[K, b, w]``, like `add`."""
+        words = words.flatten(1)
+        partial = (words != full_word(self._bits.shape[1])).any(1)
         state = torch.where(partial, EMPTY, FULL)
         partial &= (words != 0).any(1)
         words = words[partial]
-        digests = (words * _multipliers(words.shape[1], words.device)).sum(1)
-        state[partial] = torch.arange(self._given, self._given + len(words), device=mask.device)
+        digests = (words * self._multipliers).sum(1)
+        state[partial] = torch.arange(self._given, self._given + len(words), device=words.device)
         self._given += len(words)
         self._pending.append((words.view(-1, *self._bits.shape[1:]), digests))
         if self._given >= self._next_merge:
@@ -146,3 +153,14 @@ class TileCollector:
         needed = 2 * self._bits.nbytes
         if self._max_bytes is not None and needed > self._max_bytes:
             raise ValueError(f"the distinct tiles need at least {needed:,} bytes, over max_bytes={self._max_bytes:,}")
+
+
+def collect(tiles: Iterable[Tensor], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the state of each tile and the distinct ones, from parts bool ``[K, b, b]`` or words ``[K, b, w]``."""
+    collector = TileCollector(block, device)
+    states = [torch.empty(0, dtype=torch.int64, device=device)]
+    states += [collector.add(part) if part.dtype == torch.bool else collector.add_words(part) for part in tiles]
+    bits, translate = collector.finish()
+    state = torch.cat(states)
+    state[state >= 0] = translate[state[state >= 0]]
+    return state, bits

@@ -77,6 +77,7 @@ class SparseAttnProcessor:
         return out
 
 
+# One class per class of processors, so that copies are of one type. A graph cannot call a `__call__` of the object.
 @cache
 def _class_around(inner: type) -> type[SparseAttnProcessor]:
     """Return the class around processors of a class, with the signature of their call.

@@ -53,6 +53,7 @@ def shards_of(n_tokens: int, mesh: DeviceMesh, balancer: Any = "default") -> Lay
 
 
 def _runs(tokens: Tensor) -> tuple[tuple[int, int], ...]:
+    # Tokens (0, 1, 2, 9, 10) have steps (1, 1, 7, 1): a run ends at 2, and the runs are (0, 3) and (9, 11).
     steps = tokens.diff()
     if bool((steps <= 0).any()):
         raise ValueError(f"balancer: expected the tokens of a rank in ascending order, got {tokens}")

@@ -32,6 +32,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+# torchtitan compares classes of configurations, so there is one. The cache holds it for the life of the process.
 @cache
 def _attention_class() -> Any:
     from torch.distributed.tensor import DTensor, Shard

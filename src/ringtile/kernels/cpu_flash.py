@@ -22,6 +22,8 @@ def padded(x: Tensor, width: int) -> Tensor:
 
 def with_lse_column(out_grad: Tensor, lse_grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """Append a column to out_grad and out, so that a flash kernel's rowsum(out_grad * out) subtracts lse_grad."""
+    # The kernel computes delta = rowsum(out_grad * out). A gradient g of the lse makes it delta - g: a column of ones
+    # meets one of -g.
     grads = torch.cat([out_grad, torch.ones_like(out_grad[..., :1])], -1)
     return grads, torch.cat([out, -lse_grad.unsqueeze(-1).to(out.dtype)], -1)
 
@@ -34,6 +36,7 @@ def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
     """
     if not scale or dtype not in (torch.float32, torch.float64):
         return 1.0, scale
+    # 0.3 is 0.6 * 2**-1: queries are multiplied by 0.6, and the kernel by 0.5, which rounds nothing.
     part, exponent = math.frexp(scale)
     return (1.0, scale) if part == 0.5 else (part, math.ldexp(1, exponent))
 

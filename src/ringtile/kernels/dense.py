@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, as_new_out, lacking
+from ringtile.kernels.contracts import Call, Rows, as_new_out, lacking
 from ringtile.kernels.cpu_flash import flash_backward, flash_forward, split_scale, times
 
 _AMX = {torch.bfloat16: torch.cpu._is_amx_tile_supported, torch.float16: torch.cpu._is_amx_fp16_supported}
@@ -28,6 +28,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
         reasons.append(
             f"causal needs as many queries as keys, from position 0: got {q.shape=}, {k.shape=}, {call.start=}"
         )
+    # Its mask is -inf before the scale. A scale of 0 makes it NaN, and a negative one keeps what it should mask.
     if call.pattern == "causal" and call.scale <= 0:
         reasons.append(f"masks before it scales, so causal needs a scale > 0, got {call.scale=}")
     reasons += lacking(call, "key_bits", "key_lengths", "alibi_slopes", "dropout_p", "softcap")
@@ -45,17 +46,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return as_new_out(out), lse.contiguous()
 
 
-def backward(
-    out_grad: Tensor,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
+    out_grad, lse_grad, q, k, v, out, lse = rows
     is_causal = call.pattern == "causal"
     part, scale = split_scale(call.scale, q.dtype)
     grads = flash_backward(out_grad, lse_grad, times(q, part), k, v, out, lse, scale=scale, is_causal=is_causal)

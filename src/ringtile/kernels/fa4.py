@@ -19,7 +19,7 @@ from torch import Tensor
 from ringtile.index import BlockIndex, build_index
 from ringtile.index.block_lists import BLOCK, Lists, Tiles, make_tiles
 from ringtile.index.schedule import derived
-from ringtile.kernels.contracts import Call, as_new_out, dense_tiles_reason, index_of, lacking
+from ringtile.kernels.contracts import Call, Rows, as_new_out, dense_tiles_reason, index_of, lacking
 from ringtile.kernels.cpu_flash import padded
 from ringtile.kernels.proof import ERRORS, attend, difference, gradients, told
 from ringtile.kernels.spans import INDEX, KERNEL, span
@@ -89,8 +89,8 @@ def _reasons(q: Tensor, k: Tensor, v: Tensor, call: Call, passes: tuple[bool, ..
         return reasons
     index = index_of(call, q, k)
     places = index.group.numel() * (q.shape[2] // BLOCK + 1) * (k.shape[2] // BLOCK + 1)
-    if max(places, index.bits.numel()) > _PLACES_AT_MOST:
-        got = f"{places} and {index.bits.numel()}: {q.shape=}, {k.shape=}"
+    if max(places, index.table.bits.numel()) > _PLACES_AT_MOST:
+        got = f"{places} and {index.table.bits.numel()}: {q.shape=}, {k.shape=}"
         return [f"supports {_PLACES_AT_MOST} pairs of tiles and words of bits, got {got}"]
     shared = index.group.shape[0] == 1, index.group.shape[1] == 1
     kind = str(q.device), q.dtype, (q.shape[-1], v.shape[-1]), q.shape[1] // k.shape[1], shared
@@ -187,11 +187,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return run_forward(q, k, v, _served(q, k, v, call, False), call.scale)
 
 
-def backward(
-    out_grad: Tensor, lse_grad: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. Their last bits differ from run to run."""
-    return run_backward(out_grad, lse_grad, q, k, v, out, lse, _served(q, k, v, call, True), call.scale)
+    return run_backward(*rows, _served(rows.q, rows.k, rows.v, call, True), call.scale)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Call, as_new_out, lacking
+from ringtile.kernels.contracts import Call, Rows, as_new_out, lacking
 from ringtile.kernels.cpu_flash import padded, with_lse_column
 from ringtile.kernels.proof import ERRORS, attend, difference, gradients, told
 from ringtile.kernels.spans import KERNEL, span
@@ -233,17 +233,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return as_new_out(out.transpose(1, 2)[..., : v.shape[-1]]), lse.contiguous()
 
 
-def backward(
-    out_grad: Tensor,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
+    out_grad, lse_grad, q, k, v, out, lse = rows
     source, band = _served(call, q, k, v)
     if lse_grad is not None:
         out_grad, out = with_lse_column(out_grad, lse_grad, out)

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import Call, index_of
+from ringtile.kernels.operators import BACKWARD, FORWARD
 
 _COUNTER = "torch.utils.flop_counter"
 
@@ -34,8 +34,8 @@ def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
 
 
 def _register(counter: ModuleType) -> None:
-    counter.register_flop_formula(torch.ops.ringtile.forward, get_raw=True)(_forward_flops)
-    counter.register_flop_formula(torch.ops.ringtile.backward, get_raw=True)(_backward_flops)
+    counter.register_flop_formula(FORWARD, get_raw=True)(_forward_flops)
+    counter.register_flop_formula(BACKWARD, get_raw=True)(_backward_flops)
 
 
 class _Finder:
@@ -47,6 +47,7 @@ class _Finder:
             return None
         sys.meta_path.remove(cls)
         spec: Any = find_spec(name)
+        # The module's own loader executes it, then the formulas join those of PyTorch.
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

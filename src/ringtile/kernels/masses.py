@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import ringtile.kernels.select  # noqa: F401  fills `backends`
-from ringtile.kernels.contracts import backends, check_memory, library
+from ringtile.kernels.contracts import Masses, check_memory
+from ringtile.kernels.operators import library, schema
+from ringtile.kernels.select import native_masses
 
 POOLS = ("mean", "max")
 _SCORES = 1 << 22
 """Most scores that exist at once without the native kernel, unless a single group of rows has more."""
 
-library.define(
-    "pooled_masses(Tensor query, Tensor key, Tensor seen, Tensor groups, Tensor? bias, SymInt segment, str pool, "
-    "bool by_sign, float scale) -> Tensor"
-)
+library.define(f"pooled_masses({schema(Masses)}) -> Tensor")
 
 
 def pooled_masses(
@@ -64,25 +63,16 @@ def pooled_masses(
         >>> masses.shape, bool((masses[:, :, 0, 0] == 1).all())
         (torch.Size([1, 2, 2, 2]), True)
     """
-    _check(query, key, segment, seen, groups, pool, bias, by_sign)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    masses = Masses(query.detach(), key.detach(), seen, groups, bias, segment, pool, by_sign, scale)
+    _check(masses)
     with torch.no_grad():
-        found: Tensor = torch.ops.ringtile.pooled_masses(
-            query.detach(), key.detach(), seen, groups, bias, segment, pool, by_sign, scale
-        )
+        found: Tensor = torch.ops.ringtile.pooled_masses(*masses)
     return found
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    segment: int,
-    seen: Tensor,
-    groups: Tensor,
-    pool: str,
-    bias: Tensor | None,
-    by_sign: bool,
-) -> None:
+def _check(masses: Masses) -> None:
+    query, key, seen, groups, bias, segment, pool, by_sign, _ = masses
     if query.dim() != 4 or key.dim() != 4 or query.dtype != key.dtype or not query.dtype.is_floating_point:
         raise ValueError(
             f"query, key: expected four dimensions and one floating-point dtype, got {query.shape=}, {query.dtype=}, "
@@ -111,65 +101,40 @@ def _check(
             raise ValueError(f"{name}: expected {query.device} as for query, got {x.device}")
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    seen: Tensor,
-    groups: Tensor,
-    bias: Tensor | None,
-    segment: int,
-    pool: str,
-    by_sign: bool,
-    scale: float,
-) -> Tensor:
-    return query.new_empty((*query.shape[:2], len(groups) - 1, -(-key.shape[2] // segment)), dtype=torch.float32)
+def _fake(*arguments: Any) -> Tensor:
+    query, key, _, groups, _, segment, *_ = arguments
+    shape = *query.shape[:2], len(groups) - 1, -(-key.shape[2] // segment)
+    pooled: Tensor = query.new_empty(shape, dtype=torch.float32)
+    return pooled
 
 
-def _pooled_masses(
-    query: Tensor,
-    key: Tensor,
-    seen: Tensor,
-    groups: Tensor,
-    bias: Tensor | None,
-    segment: int,
-    pool: str,
-    by_sign: bool,
-    scale: float,
-) -> Tensor:
-    check_memory(("query", "key", "seen", "groups", "bias"), (query, key, seen, groups, bias))
-    ends = groups.tolist()
-    if not 0 <= ends[0] <= ends[-1] <= query.shape[2] or any(a > b for a, b in pairwise(ends)):
-        raise ValueError(f"groups: expected ascending numbers from 0 to {query.shape[2]}, got {groups!r}")
-    rest = seen, groups, bias, segment, pool, by_sign, scale
-    native: Tensor | None = backends["native"].pooled_masses(query, key, *rest)
-    if native is not None:
-        return native
-    with torch.autocast(query.device.type, enabled=False):
-        return _composed(query, key, *rest)
+def _pooled_masses(*arguments: Any) -> Tensor:
+    masses = Masses(*arguments)
+    check_memory(masses._fields[:5], masses[:5])
+    rows, ends = masses.query.shape[2], masses.groups.tolist()
+    if not 0 <= ends[0] <= ends[-1] <= rows or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(f"groups: expected ascending numbers from 0 to {rows}, got {masses.groups!r}")
+    found = native_masses(masses)
+    if found is not None:
+        return found
+    with torch.autocast(masses.query.device.type, enabled=False):
+        return _composed(masses)
 
 
 library.impl("pooled_masses", _pooled_masses, "CompositeExplicitAutograd")
 torch.library.register_fake("ringtile::pooled_masses", _fake, lib=library)
 
 
-def _composed(
-    query: Tensor,
-    key: Tensor,
-    seen: Tensor,
-    groups: Tensor,
-    bias: Tensor | None,
-    segment: int,
-    pool: str,
-    by_sign: bool,
-    scale: float,
-) -> Tensor:
+def _composed(masses: Masses) -> Tensor:
     """Return the masses by PyTorch's own operations, for any device and dtype."""
+    query, key, seen, groups, bias, segment, pool, by_sign, scale = masses
     wide = torch.promote_types(query.dtype, torch.float32)
     (batch, heads, _, _), (_, key_heads, n_keys, _) = query.shape, key.shape
     tiles, ends = -(-n_keys // segment), groups.tolist()
     out = query.new_zeros((batch, heads, len(ends) - 1, tiles), dtype=torch.float32)
     key, numbers = key.to(wide), torch.arange(n_keys, device=key.device)
     first = 0
+    # As many groups of rows at a time as have room for their scores, at least one.
     while first < len(ends) - 1 and out.numel():
         last = first + 1
         while last < len(ends) - 1 and (ends[last + 1] - ends[first]) * n_keys * batch * heads <= _SCORES:
@@ -183,16 +148,17 @@ def _composed(
         if bias is not None:
             scores += bias[:, :, None, None].to(wide)
             visible = visible & (bias != -math.inf)[:, :, None, None]
+        # A row that sees no key has a maximum of -inf. It counts as 0, so that no difference is NaN.
         top = scores.masked_fill_(~visible, -math.inf).amax(4, keepdim=True)
         weights = (scores - top.masked_fill(top == -math.inf, 0)).exp_()
         weights = torch.nn.functional.pad(weights, (0, tiles * segment - n_keys)).unflatten(4, (tiles, segment)).sum(5)
         total = weights.sum(4, keepdim=True)
         # No key is seen, or a NaN.
         counted = total > 0
-        masses = torch.where(counted, weights / total, 0).flatten(1, 2)
-        counted = counted.expand(-1, -1, masses.shape[1] // key_heads, -1, -1).flatten(1, 2)
+        shares = torch.where(counted, weights / total, 0).flatten(1, 2)
+        counted = counted.expand(-1, -1, shares.shape[1] // key_heads, -1, -1).flatten(1, 2)
         lengths = groups[first : last + 1].diff().long()
-        pooled = _pool(masses, lengths, pool)
+        pooled = _pool(shares, lengths, pool)
         if pool == "mean":
             pooled = pooled / _pool(counted.to(wide), lengths, pool).clamp(min=1)
         out[:, :, first:last] = pooled

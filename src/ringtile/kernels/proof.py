@@ -51,6 +51,7 @@ def difference(names: Sequence[str], found: Sequence[Tensor], expected: Sequence
     for name, x, y in zip(names, found, expected, strict=True):
         # An lse is -inf in both if a query keeps no keys.
         distance = (x.double() - y).masked_fill(x == y, 0).abs().max()
+        # Written so that NaN, which compares as false, is an error.
         error = float(distance / y.abs().masked_fill(y.isinf(), 0).max())
         if not error <= (_ALLOWED_LSE if name == "lse" else ALLOWED[dtype]):
             off.append(f"{name} by {error:.2g}")

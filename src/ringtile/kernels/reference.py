@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
 from ringtile.index.tiles import unpack_words
-from ringtile.kernels.contracts import settle_exponentials
+from ringtile.kernels.contracts import RowOptions, settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.patterns.base import Pattern, TileGrid
 
@@ -20,20 +20,10 @@ _CHUNK_PAIRS = 1 << 22
 """Pairs whose element rule is evaluated at once: rules create several int64 temporaries of this length."""
 
 
-class Options(TypedDict, total=False):
-    """Keyword arguments of the reference, as those of `sparse_attention`."""
+class Options(RowOptions, total=False):
+    """Keyword arguments of the reference, for type checkers."""
 
     start: int | None
-    key_mask: Tensor | None
-    key_lengths: Tensor | None
-    dropout_p: float
-    seed: int | Tensor | None
-    scale: float | None
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    head_at: Tensor | None
-    batch_at: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +108,8 @@ class _Problem:
         queries, index = self.first_position + rows, self.pattern
         if not isinstance(index, BlockIndex):
             return queries, keys
+        # Tiles of an index can lie elsewhere than their numbers say: with block 16 and row_at [0, 3], query 20 is the
+        # fifth of the tile at 3, at position 3 * 16 + 4 = 52.
         row_tile = index.row_positions(queries // index.block - index.first_row)
         col_tile = index.col_positions(keys // index.block)
         return row_tile * index.block + queries % index.block, col_tile * index.block + keys % index.block
@@ -157,6 +149,7 @@ class _Problem:
             settle_exponentials()
         row_kept, key_kept = kept.any(-1, keepdim=True), kept.any(-2).unsqueeze(-1)
         q, k, v = (torch.where(used, x.double(), 0.0) for used, x in ((row_kept, q), (key_kept, k), (key_kept, v)))
+        # Dropout and ALiBi depend on positions, not on places in this call.
         query_at, key_at = self.positions(rows, keys)
         query_at = query_at[:, None]
         scores = (q.shape[-1] ** -0.5 if self.scale is None else self.scale) * (q @ k.mT)
@@ -186,11 +179,11 @@ def _row_of_index(index: BlockIndex, batch: int, head: int, row: int) -> Tensor:
     group = int(index.group[batch % index.group.shape[0], head % index.group.shape[1]])
     slot = group * index.n_rows + tile_row - index.first_row
     kept = torch.zeros(index.n_cols, index.block, dtype=torch.bool, device=index.device)
-    first, last = index.full_row_ptr[slot : slot + 2].tolist()
-    kept[index.full_col[first:last].long()] = True
-    first, last = index.part_row_ptr[slot : slot + 2].tolist()
-    words = index.bits[index.part_tile[first:last].long(), inside]
-    kept[index.part_col[first:last].long()] = unpack_words(words, index.block)
+    first, last = index.rows.full_ptr[slot : slot + 2].tolist()
+    kept[index.rows.full[first:last].long()] = True
+    first, last = index.rows.partial_ptr[slot : slot + 2].tolist()
+    words = index.table.bits[index.rows.tile[first:last].long(), inside]
+    kept[index.rows.partial[first:last].long()] = unpack_words(words, index.block)
     return kept.flatten()[: index.n_keys]
 
 

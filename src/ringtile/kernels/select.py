@@ -7,10 +7,12 @@ import logging
 import torch
 from torch import Tensor
 
+from ringtile.index import restrict
 from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
-from ringtile.kernels.contracts import Backend, Call, backends
+from ringtile.kernels.contracts import Backend, Call, Masses, install
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native.library import library, reason_against
+from ringtile.kernels.native.lists import kept_lists
 
 _logger = logging.getLogger("ringtile")
 
@@ -23,8 +25,10 @@ _BACKENDS: dict[str, Backend] = {
     "blockwise": blockwise,
 }
 
-backends.update(_BACKENDS)
+install(_BACKENDS)
 tell_flop_counter()
+# `BlockIndex.restricted` is below the backends, so it has a hook for the library's way to copy lists.
+restrict.list_copier = kept_lists
 
 _DENSE_FIRST = ("dense", *(name for name in _BACKENDS if name != "dense"))
 
@@ -43,9 +47,14 @@ def before_native() -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in dense.MATRIX_DTYPES if dtype not in own)
 
 
-def load(name: str) -> Backend:
-    """Return the module of a backend."""
-    return _BACKENDS[name]
+def is_logged() -> bool:
+    """Return True if `select` reports which backend runs a call, so that it must see every call."""
+    return _logger.isEnabledFor(logging.DEBUG)
+
+
+def native_masses(masses: Masses) -> Tensor | None:
+    """Return pooled masses by the native kernel, or None if it does not support the call."""
+    return native.pooled_masses(masses)
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
@@ -54,11 +63,12 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     Raises ValueError with all reasons if the named backend does not support the call.
     """
     if call.backend:
-        reasons = load(call.backend).unsupported(q, k, v, call)
+        reasons = _BACKENDS[call.backend].unsupported(q, k, v, call)
         if reasons:
             raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
         return call.backend
     dense_first = q.dtype in before_native() and q.shape[2] >= dense.MATRIX_ROWS
+    # The log names every backend that was asked, with its reasons. Dynamo does not trace loggers.
     for name in _DENSE_FIRST if dense_first else _BACKENDS:
         reasons = _BACKENDS[name].unsupported(q, k, v, call)
         if not torch.compiler.is_compiling():

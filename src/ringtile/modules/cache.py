@@ -26,6 +26,7 @@ class KVCache:
     @property
     def length(self) -> int:
         """Number of tokens seen so far. Raises ValueError if the layers differ, after an interrupted call."""
+        # A call that an error interrupts has reached some layers only.
         lengths = [layer.length for layer in self.layers]
         if min(lengths) < max(lengths):
             raise ValueError(f"cache: expected layers that have seen the same tokens, got {lengths}")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ringtile.modules.cache import KVCache
 from ringtile.modules.transformer import SparseTransformer
+from ringtile.patterns.checks import check_positive
 from ringtile.patterns.facts import pattern_reach
 
 
@@ -33,11 +34,11 @@ class SparseLanguageModel(nn.Module):
 
     def __init__(self, vocab_size: int, transformer: SparseTransformer) -> None:
         super().__init__()
-        if type(vocab_size) is not int or vocab_size < 1:
-            raise ValueError(f"vocab_size: expected a positive integer, got {vocab_size!r}")
+        check_positive(vocab_size=vocab_size)
         layers: list[Any] = list(transformer.layers)
         if any(pattern_reach(layer.rule).ahead for layer in layers):
             raise ValueError(f"transformer: expected causal layers, is_causal=True, got {transformer!r}")
+        # The output matrix starts at zero: a new model predicts every token alike.
         like = transformer.norm.weight
         self.embedding = nn.Embedding(vocab_size, len(like), device=like.device, dtype=like.dtype)
         self.transformer = transformer
@@ -95,6 +96,7 @@ class SparseLanguageModel(nn.Module):
         for _ in range(n_new):
             logits = self(new, key_mask, cache)
             new = cache.drawn(partial(_draw, logits, temperature, generator), tokens)
+            # The mask is of the prompt: later tokens are all real, and the cache keeps it.
             tokens, key_mask = torch.cat([tokens, new], 1), None
         return tokens
 

@@ -30,6 +30,7 @@ class LongNet:
 
     def rules(self, pattern: Pattern | None, is_causal: bool) -> tuple[Pattern, ...]:
         """Return patterns over positions. A pair counts once per pattern that keeps it."""
+        # Dilation is by token inside a segment: a pattern relates the tokens that a branch keeps, counted from 0.
         branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
         kept: list[Pattern] = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
         if self.overlap == "union":

@@ -21,16 +21,10 @@ class AttnMask(NamedTuple):
 
 
 def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> AttnMask:
-    """Read which pairs a mask of `torch.nn.MultiheadAttention` keeps.
+    """Read which pairs a mask of `torch.nn.MultiheadAttention` keeps, ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``.
 
-    Args:
-        mask: ``[Nq, Nk]`` or ``[B * H, Nq, Nk]``, bool, True for pairs to drop, or floating point with 0 and -inf.
-        batch: B.
-        heads: H.
-        is_causal: Hint that the mask is the causal one. Only used in a traced graph, which cannot read its values.
-
-    Raises:
-        ValueError: If a floating-point mask has other values, or a traced graph has no hint.
+    True or -inf drops a pair. A traced graph cannot read values: there, ``is_causal`` says that the mask is the causal
+    one. Raises ValueError if a floating-point mask has other values than 0 and -inf, or a traced graph has no hint.
     """
     if torch.compiler.is_compiling():
         if is_causal and mask.shape[-1] == mask.shape[-2]:
@@ -39,6 +33,7 @@ def read_attn_mask(mask: Tensor, batch: int, heads: int, is_causal: bool) -> Att
             "attn_mask: a traced graph cannot look at its values: expected is_causal=True with the square causal mask, "
             f"or pattern= for the kept pairs, got {is_causal=}"
         )
+    # Remembered until the mask changes: to read it takes a pass over all pairs, and waits for a GPU.
     return read_once(mask, _read, batch, heads)
 
 
@@ -56,6 +51,7 @@ def _read(mask: Tensor, batch: int, heads: int) -> AttnMask:
             kept = ~mask
         n_queries, n_keys = mask.shape[-2:]
         kept = kept.view(batch, heads, n_queries, n_keys) if mask.dim() == 3 else kept.view(1, 1, n_queries, n_keys)
+        # PyTorch's layers repeat a mask for each head, and one pattern serves all of them.
         kept = one_of_equals(kept)
         if torch.equal(kept, torch.ones_like(kept).tril(n_keys - n_queries)):
             return AttnMask(is_causal=True)
@@ -78,6 +74,7 @@ def read_key_padding_mask(mask: Tensor) -> Padding:
     """
     if not mask.is_floating_point():
         return Padding(~mask, None)
+    # Scores of -inf are better dropped than added: their keys may hold NaN.
     key_mask = mask != -math.inf
     bias = mask.masked_fill(~key_mask, 0)
     if torch.compiler.is_compiling() or mask.requires_grad or bool(bias.any()):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.functional import merge_attention, sparse_attention
+from ringtile.functional.attend import Attend
 from ringtile.functional.attention import as_pattern
 from ringtile.index import build_index
 from ringtile.modules.masks import AttnMask, read_attn_mask, read_key_padding_mask
@@ -21,22 +22,21 @@ from ringtile.patterns import Causal, Dense, Pattern
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Attend = Callable[..., Any]
-"""A function that computes attention: ``attend(query, key, value, *, pattern, is_causal, key_mask, dropout_p)``.
-
-It returns ``[B, H, Nq, Dv]`` and must be linear in ``value``. Arguments are named as in `sparse_attention`:
-
-* ``query`` is ``[B, H, Nq, D]``, ``key`` ``[B, H, Nk, D]`` and ``value`` ``[B, H, Nk, Dv]``. Dv differs from D if the
-  caller wants weights.
-* ``pattern`` can be None. ``key_mask`` is ``[B, Nk]`` bool, True for keys to attend to, or None.
-* With ``add_bias_kv`` or ``add_zero_attn``, `SparseMultiheadAttention` also passes ``return_lse=True`` and expects the
-  lse ``[B, H, Nq]`` as a second result. It scores the added keys with ``D ** -0.5``.
-* With a floating-point padding mask, ``query`` and ``key`` can have one extra feature that carries the mask. The module
-  then passes ``scale=D ** -0.5``, with D counted without that feature.
-"""
-
 MAX_WEIGHTS = 1 << 24
 """Largest number of elements, B * H * Nq * Nk, of a dense weight matrix with a sparse pattern."""
+
+
+class _Given(NamedTuple):
+    """The arguments of a call, named as in PyTorch's function."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+    need_weights: bool | Literal["block_sparse"]
+    attn_mask: Tensor | None
+    average_attn_weights: bool
+    is_causal: bool
 
 
 class SparseMultiheadAttention(nn.MultiheadAttention):
@@ -118,6 +118,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         for name, width in (("kdim", kdim), ("vdim", vdim)):
             if width is not None and width < 1:
                 raise ValueError(f"{name}: expected a positive width or None, got {name}={width}")
+        # Before the parameters exist: a refused pattern must not draw from the generator.
         rule = _checked_rule(pattern, attend, num_heads)
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
@@ -130,6 +131,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         # the weights are packed.
         self._qkv_same_embed_dim = False
 
+    # PyTorch initializes packed and separate weights in other ways, and decides by the flag.
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
@@ -190,69 +192,36 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             ValueError: If shapes or dtypes are invalid, the weights are too large, ``is_causal`` comes without a mask
                 and Nq != Nk, or a floating-point mask holds values other than 0 and -inf with a sparse pattern.
         """
+        given = _Given(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
-        batch = self._check(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
-        is_batched = query.dim() == 3
+            return self._forward_nested(given)
+        batch = self._check(given)
+        # PyTorch's function needs a mask for is_causal, and returns no tiles.
         if self._is_dense and (attn_mask is not None or not is_causal) and need_weights != "block_sparse":
-            return self._forward_dense(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+            return self._forward_dense(given)
 
-        heads, rule = self.num_heads, self.pattern
-        mask = AttnMask(is_causal) if attn_mask is None else read_attn_mask(attn_mask, batch, heads, is_causal)
-        if mask.pattern is not None:
-            rule = mask.pattern if rule is None else rule & mask.pattern
+        how = self._how(given, batch)
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
-        n_queries, n_keys = q.shape[2], k.shape[2]
-        extra_scores, extra_v = self._extra_keys(q)
-
-        how: dict[str, Any] = {"pattern": rule, "is_causal": mask.is_causal, "key_mask": None}
-        how["dropout_p"] = self.dropout if self.training else 0.0
+        extra = self._extra_keys(q)
         if key_padding_mask is not None:
-            padding = read_key_padding_mask(key_padding_mask if is_batched else key_padding_mask.unsqueeze(0))
-            how["key_mask"] = padding.key_mask
-            if padding.bias is not None:
-                # The bias of a key is one more coordinate. The query's coordinate cancels the scale.
-                how["scale"] = self.head_dim**-0.5
-                bias = padding.bias.clamp(min=torch.finfo(k.dtype).min).to(k.dtype)
-                bias = bias.view(batch, 1, n_keys, 1).expand(-1, heads, -1, -1)
-                q = torch.cat([q, q.new_full((batch, heads, n_queries, 1), math.sqrt(self.head_dim))], -1)
-                k = torch.cat([k, bias], -1)
-
+            q, k = self._padded(q, k, key_padding_mask, how)
         weights: Tensor | None = None
         if need_weights == "block_sparse":
             out, weights = self._attend_with_tiles(q, k, v, how, average_attn_weights)
         elif need_weights:
-            n_extra = 0 if extra_v is None else extra_v.shape[2]
-            # Attention is linear in the value, so the identity matrix as value returns the weights.
-            unit = torch.eye(n_keys + n_extra, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
-            v = torch.cat([v, unit[:, :, :n_keys]], -1)
-            if extra_v is not None:
-                extra_v = torch.cat([extra_v.expand(batch, -1, -1, -1), unit[:, :, n_keys:]], -1)
-            out = self._attend(q, k, v, extra_scores, extra_v, how)
-            out, weights = out.split([self.head_dim, n_keys + n_extra], -1)
-            if average_attn_weights:
-                weights = weights.mean(1)
+            out, weights = self._attend_with_weights(q, k, v, extra, how)
+            weights = weights.mean(1) if average_attn_weights else weights
         else:
-            out = self._attend(q, k, v, extra_scores, extra_v, how)
+            out = self._attend(q, k, v, extra, how)
 
         out = F.linear(out.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
-        if not is_batched:
+        if query.dim() == 2:
             return out.squeeze(0), weights if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
 
-    def _check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool | Literal["block_sparse"],
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> int:
+    def _check(self, given: _Given) -> int:
         """Check the arguments and return the batch size."""
+        query, key, value = given[:3]
         dims = query.dim()
         if dims not in (2, 3) or key.dim() != dims or value.dim() != dims:
             raise ValueError(
@@ -270,45 +239,39 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
                 f"{query.shape=}, {key.shape=}, {value.shape=}"
             )
         n_queries, n_keys = query.shape[length_dim], key.shape[length_dim]
-        if key_padding_mask is not None:
-            wanted = (batch, n_keys) if dims == 3 else (n_keys,)
-            _check_mask("key_padding_mask", key_padding_mask, [wanted])
-        if attn_mask is not None:
-            shapes = [(n_queries, n_keys), (batch * self.num_heads, n_queries, n_keys)]
-            _check_mask("attn_mask", attn_mask, shapes)
-        if not isinstance(need_weights, bool) and need_weights != "block_sparse":
-            raise ValueError(f"need_weights: expected True, False or 'block_sparse', got {need_weights!r}")
-        if is_causal and attn_mask is None and n_queries != n_keys:
+        _check_mask("key_padding_mask", given.key_padding_mask, [(batch, n_keys) if dims == 3 else (n_keys,)])
+        _check_mask("attn_mask", given.attn_mask, [(n_queries, n_keys), (batch * self.num_heads, n_queries, n_keys)])
+        if given.is_causal and given.attn_mask is None and n_queries != n_keys:
             raise ValueError(
                 f"is_causal: without attn_mask it needs as many queries as keys, got {query.shape=}, {key.shape=}; "
                 "pattern=Causal() aligns queries to the last keys"
             )
-        size = batch * self.num_heads * n_queries * n_keys
+        self._check_weights(given, batch * self.num_heads * n_queries * n_keys)
+        return batch
+
+    def _check_weights(self, given: _Given, size: int) -> None:
+        """Raise ValueError if the weights that are asked for, dense ones of a size, cannot be returned."""
+        need_weights = given.need_weights
+        if not isinstance(need_weights, bool) and need_weights != "block_sparse":
+            raise ValueError(f"need_weights: expected True, False or 'block_sparse', got {need_weights!r}")
         if need_weights is True and size > MAX_WEIGHTS and not self._is_dense:
             raise ValueError(
                 f"need_weights: a dense weight matrix would have {size:,} elements, over {MAX_WEIGHTS:,}; use "
-                f"need_weights=False, or 'block_sparse' for the kept tiles, with {query.shape=}, {key.shape=}"
+                f"need_weights=False, or 'block_sparse' for the kept tiles, with {given.query.shape=}, "
+                f"{given.key.shape=}"
             )
-        if need_weights == "block_sparse":
-            if self.training and self.dropout:
-                raise ValueError(f"need_weights: 'block_sparse' does not support dropout, got {self.dropout=}")
-            if self.bias_k is not None or self.add_zero_attn:
-                raise ValueError("need_weights: 'block_sparse' does not support add_bias_kv or add_zero_attn")
-            if self.attend is not sparse_attention:
-                raise ValueError(f"need_weights: 'block_sparse' needs attend=sparse_attention, got {self!r}")
-        return batch
+        if need_weights != "block_sparse":
+            return
+        if self.training and self.dropout:
+            raise ValueError(f"need_weights: 'block_sparse' does not support dropout, got {self.dropout=}")
+        if self.bias_k is not None or self.add_zero_attn:
+            raise ValueError("need_weights: 'block_sparse' does not support add_bias_kv or add_zero_attn")
+        if self.attend is not sparse_attention:
+            raise ValueError(f"need_weights: 'block_sparse' needs attend=sparse_attention, got {self!r}")
 
-    def _forward_dense(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _forward_dense(self, given: _Given) -> tuple[Tensor, Tensor | None]:
+        query, key, value = given[:3]
+        how: dict[str, Any] = dict(zip(given._fields[3:], given[3:], strict=True))
         is_turned = self.batch_first and query.dim() == 3
         if is_turned:
             query, key, value = _each_once(lambda x: x.transpose(0, 1), query, key, value)
@@ -327,40 +290,53 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             self.out_proj.weight,
             self.out_proj.bias,
             training=self.training,
-            key_padding_mask=key_padding_mask,
-            need_weights=need_weights,
-            attn_mask=attn_mask,
             use_separate_proj_weight=self.in_proj_weight is None,
             q_proj_weight=self.q_proj_weight,
             k_proj_weight=self.k_proj_weight,
             v_proj_weight=self.v_proj_weight,
-            average_attn_weights=average_attn_weights,
-            is_causal=is_causal,
+            **how,
         )
         return out.transpose(0, 1) if is_turned else out, weights
 
-    def _forward_nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool | Literal["block_sparse"],
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _forward_nested(self, given: _Given) -> tuple[Tensor, Tensor | None]:
         """Compute nested tensors, which `torch.nn.TransformerEncoder` makes of padded rows in eval mode."""
-        if query is not key or key is not value or not self.batch_first:
+        query = given.query
+        if query is not given.key or query is not given.value or not self.batch_first:
             raise ValueError(f"query: a nested tensor needs query is key is value and batch_first, got {self!r}")
-        if need_weights or key_padding_mask is not None or attn_mask is not None:
+        if given.need_weights or given.key_padding_mask is not None or given.attn_mask is not None:
             raise ValueError("query: a nested tensor comes with need_weights=False and without masks")
+        # Padded to the longest row, with the rest as padding: [3, 5] tokens are two rows of 5.
         lengths = [len(row) for row in query.unbind()]
         padded = query.to_padded_tensor(0.0)
         places = torch.arange(padded.shape[1], device=padded.device)
         padding = places >= torch.tensor(lengths, device=padded.device).unsqueeze(1)
-        out, _ = self.forward(padded, padded, padded, padding, need_weights=False, is_causal=is_causal)
+        out, _ = self.forward(padded, padded, padded, padding, need_weights=False, is_causal=given.is_causal)
         rows = [row[:length] for row, length in zip(out.unbind(), lengths, strict=True)]
         return torch.nested.as_nested_tensor(rows, layout=query.layout), None
+
+    def _how(self, given: _Given, batch: int) -> dict[str, Any]:
+        """Return the options of ``attend``: the pairs that the pattern and the masks keep, and dropout."""
+        mask, rule = AttnMask(given.is_causal), self.pattern
+        if given.attn_mask is not None:
+            mask = read_attn_mask(given.attn_mask, batch, self.num_heads, given.is_causal)
+        if mask.pattern is not None:
+            rule = mask.pattern if rule is None else rule & mask.pattern
+        dropout_p = self.dropout if self.training else 0.0
+        return {"pattern": rule, "is_causal": mask.is_causal, "key_mask": None, "dropout_p": dropout_p}
+
+    def _padded(self, q: Tensor, k: Tensor, mask: Tensor, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return queries and keys whose products hold the values of a padding mask, and note its keys in ``how``."""
+        padding = read_key_padding_mask(mask.view(-1, mask.shape[-1]))
+        how["key_mask"] = padding.key_mask
+        if padding.bias is None:
+            return q, k
+        # The bias of a key is one more coordinate. The query's coordinate cancels the scale: with 64 dims, a bias of 3
+        # is 8 * 3 in the product, and the scale of 1 / 8 leaves 3.
+        how["scale"] = self.head_dim**-0.5
+        bias = padding.bias.clamp(min=torch.finfo(k.dtype).min).to(k.dtype)
+        bias = bias[:, None, :, None].expand(-1, self.num_heads, -1, -1)
+        q = torch.cat([q, q.new_full((*q.shape[:3], 1), math.sqrt(self.head_dim))], -1)
+        return q, torch.cat([k, bias], -1)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project query, key and value, with one matmul per distinct tensor."""
@@ -368,6 +344,7 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         if weight is not None and query is key and key is value:
             q, k, v = F.linear(query, weight, bias).chunk(3, -1)
             return q, k, v
+        # Cross-attention to a memory: one matmul for keys and values, which are the last two thirds of the rows.
         if weight is not None and key is value:
             q_weight, kv_weight = weight.split([width, 2 * width])
             q_bias, kv_bias = (None, None) if bias is None else bias.split([width, 2 * width])
@@ -385,39 +362,46 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             return x.transpose(0, 1).unsqueeze(0)
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
-    def _extra_keys(self, q: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return scores ``[B, H, Nq, X]`` and values ``[1, H, X, D]`` of the X keys that every query keeps."""
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+    def _extra_keys(self, q: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return scores ``[B, H, Nq, X]`` and values ``[1, H, X, D]`` of the X keys that every query keeps, if any."""
+        of_head = (1, self.num_heads, 1, self.head_dim)
+        pairs: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
-            for rows, x in ((keys, self.bias_k), (values, self.bias_v)):
-                rows.append(x.view(1, self.num_heads, 1, self.head_dim).to(q.dtype))
+            pairs.append((self.bias_k.view(of_head).to(q.dtype), self.bias_v.view(of_head).to(q.dtype)))
         if self.add_zero_attn:
-            for rows in (keys, values):
-                rows.append(q.new_zeros(1, self.num_heads, 1, self.head_dim))
-        if not keys:
-            return None, None
-        return (q * self.head_dim**-0.5) @ torch.cat(keys, 2).mT, torch.cat(values, 2)
+            pairs.append((q.new_zeros(of_head), q.new_zeros(of_head)))
+        if not pairs:
+            return None
+        keys, values = (torch.cat(x, 2) for x in zip(*pairs, strict=True))
+        return (q * self.head_dim**-0.5) @ keys.mT, values
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        extra_scores: Tensor | None,
-        extra_v: Tensor | None,
-        how: dict[str, Any],
+        self, q: Tensor, k: Tensor, v: Tensor, extra: tuple[Tensor, Tensor] | None, how: dict[str, Any]
     ) -> Tensor:
         """Compute attention over the kept keys and the extra ones, which neither pattern nor padding removes."""
-        if extra_scores is None or extra_v is None:
+        if extra is None:
             kept: Tensor = self.attend(q, k, v, **how)
             return kept
         out, lse = self.attend(q, k, v, **how, return_lse=True)
-        extra_scores = extra_scores.to(lse.dtype)
+        scores = extra[0].to(lse.dtype)
         # Dropout applies after the joint softmax. The merge is linear in the outputs, so it can come first.
-        extra_weights = F.dropout(extra_scores.softmax(-1), how["dropout_p"])
-        extra_out = (extra_weights.to(v.dtype) @ extra_v).to(out.dtype)
-        return merge_attention([out, extra_out], [lse, extra_scores.logsumexp(-1)])[0]
+        weights = F.dropout(scores.softmax(-1), how["dropout_p"])
+        # The extra keys are one more part of the softmax, merged by its log-sum-exp as blocks are.
+        extra_out = (weights.to(v.dtype) @ extra[1]).to(out.dtype)
+        return merge_attention([out, extra_out], [lse, scores.logsumexp(-1)])[0]
+
+    def _attend_with_weights(
+        self, q: Tensor, k: Tensor, v: Tensor, extra: tuple[Tensor, Tensor] | None, how: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute attention and its weights ``[B, H, Nq, Nk + X]``."""
+        (batch, heads, n_keys, width), n_extra = v.shape, 0 if extra is None else extra[1].shape[2]
+        # Attention is linear in the value, so the identity matrix as value returns the weights.
+        unit = torch.eye(n_keys + n_extra, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
+        v = torch.cat([v, unit[:, :, :n_keys]], -1)
+        if extra is not None:
+            extra = extra[0], torch.cat([extra[1].expand(batch, -1, -1, -1), unit[:, :, n_keys:]], -1)
+        out, weights = self._attend(q, k, v, extra, how).split([width, n_keys + n_extra], -1)
+        return out, weights
 
     def _attend_with_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], average_attn_weights: bool
@@ -445,7 +429,9 @@ def _checked_rule(pattern: Pattern | BlockMask | Tensor | None, attend: Attend, 
     return rule
 
 
-def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -> None:
+    if mask is None:
+        return
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"{name}: expected bool or a floating dtype, got {mask.dtype=}")
     if mask.shape not in shapes:
@@ -496,8 +482,10 @@ def replace_attention(
         raise ValueError(
             f"model: expected a torch.nn.MultiheadAttention in it, got {type(model).__name__} without one{advice}"
         )
+    # All are checked before one is changed, so an error leaves the model as it was.
     rules = [_checked_rule(pattern, attend, module.num_heads) for module in found]
     for module, rule in zip(found, rules, strict=True):
+        # The class changes in place: another module would lose hooks, and places that share this one.
         module.__class__ = SparseMultiheadAttention
         assert isinstance(module, SparseMultiheadAttention)
         module._set_rule(rule, attend)

@@ -17,32 +17,16 @@ def rotary_angles(
     base: float = 10000.0,
     like: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of rotary position embeddings (Su et al., arXiv:2104.09864).
+    """Return cosines and sines of rotary position embeddings (Su et al., arXiv:2104.09864), ``[N, head_dim / 2]``.
 
-    Angles are computed in float64, so they stay exact at a million tokens.
+    Tokens follow ``start``, or have int64 ``positions`` ``[N]`` or ``[B, N]`` in any order; then the result has a
+    leading B, too. Angles are computed in float64, so they stay exact at a million tokens. ``like`` has the device and
+    dtype of the results, which are float32 if it is half precision. Raises ValueError if head_dim is odd, both
+    ``start`` and ``positions`` are given, or positions have another dtype, shape or device.
 
-    Args:
-        n_tokens: Number of tokens.
-        head_dim: Head dim, an even number.
-        start: Position of the first token. The others follow.
-        positions: Position of each token, int64 ``[N]`` or ``[B, N]``, in any order. Default: from ``start``.
-        base: Base of the wavelengths.
-        like: Tensor with the device and dtype of the results. If it is half precision, they are float32.
-
-    Returns:
-        Two tensors ``[N, head_dim / 2]``, or ``[B, N, head_dim / 2]`` for positions ``[B, N]``.
-
-    Raises:
-        ValueError: If head_dim is odd, if both ``start`` and ``positions`` are given, or if positions have another
-            dtype, shape or device.
-
-    Example:
-        >>> cos, sin = rotary_angles(3, 4, like=torch.empty(0))
-        >>> cos.shape, sin[0].tolist()
-        (torch.Size([3, 2]), [0.0, 0.0])
-        >>> cos, sin = rotary_angles(3, 4, positions=torch.tensor([[0, 1, 2], [7, 0, 1]]), like=torch.empty(0))
-        >>> cos.shape, sin[1, 1].tolist()
-        (torch.Size([2, 3, 2]), [0.0, 0.0])
+    >>> cos, sin = rotary_angles(3, 4, positions=torch.tensor([[0, 1, 2], [7, 0, 1]]), like=torch.empty(0))
+    >>> cos.shape, sin[1, 1].tolist()
+    (torch.Size([2, 3, 2]), [0.0, 0.0])
     """
     if head_dim % 2:
         raise ValueError(f"head_dim: expected an even number for rotary positions, got {head_dim=}")
@@ -59,18 +43,13 @@ def rotary_angles(
         )
     elif positions.device != like.device:
         raise ValueError(f"positions: expected a tensor on {like.device}, got {positions.device}")
+    # A position of 1e6 at a rate of 1 is 1e6 radians, of which float32 keeps 1/16. The remainder is taken in float64.
     angles = (positions.unsqueeze(-1) * rates).remainder(2 * math.pi)
     angles = angles.to(torch.promote_types(like.dtype, torch.float32))
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs ``(d, d + D / 2)`` of ``x`` ``[..., N, D]`` by the angles ``[..., N, D / 2]``; keep the dtype.
-
-    >>> x = torch.randn(2, 5, 8)
-    >>> turned = rotate(x, *rotary_angles(5, 8, like=x))
-    >>> torch.allclose(turned.norm(dim=-1), x.norm(dim=-1))
-    True
-    """
+    """Rotate the pairs ``(d, d + D / 2)`` of ``x`` ``[..., N, D]`` by angles ``[..., N, D / 2]``; keep the dtype."""
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1).to(x.dtype)

@@ -34,16 +34,13 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
     In torch 2.11, an exception inside `checkpoint` leaves it in recording mode and corrupts every later backward pass.
     So we hold the exception until the checkpoint ends.
-
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> torch.autograd.grad(recomputed(torch.square, x).sum(), x)[0].tolist()
-    [2.0, 2.0, 2.0]
     """
     if torch.compiler.is_compiling():
         compiled: Tensor = checkpoint(function, *arguments, use_reentrant=False)
         return compiled
     delayed, has_ended = _Delayed(), False
 
+    # In the forward pass it must return normally whatever happens inside. In the backward pass errors are plain.
     def guarded(*given: Any) -> Tensor:
         if has_ended:
             return function(*given)

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Sequence
+from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
+from ringtile.functional.attend import Attend, cache_of, holds_state, rules_of
 from ringtile.functional.attention import as_pattern
 from ringtile.functional.cache import LayerCache
 from ringtile.modules.cache import KVCache
-from ringtile.modules.longnet import LongNet
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.recompute import recomputed
-from ringtile.patterns import Causal, Dense, Pattern
+from ringtile.patterns import Pattern
+from ringtile.patterns.checks import check_positive
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Angles = tuple[Tensor, Tensor]
+
+
+class LayerOptions(TypedDict, total=False):
+    """The options of every layer of a stack, see `SparseTransformerLayer`."""
+
+    num_kv_heads: int | None
+    hidden_dim: int | None
+    dropout: float
+    rotary: bool
+    qk_norm: bool
+    is_causal: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class SparseTransformerLayer(nn.Module):
@@ -42,9 +56,8 @@ class SparseTransformerLayer(nn.Module):
         qk_norm: Scale queries and keys to a root mean square of 1 first (Henry et al., arXiv:2010.04245).
         is_causal: Keep only keys at or before the query: a decoder.
         pattern: Which pairs to keep, as in `SparseMultiheadAttention`. Default: all pairs.
-        attend: Function that computes the attention: ``attend(query, key, value, *, pattern, is_causal, key_mask,
-            dropout_p)`` with tensors ``[B, H, N, D]``, and ``enable_gqa=True`` if ``num_kv_heads`` is smaller than
-            ``num_heads``. `longnet_attend` and `in_slices` make others. Default: `sparse_attention`.
+        attend: Function that computes the attention, see `Attend`. It gets ``enable_gqa=True`` if ``num_kv_heads`` is
+            smaller than ``num_heads``. `longnet_attend` and `in_slices` make others. Default: `sparse_attention`.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -70,17 +83,14 @@ class SparseTransformerLayer(nn.Module):
         qk_norm: bool = False,
         is_causal: bool = False,
         pattern: Pattern | BlockMask | Tensor | None = None,
-        attend: Callable[..., Any] = sparse_attention,
+        attend: Attend = sparse_attention,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "hidden_dim": hidden_dim}
-        for name, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        check_positive(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, hidden_dim=hidden_dim)
         if embed_dim % num_heads or (rotary and embed_dim // num_heads % 2):
             wanted = "an even multiple" if rotary else "a multiple"
             raise ValueError(f"embed_dim: expected {wanted} of num_heads, got {embed_dim=}, {num_heads=}, {rotary=}")
@@ -99,26 +109,20 @@ class SparseTransformerLayer(nn.Module):
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
 
+        # Queries, keys and values are one matrix, so one matmul. With fewer key heads it is not square.
         self.attention_norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
         self.qkv = linear(embed_dim, (num_heads + 2 * num_kv_heads) * self.head_dim)
         self.output = linear(embed_dim, embed_dim)
         self.mlp_norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
         self.up, self.down = linear(embed_dim, hidden_dim), linear(hidden_dim, embed_dim)
+        # Both branches add 0 to their input at first, so gradients reach all layers alike.
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.down.weight)
 
     @property
     def rule(self) -> Pattern:
         """The kept pairs: the pattern with causality, or the union of LongNet's branches."""
-        return reduce(or_, self._rules)
-
-    @property
-    def _rules(self) -> tuple[Pattern, ...]:
-        if isinstance(self.attend, LongNet):
-            return self.attend.rules(self.pattern, self.is_causal)
-        if self.pattern is None:
-            return (Causal() if self.is_causal else Dense(),)
-        return (Causal() & self.pattern if self.is_causal else self.pattern,)
+        return reduce(or_, rules_of(self.attend, self.pattern, self.is_causal))
 
     def extra_repr(self) -> str:
         parts = [f"{self.embed_dim}", f"num_heads={self.num_heads}", f"pattern={self.pattern!r}"]
@@ -133,18 +137,7 @@ class SparseTransformerLayer(nn.Module):
         Raises ValueError if the layer is not causal, or ``attend`` is neither `sparse_attention` nor made by
         `longnet_attend` or `ring_attend` nor an `AdaptiveAttention` that can decode.
         """
-        if isinstance(self.attend, LongNet):
-            whole = partial(self.attend, pattern=self.pattern, is_causal=self.is_causal)
-            return LayerCache(*self._rules, attend=whole)
-        if (make := getattr(self.attend, "new_cache", None)) is not None:
-            cache: LayerCache = make(self.rule)
-            return cache
-        if self.attend is not sparse_attention:
-            raise ValueError(
-                "attend: a cache needs sparse_attention, longnet_attend(...), ring_attend(...) or "
-                f"AdaptiveAttention(...), got {self.attend!r}"
-            )
-        return LayerCache(self.rule)
+        return cache_of(self.attend, self.pattern, self.is_causal)
 
     def angles(self, x: Tensor, start: int = 0, positions: Tensor | None = None) -> Angles | None:
         """Return cosines and sines for ``x`` ``[B, N, embed_dim]``, or None if the layer is not rotary.
@@ -195,7 +188,7 @@ class SparseTransformerLayer(nn.Module):
         """
         if positions is not None and (cache is not None or angles is not None):
             raise ValueError("positions: expected neither a cache, which counts its own tokens, nor angles beside them")
-        if cache is not None and cache.patterns != self._rules:
+        if cache is not None and cache.patterns != rules_of(self.attend, self.pattern, self.is_causal):
             raise ValueError(f"cache: expected one of the pattern {self.rule!r}, got {cache!r}")
         if cache is not None and self.training and self.dropout:
             raise ValueError(f"cache: expected a layer in eval mode, got {self.training=} with {self.dropout=}")
@@ -212,6 +205,7 @@ class SparseTransformerLayer(nn.Module):
         if cache is not None:
             mixed: Tensor = cache.attend(query, key, value, key_mask=key_mask)
         else:
+            # A function of yours may not know the argument, so it only gets it if it has to.
             grouped = {"enable_gqa": True} if heads != kv_heads else {}
             mixed = self.attend(
                 query,
@@ -248,7 +242,8 @@ class SparseTransformer(nn.Module):
             such as a gate of `ringtile.adaptive`, needs a list: each layer learns its own.
         gradient_checkpointing: Save only the input of each layer and recompute the rest in the backward pass, with the
             same dropout. This needs memory for one layer instead of all, and one more forward pass.
-        num_kv_heads, hidden_dim, dropout, rotary, qk_norm, is_causal, device, dtype: See `SparseTransformerLayer`.
+        **options: ``num_kv_heads``, ``hidden_dim``, ``dropout``, ``rotary``, ``qk_norm``, ``is_causal``, ``device`` and
+            ``dtype``, see `SparseTransformerLayer`.
 
     Raises:
         ValueError: As `SparseTransformerLayer`, if a list has another length than the number of layers, or if several
@@ -267,49 +262,25 @@ class SparseTransformer(nn.Module):
         embed_dim: int,
         num_heads: int,
         *,
-        num_kv_heads: int | None = None,
-        hidden_dim: int | None = None,
-        dropout: float = 0.0,
-        rotary: bool = True,
-        qk_norm: bool = False,
-        is_causal: bool = False,
         pattern: Pattern | BlockMask | Tensor | Sequence[Pattern | BlockMask | Tensor | None] | None = None,
-        attend: Callable[..., Any] | Sequence[Callable[..., Any]] = sparse_attention,
+        attend: Attend | Sequence[Attend] = sparse_attention,
         gradient_checkpointing: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        if type(num_layers) is not int or num_layers < 1:
-            raise ValueError(f"num_layers: expected a positive integer, got {num_layers!r}")
-        patterns = list(pattern) if isinstance(pattern, Sequence) else [pattern] * num_layers
-        if len(patterns) != num_layers:
-            raise ValueError(f"pattern: expected one, or one for each of {num_layers=} layers, got {len(patterns)}")
-        attends = list(attend) if isinstance(attend, Sequence) else [attend] * num_layers
-        if len(attends) != num_layers:
-            raise ValueError(f"attend: expected one, or one for each of {num_layers=} layers, got {len(attends)}")
-        own = [id(each) for each in attends if isinstance(each, nn.Module) and _holds_state(each)]
+        check_positive(num_layers=num_layers)
+        patterns: list[Any] = _one_per_layer("pattern", pattern, num_layers)
+        attends: list[Attend] = _one_per_layer("attend", attend, num_layers)
+        # One module in several layers would train one set of weights, or mix the state of the layers.
+        own = [id(each) for each in attends if holds_state(each)]
         if len(set(own)) < len(own):
             raise ValueError(f"attend: expected one for each of {num_layers=} layers, which would share what it learns")
         self.gradient_checkpointing = gradient_checkpointing
         self.layers = nn.ModuleList(
-            SparseTransformerLayer(
-                embed_dim,
-                num_heads,
-                num_kv_heads=num_kv_heads,
-                hidden_dim=hidden_dim,
-                dropout=dropout,
-                rotary=rotary,
-                qk_norm=qk_norm,
-                is_causal=is_causal,
-                pattern=each,
-                attend=of_layer,
-                device=device,
-                dtype=dtype,
-            )
+            SparseTransformerLayer(embed_dim, num_heads, pattern=each, attend=of_layer, **options)
             for each, of_layer in zip(patterns, attends, strict=True)
         )
-        self.norm = nn.RMSNorm(embed_dim, device=device, dtype=dtype)
+        self.norm = nn.RMSNorm(embed_dim, device=options.get("device"), dtype=options.get("dtype"))
 
     def extra_repr(self) -> str:
         return "gradient_checkpointing=True" if self.gradient_checkpointing else ""
@@ -349,11 +320,13 @@ class SparseTransformer(nn.Module):
         if cache is not None and len(cache.layers) != len(layers):
             raise ValueError(f"cache: expected {len(layers)} layers, got {len(cache.layers)}")
         caches: Sequence[LayerCache | None] = [None] * len(layers) if cache is None else cache.layers
+        # All layers rotate by the same angles, so they are computed once, and outside of checkpoints.
         if cache is None:
             angles = layers[0].angles(x, 0, positions)
         else:
             angles = layers[0].cached_angles(x, cache)
         for layer, layer_cache in zip(layers, caches, strict=True):
+            # A recomputed layer would add its tokens to the cache twice.
             if self.gradient_checkpointing and layer_cache is None:
                 x = recomputed(layer, x, key_mask, None, angles)
             else:
@@ -362,5 +335,8 @@ class SparseTransformer(nn.Module):
         return out
 
 
-def _holds_state(attend: nn.Module) -> bool:
-    return bool(list(attend.parameters())) or getattr(attend, "stateful", False)
+def _one_per_layer(name: str, given: Any, num_layers: int) -> list[Any]:
+    found = list(given) if isinstance(given, Sequence) else [given] * num_layers
+    if len(found) != num_layers:
+        raise ValueError(f"{name}: expected one, or one for each of {num_layers=} layers, got {len(found)}")
+    return found

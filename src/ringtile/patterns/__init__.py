@@ -1,6 +1,6 @@
 """Immutable patterns of the pairs to keep, combined with ``&``, ``|`` and ``~``."""
 
-from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid, per_head
+from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
 from ringtile.patterns.blocks import Blocks, Elements
 from ringtile.patterns.dilated import BlockDilated, Dilated, Segments
 from ringtile.patterns.documents import Documents
@@ -10,6 +10,7 @@ from ringtile.patterns.mask import from_mask
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
 from ringtile.patterns.sampled import SampledBlocks
+from ringtile.patterns.wrapped import per_head
 
 __all__ = [
     "BlockDilated",

@@ -1,4 +1,4 @@
-"""Patterns: the element rule, the algebra, and the two questions that the layout asks.
+"""Patterns: the element rule, the algebra, and the two questions that an index asks: which tiles, and which are equal.
 
 All numbers are positions. Key ``b`` is at position ``b``, query ``a`` at ``start + a``. Tile ``t`` covers the positions
 ``[t * block, (t + 1) * block)``. Row tiles are numbered by position too, so their numbers can be negative if there are
@@ -7,14 +7,15 @@ more queries than keys, and rules use floor division.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from ringtile.patterns.classes import number_pairs
 from ringtile.patterns.drawing import draw_rule
 from ringtile.patterns.grid import Cover as Cover
 from ringtile.patterns.grid import TileGrid as TileGrid
@@ -22,7 +23,23 @@ from ringtile.patterns.grid import TileGrid as TileGrid
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ringtile.index.block_index import BlockIndex
+
+class Index(Protocol):
+    """A `ringtile.index.BlockIndex`, as the methods of a pattern that need one see it."""
+
+    @property
+    def density(self) -> float: ...
+    @property
+    def tile_density(self) -> float: ...
+
+
+index_builder: Callable[..., Index] | None = None
+"""A hook that the room above fills: `ringtile.index.build` sets it to `build_index`. `Pattern.density`,
+`Pattern.tile_density` and `Pattern.plot` need an index, and indices are above patterns."""
+
+PLOTTER = "ringtile.tools.plot"
+"""The module with `plot_pattern`, which is above too. `import ringtile` does not load it: `Pattern.plot` finds it by
+name."""
 
 _FEW = 1 << 12
 """Covers of so many tiles are listed, although another has fewer."""
@@ -35,9 +52,6 @@ _DERIVED = ("unbounded", "cover", "cover_size", "col_range", "tile_class", "head
 
 _TOLD = (*_DERIVED, "num_heads", "batch_size", "batch_row", "validate")
 """Members that a text tells, for the classes of the grammar."""
-
-LARGEST = 2**31 - 1
-"""Largest window, rate or length: a product of two fits into int64."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,6 +73,8 @@ class Pattern:
     _rule: ClassVar[tuple[str, ...]] = _RULE
     """The members of the rule that subclasses may define."""
     _has_text: ClassVar[bool] = True
+    _size: ClassVar[tuple[str, int] | None] = None
+    """The field that `resized` sets, and the `free_rank` of the pattern."""
 
     def __init_subclass__(cls, rule: tuple[str, ...] | None = None, **keywords: object) -> None:
         """Raise TypeError if a class overrides a rule from which its base derives a text, a cover or tile classes."""
@@ -92,16 +108,19 @@ class Pattern:
         """Return which pairs of query and key positions are kept: int64 in, bool of the broadcast shape out."""
         raise NotImplementedError
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        """Return candidate column tiles of each row tile in ``rows`` (int64), or None for all column tiles."""
-        return None
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        """Return candidate column tiles of each row tile in ``rows`` (int64). Default: those of `col_range`."""
+        return Cover(rows, *self.col_range(head, rows, grid))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         """Return an upper bound of ``cover(...).size()`` in O(rows), without listing tiles."""
-        return len(rows) * grid.n_cols
+        return Cover(rows, *self.col_range(head, rows, grid)).size()
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """Return one interval ``[lo, hi)`` of column tiles per row tile (int64, clipped) with all its kept pairs."""
+        """Return one interval ``[lo, hi)`` of column tiles per row tile (int64, clipped) with all its kept pairs.
+
+        Default: all column tiles.
+        """
         return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
@@ -139,7 +158,7 @@ class Pattern:
     @property
     def free_rank(self) -> int | None:
         """Kind of the parameter that `resized` sets: 0 window or similar, 1 random blocks, 2 global tokens, or None."""
-        return None
+        return None if self._size is None else self._size[1]
 
     def resized(self, size: int) -> Pattern | None:
         """Return the pattern with its free parameter set to ``size``, or None if it has no free parameter.
@@ -148,7 +167,7 @@ class Pattern:
         resizes the first of its sides with the smallest `free_rank`. Raises ValueError if the pattern does not allow
         the size.
         """
-        return None
+        return None if self._size is None else replace(self, **{self._size[0]: size})  # type: ignore[arg-type]
 
     def draw(
         self, n_queries: int, n_keys: int | None = None, *, head: int = 0, start: int | None = None, width: int = 64
@@ -204,17 +223,16 @@ class Pattern:
         Returns the axes, by default of a new figure: ``pattern.plot(4096).figure.savefig("pattern.png")``.
         Raises ImportError if matplotlib is missing, and ValueError as `build_index` does.
         """
-        from ringtile.tools.plot import missing_matplotlib, plot_pattern
-
-        if reason := missing_matplotlib():
+        plotter = import_module(PLOTTER)
+        if reason := plotter.missing_matplotlib():
             raise ImportError(reason)
-        return plot_pattern(self._index(n_queries, n_keys, self.num_heads or head + 1), ax, head=head)
+        axes: Axes = plotter.plot_pattern(self._index(n_queries, n_keys, self.num_heads or head + 1), ax, head=head)
+        return axes
 
-    def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> BlockIndex:
-        from ringtile.index.build import build_index
-
+    def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> Index:
+        assert index_builder is not None, "ringtile.index fills it"
         heads = (self.num_heads or 1) if num_heads is None else num_heads
-        return build_index(self, n_queries, n_keys, num_heads=heads, batch=self.batch_size or 1)
+        return index_builder(self, n_queries, n_keys, num_heads=heads, batch=self.batch_size or 1)
 
     def __and__(self, other: Pattern) -> Pattern:
         return And(self, other) if isinstance(other, Pattern) else NotImplemented
@@ -230,30 +248,6 @@ class Pattern:
 
     def _set_text(self, text: str | None) -> None:
         object.__setattr__(self, "text", text if self._has_text else None)
-
-
-def interval_cover(rows: Tensor, lo: Tensor | int, hi: Tensor | int, grid: TileGrid) -> Cover:
-    """Return one interval of column tiles ``[lo, hi)`` per row, clipped to the grid."""
-    zero = torch.zeros_like(rows)
-    return Cover(rows, (zero + lo).clamp(0, grid.n_cols), (zero + hi).clamp(0, grid.n_cols))
-
-
-def checked_int(owner: str, name: str, value: int, minimum: int = 0, maximum: int = LARGEST) -> int:
-    """Return ``value`` as an int within ``[minimum, maximum]``, or raise a ValueError that names the argument."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = minimum - 1
-    if isinstance(value, bool) or not minimum <= number <= maximum:
-        raise ValueError(f"{owner} expects a whole number {minimum} <= {name} <= {maximum}, got {name}={value!r}")
-    return number
-
-
-def checked_ints(owner: str, name: str, values: Sequence[int], minimum: int = 0) -> tuple[int, ...]:
-    """Return ``values`` as a non-empty tuple of ints >= ``minimum``, or raise a ValueError that names the argument."""
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
-        raise ValueError(f"{owner} expects {name} to be a non-empty sequence of whole numbers, got {name}={values!r}")
-    return tuple(checked_int(owner, name, value, minimum) for value in values)
 
 
 def full_shape(kept: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -284,64 +278,66 @@ class Dense(Pattern):
         return None
 
 
-def _renumber(numbers: Tensor) -> tuple[Tensor, int]:
-    """Number the distinct values 0, 1, ... in ascending order, and count them."""
-    if numbers.numel() == 0:
-        return numbers, 0
-    low, high = int(numbers.min()), int(numbers.max())
-    if high - low > 4 * numbers.numel() + 1024:
-        distinct, inverse = torch.unique(numbers, return_inverse=True)
-        return inverse, len(distinct)
-    # Numbers are usually small: a table is many times faster than a sort.
-    present = torch.zeros(high - low + 1, dtype=torch.int64, device=numbers.device)
-    present[numbers - low] = 1
-    return (present.cumsum(0) - 1)[numbers - low], int(present.sum())
+class Composed(Pattern, rule=("allowed",)):
+    """A pattern made of others, its `parts`: for the heads, batch elements and lengths for which all are defined."""
 
+    @property
+    def parts(self) -> tuple[Pattern, ...]:
+        """The patterns that it is made of."""
+        raise NotImplementedError
 
-def number_pairs(first: Tensor, second: Tensor) -> Tensor:
-    """Number the distinct pairs of two int64 vectors, starting at 2."""
-    numbers, count = _renumber(second)
-    return _renumber(_renumber(first)[0] * count + numbers)[0] + 2
+    def rebuilt(self, parts: Sequence[Pattern]) -> Pattern:
+        """Return the same composition of other parts."""
+        raise NotImplementedError
+
+    @property
+    def unbounded(self) -> bool:
+        return all(part.unbounded for part in self.parts)
+
+    def head_class(self, head: int) -> Hashable:
+        return tuple(part.head_class(head) for part in self.parts)
+
+    @property
+    def num_heads(self) -> int | None:
+        return next((part.num_heads for part in self.parts if part.num_heads is not None), None)
+
+    @property
+    def batch_size(self) -> int | None:
+        return next((part.batch_size for part in self.parts if part.batch_size is not None), None)
+
+    def batch_row(self, batch: int) -> Pattern:
+        return self.rebuilt([part.batch_row(batch) for part in self.parts])
+
+    def validate(self, grid: TileGrid) -> None:
+        for part in self.parts:
+            part.validate(grid)
+
+    @property
+    def free_rank(self) -> int | None:
+        return min((part.free_rank for part in self.parts if part.free_rank is not None), default=None)
 
 
 @dataclass(frozen=True, repr=False)
-class _Pair(Pattern, rule=("allowed",)):
+class _Pair(Composed, rule=("allowed",)):
     """Base of `And` and `Or`: both sides must be defined for the same heads and batch rows."""
 
     first: Pattern
     second: Pattern
+    sign: ClassVar[str]
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "batch_size"):
             sizes = (getattr(self.first, name), getattr(self.second, name))
             if None not in sizes and sizes[0] != sizes[1]:
                 raise ValueError(f"both sides of a composition need the same {name}, got {sizes[0]} and {sizes[1]}")
+        self._set_text(_joined(self.sign, self.first, self.second))
 
     @property
-    def unbounded(self) -> bool:
-        return self.first.unbounded and self.second.unbounded
+    def parts(self) -> tuple[Pattern, ...]:
+        return self.first, self.second
 
-    def head_class(self, head: int) -> Hashable:
-        return (self.first.head_class(head), self.second.head_class(head))
-
-    @property
-    def num_heads(self) -> int | None:
-        return self.first.num_heads if self.first.num_heads is not None else self.second.num_heads
-
-    @property
-    def batch_size(self) -> int | None:
-        return self.first.batch_size if self.first.batch_size is not None else self.second.batch_size
-
-    def batch_row(self, batch: int) -> Pattern:
-        return type(self)(self.first.batch_row(batch), self.second.batch_row(batch))
-
-    def validate(self, grid: TileGrid) -> None:
-        self.first.validate(grid)
-        self.second.validate(grid)
-
-    @property
-    def free_rank(self) -> int | None:
-        return min((rank for rank in (self.first.free_rank, self.second.free_rank) if rank is not None), default=None)
+    def rebuilt(self, parts: Sequence[Pattern]) -> Pattern:
+        return type(self)(*parts)
 
     def resized(self, size: int) -> Pattern | None:
         if self.free_rank is None:
@@ -365,31 +361,18 @@ def _joined(sign: str, first: Pattern, second: Pattern) -> str | None:
 class And(_Pair):
     """Keep the pairs that both patterns keep, written ``a & b``."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set_text(_joined("&", self.first, self.second))
+    sign = "&"
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allowed(head, query, key) & self.second.allowed(head, query, key)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        sides = (self.first, self.second)
-        (least, small), (most, other) = sorted(
-            ((side.cover_size(head, rows, grid), side) for side in sides), key=lambda sized: sized[0]
-        )
-        first, second = small.cover(head, rows, grid), None
-        # To list a cover of many more tiles takes more time than the tiles that it leaves out.
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        small, other = sorted(self.parts, key=lambda part: part.cover_size(head, rows, grid))
+        least, most = (part.cover_size(head, rows, grid) for part in (small, other))
+        cover = small.cover(head, rows, grid)
         if min(most, len(rows) * grid.n_cols) <= max(2 * least, _FEW):
-            second = other.cover(head, rows, grid)
-        if first is None:
-            if second is None:
-                return None
-            # A side without a cover counts every tile once.
-            cover, other = second.disjoint(grid.n_cols), small
-        elif second is None:
-            cover = first
-        else:
-            return first.meet(second, grid.n_cols)
+            return cover.meet(other.cover(head, rows, grid), grid.n_cols)
+        # To list a cover of many more tiles takes more time than the tiles that it leaves out: cut to its range alone.
         lo, hi = other.col_range(head, cover.row, grid)
         return Cover(cover.row, torch.maximum(cover.lo, lo), torch.minimum(cover.hi, hi))
 
@@ -403,6 +386,7 @@ class And(_Pair):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         a, b = self.first.tile_class(head, row, col, grid), self.second.tile_class(head, row, col, grid)
         both = number_pairs(a, b)
+        # A pair with a full side has the bits of the other side, which its number tells. Only 0 and 1 have a meaning.
         both[(a == 1) & (b == 1)] = 1
         both[(a == 0) | (b == 0)] = 0
         return both
@@ -418,18 +402,14 @@ class And(_Pair):
 class Or(_Pair):
     """Keep the pairs that either pattern keeps, written ``a | b``."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set_text(_joined("|", self.first, self.second))
+    sign = "|"
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allowed(head, query, key) | self.second.allowed(head, query, key)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        a, b = self.first.cover(head, rows, grid), self.second.cover(head, rows, grid)
-        if a is None or b is None:
-            return None
-        return Cover(*(torch.cat(parts) for parts in zip(a, b, strict=True)))
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        covers = (part.cover(head, rows, grid) for part in self.parts)
+        return Cover(*map(torch.cat, zip(*covers, strict=True)))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.first.cover_size(head, rows, grid) + self.second.cover_size(head, rows, grid)
@@ -450,32 +430,19 @@ class Or(_Pair):
         return a if a == b else Dense()
 
 
-class Wrapper(Pattern, rule=("allowed",)):
-    """A pattern of another one, `inner`, and by default for the same heads, batch elements and lengths."""
+class Wrapper(Composed, rule=("allowed",)):
+    """A pattern of one other, `inner`. It has no free parameter."""
 
     inner: Pattern
+    free_rank = None
 
     @property
-    def unbounded(self) -> bool:
-        return self.inner.unbounded
+    def parts(self) -> tuple[Pattern, ...]:
+        return (self.inner,)
 
-    def head_class(self, head: int) -> Hashable:
-        return self.inner.head_class(head)
-
-    @property
-    def num_heads(self) -> int | None:
-        return self.inner.num_heads
-
-    @property
-    def batch_size(self) -> int | None:
-        return self.inner.batch_size
-
-    def batch_row(self, batch: int) -> Pattern:
-        row: Pattern = replace(self, inner=self.inner.batch_row(batch))  # type: ignore[call-arg]
-        return row
-
-    def validate(self, grid: TileGrid) -> None:
-        self.inner.validate(grid)
+    def rebuilt(self, parts: Sequence[Pattern]) -> Pattern:
+        found: Pattern = replace(self, inner=parts[0])  # type: ignore[call-arg]
+        return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -495,83 +462,3 @@ class Not(Wrapper):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         inner = self.inner.tile_class(head, row, col, grid)
         return torch.where(inner <= 1, 1 - inner, inner)
-
-
-@dataclass(frozen=True, repr=False)
-class PerHead(Pattern):
-    """Keep a separate pattern per head, written ``per_head([a, b, ...])``."""
-
-    patterns: tuple[Pattern, ...]
-
-    def __post_init__(self) -> None:
-        if not self.patterns or not all(isinstance(p, Pattern) for p in self.patterns):
-            raise ValueError(f"per_head expects a non-empty sequence of patterns, got {self.patterns!r}")
-        if any(p.num_heads is not None for p in self.patterns):
-            raise ValueError("per_head expects patterns for any head, got one that is itself written per head")
-        if len({p.batch_size for p in self.patterns} - {None}) > 1:
-            raise ValueError(f"per_head expects one batch_size, got {[p.batch_size for p in self.patterns]}")
-        texts = [p.text for p in self.patterns]
-        self._set_text(None if None in texts else f"per_head([{', '.join(map(str, texts))}])")
-
-    @property
-    def unbounded(self) -> bool:
-        return all(p.unbounded for p in self.patterns)
-
-    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        shape = torch.broadcast_tensors(head, query, key)[0].shape
-        kept = torch.zeros(shape, dtype=torch.bool, device=query.device)
-        for number, pattern in enumerate(self.patterns):
-            kept |= (head == number) & pattern.allowed(head, query, key)
-        return kept
-
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return self.patterns[head].cover(head, rows, grid)
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return self.patterns[head].cover_size(head, rows, grid)
-
-    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return self.patterns[head].col_range(head, rows, grid)
-
-    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        return self.patterns[head].tile_class(head, row, col, grid)
-
-    def head_class(self, head: int) -> Hashable:
-        return (self.patterns[head], self.patterns[head].head_class(head))
-
-    @property
-    def num_heads(self) -> int | None:
-        return len(self.patterns)
-
-    @property
-    def batch_size(self) -> int | None:
-        sizes = [p.batch_size for p in self.patterns if p.batch_size is not None]
-        return sizes[0] if sizes else None
-
-    def batch_row(self, batch: int) -> Pattern:
-        return PerHead(tuple(p.batch_row(batch) for p in self.patterns))
-
-    def envelope(self) -> Pattern:
-        envelopes = {p.envelope() for p in self.patterns}
-        return envelopes.pop() if len(envelopes) == 1 else Dense()
-
-    @property
-    def free_rank(self) -> int | None:
-        return min((p.free_rank for p in self.patterns if p.free_rank is not None), default=None)
-
-    def resized(self, size: int) -> Pattern | None:
-        """Resize every head that has a free parameter."""
-        return None if self.free_rank is None else PerHead(tuple(p.resized(size) or p for p in self.patterns))
-
-    def validate(self, grid: TileGrid) -> None:
-        for pattern in self.patterns:
-            pattern.validate(grid)
-
-
-def per_head(patterns: Sequence[Pattern]) -> Pattern:
-    """Give each head its own pattern.
-
-    >>> per_head([Dense(), ~Dense()])
-    per_head([dense, ~dense])
-    """
-    return PerHead(tuple(patterns))

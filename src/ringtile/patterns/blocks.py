@@ -9,13 +9,15 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int, interval_cover, number_pairs
+from ringtile.patterns.base import Pattern
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
+from ringtile.patterns.classes import number_pairs
 from ringtile.patterns.content import Content
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention rule: batch row, head, query and key numbers to a bool."""
 
-LARGEST_BLOCK = 2**20
 _MAX_PAIRS = 64
 """A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
 
@@ -35,6 +37,7 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shape = torch.broadcast_tensors(head, query, key)[0].shape
         parts = [head.to(query.device), query // self.unit, key // self.unit]
+        # 128 x 128 positions in blocks of 64 are only 2 x 2 pairs of blocks.
         distinct, inverse = zip(*(torch.unique(part, return_inverse=True) for part in parts), strict=True)
         heads, rows, cols = distinct
         if len(heads) * len(rows) * len(cols) > shape.numel():
@@ -49,14 +52,13 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
         if per_tile**2 > _MAX_PAIRS:
             return super().tile_class(head, row, col, grid)
         number = torch.tensor(head, device=row.device)
-        (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
+        (row_first, row_last), (col_first, col_last) = grid.units(row, self.unit), grid.units(col, self.unit)
         # The place in the tile at which the block changes (0 if it does not), then the kept pairs of blocks.
-        row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
-        col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
-        code = number_pairs(row_phase, col_phase)
+        code = number_pairs(grid.phase(row, self.unit), grid.phase(col, self.unit))
         some, every = torch.zeros_like(row, dtype=torch.bool), torch.ones_like(row, dtype=torch.bool)
         for down, right in product(range(per_tile), repeat=2):
             a, b = row_first + down, col_first + right
+            # A tile of 128 meets two or three blocks of 50, so the last steps can lie beyond it.
             met = (a <= row_last) & (b <= col_last)
             kept = self.kept(number, a, b) & met
             some |= kept
@@ -65,18 +67,11 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
                 code = number_pairs(code, kept.long())
         return torch.where(every, 1, torch.where(some, code, 0))
 
-    def _ends(self, tile: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the first and last block of the pattern in a tile."""
-        return tile * grid.block // self.unit, (tile * grid.block + grid.block - 1) // self.unit
-
     def _tiles(self, row: Tensor, col: Tensor, rows: Tensor, grid: TileGrid) -> Cover:
         """Return the tiles in the row tiles ``rows`` that the given blocks touch."""
-        lo = col * self.unit // grid.block
-        hi = ((col + 1) * self.unit - 1) // grid.block + 1
-        first, last = row * self.unit // grid.block, ((row + 1) * self.unit - 1) // grid.block
-        step = torch.arange(max_met(self.unit, grid.block), device=rows.device).unsqueeze(1)
-        tile = first + step
-        touched = tile <= last
+        (lo, hi), (first, end) = (grid.tiles_of(block, block + 1, self.unit) for block in (col, row))
+        tile = first + torch.arange(max_met(self.unit, grid.block), device=rows.device).unsqueeze(1)
+        touched = tile < end
         if len(rows) and len(rows) > int(rows[-1] - rows[0]):
             touched &= (tile >= rows[0]) & (tile <= rows[-1])
         else:
@@ -114,6 +109,7 @@ class Blocks(BlockPattern):
     ··██
     """
 
+    # Numbers, not pairs, because one sorted vector answers "is it kept" by a binary search.
     codes: Content
     """Kept blocks as ascending int64 numbers ``(head * R + row) * C + col``."""
     shape: tuple[int, int, int | None]
@@ -153,7 +149,7 @@ class Blocks(BlockPattern):
         code = torch.where(inside, row * n_cols + col, -1)
         return among(codes, code)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         codes, n_cols = self._of_head(head).to(rows.device), self.shape[1]
         return self._tiles(codes // n_cols, codes % n_cols, rows, grid)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int, checked_ints, interval_cover
-from ringtile.patterns.offsets import ANY, OffsetPattern, Term, periodic_classes
-
-LARGEST_BLOCK = 2**20
+from ringtile.patterns.base import Pattern
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_int, checked_ints
+from ringtile.patterns.classes import periodic_classes
+from ringtile.patterns.grid import TileGrid, interval_cover
+from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +32,7 @@ class Dilated(OffsetPattern):
 
     rates: Sequence[int]
     window: int
+    _size = ("window", 0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", checked_ints("dilated", "rates", self.rates, 1))
@@ -40,13 +42,6 @@ class Dilated(OffsetPattern):
     @property
     def terms(self) -> tuple[Term, ...]:
         return _reaches(self.rates, self.window)
-
-    @property
-    def free_rank(self) -> int | None:
-        return 0
-
-    def resized(self, size: int) -> Pattern | None:
-        return replace(self, window=size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,6 +64,7 @@ class BlockDilated(OffsetPattern):
     rates: Sequence[int]
     reach: int
     block: int = 128
+    _size = ("reach", 0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", checked_ints("block_dilated", "rates", self.rates, 1))
@@ -84,13 +80,6 @@ class BlockDilated(OffsetPattern):
     @property
     def terms(self) -> tuple[Term, ...]:
         return _reaches(self.rates, self.reach)
-
-    @property
-    def free_rank(self) -> int | None:
-        return 0
-
-    def resized(self, size: int) -> Pattern | None:
-        return replace(self, reach=size)
 
 
 def _reaches(rates: Sequence[int], window: int) -> tuple[Term, ...]:
@@ -120,6 +109,7 @@ class Segments(Pattern):
     length: int
     dilation: int = 1
     shift: int = 0
+    _size = ("length", 0)
     unbounded = True
 
     def __post_init__(self) -> None:
@@ -137,17 +127,8 @@ class Segments(Pattern):
         return (query // self.length == key // self.length) & chosen_query & chosen_key
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        first = rows * grid.block // self.length
-        last = (rows * grid.block + grid.block - 1) // self.length
-        return interval_cover(
-            rows, first * self.length // grid.block, ((last + 1) * self.length - 1) // grid.block + 1, grid
-        )[1:]
-
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return Cover(rows, *self.col_range(head, rows, grid))
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return Cover(rows, *self.col_range(head, rows, grid)).size()
+        first, last = grid.units(rows, self.length)
+        return interval_cover(rows, *grid.tiles_of(first, last + 1, self.length), grid)[1:]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         period = self.length // gcd(self.length, grid.block)
@@ -162,13 +143,17 @@ class Segments(Pattern):
         code = torch.zeros_like(row)
         empty, full = last_common < common, torch.full_like(row, self.dilation == 1, dtype=torch.bool)
         for tile in (row, col):
+            # The common segment begins at this place of the tile, which is negative if it began in an earlier one.
             begin = common * self.length - tile * block
             inside = begin.clamp(0, block)
+            # The first chosen place from `inside` on. If the segment begins at -3, with phase 1 and dilation 4, the
+            # chosen places are -2, 2 and 6, and the first inside is 2.
             first = inside + (begin + phase - inside) % self.dilation
             end = (begin + self.length).clamp(0, block) - 1
             last = first + (end - first) // self.dilation * self.dilation
             empty |= (last < first) & (last_common == common)
             full &= (first == 0) & (last == block - 1)
+            # A place is 0 ... block, so base block + 1 keeps the four numbers of both sides apart.
             code = (code * (block + 1) + first) * (block + 1) + last
         # Only tiles on the diagonal have several. Their class is the offset at which the tile cuts the first.
         cut = (block + 1) ** 4 + row * block - firsts[0] * self.length
@@ -177,10 +162,3 @@ class Segments(Pattern):
 
     def head_class(self, head: int) -> Hashable:
         return (self.shift + head) % self.dilation
-
-    @property
-    def free_rank(self) -> int | None:
-        return 0
-
-    def resized(self, size: int) -> Pattern | None:
-        return replace(self, length=size)

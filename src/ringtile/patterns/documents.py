@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_ints, full_shape, interval_cover
+from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.checks import checked_ints
 from ringtile.patterns.content import Content
-
-_FAR = 2**40
+from ringtile.patterns.grid import FAR, TileGrid, interval_cover
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -78,7 +78,8 @@ class Documents(Pattern):
     def _extent(self, document: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first position of a document, and the first position after it."""
         starts = self._starts(document).clone()
-        starts[0], starts[-1] = -_FAR, _FAR
+        # The first and the last document fill their ragged tiles, whose bits outside the lengths mean nothing.
+        starts[0], starts[-1] = -FAR, FAR
         return starts[document], starts[document + 1]
 
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
@@ -86,23 +87,19 @@ class Documents(Pattern):
         lo, hi = self._extent(first)[0] // grid.block, (self._extent(last)[1] - 1) // grid.block + 1
         return interval_cover(rows, lo, hi, grid)[1:]
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return Cover(rows, *self.col_range(head, rows, grid))
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return Cover(rows, *self.col_range(head, rows, grid)).size()
-
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         firsts = [self._document(tile * grid.block) for tile in (row, col)]
         lasts = [self._document(tile * grid.block + grid.block - 1) for tile in (row, col)]
         common, last_common = torch.maximum(*firsts), torch.minimum(*lasts)
         # With one document in common, the kept pairs form a rectangle. Its four sides are the class.
         start, end = self._extent(common)
+        # A side is at 0 ... block of the tile, after clamping, so base block + 1 keeps the four apart.
         base = grid.block + 1
         code = torch.zeros_like(row)
         for tile in (row, col):
             for side in (start, end):
                 code = code * base + (side - tile * grid.block).clamp(0, grid.block)
+        # Behind these come tiles with several documents in common, each its own class: only a few lie on the diagonal.
         several = base**4 + super().tile_class(head, row, col, grid)
         whole = (firsts[0] == lasts[0]) & (firsts[1] == lasts[1]) & (firsts[0] == firsts[1])
         numbers = torch.where(last_common > common, several, code + 2)
@@ -159,6 +156,7 @@ def _bounds_of_ids(ids: Tensor) -> Tensor:
     if rows.dim() == 1:
         rows = rows.unsqueeze(0)
     begins = torch.ones_like(rows, dtype=torch.bool)
+    # Of ids 7 7 2 2 2 9, documents begin at 0, 2 and 5.
     begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
     n_tokens = rows.shape[1]
     bounds = []

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import And, Dense, Not, Or, Pattern, PerHead
+from ringtile.patterns.base import And, Dense, Not, Or, Pattern
 from ringtile.patterns.dilated import Segments
 from ringtile.patterns.documents import Documents
 from ringtile.patterns.local import Causal, GlobalTokens, Window
 from ringtile.patterns.offsets import ANY, OffsetPattern
-from ringtile.patterns.wrapped import InSegments
+from ringtile.patterns.wrapped import InSegments, PerHead
 
 
 class Reach(NamedTuple):
@@ -54,10 +52,9 @@ def pattern_reach(pattern: Pattern) -> Reach:
             both = Reach(max(one.first, other.first), min(one.left, other.left), one.ahead and other.ahead)
             # Each side bounds the intersection.
             return min(one, other, both, key=lambda reach: reach.size)._replace(ahead=both.ahead)
-        case Or(first=a, second=b):
-            return _union([pattern_reach(a), pattern_reach(b)])
-        case PerHead(patterns=patterns):
-            return _union([pattern_reach(each) for each in patterns])
+        case Or(parts=parts) | PerHead(parts=parts):
+            firsts, lefts, aheads = zip(*map(pattern_reach, parts), strict=True)
+            return Reach(max(firsts), max(lefts), any(aheads))
         case OffsetPattern(terms=terms, unit=unit):
             left = max(term.left for term in terms)
             ahead = unit > 1 or any(term.right > 0 for term in terms)
@@ -67,11 +64,6 @@ def pattern_reach(pattern: Pattern) -> Reach:
         case Segments(length=length) | InSegments(length=length):
             return Reach(0, length - 1, ahead=length > 1)
     return _ANYWHERE
-
-
-def _union(reaches: Sequence[Reach]) -> Reach:
-    firsts, lefts, aheads = zip(*reaches, strict=True)
-    return Reach(max(firsts), max(lefts), any(aheads))
 
 
 class Band(NamedTuple):
@@ -135,16 +127,11 @@ def keeps_self(pattern: Pattern) -> bool:
     return isinstance(pattern, Causal | Dense | Documents | Window)
 
 
-@lru_cache(maxsize=256)
 def moves_along(pattern: Pattern) -> bool:
     """Return True if a pattern keeps the same pairs after all positions move by the same number."""
     match pattern:
-        case And(first=first, second=second) | Or(first=first, second=second):
-            return moves_along(first) and moves_along(second)
-        case Not(inner=inner):
-            return moves_along(inner)
-        case PerHead(patterns=patterns):
-            return all(map(moves_along, patterns))
+        case And(parts=parts) | Or(parts=parts) | Not(parts=parts) | PerHead(parts=parts):
+            return all(map(moves_along, parts))
         case OffsetPattern(unit=unit):
             return unit == 1
     return isinstance(pattern, Dense)

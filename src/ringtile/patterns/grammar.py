@@ -10,13 +10,14 @@ from functools import lru_cache
 from keyword import iskeyword
 from typing import NamedTuple
 
-from ringtile.patterns.base import Dense, Pattern, per_head
+from ringtile.patterns.base import Dense, Pattern
 from ringtile.patterns.dilated import BlockDilated, Dilated, Segments
 from ringtile.patterns.documents import Documents
 from ringtile.patterns.local import Causal, GlobalTokens, Strided, Window
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
 from ringtile.patterns.sampled import SampledBlocks
+from ringtile.patterns.wrapped import per_head
 
 
 class _Word(NamedTuple):
@@ -82,6 +83,8 @@ def parse(text: str) -> Pattern:
     return _parse(text)
 
 
+# Cache of parsed texts. Key: the text. Bound: 256. Owner: the process. Patterns do not change, and a compiled call
+# parses the text of its pattern in every step.
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Pattern:
     line = re.sub(r"\s", " ", text)

@@ -51,6 +51,21 @@ class TileGrid:
         """Number of column tiles. The first is number 0."""
         return -(-self.n_keys // self.block)
 
+    def units(self, tile: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the first and the last block of ``unit`` tokens in each tile."""
+        # Tile 1 of 128 tokens begins at token 128, in block 2 of 50 tokens, and ends at 255, in block 5.
+        return tile * self.block // unit, (tile * self.block + self.block - 1) // unit
+
+    def phase(self, tile: Tensor, unit: int) -> Tensor:
+        """Return how far into a block of ``unit`` tokens each tile begins, or 0 if it has only one block."""
+        first, last = self.units(tile, unit)
+        return torch.where(first == last, 0, tile * self.block - first * unit)
+
+    def tiles_of(self, lo: Tensor, hi: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+        """Return the tiles ``[first, end)`` that the blocks ``[lo, hi)`` of ``unit`` tokens touch."""
+        # Blocks 2, 3 of 50 tokens are tokens 100 ... 199, in tiles 0 and 1 of 128: [0, 2).
+        return lo * unit // self.block, (hi * unit - 1) // self.block + 1
+
 
 class Cover(NamedTuple):
     """Candidate tiles as intervals: row tile ``row[m]`` may touch column tiles ``lo[m] <= c < hi[m]``.
@@ -72,6 +87,7 @@ class Cover(NamedTuple):
         # In one line, row after row: each interval begins after all before it.
         begin, order = (self.row * n_cols + self.lo).sort()
         row, end = self.row[order], (self.row * n_cols + self.hi)[order].cummax(0).values
+        # [0, 4), [2, 3) and [3, 6) become [0, 4), [4, 4) and [4, 6): the second was inside the first, and is empty.
         begin[1:] = torch.maximum(begin[1:], end[:-1])
         kept = end > begin
         row, begin, end = row[kept], begin[kept], end[kept]
@@ -84,6 +100,7 @@ class Cover(NamedTuple):
         # Each interval meets those that end after it begins and begin before it ends. Their numbers are consecutive.
         met = torch.searchsorted(high, begin, right=True)
         count = torch.searchsorted(low, end) - met
+        # [0, 4) and [6, 9) meet [1, 2), [3, 7) as counts 2 and 1: mine is 0 0 1 and theirs 0 1 1.
         mine = torch.repeat_interleave(count)
         theirs = torch.arange(len(mine), device=mine.device) + (met - count.cumsum(0) + count)[mine]
         return Cover(
@@ -91,3 +108,9 @@ class Cover(NamedTuple):
             torch.maximum(first.lo[mine], second.lo[theirs]),
             torch.minimum(first.hi[mine], second.hi[theirs]),
         )
+
+
+def interval_cover(rows: Tensor, lo: Tensor | int, hi: Tensor | int, grid: TileGrid) -> Cover:
+    """Return one interval of column tiles ``[lo, hi)`` per row, clipped to the grid."""
+    zero = torch.zeros_like(rows)
+    return Cover(rows, (zero + lo).clamp(0, grid.n_cols), (zero + hi).clamp(0, grid.n_cols))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int, full_shape, interval_cover
+from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.checks import checked_int
+from ringtile.patterns.grid import TileGrid, interval_cover
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 
@@ -48,6 +50,7 @@ class Window(OffsetPattern):
 
     left: int
     right: int | None = None
+    _size = ("left", 0)
 
     def __post_init__(self) -> None:
         left = checked_int("window", "left", self.left)
@@ -60,10 +63,6 @@ class Window(OffsetPattern):
     def terms(self) -> tuple[Term, ...]:
         assert self.right is not None
         return (Term(1, self.left, self.right),)
-
-    @property
-    def free_rank(self) -> int | None:
-        return 0
 
     def resized(self, size: int) -> Pattern | None:
         return Window(size) if self.left == self.right else Window(size, self.right)
@@ -110,6 +109,7 @@ class GlobalTokens(Pattern):
     """
 
     tokens: int
+    _size = ("tokens", 2)
     unbounded = True
 
     def __post_init__(self) -> None:
@@ -119,13 +119,9 @@ class GlobalTokens(Pattern):
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return full_shape((query < self.tokens) | (key < self.tokens), head, query, key)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         columns = torch.where(rows * grid.block < self.tokens, grid.n_cols, -(-self.tokens // grid.block))
-        return interval_cover(rows, 0, columns, grid)
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        cover = self.cover(head, rows, grid)
-        return 0 if cover is None else cover.size()
+        return interval_cover(rows, 0, columns, grid)[1:]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         # Per side: 0 if no position of the tile is global, 1 if all are, 2 if some are.
@@ -138,10 +134,3 @@ class GlobalTokens(Pattern):
 
     def head_class(self, head: int) -> Hashable:
         return None
-
-    @property
-    def free_rank(self) -> int | None:
-        return 2
-
-    def resized(self, size: int) -> Pattern | None:
-        return replace(self, tokens=size)

@@ -41,6 +41,7 @@ class Mask(Pattern):
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         state = self._state(head, query // _SIDE, key // _SIDE)
+        # Two rows before the table, for empty and full tiles, so that a state is a row of it.
         bits = F.pad(self.bits.tensor, (0, 0, 0, 0, _PARTIAL, 0)).to(query.device)
         word = bits[state, query % _SIDE, key % _SIDE // 32]
         return (state == _FULL) | ((word >> (key % 32)) & 1 == 1)
@@ -48,6 +49,7 @@ class Mask(Pattern):
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
         parts = _SIDE // grid.block
         state = self._state(torch.tensor(head, device=row.device), row // parts, col // parts)
+        # A tile of 32 is one of 4 x 4 parts of a stored tile: its class is the stored tile and its place there.
         place = row % parts * parts + col % parts
         return torch.where(state < _PARTIAL, state, _PARTIAL + (state - _PARTIAL) * parts**2 + place)
 

@@ -6,7 +6,7 @@ With ``D = query // unit - key // unit``, a term keeps the pairs for which D is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, full_shape, interval_cover, number_pairs
-from ringtile.patterns.grid import FAR
+from ringtile.patterns.base import Pattern, full_shape
+from ringtile.patterns.classes import number_pairs, periodic_classes
+from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover
 
 ANY = FAR
 """A reach without a limit."""
@@ -32,11 +33,14 @@ class Term(NamedTuple):
     right: int
 
 
+# Cache of offset tables. Key: all that the table depends on. Bound: 4 tables, because the strips of one index share one
+# and rules with many rates are rare. Owner: the process. A table is never written to.
 @lru_cache(maxsize=4)
 def _kept_before(terms: tuple[Term, ...], base: int, count: int, device: torch.device) -> Tensor:
     """Count the kept offsets among the first i, starting at ``base``: int64 ``[count + 1]``."""
     kept = torch.zeros(count, dtype=torch.int64, device=device)
     for rate, left, right in terms:
+        # Kept are the multiples of the rate from here on: with base -5, right 7 and rate 3, from -3.
         first = -(-max(base, -right) // rate) * rate
         kept[max(0, first - base) : max(0, min(left - base + 1, count)) : rate] = 1
     return torch.cat([kept.new_zeros(1), kept.cumsum(0)])
@@ -49,24 +53,8 @@ def _count_kept(low: Tensor, high: Tensor, terms: tuple[Term, ...]) -> Tensor:
     size = 1 << (highest - lowest + 1).bit_length()
     base = lowest // size * size
     before = _kept_before(terms, base, 2 * size, low.device)
+    # If the kept offsets are 0, 3 and 6 and base is 0, before is 0 1 1 1 2 2 2 3, so 2 ... 6 has 3 - 1 = 2.
     return before[high + 1 - base] - before[low - base]
-
-
-def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return classes of tiles whose bits do not change if row and column both move by ``period``.
-
-    If there are fewer distinct (row mod period, row - col) than tiles, it classifies each of them once.
-    """
-    if row.numel() == 0:
-        return row
-    offset = row - col
-    low, high = int(offset.min()), int(offset.max())
-    count = high - low + 1
-    if period * count > row.numel():
-        return classes(row, col)
-    number = torch.arange(period * count, device=row.device)
-    phase = number // count
-    return classes(phase, phase - number % count - low)[(row % period) * count + offset - low]
 
 
 class OffsetPattern(Pattern, rule=("terms", "unit")):
@@ -94,20 +82,14 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
             kept |= within if rate == 1 else within & (offset % rate == 0)
         return full_shape(kept, head, query, key)
 
-    def _ends(self, tile: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the first and last block of the rule in a tile."""
-        first = tile * grid.block
-        return first // self.unit, (first + grid.block - 1) // self.unit
-
     def _interval(self, rows: Tensor, grid: TileGrid, left: int, right: int) -> Cover:
-        first, last = self._ends(rows, grid)
-        lo = (first - left) * self.unit // grid.block
-        hi = ((last + right + 1) * self.unit - 1) // grid.block + 1
-        return interval_cover(rows, lo, hi, grid)
+        first, last = grid.units(rows, self.unit)
+        return interval_cover(rows, *grid.tiles_of(first - left, last + right + 1, self.unit), grid)
 
     def _split(self, grid: TileGrid) -> tuple[int, int, list[Term]]:
         """Return the reach of the terms that skip no tile, and the terms whose multiples are listed one by one."""
         terms = self.terms
+        # Multiples this far apart skip tiles between them: a rate of 300 tokens over tiles of 128, but not one of 200.
         sparse = [t for t in terms if t.rate * self.unit > 2 * (grid.block + self.unit)]
         # With more multiples than columns, use the whole reach instead.
         if len(terms) >= _MANY and sum(self._multiples(t, grid) for t in sparse) > grid.n_cols:
@@ -117,21 +99,24 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
 
     def _multiples(self, term: Term, grid: TileGrid) -> int:
         """Return an upper bound of the multiples of a term's rate that one row tile meets."""
+        # The keys and one tile of queries span this many multiples, and each end can cut one more.
         met = (grid.n_cols * grid.block + grid.block) // (term.rate * self.unit) + 3
         return min(met, term.left // term.rate + term.right // term.rate + 1)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         left, right, sparse = self._split(grid)
         covers = [self._interval(rows, grid, left, right)]
-        first, last = self._ends(rows, grid)
+        first, last = grid.units(rows, self.unit)
         for term in sparse:
             # Start at the multiple that reaches the last key and go toward the first key.
             lowest = (first - grid.n_cols * grid.block // self.unit - 1) // term.rate
+            # Beyond `right`, a term keeps no later keys, so its multiples begin at -(right // rate).
             lowest = lowest.clamp(min=-(term.right // term.rate))
             multiple = lowest.unsqueeze(1) + torch.arange(self._multiples(term, grid), device=rows.device)
             reached = multiple <= term.left // term.rate
-            lo = (first.unsqueeze(1) - multiple * term.rate) * self.unit // grid.block
-            hi = ((last.unsqueeze(1) - multiple * term.rate + 1) * self.unit - 1) // grid.block + 1
+            offset = multiple * term.rate
+            lo, hi = grid.tiles_of(first.unsqueeze(1) - offset, last.unsqueeze(1) - offset + 1, self.unit)
+            # Multiples past `left` are empty intervals: all rows list equally many, which needs no loop over rows.
             hi = torch.where(reached, hi, lo)
             covers.append(interval_cover(rows.unsqueeze(1).expand_as(lo).flatten(), lo.flatten(), hi.flatten(), grid))
         return Cover(*(torch.cat(parts) for parts in zip(*covers, strict=True)))
@@ -154,12 +139,11 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
         return None
 
     def _classes(self, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        (row_first, row_last), (col_first, col_last) = self._ends(row, grid), self._ends(col, grid)
+        (row_first, row_last), (col_first, col_last) = grid.units(row, self.unit), grid.units(col, self.unit)
         offset, lowest, highest = row_first - col_first, row_first - col_last, row_last - col_first
         # The place in the tile at which the block number changes, 0 if it does not.
-        row_phase = torch.where(row_first == row_last, 0, row * grid.block - row_first * self.unit)
-        col_phase = torch.where(col_first == col_last, 0, col * grid.block - col_first * self.unit)
-        code = row_phase * self.unit + col_phase
+        # Tiles with equal phases and an equal offset hold the same bits, because the rule only sees offsets.
+        code = grid.phase(row, self.unit) * self.unit + grid.phase(col, self.unit)
         terms = self.terms
         if len(terms) >= _MANY and row.numel():
             kept = _count_kept(lowest, highest, terms)
@@ -170,6 +154,7 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
         for rate, left, right in terms:
             inside = (lowest >= -right) & (highest <= left)
             outside = (lowest > left) | (highest < -right) | (highest // rate * rate < lowest)
+            # Classes are not negative: offsets 0, 1, -1, 2, -2 become 0, 2, 1, 4, 3.
             signed = torch.where(offset < 0, -2 * offset - 1, 2 * offset)
             code = number_pairs(code, torch.where(outside, 0, 1 + torch.where(inside, offset % rate, rate + signed)))
             full |= inside & (offset % rate == 0) & ((highest == lowest) | (rate == 1))

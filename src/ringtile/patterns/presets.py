@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
-from ringtile.patterns.base import Pattern, checked_int, checked_ints
+from ringtile.patterns.base import Pattern
+from ringtile.patterns.checks import checked_int, checked_ints
 from ringtile.patterns.dilated import Segments
 from ringtile.patterns.local import Causal, GlobalTokens, Window
 from ringtile.patterns.random import RandomBlocks

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, checked_int
-from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, among, max_met
+from ringtile.patterns.base import Cover, TileGrid
+from ringtile.patterns.blocks import BlockPattern, among, max_met
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
 from ringtile.patterns.philox import WORD, philox4x32
 
 
@@ -43,6 +44,7 @@ class RandomBlocks(BlockPattern):
     per_row: int
     seed: int = 0
     block: int = 128
+    _size = ("per_row", 1)
     unbounded = True
 
     def __post_init__(self) -> None:
@@ -71,7 +73,9 @@ class RandomBlocks(BlockPattern):
             if step % 4 == 0:
                 call = torch.full_like(row, step // 4)
                 words = philox4x32((call, row & WORD, head, (row >> 32) & WORD), key, 10)
+            # Step s draws from the places s ... row, which are bound + 1 numbers.
             bound = row - step
+            # A 32-bit word w maps to w * (bound + 1) / 2**32: uniform in 0 ... bound, without a division.
             place = step + ((words[step % 4] * (bound + 1).clamp(min=0)) >> 32)
             drawn[..., step] = torch.where(bound < 0, -1, _standing(place, swapped, moved))
             moved[..., step] = _standing(torch.full_like(place, step), swapped, moved)
@@ -84,7 +88,8 @@ class RandomBlocks(BlockPattern):
         heads, which_head = torch.unique(head, return_inverse=True)
         for larger, smaller in ((row, col), (col, row)):
             numbers, which = torch.unique(larger, return_inverse=True)
-            # One number per (head, larger, draw), with the draw counted from 1.
+            # One number per (head, larger, draw), with the draw counted from 1 and 0 for none: all are below size, so
+            # slot * size + number orders the draws of all rows.
             size = int(numbers.max()) + 2 if len(numbers) else 0
             slots = torch.arange(len(heads) * len(numbers), device=row.device).view(len(heads), len(numbers), 1)
             codes = slots * size + self.draws(heads.unsqueeze(1), numbers) + 1
@@ -93,10 +98,11 @@ class RandomBlocks(BlockPattern):
             kept |= among(codes.flatten().sort().values, torch.where(possible, code, -1))
         return kept
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         if rows.numel() == 0:
             return Cover(rows, rows, rows)
-        first, last = self._ends(rows, grid)
+        first, last = grid.units(rows, self.block)
+        # The pattern is symmetric, so keys of later blocks than the rows draw these rows, too.
         lowest, highest = max(int(first.min()), 0), max(int(last.max()), -(-grid.n_keys // self.block) - 1)
         larger = torch.arange(lowest, highest + 1, device=rows.device)
         smaller = self.draws(torch.tensor(head, device=rows.device), larger)
@@ -109,10 +115,3 @@ class RandomBlocks(BlockPattern):
         wide, tall = max_met(self.block, grid.block), max_met(grid.block, self.block)
         columns = -(-grid.n_cols * grid.block // self.block)
         return min(self.per_row, columns) * wide * (len(rows) * tall + columns * wide)
-
-    @property
-    def free_rank(self) -> int | None:
-        return 1
-
-    def resized(self, size: int) -> Pattern | None:
-        return replace(self, per_row=size)

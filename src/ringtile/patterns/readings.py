@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import cache
 from typing import TypeVar
 
 import torch
@@ -16,8 +15,9 @@ T = TypeVar("T")
 _SMALL = 1 << 24
 """Bytes of a mask that is read on every call: a few milliseconds, if attention takes tens."""
 
+# Cache of readings. Key: the mask, and its version, address, shape and hash of values must be those of the reading.
+# Bound: one reading per mask. Owner: the mask, by a weak reference. All layers of a model get the same mask.
 _readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The last reading of each mask, with its state: all layers of a model get the same mask."""
 
 
 def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
@@ -35,11 +35,12 @@ def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
     return found
 
 
-@cache
-def _multipliers() -> Tensor:
-    """Return odd random numbers for three rounds of `_fingerprint`: enough for 4096**3 words."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (3, 4096), generator=generator, device="cpu").mul_(2).add_(1)
+_MULTIPLIERS = (
+    torch.randint(-(2**62), 2**62, (3, 4096), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    .mul_(2)
+    .add_(1)
+)
+"""Odd random numbers for three rounds of `_fingerprint`: enough for 4096**3 words."""
 
 
 def _fingerprint(mask: Tensor) -> int | None:
@@ -57,7 +58,7 @@ def _fingerprint(mask: Tensor) -> int | None:
         if len(data) % 8 or data.storage_offset() % 8:
             data = F.pad(data, (0, -len(data) % 8))
         words = data.view(torch.int64)
-        for multipliers in _multipliers():
+        for multipliers in _MULTIPLIERS:
             if missing := -len(words) % len(multipliers):
                 words = F.pad(words, (0, missing))
             words = words.unflatten(0, (-1, len(multipliers))).mv(multipliers)

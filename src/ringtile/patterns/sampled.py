@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, TileGrid, checked_int, interval_cover
-from ringtile.patterns.blocks import LARGEST_BLOCK, BlockPattern, max_met
+from ringtile.patterns.blocks import BlockPattern, max_met
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,9 +72,9 @@ class SampledBlocks(BlockPattern):
             kept = kept & (row // whole == col // whole)
         return kept.expand(torch.broadcast_tensors(head, row, col)[0].shape)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         size, whole = self.segment // self.block, self.within // self.block
-        first, last = self._ends(rows, grid)
+        first, last = grid.units(rows, self.block)
         row = first + torch.arange(max_met(grid.block, self.block), device=rows.device).unsqueeze(1)
         is_met = row <= last
         tile, row = rows.expand_as(row)[is_met], row[is_met]
@@ -83,7 +84,7 @@ class SampledBlocks(BlockPattern):
         sides = (begin.clamp(min=0), (number * size).clamp(max=n_blocks)), ((number + 1) * size, end)
         parts = [self._runs(tile, number, low.clamp(min=0), high) for low, high in sides]
         tile, low, high = (torch.cat(part) for part in zip(*parts, strict=True))
-        return interval_cover(tile, low * self.block // grid.block, (high * self.block - 1) // grid.block + 1, grid)
+        return interval_cover(tile, *grid.tiles_of(low, high, self.block), grid)
 
     def _runs(self, tile: Tensor, number: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the runs of kept blocks in ``[low, high)``, each with its row tile."""
@@ -91,6 +92,7 @@ class SampledBlocks(BlockPattern):
             kept = high > low
             return tile[kept], low[kept], high[kept]
         # Run k ends behind block number - k * of.
+        # With keep 1 of 3, segment 4 keeps blocks 4, 1 (k = 0, 1), and 7 (k = -1). In [2, 8), k runs from -1 to 0.
         least = -((high - 2 + self.keep - number) // self.of)
         count = (1 + (number - low) // self.of - least).clamp(min=0).where(high > low, 0)
         which = torch.arange(len(count), device=count.device).repeat_interleave(count)

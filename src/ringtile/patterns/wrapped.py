@@ -1,15 +1,99 @@
-"""Patterns of another pattern's positions or heads: places in segments, some of the heads, another first position."""
+"""Patterns of other patterns' heads or positions: one per head, some heads, places in segments, another origin."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.base import Cover, Pattern, TileGrid, Wrapper, interval_cover
+from ringtile.patterns.base import Composed, Dense, Pattern, Wrapper
 from ringtile.patterns.dilated import Segments
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover
+
+
+class _ByHead(Composed, rule=("allowed",)):
+    """A pattern whose heads are heads of its parts: every question about a head goes to `of_head`."""
+
+    def of_head(self, head: int) -> tuple[Pattern, int]:
+        """Return the part that a head comes from, and its head there."""
+        raise NotImplementedError
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        part, head = self.of_head(head)
+        return part.cover(head, rows, grid)
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        part, head = self.of_head(head)
+        return part.cover_size(head, rows, grid)
+
+    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
+        part, head = self.of_head(head)
+        return part.col_range(head, rows, grid)
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        part, head = self.of_head(head)
+        return part.tile_class(head, row, col, grid)
+
+    def head_class(self, head: int) -> Hashable:
+        part, head = self.of_head(head)
+        return part, part.head_class(head)
+
+    def envelope(self) -> Pattern:
+        envelopes = {part.envelope() for part in self.parts}
+        return envelopes.pop() if len(envelopes) == 1 else Dense()
+
+
+@dataclass(frozen=True, repr=False)
+class PerHead(_ByHead):
+    """Keep a separate pattern per head, written ``per_head([a, b, ...])``."""
+
+    patterns: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        if not self.patterns or not all(isinstance(p, Pattern) for p in self.patterns):
+            raise ValueError(f"per_head expects a non-empty sequence of patterns, got {self.patterns!r}")
+        if any(p.num_heads is not None for p in self.patterns):
+            raise ValueError("per_head expects patterns for any head, got one that is itself written per head")
+        if len({p.batch_size for p in self.patterns} - {None}) > 1:
+            raise ValueError(f"per_head expects one batch_size, got {[p.batch_size for p in self.patterns]}")
+        texts = [p.text for p in self.patterns]
+        self._set_text(None if None in texts else f"per_head([{', '.join(map(str, texts))}])")
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        shape = torch.broadcast_tensors(head, query, key)[0].shape
+        kept = torch.zeros(shape, dtype=torch.bool, device=query.device)
+        for number, pattern in enumerate(self.patterns):
+            kept |= (head == number) & pattern.allowed(head, query, key)
+        return kept
+
+    def of_head(self, head: int) -> tuple[Pattern, int]:
+        return self.patterns[head], head
+
+    @property
+    def parts(self) -> tuple[Pattern, ...]:
+        return self.patterns
+
+    def rebuilt(self, parts: Sequence[Pattern]) -> Pattern:
+        return PerHead(tuple(parts))
+
+    @property
+    def num_heads(self) -> int | None:
+        return len(self.patterns)
+
+    def resized(self, size: int) -> Pattern | None:
+        """Resize every head that has a free parameter."""
+        return None if self.free_rank is None else PerHead(tuple(p.resized(size) or p for p in self.patterns))
+
+
+def per_head(patterns: Sequence[Pattern]) -> Pattern:
+    """Give each head its own pattern.
+
+    >>> per_head([Dense(), ~Dense()])
+    per_head([dense, ~dense])
+    """
+    return PerHead(tuple(patterns))
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,12 +126,6 @@ class InSegments(Wrapper):
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         return self.segments.col_range(head, rows, grid)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return self.segments.cover(head, rows, grid)
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return self.segments.cover_size(head, rows, grid)
-
     def head_class(self, head: int) -> Hashable:
         return (head % self.dilation, self.inner.head_class(head))
 
@@ -75,7 +153,7 @@ class Compacted(Wrapper):
 
 
 @dataclass(frozen=True, repr=False)
-class OfHeads(Wrapper):
+class OfHeads(_ByHead, Wrapper):
     """A pattern for a call with some of the heads: head h of the call is ``heads[h]`` of the pattern."""
 
     inner: Pattern
@@ -84,27 +162,12 @@ class OfHeads(Wrapper):
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.inner.allowed(torch.tensor(self.heads, device=head.device)[head], query, key)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
-        return self.inner.cover(self.heads[head], rows, grid)
-
-    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        return self.inner.cover_size(self.heads[head], rows, grid)
-
-    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return self.inner.col_range(self.heads[head], rows, grid)
-
-    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        return self.inner.tile_class(self.heads[head], row, col, grid)
-
-    def head_class(self, head: int) -> Hashable:
-        return self.inner.head_class(self.heads[head])
+    def of_head(self, head: int) -> tuple[Pattern, int]:
+        return self.inner, self.heads[head]
 
     @property
     def num_heads(self) -> int | None:
         return len(self.heads)
-
-    def envelope(self) -> Pattern:
-        return self.inner.envelope()
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,15 +195,14 @@ class Shifted(Wrapper):
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
 
-    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover | None:
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         # A row tile lies in two row tiles of the inner pattern, and their keys in the columns between shifted bounds.
         block, origin = grid.block, self._origin
         inner = TileGrid(block, grid.start - origin, grid.n_queries, max(grid.n_keys - origin, 1))
+        # With origin 100 and block 128, row 1 (128 ... 255) is 28 ... 155 of the inner pattern: its rows 0 and 1.
         first = (rows * block - origin) // block
         rows_of = torch.unique(torch.cat([first, first + 1]))
         cover = self.inner.cover(head, rows_of, inner)
-        if cover is None:
-            return None
         lo, hi = (cover.lo * block + origin) // block, (cover.hi * block + origin - 1) // block + 1
         parts = []
         for step in (0, 1):
@@ -151,8 +213,7 @@ class Shifted(Wrapper):
         return Cover(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
-        cover = self.cover(head, rows, grid)
-        return len(rows) * grid.n_cols if cover is None else cover.size()
+        return self.cover(head, rows, grid).size()
 
     def head_class(self, head: int) -> Hashable:
         return self.inner.head_class(head)

@@ -12,7 +12,7 @@ from ringtile.adaptive import Calibration, ControlReport, QualityReport, View, a
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
-from ringtile.tools.plot import axes_or_new, colors_on, mark_positions
+from ringtile.tools.plot import axes_or_new, colors_on, is_dark, mark_positions, shade
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,44 +76,47 @@ def plot_density(
     'tile density'
     """
     found = densities(shown, density)
-    layers, heads = found.shape
     ax = axes_or_new(ax)
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.ticker import FixedLocator, MaxNLocator, PercentFormatter
+    from matplotlib.ticker import FixedLocator, MaxNLocator
 
-    colors = colors_on(ax)
+    heads = found.shape[1]
     ax.xaxis.set_major_locator(MaxNLocator(16, integer=True) if heads > 16 else FixedLocator(range(heads)))
     ax.set_xlabel("head")
-    if layers == 1:
-        each, mean = found[0].tolist(), float(found.mean())
-        bars = ax.bar(range(heads), each, width=0.8, color=colors.series[0])
-        for bar, value in zip(bars, each, strict=True):
-            bar.set_color(colors.series[4] if value >= 1 else colors.series[0])
-        line = ax.axhline(mean, color=colors.series[1], linewidth=1.4, linestyle="--")
-        ax.set_ylim(0, 1)
-        ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.set_ylabel("tile density")
-        dense = [bar for bar, value in zip(bars, each, strict=True) if value >= 1]
-        _legend(ax, [line, *dense[:1]], [f"mean {mean:.1%}", "all tiles"][: 1 + len(dense)])
-        return ax
-    scale = LinearSegmentedColormap.from_list("ringtile", colors.shades)
+    return _density_bars(ax, found[0]) if len(found) == 1 else _density_image(ax, found)
+
+
+def _density_bars(ax: Axes, found: Tensor) -> Axes:
+    from matplotlib.ticker import PercentFormatter
+
+    colors, mean = colors_on(ax), float(found.mean())
+    of_bars = [colors.series[4] if value >= 1 else colors.series[0] for value in found.tolist()]
+    bars = ax.bar(range(len(found)), found.tolist(), width=0.8, color=of_bars)
+    line = ax.axhline(mean, color=colors.series[1], linewidth=1.4, linestyle="--")
+    ax.set(ylim=(0, 1), yticks=[0, 0.25, 0.5, 0.75, 1], ylabel="tile density")
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    dense = [bar for bar, value in zip(bars, found.tolist(), strict=True) if value >= 1]
+    _legend(ax, [line, *dense[:1]], [f"mean {mean:.1%}", "all tiles"][: 1 + len(dense)])
+    return ax
+
+
+def _density_image(ax: Axes, found: Tensor) -> Axes:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    layers = len(found)
+    scale = LinearSegmentedColormap.from_list("ringtile", colors_on(ax).shades)
     ax.imshow(found.numpy(), cmap=scale, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     ax.yaxis.set_major_locator(MaxNLocator(min(layers, 16), integer=True))
     ax.set_ylabel("layer")
     for spine in ax.spines.values():
         spine.set_visible(False)
     if found.numel() <= _MOST_NUMBERS:
+        size = max(4.5, min(9.0, 180 / layers))
         for layer, row in enumerate(found.tolist()):
             for head, value in enumerate(row):
-                red, green, blue, _ = scale(value)
-                ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "#22272e"
-                ax.text(head, layer, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=_small(layers))
+                ink = "white" if is_dark(scale(value)) else "#22272e"
+                ax.text(head, layer, f"{100 * value:.0f}", ha="center", va="center", color=ink, fontsize=size)
     return ax
-
-
-def _small(rows: int) -> float:
-    return max(4.5, min(9.0, 180 / rows))
 
 
 def plot_recall(report: QualityReport, ax: Axes | None = None, *, target: float | None = None) -> Axes:
@@ -136,6 +139,7 @@ def plot_recall(report: QualityReport, ax: Axes | None = None, *, target: float 
     from matplotlib.ticker import PercentFormatter
 
     colors = colors_on(ax)
+    # Most rows keep nearly all attention, so the axis begins just below the lowest mark.
     lowest = min(float(recall.min()), report.worst_head, 1.0 if target is None else target)
     low = max(0.0, min(0.9, int(lowest * 20) / 20))
     ax.hist(recall.numpy(), bins=40, range=(low, 1), weights=[1 / len(recall)] * len(recall), color=colors.series[0])
@@ -148,11 +152,9 @@ def plot_recall(report: QualityReport, ax: Axes | None = None, *, target: float 
         marks.append((target, f"target {target:.1%}", colors.series[4], "-."))
     for place, label, color, style in marks:
         ax.axvline(place, color=color, linestyle=style, linewidth=1.4, label=label)
-    ax.set_xlim(low, 1 + (1 - low) / 50)
+    ax.set(xlim=(low, 1 + (1 - low) / 50), xlabel="recall: part of the attention that is kept", ylabel="rows")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter(PercentFormatter(1, decimals=None))
-    ax.set_xlabel("recall: part of the attention that is kept")
-    ax.set_ylabel("rows")
     _legend(ax, columns=2)
     return ax
 
@@ -190,19 +192,18 @@ def plot_quality(quality: Mapping[str, Curve], ax: Axes | None = None, *, speed:
         color = colors.series[number % len(colors.series)]
         lines.append(_line(ax, curve, color=color, marker="osD^vP"[number % 6], markersize=5, label=name))
     ax.grid(True, axis="y", color=colors.faint)
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(PercentFormatter(1, decimals=None))
+    # Ticks of a logarithmic axis lie at powers of ten, where no density was measured.
     ax.xaxis.set_major_locator(FixedLocator(places))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-    ax.set_xlabel("tile density")
-    ax.set_ylabel("quality, relative to dense attention")
+    ax.set(xlabel="tile density", ylabel="quality, relative to dense attention")
     if speed is not None:
         right = ax.twinx()
         ink = right.xaxis.label.get_color()
         lines.append(_line(right, speed, color=ink, linestyle="--", linewidth=1.2, label="speed (right)"))
-        right.set_ylim(bottom=0)
+        right.set(ylim=(0, None), ylabel="speed, relative to dense attention")
         right.spines["right"].set_visible(True)
-        right.set_ylabel("speed, relative to dense attention")
         right.yaxis.set_major_formatter("{x:g}x")
         right.tick_params(which="minor", bottom=False)
     names = [*quality, *([] if speed is None else ["speed (right)"])]
@@ -263,25 +264,13 @@ def plot_attention(
     kept = index.trimmed().tiles[batch if groups[0] > 1 else 0, head if groups[1] > 1 else 0].cpu()
     ax = axes_or_new(ax)
     from matplotlib.collections import LineCollection
-    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
-    colors = colors_on(ax)
-    top = index.first_row * index.block
-    ax.imshow(
-        masses.cpu().numpy(),
-        cmap=LinearSegmentedColormap.from_list("ringtile", colors.shades),
-        # The square root makes the small masses visible that are most of the tiles.
-        norm=PowerNorm(0.5, vmin=0.0, vmax=1.0, clip=True),
-        extent=(0, index.n_cols * index.block, top + index.n_rows * index.block, top),
-        interpolation="nearest",
-    )
+    colors, top = colors_on(ax), index.first_row * index.block
+    shade(ax, masses, colors.shades, (0, index.n_cols * index.block, top + index.n_rows * index.block, top))
     width = max(0.4, min(1.4, 60 / max(kept.shape)))
     lines = _outlines(kept, index.block, top)
     ax.add_collection(LineCollection(lines, colors=colors.series[1], linewidths=width, clip_on=False))
-    mark_positions(ax, index)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    return ax
+    return mark_positions(ax, index)
 
 
 def tile_masses(
@@ -326,6 +315,7 @@ def tile_masses(
     view, found = View(q, k, base, mask, scale), torch.zeros(index.n_rows, index.n_cols, device=query.device)
     tokens = torch.arange(index.n_queries, device=query.device)
     row = index.row_of(tokens)
+    # The weights of a row of tiles are block x N numbers, so only some rows exist at once.
     for some in tokens.split(_ROWS * index.block):
         found.index_add_(0, row[some], view.exact_masses(some.unsqueeze(1))[0, 0])
     return found / row.bincount(minlength=index.n_rows).clamp(min=1).unsqueeze(1)
@@ -333,6 +323,7 @@ def tile_masses(
 
 def _outlines(kept: Tensor, block: int, top: int) -> list[list[tuple[int, int]]]:
     """Return the sides between kept tiles and others, as lines in positions."""
+    # With a frame of tiles that are not kept, sides at the border are changes like all others.
     inside = torch.nn.functional.pad(kept.int(), (1, 1, 1, 1))
     lines = []
     for is_down, changes in ((True, inside.diff(dim=1)[1:-1]), (False, inside.diff(dim=0)[:, 1:-1].T)):
@@ -340,11 +331,8 @@ def _outlines(kept: Tensor, block: int, top: int) -> list[list[tuple[int, int]]]
         runs = torch.nn.functional.pad((changes != 0).int().T, (1, 1)).diff(dim=1)
         begins, ends = ((runs == sign).nonzero().tolist() for sign in (1, -1))
         for (at, first), (_, last) in zip(begins, ends, strict=True):
-            low, high = first * block, last * block
-            if is_down:
-                lines.append([(at * block, low + top), (at * block, high + top)])
-            else:
-                lines.append([(low, at * block + top), (high, at * block + top)])
+            ends_of = [(at * block, first * block), (at * block, last * block)]
+            lines.append([(x, y + top) if is_down else (y, x + top) for x, y in ends_of])
     return lines
 
 

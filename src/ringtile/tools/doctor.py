@@ -25,6 +25,7 @@ def old_import_path() -> str:
     found = importlib.util.find_spec(OLD_IMPORT_PATH)
     if found is None or found.origin is None:
         return "not installed"
+    # Both distributions install a package of this name, and the file tells whose it is.
     if b"ringtile.compat" in Path(found.origin).read_bytes():
         return "provided by ringtile.compat"
     return f"taken by another project, {found.origin}: import ringtile.compat instead, or uninstall that project"
@@ -39,23 +40,21 @@ def diagnosis() -> dict[str, Any]:
     >>> diagnosis()["backends"]["reference"]
     []
     """
-    names = ("native_isa", "native_isa_parts", "native_isa_reason", "native_isa_missing", "native_runtime")
-    native: dict[str, Any] = dict.fromkeys(names)
-    if not reason_against():
-        dtypes: dict[str, list[str]] = {}
-        for dtype, isa in library().choice.by_dtype.items():
-            dtypes.setdefault(isa.name, []).append(str(dtype).removeprefix("torch."))
-        found = library()
-        parts = found.choice.parts.name if found.choice.parts else None
-        facts = (dtypes, parts, found.choice.reason, found.missing, found.runtime)
-        native = dict(zip(names, facts, strict=True))
+    found = None if reason_against() else library()
+    dtypes: dict[str, list[str]] = {}
+    for dtype, isa in found.choice.by_dtype.items() if found else ():
+        dtypes.setdefault(isa.name, []).append(str(dtype).removeprefix("torch."))
     return {
         "versions": versions(),
         "machine": machine_facts(),
         "backends": dict(backend_report()),
         "triton_measured_on": MEASURED_ON or None,
         "dense_before_native": [str(dtype).removeprefix("torch.") for dtype in before_native()],
-        **native,
+        "native_isa": dtypes if found else None,
+        "native_isa_parts": found.choice.parts.name if found and found.choice.parts else None,
+        "native_isa_reason": found.choice.reason if found else None,
+        "native_isa_missing": found.missing if found else None,
+        "native_runtime": found.runtime if found else None,
         "index_cache": cache_info()._asdict(),
         OLD_IMPORT_PATH: old_import_path(),
     }

@@ -7,6 +7,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _cpu_model() -> str:
+    # platform.processor() is empty, or only the architecture, on many Linux systems.
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         for line in listing.read_text().splitlines():
@@ -65,6 +67,7 @@ def machine_facts() -> dict[str, str | int | list[str]]:
 
 def busy_warning() -> str | None:
     """Return a warning if other processes compute on this machine: one thread that waits makes all others wait."""
+    # This process has just begun, so the load of the last minute is that of others.
     load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, machine_facts()["cores"]
     assert isinstance(cores, int)
     if load <= 0.5 * cores:
@@ -88,3 +91,8 @@ def commit() -> str | None:
         return None
     head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no", *_SOURCES)
     return head if head is None or not changes else f"{head}+changes"
+
+
+def origin(command: str | None = None) -> dict[str, Any]:
+    """Return all that tells where figures come from: the command line, the commit, the versions and the machine."""
+    return {"command": command, "commit": commit(), "versions": versions(), "machine": machine_facts()}

@@ -68,11 +68,13 @@ def quiet_profiler() -> Iterator[None]:
 
 
 def _peaks_of_trace(events: list[dict[str, Any]], results: Sequence[Tensor]) -> Peaks:
+    # The profiler writes one event per allocation and free, in order of time, with the address and the size.
     boundary = next(event["ts"] for event in events if event.get("name") == _BACKWARD)
     memory = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
     result_bytes: dict[int, int] = {}
     for result in results:
         address = result.untyped_storage().data_ptr()
+        # Results can share a storage, which is allocated once.
         result_bytes[address] = result_bytes.get(address, 0) + result.nbytes
     # An address is used again after a free. The last event at a result's address is its allocation.
     last_event = {event["args"]["Addr"]: number for number, event in enumerate(memory)}
@@ -84,6 +86,7 @@ def _peaks_of_trace(events: list[dict[str, Any]], results: Sequence[Tensor]) -> 
         peak = level
         for number in phase:
             address, size = memory[number]["args"]["Addr"], memory[number]["args"]["Bytes"]
+            # Memory from before the trace can be freed in it.
             if size < 0:
                 level -= live.pop(address, 0)
                 continue
@@ -104,6 +107,7 @@ def _peaks_cuda(
     torch.cuda.reset_peak_memory_stats(device)
     out = forward()
     torch.cuda.synchronize(device)
+    # The output is a result, and so it counts as memory that was there before.
     before += out.nbytes
     forward_peak = torch.cuda.max_memory_allocated(device) - before
     if backward is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ringtile.index import BlockIndex
 from ringtile.index.tiles import unpack_words
+from ringtile.tools.record import whole
 from ringtile.tools.units import count_text
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ FORMATS = (".png", ".svg", ".pdf")
 
 BLUE, LIGHT_BLUE, ORANGE, GREY, RED = "#1f5f99", "#7fb0d8", "#d9772b", "#9aa1a9", "#b3362d"
 _INK = "#22272e"
+NOTE: Any = {"fontsize": 8, "color": "#4a5059"}
+"""Small text beside a curve or below a picture."""
 
 _STYLE: Any = {
     "font.size": 10,
@@ -82,12 +84,18 @@ _DARK = Colors(
 )
 
 
-def colors_on(ax: Axes) -> Colors:
-    """Return the colors for axes on a light or a dark background."""
+def is_dark(color: Any) -> bool:
+    """Return True for a color on which white text can be read."""
     from matplotlib.colors import to_rgb
 
-    red, green, blue = to_rgb(ax.get_facecolor())
-    return _LIGHT if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else _DARK
+    # The eye sees green as brighter than red, and red as brighter than blue.
+    red, green, blue = to_rgb(color)
+    return 0.3 * red + 0.59 * green + 0.11 * blue <= 0.5
+
+
+def colors_on(ax: Axes) -> Colors:
+    """Return the colors for axes on a light or a dark background."""
+    return _DARK if is_dark(ax.get_facecolor()) else _LIGHT
 
 
 def missing_matplotlib() -> str | None:
@@ -114,13 +122,8 @@ def picture(path: Path, width: float, height: float, *, dark: bool = False) -> I
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A picture that is only half written must not replace a whole one.
-        part = path.with_name(f".{path.name}.part")
-        try:
-            figure.savefig(part, format=path.suffix[1:], bbox_inches="tight", pad_inches=0.15)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with whole(path) as draft:
+            figure.savefig(draft, format=path.suffix[1:], bbox_inches="tight", pad_inches=0.15)
 
 
 def axes_or_new(ax: Axes | None) -> Axes:
@@ -157,11 +160,15 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     here = slot // max(rows, 1) == group
     row, column, state = (slot % max(rows, 1))[here], (number % max(columns, 1))[here], state[here]
 
+    # A cell is a part of a tile if tiles are few, and several tiles if they are many. For 64 pixels, 10 tiles of 128
+    # are cut by 4 into cells of 32, and 1,000 tiles are merged by 16 into cells of 2,048.
     cuts = 1
     while cuts < block and max(rows, columns) * cuts * 2 <= pixels:
         cuts *= 2
     merged = -(-max(rows, columns, 1) // pixels)
     side, high, wide = block // cuts * merged, -(-rows * cuts // merged), -(-columns * cuts // merged)
+    # The first tile can begin before the first query, and the last ones can end after the last query and key. Tiles of
+    # a kind have the same positions inside the lengths, and so the same counts.
     skipped = index.start - index.first_row * block
     query = torch.arange(rows * block).view(rows, block)
     query_kinds, query_kind = _kinds((query >= skipped) & (query < skipped + index.n_queries))
@@ -174,7 +181,7 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
             down = (row[mine].unsqueeze(1) * cuts + part) // merged
             across = (column[mine].unsqueeze(1) * cuts + part) // merged
             cell = down.unsqueeze(2) * wide + across.unsqueeze(1)
-            pairs = _pooled(index.bits.cpu(), queries.unsqueeze(1) & keys, cuts)[state[mine]]
+            pairs = _pooled(index.table.bits.cpu(), queries.unsqueeze(1) & keys, cuts)[state[mine]]
             kept.index_add_(0, cell.flatten(), pairs.flatten())
     tall = torch.bincount(torch.arange(skipped, skipped + index.n_queries) // side, minlength=high)
     pairs = tall.unsqueeze(1) * torch.bincount(torch.arange(index.n_keys) // side, minlength=wide)
@@ -198,6 +205,26 @@ def _pooled(bits: Tensor, inside: Tensor, cuts: int) -> Tensor:
     )
 
 
+def shade(
+    ax: Axes, values: Tensor, colors: Sequence[str], extent: tuple[float, float, float, float], most: float = 1.0
+) -> Axes:
+    """Draw a matrix as cells without a frame, from 0 to ``most``, over left, right, bottom and top positions."""
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+    ax.imshow(
+        values.cpu().numpy(),
+        cmap=LinearSegmentedColormap.from_list("ringtile", colors),
+        # The square root makes a window of a thousand tokens visible in a million, and small masses beside large ones.
+        norm=PowerNorm(0.5, vmin=0.0, vmax=most, clip=True),
+        extent=extent,
+        interpolation="nearest",
+    )
+    # A few global tokens among a million are one cell wide: a frame would hide them.
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return ax
+
+
 def plot_pattern(
     index: BlockIndex, ax: Axes | None = None, *, head: int = 0, batch: int = 0, pixels: int = 512
 ) -> Axes:
@@ -206,40 +233,31 @@ def plot_pattern(
     The picture has at most `pixels` cells per side for any length. The color of a cell is its share of kept pairs.
     ``ax.images[0]`` is the image, for a color bar.
     """
-    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
-
     ax = axes_or_new(ax)
     shares, side = occupancy(index, head=head, batch=batch, pixels=pixels)
     first = index.first_row * index.block
+    # Cells begin at tile boundaries. With start 30, block 64 and cells of 8, the first one begins at 24.
     top = first + (index.start - first) // side * side
-    ax.imshow(
-        shares.numpy(),
-        cmap=LinearSegmentedColormap.from_list("ringtile", _PATTERN_COLORS),
-        # The square root makes a window of a thousand tokens visible in a million.
-        norm=PowerNorm(0.5, vmin=0.0, vmax=1.0, clip=True),
-        extent=(0, shares.shape[1] * side, top + shares.shape[0] * side, top),
-        interpolation="nearest",
-    )
-    mark_positions(ax, index)
-    # A few global tokens among a million are one cell wide: a frame would hide them.
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    return ax
+    shade(ax, shares, _PATTERN_COLORS, (0, shares.shape[1] * side, top + shares.shape[0] * side, top))
+    return mark_positions(ax, index)
 
 
-def mark_positions(ax: Axes, index: BlockIndex) -> None:
+def mark_positions(ax: Axes, index: BlockIndex) -> Axes:
     """Label the queries of an index down, and its keys across."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-    ax.set_xlim(0, max(index.n_keys, 1))
-    ax.set_ylim(index.start + max(index.n_queries, 1), index.start)
     longest = max(index.n_queries, index.n_keys, 1)
     for axis in (ax.xaxis, ax.yaxis):
-        doubling = 2 ** max(0, (longest // 3).bit_length() - 1)
-        axis.set_major_locator(MultipleLocator(doubling) if longest >= 1024 else MaxNLocator(4, integer=True))
+        axis.set_major_locator(MultipleLocator(_doubling(longest)) if longest >= 1024 else MaxNLocator(4, integer=True))
         axis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
-    ax.set_xlabel("key position")
-    ax.set_ylabel("query position")
+    bottom = index.start + max(index.n_queries, 1)
+    ax.set(xlim=(0, max(index.n_keys, 1)), ylim=(bottom, index.start), xlabel="key position", ylabel="query position")
+    return ax
+
+
+def _doubling(length: int) -> int:
+    """Return the largest power of two that is at most a third of a length, or 1: three to six labels on an axis."""
+    return 1 << max(0, (length // 3).bit_length() - 1)
 
 
 def plot_traffic(traffic: Tensor, ax: Axes | None = None, *, pixels: int = 256) -> Axes:
@@ -248,29 +266,17 @@ def plot_traffic(traffic: Tensor, ax: Axes | None = None, *, pixels: int = 256) 
     The picture has at most `pixels` cells per side. The color of a cell is the most MiB of its pairs of ranks.
     ``ax.images[0]`` is the image, for a color bar.
     """
-    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+    ax = axes_or_new(ax)
     from matplotlib.ticker import MultipleLocator
 
-    ax = axes_or_new(ax)
     n_ranks = len(traffic)
     merged = -(-n_ranks // pixels)
     cells = torch.nn.functional.pad(traffic, (0, -n_ranks % merged) * 2)
     most = cells.unflatten(1, (-1, merged)).unflatten(0, (-1, merged)).amax((1, 3)) / 2**20
-    ax.imshow(
-        most.numpy(),
-        cmap=LinearSegmentedColormap.from_list("ringtile", _PATTERN_COLORS),
-        norm=PowerNorm(0.5, vmin=0.0, vmax=float(most.max()) or 1.0),
-        extent=(0, len(cells), len(cells), 0),
-        interpolation="nearest",
-    )
-    ax.set_xlim(0, n_ranks)
-    ax.set_ylim(n_ranks, 0)
+    shade(ax, most, _PATTERN_COLORS, (0, len(cells), len(cells), 0), float(most.max()) or 1.0)
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MultipleLocator(2 ** max(0, (n_ranks // 3).bit_length() - 1)))
-    ax.set_xlabel("receiving rank")
-    ax.set_ylabel("sending rank")
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+        axis.set_major_locator(MultipleLocator(_doubling(n_ranks)))
+    ax.set(xlim=(0, n_ranks), ylim=(n_ranks, 0), xlabel="receiving rank", ylabel="sending rank")
     return ax
 
 
@@ -285,6 +291,7 @@ def grouped_bars(
 
     ``texts`` are the formats of the numbers above the bars of each series. An empty format writes no numbers.
     """
+    # Groups are one unit apart, and 0.18 of it stays free between them.
     width = 0.82 / len(series)
     for number, ((name, heights), color) in enumerate(zip(series.items(), colors, strict=True)):
         places = [place + (number - (len(series) - 1) / 2) * width for place in range(len(labels))]

@@ -58,6 +58,7 @@ def _ancestors(event: FunctionEvent) -> list[FunctionEvent]:
 def _phase(event: FunctionEvent) -> str:
     """Return the phase that an event's own time belongs to."""
     inside = [around.name for around in _ancestors(event)]
+    # A build runs operators of its own, which are neither copies nor kernels of the call.
     if INDEX in inside:
         return "index"
     direction = "backward" if "ringtile::backward" in inside else "forward"
@@ -67,6 +68,7 @@ def _phase(event: FunctionEvent) -> str:
         return "allocation"
     if event.name.startswith(_COPIES):
         return "copies"
+    # Operators inside the backend that are no copies compute: softmax, masks and sums of the fallback.
     arithmetic = event.name.startswith("aten::") and f"ringtile::{direction}" in inside[1:]
     return f"kernel {direction}" if arithmetic and not event.name.startswith(_VIEWS) else "other"
 
@@ -128,9 +130,11 @@ def profile_attention(
     for event in profiler.events() or ():
         outermost = _ancestors(event)[-1]
         if outermost.name.startswith("call ") and event is not outermost:
+            # The own time of an event leaves out the events inside it, so no time counts twice.
             found[int(outermost.name.removeprefix("call ")) - 1][_phase(event)] += event.self_cpu_time_total / 1e3
     profiles = []
     for total, phases, times in zip(totals, found, clocks, strict=True):
+        # The native kernel packs inside its one operator, so its own clocks split the operator's time.
         for direction in ("forward", "backward"):
             share = _packing_share([entry for entry in times if entry.backward == (direction == "backward")])
             phases["packing"] += share * phases[f"kernel {direction}"]

@@ -1,16 +1,25 @@
-"""The output of a run: result lines, and on a terminal one line that is updated in place."""
+"""The output of a run: result lines, and on a terminal one line that is updated in place.
+
+progress = Progress(quiet=args.json)
+for job in progress.through(jobs, name, cost):    shows "3/12 name  40 s left" before each job
+    progress.say(result_of(job))                  a result line, which takes the place of the live line
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from typing import TextIO
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO, TypeVar
 
 import torch
 
 from ringtile.tools.units import duration_text
 
 _CLEAR = "\r\x1b[K"
+
+T = TypeVar("T")
 
 
 def threads_text() -> str:
@@ -38,6 +47,7 @@ class Progress:
     def show(self, text: str, seconds_left: float | None = None) -> None:
         """Replace the live line."""
         if self._live:
+            # A line that wraps could not be replaced, so cut it to the width of the terminal.
             left = "" if seconds_left is None else f"  {duration_text(max(1, round(seconds_left)))} left"
             self._stream.write(_CLEAR + (text + left)[: shutil.get_terminal_size().columns - 1])
             self._stream.flush()
@@ -47,3 +57,22 @@ class Progress:
         if self._live:
             self._stream.write(_CLEAR)
             self._stream.flush()
+
+    def through(
+        self, jobs: Sequence[T], name: Callable[[T], str], cost: Callable[[T], float], *, done: int = 0
+    ) -> Iterator[T]:
+        """Yield jobs, and show the number and the name of each and the time that is left.
+
+        ``cost`` is the expected seconds of a job. The time left is the cost of the jobs that are left, times the pace
+        of those that have ended. ``done`` jobs of the run have ended before, and count in the numbers only.
+        """
+        left, ended, began = sum(map(cost, jobs)), 0.0, time.monotonic()
+        try:
+            for number, job in enumerate(jobs, done + 1):
+                # Before a job has ended, its expected seconds are all that is known.
+                pace = (time.monotonic() - began) / ended if ended else 1.0
+                self.show(f"{number}/{done + len(jobs)} {name(job)}", left * pace)
+                yield job
+                ended, left = ended + cost(job), left - cost(job)
+        finally:
+            self.clear()

@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _drawing(index: BlockIndex, rule: Pattern) -> str:
     longest = max(index.n_queries, index.n_keys)
+    # 48 characters show 192 tokens in cells of 4 x 4 pairs. Beyond that, a cell is a tile or several.
     if longest <= _PAIRWISE_TOKENS:
         side = -(-longest // _DRAWING_WIDTH)
         drawn, legend = rule.draw(index.n_queries, index.n_keys, width=_DRAWING_WIDTH), "· none, ▒ some, █ all"
@@ -125,6 +126,7 @@ def _longest(longest: LongestList, name: str) -> str:
 
 
 def _operations(flops: int, dense: int, head_dim: int) -> str:
+    # Computed tiles hold masked pairs, too, so a pattern that keeps nearly all can cost more than dense attention.
     share = f"{dense / flops:,.1f}x fewer than" if flops and dense > 1.05 * flops else "no fewer than"
     return f"{_si(flops)}FLOP at head_dim {head_dim}, {share} dense attention under the same rules ({_si(dense)}FLOP)"
 

@@ -82,12 +82,13 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
     in_index = index.group.shape[1]
     if num_heads is not None and (num_heads < 1 or in_index not in (1, num_heads)):
         raise ValueError(f"num_heads: expected {'a positive number' if in_index == 1 else in_index}, got {num_heads}")
+    # One list of tiles stands for all heads, if no head has its own.
     copies = (num_heads or in_index) // in_index
     kept = index.trimmed()
     pairs = index.tile_pairs(len(index.group), in_index * copies)
     # Groups stand for different numbers of (batch row, head) entries.
     entries = torch.bincount(index.group.flatten(), minlength=index.n_groups) * copies
-    full_tiles = int(entries[kept.row_of_entries()[0] // max(kept.n_rows, 1)].sum())
+    full_tiles = int(entries[kept.rows.slots()[0] // max(kept.n_rows, 1)].sum())
     return PatternStatistics(
         n_queries=index.n_queries,
         n_keys=index.n_keys,
@@ -99,7 +100,7 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
         density=index.density,
         full_tiles=full_tiles,
         partial_tiles=index.kept_tiles * copies - full_tiles,
-        distinct_partial_tiles=len(index.bits),
+        distinct_partial_tiles=len(index.table.bits),
         tile_density=index.tile_density,
         index_bytes=index.nbytes,
         dense_mask_bytes=index.n_queries * index.n_keys,
@@ -107,8 +108,8 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
         backward_flops=BACKWARD_FLOPS * head_dim * pairs,
         dense_forward_flops=FORWARD_FLOPS * head_dim * index.allowed_pairs * copies,
         dense_backward_flops=BACKWARD_FLOPS * head_dim * index.allowed_pairs * copies,
-        longest_row=_longest(kept.full_row_ptr, kept.part_row_ptr, index.n_rows, index.first_row),
-        longest_column=_longest(kept.full_col_ptr, kept.part_col_ptr, index.n_cols, 0),
+        longest_row=_longest(kept.rows.full_ptr, kept.rows.partial_ptr, index.n_rows, index.first_row),
+        longest_column=_longest(kept.cols.full_ptr, kept.cols.partial_ptr, index.n_cols, 0),
     )
 
 
@@ -116,5 +117,6 @@ def _longest(full: Tensor, part: Tensor, per_group: int, first: int) -> LongestL
     lengths = (full + part).diff()
     if not lengths.numel():
         return LongestList(first, 0, 0.0)
+    # Lists of all groups lie one after the other: with 8 rows per group, list 11 is row 3 of group 1.
     slot = int(lengths.argmax())
     return LongestList(first + slot % per_group, int(lengths[slot]), float(lengths.double().mean()))

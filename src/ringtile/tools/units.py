@@ -20,6 +20,7 @@ def count(text: str) -> int:
     unit = _UNITS.get(text[-1:].upper(), 1)
     try:
         number = Decimal((text if unit == 1 else text[:-1]).replace(",", "")) * unit
+        # A Decimal keeps 1e6 whole and 1.5K exact, and reports "nan" and "1e999999999" as errors of arithmetic.
         if 1 <= number <= MOST_TOKENS and number == int(number):
             return int(number)
     except ArithmeticError:
@@ -36,6 +37,7 @@ def count_text(number: float) -> str:
     ('1M', '16K', '1,000')
     """
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        # Quarters have two decimals at most: 1.25K, but 1,000 is no round number of K.
         if number >= size and number % (size // 4) == 0:
             return f"{number / size:g}{unit}"
     return f"{number:,.0f}"
@@ -47,6 +49,7 @@ def duration_text(seconds: float) -> str:
     >>> [duration_text(s) for s in (0.0042, 0.5, 12.3, 95, 7300, 200000)]
     ['4.2 ms', '500 ms', '12 s', '1 min 35 s', '2.0 h', '2.3 days']
     """
+    # Limits lie where rounding would show the next unit: 0.9996 s is "1.0 s", not "1000 ms".
     if seconds < 0.9995:
         return f"{seconds * 1e3:.2g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"
     if seconds < 60:

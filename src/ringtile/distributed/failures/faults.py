@@ -14,13 +14,12 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from ringtile.distributed.failures.errors import PlanMismatch as PlanMismatch
 from ringtile.distributed.failures.errors import RankLost as RankLost
 from ringtile.distributed.failures.errors import difference, first_line, named
 from ringtile.distributed.failures.watcher import OPEN, Member, Watcher, aside, end_process, failure, settle
-from ringtile.distributed.process_groups import STORES, base_of, is_alone, store_of, timeout_of
+from ringtile.distributed.process_groups import STORES, base_of, is_alone, known, of_group, store_of, timeout_of
 
 _PATIENCE = 0.5
 """Seconds that the store's host waits, after a timeout, for the others to read why a handshake failed."""
@@ -29,7 +28,6 @@ _SILENCE = 60.0
 _DIFFERS = 1 << 32
 """What a rank whose facts are not those of the first to come adds to the count of ranks that came."""
 
-_members: weakref.WeakKeyDictionary[dist.ProcessGroup, Member] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _handshakes = 0
 
@@ -72,7 +70,7 @@ def agree(
         raise ValueError(f"facts: expected strings and numbers, got {bad}")
     if is_alone(group):
         return
-    member, store = _member(group), store_of(group)
+    member, store = of_group(group, Member, group), store_of(group)
     with _lock:
         _handshakes += 1
     seconds = timeout_of(group) if timeout is None else timeout
@@ -154,7 +152,7 @@ def watch(
     group = _group(group)
     if is_alone(group) or isinstance(base_of(store_of(group)), STORES.HashStore):
         return
-    member = _member(group)
+    member = of_group(group, Member, group)
     if silence is None:
         silence = max(2 * interval, min(_SILENCE, timeout_of(group) / 4))
     with _lock:
@@ -195,7 +193,7 @@ def publish_failure(group: dist.ProcessGroup | None, error: BaseException) -> No
     if watcher is not None:
         watcher.fail(error)
     elif not is_alone(group) and not isinstance(error, PlanMismatch):
-        member, store = _member(group), store_of(group)
+        member, store = of_group(group, Member, group), store_of(group)
         key = f"{member.prefix}/watch/verdict"
         store.compare_set(key, "", OPEN)
         settle(store, key, failure(member, error))
@@ -237,32 +235,6 @@ def wait(work: dist.Work | None, group: dist.ProcessGroup | None, what: str) -> 
         raise
 
 
-def first_nonfinite(x: Tensor, tile: int) -> tuple[int, int, int] | None:
-    """Return (batch element, head, tile) of the first tile of ``x`` ``[B, H, N, D]`` with a NaN or infinity, or None.
-
-    "First" is the lowest tile, then batch element, then head. ``tile`` is the number of tokens per tile. The call reads
-    ``x`` once, allocates nothing of its size, and synchronizes with a GPU.
-
-    >>> import torch
-    >>> x = torch.zeros(2, 4, 300, 16)
-    >>> x[1, 2, 150, 3] = torch.nan
-    >>> first_nonfinite(x, 64)
-    (1, 2, 2)
-    """
-    if x.dim() != 4 or tile < 1:
-        raise ValueError(f"x, tile: expected [B, H, N, D] and a positive number of tokens, got {x.shape=}, {tile=}")
-    if not x.numel():
-        return None
-    low, high = x.detach().aminmax()
-    if bool(low.isfinite() & high.isfinite()):
-        return None
-    low, high = x.detach().aminmax(dim=-1)
-    bad = ~(low.isfinite() & high.isfinite())
-    first = int(bad.any(0).any(0).nonzero()[0, 0]) // tile
-    element, head = bad[:, :, first * tile : (first + 1) * tile].any(-1).nonzero()[0].tolist()
-    return element, head, first
-
-
 def _until(done: Callable[[], bool], seconds: float, n_ranks: int) -> None:
     """Wait until something is done, or for some seconds."""
     end, pause = time.monotonic() + seconds, 0.0
@@ -301,7 +273,7 @@ def _publishing(previous: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watchers() -> list[Watcher]:
-    return [member.watcher for member in list(_members.values()) if member.watcher]
+    return [member.watcher for member in known(Member) if member.watcher]
 
 
 def _leave_at_exit(watcher: Watcher) -> None:
@@ -321,15 +293,5 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def _member(group: dist.ProcessGroup) -> Member:
-    with _lock:
-        found = _members.get(group)
-        if found is None:
-            found = _members[group] = Member(group)
-    return found
-
-
 def _watcher(group: dist.ProcessGroup) -> Watcher | None:
-    with _lock:
-        member = _members.get(group)
-    return None if member is None else member.watcher
+    return next((member.watcher for member in known(Member, group)), None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Union
 
 import torch
 from torch import Tensor, nn
 
 from ringtile.functional import sparse_attention
+from ringtile.functional.attend import Attend
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
 from ringtile.patterns import Causal, Dense, Documents, Pattern, from_mask, parse
 from ringtile.patterns.facts import moves_along, sees_no_future
@@ -21,7 +21,7 @@ LayerPattern = Union[Pattern, Mapping[str, Pattern | None], Callable[[nn.Module]
 GivenPattern = Union[LayerPattern, str, Mapping[str, Pattern | str | None]]  # noqa: UP007
 """A `LayerPattern` whose patterns may be texts, as `ringtile.patterns.parse` reads them."""
 
-LayerAttend = Union[Callable[..., Tensor], Sequence[Callable[..., Tensor] | None], nn.ModuleList, None]  # noqa: UP007
+LayerAttend = Union[Attend, Sequence[Attend | None], nn.ModuleList, None]  # noqa: UP007
 """A function that computes the attention of all layers, or one per layer, or None for `sparse_attention`."""
 
 _REFUSED = {
@@ -66,16 +66,18 @@ def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None
 
     Raises ValueError if the module has no known kind, or if the pattern cannot be meant for it.
     """
-    if pattern is None or (callable(pattern) and not isinstance(pattern, Pattern)):
-        return None if pattern is None else _pattern(pattern(module), "of a layer")
-    config: Any = getattr(module, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if pattern is None:
+        return None
+    if callable(pattern) and not isinstance(pattern, Pattern):
+        return _pattern(pattern(module), "of a layer")
+    if _has_cross_attention(module):
         raise ValueError(
             "pattern: expected a function of the attention module for a model with cross attention, which returns None "
             f"for these layers, got {pattern!r}"
         )
     if isinstance(pattern, Pattern):
         return pattern
+    config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if kinds is None or layer is None:
         raise ValueError(f"pattern: expected one Pattern or a function, {type(module).__name__} has no kind of layer")
@@ -84,37 +86,40 @@ def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None
     return pattern.get(kinds[layer])
 
 
+def _has_cross_attention(module: nn.Module) -> bool:
+    config: Any = getattr(module, "config", None)
+    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
+
+
 def check_attend(attend: LayerAttend) -> None:
     """Raise ValueError if this is neither a function nor one function or None per layer."""
     several = isinstance(attend, Sequence | nn.ModuleList)
-    if attend is not None and not several and not callable(attend):
-        raise ValueError(f"attend: expected a function of query, key and value, or one per layer, got {attend!r}")
-    for one in attend if several else ():  # type: ignore[union-attr]
+    either = "or None, per layer" if several else "or one per layer"
+    for one in attend if several else (attend,):  # type: ignore[union-attr]
         if one is not None and not callable(one):
-            raise ValueError(f"attend: expected a function of query, key and value, or None, per layer, got {one!r}")
+            raise ValueError(f"attend: expected a function of query, key and value, {either}, got {one!r}")
 
 
-def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Callable[..., Tensor] | None:
+def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Attend | None:
     """Return the function that computes the attention of one module, or None for `sparse_attention`.
 
     Raises ValueError if the module has no function of its own, or cross attention.
     """
     if attend is None:
         return None
-    config: Any = getattr(module, "config", None)
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if _has_cross_attention(module):
         raise ValueError(f"attend: expected a model without cross attention, got {type(module).__name__}")
     if not isinstance(attend, Sequence | nn.ModuleList):
         return attend
     layer = getattr(module, "layer_idx", None)
     if layer is None or layer >= len(attend):
         raise ValueError(f"attend: expected one function per layer, got {len(attend)} for {layer=} of {type(module)}")
-    found: Callable[..., Tensor] | None = attend[layer]
+    found: Attend | None = attend[layer]
     return found
 
 
-@lru_cache(maxsize=1024)
 def _both(first: Pattern, second: Pattern, origins: tuple[int, ...]) -> Pattern:
+    """Return both rules. The second counts from one origin for all batch elements, or from one for each."""
     if len(set(origins)) == 1:
         origins = origins[:1]
     return first & (second if origins == (0,) else Shifted(second, origins))
@@ -134,6 +139,7 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
                 torch._assert_async(kept.key_mask[:, 0].all(), message)
         else:
             origins = tuple(lead - kept.first for lead in kept.leading or (0,))
+    # Positions of the mask's rule and of the pattern agree, unless the mask was given as values with room after it.
     heads, n_queries = query.shape[1:3]
     placed = kept.pattern == Dense() or kept.start == int(kept.offset)
     both = _both(kept.pattern, pattern, origins) if placed else None
@@ -185,49 +191,30 @@ def attend(
     by: LayerAttend = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer of a model.
+    """Compute the attention of one layer of a model, as transformers' interface asks for it.
 
-    Args:
-        pattern: Which of the pairs of the model's mask to keep.
-        module: The attention module.
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``.
-        value: ``[B, Hkv, Nk, Dv]``.
-        attention_mask: The mask that `pattern_mask` made, a bool or float mask of all pairs, or None.
-        dropout: Probability of dropping a weight.
-        scaling: Factor for the scores.
-        softcap: Bound of the scores.
-        s_aux: ``[H]``, the sinks.
-        is_causal: True if a call without a mask is causal. Default: ``module.is_causal``.
-        by: Computes the attention in place of `sparse_attention`, unless there is only one query.
-        options: Other arguments of the model.
-
-    Returns:
-        The output ``[B, Nq, H, Dv]``, and None in place of the weights.
-
-    Raises:
-        ValueError: If the model passes an argument or a mask that ringtile does not support.
+    ``pattern`` says which of the pairs of the model's mask to keep: the mask that `pattern_mask` made, a bool or float
+    mask of all pairs, or None. ``by`` computes the attention in place of `sparse_attention`, unless there is only one
+    query. Returns the output ``[B, Nq, H, Dv]``, and None in place of the weights. Raises ValueError if the model
+    passes an argument or a mask that ringtile does not support.
     """
+    # An argument that changes the result and is not read would be a silent error.
     check_arguments(options)
     n_keys = key.shape[2]
     if query.shape[0] == 1 < key.shape[0]:
+        # Eager attention broadcasts one row of queries, such as learned ones, to the batch.
         query = query.expand(key.shape[0], -1, -1, -1)
     kept = _kept(module, attention_mask, query, n_keys, is_causal)
     if options.get("cu_seq_lens_q") is not None:
         kept = _packed(kept, query, n_keys, options)
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
         kept = intersected(kept, of_layer, query, n_keys)
+    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if (by_layer := attend_of_layer(by, module)) is not None and query.shape[2] > 1:
         limits = {"softcap": softcap or None, "s_aux": s_aux}
-        found = _adapted(by_layer, query, key, value, kept, limits, dropout, scaling)
-        return found.transpose(1, 2).contiguous(), None
-    options = {
-        "dropout_p": dropout,
-        "scale": scaling,
-        "softcap": softcap or 0.0,
-        "sinks": None if s_aux is None else s_aux.flatten(),
-        "enable_gqa": query.shape[1] != key.shape[1],
-    }
+        out = _adapted(by_layer, query, key, value, kept, limits, options)
+        return out.transpose(1, 2).contiguous(), None
+    options |= limits_of(softcap, s_aux)
     if kept.key_mask is not None and kept.key_mask.dim() == 3:
         out = _by_head(query, key, value, kept.key_mask, options)
     else:
@@ -235,6 +222,11 @@ def attend(
         compute: Any = sparse_attention if in_graph else _outside_graphs
         out = compute(query, key, value, kept.pattern, start=kept.start, key_mask=kept.key_mask, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def limits_of(softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
+    """Return the options of a softmax for the bound of scores and the sinks of a layer."""
+    return {"softcap": softcap or 0.0, "sinks": None if s_aux is None else s_aux.flatten()}
 
 
 _outside_graphs = torch.compiler.disable(
@@ -245,14 +237,13 @@ _outside_graphs = torch.compiler.disable(
 
 @torch.compiler.disable(reason="attention that follows the content needs an index that is built outside graphs")  # type: ignore[untyped-decorator]
 def _adapted(
-    compute: Callable[..., Tensor],
+    compute: Attend,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     kept: KeptPairs,
     limits: Mapping[str, Any],
-    dropout: float,
-    scaling: float | None,
+    options: dict[str, Any],
 ) -> Tensor:
     """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask.
 
@@ -262,7 +253,7 @@ def _adapted(
         raise ValueError(f"{refused[0]}: expected a layer without softcap and sinks for attend=, got {limits!r}")
     pattern, key_mask, end = kept.pattern, kept.key_mask, kept.start + query.shape[2]
     if end < key.shape[2] and sees_no_future(pattern):
-        # A static cache has room after the last query.
+        # A static cache has room after the last query: of 512 keys, a prompt of 100 tokens has filled 100.
         key, value = key[:, :, :end], value[:, :, :end]
         key_mask = None if key_mask is None else key_mask[:, :end]
     if end != key.shape[2]:
@@ -270,17 +261,8 @@ def _adapted(
             f"attend: expected queries that end with the keys, got {query.shape=} at {kept.start}, {key.shape=}"
         )
     rule = None if pattern in (Dense(), Causal()) else pattern
-    return compute(
-        query,
-        key,
-        value,
-        pattern=rule,
-        is_causal=pattern == Causal(),
-        key_mask=key_mask,
-        dropout_p=dropout,
-        enable_gqa=query.shape[1] != key.shape[1],
-        scale=scaling,
-    )
+    out: Tensor = compute(query, key, value, pattern=rule, is_causal=pattern == Causal(), key_mask=key_mask, **options)
+    return out
 
 
 def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: dict[str, Any]) -> Tensor:
@@ -288,18 +270,19 @@ def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: 
     if masks.shape[1] == 1:
         out: Tensor = sparse_attention(query, key, value, key_mask=masks[:, 0], **options)
         return out
+    # A mask of keys is one for all heads of a call. With 8 query heads on 2 key heads, head 5 reads key head 5 // 4.
+    sinks, shared = options.pop("sinks"), query.shape[1] // key.shape[1]
     outs = []
-    sinks, shared = options["sinks"], query.shape[1] // key.shape[1]
-    for head in range(query.shape[1]):
-        of_key = slice(head // shared, head // shared + 1)
-        parts = query[:, head : head + 1], key[:, of_key], value[:, of_key]
-        options["sinks"] = None if sinks is None else sinks[head : head + 1]
-        outs.append(sparse_attention(*parts, key_mask=masks[:, head], **options))
+    for head, of_query in enumerate(query.split(1, 1)):
+        keys, values = (x.narrow(1, head // shared, 1) for x in (key, value))
+        of_head = None if sinks is None else sinks[head : head + 1]
+        outs.append(sparse_attention(of_query, keys, values, key_mask=masks[:, head], sinks=of_head, **options))
     return torch.cat(outs, 1)
 
 
 def _packed(kept: KeptPairs, query: Tensor, n_keys: int, options: Mapping[str, Any]) -> KeptPairs:
     """Return the kept pairs inside the sequences whose bounds came as an argument, as for flash attention."""
+    # Bounds (0, 7, 40) are sequences of 7 and 33 tokens, in one row.
     bounds, of_keys = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
     if len(query) != 1 or query.shape[2] != n_keys or (of_keys is not None and not torch.equal(bounds, of_keys)):
         raise ValueError(f"cu_seq_lens_q: expected bounds of one row of {n_keys} tokens, got {query.shape=}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Segments, Window, from_mask
-from ringtile.patterns.base import LARGEST
+from ringtile.patterns.checks import LARGEST
 from ringtile.patterns.facts import keeps_self, moves_along
 from ringtile.patterns.readings import read_once
 
@@ -69,6 +69,7 @@ class PatternMask(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Whatever is not known to leave the pairs alone raises below, so a model cannot compute with values by mistake.
         name = getattr(func, "__name__", "")
         if name in _UNCHANGED:
             return args[0]
@@ -84,6 +85,7 @@ class PatternMask(Tensor):
             moved = {part: x.to(device) for part, x in kept._asdict().items() if isinstance(x, Tensor)}
             return carrier(kept._replace(**moved), mask.shape[0], mask.shape[2], mask.shape[3], device)
         about = name in _ABOUT or name.startswith("is_") or (name.startswith("_") and not name.startswith("__"))
+        # An attribute is read by the getter of its descriptor, whose name is always "__get__".
         if name == "__get__":
             about = func.__self__.__name__ not in _VALUES
         if about:
@@ -126,6 +128,7 @@ def _cut(mask: PatternMask, index: Any) -> Tensor | None:
         or len(index) > 4
     ):
         return None
+    # mask[:, :, 30:60] keeps batch, heads and keys whole and cuts the queries. Any other cut is refused by the caller.
     bounds = [each.indices(size)[:2] for each, size in zip(index, mask.shape, strict=False)]
     whole = [(0, size) for size in mask.shape]
     first, end = bounds[2] if len(bounds) > 2 else whole[2]
@@ -160,6 +163,7 @@ def _is_exporting() -> bool:
 
 
 def _closure(function: MaskFunction) -> dict[str, Any]:
+    # The only place where the window or the padding of a mask function is written.
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
@@ -170,6 +174,7 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
     Documents, chunks and groups follow from the tokens of the call. In a graph, without ``n_keys``, they are not known.
     On a shard of a sequence they mean nothing: documents are left out, and groups are not known.
     """
+    # A function of a model's own file may have a known name and another meaning.
     if function.__module__ != "transformers.masking_utils":
         return None
     name, values = function.__qualname__.partition(".")[0], _closure(function)
@@ -189,6 +194,7 @@ def read_rule(function: MaskFunction, first: int, n_keys: int | None, *, on_shar
                 parts = [group if part is None else part for part, group in zip(parts, groups, strict=True)]
             return _joined(or_, parts)
         case "sliding_window_overlay" if values["sliding_window"] > 0:
+            # Their window counts the query's own key, ours the keys before it.
             return Window(values["sliding_window"] - 1, LARGEST)
         case "sliding_window_bidirectional_overlay":
             return Window(values["sliding_window"])
@@ -238,6 +244,7 @@ def _groups(function: MaskFunction, here: slice) -> Pattern | None:
     if not function.__qualname__.startswith("blockwise_overlay."):
         return None
     ids = _closure(function)["block_sequence_ids"][:, here].long()
+    # Tokens outside groups have -1. Each gets a negative number of its own, (-2, -3, ...), and sees itself alone.
     alone = -2 - torch.arange(ids.shape[1], device=ids.device)
     try:
         return Documents(ids=torch.where(ids < 0, alone, ids))
@@ -250,6 +257,7 @@ def _chunks(size: int, left_padding: Tensor, first: int, n_keys: int) -> Pattern
     """Return the rule of chunks that begin at the first real token of each batch element."""
     if first % size == 0 and not bool(left_padding.any()):
         return Segments(size)
+    # With chunks of 4 and 2 tokens of padding, tokens 2 to 5 are chunk 0 and 6 to 9 chunk 1. The padding is chunk -1.
     position = torch.arange(first, first + n_keys, device=left_padding.device)
     return Documents(ids=(position - left_padding[:, None]) // size)
 
@@ -313,6 +321,7 @@ def _pattern_mask(
             padding = None
         elif bool((~padding[:, 0]).any()):
             leading = tuple(padding.long().argmax(1).tolist())
+    # A sliding cache has dropped keys: its key 0 is token kv_offset, and so is the first column of the mask.
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].bool()
     offset = q_offset - kv_offset
     rule = _constant_rule(mask_function, kv_offset) if tracing else read_rule(mask_function, kv_offset, kv_length)

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.distributed import Layout, make_plan, ring_attention
-from ringtile.distributed.attention import group_of, real_group
 from ringtile.distributed.layout import LAYOUTS
-from ringtile.distributed.plan import RING_PATTERNS
+from ringtile.distributed.plan import fits_ring
+from ringtile.distributed.process_groups import real_group
+from ringtile.distributed.transports import group_of
 from ringtile.integrations.transformers.attention import (
     GivenPattern,
     check_arguments,
+    limits_of,
     pattern_of_layer,
     read_pattern,
 )
@@ -112,6 +114,22 @@ class BatchFacts:
         return self._from_first(rule)
 
 
+def _padding(
+    real: Tensor | None, mine: Callable[[Tensor], Tensor], device: torch.device
+) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+    """Return ``key_mask``, ``key_lengths`` and ``leading`` of `BatchFacts`, from bool ``[B, N]`` or None if all count.
+
+    Padding on the right is a length per row, which costs an exchange nothing. Rows of (0, 1, 1) and (1, 1, 1) have
+    ``leading`` (1, 0) and need a mask.
+    """
+    if real is None:
+        return None, None, (0,)
+    leading, counts = tuple(real.int().argmax(1).tolist()), real.sum(1)
+    if torch.equal(real, torch.arange(real.shape[1], device=real.device) < counts[:, None]):
+        return None, counts.to(device), leading
+    return mine(real).to(device), None, leading
+
+
 class _Probe:
     """Stands in for the facts of a batch, to see whether a model hands them to its attention."""
 
@@ -124,6 +142,7 @@ class _Reached(Exception):
 
 def _begins(positions: Tensor) -> Tensor:
     """Return bool ``[B, N]``, True for tokens that begin a document after the row's first, as transformers does."""
+    # Positions (0, 1, 2, 0, 1) begin a document at the fourth token, where they do not rise by one.
     return torch.diff(positions, prepend=positions[:, :1] - 1, dim=1) != 1
 
 
@@ -178,6 +197,33 @@ def attend_shard(
     Raises ValueError if the facts or the layer's mask did not come.
     """
     check_arguments(options)
+    kept = _checked_kept(module, query, attention_mask, cp_batch)
+    assert isinstance(cp_batch, BatchFacts)
+    layout, cp = cp_batch.layout, cp_batch.cp
+    # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
+    pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
+    cp.record(kept.pattern, pattern, layout, query, key, value)
+    out = ring_attention(
+        query,
+        key,
+        value,
+        pattern,
+        layout=layout,
+        group=cp.group,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        key_mask=cp_batch.key_mask,
+        key_lengths=cp_batch.key_lengths,
+        **limits_of(softcap, s_aux),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _checked_kept(
+    module: nn.Module, query: Tensor, attention_mask: Tensor | None, cp_batch: BatchFacts | _Probe | None
+) -> KeptPairs:
+    """Return the rule of a layer. Raise ValueError if its mask or the facts of the batch are missing or do not fit."""
     if cp_batch is None:
         raise ValueError("cp_batch: expected the facts of the batch, got None; call model(**cp.shard_batch(batch))")
     if not isinstance(attention_mask, PatternMask):
@@ -200,24 +246,7 @@ def attend_shard(
             f"attn_temperature_tuning: expected fewer than {module.floor_scale} tokens, because longer rows scale "
             f"queries by their place in the shard, got {layout.n_tokens}"
         )
-    pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
-    cp.record(kept.pattern, pattern, layout, query, key, value)
-    out = ring_attention(
-        query,
-        key,
-        value,
-        pattern,
-        layout=layout,
-        group=cp.group,
-        dropout_p=dropout,
-        scale=scaling,
-        softcap=softcap or 0.0,
-        sinks=None if s_aux is None else s_aux.flatten(),
-        enable_gqa=query.shape[1] != key.shape[1],
-        key_mask=cp_batch.key_mask,
-        key_lengths=cp_batch.key_lengths,
-    )
-    return out.transpose(1, 2).contiguous(), None
+    return kept
 
 
 class ContextParallel:
@@ -242,6 +271,7 @@ class ContextParallel:
         self.model, self.pattern, self._layout = model, pattern, layout
         self._is_rotary = any("inv_freq" in name for name, _ in model.named_buffers())
         self._loss = getattr(model, "loss_type", None)
+        # The probe below runs the model up to its first attention, for which it must have been switched.
         register_pair(NAME, attend_shard, shard_mask)
         switch_back = switch(model, NAME)
         try:
@@ -305,37 +335,19 @@ class ContextParallel:
         def mine(x: Tensor) -> Tensor:
             return layout.shard(x, self.rank, dim=1).contiguous()
 
-        positions = batch.get("position_ids")
-        if positions is None:
-            if not self._is_rotary:
-                raise ValueError(
-                    "position_ids: expected them in the batch, because models without rotary embeddings count them in "
-                    "ways of their own"
-                )
-            positions = torch.arange(n_tokens, device=tokens.device)[None]
-        positions = positions.expand(size, -1)
+        positions = self._positions_of(batch, n_tokens, tokens.device).expand(size, -1)
         documents = self._documents_of(batch, positions)
         padding = batch.get("attention_mask")
-        leading, lengths, real = (0,) * size, None, None
-        if padding is not None and not bool((padding != 0).all()):
-            real = padding != 0
-            leading = tuple(real.int().argmax(1).tolist())
-            counts = real.sum(1)
-            if torch.equal(real, torch.arange(n_tokens, device=real.device) < counts[:, None]):
-                lengths = counts
-        device = self._device
+        real = None if padding is None or bool((padding != 0).all()) else padding != 0
         facts = BatchFacts(
             self,
             layout,
             documents,
             positions.cpu() if documents is not None and chunks_begin_at_documents() else None,
-            None if real is None or lengths is not None else mine(real).to(device),
-            None if lengths is None else lengths.to(device),
-            leading,
+            *_padding(real, mine, self._device),
         )
         found: dict[str, Any] = {name: mine(batch[name]) for name in _PER_TOKEN if batch.get(name) is not None}
-        found["position_ids"] = mine(positions)
-        found["cp_batch"] = facts
+        found |= {"position_ids": mine(positions), "cp_batch": facts}
         if hasattr(self.model.config.get_text_config(), "use_cache"):
             # With a cache, transformers does not look for packed rows.
             found["use_cache"] = False
@@ -348,6 +360,18 @@ class ContextParallel:
         others = {name: x for name, x in batch.items() if name not in _KNOWN and x is not None}
         given = batch.get("num_items_in_batch")
         return {**others, **found, **({} if given is None else {"num_items_in_batch": given})}
+
+    def _positions_of(self, batch: Mapping[str, Any], n_tokens: int, device: torch.device) -> Tensor:
+        """Return the position ids of all tokens ``[1 or B, N]``: a shard alone would count its own from 0."""
+        positions: Tensor | None = batch.get("position_ids")
+        if positions is not None:
+            return positions
+        if not self._is_rotary:
+            raise ValueError(
+                "position_ids: expected them in the batch, because models without rotary embeddings count them in "
+                "ways of their own"
+            )
+        return torch.arange(n_tokens, device=device)[None]
 
     def _labels(self, batch: Mapping[str, Any]) -> Tensor | None:
         labels: Tensor | None = batch.get("shift_labels")
@@ -362,14 +386,11 @@ class ContextParallel:
         return labels
 
     def _documents_of(self, batch: Mapping[str, Any], positions: Tensor) -> Documents | None:
-        honored = self._documents
-        if honored is None:
-            honored = batch.get("attention_mask") is None
-        if not honored:
-            return None
+        # With a mask of padding, transformers does not look for packed rows, either.
+        honored = batch.get("attention_mask") is None if self._documents is None else self._documents
         # Plans are made on the host.
         begins = _begins(positions).cpu()
-        if not bool(begins.any()):
+        if not honored or not bool(begins.any()):
             return None
         if self._documents is None and not self._sees_documents:
             warnings.warn(
@@ -403,6 +424,7 @@ class ContextParallel:
         content = b"".join(name.encode() + digest_of(x) for name, x in tensors.items())
         digest = digest_of(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device)
+        # All ranks gather all digests, so all of them raise, and none waits in the attention of a wrong batch.
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.group)
         others = [rank for rank in range(self.size) if not torch.equal(every[rank], every[0])]
@@ -430,6 +452,7 @@ class ContextParallel:
         """Return all tokens in order, at every rank, from the ranks' outputs, such as logits. It has no gradient."""
         sizes = [torch.tensor(x.shape[dim], device=x.device) for _ in range(self.size)]
         dist.all_gather(sizes, sizes[self.rank].clone(), group=self.group)
+        # Gathered tensors need equal shapes, so shards are padded to the longest and cut again.
         counts = [int(size) for size in sizes]
         mine = nn.functional.pad(x.movedim(dim, -1), (0, max(counts) - counts[self.rank])).contiguous()
         every = [torch.empty_like(mine) for _ in counts]
@@ -442,6 +465,7 @@ class ContextParallel:
     ) -> None:
         """Remember an attention call for `report`."""
         width = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
+        # Under autocast, what travels is narrower than what the layer was given.
         dtype = key.dtype
         if torch.is_autocast_enabled(key.device.type):
             dtype = torch.get_autocast_dtype(key.device.type)
@@ -454,7 +478,7 @@ class ContextParallel:
         found = []
         for kind, (calls, (pattern, layout, heads, batch, width)) in self._traffic.items():
             others = received = layout.n_tokens - layout.size(self.rank)
-            if not isinstance(pattern, RING_PATTERNS):
+            if not fits_ring(pattern):
                 plan = make_plan(pattern, layout, self.rank, num_heads=heads, batch=batch, gather=None)
                 received = sum(plan.tokens_received) + sum(plan.tokens_hot) - plan.tokens_hot[self.rank]
             else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ringtile.functional.attend import is_stateful
 from ringtile.integrations.transformers.attention import (
     GivenPattern,
     LayerAttend,
@@ -118,6 +119,7 @@ def _refuse_by_hand(module: nn.Module, name: str, part: nn.Module | None) -> Non
         )
 
 
+# The source of a class does not change, and reading it takes longer than building a small model.
 @cache
 def _is_by_hand(kind: Any) -> bool:
     """Return True if it is certain that a class of models, or a part of it, has attention of its own."""
@@ -165,7 +167,7 @@ def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend
     check_attend(attend)
     if isinstance(attend, Sequence | nn.ModuleList) and len(attend) != layers:
         raise ValueError(f"attend: expected one function per layer for {layers} layers, got {len(attend)}")
-    if getattr(attend, "stateful", False):
+    if is_stateful(attend):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)
     _register_chosen()
@@ -173,9 +175,11 @@ def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend
         for argument, given in (("pattern", pattern), ("attend", attend)):
             if given is not None:
                 raise ValueError(f"{argument}: {kind} has its own, got {given!r}")
+        # Modules of these kinds do not look up an attention function, so no name is set.
         _CONVERTED[kind](model)
         return model
     switch(model, CHOSEN)
+    # On the modules, not in a table of models: a model that is dropped takes its choice along, and a copy has it.
     chosen = _Chosen(pattern, attend)
     for module in model.modules():
         setattr(module, _KEPT, chosen)
@@ -215,6 +219,7 @@ def switch(model: Any, name: str) -> Callable[[], None]:
 
     Raises ValueError if a part computes attention by itself.
     """
+    # transformers switches the parts that it can and keeps quiet about the others.
     parts = _parts(model)
     before = [part.config._attn_implementation for part in parts]
 

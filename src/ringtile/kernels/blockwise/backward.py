@@ -11,7 +11,7 @@ from torch import Tensor
 from ringtile.kernels.blockwise.chunks import Chunk, RowTiles, Split, Work, on_flash, works
 from ringtile.kernels.blockwise.forward import additive, costs, dense_mask
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
-from ringtile.kernels.contracts import Call, index_of
+from ringtile.kernels.contracts import Call, Rows, index_of
 from ringtile.kernels.cpu_flash import flash_backward, split_scale, times
 
 
@@ -71,17 +71,9 @@ class RowInputs:
         return q, RowGrads(out_grad, out, lse, lse_grad, delta)
 
 
-def backward(
-    out_grad: Tensor,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
+    out_grad, lse_grad, q, k, v, out, lse = rows
     index = index_of(call, q, k)
     mask = dense_mask(index, q, v, call)
     if mask is not None:

@@ -94,8 +94,8 @@ def _entries(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
     """Return all kept tiles as (row slot, column, tile), columns ascending within a slot."""
     slots, cols, tiles = [], [], []
     for ptr, col, tile in (
-        (index.full_row_ptr, index.full_col, None),
-        (index.part_row_ptr, index.part_col, index.part_tile),
+        (index.rows.full_ptr, index.rows.full, None),
+        (index.rows.partial_ptr, index.rows.partial, index.rows.tile),
     ):
         ptr, col = ptr.cpu().long(), col.cpu().long()
         count = int(ptr[-1])
@@ -109,7 +109,7 @@ def _entries(index: BlockIndex) -> tuple[Tensor, Tensor, Tensor]:
 
 def _cut_last_column(index: BlockIndex, col: Tensor, tile: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tile bits that end at the last key, the keys that any row of a tile keeps, and the entries' new tiles."""
-    bits, keys_any = index.bits.cpu(), (index.bits_t.cpu() != 0).any(-1)
+    bits, keys_any = index.table.bits.cpu(), (index.table.bits_t.cpu() != 0).any(-1)
     tail = index.n_keys % index.block
     last = (col == index.n_cols - 1).nonzero().squeeze(1)
     if not tail or not len(last):
@@ -182,7 +182,7 @@ def _same_lists(key: Tensor, lists: Tensor, length: Tensor, ptr: Tensor) -> Tens
 
 def _launches(index: BlockIndex, slot: Tensor, col: Tensor, tile: Tensor) -> list[Launch]:
     n_rows = index.n_rows
-    n_slots = len(index.full_row_ptr) - 1
+    n_slots = len(index.rows.full_ptr) - 1
     length = torch.bincount(slot, minlength=n_slots)
     ptr = torch.cat([length.new_zeros(1), length.cumsum(0)])
     filled = length > 0
@@ -278,7 +278,7 @@ def _make_plan(index: BlockIndex) -> Plan:
     slot, col, tile = _entries(index)
     bits, keys_any, tile = _cut_last_column(index, col, tile)
     n_rows, n_cols, block = index.n_rows, index.n_cols, index.block
-    n_slots = len(index.full_row_ptr) - 1
+    n_slots = len(index.rows.full_ptr) - 1
     n_groups = n_slots // n_rows if n_rows else int(index.group.max()) + 1
     any_keys, number = _kept_by_ragged_rows(index, bits, keys_any, slot, tile)
     keys = _union(slot // max(n_rows, 1) * n_cols + col, number, any_keys, n_groups * n_cols)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
-from weakref import ref
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +17,8 @@ from ringtile.index.lists import check_lists
 from ringtile.index.schedule import Order, derived, schedule_of
 from ringtile.kernels.contracts import (
     Call,
+    Masses,
+    Rows,
     accumulator,
     dense_tiles_reason,
     index_of,
@@ -26,15 +26,13 @@ from ringtile.kernels.contracts import (
     new_out,
     with_contiguous_rows,
 )
-from ringtile.kernels.native import lists as _lists  # noqa: F401  gives `layout` its compiled lists
-from ringtile.kernels.native import masses
 from ringtile.kernels.native.checks import check_groups, check_options, check_rows, check_tensors
-from ringtile.kernels.native.library import BackwardPhase, CallStructure, ForwardPhase, library, reason_against
+from ringtile.kernels.native.library import BackwardPhase, CallStructure, ForwardPhase, Library, library, reason_against
+from ringtile.kernels.native.masses import compute as compute_masses
+from ringtile.kernels.native.masses import supports as supports_masses
 from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
-
-T = TypeVar("T")
 
 _OPERATIONS_A_CALL = 2e10
 """Operations per thread and call, about a quarter of a second. Ctrl-C works between calls."""
@@ -45,10 +43,9 @@ _INDEX_FIELDS = (
     *("part_col_ptr", "part_row", "part_tile_t", "bits", "bits_t", "rows_any", "cols_any"),
 )
 _ROW_BLOCK = 128
-_TEMPLATES = 32
-"""Largest number of templates, for each index and of small calls, for example one per batch size."""
 _SMALL = 1e8
 """Operations of a call that would notice the search for its index. A larger one keeps its index in the cache longer."""
+_TEMPLATES = 32
 _SHARES_A_THREAD = 16
 """Threads share a row or column of more than 1 / 16 of one thread's work in the backward pass."""
 
@@ -108,7 +105,8 @@ class _Template(NamedTuple):
     """What calls over one index have in common if their tensors have equal shapes, strides and dtypes."""
 
     structure: CallStructure
-    """A call without its tensors. Calls run at once in several threads, so each fills in a copy."""
+    """A call without its addresses and options. Calls run at once in several threads, so each fills in a copy."""
+    item_begin: Tensor
     n_items: int
     operations: float
     accumulator: torch.dtype
@@ -116,24 +114,29 @@ class _Template(NamedTuple):
     """True if the kernel reads the tensors where they are."""
     out_stride: tuple[int, ...]
     """The layout of `new_out`."""
+    n_rows: int
+    n_cols: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Lists:
+class _Lists(NamedTuple):
     """Values that the kernel derives from an index."""
 
     structure: CallStructure
     """A call with the fields of the index."""
     kept: tuple[Tensor, ...]
-    """The tensors whose memory the structure points to."""
+    """The tensors whose memory the structure points to, but ``full_row_ptr``: these values live as long as it does."""
+    group: Tensor
     work_begin: Tensor
     tiles: int
     """Kept tiles of a group, on average."""
     rows: _Side
     cols: _Side
-    item_begin: dict[tuple[int, int], tuple[Tensor, int]] = field(default_factory=dict)
-    templates: OrderedDict[Hashable, _Template] = field(default_factory=OrderedDict)
-    shared_splits: dict[tuple[int, int, int, int, bool], Tensor] = field(default_factory=dict)
+    shared_splits: dict[tuple[int, ...], Tensor]
+    # Key: the arguments of `_shared_splits`. Bound: one entry per batch, number of heads and of threads, and direction.
+    # Owner: these values, which leave with their index.
+    templates: OrderedDict[Hashable, _Template]
+    # Key: the form of the tensors. Bound: _TEMPLATES entries, the oldest leaves first. Owner: these values. A call over
+    # the tensors of an index, as in a compiled graph, has no plan, and a structure takes as long as 26 tokens.
 
 
 def _lists_of(index: BlockIndex) -> _Lists:
@@ -141,29 +144,30 @@ def _lists_of(index: BlockIndex) -> _Lists:
     if index.device.type != "cpu":
         raise ValueError(f"index: expected tensors on the CPU, got {index.device}")
     structure, rows, groups = library().structure(), schedule_of(index).rows, index.n_groups
-    row_side = _side(index.full_row_ptr + index.part_row_ptr, rows, groups)
-    col_side = _side(index.full_col_ptr + index.part_col_ptr, schedule_of(index).cols, groups)
+    row_side = _side(index.rows.full_ptr + index.rows.partial_ptr, rows, groups)
+    col_side = _side(index.cols.full_ptr + index.cols.partial_ptr, schedule_of(index).cols, groups)
     is_split = row_side.splits > 1
     tensors = {
-        **{name: getattr(index, name).contiguous() for name in _INDEX_FIELDS},
+        **{name: x.contiguous() for name, x in zip(_INDEX_FIELDS, index.tensors(), strict=False)},
         "work": torch.cat([rows.work, row_side.splits.flatten()[rows.work[:, :1].long()]], 1),
         "work_begin": rows.begin.long(),
         "row_splits": row_side.splits,
         "col_splits": col_side.splits,
         "row_buffer": torch.where(is_split, is_split.cumsum(1) - 1, 0).int(),
-        **{name: at.contiguous() for name in ("row_at", "col_at") if len(at := getattr(index, name))},
+        **{name: at.contiguous() for name, at in (("row_at", index.rows.at), ("col_at", index.cols.at)) if len(at)},
     }
     for name, tensor in tensors.items():
         setattr(structure, name, tensor.data_ptr())
+    # A stride of 0 reads one group for all batch elements or heads.
     structure.group_stride[0] = index.group.shape[1] if index.group.shape[0] > 1 else 0
     structure.group_stride[1] = 1 if index.group.shape[1] > 1 else 0
     structure.block = index.block
     structure.n_rows, structure.n_cols, structure.n_groups = index.n_rows, index.n_cols, groups
     structure.n_splits = int(rows.work[:, 3].max()) + 1 if len(rows.work) else 0
     structure.n_row_buffers = max(is_split.sum(1).tolist())
-    tiles = (index.full_col.numel() + index.part_col.numel()) // groups
-    kept = tuple(tensor for tensor in tensors.values() if tensor is not index.full_row_ptr)
-    return _Lists(structure, kept, tensors["work_begin"], tiles, row_side, col_side)
+    tiles = (len(index.rows.full) + len(index.rows.partial)) // groups
+    kept = tuple(tensor for tensor in tensors.values() if tensor is not index.rows.full_ptr)
+    return _Lists(structure, kept, index.group, tensors["work_begin"], tiles, row_side, col_side, {}, OrderedDict())
 
 
 def _side(begins: Tensor, order: Order, groups: int) -> _Side:
@@ -172,134 +176,124 @@ def _side(begins: Tensor, order: Order, groups: int) -> _Side:
     return _Side(begins.diff().long().view(shape), splits.view(shape), bool((splits > 1).any()))
 
 
-def _shared_splits(
-    index: BlockIndex, lists: _Lists, batch: int, heads: int, items: int, threads: int, columns: bool
-) -> Tensor:
+def _shared_splits(lists: _Lists, batch: int, heads: int, items: int, threads: int, columns: bool) -> Tensor:
     """Return the splits of rows or columns that are long for one thread: item, head over the batch, first, last.
 
     ``items`` is the number of heads, or of key heads for columns.
     """
-    key = (batch, heads, items, threads, columns)
-    found = lists.shared_splits.get(key)
-    if found is None:
-        side = lists.cols if columns else lists.rows
-        entries: list[tuple[int, int, int, int]] = []
-        if side.is_split and threads > 1:
-            group = index.group.long().expand(batch, heads)
-            slots, ratio = side.length.shape[1], batch * heads // items
-            length, splits = (x[group].view(items, ratio, slots) for x in (side.length, side.splits))
-            work = length.sum(1)
-            shared = (splits > 1).any(1) & (work * threads * _SHARES_A_THREAD > work.sum())
-            for item, slot in shared.nonzero().tolist():
-                for head in range(ratio):
-                    tiles, count = int(length[item, head, slot]), int(splits[item, head, slot])
-                    for split in range(count):
-                        ends = tiles * split // count, tiles * (split + 1) // count
-                        entries.append((item * slots + slot, item * ratio + head, *ends))
-        found = torch.tensor(entries, dtype=torch.int64).view(-1, 4)
-        lists.shared_splits[key] = found
+    key = batch, heads, items, threads, columns
+    if (found := lists.shared_splits.get(key)) is not None:
+        return found
+    side = lists.cols if columns else lists.rows
+    entries: list[tuple[int, int, int, int]] = []
+    if side.is_split and threads > 1:
+        group = lists.group.long().expand(batch, heads)
+        slots, ratio = side.length.shape[1], batch * heads // items
+        length, splits = (x[group].view(items, ratio, slots) for x in (side.length, side.splits))
+        work = length.sum(1)
+        shared = (splits > 1).any(1) & (work * threads * _SHARES_A_THREAD > work.sum())
+        # With 2 heads per key head, column 5 of key head 1 and 3 splits has 6 entries: 3 of head 2, then 3 of head 3.
+        for item, slot in shared.nonzero().tolist():
+            for head in range(ratio):
+                tiles, count = int(length[item, head, slot]), int(splits[item, head, slot])
+                for split in range(count):
+                    ends = tiles * split // count, tiles * (split + 1) // count
+                    entries.append((item * slots + slot, item * ratio + head, *ends))
+    found = lists.shared_splits[key] = torch.tensor(entries, dtype=torch.int64).view(-1, 4)
     return found
 
 
-class _Known(NamedTuple):
-    """What small calls of one pattern, one start and equal tensors have in common."""
+_version_of = attrgetter("_version")
 
-    owner: ref[BlockIndex]
-    tensors: tuple[Tensor, ...]
-    """The tensors of the index."""
-    versions: list[int]
+
+class Prepared(NamedTuple):
+    """What calls of one structure share. It keeps the tensors of the index alive, but not the `BlockIndex`."""
+
     lists: _Lists
     template: _Template
+    start: int
+    """Not in the template: indices of other starts in the same tile share their lists."""
+    tensors: tuple[Tensor, ...]
+    """The tensors of the index."""
+    versions: list[int] | None
+    """Counts of their changes, or None if an inference tensor among them does not count."""
+
+    def is_current(self) -> bool:
+        """Return True if the index has not changed in place."""
+        return self.versions is not None and self.versions == [*map(_version_of, self.tensors)]
 
 
-_small: OrderedDict[Hashable, _Known] = OrderedDict()
-"""The newest small calls that were met twice. An entry leaves with its index."""
-_met: OrderedDict[Hashable, None] = OrderedDict()
-"""The hashes of small calls that were met. The length of a decoded token is met once, unless there are layers."""
-_lock = threading.Lock()
-
-
-def _known(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[BlockIndex, _Lists, _Template]:
-    """Return the index of a call, its lists and its template. Raise ValueError if the tensors do not match."""
-    with span(INDEX):
-        layout = (
-            *(q.shape, k.shape, v.shape),
-            *(q.stride(), k.stride(), v.stride()),
-            *(q.dtype, k.dtype, v.dtype, q.device),
-        )
-        key = (layout, call.pattern, call.start, call.block)
-        if call.pattern and (known := _small.get(key)):
-            index = known.owner()
-            if index is not None and known.versions == [x._version for x in known.tensors]:
-                return index, known.lists, known.template
+def prepare(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex) -> Prepared | None:
+    """Return what calls over these shapes, strides, dtypes and pairs share, or None if there are no queries."""
+    if not q.shape[:3].numel():
+        return None
     check_tensors(q, k, v)
-    index = index_of(call, q, k)
     with span(INDEX):
+        # Indices of one pattern whose lengths end in the same tiles share their lists.
         lists = derived(index, _lists_of)
+        layout = *(x.shape for x in (q, k, v)), *(x.stride() for x in (q, k, v)), q.dtype
         template = lists.templates.get(layout)
         if template is None:
-            template = _make_template(q, k, v, index, lists)
-            _add(lists.templates, layout, template)
-        if call.pattern and template.operations < _SMALL:
-            if hash(key) not in _met:
-                _add(_met, hash(key), None)
-            else:
-                tensors = tuple(index.tensors())
-                watched = ref(index, lambda _: _small.pop(key, None))
-                _add(_small, key, _Known(watched, tensors, [x._version for x in tensors], lists, template))
-    return index, lists, template
+            template = lists.templates[layout] = _make_template(q, k, v, index, lists)
+            if len(lists.templates) > _TEMPLATES:
+                lists.templates.popitem(last=False)
+    # Versions are read after the lists are checked: a change from now on shows.
+    tensors = tuple(index.tensors())
+    versions = None if any(x.is_inference() for x in tensors) else [*map(_version_of, tensors)]
+    return Prepared(lists, template, index.start, tensors, versions)
 
 
-def _add(table: OrderedDict[Hashable, T], key: Hashable, value: T) -> None:
-    with _lock:
-        table[key] = value
-        if len(table) > _TEMPLATES:
-            table.popitem(last=False)
+def _current(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None) -> Prepared:
+    """Return what is prepared for a call with queries. Raise ValueError if its tensors do not match."""
+    if prepared is not None and prepared.is_current():
+        if call.pattern and prepared.template.operations >= _SMALL:
+            # Otherwise an index in use would become the least recently used one of its cache.
+            index_of(call, q, k)
+        return prepared
+    check_tensors(q, k, v)
+    prepared = prepare(q, k, v, index_of(call, q, k))
+    assert prepared is not None
+    return prepared
 
 
 def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _Lists) -> _Template:
     check_groups(index, q)
-    c = type(lists.structure).from_buffer_copy(lists.structure)
     (batch, heads, n_queries, head_dim), (kv_heads, n_keys, value_dim) = q.shape, v.shape[1:]
-    c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
-    c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
+    area = lists.tiles * min(index.block, n_queries) * min(index.block, n_keys) * batch * heads
     readable = [with_contiguous_rows(x) for x in (q, k, v)]
-    c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
+    in_place = readable[0] is q and readable[1] is k and readable[2] is v
     width = max(value_dim, 1)
     out_stride = n_queries * heads * width, width, heads * width, 1
-    c.out_stride = out_stride[:3]
-    items, n_items = _items(index, lists, batch, heads)
-    c.item_begin = items.data_ptr()
-    area = lists.tiles * min(index.block, n_queries) * min(index.block, n_keys) * batch * heads
-    in_place = readable[0] is q and readable[1] is k and readable[2] is v
-    return _Template(c, n_items, 2.0 * area * (head_dim + value_dim), accumulator(q), in_place, out_stride)
-
-
-def _items(index: BlockIndex, lists: _Lists, batch: int, heads: int) -> tuple[Tensor, int]:
-    """Return the first work item of each batch element and head, then the number of all items, also as an integer."""
-    found = lists.item_begin.get((batch, heads))
-    if found is None:
-        counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
-        begins = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        # If another thread was first, all point to its tensor: none of the others lives on.
-        found = lists.item_begin.setdefault((batch, heads), (begins, int(begins[-1])))
-    return found
+    # The first work item of each batch element and head, then the number of all items.
+    counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
+    items = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    c = type(lists.structure).from_buffer_copy(lists.structure)
+    c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
+    c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
+    c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
+    c.out_stride, c.item_begin = out_stride[:3], items.data_ptr()
+    operations = 2.0 * area * (head_dim + value_dim)
+    return _Template(
+        c, items, int(items[-1]), operations, accumulator(q), in_place, out_stride, index.n_rows, index.n_cols
+    )
 
 
 class _Job:
     """One call's structure and the tensors that it points to."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-        self.index, self.lists, self.template = _known(q, k, v, call)
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None) -> None:
+        # Kept whole: the structure points into its tensors.
+        self.prepared = _current(q, k, v, call, prepared)
+        template = self.template = self.prepared.template
         check_options(q, k, call)
-        self.library = library()
-        if not self.template.in_place:
+        self.library: Library = library()
+        if not template.in_place:
             q, k, v = (with_contiguous_rows(x) for x in (q, k, v))
         self.tensors = [q, k, v]
-        c = self.c = type(self.template.structure).from_buffer_copy(self.template.structure)
+        c = self.c = type(template.structure).from_buffer_copy(template.structure)
         # Not in the template: the precision that a caller allows can change from call to call.
         arithmetic = arithmetic_of(q.dtype)
-        c.isa, c.dtype, c.start, c.scale = arithmetic.isa.number, arithmetic.code, self.index.start, call.scale
+        c.isa, c.dtype, c.start, c.scale = arithmetic.isa.number, arithmetic.code, self.prepared.start, call.scale
         c.q, c.k, c.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if call.key_bits is not None:
             bits = self.keep(call.key_bits.contiguous())
@@ -311,7 +305,7 @@ class _Job:
             for name, numbers in (("head_at", call.head_at), ("batch_at", call.batch_at)):
                 if numbers is not None:
                     setattr(c, name, self.keep(numbers.contiguous()).data_ptr())
-        c.threads = threads_of(self.template.operations)
+        c.threads = threads_of(template.operations)
 
     def keep(self, x: Tensor) -> Tensor:
         """Keep a tensor alive during the call."""
@@ -332,14 +326,14 @@ class _Job:
     def run_columns(self, heads: int, operations: float) -> None:
         """Run the columns of each head on one thread, some columns at a time."""
         self.c.phase, self.c.first_item, self.c.last_item = BackwardPhase.HEADS, 0, heads
-        for first, last in _ranges(self.index.n_cols, operations, self.c.threads):
+        for first, last in _ranges(self.template.n_cols, operations, self.c.threads):
             self.c.first_col, self.c.last_col = first, last
             self._call(self.library.handle.ringtile_backward)
 
     def run_lists(self, phase: int, items: int, places: int, operations: float) -> None:
         """Run the rows or columns of ``items`` heads. Threads share long ones, in a fixed order."""
         c, columns = self.c, phase == BackwardPhase.COLUMNS
-        splits = _shared_splits(self.index, self.lists, c.batch, c.heads, items, c.threads, columns)
+        splits = _shared_splits(self.prepared.lists, c.batch, c.heads, items, c.threads, columns)
         c.shared_splits, c.n_shared_splits = self.keep(splits).data_ptr(), len(splits)
         if len(splits):
             width = _whole_tiles(c.head_dim) + (_whole_tiles(c.value_dim) if columns else 0)
@@ -350,6 +344,7 @@ class _Job:
             self.run(False, phase + (BackwardPhase.FOLD_ROWS - BackwardPhase.ROWS), len(splits), 0)
 
     def _call(self, function: Any) -> None:
+        # A copy, because a listener can leave in another thread during the call.
         listening = list(listeners)
         times = (ctypes.c_int64 * 2)() if listening else None
         self.c.times = None if times is None else ctypes.addressof(times)
@@ -362,16 +357,16 @@ class _Job:
                 listener.append(KernelTime(self.c.out_grad is not None, times[0], times[1]))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | None = None) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]`` (float32, float64 for float64)."""
-    batch, heads, n_queries, _ = q.shape
-    if not batch * heads * n_queries:
+    rows = q.shape[:3]
+    if not rows.numel():
         index_of(call, q, k)  # raises the same errors as a call with queries
-        return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
-    job = _Job(q, k, v, call)
+        return new_out(q, v.shape[-1]), q.new_empty(rows, dtype=accumulator(q))
+    job = _Job(q, k, v, call, prepared)
     template = job.template
-    out = q.new_empty_strided((batch, heads, n_queries, v.shape[3]), template.out_stride)
-    lse = q.new_empty((batch, heads, n_queries), dtype=template.accumulator)
+    out = q.new_empty_strided((*rows, v.shape[3]), template.out_stride)
+    lse = q.new_empty(rows, dtype=template.accumulator)
     job.c.out, job.c.lse = out.data_ptr(), lse.data_ptr()
     if job.c.n_splits:
         size = q.shape[0] * q.shape[1] * job.c.n_splits * (v.shape[3] + 2) * _ROW_BLOCK
@@ -382,21 +377,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def backward(
-    out_grad: Tensor,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call, prepared: Prepared | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
+    out_grad, lse_grad, q, k, v, out, lse = rows
     check_rows(q, v, out, out_grad, lse, lse_grad)
     if not lse.numel() or not k.shape[2]:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    job = _Job(q, k, v, call)
+    job = _Job(q, k, v, call, prepared)
     heads, kv_heads = q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]
     by_columns = backward_products(kv_heads, job.c.threads) == 5
     # Columns add to the gradients of queries, tile by tile. Everything else is written once.
@@ -416,15 +403,16 @@ def backward(
         job.run_columns(kv_heads, 2.5 * job.template.operations)
     else:
         job.run(False, BackwardPhase.DELTA, heads, 0)
-        job.run_lists(BackwardPhase.ROWS, heads, job.index.n_rows, 1.5 * job.template.operations)
-        job.run_lists(BackwardPhase.COLUMNS, kv_heads, job.index.n_cols, 2 * job.template.operations)
+        job.run_lists(BackwardPhase.ROWS, heads, job.template.n_rows, 1.5 * job.template.operations)
+        job.run_lists(BackwardPhase.COLUMNS, kv_heads, job.template.n_cols, 2 * job.template.operations)
     return q_grad.to(q.dtype), k_grad, v_grad
 
 
-def pooled_masses(query: Tensor, key: Tensor, *rest: Any) -> Tensor | None:
+def pooled_masses(masses: Masses) -> Tensor | None:
     """Return the result of the operator of the same name, or None if the library does not support it."""
-    if reason_against() or not masses.supports(query, key):
+    query, key = masses.query, masses.key
+    if reason_against() or not supports_masses(query, key):
         return None
     operations = 2.0 * query.shape[:3].numel() * key.shape[2] * key.shape[3]
     threads = threads_of(operations)
-    return masses.compute(query, key, *rest, threads=threads, ranges=lambda items: _ranges(items, operations, threads))
+    return compute_masses(masses, threads=threads, ranges=lambda items: _ranges(items, operations, threads))

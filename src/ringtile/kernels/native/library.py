@@ -108,6 +108,7 @@ def _check_complete(path: Path) -> None:
         header = file.read(64)
         if len(header) < 64 or header[:5] != b"\x7fELF\x02":
             return
+        # Byte 32 has the place of the table of segments, byte 54 the size of an entry and their number.
         (begin,), (size, count) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<HH", header, 54)
         file.seek(begin)
         segments = file.read(size * count)
@@ -119,6 +120,7 @@ def _check_complete(path: Path) -> None:
 def _loaded(segments: bytes, size: int) -> Iterator[tuple[int, int]]:
     """Yield the offset and length in the file of each loaded segment."""
     for at in range(0, len(segments) - size + 1, size):
+        # An entry: kind, flags, offset in the file, two addresses, length in the file. Kind 1 is loaded.
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", segments, at)
         if kind == 1:
             yield offset, length

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from ringtile.index import BlockIndex
-from ringtile.index.restrict import LISTS, compiled, too_many
+from ringtile.index.restrict import KeptLists, too_many
 from ringtile.kernels.contracts import check_memory
 from ringtile.kernels.native.library import library, reason_against
 
 
-def kept_lists(
-    index: BlockIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
-) -> dict[str, Tensor] | None:
+def kept_lists(index: BlockIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None) -> KeptLists | None:
     """Return what `ringtile.index.restrict` makes of PyTorch's operations, or None if the library does not serve it.
 
     Tiles behind the last one are zeros.
@@ -33,25 +31,22 @@ def kept_lists(
         base, heads = index.group.expand(shape).flatten().contiguous(), shape[1]
         keep = keep.expand(*shape, -1, -1)
     batch, head, row, col = keep.stride()
-    sides = {"row": (index.n_rows, row, col), "col": (index.n_cols, col, row)}
-    lists: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-    for name, fields in LISTS.items():
-        slots, *strides = sides[name[5:]]
-        lists[f"{name}_ptr"] = pointer = torch.empty(len(base) * slots + 1, dtype=torch.int32)
-        begins, *tables = [getattr(index, field).contiguous() for field in (f"{name}_ptr", *fields)]
-        places = [*map(Tensor.data_ptr, (base, begins, *tables)), None][:4]
-        strided = (keep.data_ptr(), (ctypes.c_int64 * 4)(batch, head, *strides))
-        copy = partial(library().handle.ringtile_kept, len(base), heads, slots, *places, *strided)
-        # A list has at most the base's tiles once per group.
-        most = len(base) * len(tables[0])
-        size = copy(0, pointer.data_ptr(), None, None) if capacity is None else min(capacity, most)
-        found = [torch.empty(size, dtype=torch.int32) for _ in tables]
-        counts[name] = copy(size, pointer.data_ptr(), *[*map(Tensor.data_ptr, found), None][:2])
-        lists |= zip(fields, found, strict=True)
-    if capacity is not None and counts["full_row"] + counts["part_row"] > capacity:
-        raise RuntimeError(too_many(capacity))
+    lists: KeptLists = ([], [])
+    sides = (index.rows, index.n_rows, row, col), (index.cols, index.n_cols, col, row)
+    for found, (side, slots, *strides) in zip(lists, sides, strict=True):
+        n_kept = 0
+        for begins, *tables in ((side.full_ptr, side.full), (side.partial_ptr, side.partial, side.tile)):
+            pointer = torch.empty(len(base) * slots + 1, dtype=torch.int32)
+            begins, *tables = [x.contiguous() for x in (begins, *tables)]
+            places = [*map(Tensor.data_ptr, (base, begins, *tables)), None][:4]
+            strided = (keep.data_ptr(), (ctypes.c_int64 * 4)(batch, head, *strides))
+            copy = partial(library().handle.ringtile_kept, len(base), heads, slots, *places, *strided)
+            # A list has at most the base's tiles once per group.
+            most = len(base) * len(tables[0])
+            size = copy(0, pointer.data_ptr(), None, None) if capacity is None else min(capacity, most)
+            copies = [torch.empty(size, dtype=torch.int32) for _ in tables]
+            n_kept += copy(size, pointer.data_ptr(), *[*map(Tensor.data_ptr, copies), None][:2])
+            found.extend((pointer, *copies))
+        if capacity is not None and n_kept > capacity:
+            raise RuntimeError(too_many(capacity))
     return lists
-
-
-compiled["kept_lists"] = kept_lists

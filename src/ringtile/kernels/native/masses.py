@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import with_contiguous_rows
+from ringtile.kernels.contracts import Masses, with_contiguous_rows
 from ringtile.kernels.native.checks import DTYPES
 from ringtile.kernels.native.library import library
 from ringtile.kernels.spans import KERNEL, span
@@ -23,21 +23,9 @@ def supports(query: Tensor, key: Tensor) -> bool:
     return query.device.type == "cpu" and query.dtype != torch.float64 and key.shape[2] < 2**31
 
 
-def compute(
-    query: Tensor,
-    key: Tensor,
-    seen: Tensor,
-    groups: Tensor,
-    bias: Tensor | None,
-    segment: int,
-    pool: str,
-    by_sign: bool,
-    scale: float,
-    *,
-    threads: int,
-    ranges: Callable[[int], Iterator[tuple[int, int]]],
-) -> Tensor:
+def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tuple[int, int]]]) -> Tensor:
     """Return the masses. ``ranges`` cuts a number of items into calls of bounded length."""
+    query, key, seen, groups, bias, segment, pool, by_sign, scale = masses
     query, key = with_contiguous_rows(query), with_contiguous_rows(key)
     (batch, heads, rows, _), pooled = query.shape, len(groups) - 1
     segment = min(segment, max(key.shape[2], 1))

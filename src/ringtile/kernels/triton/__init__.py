@@ -6,13 +6,13 @@ With TRITON_INTERPRET=1 in the environment, Triton computes them on the CPU with
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 from torch import Tensor
 
 from ringtile.kernels.contracts import (
     Call,
+    Rows,
     dense_tiles_reason,
     index_of,
     is_remapped,
@@ -20,6 +20,7 @@ from ringtile.kernels.contracts import (
     new_out,
     with_contiguous_rows,
 )
+from ringtile.kernels.triton.tuning import INTERPRETED
 
 MEASURED_ON = ""
 """GPU of benchmarks/records/gpu.json, or empty until there is a record."""
@@ -27,9 +28,6 @@ MEASURED_ON = ""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
 _SMALLEST_BLOCK = 64
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""True if Triton computes on the CPU. Triton reads the variable once, too, when it is first imported."""
 
 _FOUND = importlib.util.find_spec("triton") is not None
 
@@ -82,17 +80,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return out, lse
 
 
-def backward(
-    out_grad: Tensor,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
+    out_grad, lse_grad, q, k, v, out, lse = rows
     if not lse.numel() or not k.numel():
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     from ringtile.kernels.triton.plans import run_backward

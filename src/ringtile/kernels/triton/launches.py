@@ -16,9 +16,9 @@ from ringtile.index.schedule import Order, schedule_of
 from ringtile.kernels.contracts import Call, index_of, is_remapped
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
-from ringtile.kernels.triton import INTERPRETED, backward_kernels, forward_kernels
+from ringtile.kernels.triton import backward_kernels, forward_kernels
 from ringtile.kernels.triton.schedule import in_blocks
-from ringtile.kernels.triton.tuning import INTERPRETED_CONFIG, Config, configs, wants_descriptors
+from ringtile.kernels.triton.tuning import INTERPRETED, INTERPRETED_CONFIG, Config, configs, wants_descriptors
 
 _FEW_PROGRAMS = 132
 """With fewer columns than a large GPU has processors, the query heads of a key head are computed separately."""
@@ -208,13 +208,13 @@ class Job:
             "work": order.work,
             "begin": order.begin,
             "longest": order.longest,
-            "full_ptr": index.full_row_ptr,
-            "full_col": index.full_col,
-            "part_ptr": index.part_row_ptr,
-            "part_col": index.part_col,
-            "part_tile": index.part_tile,
-            "bits": index.bits,
-            "cols_any": index.cols_any,
+            "full_ptr": index.rows.full_ptr,
+            "full_col": index.rows.full,
+            "part_ptr": index.rows.partial_ptr,
+            "part_col": index.rows.partial,
+            "part_tile": index.rows.tile,
+            "bits": index.table.bits,
+            "cols_any": index.table.cols_any,
             "n_rows": index.n_rows,
         }
 
@@ -225,13 +225,13 @@ class Job:
             "work": order.work,
             "begin": order.begin,
             "longest": order.longest,
-            "full_ptr": index.full_col_ptr,
-            "full_row": index.full_row,
-            "part_ptr": index.part_col_ptr,
-            "part_row": index.part_row,
-            "part_tile": index.part_tile_t,
-            "bits": index.bits_t,
-            "rows_any": index.rows_any,
+            "full_ptr": index.cols.full_ptr,
+            "full_row": index.cols.full,
+            "part_ptr": index.cols.partial_ptr,
+            "part_row": index.cols.partial,
+            "part_tile": index.cols.tile,
+            "bits": index.table.bits_t,
+            "rows_any": index.table.rows_any,
             "n_cols": index.n_cols,
         }
 

@@ -17,7 +17,6 @@ from triton.runtime import driver
 from ringtile.index import BlockIndex, schedule
 from ringtile.kernels.contracts import Call, index_of
 from ringtile.kernels.spans import KERNEL, span
-from ringtile.kernels.triton import INTERPRETED
 from ringtile.kernels.triton.launches import (
     Choice,
     Job,
@@ -27,7 +26,7 @@ from ringtile.kernels.triton.launches import (
     forward_launches,
     on_device,
 )
-from ringtile.kernels.triton.tuning import wants_descriptors
+from ringtile.kernels.triton.tuning import INTERPRETED, wants_descriptors
 
 _PLANS = 32
 """Largest number of plans per index, for example one per length."""
@@ -166,5 +165,5 @@ def _planned(
             elif not isinstance(x, int | float | str):
                 return None
         steps.append(_Step(kernel[(choice.programs, 1, 1)], arguments, changing))
-    kept = tuple(x for x in lasting.values() if x is not index.full_row_ptr)
+    kept = tuple(x for x in lasting.values() if x is not index.rows.full_ptr)
     return Plan(steps, scratch, kept)

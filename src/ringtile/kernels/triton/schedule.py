@@ -13,7 +13,8 @@ BLOCKS = (64, 128)
 
 def _merged(index: BlockIndex) -> BlockIndex:
     # Tiles that become one need not follow each other in position space. Only dropout depends on it (`unsupported`).
-    return replace(index, row_at=index.row_at[:0], col_at=index.col_at[:0]).coarsen(128)
+    rows, cols = (side._replace(at=side.at[:0]) for side in (index.rows, index.cols))
+    return replace(index, rows=rows, cols=cols).coarsen(128)
 
 
 def in_blocks(index: BlockIndex) -> BlockIndex:
@@ -21,4 +22,4 @@ def in_blocks(index: BlockIndex) -> BlockIndex:
     if index.block in BLOCKS:
         return index
     merged = derived(index, _merged)
-    return replace(merged, start=index.start, n_queries=index.n_queries, n_keys=index.n_keys)
+    return merged.at(replace(index.grid, block=merged.block))

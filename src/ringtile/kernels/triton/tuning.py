@@ -17,6 +17,9 @@ VARIABLE = "RINGTILE_TRITON"
 """Environment variable: ``tma`` loads the keys and values of full tiles by tensor descriptors, in the forward pass and
 for dQ, on sm_90 and up. It is off until a GPU benchmark shows that it is faster."""
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""True if Triton computes on the CPU. Triton reads the variable once, too, when it is first imported."""
+
 
 def wants_descriptors() -> bool:
     """Return True if `VARIABLE` requests tensor descriptors. Raise ValueError if it has another value."""

@@ -6,43 +6,33 @@ import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from ringtile.kernels.native.peak import peak_rates
 from ringtile.kernels.select import NAMES
 from ringtile.patterns import parse
+from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Attention, Case, Peer, all_peers
 from ringtile.tools.bench.roofline import limit_ms, passes_of
+from ringtile.tools.bench.rows import Record, Row, break_even, slower_rows
 from ringtile.tools.bench.suites import PATTERNS, SUITES, TOKENS, Task, case_of, suite
-from ringtile.tools.exact import Exact
-from ringtile.tools.machine import busy_warning, commit, machine_facts, versions
+from ringtile.tools.machine import busy_warning
 from ringtile.tools.progress import Progress
-from ringtile.tools.record import (
-    BOTH,
-    DENSE,
-    DIRECTIONS,
-    DTYPES,
-    FORWARD,
-    OURS,
-    Record,
-    Row,
-    break_even,
-    slower_rows,
-    write_whole,
-)
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, DTYPES, FORWARD, OURS, write_whole
+from ringtile.tools.timing import interleaved, seconds_of
 from ringtile.tools.units import count
 
 CLOCK, CLOCK_SECONDS = "fma_float32", 0.004
 """The rate measured between rounds, and for how long: it tells how much of the processor was free."""
-MIN_ROUNDS, MAX_ROUNDS = 3, 200
+MIN_ROUNDS = 3
 SAMPLE_SECONDS = 1e-3
 """Shorter calls are repeated until a sample takes this long."""
 SLOW_SECONDS = 3.0
@@ -51,26 +41,12 @@ MEMORY_SECONDS = 1.0
 """The memory of a baseline, which costs one more call, is measured if a call takes no longer."""
 
 
-@dataclass
-class _Entrant:
-    """A peer in one case and direction, and its row so far."""
-
-    peer: Peer
-    row: Row
-    attention: Attention | None = None
-    """None if the row has a reason."""
-    seconds: list[float] = field(default_factory=list)
-
-    def leave_out(self, reason: str) -> None:
-        self.row, self.attention = replace(self.row, reason=reason), None
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def blank_row(case: Case, direction: str, peer: str) -> Row:
-    """Return a row without results."""
+    """Return a row without results. It builds no index."""
     shared = {f.name for f in fields(Row)} & {f.name for f in fields(Case)}
     sizes = {name: getattr(case, name) for name in shared}
     sizes |= {"pattern": case.pattern.text or case.asked, "device": str(case.device)}
@@ -78,11 +54,12 @@ def blank_row(case: Case, direction: str, peer: str) -> Row:
     return Row(**sizes, direction=direction, peer=peer, density=0.0, tile_density=0.0, ideal=None)
 
 
-def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attention | str]) -> _Entrant:
-    """Prepare a peer and check its result. If it must not be timed, its row gets the reason."""
-    case, index = exact.case, exact.case.index
-    row = replace(blank_row(case, direction, peer.name), density=index.density, tile_density=index.tile_density)
-    entrant = _Entrant(peer, replace(row, ideal=1 / index.density if index.density else None))
+def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attention | str]) -> Row:
+    """Prepare a peer and check its result. A row with a reason must not be timed."""
+    case, density = exact.case, exact.case.index.density
+    row = blank_row(case, direction, peer.name)
+    row = replace(row, density=density, tile_density=case.index.tile_density, ideal=1 / density if density else None)
+    # Both directions use what a peer prepares, because a compilation can take a minute.
     if peer.name not in prepared:
         try:
             prepared[peer.name] = "; ".join(peer.unsupported(case)) or peer.prepare(case)
@@ -90,82 +67,54 @@ def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attenti
             prepared[peer.name] = f"cannot be prepared: {_first_line(failure)}"
     attention = prepared[peer.name]
     if isinstance(attention, str):
-        entrant.leave_out(attention)
-        return entrant
+        return replace(row, reason=attention)
     try:
         out, grads = exact.run(attention, direction, exact.rows_grad)
     except RuntimeError as failure:
         device = "a CPU" if case.device.type == "cpu" else f"{case.device}"
-        entrant.leave_out(f"cannot {'run' if direction == FORWARD else 'train'} on {device}: {_first_line(failure)}")
-        return entrant
+        does = "run" if direction == FORWARD else "train"
+        return replace(row, reason=f"cannot {does} on {device}: {_first_line(failure)}")
     error, bound = max(exact.errors(peer.computes(case), out, grads)), exact.bound(peer.computes(case), direction)
-    entrant.row = replace(entrant.row, error=error if math.isfinite(error) else None, error_bound=bound)
-    entrant.attention = attention
-    if error > bound:
-        entrant.leave_out(f"wrong: error {error:.1e}, over {bound:.1e}")
-    elif peer.name == OURS and (reason := exact.holes(out)):
-        entrant.leave_out(reason)
-    return entrant
+    reason = f"wrong: error {error:.1e}, over {bound:.1e}" if error > bound else ""
+    if not reason and peer.name == OURS:
+        reason = exact.holes(out)
+    return replace(row, error=error if math.isfinite(error) else None, error_bound=bound, reason=reason)
 
 
-def seconds_of(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the mean seconds of a call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / repeats
+def _calls_of(
+    rows: list[Row], exact: Exact, prepared: Mapping[str, Any], slow_seconds: float
+) -> dict[str, Callable[[], float]]:
+    """Return a sample of the time of each row without a reason, by peer, and put the peak memory into the rows.
 
-
-def _time(
-    entrants: list[_Entrant],
-    exact: Exact,
-    direction: str,
-    seconds: float,
-    rounds: int,
-    slow_seconds: float,
-    rates: Mapping[str, float],
-) -> float | None:
-    """Call the admitted peers in turn, round after round, and start each round with another one.
-
-    Returns the clock of these rounds (`Row.clock`), or None without ``rates``.
+    A baseline other than dense that is too slow gets a reason.
     """
-    device, calls, ticks = exact.case.device, [], []
-    for entrant in entrants:
-        if entrant.attention is None:
+    device = exact.case.device
+    samples: dict[str, Callable[[], float]] = {}
+    for number, row in enumerate(rows):
+        if row.reason:
             continue
-        call = partial(exact.run, entrant.attention, direction, exact.grad)
+        attention = prepared[row.peer]
+        call = partial(exact.run, attention, row.direction, exact.grad)
         took = seconds_of(call, 1, device)
-        if took > slow_seconds and entrant.peer.name not in (OURS, DENSE):
-            entrant.leave_out(f"one call took {took:.1f} s, timed up to {slow_seconds:.0f} s")
+        if took > slow_seconds and row.peer not in (OURS, DENSE):
+            rows[number] = replace(row, reason=f"one call took {took:.1f} s, timed up to {slow_seconds:.0f} s")
             continue
-        if took <= MEMORY_SECONDS or entrant.peer.name == OURS:
-            peaks = exact.peaks(entrant.attention, direction)
-            entrant.row = replace(entrant.row, peak_forward_bytes=peaks.forward, peak_backward_bytes=peaks.backward)
-        calls.append((entrant, call, max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9))))))
-    began, done = time.perf_counter(), 0
-    while calls and (done < rounds or (done < MAX_ROUNDS and time.perf_counter() - began < seconds)):
-        for place in range(len(calls)):
-            entrant, call, repeats = calls[(place + done) % len(calls)]
-            entrant.seconds.append(seconds_of(call, repeats, device))
-        if CLOCK in rates:
-            ticks.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
-        done += 1
-    return statistics.median(ticks) / rates[CLOCK] if ticks else None
+        if took <= MEMORY_SECONDS or row.peer == OURS:
+            peaks = exact.peaks(attention, row.direction)
+            rows[number] = replace(row, peak_forward_bytes=peaks.forward, peak_backward_bytes=peaks.backward)
+        repeats = max(1, min(1000, round(SAMPLE_SECONDS / max(took, 1e-9))))
+        samples[row.peer] = partial(seconds_of, call, repeats, device)
+    return samples
 
 
-def _timed_row(case: Case, direction: str, entrant: _Entrant, rates: Mapping[str, float], clock: float | None) -> Row:
-    """Return the row with the work of the call, its limit and, if it was timed, its times."""
-    passes = passes_of(case, direction, entrant.peer)
-    # Other processes take a share of the vector units, but not of the memory bandwidth.
-    paced = {name: rate if name == "read" or clock is None else rate * clock for name, rate in rates.items()}
+def _figures(case: Case, peer: Peer, row: Row, seconds: Sequence[float], rates: Mapping[str, float]) -> Row:
+    """Return the row with the work of the call, its limit at these rates and, if it was timed, its times."""
+    passes = passes_of(case, row.direction, peer)
     operations = sum(work.operations for work in passes) if passes else None
-    row = replace(entrant.row, operations=operations, limit_ms=limit_ms(passes, paced), clock=clock)
-    if not (times := [1e3 * seconds for seconds in entrant.seconds]):
+    row = replace(row, operations=operations, limit_ms=limit_ms(passes, rates))
+    if not (times := [1e3 * each for each in seconds]):
         return row
+    # Quantiles need two values, and those of a value twice are the value.
     low, *_, high = statistics.quantiles(times * 2 if len(times) == 1 else times, n=5, method="inclusive")
     return replace(row, median_ms=statistics.median(times), low_ms=low, high_ms=high, rounds=len(times))
 
@@ -201,21 +150,28 @@ def measure(
     exact = Exact(case, seed, trains=BOTH in directions)
     prepared: dict[str, Attention | str] = {}
     for direction in directions:
-        clock = None
+        ticks: list[float] = []
+
+        def tick(into: list[float] = ticks) -> None:
+            if CLOCK in rates:
+                into.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
+
         with _threads(case.threads):
-            entrants = [_admit(peer, exact, direction, prepared) for peer in peers]
-            wrong = [entrant.row.reason for entrant in entrants if entrant.peer.name == OURS and entrant.row.reason]
-            if wrong:
-                for entrant in entrants:
-                    entrant.leave_out(entrant.row.reason or f"not timed, because {OURS} is not right here: {wrong[0]}")
-            else:
-                clock = _time(entrants, exact, direction, seconds, rounds, slow_seconds, rates)
-            rows = [_timed_row(case, direction, entrant, rates, clock) for entrant in entrants]
+            rows = [_admit(peer, exact, direction, prepared) for peer in peers]
+            if wrong := [row.reason for row in rows if row.peer == OURS and row.reason]:
+                told = f"not timed, because {OURS} is not right here: {wrong[0]}"
+                rows = [replace(row, reason=row.reason or told) for row in rows]
+            samples = _calls_of(rows, exact, prepared, slow_seconds)
+            found = interleaved(samples, rounds, seconds=seconds, after_round=tick)
+            clock = statistics.median(ticks) / rates[CLOCK] if ticks else None
+            # Other processes take a share of the vector units, but not of the memory bandwidth.
+            paced = {name: rate if name == "read" else rate * (clock or 1.0) for name, rate in rates.items()}
+            rows = [
+                replace(_figures(case, peer, row, found.get(row.peer, ()), paced), clock=clock)
+                for peer, row in zip(peers, rows, strict=True)
+            ]
         dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
-        yield [
-            replace(row, speedup=dense / row.median_ms) if dense is not None and row.median_ms is not None else row
-            for row in rows
-        ]
+        yield [replace(row, speedup=dense / row.median_ms) if dense and row.median_ms else row for row in rows]
 
 
 def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:
@@ -228,7 +184,7 @@ def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:
 
 def blank_record(seed: int, seconds: float) -> Record:
     """Return a record without rows, with the facts about this machine."""
-    return Record(seed, seconds, commit(), versions(), machine_facts(), (), warning=busy_warning())
+    return Record.here(seed=seed, seconds=seconds, warning=busy_warning())
 
 
 def run_bench(
@@ -240,6 +196,7 @@ def run_bench(
     before: Sequence[Row] = (),
     report: Callable[[list[Row]], None] = lambda rows: None,
     save: Callable[[Record], None] = lambda record: None,
+    progress: Progress | None = None,
 ) -> Record:
     """Measure all tasks. Ctrl-C ends it with the rows so far.
 
@@ -247,35 +204,32 @@ def run_bench(
     long the rounds of one case and direction take. Tasks that are whole in ``before`` are not measured again.
     """
     counts = {task.case.threads or torch.get_num_threads() for task in tasks}
-    # What other processes do, before this one computes.
+    # The warning is about other processes, so look at the load before this one computes.
     record = blank_record(seed, seconds)
     peaks = {str(number): peak_rates(threads=number) for number in sorted(counts)}
     record = replace(record, interrupted=True, peaks=peaks, command=command)
     known = [rows_in(task, before) for task in tasks]
-    # The work of a call grows with the square of the length, and every case has a constant cost.
-    works = [0.0 if old else 1.0 + (task.case.queries / 2048) ** 2 for task, old in zip(tasks, known, strict=True)]
-    progress, began = Progress(), time.monotonic()
+    waiting = [number for number, old in enumerate(known) if not old]
+
+    def name(number: int) -> str:
+        return f"{tasks[number].case.asked}, N {tasks[number].case.n_tokens:,}"
+
+    def cost(number: int) -> float:
+        # The work of a call grows with the square of the length, and every case has a constant cost.
+        return len(tasks[number].directions) * (0.1 + seconds) * (1.0 + (tasks[number].case.queries / 2048) ** 2)
+
     try:
-        for done, (task, old) in enumerate(zip(tasks, known, strict=True)):
-            if old:
-                record = replace(record, rows=(*record.rows, *old))
-                continue
-            so_far = sum(works[:done])
-            # Before the first case has ended, the time that its rounds and those of the others take at least.
-            left = sum(len(task.directions) for task, old in zip(tasks, known, strict=True) if not old) * seconds
-            left = sum(works[done:]) / so_far * (time.monotonic() - began) if so_far else left
-            progress.show(f"case {done + 1} of {len(tasks)}: {task.case.asked}, N {task.case.n_tokens:,}", left)
+        for number in (progress or Progress()).through(waiting, name, cost, done=len(tasks) - len(waiting)):
+            task = tasks[number]
             rates = peaks[str(task.case.threads or torch.get_num_threads())]
-            case, peers, directions = task.case, task.peers, task.directions
-            found: list[Row] = []
+            options: dict[str, Any] = {"directions": task.directions, "seconds": seconds, "seed": seed, "rates": rates}
             try:
-                for rows in measure(case, peers, directions=directions, seconds=seconds, seed=seed, rates=rates):
-                    found += rows
+                for rows in measure(task.case, task.peers, **options):
+                    known[number] += rows
             finally:
-                progress.clear()
-                record = replace(record, rows=(*record.rows, *found))
-                if found:
-                    report(found)
+                record = replace(record, rows=tuple(row for rows in known for row in rows))
+                if known[number]:
+                    report(known[number])
             save(record)
     except KeyboardInterrupt:
         return record
@@ -359,6 +313,7 @@ def _device(name: str) -> torch.device:
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
     sizes = {"batch": args.batch, "head_dim": args.head_dim, "device": _device(args.device)}
     for text in args.patterns:
+        # A pattern per head decides the number of heads.
         heads = parse(text).num_heads or args.heads
         for name in [f"{text} at {density:g}" for density in args.density or []] or [text]:
             for dtype in args.dtype:
@@ -394,6 +349,7 @@ def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...
         return ()
     record = _read("--resume", path)
     here = blank_record(args.seed, args.seconds)
+    # Rows of another commit or machine in one record would be compared as if they were of one run.
     for name in ("seed", "seconds", "commit", "versions", "machine"):
         if getattr(record, name) != getattr(here, name):
             was, now = getattr(record, name), getattr(here, name)
@@ -414,9 +370,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--json: expected a file in an existing folder, got {args.json!r}")
     kept = _rows_to_keep(json_path, args)
 
+    progress = Progress(quiet=args.json == "-")
+
     def report(rows: list[Row]) -> None:
-        if args.json != "-":
-            print(*_table(rows), sep="\n", flush=True)
+        progress.say("\n".join(_table(rows)))
 
     def save(record: Record) -> None:
         if json_path is not None:
@@ -425,7 +382,7 @@ def run(args: argparse.Namespace) -> int:
     if (warning := busy_warning()) is not None:
         print(warning, file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
     options = {"seconds": args.seconds, "seed": args.seed, "command": args.command}
-    record = run_bench(tasks, **options, before=kept, report=report, save=save)
+    record = run_bench(tasks, **options, before=kept, report=report, save=save, progress=progress)
     if args.json == "-":
         print(record.to_json())
     else:

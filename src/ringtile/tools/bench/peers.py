@@ -64,6 +64,11 @@ class Case:
         return self.kv_heads or self.heads
 
     @property
+    def shares_heads(self) -> bool:
+        """True if several heads share one of keys and values. PyTorch wants to be told."""
+        return self.key_heads != self.heads
+
+    @property
     def queries(self) -> int:
         """The number of queries."""
         return self.n_tokens if self.n_queries is None else self.n_queries
@@ -105,11 +110,10 @@ class Ringtile(Peer):
         return lambda q, k, v: sparse_attention(q, k, v, pattern, backend=self.backend, enable_gqa=True)
 
 
-@dataclass(frozen=True)
 class SdpaDense(Peer):
     """PyTorch's dense attention, causal if the pattern is. It computes more pairs than the pattern keeps."""
 
-    name: str = DENSE
+    name = DENSE
 
     def unsupported(self, case: Case) -> list[str]:
         reasons = []
@@ -124,32 +128,30 @@ class SdpaDense(Peer):
         return case.dense_pattern
 
     def prepare(self, case: Case) -> Attention:
-        # A single query is the last token: it attends to all keys.
+        # PyTorch aligns its causal mask with the first key, so that a single query would see that key alone. A single
+        # query is the last token here, and attends to all keys.
         causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
-        gqa = case.key_heads != case.heads
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=case.shares_heads)
 
 
-@dataclass(frozen=True)
 class SdpaMask(Peer):
     """PyTorch's dense attention with the pattern as a bool mask."""
 
-    name: str = "sdpa-mask"
+    name = "sdpa-mask"
 
     def unsupported(self, case: Case) -> list[str]:
         pairs = case.index.n_groups * case.queries * case.n_tokens
         return [] if pairs <= MASK_PAIRS else [f"its mask has {pairs:,} pairs, timed up to {MASK_PAIRS:,}"]
 
     def prepare(self, case: Case) -> Attention:
-        mask, gqa = case.index.to_dense(), case.key_heads != case.heads
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa)
+        mask = case.index.to_dense()
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=case.shares_heads)
 
 
-@dataclass(frozen=True)
 class FlexAttention(Peer):
     """FlexAttention, compiled separately for each pattern and length: with dynamic shapes it is slower, or fails."""
 
-    name: str = "flex"
+    name = "flex"
 
     def unsupported(self, case: Case) -> list[str]:
         reasons = []
@@ -172,15 +174,14 @@ def compiled_flex(case: Case, mask: Any, options: Any = None) -> Attention:
     reset()
     config.fail_on_recompile_limit_hit = True
     compiled = torch.compile(flex_attention, dynamic=False)
-    gqa = case.key_heads != case.heads
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=options)
+    shares_heads = case.shares_heads
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=shares_heads, kernel_options=options)
 
 
-@dataclass(frozen=True)
 class TorchSparse(Peer):
     """`torch.sparse` in CSR form, one head at a time: sampled matmul, softmax over the entries of a row, matmul."""
 
-    name: str = "torch.sparse"
+    name = "torch.sparse"
 
     def unsupported(self, case: Case) -> list[str]:
         reasons = []
@@ -213,6 +214,7 @@ class TorchSparse(Peer):
 def _csr_attention(csr: Tensor, row: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     sampled = torch.sparse.sampled_addmm(csr, q, k.mT, beta=0.0, alpha=q.shape[-1] ** -0.5)
     scores = sampled.values()
+    # A softmax of each row's entries: they are a flat list, so rows are reduced by their numbers.
     highest = scores.new_full((len(q),), -torch.inf).scatter_reduce(0, row, scores.detach(), "amax")
     weights = (scores - highest[row]).exp()
     total = weights.new_zeros(len(q)).index_add(0, row, weights)

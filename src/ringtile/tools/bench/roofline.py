@@ -51,6 +51,7 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
         return []
     if isinstance(peer, Ringtile) and peer.backend in (None, "native"):
         return _native(case, direction)
+    # With less exact float32, PyTorch may multiply in bfloat16 or TF32, at a rate that was not measured.
     exact = case.dtype == torch.float64 or (case.dtype == torch.float32 and not allows_less_than_float32())
     if isinstance(peer, SdpaDense) and exact:
         causal = isinstance(case.dense_pattern, Causal) and case.queries > 1
@@ -62,7 +63,7 @@ def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
 
 def _native(case: Case, direction: str) -> list[Work]:
     index = case.index.trimmed()
-    by_rows, by_columns = (_reached(case, index, bits) for bits in (index.bits_t, index.bits))
+    by_rows, by_columns = (_reached(case, index, bits) for bits in (index.table.bits_t, index.table.bits))
     threads = threads_of(4.0 * case.index.tile_pairs(case.batch, case.heads) * case.head_dim)
     isa, _, tile_products = arithmetic_of(case.dtype)
     by_tiles = tile_products > 0
@@ -82,22 +83,25 @@ def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
 
     No more than lie inside the lengths: the limit may come out a little too low in ragged tiles.
     """
+    # With AVX-512, 128 keys are 8 parts of 16 float32 lanes. The kernel computes a part for all queries from the first
+    # to the last that keep a key of it: if these are 9 and 40, for 32 queries, which is 512 pairs.
     lanes = min(arithmetic_of(case.dtype).isa.lanes * 4 // max(4, case.dtype.itemsize), index.block)
     kept = (bits.view(torch.int8)[..., : index.block // 8].unflatten(2, (-1, lanes // 8)) != 0).any(3)
     first, beyond = kept.int().argmax(1), index.block - kept.flip(1).int().argmax(1)
     reached = lanes * ((beyond - first) * kept.any(1)).sum(1)
-    full, part = index.row_of_entries()
+    full, part = index.rows.slots()
+    # Heads of one group share lists, so count each group once, and then each head by its group.
     of_groups = torch.zeros(index.n_groups, dtype=torch.long)
-    of_groups.index_add_(0, full // index.n_rows, index.pairs_inside(full, index.full_col))
-    inside = index.pairs_inside(part, index.part_col)
-    of_groups.index_add_(0, part // index.n_rows, torch.minimum(reached[index.part_tile], inside))
+    of_groups.index_add_(0, full // index.n_rows, index.pairs_inside(full, index.rows.full))
+    inside = index.pairs_inside(part, index.rows.partial)
+    of_groups.index_add_(0, part // index.n_rows, torch.minimum(reached[index.rows.tile], inside))
     return int(of_groups[index.group.long()].expand(case.batch, case.heads).sum())
 
 
 def _keys_read(case: Case, index: BlockIndex) -> int:
     """Count the keys in column tiles that some row keeps, over all key heads."""
     widths = index.keys_inside(torch.arange(index.n_cols))
-    kept = (index.full_col_ptr + index.part_col_ptr).diff().view(index.n_groups, index.n_cols) > 0
+    kept = (index.cols.full_ptr + index.cols.partial_ptr).diff().view(index.n_groups, index.n_cols) > 0
     of_heads = kept[index.group.long()].expand(case.batch, case.heads, -1)
     return int((of_heads.unflatten(1, (case.key_heads, -1)).any(2) * widths).sum())
 
@@ -117,6 +121,7 @@ def _passes(
 ) -> list[Work]:
     """Return a forward pass of two matmuls and, to train, a backward pass of these (matmuls, pairs), at these rates."""
     softmax = "exp_float64" if case.dtype == torch.float64 else "exp_float32"
+    # A multiplication and an addition per element of the head.
     each = 2.0 * case.head_dim
     size = case.head_dim * case.dtype.itemsize
     keys = case.batch * case.key_heads * case.n_tokens if keys is None else keys

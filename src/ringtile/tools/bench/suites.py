@@ -6,9 +6,10 @@ varies one of them and keeps the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ CURVE = "causal & (window(1024) | global_tokens(64))"
 CURVE_TOKENS = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 """The pattern and lengths of the table of time and memory against the length."""
 
-DENSITIES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
+SLICES = ("dense", *(f"window(1) at {density:g}" for density in (0.5, 0.25, 0.1, 0.05, 0.02)))
+BAND = "causal & window(255, 0)"
 HEAD_DIMS = (64, 80, 96, 128)
 LENGTHS = (26, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -63,9 +65,6 @@ class Task:
     case: Case
     peers: tuple[Peer, ...]
     directions: tuple[str, ...] = DIRECTIONS
-
-
-_Cell = tuple[Case, tuple[str, ...], tuple[str, ...]]
 
 
 def random_tiles(n_tiles: int, density: float, seed: int = 0) -> Tensor:
@@ -101,95 +100,84 @@ def case_of(text: str, n_tokens: int, *, heads: int, **sizes: Any) -> Case:
     return Case(text, pattern, n_tokens, heads=heads, **sizes)
 
 
-def _cell(
-    text: str, n_tokens: int, peers: tuple[str, ...] = (DENSE,), directions: tuple[str, ...] = DIRECTIONS, **sizes: Any
-) -> _Cell:
-    return case_of(text, n_tokens, **sizes), peers, directions
+class _Cells(NamedTuple):
+    """The cells of all these patterns at all these lengths, for each size that has several values."""
+
+    texts: Sequence[str]
+    tokens: Sequence[int]
+    peers: tuple[str, ...]
+    directions: tuple[str, ...]
+    sizes: dict[str, Any]
+
+    def tasks(self, peers: Mapping[str, Peer]) -> Iterator[Task]:
+        """Build the cells, lengths within patterns within sizes."""
+        chosen = tuple(peers[name] for name in (OURS, *self.peers))
+        values = [value if isinstance(value, tuple) else (value,) for value in self.sizes.values()]
+        for each in product(*values):
+            for text, n_tokens in product(self.texts, self.tokens):
+                case = case_of(text, n_tokens, **dict(zip(self.sizes, each, strict=True)))
+                yield Task(case, chosen, self.directions)
 
 
-def _default() -> Iterator[_Cell]:
-    for text in PATTERNS:
-        for n_tokens in TOKENS:
-            yield _cell(text, n_tokens, PEERS, heads=4)
+def _cells(
+    texts: str | Sequence[str],
+    tokens: int | Sequence[int],
+    peers: tuple[str, ...] = (DENSE,),
+    directions: tuple[str, ...] = DIRECTIONS,
+    **sizes: Any,
+) -> _Cells:
+    texts = [texts] if isinstance(texts, str) else texts
+    return _Cells(texts, [tokens] if isinstance(tokens, int) else tokens, peers, directions, sizes)
 
 
-def _density() -> Iterator[_Cell]:
-    for density in CLAIMED:
-        yield _cell(f"{TILES}{density:g}", CLAIMED_TOKENS, heads=CLAIMED_HEADS)
-
-
-def _long() -> Iterator[_Cell]:
-    for n_tokens in CURVE_TOKENS:
-        yield _cell(CURVE, n_tokens, directions=(BOTH,), heads=1)
-
-
-def _short() -> Iterator[_Cell]:
-    for n_tokens in SHORT_TOKENS:
-        yield _cell(SHORT, n_tokens, heads=4)
-
-
-def _acceptance() -> Iterator[_Cell]:
-    low = torch.bfloat16
-    # Nothing to skip: the rate of the kernel itself.
-    for head_dim in HEAD_DIMS:
-        yield _cell("dense", 4096, (DENSE, "flex") if head_dim == 64 else (DENSE,), heads=8, head_dim=head_dim)
-    yield _cell("dense", 4096, (DENSE, "flex"), heads=8, dtype=low)
-    yield _cell("dense", 4096, directions=(FORWARD,), heads=8, head_dim=128, dtype=low)
-    yield _cell(HALF, 4096, directions=(FORWARD,), heads=8)
-    yield _cell("dense", 4097, directions=(FORWARD,), heads=8)
-    yield _cell("dense", 4096, directions=(FORWARD,), heads=8, kv_heads=2)
-    # Time follows the tiles.
-    for number, texts in enumerate(zip(RANDOM, WINDOWS, strict=True)):
-        for text in texts:
-            directions = DIRECTIONS if number < 2 else (FORWARD,)
-            yield _cell(text, 16384, (DENSE, "flex") if number == 0 else (DENSE,), directions, heads=2)
-            if number == 0:
-                yield _cell(text, 16384, ("flex",), (FORWARD,), heads=2, dtype=low)
-    for text, block in SPARSE:
-        yield _cell(text, 4096, directions=(FORWARD,), heads=8, block=block)
-    # Long rows and columns, and memory.
-    for text, threads in ((LONG, None), (LONG, 1), (LONG_RANDOM, None)):
-        yield _cell(text, 131072, (), heads=2, threads=threads)
-    for n_tokens in (131072, 262144):
-        yield _cell(LONG, n_tokens, (), (FORWARD,), heads=8)
-    # Small problems, and one query at a time.
-    for n_tokens in (26, 128):
-        yield _cell("dense", n_tokens, heads=4)
-    for text, n_tokens in (("dense", 4096), ("dense", 32768), (CURVE, 32768)):
-        yield _cell(text, n_tokens, (DENSE, "sdpa-mask"), (FORWARD,), heads=8, n_queries=1)
-
-
-def _grid() -> Iterator[_Cell]:
-    # torch.sparse can keep this many pairs at the shorter length only.
-    for n_tokens, heads in ((4096, 2), (1024, 1)):
-        for density in DENSITIES:
-            yield _cell("dense" if density == 1 else f"window(1) at {density:g}", n_tokens, PEERS, heads=heads)
-    for n_tokens in LENGTHS:
-        directions = DIRECTIONS if n_tokens <= 32768 else (FORWARD,)
-        yield _cell("causal & window(255, 0)", n_tokens, PEERS, directions, heads=1)
-    for dtype in (torch.float32, torch.bfloat16):
-        for head_dim in HEAD_DIMS:
-            if (dtype, head_dim) != (torch.float32, 64):
-                yield _cell("window(1) at 0.1", 4096, PEERS, heads=2, head_dim=head_dim, dtype=dtype)
-
-
-def _smoke() -> Iterator[_Cell]:
-    # Every kind of cell in seconds, to see that the suites run.
-    yield _cell("window(1) at 0.5", 256, PEERS, heads=2)
-    yield _cell(HALF, 200, (DENSE,), (BOTH,), heads=4, kv_heads=2, head_dim=80, dtype=torch.bfloat16)
-    yield _cell("random tiles at 0.5", 500, (), heads=1, threads=1)
-    yield _cell("window(20) | global_tokens(4)", 500, (), heads=1, threads=1, block=64)
-    yield _cell("causal & window(30)", 300, (DENSE, "sdpa-mask"), (FORWARD,), heads=4, kv_heads=2, n_queries=1)
-
+_ONE, _BOTH = (FORWARD,), (BOTH,)
+_HALVES = torch.bfloat16
 
 _SUITES = {
-    "default": _default,
-    "density": _density,
-    "long": _long,
-    "short": _short,
-    "acceptance": _acceptance,
-    "grid": _grid,
-    "smoke": _smoke,
+    "default": [_cells(PATTERNS, TOKENS, PEERS, heads=4)],
+    "density": [_cells([f"{TILES}{density:g}" for density in CLAIMED], CLAIMED_TOKENS, heads=CLAIMED_HEADS)],
+    "long": [_cells(CURVE, CURVE_TOKENS, directions=_BOTH, heads=1)],
+    "short": [_cells(SHORT, SHORT_TOKENS, heads=4)],
+    "acceptance": [
+        # With nothing to skip, the rate is that of the kernel itself.
+        _cells("dense", 4096, (DENSE, "flex"), heads=8, dtype=(torch.float32, _HALVES)),
+        _cells("dense", 4096, heads=8, head_dim=HEAD_DIMS[1:]),
+        _cells("dense", 4096, directions=_ONE, heads=8, head_dim=128, dtype=_HALVES),
+        _cells(HALF, 4096, directions=_ONE, heads=8),
+        _cells("dense", 4097, directions=_ONE, heads=8),
+        _cells("dense", 4096, directions=_ONE, heads=8, kv_heads=2),
+        # Time follows the tiles, whether they lie apart or side by side.
+        _cells((RANDOM[0], WINDOWS[0]), 16384, (DENSE, "flex"), heads=2),
+        _cells((RANDOM[0], WINDOWS[0]), 16384, ("flex",), _ONE, heads=2, dtype=_HALVES),
+        _cells((RANDOM[1], WINDOWS[1]), 16384, heads=2),
+        _cells((RANDOM[2], WINDOWS[2]), 16384, directions=_ONE, heads=2),
+        *(_cells(text, 4096, directions=_ONE, heads=8, block=block) for text, block in SPARSE),
+        # Long rows and columns are split between threads, and memory must not grow with them.
+        _cells(LONG, 131072, (), heads=2, threads=(None, 1)),
+        _cells(LONG_RANDOM, 131072, (), heads=2),
+        _cells(LONG, (131072, 262144), (), _ONE, heads=8),
+        # In small problems, and with one query at a time, a call costs more than its work.
+        _cells("dense", (26, 128), heads=4),
+        _cells("dense", (4096, 32768), (DENSE, "sdpa-mask"), _ONE, heads=8, n_queries=1),
+        _cells(CURVE, 32768, (DENSE, "sdpa-mask"), _ONE, heads=8, n_queries=1),
+    ],
+    "grid": [
+        # torch.sparse can keep this many pairs at the shorter length only.
+        _cells(SLICES, 4096, PEERS, heads=2),
+        _cells(SLICES, 1024, PEERS, heads=1),
+        _cells(BAND, [n_tokens for n_tokens in LENGTHS if n_tokens <= 32768], PEERS, heads=1),
+        _cells(BAND, [n_tokens for n_tokens in LENGTHS if n_tokens > 32768], PEERS, _ONE, heads=1),
+        _cells("window(1) at 0.1", 4096, PEERS, heads=2, head_dim=HEAD_DIMS[1:]),
+        _cells("window(1) at 0.1", 4096, PEERS, heads=2, dtype=_HALVES, head_dim=HEAD_DIMS),
+    ],
+    # Every kind of cell in seconds shows that the suites run.
+    "smoke": [
+        _cells("window(1) at 0.5", 256, PEERS, heads=2),
+        _cells(HALF, 200, directions=_BOTH, heads=4, kv_heads=2, head_dim=80, dtype=_HALVES),
+        _cells("random tiles at 0.5", 500, (), heads=1, threads=1),
+        _cells("window(20) | global_tokens(4)", 500, (), heads=1, threads=1, block=64),
+        _cells("causal & window(30)", 300, (DENSE, "sdpa-mask"), _ONE, heads=4, kv_heads=2, n_queries=1),
+    ],
 }
 SUITES = tuple(_SUITES)
 """The names of ``ringtile bench --suite``."""
@@ -202,7 +190,4 @@ def suite(name: str, backend: str | None = None) -> list[Task]:
     ['window(1) at 0.5', 'dilated([2], 4096)']
     """
     peers = {peer.name: peer for peer in all_peers(backend)}
-    return [
-        Task(case, tuple(peers[name] for name in (OURS, *names)), directions)
-        for case, names, directions in _SUITES[name]()
-    ]
+    return [task for cells in _SUITES[name] for task in cells.tasks(peers)]

@@ -114,6 +114,7 @@ def _acts(args: argparse.Namespace) -> list[Right | Fast | Trains]:
         "trains": lambda: Trains(args.seed, args.context, args.seconds, pattern, args.text),
     }
     acts = [make() for name, make in makers.items() if name in chosen]
+    # An act can run for a minute before it meets the length at which a pattern is invalid.
     if pattern is not None:
         for n_tokens in sorted({n_tokens for act in acts for n_tokens in act.lengths}):
             pattern.validate(TileGrid(128, 0, n_tokens, n_tokens))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.tools.bench import measure
+from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense
+from ringtile.tools.bench.rows import Row
 from ringtile.tools.bench.suites import CLAIMED, CLAIMED_HEADS, CURVE, CURVE_TOKENS, claimed_pattern
-from ringtile.tools.exact import Exact
 from ringtile.tools.progress import Progress, threads_text
-from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD, Row
+from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD
+from ringtile.tools.timing import seconds_of
 from ringtile.tools.units import count_text, duration_text
 
 if TYPE_CHECKING:
@@ -148,6 +150,7 @@ class Fast:
                 tiles, reason = 0, str(error)
             if (expected := seconds_per_tile * tiles) > PASS_SECONDS:
                 reason = f"a pass would take about {duration_text(expected)}"
+            # Longer ones would take longer still.
             if reason:
                 self.left_out = f"from {n_tokens:,} tokens up: {reason}"
                 progress.say(f"  left out {self.left_out}")
@@ -164,16 +167,13 @@ class Fast:
         measured = [row for row in self.curve if row.dense_measured]
         dense = measured[-1].dense_seconds * (case.n_tokens / measured[-1].n_tokens) ** 2 if measured else 0.0
         affordable = not measured or dense < DENSE_SECONDS
+        # Dense attention takes 16 times as long at four times the length, so a few lengths are enough.
         if affordable:
-            began = time.perf_counter()
-            exact.run(SdpaDense().prepare(case), BOTH, exact.rows_grad)
-            dense = time.perf_counter() - began
-        attention = Ringtile().prepare(case)
-        began = time.perf_counter()
-        results = exact.run(attention, BOTH, exact.rows_grad)
-        both = time.perf_counter() - began
-        error = max(exact.errors(rule, *results))
-        del results
+            dense = seconds_of(partial(exact.run, SdpaDense().prepare(case), BOTH, exact.rows_grad))
+        attention, results = Ringtile().prepare(case), []
+        # The call that is timed is the one that is checked: at a million tokens, another would take a minute.
+        both = seconds_of(lambda: results.append(exact.run(attention, BOTH, exact.rows_grad)))
+        error = max(exact.errors(rule, *results.pop()))
         peaks = exact.peaks(attention, BOTH)
         right, peak = error <= exact.bound(rule, BOTH), max(peaks.forward, peaks.backward or 0)
         return LengthRow(case.n_tokens, right, error, both, peak, dense, affordable)
@@ -220,15 +220,17 @@ class Fast:
         labels = [f"{pair[BOTH].tile_density:.1%}" for pair in rows.values()]
         grouped_bars(axes, labels, series, (GREY, LIGHT_BLUE, BLUE), dict.fromkeys(series, "{:.3g}"))
         axes.set_yscale("log", base=2)
-        axes.set_ylim(0.5, 100)
         axes.set_yticks(ticks := [1, 2, 4, 8, 16, 32, 64], [f"{tick}x" for tick in ticks])
-        axes.set_xlabel("tile density (share of the causal tiles that is computed)")
-        axes.set_ylabel("speedup over dense attention (torch SDPA)")
-        axes.set_title(f"N {count_text(self.context)}, B1 H{CLAIMED_HEADS} D64, float32, {threads_text()}")
+        axes.set(
+            ylim=(0.5, 100),
+            xlabel="tile density (share of the causal tiles that is computed)",
+            ylabel="speedup over dense attention (torch SDPA)",
+            title=f"N {count_text(self.context)}, B1 H{CLAIMED_HEADS} D64, float32, {threads_text()}",
+        )
         axes.legend(loc="upper left")
 
     def _draw_curve(self, rows: list[LengthRow], duration: Axes, memory: Axes) -> None:
-        from ringtile.tools.plot import BLUE, GREY, ORANGE
+        from ringtile.tools.plot import BLUE, GREY, NOTE, ORANGE
 
         heads, measured = self.curve_rule.num_heads or 1, sum(row.dense_measured for row in rows)
         lengths = [row.n_tokens for row in rows]
@@ -249,19 +251,14 @@ class Fast:
             duration.annotate(duration_text(ours), (n_tokens, ours), **below)
             duration.annotate(duration_text(theirs), (n_tokens, theirs), **above)
             memory.annotate(f"{peak:,.1f}", (n_tokens, peak), **below)
-        for axes, title, unit in (
-            (duration, f"Forward + backward, B1 H{heads} D64", "seconds"),
-            (memory, "Memory, forward + backward", "MiB"),
-        ):
-            axes.set_title(title)
-            axes.set_xlabel("tokens N")
-            axes.set_ylabel(unit)
+        duration.set(title=f"Forward + backward, B1 H{heads} D64", ylabel="seconds")
+        memory.set(title="Memory, forward + backward", ylabel="MiB")
+        for axes in (duration, memory):
             axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            axes.set(xlabel="tokens N", yscale="log")
             axes.set_xticks(lengths, [count_text(length) for length in lengths])
             axes.minorticks_off()
             axes.margins(x=0.22, y=0.12)
             axes.grid(True)
             axes.legend(loc="upper left")
-        rule = f"middle and right: {self.curve_rule!r}"
-        memory.figure.supxlabel(rule, fontsize=8, color="#4a5059", x=0.99, ha="right")
+        memory.figure.supxlabel(f"middle and right: {self.curve_rule!r}", **NOTE, x=0.99, ha="right")

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringtile.patterns import Causal, Dilated, Pattern, Window, bigbird, longformer
+from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Case, Ringtile
-from ringtile.tools.exact import Exact
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import BOTH
 
@@ -95,6 +95,7 @@ class Right:
         progress.say(f"  worst error {worst[RINGTILE]:.1e}; of torch's own dense attention {worst[TORCH]:.1e}")
 
     def _measure(self, case: Case, causal: bool) -> PatternErrors:
+        # All rows are sampled: the problem is small, and its errors are shown.
         exact, kept, rule = Exact(case, self.seed, checked_rows=self.n_tokens), case.index.to_dense(), case.pattern
         errors = {TORCH: exact.torch_errors(rule)}
         for method, attention in (
@@ -117,6 +118,7 @@ class Right:
     def passed(self) -> bool:
         """True if every error is at most three times the error of torch's own dense attention."""
         pairs = (zip(row.errors[RINGTILE], row.errors[TORCH], strict=True) for row in self.rows)
+        # Errors of a few float32 roundings differ by more than three times by chance.
         return all(ours <= 3 * theirs + 1e-7 for row in pairs for ours, theirs in row)
 
     def draw(self, path: Path) -> None:
@@ -128,15 +130,13 @@ class Right:
             grid = figure.add_gridspec(2, len(drawn), height_ratios=[1.0, 1.15])
             for column, case in enumerate(drawn):
                 axes = plot_pattern(case.index, figure.add_subplot(grid[0, column]))
-                axes.set_title(f"{case.asked}  ({case.index.density:.0%} of pairs)")
-                axes.set_ylabel("" if column else "query position")
+                title = f"{case.asked}  ({case.index.density:.0%} of pairs)"
+                axes.set(title=title, ylabel="" if column else "query position")
             axes = figure.add_subplot(grid[1, :])
             texts = {RINGTILE: "{:.1e}", TORCH: "", PER_TILE: "{:.1f}"}
             worst = {method: [max(row.errors[method]) for row in self.rows] for method in texts}
             labels = [f"{row.name}\n{'causal' if row.causal else 'not causal'}" for row in self.rows]
             grouped_bars(axes, labels, worst, (BLUE, GREY, RED), texts)
-            axes.set_yscale("log")
-            axes.set_ylim(1e-8, 100)
-            axes.set_ylabel("relative L2 error against float64")
+            axes.set(yscale="log", ylim=(1e-8, 100), ylabel="relative L2 error against float64")
             axes.set_title(f"Worst of output, dq, dk and dv  (N {self.n_tokens:,}, B1 H{HEADS} D64, float32)", pad=26)
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2, handlelength=1.2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import platform
 import sysconfig
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.transformer import SparseTransformer
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window
 from ringtile.tools.progress import Progress, threads_text
+from ringtile.tools.timing import seconds_of
 from ringtile.tools.units import duration_text
 
 DEFAULT_PATTERN = Causal() & (Window(256) | GlobalTokens(64))
@@ -49,6 +50,7 @@ class Corpus(NamedTuple):
 
     def byte_entropy(self) -> float:
         """Return the bits per held-out byte of a model that knows only the byte counts of the training text."""
+        # One more of each byte, so that a byte that the training text lacks costs bits and not infinity.
         counts = torch.bincount(self.train.long(), minlength=256).double() + 1
         return float(-(counts / counts.sum()).log2()[self.held_out.long()].mean())
 
@@ -89,29 +91,23 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, dropou
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, dropout_p=dropout_p)
 
 
-@dataclass
 class Run:
     """One model in training, with its optimizer and its figures."""
 
-    label: str
-    corpus: Corpus
-    context: int
-    seed: int
-    size: InitVar[ModelSize]
-    pattern: InitVar[Pattern]
-    attend: InitVar[Callable[..., Any]]
-    seconds: list[float] = field(default_factory=list)
-    """Training time at the end of each step."""
-    bits: list[float] = field(default_factory=list)
-    """Bits per byte of each step's text, before the step."""
-    held_out: list[HeldOut] = field(default_factory=list)
-
-    def __post_init__(self, size: ModelSize, pattern: Pattern, attend: Callable[..., Any]) -> None:
-        options: dict[str, Any] = {"qk_norm": True, "is_causal": True, "pattern": pattern, "attend": attend}
+    def __init__(
+        self, label: str, corpus: Corpus, context: int, seed: int, transformer: Callable[[], SparseTransformer]
+    ) -> None:
+        self.label, self.corpus, self.context, self.seed = label, corpus, context, seed
+        # Both runs begin with equal weights, and leave the caller's generator alone.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            self.model = SparseLanguageModel(256, SparseTransformer(size.layers, size.width, size.heads, **options))
+            torch.manual_seed(seed)
+            self.model = SparseLanguageModel(256, transformer())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        self.seconds: list[float] = []
+        """Training time at the end of each step."""
+        self.bits: list[float] = []
+        """Bits per byte of each step's text, before the step."""
+        self.held_out: list[HeldOut] = []
 
     @property
     def steps(self) -> int:
@@ -128,15 +124,25 @@ class Run:
         """Steps per second."""
         return self.steps / self.trained_seconds if self.seconds else 0.0
 
+    def record(self) -> dict[str, Any]:
+        """Return the figures so far as plain data."""
+        return {
+            "steps": self.steps,
+            "steps_per_second": self.rate,
+            "held_out": [measured._asdict() for measured in self.held_out],
+            "seconds": self.seconds,
+            "bits_per_byte": self.bits,
+        }
+
     def _loss(self, text: Tensor, first: int, length: int) -> Tensor:
         """Return the mean cross entropy, in nats, of the ``length`` bytes after ``first`` given the bytes before."""
         tokens = text[first : first + length + 1].long()
         return F.cross_entropy(self.model(tokens[None, :-1])[0], tokens[1:])
 
-    def step(self) -> None:
-        """Train on one window of text, which depends on the seed and the number of the step."""
-        began = time.perf_counter()
-        generator = torch.Generator().manual_seed((self.seed << 32) + self.steps)
+    def _step(self) -> None:
+        # The window depends on the seed and the number of the step, so both models read the same text. A CPU generator
+        # knows only the lower 32 bits of a seed, so the seeds of two runs must differ in these.
+        generator = torch.Generator().manual_seed((1_000_003 * self.seed + self.steps) % 2**32)
         first = int(torch.randint(len(self.corpus.train) - self.context, (), generator=generator))
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (self.steps + 1) / WARMUP_STEPS)
         loss = self._loss(self.corpus.train, first, self.context)
@@ -144,12 +150,16 @@ class Run:
         loss.backward()
         self.optimizer.step()
         self.bits.append(loss.item() / math.log(2))
-        self.seconds.append(self.trained_seconds + time.perf_counter() - began)
+
+    def step(self) -> None:
+        """Train on one window of text."""
+        self.seconds.append(self.trained_seconds + seconds_of(self._step))
 
     @torch.no_grad()
     def evaluate(self) -> None:
         """Measure bits per byte on the first windows of the held-out text."""
         text, length = self.corpus.held_out, min(self.context, len(self.corpus.held_out) - 1)
+        # Windows side by side, and always the same, so that figures of both runs can be compared.
         firsts = range(0, len(text) - length, length)[:HELD_OUT_WINDOWS]
         bits = sum(float(self._loss(text, first, length)) for first in firsts) / len(firsts) / math.log(2)
         self.held_out.append(HeldOut(self.steps, self.trained_seconds, bits))
@@ -161,6 +171,7 @@ def flex_attention_error() -> str | None:
 
     query, key, value = (torch.randn(1, 1, 128, 16, requires_grad=True) for _ in range(3))
     try:
+        # Uncompiled, it warns that it is slow. Only its answer matters here.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flex_attention(query, key, value).sum().backward()
@@ -201,8 +212,13 @@ class Trains:
             raise ValueError(
                 f"--pattern: expected a number of heads that divides {self.size.width // 2}, got {self.size.heads}"
             )
-        shared = (self.corpus, self.context, self.seed, self.size, self.rule)
-        self.runs = [Run("sparse", *shared, sparse_attention), Run("dense", *shared, _dense)]
+        self.runs = [self._run("sparse", sparse_attention), self._run("dense", _dense)]
+
+    def _run(self, label: str, attend: Callable[..., Any]) -> Run:
+        options: dict[str, Any] = {"qk_norm": True, "is_causal": True, "pattern": self.rule, "attend": attend}
+        size = self.size
+        transformer = partial(SparseTransformer, size.layers, size.width, size.heads, **options)
+        return Run(label, self.corpus, self.context, self.seed, transformer)
 
     def run(self, progress: Progress) -> None:
         """Train sparse, then dense, and print both; then try the same with FlexAttention."""
@@ -256,16 +272,6 @@ class Trains:
 
     def record(self) -> dict[str, Any]:
         """Return the figures so far as plain data."""
-        runs = {
-            run.label: {
-                "steps": run.steps,
-                "steps_per_second": run.rate,
-                "held_out": [measured._asdict() for measured in run.held_out],
-                "seconds": run.seconds,
-                "bits_per_byte": run.bits,
-            }
-            for run in self.runs
-        }
         return {
             "pattern": repr(self.rule),
             "context": self.context,
@@ -274,39 +280,40 @@ class Trains:
             "train_bytes": len(self.corpus.train),
             "held_out_bytes": len(self.corpus.held_out),
             "byte_entropy": self.corpus.byte_entropy(),
-            "runs": runs,
+            "runs": {run.label: run.record() for run in self.runs},
             "flex_attention_error": self.flex_error,
         }
 
     def draw(self, path: Path) -> None:
         """Draw bits per byte against seconds and against steps."""
-        from ringtile.tools.plot import BLUE, GREY, ORANGE, picture
+        from ringtile.tools.plot import BLUE, GREY, NOTE, ORANGE, picture
 
-        entropy, ink = self.corpus.byte_entropy(), "#4a5059"
+        entropy = self.corpus.byte_entropy()
         with picture(path, 11, 4.4) as figure:
             by_time, by_steps = figure.subplots(1, 2, width_ratios=[1.5, 1], sharey=True)
             for run, color in zip(self.runs, (BLUE, ORANGE), strict=True):
                 if not run.steps:
                     continue
                 label, marker = f"{run.label} attention, {run.rate:.2f} steps/s", "." if run.steps < 50 else ""
-                diamonds: dict[str, Any] = {"color": color, "markeredgecolor": "white", "markersize": 8, "zorder": 4}
                 for axes, x in ((by_time, run.seconds), (by_steps, range(1, run.steps + 1))):
                     axes.plot(x, run.bits, color=color, marker=marker, label=label)
                     for at in run.held_out:
                         place = (at.seconds if axes is by_time else at.steps, at.bits)
-                        axes.plot(*place, "D", **diamonds)
+                        axes.plot(*place, "D", color=color, markeredgecolor="white", markersize=8, zorder=4)
                         # Above and to the right, where a falling curve is not.
-                        beside: dict[str, Any] = {"xytext": (5, 5), "textcoords": "offset points"}
-                        axes.annotate(f"{at.bits:.2f}", place, fontsize=8, **beside)
+                        axes.annotate(f"{at.bits:.2f}", place, (5, 5), textcoords="offset points", fontsize=8)
             for axes, label in ((by_time, "seconds of training"), (by_steps, "steps")):
                 axes.axhline(entropy, color=GREY, linestyle=":", linewidth=1.2)
-                axes.set_xlim(left=0)
-                axes.set_xlabel(label)
+                axes.set(xlim=(0, None), xlabel=label)
                 axes.grid(True)
-            where: dict[str, Any] = {"xycoords": by_time.get_yaxis_transform(), "textcoords": "offset points"}
-            by_time.annotate("byte counts alone", (0.995, entropy), (0, 3), ha="right", color=ink, fontsize=8, **where)
+            where: dict[str, Any] = {
+                "xycoords": by_time.get_yaxis_transform(),
+                "textcoords": "offset points",
+                "ha": "right",
+            }
+            by_time.annotate("byte counts alone", (0.995, entropy), (0, 3), **where, **NOTE)
             by_time.legend(loc="best")
-            by_time.set_ylabel("bits per byte of the text of each step")
-            by_time.set_title(f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out")
+            title = f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out"
+            by_time.set(ylabel="bits per byte of the text of each step", title=title)
             by_steps.set_title("The same, by steps")
-            figure.supxlabel(f"sparse: {self.rule!r};  text: {self.corpus.source}", fontsize=8, color=ink)
+            figure.supxlabel(f"sparse: {self.rule!r};  text: {self.corpus.source}", **NOTE)

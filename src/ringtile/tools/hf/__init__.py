@@ -13,7 +13,7 @@ import torch
 
 from ringtile.patterns import Pattern, parse
 from ringtile.tools.hf.check import NAMES
-from ringtile.tools.machine import commit, machine_facts, versions
+from ringtile.tools.machine import origin
 from ringtile.tools.plot import FORMATS, missing_matplotlib
 from ringtile.tools.progress import Progress, threads_text
 from ringtile.tools.record import DTYPES
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
         if (reason := missing_matplotlib()) is not None:
             raise ValueError(f"--out: {reason}")
     pattern: Pattern | None = None if args.pattern is None else parse(args.pattern)
-    from ringtile.tools.hf.drawing import draw
+    # transformers takes seconds to import, so bad arguments are refused before.
     from ringtile.tools.hf.models import load
-    from ringtile.tools.hf.study import Study
+    from ringtile.tools.hf.study import Study, draw
 
     progress = Progress(quiet=args.json)
     progress.show("load the model")
@@ -82,11 +82,10 @@ def run(args: argparse.Namespace) -> int:
 def _record(study: Any, args: argparse.Namespace) -> dict[str, Any]:
     from transformers import __version__
 
+    where = origin(args.command)
     return {
-        "command": args.command,
-        "commit": commit(),
-        "versions": {**versions(), "transformers": __version__},
-        "machine": machine_facts(),
+        **where,
+        "versions": {**where["versions"], "transformers": __version__},
         "model": study.title,
         "text": study.loaded.text,
         "tokens": args.tokens,

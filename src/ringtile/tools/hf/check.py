@@ -44,6 +44,7 @@ def switch(model: Any, peer: str, pattern: Pattern | None = None) -> None:
 
 def _budget() -> int:
     """Return the bytes that the check can use: half of what is free."""
+    # Some systems do not tell what is free, and 2 GiB fit nearly everywhere.
     if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return _MOST_BYTES // 4
     return min(_MOST_BYTES, int(os.sysconf("SC_AVPHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE")) // 2)
@@ -61,6 +62,7 @@ def tokens_for_eager(n_tokens: int, heads: int) -> int:
 
 def checked_positions(n_tokens: int, vocab_size: int) -> Tensor:
     """Return the positions whose logits fit into memory: all, or evenly spaced ones that include both ends."""
+    # In float32, the logits exist twice to be compared, and the comparison takes as much again.
     fitting = max(2, min(n_tokens, _budget() // (4 * 4 * vocab_size)))
     return torch.linspace(0, n_tokens - 1, fitting).long()
 
@@ -86,6 +88,7 @@ def eager_masks(pattern: Pattern | None, heads: int) -> Iterator[None]:
             raise ValueError(f"--pattern: expected a key for every query, got {empty} queries without keys")
         return mask
 
+    # transformers looks masks up in this mapping at each call, and an entry hides its own function until it is deleted.
     ALL_MASK_ATTENTION_FUNCTIONS["eager"] = sparse_mask
     try:
         yield
@@ -98,6 +101,13 @@ def logits(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
     """Return the logits ``[positions, V]`` in float32."""
     found: Tensor = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=positions).logits
     return found[0].float()
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of the last token, as the beginning of generation does."""
+    found: Tensor = model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1).logits
+    return found
 
 
 def training_loss(model: Any, ids: Tensor) -> Tensor:
@@ -121,13 +131,16 @@ def gradient_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the relative L2 error over all parameters, or infinity if it is not finite."""
     pairs_of = list(zip(found, expected, strict=True))
     squares = [((ours.double() - theirs).square().sum(), theirs.double().square().sum()) for ours, theirs in pairs_of]
-    error = math.sqrt(sum(float(a) for a, _ in squares) / sum(float(b) for _, b in squares))
-    return error if math.isfinite(error) else math.inf
+    return _finite(math.sqrt(sum(float(a) for a, _ in squares) / sum(float(b) for _, b in squares)))
 
 
 def worst_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest relative L2 error of a row of one tensor, or infinity if it is not finite."""
-    error = float(((found[0] - expected[0]).norm(dim=1) / expected[0].norm(dim=1)).max())
+    return _finite(float(((found[0] - expected[0]).norm(dim=1) / expected[0].norm(dim=1)).max()))
+
+
+def _finite(error: float) -> float:
+    # NaN is below every bound, and infinity is above.
     return error if math.isfinite(error) else math.inf
 
 

@@ -103,6 +103,7 @@ def load_model(source: str | None, random_weights: Path | None, n_tokens: int, s
     else:
         assert source is not None
         what, name = "MODEL", source
+        # A GGUF file is loaded by its folder and its name. Any other file has no loader.
         path = Path(source)
         if path.is_file():
             name = path.name
@@ -114,23 +115,26 @@ def load_model(source: str | None, random_weights: Path | None, n_tokens: int, s
     config = model.config.get_text_config()
     if not hasattr(config, "num_attention_heads"):
         raise ValueError(f"{what}: expected a model with attention, got {type(model).__name__}")
+    # Beyond its positions a model computes something, but not what it was trained for.
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and n_tokens > longest:
         raise ValueError(f"--tokens: expected at most {longest}, the model's max_position_embeddings, got {n_tokens}")
-    encode = None
-    if random_weights is None:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
-        except (OSError, ValueError, KeyError, ImportError):
-            # A folder without a tokenizer.
-            pass
-        else:
-
-            def encode(text: str) -> list[int]:
-                found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                return found
-
+    encode = None if random_weights is not None else _tokenizer(transformers, source, where)
     return Source(name, model.eval(), encode)
+
+
+def _tokenizer(transformers: Any, source: str, where: dict[str, Any]) -> Callable[[str], list[int]] | None:
+    """Return a model's own tokenizer, or None for a folder without one."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    return encode
 
 
 def load(
@@ -148,10 +152,10 @@ def load(
     Raises:
         ValueError: If something is missing or too short.
     """
-    if text is not None and not text.is_file():
-        raise ValueError(f"--text: expected a text file, got {str(text)!r}")
+    words, title = python_manual(), "Python's documentation (pydoc_data.topics)"
+    if text is not None:
+        words, title = read_text(text), str(text)
     name, model, encode = load_model(source, random_weights, n_tokens, seed)
-    words, title = _text(text)
     if encode is None:
         title += ", one token per byte"
         vocab_size = model.config.get_text_config().vocab_size
@@ -163,12 +167,18 @@ def load(
     return Loaded(name, model, torch.tensor([found]), title)
 
 
-def _text(path: Path | None) -> tuple[str, str]:
-    if path is not None:
-        try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--text: expected UTF-8 in {str(path)!r}, got {error}") from None
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises ValueError if it is missing or not UTF-8."""
+    if not path.is_file():
+        raise ValueError(f"--text: expected a text file, got {str(path)!r}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text: expected UTF-8 in {str(path)!r}, got {error}") from None
+
+
+def python_manual() -> str:
+    """Return Python's manual, as it is installed for ``help()``."""
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics[name] for name in sorted(topics)), "Python's documentation (pydoc_data.topics)"
+    return "\n\n".join(topics[name] for name in sorted(topics))

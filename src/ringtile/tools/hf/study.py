@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ringtile.patterns import Pattern
-from ringtile.tools.bench import seconds_of
 from ringtile.tools.hf import check
 from ringtile.tools.hf.check import EAGER, FLOAT32_BOUND, LOW_PRECISION, RINGTILE, gradients, switch, training_loss
 from ringtile.tools.hf.models import Loaded
 from ringtile.tools.memory import peak_memory
+from ringtile.tools.plot import BLUE, GREY, NOTE, picture
 from ringtile.tools.progress import Progress
+from ringtile.tools.timing import interleaved, seconds_of
 from ringtile.tools.units import bytes_text, duration_text
 
 PREFILL, TRAINING = "prefill", "training"
@@ -94,6 +96,7 @@ class Study:
             f"{loaded.name}: {type(self.model).__name__}, {parameters / 1e6:,.1f}M parameters, "
             f"{self.layers} layers, {self.heads} heads"
         )
+        # Eager attention has scores of all pairs, so long texts are checked by their beginning.
         self.checked_tokens = check.tokens_for_eager(loaded.ids.shape[1], self.heads)
         self.entrants = [Entrant(peer) for peer in peers] + [Entrant(RINGTILE)]
         if pattern is not None:
@@ -133,7 +136,7 @@ class Study:
         self._losses(progress)
         self._greedy(progress)
         if PREFILL in self.passes:
-            self._measure(PREFILL, self._prefill, None, progress)
+            self._measure(PREFILL, partial(check.prefill, self.model, self.loaded.ids), None, progress)
         if TRAINING in self.passes:
             forward, backward = partial(training_loss, self.model, self.loaded.ids), partial(gradients, self.model)
             self._measure(TRAINING, forward, backward, progress)
@@ -173,6 +176,7 @@ class Study:
                 with check.eager_masks(self._pattern(entrant), self.heads):
                     switch(self.model, EAGER)
                     eager = compute()
+                # The first dtype is float32, so its eager results are the reference of all.
                 reference = expected.setdefault(what, eager)
                 self._switch(entrant)
                 error = error_of(compute(), reference)
@@ -199,12 +203,6 @@ class Study:
             same = f"{entrant.same_tokens} of {entrant.greedy_tokens}"
             progress.say(f"{entrant.name}: greedy decoding: the first {same} tokens are those of eager attention")
 
-    @torch.no_grad()
-    def _prefill(self) -> Tensor:
-        ids = self.loaded.ids
-        found: Tensor = self.model(ids, attention_mask=torch.ones_like(ids), logits_to_keep=1).logits
-        return found
-
     def _measure(
         self,
         name: str,
@@ -217,8 +215,9 @@ class Study:
             if backward is not None:
                 backward(out)
 
-        ready: list[tuple[Entrant, Timing]] = []
-        for entrant in self.entrants:
+        ready: dict[int, Callable[[], None]] = {}
+        for number, entrant in enumerate(self.entrants):
+            # A baseline that failed before is not tried again.
             timing = entrant.passes.setdefault(name, Timing(reason=entrant.reason))
             if timing.reason:
                 continue
@@ -227,14 +226,15 @@ class Study:
                 self._switch(entrant)
                 peaks = peak_memory(forward, backward, self.loaded.ids.device)
                 timing.peak_bytes = max(peaks.forward, peaks.backward or 0)
-                ready.append((entrant, timing))
-        for done in range(self.rounds):
-            for place in range(len(ready)):
-                entrant, timing = ready[(place + done) % len(ready)]
-                progress.show(f"{name} with {entrant.name}: round {done + 1} of {self.rounds}")
-                self._switch(entrant)
-                timing.seconds.append(seconds_of(call, 1, self.loaded.ids.device))
+                ready[number] = partial(self._time, entrant, timing, f"{name} with {entrant.name}", call, progress)
+        interleaved(ready, self.rounds)
         self._say(name, progress)
+
+    def _time(self, entrant: Entrant, timing: Timing, what: str, call: Callable[[], None], progress: Progress) -> None:
+        # The switch is not in the time.
+        progress.show(f"{what}: round {len(timing.seconds) + 1} of {self.rounds}")
+        self._switch(entrant)
+        timing.seconds.append(seconds_of(call, 1, self.loaded.ids.device))
 
     def _say(self, name: str, progress: Progress) -> None:
         progress.say(f"{name}: median of {self.rounds} interleaved rounds [least, most]; peak beyond weights")
@@ -251,3 +251,26 @@ class Study:
                 f"  {entrant.name:<20}{duration_text(timing.median):>9}  {span:<20}{ratio:>7}"
                 f"{bytes_text(timing.peak_bytes):>12}"
             )
+
+
+def draw(study: Study, path: Path) -> None:
+    """Draw a panel of times and a panel of peak memory for each pass, with a bar for each entrant that was timed."""
+    with picture(path, 10, 2 * len(study.passes) + 0.6) as figure:
+        panels = figure.subplots(len(study.passes), 2, squeeze=False)
+        for name, (times, memory) in zip(study.passes, panels, strict=True):
+            timed = [entrant for entrant in reversed(study.entrants) if entrant.passes[name].seconds]
+            labels = [entrant.name for entrant in timed]
+            colors = [BLUE if entrant.peer == RINGTILE else GREY for entrant in timed]
+            seconds = [entrant.passes[name].median or 0.0 for entrant in timed]
+            peaks = [(entrant.passes[name].peak_bytes or 0) / 2**20 for entrant in timed]
+            times.bar_label(times.barh(labels, seconds, color=colors), fmt="%.3g", fontsize=8, padding=2)
+            memory.bar_label(memory.barh(labels, peaks, color=colors), fmt="%.3g", fontsize=8, padding=2)
+            times.set_title(f"{name.capitalize()}: seconds")
+            memory.set_title(f"{name.capitalize()}: peak MiB beyond weights")
+            memory.set_yticks([])
+            for axes in (times, memory):
+                axes.margins(x=0.15)
+        dtype = str(study.dtype).removeprefix("torch.")
+        note = f"{study.title}, {study.loaded.ids.shape[1]:,} tokens, {dtype}"
+        note += "" if study.pattern is None else f"\n--pattern: {study.pattern!r}"
+        figure.supxlabel(note, x=0.99, ha="right", **NOTE)

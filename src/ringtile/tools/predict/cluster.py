@@ -12,10 +12,9 @@ import multiprocessing
 import signal
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,40 +25,12 @@ from ringtile.patterns import Causal, Window
 from ringtile.tools.machine import machine_facts
 from ringtile.tools.predict.hardware import Hardware, Sizes, flops_per_pair
 from ringtile.tools.predict.work import MAX_RANKS
+from ringtile.tools.timing import interleaved, seconds_of
 
 _SIZES = [1 << bits for bits in range(10, 23, 2)]
 """Bytes of a message, from 1 KiB to 4 MiB."""
 
 _SECONDS = 120
-
-
-class Figures(NamedTuple):
-    """Measured figures, the same at every process of the group."""
-
-    alpha: float
-    beta: float
-    flops: float
-    memory: float
-    call: float
-
-    def hardware(
-        self, name: str, assumption: str, *, ranks_per_node: int, processors: int, has_trees: bool
-    ) -> Hardware:
-        """Return hardware whose links all have these figures."""
-        return Hardware(
-            name,
-            assumption,
-            ranks_per_node,
-            self.alpha,
-            self.beta,
-            self.alpha,
-            self.beta,
-            processors,
-            has_trees,
-            self.flops,
-            self.memory,
-            self.call,
-        )
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -79,30 +50,21 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return max(alpha, 1e-9), 1 / per_byte
 
 
-def median_seconds(function: Callable[[], object], rounds: int) -> float:
+def _median(call: Callable[[], object], rounds: int, device: torch.device) -> float:
     """Return the median time of a call, after one that is not counted."""
-    times = []
-    for _ in range(rounds + 1):
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
+    samples = {"call": partial(seconds_of, call, 1, device)}
+    return statistics.median(interleaved(samples, rounds, warm_up=True)["call"])
 
 
-def measure_figures(rounds: int = 7, device: torch.device | None = None) -> Figures:
-    """Measure with the default process group, on a device. Every process gets the same figures."""
+def measure_figures(rounds: int = 7, device: torch.device | None = None) -> dict[str, float]:
+    """Measure with the default process group, on a device: fields of `Hardware`, the same in every process."""
     device = device or torch.device("cpu")
     size, samples = dist.get_world_size(), []
     rank = dist.get_rank()
     for count in _SIZES:
         sent, received = torch.zeros(2, count, dtype=torch.uint8, device=device).unbind()
         to, of = ([count * (other == (rank + step) % size) for other in range(size)] for step in (1, -1))
-
-        def send(x: torch.Tensor = sent, y: torch.Tensor = received, to: list[int] = to, of: list[int] = of) -> None:
-            dist.all_to_all_single(y, x, of, to)
-            _settle(device)
-
-        samples.append(median_seconds(send, rounds))
+        samples.append(_median(partial(dist.all_to_all_single, received, sent, of, to), rounds, device))
     slowest = torch.tensor(samples, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     alpha, beta = fit_link(list(zip(_SIZES, slowest.tolist(), strict=True)))
@@ -111,7 +73,8 @@ def measure_figures(rounds: int = 7, device: torch.device | None = None) -> Figu
     flops, memory, call = (rates / size).tolist()
     # Processes that share a processor take turns.
     turns = max(1.0, size / processors_of(device))
-    return Figures(alpha, beta, flops * turns, memory * turns, call / turns)
+    links = {"node_alpha": alpha, "node_beta": beta, "net_alpha": alpha, "net_beta": beta}
+    return {**links, "flops": flops * turns, "memory": memory * turns, "call": call / turns}
 
 
 def processors_of(device: torch.device) -> int:
@@ -131,40 +94,31 @@ def _rates(rounds: int, device: torch.device) -> tuple[float, float, float]:
     def train(n: int) -> None:
         q, k, v = (torch.zeros(1, 2, n, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
         sparse_attention(q, k, v, pattern).sum().backward()
-        _settle(device)
 
-    flops = build_index(pattern, n_tokens).tile_pairs(1, 2) * sum(flops_per_pair(sizes))
-    dist.barrier()
-    small = median_seconds(lambda: train(1), rounds)
     source = torch.zeros(1 << 25, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-        _settle(device)
-
-    dist.barrier()
-    copied = median_seconds(copy, rounds)
-    dist.barrier()
-    return flops / median_seconds(lambda: train(n_tokens), rounds), 2 * source.nbytes / copied, small / 2
+    target, seconds = torch.empty_like(source), []
+    for call in (partial(train, 1), partial(target.copy_, source), partial(train, n_tokens)):
+        # All processes begin each together, because cores that share a cache slow each other.
+        dist.barrier()
+        seconds.append(_median(call, rounds, device))
+    small, copied, trained = seconds
+    flops = build_index(pattern, n_tokens).tile_pairs(1, 2) * sum(flops_per_pair(sizes))
+    return flops / trained, 2 * source.nbytes / copied, small / 2
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def measure_machine() -> Hardware:
+def measure_machine(rounds: int = 7) -> Hardware:
     """Measure this machine with up to 8 processes that exchange over gloo. All ranks of a plan then share its cores.
 
     Raises RuntimeError if a process fails.
     """
     cores = processors_of(torch.device("cpu"))
+    # A link needs two ranks. More than eight measure nothing new.
     n_ranks = max(2, min(cores, 8))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_measuring, args=(rank, n_ranks, folder), daemon=True) for rank in range(n_ranks)
+            context.Process(target=_measuring, args=(rank, n_ranks, folder, rounds), daemon=True)
+            for rank in range(n_ranks)
         ]
         try:
             # Ctrl-C ends this process, which ends the others.
@@ -183,20 +137,17 @@ def measure_machine() -> Hardware:
             for process in processes:
                 if process.is_alive():
                     process.kill()
-        figures = Figures(**json.loads(Path(folder, "figures").read_text()))
-    source = (
-        f"{n_ranks} processes of one thread over gloo on {machine_facts()['cpu']}; all ranks share its {cores} cores"
-    )
-    return figures.hardware(
-        "this machine", f"{source} (measured)", ranks_per_node=MAX_RANKS, processors=cores, has_trees=True
-    )
+        figures = json.loads(Path(folder, "figures").read_text())
+    source = f"{n_ranks} processes of one thread over gloo on {machine_facts()['cpu']}"
+    assumption = f"{source}; all ranks share its {cores} cores (measured)"
+    return Hardware("this machine", assumption, MAX_RANKS, processors_per_node=cores, has_trees=True, **figures)
 
 
-def _measuring(rank: int, size: int, folder: str) -> None:
+def _measuring(rank: int, size: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=_SECONDS)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, size, rank)
-    figures = measure_figures()
+    figures = measure_figures(rounds)
     if rank == 0:
-        Path(folder, "figures").write_text(json.dumps(figures._asdict()))
+        Path(folder, "figures").write_text(json.dumps(figures))
     dist.destroy_process_group()

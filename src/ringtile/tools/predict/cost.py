@@ -8,21 +8,21 @@ processors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, log2
+from functools import partial
+from math import ceil, gcd, log2
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.layout import LAYOUTS, Layout
 from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_hot, count_sent, find_demand
 from ringtile.distributed.relays import count_levels
 from ringtile.index.covers import check_candidates
-from ringtile.patterns import Causal, Pattern
-from ringtile.tools.predict.hardware import HARDWARE, Hardware, Sizes, flops_per_pair
+from ringtile.patterns import Causal
+from ringtile.tools.predict.hardware import Hardware, Sizes, flops_per_pair
 from ringtile.tools.predict.work import Tiles, Work, split, survey
 
 
@@ -74,410 +74,333 @@ class Cost(NamedTuple):
         return float(self.forward.max() + self.backward.max())
 
 
-def estimate(work: Work, transport: Transport, hardware: Hardware) -> Cost:
+def estimate(work: Work, transport: Transport, hardware: Hardware, per_row: int | None = None) -> Cost:
     """Return the cost of one transport. A hierarchy has the nodes of the hardware.
 
-    Raises ValueError if the transport does not support the pattern or the number of ranks, or ranks cannot build their
-    indices.
+    With ``per_row``, the transport "ulysses" has a mesh: its rows of so many ranks lie inside a node and exchange
+    heads, and keys travel between rows.
 
+    Raises ValueError if the transport does not support the pattern or the number of ranks, ranks cannot share the
+    heads, or ranks cannot build their indices.
+
+    >>> from ringtile.distributed.layout import Layout
     >>> from ringtile.patterns import Causal, Window
+    >>> from ringtile.tools.predict.hardware import HARDWARE
     >>> work = survey(Causal() & Window(4096), Layout.contiguous(1 << 20, 64), Sizes())
     >>> cost = estimate(work, "exchange", HARDWARE["h100"])
     >>> int(cost.received.max()) / 2**20, int(cost.peers.max())
     (16.0, 2)
+    >>> estimate(work, "ulysses", HARDWARE["h100"], 8).mesh
+    (8, 8)
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport: expected one of {TRANSPORTS}, got {transport!r}")
-    if transport == "ring":
-        return _ring(work, hardware)
-    if transport == "ulysses":
-        return _ulysses(work, hardware)
-    if work.reason:
+    if work.reason and transport not in ("ring", "ulysses"):
         raise ValueError(work.reason)
-    return _hierarchy(work, hardware) if transport == "hierarchy" else _exchange(work, transport, hardware)
+    model = _MODELS[transport] if per_row is None else partial(_mesh, per_row=per_row)
+    traffic = _Traffic(work.layout.n_ranks, hardware)
+    spent = model(work, hardware, traffic)
+    pairs = work.pairs.double() * flops_per_pair(work.sizes)[0]
+    return Cost(
+        transport=transport,
+        **traffic.totals,
+        peers=traffic.peers,
+        tiles=work.tiles if spent.tiles is None else spent.tiles,
+        flops=pairs if spent.flops is None else spent.flops,
+        buffer=spent.buffer,
+        forward=spent.forward,
+        backward=spent.backward,
+        traffic=traffic.bytes,
+        copied=torch.zeros_like(work.tiles) if spent.copied is None else spent.copied,
+        mesh=spent.mesh,
+    )
 
 
-"""Layouts by name."""
+def ranks_per_row(n_ranks: int, heads: int, hardware: Hardware) -> int | None:
+    """Return the longest row, with fast links, whose ranks can share the heads. None if one node has all ranks."""
+    longest = gcd(n_ranks, heads, hardware.ranks_per_node)
+    return longest if longest > 1 and n_ranks > hardware.ranks_per_node else None
 
 
-class ModelCost(NamedTuple):
-    """A layout for all layers of a model, and a transport for each pattern."""
+class _Spent(NamedTuple):
+    """The part of a cost that depends on the transport's own course, see `Cost`."""
 
-    layout: Layout
-    transports: dict[Pattern, Transport]
-    costs: dict[Pattern, Cost]
-    """Cost of one layer of each pattern."""
-    seconds: float
-    """Predicted seconds of the forward and the backward pass of all layers, by the model of time."""
-
-
-def cheapest_layout(
-    pattern: Pattern | Mapping[Pattern, int],
-    n_tokens: int,
-    n_ranks: int,
-    sizes: Sizes | None = None,
-    hardware: Hardware = HARDWARE["h100"],
-) -> Layout:
-    """Return the layout with the least predicted time of both passes: contiguous, zigzag or striped.
-
-    It weighs work, balance and bytes with the transport that `ring_attention` takes by default. The same arguments
-    give the same layout, so ranks need not agree on it. For a model whose layers differ, pass the number of layers of
-    each pattern. ``sizes`` are those of `Sizes` by default. Raises ValueError if no layout supports the patterns, with
-    the reason.
-
-    >>> from ringtile.patterns import Causal, Window
-    >>> cheapest_layout(Causal() & Window(4096), 1 << 20, 8) == Layout.contiguous(1 << 20, 8)
-    True
-    >>> cheapest_layout({Causal() & Window(4096): 20, Causal(): 4}, 1 << 20, 8) == Layout.zigzag(1 << 20, 8)
-    True
-    """
-    layers = {pattern: 1} if isinstance(pattern, Pattern) else pattern
-    return _cheapest(layers, n_tokens, n_ranks, sizes, hardware, None).layout
+    forward: Tensor
+    backward: Tensor
+    buffer: Tensor
+    copied: Tensor | None = None
+    tiles: Tensor | None = None
+    flops: Tensor | None = None
+    mesh: tuple[int, int] | None = None
 
 
-def cheapest_for_model(
-    layers: Mapping[Pattern, int],
-    n_tokens: int,
-    n_ranks: int,
-    sizes: Sizes | None = None,
-    hardware: Hardware = HARDWARE["h100"],
-    transports: Sequence[Transport] = TRANSPORTS,
-) -> ModelCost:
-    """Return one layout for all layers of a model, and a transport for each pattern, with the least predicted time.
+class _Traffic:
+    """The bytes and messages of a call, added up from its collectives."""
 
-    ``layers`` has the number of layers of each pattern. Pass the result's ``transports`` to `ring_attend`. The choice
-    is among ``transports``: leave out "ring" if you use dropout or compile, and "hierarchy" if you have no mesh of
-    nodes. It is only considered if the ranks span nodes. Raises ValueError if a number of layers is not positive, or a
-    pattern has no possible transport, with the reason.
+    def __init__(self, n_ranks: int, hardware: Hardware) -> None:
+        self.node = nodes_of(n_ranks, hardware)
+        self.is_inside = self.node.unsqueeze(1) == self.node
+        self.bytes = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
+        names = ("sent", "received", "sent_backward", "received_backward", "inside", "between", "messages")
+        self.totals = {name: torch.zeros(n_ranks, dtype=torch.int64) for name in names}
 
-    >>> from ringtile.patterns import Causal, Window
-    >>> found = cheapest_for_model({Causal() & Window(1024): 20, Causal(): 4}, 1 << 18, 8)
-    >>> found.layout == Layout.zigzag(1 << 18, 8)
-    True
-    >>> found.transports
-    {causal & window(1024): 'exchange', causal: 'ring'}
-    """
-    return _cheapest(layers, n_tokens, n_ranks, sizes, hardware, transports)
+    def add(self, **figures: Tensor | int) -> None:
+        """Add to the totals of each rank."""
+        for name, figure in figures.items():
+            self.totals[name] += figure
 
+    def move(self, moved: Tensor, messages: int = 1) -> None:
+        """Add bytes ``[P, P]`` from rank to rank, each in so many messages. As many return backward."""
+        sent, received = moved.sum(1), moved.sum(0)
+        self.bytes += moved
+        self.add(sent=sent, received=received, sent_backward=received, received_backward=sent)
+        inside = (moved * self.is_inside).sum(1)
+        self.add(inside=inside, between=sent - inside, messages=(moved > 0).sum(1) * messages)
 
-def _cheapest(
-    layers: Mapping[Pattern, int],
-    n_tokens: int,
-    n_ranks: int,
-    sizes: Sizes | None,
-    hardware: Hardware,
-    transports: Sequence[Transport] | None,
-) -> ModelCost:
-    if not layers or not all(type(count) is int and count > 0 for count in layers.values()):
-        raise ValueError(f"layers: expected a positive number of layers of each pattern, got {dict(layers)}")
-    heads = next((pattern.num_heads for pattern in layers if pattern.num_heads is not None), 32)
-    found, reason = [], None
-    sizes = sizes or Sizes(heads=heads)
-    listed: dict[Pattern, Tiles] = {}
-    for make in LAYOUTS.values():
-        try:
-            layout = make(n_tokens, n_ranks)
-            found.append(cost_of_model(layers, layout, sizes, hardware, transports, listed))
-        except ValueError as error:
-            reason = reason or error
-    if not found:
-        assert reason is not None
-        raise reason
-    return min(found, key=lambda cost: cost.seconds)
+    def broadcast(self, tokens: Tensor, group: Tensor, token: int, wide: int) -> None:
+        """Add a broadcast of ``tokens`` ``[P]`` to all ranks that have the same number in ``group`` ``[P]``.
+
+        A token has ``token`` bytes, and its gradients have ``wide``, because ranks sum them.
+        """
+        others = torch.zeros_like(tokens).index_add_(0, group, tokens)[group] - tokens
+        self.add(sent=tokens * token, received=others * token)
+        self.add(sent_backward=others * wide, received_backward=tokens * wide)
+        # With nodes (0, 1) and (2, 3), the groups 0, 1, 0, 1 have the cells 0, 2, 1, 3: each rank is alone in its cell,
+        # and each group is in two nodes.
+        n_nodes = int(self.node.max()) + 1
+        cell = group * n_nodes + self.node
+        has_mates = torch.bincount(cell)[cell] > 1
+        other_nodes = torch.bincount(cell.unique() // n_nodes)[group] - 1
+        self.add(inside=tokens * token * has_mates, between=tokens * token * other_nodes, messages=tokens > 0)
+        to_others = (group.unsqueeze(1) == group) * (tokens * token).unsqueeze(1)
+        self.bytes += to_others.fill_diagonal_(0)
+
+    @property
+    def peers(self) -> Tensor:
+        return ((self.bytes > 0) | (self.bytes.T > 0)).sum(1)
 
 
-def cost_of_model(
-    layers: Mapping[Pattern, int],
-    layout: Layout,
-    sizes: Sizes,
-    hardware: Hardware,
-    transports: Sequence[Transport] | None = TRANSPORTS,
-    listed: dict[Pattern, Tiles] | None = None,
-) -> ModelCost:
-    """Return the cost of a model's layers in one layout, each pattern with its cheapest of these transports.
-
-    None: the transport that `ring_attention` takes by default. If you compare layouts, pass the same dict ``listed``
-    for all. Raises ValueError as `cheapest_for_model`.
-    """
-    costs = {}
-    listed = {} if listed is None else listed
-    for pattern in layers:
-        if pattern not in listed:
-            listed[pattern] = Tiles(pattern, layout.n_tokens, sizes)
-        work = survey(pattern, layout, sizes, listed=listed[pattern])
-        found, reason = [], None
-        for transport in (work.automatic,) if transports is None else transports:
-            if transport == "hierarchy" and layout.n_ranks <= hardware.ranks_per_node:
-                continue
-            try:
-                found.append(estimate(work, transport, hardware))
-            except ValueError as error:
-                reason = reason or error
-        if not found:
-            raise reason or ValueError(f"transports: expected one for {pattern!r}, got {list(transports or ())}")
-        costs[pattern] = min(found, key=lambda cost: cost.seconds)
-    chosen = {pattern: cost.transport for pattern, cost in costs.items()}
-    return ModelCost(layout, chosen, costs, sum(count * costs[pattern].seconds for pattern, count in layers.items()))
+def _widths(sizes: Sizes) -> tuple[int, int]:
+    """Return the bytes of a token's keys and values, and of the sums of their gradients."""
+    return sizes.width * sizes.dtype.itemsize, sizes.width * sizes.accumulator.itemsize
 
 
 class _Rows(NamedTuple):
     """Seconds of each rank for its rows, float64 ``[P]``, and the tokens of its buffer."""
 
-    own: Tensor
-    """Rows that read the rank's own keys only."""
-    hot: Tensor
-    """Rows that also read broadcast keys."""
-    rest: Tensor
+    forward: tuple[Tensor, Tensor, Tensor]
+    """Of the rows that read the rank's own keys only, those that also read broadcast keys, and the rest."""
+    backward: tuple[Tensor, Tensor, Tensor]
     n_buffer: Tensor
     n_copied: Tensor
     """Own tokens among them."""
     calls: Tensor
 
     @classmethod
-    def of(cls, work: Work, demand: Demand, hardware: Hardware, *, gather: bool) -> tuple[_Rows, _Rows]:
-        """Return those of the forward and of the backward pass."""
+    def of(cls, work: Work, demand: Demand, hardware: Hardware, *, gather: bool) -> _Rows:
         grid, parts = work.grid, split(work, gather=gather)
         arrives = demand.needs & ((~demand.holds & ~demand.is_hot) | work.is_cut.unsqueeze(1))
         n_buffer, n_copied = torch.zeros(2, work.layout.n_ranks, dtype=torch.int64)
         tiles, ranks, tokens = work.layout.tiles(grid.block)
         for part in (parts.needs_all | arrives, parts.needs_hot):
+            # The last column tile is ragged: of 700 keys in tiles of 128, it has 60, so take 68 off.
             n_buffer += part.sum(1, dtype=torch.int32) * grid.block - part[:, -1] * (-grid.n_keys % grid.block)
             n_copied.index_add_(0, ranks, tokens * part[ranks, tiles])
         # Seconds per multiplication or addition of ranks that share processors.
         turn = shared_time(work.pairs, hardware) / work.pairs.clamp(min=1) / hardware.flops
-        pairs = parts.own_pairs, parts.hot_pairs, work.pairs - parts.own_pairs - parts.hot_pairs
-
-        def rows(per_pair: int) -> _Rows:
-            own, hot, rest = (n * per_pair * turn for n in pairs)
-            return cls(own, hot, rest, n_buffer, n_copied, parts.calls)
-
-        forward, backward = flops_per_pair(work.sizes)
-        return rows(forward), rows(backward)
+        rest = work.pairs - parts.own_pairs - parts.hot_pairs
+        forward, backward = (
+            (parts.own_pairs * each * turn, parts.hot_pairs * each * turn, rest * each * turn)
+            for each in flops_per_pair(work.sizes)
+        )
+        return cls(forward, backward, n_buffer, n_copied, parts.calls)
 
     def around(self, moved: Tensor, token: int, hardware: Hardware) -> Tensor:
         """Return the seconds of copies and calls, float64 ``[P]``."""
         return shared_time(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
 
 
-def _exchange(work: Work, transport: Transport, hardware: Hardware) -> Cost:
-    layout, sizes, grid, demand = work.layout, work.sizes, work.grid, work.demand
-    n_ranks, is_gather = layout.n_ranks, transport == "gather"
-    if is_gather:
+def _exchange(work: Work, hardware: Hardware, traffic: _Traffic, *, gather: bool = False) -> _Spent:
+    layout, grid, demand, (token, wide) = work.layout, work.grid, work.demand, _widths(work.sizes)
+    n_ranks = layout.n_ranks
+    if gather:
         demand = find_demand(work.pattern, layout, grid, gather=True)
     hot, cold = count_sent(layout, demand.needs, demand.is_hot, grid.block)
-    others_hot = hot.sum() - hot
-    token = sizes.width * sizes.dtype.itemsize
-    wide = sizes.width * sizes.accumulator.itemsize
-    sent, received = cold.sum(1), cold.sum(0)
-    rows, back = _Rows.of(work, demand, hardware, gather=is_gather)
-    linked = (cold > 0) | (cold.T > 0) | (hot > 0) | (hot > 0).unsqueeze(1)
-    peers = linked.fill_diagonal_(False).sum(1)
-    traffic = (cold + hot.unsqueeze(1)).fill_diagonal_(0) * token
-    node = nodes_of(n_ranks, hardware)
-    is_inside = node.unsqueeze(1) == node
-    n_mates = is_inside.sum(1)
+    traffic.move(cold * token)
+    traffic.broadcast(hot, torch.zeros_like(hot), token, wide)
     # A broadcast crosses every kind of link. They run one after another.
     link, n_broadcasts = _slowest(n_ranks, hardware), int((hot > 0).sum())
     hot_wire, hot_wire_back = _broadcasts(n_ranks, n_broadcasts, int(hot.sum()), token, wide, link, hardware)
     cold_wire = all_to_all_time(cold * token, hardware)
-    moved = sent + received + hot.sum() + rows.n_buffer
+    rows = _Rows.of(work, demand, hardware, gather=gather)
+    moved = cold.sum(1) + cold.sum(0) + hot.sum() + rows.n_buffer
     around = rows.around(moved, token, hardware)
     # Own rows run beside the broadcasts, and rows with broadcast keys beside the other exchange.
-    forward = torch.maximum(rows.own.clamp(min=hot_wire) + rows.hot, hot_wire + cold_wire) + rows.rest
+    of_own, of_hot, rest = rows.forward
+    forward = torch.maximum(of_own.clamp(min=hot_wire) + of_hot, hot_wire + cold_wire) + rest
     # Backward the other way around.
-    backward = torch.maximum(back.hot, cold_wire)
-    backward = torch.maximum(back.hot + back.own, backward + hot_wire_back)
-    return Cost(
-        transport,
-        (sent + hot) * token,
-        (received + others_hot) * token,
-        received * token + others_hot * wide,
-        sent * token + hot * wide,
-        ((cold * is_inside).sum(1) + hot * (n_mates > 1)) * token,
-        ((cold * ~is_inside).sum(1) + hot * int(node.max())) * token,
-        (cold > 0).sum(1) + (hot > 0),
-        peers,
-        work.tiles,
-        work.pairs.double() * flops_per_pair(sizes)[0],
-        moved * token,
-        around + forward,
-        around + back.rest + backward,
-        traffic,
-        rows.n_copied * token,
-    )
+    of_own, of_hot, rest = rows.backward
+    backward = torch.maximum(of_hot, cold_wire)
+    backward = torch.maximum(of_hot + of_own, backward + hot_wire_back)
+    return _Spent(around + forward, around + rest + backward, moved * token, rows.n_copied * token)
 
 
-def _hierarchy(work: Work, hardware: Hardware) -> Cost:
-    layout, sizes, demand = work.layout, work.sizes, work.demand
+def _hierarchy(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
+    layout, demand, (token, wide) = work.layout, work.demand, _widths(work.sizes)
     n_ranks, per_node = layout.n_ranks, min(hardware.ranks_per_node, layout.n_ranks)
     if n_ranks % per_node:
         raise ValueError(f"transport 'hierarchy': expected nodes of {per_node} ranks, got {n_ranks} ranks")
-    n_nodes = n_ranks // per_node
-    token = sizes.width * sizes.dtype.itemsize
-    wide = sizes.width * sizes.accumulator.itemsize
+    n_nodes, number = n_ranks // per_node, torch.arange(n_ranks) % per_node
     hot = count_hot(layout, demand.is_hot, work.grid.block)
-    crossing, direct, kept_or_handed = count_levels(layout, demand.needs, demand.is_hot, work.grid.block, per_node)
-    # From node, from number, to node or number. What a rank hands to itself does not travel.
-    shape = (n_nodes, per_node)
-    n_kept = kept_or_handed.unflatten(0, shape).diagonal(dim1=1, dim2=2).flatten()
-    handed = kept_or_handed.clone()
-    handed.unflatten(0, shape).diagonal(dim1=1, dim2=2).zero_()
-    arriving = crossing.unflatten(0, shape).permute(2, 1, 0).flatten(0, 1)
-    direct_in, handed_in = (x.unflatten(0, shape).transpose(1, 2).flatten(0, 1) for x in (direct, handed))
-    # The broadcasts of all ranks with one number, for each rank.
-    of_number = hot.view(shape).sum(0).repeat(n_nodes)
-    sent = crossing.sum(1) + direct.sum(1) + handed.sum(1)
-    received = arriving.sum(1) + direct_in.sum(1) + handed_in.sum(1)
-    others_hot = hot.sum() - hot
+    levels = count_levels(layout, demand.needs, demand.is_hot, work.grid.block, per_node)
+    crossing, (direct, handed) = _between_rows(levels[0]), (_inside_rows(level) for level in levels[1:])
+    # What a rank hands to itself does not travel.
+    n_kept = handed.diagonal().clone()
+    handed.fill_diagonal_(0)
+    # First the ranks with one number tell each other, one per node, then each tells its mates what it has heard.
+    of_number = hot.view(n_nodes, per_node).sum(0).repeat(n_nodes)
+    for moved in (crossing, direct, handed):
+        traffic.move(moved * token)
+    traffic.broadcast(hot, number, token, wide)
+    traffic.broadcast(of_number, traffic.node, token, wide)
     net, node = (hardware.net_alpha, hardware.net_beta), (hardware.node_alpha, hardware.node_beta)
-    across = _wires(crossing, arriving, token, net)
-    straight, inside = (_wires(*way, token, node) for way in ((direct, direct_in), (handed, handed_in)))
-    n_outer, n_inner = int((hot.view(shape) > 0).sum(0).max()), int((of_number[:per_node] > 0).sum())
+    across, straight, inside = (
+        _link_time(moved * token, link) for moved, link in ((crossing, net), (direct, node), (handed, node))
+    )
+    n_outer, n_inner = int((hot.view(n_nodes, per_node) > 0).sum(0).max()), int((of_number[:per_node] > 0).sum())
     outer, outer_back = _broadcasts(n_nodes, n_outer, int(of_number.max()), token, wide, net, hardware)
     inner, inner_back = _broadcasts(per_node, n_inner, int(hot.sum()), token, wide, node, hardware)
-    rows, back = _Rows.of(work, demand, hardware, gather=False)
-    moved = sent + received + 2 * n_kept + hot.sum() + rows.n_buffer
+    rows = _Rows.of(work, demand, hardware, gather=False)
+    moved = sum(x.sum(0) + x.sum(1) for x in (crossing, direct, handed)) + 2 * n_kept + hot.sum() + rows.n_buffer
     around = rows.around(moved, token, hardware)
     # Own rows run beside all that leaves at once, and rows with broadcast keys beside all but the broadcasts.
-    forward = torch.maximum(rows.own.clamp(min=outer) + inner + rows.hot, outer + across)
-    forward = torch.maximum(forward, straight) + inside + rows.rest
+    of_own, of_hot, rest = rows.forward
+    forward = torch.maximum(of_own.clamp(min=outer) + inner + of_hot, outer + across)
+    forward = torch.maximum(forward, straight) + inside + rest
     # Backward the other way around.
-    backward = torch.maximum(back.hot, inside) + inner_back
-    backward = torch.maximum(backward + torch.maximum(back.own, across + outer_back), straight)
-    traffic = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
-    by_level = traffic.view(*shape, *shape)
-    # From node, from number, to node, to number.
-    to_nodes = (crossing + hot.unsqueeze(1)).unflatten(0, shape)
-    to_mates = (direct + handed + of_number.unsqueeze(1)).unflatten(0, shape)
-    by_level.diagonal(dim1=1, dim2=3).add_(to_nodes.transpose(1, 2))
-    by_level.diagonal(dim1=0, dim2=2).add_(to_mates.permute(1, 2, 0))
-    traffic.fill_diagonal_(0)
-    return Cost(
-        "hierarchy",
-        (sent + hot + of_number) * token,
-        (received + others_hot) * token,
-        received * token + others_hot * wide,
-        sent * token + (hot + of_number) * wide,
-        (direct.sum(1) + handed.sum(1) + of_number * (per_node > 1)) * token,
-        (crossing.sum(1) + hot * (n_nodes - 1)) * token,
-        sum((x > 0).sum(1) for x in (crossing, direct, handed)) + (hot > 0) + (of_number > 0),
-        ((traffic > 0) | (traffic.T > 0)).sum(1),
-        work.tiles,
-        work.pairs.double() * flops_per_pair(sizes)[0],
-        moved * token,
-        around + forward,
-        around + back.rest + backward,
-        traffic * token,
-        rows.n_copied * token,
-        (n_nodes, per_node),
+    of_own, of_hot, rest = rows.backward
+    backward = torch.maximum(of_hot, inside) + inner_back
+    backward = torch.maximum(backward + torch.maximum(of_own, across + outer_back), straight)
+    return _Spent(
+        around + forward, around + rest + backward, moved * token, rows.n_copied * token, mesh=(n_nodes, per_node)
     )
 
 
-def _ring(work: Work, hardware: Hardware) -> Cost:
-    layout, sizes = work.layout, work.sizes
-    n_ranks = layout.n_ranks
+def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
+    layout, n_ranks, (token, wide) = work.layout, work.layout.n_ranks, _widths(work.sizes)
     if not isinstance(work.pattern, RING_PATTERNS):
         raise ValueError(f"transport 'ring': expected the pattern dense or causal, got {work.pattern!r}")
-    longest = max(layout.size(rank) for rank in range(n_ranks))
-    token = sizes.width * sizes.dtype.itemsize
-    wide = sizes.width * sizes.accumulator.itemsize
-    hops = n_ranks - 1
+    # Ranks pass buffers of one size, that of the rank with the most tokens.
+    longest, hops = max(layout.size(rank) for rank in range(n_ranks)), n_ranks - 1
+    # All hops of a rank go to the next one. Gradients make one hop more, which brings them home.
+    rank = torch.arange(n_ranks)
+    moved = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
+    moved[rank, (rank + 1) % n_ranks] = hops * longest * token
+    traffic.move(moved, hops)
+    home = longest * wide * n_ranks if n_ranks > 1 else 0
+    traffic.add(sent_backward=home, received_backward=home)
     alpha, beta = _slowest(n_ranks, hardware)
-    per_pair, per_pair_backward = flops_per_pair(sizes)
     # A run of queries meets each run of keys, or each before it and itself, in a call of its own.
     every = sorted((begin, rank) for rank, runs in enumerate(layout.runs) for begin, _ in runs)
     met = torch.arange(1, len(every) + 1) if isinstance(work.pattern, Causal) else len(every)
     of_run = torch.tensor([rank for _, rank in every])
     calls = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, of_run, torch.zeros_like(of_run) + met)
-    ones = torch.ones(n_ranks, dtype=torch.int64)
-    keys = alpha + longest * token / beta
-    gradients = alpha + longest * wide / beta
+    keys, gradients = alpha + longest * token / beta, alpha + longest * wide / beta
     step, step_backward = (
         shared_time(work.pairs * each / hardware.flops + calls * hardware.call, hardware) / n_ranks
-        for each in (per_pair, per_pair_backward)
+        for each in flops_per_pair(work.sizes)
     )
     copies = 2 * longest * token / hardware.memory
-    home = n_ranks if n_ranks > 1 else 0
-    # While a rank computes, the next keys and the gradients of the hop before travel. The last gradients follow.
-    backward = step_backward.clamp(min=keys) + step_backward.clamp(min=gradients) + gradients
-    backward += max(0, n_ranks - 2) * step_backward.clamp(min=keys + gradients)
-    rank = torch.arange(n_ranks)
-    traffic = torch.zeros(n_ranks, n_ranks, dtype=torch.int64)
-    traffic[rank, (rank + 1) % n_ranks] = hops * longest * token
-    node = nodes_of(n_ranks, hardware)
-    stays = node == node.roll(-1)
-    return Cost(
-        "ring",
-        ones * hops * longest * token,
-        ones * hops * longest * token,
-        ones * longest * (hops * token + home * wide),
-        ones * longest * (hops * token + home * wide),
-        stays * hops * longest * token,
-        ~stays * hops * longest * token,
-        ones * hops,
-        ones * min(hops, 2),
-        work.tiles,
-        work.pairs.double() * per_pair,
-        ones * longest * token * (2 if n_ranks > 1 else 1),
-        copies + step + hops * step.clamp(min=keys),
-        copies + (backward if n_ranks > 1 else step_backward),
-        traffic,
-        ones * 0,
-    )
+    backward = step_backward
+    if n_ranks > 1:
+        # While a rank computes, the next keys and the gradients of the hop before travel. The last gradients follow.
+        backward = step_backward.clamp(min=keys) + step_backward.clamp(min=gradients) + gradients
+        backward += (n_ranks - 2) * step_backward.clamp(min=keys + gradients)
+    buffer = torch.full_like(calls, longest * token * (2 if n_ranks > 1 else 1))
+    return _Spent(copies + step + hops * step.clamp(min=keys), copies + backward, buffer)
 
 
-def _ulysses(work: Work, hardware: Hardware) -> Cost:
+def _exchange_heads(
+    work: Work, hardware: Hardware, traffic: _Traffic, per_row: int
+) -> tuple[HeadPlan, Tensor, Tensor, Tensor]:
+    """Return who has which heads, the bytes of all tokens of its row that each rank gets for its heads, ``[P]``, those
+    of the messages that bring them, and the seconds of copies and exchanges."""
     layout, sizes = work.layout, work.sizes
-    n_ranks, value_dim = layout.n_ranks, sizes.value_dim
-    assert value_dim is not None
-    plan = HeadPlan(work.pattern, layout, 0, n_ranks, sizes.batch, sizes.heads, sizes.kv_heads)
-    tokens = torch.tensor(plan.tokens)
+    plan = HeadPlan(work.pattern, layout, 0, per_row, sizes.batch, sizes.heads, sizes.kv_heads)
     heads, key_heads = (torch.tensor([end - begin for begin, end in plan.heads[kind]]) for kind in "qk")
-    tiles, pairs = _of_heads(work, plan)
     # Bytes of a token's queries, keys and values that each rank gets, and of its outputs that it returns.
-    into = (heads * sizes.head_dim + key_heads * (sizes.head_dim + value_dim)) * sizes.batch * sizes.dtype.itemsize
-    home = heads * value_dim * sizes.batch * sizes.dtype.itemsize
-    inputs, outputs = (tokens.unsqueeze(1) * into).fill_diagonal_(0), (tokens * home.unsqueeze(1)).fill_diagonal_(0)
-    traffic = inputs + outputs
-    sent, received = traffic.sum(1), traffic.sum(0)
-    buffer = inputs.sum(1) + inputs.sum(0) + layout.n_tokens * into
-    moved = buffer + outputs.sum(1) + outputs.sum(0) + tokens * home.sum()
-    around = shared_time(2 * moved / hardware.memory + hardware.call, hardware)
-    around += all_to_all_time(inputs, hardware) + all_to_all_time(outputs, hardware)
+    size = sizes.batch * sizes.dtype.itemsize
+    into = (heads * sizes.head_dim + key_heads * sizes.width_of_head) * size
+    home = heads * (sizes.width_of_head - sizes.head_dim) * size
+    tokens = torch.tensor([layout.size(rank) for rank in range(layout.n_ranks)]).view(-1, per_row)
+    # From rank to rank of each row. Tokens leave by their rank, and outputs by the rank of their heads.
+    inputs, outputs = tokens.unsqueeze(2) * into, tokens.unsqueeze(1) * home.unsqueeze(1)
+    for x in (inputs, outputs):
+        x.diagonal(dim1=1, dim2=2).zero_()
+    there, here = _inside_rows(inputs.flatten(0, 1)), _inside_rows(outputs.flatten(0, 1))
+    for moved in (there, here):
+        traffic.move(moved)
+    wires, back = (x.sum(2) + x.sum(1) for x in (inputs, outputs))
+    arriving = tokens.sum(1, keepdim=True) * into
+    copied = wires + arriving + back + tokens * home.sum()
+    around = shared_time(2 * copied.flatten() / hardware.memory + hardware.call, hardware)
+    around += all_to_all_time(there, hardware) + all_to_all_time(here, hardware)
+    return plan, arriving.flatten(), wires.flatten(), around
+
+
+def _ulysses(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
+    plan, arriving, wires, around = _exchange_heads(work, hardware, traffic, work.layout.n_ranks)
+    tiles, pairs = _of_heads(work, plan)
     forward, backward = (
-        around + shared_time(pairs * per_pair / hardware.flops, hardware) for per_pair in flops_per_pair(sizes)
+        around + shared_time(pairs * each / hardware.flops, hardware) for each in flops_per_pair(work.sizes)
     )
-    node = nodes_of(n_ranks, hardware)
-    is_inside = node.unsqueeze(1) == node
-    return Cost(
-        "ulysses",
-        sent,
-        received,
-        received,
-        sent,
-        (traffic * is_inside).sum(1),
-        (traffic * ~is_inside).sum(1),
-        (inputs > 0).sum(1) + (outputs > 0).sum(1),
-        ((traffic > 0) | (traffic.T > 0)).sum(1),
-        tiles,
-        pairs.double() * flops_per_pair(sizes)[0],
-        buffer,
-        forward,
-        backward,
-        traffic,
-        torch.zeros_like(buffer),
+    flops = pairs.double() * flops_per_pair(work.sizes)[0]
+    return _Spent(forward, backward, wires + arriving, tiles=tiles, flops=flops)
+
+
+def _mesh(work: Work, hardware: Hardware, traffic: _Traffic, *, per_row: int) -> _Spent:
+    plan, arriving, wires, around = _exchange_heads(work, hardware, traffic, per_row)
+    columns = _columns(work, plan, hardware)
+    for number, cost in enumerate(columns):
+        # With two ranks per row, the ranks of column 1 are 1, 3, 5.
+        traffic.bytes[number::per_row, number::per_row] += cost.traffic
+        for name, total in traffic.totals.items():
+            total[number::per_row] += getattr(cost, name)
+
+    def each(name: str) -> Tensor:
+        """Return a figure of the exchange between rows, for each rank."""
+        return torch.stack([getattr(cost, name) for cost in columns], 1).flatten()
+
+    return _Spent(
+        around + each("forward"),
+        around + each("backward"),
+        arriving + torch.maximum(wires, each("buffer")),
+        each("copied"),
+        each("tiles"),
+        each("flops"),
+        (work.layout.n_ranks // per_row, per_row),
     )
+
+
+_MODELS: dict[Transport, Callable[[Work, Hardware, _Traffic], _Spent]] = {
+    "exchange": _exchange,
+    "gather": partial(_exchange, gather=True),
+    "ring": _ring,
+    "hierarchy": _hierarchy,
+    "ulysses": _ulysses,
+}
+"""The course of a call by transport: each adds its traffic, and returns what it spends."""
 
 
 def _of_heads(work: Work, plan: HeadPlan) -> tuple[Tensor, Tensor]:
     """Return the tiles and the pairs of each rank's heads, int64 ``[P]``."""
-    grid, n_ranks = work.grid, plan.n_ranks
+    grid = work.grid
     found: list[Tensor] = []
     tokens = (grid.n_keys - grid.block * torch.arange(grid.n_rows)).clamp(max=grid.block)
-    for rank in range(n_ranks):
+    for rank in range(plan.n_ranks):
         rule = replace(plan, rank=rank).rule
         if rank and rule == work.pattern:
-            # All ranks have the same.
+            # No head has a pattern of its own, so each rank computes as many tiles as the first one.
             found.append(found[0])
             continue
         begin, end = plan.heads["q"][rank]
@@ -489,6 +412,56 @@ def _of_heads(work: Work, plan: HeadPlan) -> tuple[Tensor, Tensor]:
         found.append(torch.stack([tiles.sum(), (tiles * tokens).sum() * grid.block]))
     every = torch.stack(found)
     return every[:, 0], every[:, 1]
+
+
+def _columns(work: Work, plan: HeadPlan, hardware: Hardware) -> list[Cost]:
+    """Return the cost of the exchange between rows, for the ranks with each number in their row."""
+    sizes, found = work.sizes, dict[tuple[object, ...], Cost]()
+    # Of a node of 8 ranks in rows of 4, a column has 2 ranks: these share the node with no other of the column.
+    beside = {
+        name: max(1, getattr(hardware, name) // plan.n_ranks) for name in ("ranks_per_node", "processors_per_node")
+    }
+    costs = []
+    for number in range(plan.n_ranks):
+        mine = replace(plan, rank=number)
+        begin, end = mine.heads["k"][number]
+        kv_heads = end - begin if mine.key_at is None else len(mine.key_at)
+        rule = mine.rule
+        if (rule, kv_heads) not in found:
+            own = replace(sizes, heads=sizes.heads // plan.n_ranks, kv_heads=kv_heads)
+            listed = work.listed.parts.get((rule, own))
+            if listed is None:
+                of = work.listed, mine.heads["q"][number][0]
+                listed = Tiles(rule, plan.layout.n_tokens, own, of)
+                work.listed.parts[rule, own] = listed
+            surveyed = survey(rule, plan.rows, own, listed=listed)
+            found[rule, kv_heads] = estimate(surveyed, "exchange", replace(hardware, **beside))
+        costs.append(found[rule, kv_heads])
+    return costs
+
+
+def _inside_rows(x: Tensor) -> Tensor:
+    """Return what ranks send to each number of their own row, ``[P, G]``, as ``[P, P]``, from rank to rank.
+
+    >>> _inside_rows(torch.tensor([[0, 1], [2, 0], [0, 3], [4, 0]]))[:, 2:].tolist()
+    [[0, 0], [0, 0], [0, 3], [4, 0]]
+    """
+    n_ranks, per_row = x.shape
+    found = x.new_zeros(n_ranks // per_row, per_row, n_ranks // per_row, per_row)
+    found.diagonal(dim1=0, dim2=2).copy_(x.view(-1, per_row, per_row).permute(1, 2, 0))
+    return found.view(n_ranks, n_ranks)
+
+
+def _between_rows(x: Tensor) -> Tensor:
+    """Return what ranks send to the rank of each row that has their number, ``[P, R]``, as ``[P, P]``.
+
+    >>> _between_rows(torch.tensor([[0, 1], [0, 2], [3, 0], [4, 0]]))[:2].tolist()
+    [[0, 0, 1, 0], [0, 0, 0, 2]]
+    """
+    n_ranks, n_rows = x.shape
+    found = x.new_zeros(n_rows, n_ranks // n_rows, n_rows, n_ranks // n_rows)
+    found.diagonal(dim1=1, dim2=3).copy_(x.view(n_rows, -1, n_rows).transpose(1, 2))
+    return found.view(n_ranks, n_ranks)
 
 
 def shared_time(seconds: Tensor, hardware: Hardware) -> Tensor:
@@ -506,11 +479,28 @@ def nodes_of(n_ranks: int, hardware: Hardware) -> Tensor:
     return torch.arange(n_ranks) // hardware.ranks_per_node
 
 
-def _wires(sent: Tensor, received: Tensor, token: int, link: tuple[float, float]) -> Tensor:
-    """Return the seconds of each rank for the tokens that it sends to others and receives, float64 ``[P]``."""
-    messages = torch.maximum((sent > 0).sum(1), (received > 0).sum(1))
+def _link_time(moved: Tensor, link: tuple[float, float]) -> Tensor:
+    """Return the seconds of each rank for the bytes ``[P, P]`` that it sends and receives over one kind of link."""
     alpha, beta = link
-    return messages.double() * alpha + torch.maximum(sent.sum(1), received.sum(1)) * token / beta
+    messages = torch.maximum((moved > 0).sum(1), (moved > 0).sum(0))
+    return messages.double() * alpha + torch.maximum(moved.sum(1), moved.sum(0)) / beta
+
+
+def all_to_all_time(moved: Tensor, hardware: Hardware) -> Tensor:
+    """Return the seconds of each rank, float64 ``[P]``, for bytes ``[P, P]`` from rank to rank, or for their way back.
+
+    Links carry as much in both directions at once, so both take the same time.
+    """
+    node = nodes_of(len(moved), hardware)
+    inside = node.unsqueeze(1) == node
+    seconds = []
+    for part, alpha, beta in (
+        (moved * inside, hardware.node_alpha, hardware.node_beta),
+        (moved * ~inside, hardware.net_alpha, hardware.net_beta),
+    ):
+        messages = torch.maximum((part > 0).sum(0), (part > 0).sum(1))
+        seconds.append(messages * alpha + torch.maximum(part.sum(0), part.sum(1)) / beta)
+    return torch.maximum(*seconds).double()
 
 
 def _broadcasts(
@@ -519,17 +509,11 @@ def _broadcasts(
     """Return the seconds of broadcasts one after another, and of the sums on the ways back."""
     if n_ranks == 1:
         return 0.0, 0.0
-    times, times_back = _broadcast_times(n_ranks, hardware)
+    # A tree of sends, and a ring that leaves each rank a part of the sum, which it sends on.
+    trees = ceil(log2(n_ranks)), 2 * (n_ranks - 1) / n_ranks
+    times, times_back = trees if hardware.has_trees else (1, 1)
     (alpha, beta), steps = link, count * ceil(log2(n_ranks))
     return steps * alpha + times * tokens * token / beta, steps * alpha + times_back * tokens * wide / beta
-
-
-def _broadcast_times(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
-    """Return how often a link carries the whole message of a broadcast and of a reduce to one rank."""
-    if not hardware.has_trees:
-        return 1, 1
-    # A tree of sends, and a ring that leaves each rank a part of the sum, which it sends on.
-    return ceil(log2(n_ranks)), 2 * (n_ranks - 1) / n_ranks
 
 
 def _slowest(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
@@ -537,20 +521,3 @@ def _slowest(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
     if n_ranks > hardware.ranks_per_node:
         return hardware.net_alpha, hardware.net_beta
     return hardware.node_alpha, hardware.node_beta
-
-
-def all_to_all_time(traffic: Tensor, hardware: Hardware) -> Tensor:
-    """Return the seconds of each rank, float64 ``[P]``, for bytes ``[P, P]`` from rank to rank, or for their way back.
-
-    Links carry as much in both directions at once, so both take the same time.
-    """
-    node = nodes_of(len(traffic), hardware)
-    inside = node.unsqueeze(1) == node
-    seconds = []
-    for part, alpha, beta in (
-        (traffic * inside, hardware.node_alpha, hardware.node_beta),
-        (traffic * ~inside, hardware.net_alpha, hardware.net_beta),
-    ):
-        messages = torch.maximum((part > 0).sum(0), (part > 0).sum(1))
-        seconds.append(messages * alpha + torch.maximum(part.sum(0), part.sum(1)) / beta)
-    return torch.maximum(*seconds).double()

@@ -124,10 +124,15 @@ class Sizes:
             raise ValueError(f"dtype: expected a floating-point dtype, got {self.dtype}")
 
     @property
+    def width_of_head(self) -> int:
+        """Elements of a token's key and value in one head."""
+        assert self.value_dim is not None
+        return self.head_dim + self.value_dim
+
+    @property
     def width(self) -> int:
         """Elements of a token's keys and values."""
-        assert self.value_dim is not None
-        return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
+        return self.batch * self.kv_heads * self.width_of_head
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -137,5 +142,5 @@ class Sizes:
 
 def flops_per_pair(sizes: Sizes) -> tuple[int, int]:
     """Return the multiplications and additions per pair, forward (two matmuls) and backward (five)."""
-    assert sizes.value_dim is not None
-    return 2 * (sizes.head_dim + sizes.value_dim), 2 * (3 * sizes.head_dim + 2 * sizes.value_dim)
+    # Forward: scores and outputs. Backward: scores again, and the gradients of weights, values, queries and keys.
+    return 2 * sizes.width_of_head, 2 * (sizes.head_dim + 2 * sizes.width_of_head)

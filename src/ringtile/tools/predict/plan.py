@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ringtile.distributed.layout import LAYOUTS
 from ringtile.distributed.plan import TRANSPORTS, Transport
 from ringtile.patterns import Pattern, parse
 from ringtile.tools.plot import FORMATS, missing_matplotlib, picture, plot_traffic
+from ringtile.tools.predict.cheapest import ModelCost, cost_of_model
 from ringtile.tools.predict.cluster import measure_machine
-from ringtile.tools.predict.cost import Cost, ModelCost, cost_of_model, estimate
+from ringtile.tools.predict.cost import Cost, estimate, ranks_per_row
 from ringtile.tools.predict.hardware import HARDWARE, Hardware, Sizes
-from ringtile.tools.predict.mesh_cost import estimate_mesh, ranks_per_row
 from ringtile.tools.predict.work import MAX_RANKS, Tiles, survey
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import write_whole
@@ -32,41 +31,21 @@ _MAX_TOKENS = 1 << 28
 """A striped layout of more tokens has millions of runs."""
 
 _WIDTH = 118
-_COLUMNS = (
-    "layout",
-    "transport",
-    "received",
-    "sent",
-    "between",
-    "messages",
-    "peers",
-    "balance",
-    "buffer",
-    "forward",
-    "backward",
-)
-
+_TIMES = ("forward", "backward")
+_COLUMNS = ("received", "sent", "between", "messages", "peers", "balance", "buffer", *_TIMES)
+_SUMMED = ("received", "sent", "between")
 _MOST = (
-    "sent",
-    "received",
-    "sent_backward",
-    "received_backward",
-    "inside",
-    "between",
-    "messages",
-    "peers",
-    "buffer",
+    "sent", "received", "sent_backward", "received_backward", "inside", "between", "messages", "peers", "buffer",
     "copied",
-)
+)  # fmt: skip
 
 
 class Row(NamedTuple):
     """One layout and transport: its cost, or why it is not possible."""
 
     layout: str
-    cost: Cost | None
     transport: str
-    reason: str
+    cost: Cost | str
 
 
 class Table(NamedTuple):
@@ -78,18 +57,163 @@ class Table(NamedTuple):
     """The transport that `ring_attention` takes by default, per layout."""
 
     @property
-    def best(self) -> Row:
+    def possible(self) -> list[tuple[Row, Cost]]:
+        return [(row, row.cost) for row in self.rows if isinstance(row.cost, Cost)]
+
+    @property
+    def best(self) -> tuple[Row, Cost]:
         """The row with the least predicted time. Raises ValueError if there is none."""
-        possible = [(row.cost.seconds, number) for number, row in enumerate(self.rows) if row.cost is not None]
-        if not possible:
-            raise ValueError(f"--ranks {self.n_ranks}: {self.rows[0].reason}")
-        return self.rows[min(possible)[1]]
+        if not self.possible:
+            raise ValueError(f"--ranks {self.n_ranks}: {self.rows[0].cost}")
+        return min(self.possible, key=lambda each: each[1].seconds)
 
     @property
     def default(self) -> Row | None:
         """The row with the least predicted time by these transports, with the layout of `cheapest_layout`."""
-        taken = [row for row in self.rows if row.cost is not None and row.transport == self.automatic[row.layout]]
-        return min(taken, key=lambda row: row.cost.seconds if row.cost else 0, default=None)
+        taken = [each for each in self.possible if each[0].transport == self.automatic[each[0].layout]]
+        return min(taken, key=lambda each: each[1].seconds)[0] if taken else None
+
+    def grouped(self, places: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, str]]:
+        """Yield each second of pairs once, with the names of its layouts, the firsts, if they are not all."""
+        found: dict[Any, list[str]] = {}
+        for layout, each in places:
+            found.setdefault(each, []).append(layout)
+        for each, layouts in found.items():
+            yield each, "" if len(layouts) == len(self.automatic) else f" ({', '.join(layouts)})"
+
+    def lines(self) -> Iterator[str]:
+        """Yield the table as text."""
+        (best, _), default, rows = self.best, self.default, self.possible
+        told = "* least time with transport='auto'" + ("" if best is default else ", + with any")
+        yield f"{_ranks(self.n_ranks)} ({told}, by the model)"
+        marks = ["*" if row is default else "+" if row is best else " " for row, _ in rows]
+        named = [(row.layout, row.transport + (f" {_by(cost.mesh)}" if cost.mesh else ""), cost) for row, cost in rows]
+        texts = [{"layout": layout, "transport": how, **_texts(_figures(cost))} for layout, how, cost in named]
+        yield from _aligned(marks, texts)
+        for mesh in sorted({cost.mesh for _, cost in rows if cost.mesh}):
+            yield f"  {_by(mesh)}: with group=init_device_mesh(device, {mesh})"
+        if own := [f"{bytes_text(n)} ({row.layout}, {row.transport})" for row, cost in rows if (n := _copied(cost))]:
+            yield _wrapped(f"buffer: copies of the rank's own keys, for rows that also read others': {', '.join(own)}")
+        refused = [(row.layout, (row.transport, row.cost)) for row in self.rows if isinstance(row.cost, str)]
+        for (transport, reason), layouts in self.grouped(refused):
+            yield _wrapped(f"no {transport}{layouts}: {reason}")
+        taken = ", ".join(map("".join, self.grouped(self.automatic.items())))
+        cheapest = "" if default is None else f"; cheapest_layout: {default.layout}"
+        yield f"  ring_attention with transport='auto': {taken}{cheapest}"
+        if best is not default:
+            yield f"  less time: {best.layout} with transport={best.transport!r}"
+
+    def record(self) -> dict[str, object]:
+        """Return the table for JSON."""
+        rows = []
+        for row in self.rows:
+            found: dict[str, object] = {"layout": row.layout, "transport": row.transport, "best": row is self.best[0]}
+            if isinstance(cost := row.cost, str):
+                found["reason"] = cost
+            else:
+                found |= {f"most_{name}": int(getattr(cost, name).max()) for name in _MOST}
+                found |= {"total_between": int(cost.between.sum()), "balance": cost.balance, "mesh": cost.mesh}
+                found["model_seconds"] = {name: float(getattr(cost, name).max()) for name in _TIMES}
+            rows.append(found)
+        layout = None if self.default is None else self.default.layout
+        return {"ranks": self.n_ranks, "auto": self.automatic, "cheapest_layout": layout, "rows": rows}
+
+
+class ModelTable(NamedTuple):
+    """All layouts for one number of ranks, with the cheapest transport of each pattern of a model."""
+
+    n_ranks: int
+    layers: dict[Pattern, int]
+    found: dict[str, ModelCost | str]
+    """By layout: its cost, or why it is not possible."""
+
+    @property
+    def costs(self) -> dict[str, ModelCost]:
+        return {name: cost for name, cost in self.found.items() if isinstance(cost, ModelCost)}
+
+    @property
+    def best(self) -> str:
+        """The layout with the least predicted time. Raises ValueError if there is none."""
+        if not self.costs:
+            raise ValueError(f"--ranks {self.n_ranks}: {next(iter(self.found.values()))}")
+        return min(self.costs, key=lambda name: self.costs[name].seconds)
+
+    def summed(self, cost: ModelCost) -> dict[str, int]:
+        """Return the most bytes of a rank, summed over all layers."""
+        layers = self.layers.items()
+        return {name: int(sum(n * getattr(cost.costs[rule], name) for rule, n in layers).max()) for name in _SUMMED}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the table as text."""
+        costs, texts = self.costs, []
+        for name, cost in costs.items():
+            of_layers = [(n, _figures(cost.costs[rule])) for rule, n in self.layers.items()]
+            # Layers run one after another, so their times add up, and the largest buffer serves all of them.
+            times = {way: sum(n * each[way] for n, each in of_layers) for way in _TIMES}
+            figures = {**self.summed(cost), "buffer": max(each["buffer"] for _, each in of_layers), **times}
+            texts.append({"layout": name, "transports": ", ".join(cost.transports.values()), **_texts(figures)})
+        yield f"{_ranks(self.n_ranks)}, sums over all layers (* least time, by the model)"
+        yield from _aligned(["*" if name == self.best else " " for name in costs], texts)
+
+    def record(self) -> dict[str, object]:
+        """Return the table for JSON."""
+        rows: list[dict[str, object]] = []
+        for name, cost in self.found.items():
+            row: dict[str, object] = {"layout": name, "best": name == self.best}
+            if isinstance(cost, str):
+                row["reason"] = cost
+            else:
+                row["transports"] = list(cost.transports.values())
+                row |= {f"most_{figure}": most for figure, most in self.summed(cost).items()}
+                row["model_seconds"] = cost.seconds
+            rows.append(row)
+        return {"ranks": self.n_ranks, "rows": rows}
+
+
+def _figures(cost: Cost) -> dict[str, float]:
+    """Return the largest figure of any rank, by column."""
+    return {name: cost.balance if name == "balance" else float(getattr(cost, name).max()) for name in _COLUMNS}
+
+
+def _texts(figures: Mapping[str, float]) -> dict[str, str]:
+    """Return figures as text, by column."""
+    found = {}
+    for name, figure in figures.items():
+        if name in _TIMES:
+            found[name] = duration_text(figure)
+        elif name in ("messages", "peers"):
+            found[name] = f"{int(figure):,}"
+        else:
+            found[name] = f"{figure:.2f}" if name == "balance" else bytes_text(int(figure))
+    return found
+
+
+def _aligned(marks: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield a header and the rows, whose first two columns are words."""
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for mark, line in zip([" ", *marks], cells, strict=True):
+        sides = "<<" + ">" * (len(line) - 2)
+        yield f"{mark} {'  '.join(f'{x:{side}{n}}' for x, side, n in zip(line, sides, widths, strict=True))}"
+
+
+def _ranks(n_ranks: int) -> str:
+    return f"{n_ranks:,} rank{'' if n_ranks == 1 else 's'}"
+
+
+def _by(mesh: tuple[int, int]) -> str:
+    return f"{mesh[0]}x{mesh[1]}"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _copied(cost: Cost) -> int:
+    """Return the bytes of own keys in the largest buffer if they are most of it, otherwise 0."""
+    largest = int(cost.buffer.argmax())
+    most = int(cost.copied[largest])
+    return most if 2 * most > int(cost.buffer[largest]) else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +240,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object instead")
 
 
+@dataclass
+class _Planned:
+    """The arguments of a run, and the tiles that its tables share."""
+
+    layers: dict[Pattern, int]
+    args: argparse.Namespace
+    sizes: Sizes
+    hardware: Hardware
+    progress: Progress
+    listed: dict[Pattern, Tiles] = field(default_factory=dict)
+
+    @property
+    def is_model(self) -> bool:
+        return len(self.layers) > 1 or bool(self.args.layers)
+
+    def table(self, n_ranks: int) -> Table | ModelTable:
+        """Return the table for a number of ranks. Raises ValueError if no row is possible."""
+        try:
+            table = self._of_model(n_ranks) if self.is_model else self._of_pattern(n_ranks)
+        finally:
+            self.progress.clear()
+        assert table.best
+        return table
+
+    def _of_pattern(self, n_ranks: int) -> Table:
+        (rule,) = self.layers
+        if rule not in self.listed:
+            self.progress.show(f"listing the tiles of {rule!r}")
+            self.listed[rule] = Tiles(rule, self.args.tokens, self.sizes)
+        courses: list[tuple[Transport, int | None]] = [(transport, None) for transport in TRANSPORTS]
+        if n_ranks <= self.hardware.ranks_per_node:
+            courses.remove(("hierarchy", None))
+        if (size := ranks_per_row(n_ranks, self.sizes.heads, self.hardware)) is not None:
+            courses.append(("ulysses", size))
+        table = Table(n_ranks, [], {})
+        for name in self.args.layout:
+            self.progress.show(f"{n_ranks:,} ranks: {name}")
+            layout = LAYOUTS[name](self.args.tokens, n_ranks)
+            work = survey(rule, layout, self.sizes, listed=self.listed[rule])
+            table.automatic[name] = work.automatic
+            for transport, size in courses:
+                try:
+                    table.rows.append(Row(name, transport, estimate(work, transport, self.hardware, size)))
+                except ValueError as error:
+                    shown = transport if size is None else f"{transport} {_by((n_ranks // size, size))}"
+                    table.rows.append(Row(name, shown, str(error)))
+        return table
+
+    def _of_model(self, n_ranks: int) -> ModelTable:
+        found: dict[str, ModelCost | str] = {}
+        for name in self.args.layout:
+            self.progress.show(f"{n_ranks:,} ranks: {name}")
+            try:
+                layout = LAYOUTS[name](self.args.tokens, n_ranks)
+                found[name] = cost_of_model(self.layers, layout, self.sizes, self.hardware, listed=self.listed)
+            except ValueError as error:
+                found[name] = str(error)
+        return ModelTable(n_ranks, self.layers, found)
+
+
 def run(args: argparse.Namespace) -> int:
     """Print a table for each number of ranks, and return 0.
 
@@ -124,111 +308,33 @@ def run(args: argparse.Namespace) -> int:
             large.
     """
     rules, sizes, hardware = _checked(args)
-    if len(rules) > 1 or args.layers:
-        return _run_model(dict(zip(rules, args.layers or [1] * len(rules), strict=True)), args, sizes, hardware)
-    rule = rules[0]
-    tables: list[Table] = []
-    progress = Progress(quiet=True)
-    progress.show(f"listing the tiles of {rule!r}")
-    listed = Tiles(rule, args.tokens, sizes)
+    layers = dict(zip(rules, args.layers or [1] * len(rules), strict=True))
+    planned = _Planned(layers, args, sizes, hardware, Progress(quiet=True))
+    what = ", ".join(f"{n} x {rule!r}" for rule, n in layers.items()) if planned.is_model else repr(rules[0])
+    tables: list[Table | ModelTable] = []
     for n_ranks in args.ranks:
-        try:
-            table = _table(listed, n_ranks, args.layout, hardware, progress)
-        finally:
-            progress.clear()
+        table = planned.table(n_ranks)
         if not args.json:
             # Table by table: many ranks take seconds.
-            lines = [] if tables else list(_header(repr(rule), args.tokens, sizes, args.dtype, hardware))
-            print("\n".join([*lines, "", *_lines(table)]), flush=True)
+            lines = [] if tables else list(_header(what, args.tokens, sizes, args.dtype, hardware))
+            print("\n".join([*lines, "", *table.lines()]), flush=True)
         tables.append(table)
     if args.out is not None:
-        _draw(tables, f"{rule!r}, {count_text(args.tokens)} tokens", args.out)
+        _draw(
+            [each for each in tables if isinstance(each, Table)], f"{what}, {count_text(args.tokens)} tokens", args.out
+        )
     if args.json:
-        record = {
-            "pattern": repr(rule),
-            "tokens": args.tokens,
-            "sizes": {**asdict(sizes), "dtype": args.dtype},
-            "hardware": asdict(hardware),
-            "tables": [_record(table) for table in tables],
-            "picture": None if args.out is None else str(args.out),
-        }
+        record: dict[str, object] = {"pattern": what}
+        if planned.is_model:
+            record = {"layers": {repr(rule): n for rule, n in layers.items()}}
+        record |= {"tokens": args.tokens, "sizes": {**asdict(sizes), "dtype": args.dtype}, "hardware": asdict(hardware)}
+        record["tables"] = [each.record() for each in tables]
+        if not planned.is_model:
+            record["picture"] = None if args.out is None else str(args.out)
         print(json.dumps(record, indent=2))
     elif args.out is not None:
         print(f"\npicture: {args.out}")
     return 0
-
-
-def _run_model(layers: dict[Pattern, int], args: argparse.Namespace, sizes: Sizes, hardware: Hardware) -> int:
-    """Print a table of layouts for each number of ranks, with the cheapest transport of each pattern."""
-    records = []
-    progress, listed = Progress(quiet=True), dict[Pattern, Tiles]()
-    for n_ranks in args.ranks:
-        found: dict[str, ModelCost | str] = {}
-        for name in args.layout:
-            progress.show(f"{n_ranks:,} ranks: {name}")
-            try:
-                layout = LAYOUTS[name](args.tokens, n_ranks)
-                found[name] = cost_of_model(layers, layout, sizes, hardware, listed=listed)
-            except ValueError as error:
-                found[name] = str(error)
-            finally:
-                progress.clear()
-        costs = {name: cost for name, cost in found.items() if isinstance(cost, ModelCost)}
-        if not costs:
-            raise ValueError(f"--ranks {n_ranks}: {next(iter(found.values()))}")
-        best = min(costs, key=lambda name: costs[name].seconds)
-        records.append(_model_record(n_ranks, layers, found, best))
-        if not args.json:
-            lines = []
-            if n_ranks == args.ranks[0]:
-                texts = ", ".join(f"{n} x {rule!r}" for rule, n in layers.items())
-                lines = list(_header(texts, args.tokens, sizes, args.dtype, hardware))
-            print("\n".join([*lines, "", *_model_lines(n_ranks, layers, costs, best)]), flush=True)
-    if args.json:
-        shared = {"tokens": args.tokens, "sizes": {**asdict(sizes), "dtype": args.dtype}, "hardware": asdict(hardware)}
-        patterns = {repr(rule): n for rule, n in layers.items()}
-        print(json.dumps({"layers": patterns, **shared, "tables": records}, indent=2))
-    return 0
-
-
-def _of_layers(layers: dict[Pattern, int], cost: ModelCost, name: str) -> Tensor:
-    """Return a figure of each rank, summed over all layers."""
-    return torch.stack([n * getattr(cost.costs[rule], name) for rule, n in layers.items()]).sum(0)
-
-
-_SUMMED = ("received", "sent", "between")
-
-
-def _model_lines(n_ranks: int, layers: dict[Pattern, int], costs: dict[str, ModelCost], best: str) -> Iterator[str]:
-    cells: list[Sequence[str]] = [
-        ("layout", "transports", "received", "sent", "between", "buffer", "forward", "backward")
-    ]
-    for name, cost in costs.items():
-        sums = [bytes_text(int(_of_layers(layers, cost, figure).max())) for figure in _SUMMED]
-        buffer = bytes_text(max(int(each.buffer.max()) for each in cost.costs.values()))
-        times = [
-            duration_text(sum(n * float(getattr(cost.costs[rule], name).max()) for rule, n in layers.items()))
-            for name in ("forward", "backward")
-        ]
-        cells.append((name, ", ".join(cost.transports.values()), *sums, buffer, *times))
-    yield f"{n_ranks:,} {'rank' if n_ranks == 1 else 'ranks'}, sums over all layers (* least time, by the model)"
-    yield from _aligned(cells, [" ", *("*" if name == best else " " for name in costs)])
-
-
-def _model_record(
-    n_ranks: int, layers: dict[Pattern, int], found: dict[str, ModelCost | str], best: str
-) -> dict[str, object]:
-    rows: list[dict[str, object]] = []
-    for name, cost in found.items():
-        row: dict[str, object] = {"layout": name, "best": name == best}
-        if isinstance(cost, str):
-            row["reason"] = cost
-        else:
-            row["transports"] = list(cost.transports.values())
-            row |= {f"most_{figure}": int(_of_layers(layers, cost, figure).max()) for figure in _SUMMED}
-            row["model_seconds"] = cost.seconds
-        rows.append(row)
-    return {"ranks": n_ranks, "rows": rows}
 
 
 def _checked(args: argparse.Namespace) -> tuple[list[Pattern], Sizes, Hardware]:
@@ -241,6 +347,8 @@ def _checked(args: argparse.Namespace) -> tuple[list[Pattern], Sizes, Hardware]:
         raise ValueError(f"--layers: expected a positive number for each of {len(rules)} patterns, got {args.layers}")
     if len(rules) > 1 and args.out is not None:
         raise ValueError(f"--out: expected one pattern, got {len(rules)}")
+    if args.layers and args.out is not None:
+        raise ValueError("--out: expected no --layers beside it, which print a table of layouts without a picture")
     if args.tokens > _MAX_TOKENS:
         raise ValueError(f"--tokens: expected at most {_MAX_TOKENS:,}, got {args.tokens:,}")
     if max(args.ranks) > MAX_RANKS:
@@ -255,6 +363,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[Pattern], Sizes, Hardware]:
             raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
         if (reason := missing_matplotlib()) is not None:
             raise ValueError(f"--out: {reason}")
+    # A pattern of its own for each head fixes the number of heads.
     heads = args.heads or next((rule.num_heads for rule in rules if rule.num_heads), 32)
     kv_heads = args.kv_heads or (8 if heads % 8 == 0 else heads)
     dtype = getattr(torch, args.dtype)
@@ -276,31 +385,6 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return found
 
 
-def _table(listed: Tiles, n_ranks: int, layouts: list[str], hardware: Hardware, progress: Progress) -> Table:
-    rows: list[Row] = []
-    automatic: dict[str, Transport] = {}
-    for name in layouts:
-        progress.show(f"{n_ranks:,} ranks: {name}")
-        work = survey(listed.pattern, LAYOUTS[name](listed.grid.n_keys, n_ranks), listed.sizes, listed=listed)
-        automatic[name] = work.automatic
-        for transport in TRANSPORTS:
-            if transport == "hierarchy" and n_ranks <= hardware.ranks_per_node:
-                continue
-            try:
-                rows.append(Row(name, estimate(work, transport, hardware), transport, ""))
-            except ValueError as error:
-                rows.append(Row(name, None, transport, str(error)))
-        per_row = ranks_per_row(n_ranks, listed.sizes.heads, hardware)
-        if per_row is not None:
-            try:
-                rows.append(Row(name, estimate_mesh(work, per_row, hardware), "ulysses", ""))
-            except ValueError as error:
-                rows.append(Row(name, None, f"ulysses {n_ranks // per_row}x{per_row}", str(error)))
-    table = Table(n_ranks, rows, automatic)
-    assert table.best
-    return table
-
-
 def _header(what: str, n_tokens: int, sizes: Sizes, dtype: str, hardware: Hardware) -> Iterator[str]:
     shapes = f"{sizes.heads} query heads, {sizes.kv_heads} key heads, head_dim {sizes.head_dim}, {dtype}"
     for text in (
@@ -312,100 +396,16 @@ def _header(what: str, n_tokens: int, sizes: Sizes, dtype: str, hardware: Hardwa
         yield textwrap.fill(text, _WIDTH, subsequent_indent="  ")
 
 
-def _cells(row: Row) -> Iterator[str]:
-    cost = row.cost
-    assert cost is not None
-    yield from (row.layout, row.transport + (f" {cost.mesh[0]}x{cost.mesh[1]}" if cost.mesh else ""))
-    yield from (bytes_text(int(x.max())) for x in (cost.received, cost.sent, cost.between))
-    yield from (f"{int(x.max()):,}" for x in (cost.messages, cost.peers))
-    yield f"{cost.balance:.2f}"
-    yield bytes_text(int(cost.buffer.max()))
-    yield from (duration_text(float(x.max())) for x in (cost.forward, cost.backward))
-
-
-def _lines(table: Table) -> Iterator[str]:
-    best, default = table.best, table.default
-    rows = [row for row in table.rows if row.cost is not None]
-    cells = [_COLUMNS, *(tuple(_cells(row)) for row in rows)]
-    marks = [" ", *("*" if row is default else "+" if row is best else " " for row in rows)]
-    told = "* least time with transport='auto'" + ("" if best is default else ", + with any")
-    yield f"{table.n_ranks:,} {'rank' if table.n_ranks == 1 else 'ranks'} ({told}, by the model)"
-    yield from _aligned(cells, marks)
-    meshes = sorted({row.cost.mesh for row in rows if row.cost is not None and row.cost.mesh})
-    for n_rows, per_row in meshes:
-        yield f"  {n_rows}x{per_row}: with group=init_device_mesh(device, ({n_rows}, {per_row}))"
-    if own := [f"{bytes_text(most)} ({row.layout}, {row.transport})" for row in rows if (most := _copied(row))]:
-        text = f"buffer: copies of the rank's own keys, for rows that also read others': {', '.join(own)}"
-        yield textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in table.rows:
-        if row.reason:
-            reasons.setdefault((row.transport, row.reason), []).append(row.layout)
-    for (transport, reason), layouts in reasons.items():
-        text = f"no {transport}{_named(layouts, table)}: {reason}"
-        yield textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-    taken: dict[str, list[str]] = {}
-    for layout, transport in table.automatic.items():
-        taken.setdefault(transport, []).append(layout)
-    texts = [f"{transport}{_named(layouts, table)}" for transport, layouts in taken.items()]
-    cheapest = "" if default is None else f"; cheapest_layout: {default.layout}"
-    yield f"  ring_attention with transport='auto': {', '.join(texts)}{cheapest}"
-    if best is not default:
-        yield f"  less time: {best.layout} with transport={best.transport!r}"
-
-
-def _copied(row: Row) -> int:
-    """Return the bytes of own keys in the largest buffer if they are most of it, otherwise 0."""
-    assert row.cost is not None
-    largest = int(row.cost.buffer.argmax())
-    most = int(row.cost.copied[largest])
-    return most if 2 * most > int(row.cost.buffer[largest]) else 0
-
-
-def _aligned(cells: Sequence[Sequence[str]], marks: Sequence[str]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for mark, line in zip(marks, cells, strict=True):
-        texts = [
-            f"{text:<{width}}" if n < 2 else f"{text:>{width}}"
-            for n, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        yield f"{mark} {'  '.join(texts)}"
-
-
-def _named(layouts: list[str], table: Table) -> str:
-    """Return the names of the layouts, if they are not all."""
-    return "" if len(layouts) == len(table.automatic) else f" ({', '.join(layouts)})"
-
-
-def _record(table: Table) -> dict[str, object]:
-    rows = []
-    for row in table.rows:
-        found: dict[str, object] = {"layout": row.layout, "transport": row.transport, "best": row is table.best}
-        if row.cost is None:
-            found["reason"] = row.reason
-        else:
-            for name in _MOST:
-                found[f"most_{name}"] = int(getattr(row.cost, name).max())
-            found["total_between"] = int(row.cost.between.sum())
-            found["balance"] = row.cost.balance
-            found["mesh"] = row.cost.mesh
-            found["model_seconds"] = {name: float(getattr(row.cost, name).max()) for name in ("forward", "backward")}
-        rows.append(found)
-    layout = None if table.default is None else table.default.layout
-    return {"ranks": table.n_ranks, "auto": table.automatic, "cheapest_layout": layout, "rows": rows}
-
-
 def _draw(tables: list[Table], title: str, path: Path) -> None:
     across = min(3, len(tables))
     down = -(-len(tables) // across)
     with picture(path, 5.4 * across, 5.2 * down + 0.5) as figure:
         figure.suptitle("\n".join(textwrap.wrap(f"Forward traffic of {title}", 48 * across)[:3]), fontsize=11)
         for number, table in enumerate(tables):
-            cost = table.best.cost
-            assert cost is not None
+            best, cost = table.best
             axes = plot_traffic(cost.traffic, figure.add_subplot(down, across, number + 1))
             most = f"at most {bytes_text(int(cost.received.max()))} received"
-            axes.set_title(f"{table.n_ranks:,} ranks: {table.best.layout}, {cost.transport}\n{most}", fontsize=9.5)
+            axes.set_title(f"{table.n_ranks:,} ranks: {best.layout}, {cost.transport}\n{most}", fontsize=9.5)
             bar = figure.colorbar(axes.images[0], cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))
             bar.set_label("MiB from rank to rank")
             bar.outline.set_visible(False)

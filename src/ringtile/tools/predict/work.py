@@ -30,36 +30,28 @@ MAX_RANKS = 4096
 _KEPT = 1 << 24
 """Covers of so many intervals are kept, in 24 bytes each. With more, every pass lists them again."""
 
-
 _COLD = 1 << 32
+"""Above the numbers of broadcast columns that a row misses."""
+
+_BLOCK = 128
 
 
 class Tiles:
     """The candidate tiles of a pattern, which are the same for all layouts and numbers of ranks.
 
     If ``pattern`` and ``sizes`` are those of some heads, pass the tiles of all heads and the first of these heads as
-    ``of``. Raises ValueError if the pattern does not support the tokens or the heads, or its covers exceed
-    ``max_bytes``.
+    ``of``. Raises ValueError if the pattern does not support the tokens or the heads, or its covers are too many bytes.
     """
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        n_tokens: int,
-        sizes: Sizes,
-        *,
-        block: int = 128,
-        max_bytes: int = MAX_BYTES,
-        of: tuple[Tiles, int] | None = None,
-    ) -> None:
+    def __init__(self, pattern: Pattern, n_tokens: int, sizes: Sizes, of: tuple[Tiles, int] | None = None) -> None:
         for name, count, expected in (
             ("heads", sizes.heads, pattern.num_heads),
             ("batch", sizes.batch, pattern.batch_size),
         ):
             if expected is not None and count != expected:
                 raise ValueError(f"{name}: the pattern is defined for {expected}, got {count}")
-        self.pattern, self.sizes, self.max_bytes = pattern, sizes, max_bytes
-        self.grid = TileGrid(block, 0, n_tokens, n_tokens)
+        self.pattern, self.sizes = pattern, sizes
+        self.grid = TileGrid(_BLOCK, 0, n_tokens, n_tokens)
         pattern.validate(self.grid)
         self.row_tiles = torch.zeros(self.grid.n_rows, dtype=torch.int64)
         """int64 ``[R]``: tiles of each row tile, for all heads and batch elements."""
@@ -67,6 +59,7 @@ class Tiles:
         """int64 ``[R]``: tiles of each row tile, for each group of equal heads and batch elements."""
         self.parts: dict[tuple[Pattern, Sizes], Tiles] = {}
         """Tiles of some of the heads, that others have listed."""
+        # Heads with equal patterns form a group, whose tiles are listed once.
         self._group = torch.tensor(groups_of(pattern, sizes.heads, sizes.batch)[0])
         self._of = of
         self._covers: list[Cover] | None = []
@@ -98,7 +91,7 @@ class Tiles:
         if self._of is not None and self._of[0]._covers is not None:
             (whole, first), covers = self._of, self._of[0]._covers
             return ((copies, covers[whole._cover_of[group]]) for group, copies in whole.groups(first, heads))
-        found = candidates(self.pattern, self.grid, num_heads=heads, batch=batch, max_bytes=self.max_bytes)
+        found = candidates(self.pattern, self.grid, num_heads=heads, batch=batch)
         return ((copies, Cover(*_singles_first(cover))) for copies, cover in found)
 
     def covers(self) -> Iterator[Cover]:
@@ -110,12 +103,12 @@ class Tiles:
 
     def needed(self, rows: Tensor, ranks: Tensor, n_ranks: int) -> Tensor:
         """Return the column tiles that ranks need for these of their rows, bool ``[P, C]``."""
-        Budget(self.max_bytes, self.grid).check(self.pattern, n_ranks * (self.grid.n_cols + 1), 8)
+        Budget(MAX_BYTES, self.grid).check(self.pattern, n_ranks * (self.grid.n_cols + 1), 8)
         if len(rows) == 0:
             return torch.zeros(n_ranks, self.grid.n_cols, dtype=torch.bool)
         touched = Touched(rows, ranks, n_ranks, self.grid)
         for cover in self.covers():
-            Budget(self.max_bytes, self.grid).check(self.pattern, touched.count(cover), 16)
+            Budget(MAX_BYTES, self.grid).check(self.pattern, touched.count(cover), 16)
             touched.add(cover)
         return touched.columns()
 
@@ -170,15 +163,7 @@ class Work(NamedTuple):
         return "gather" if is_better_gathered(self.demand.most_sent, self.layout) else "exchange"
 
 
-def survey(
-    pattern: Pattern,
-    layout: Layout,
-    sizes: Sizes,
-    *,
-    block: int = 128,
-    max_bytes: int = MAX_BYTES,
-    listed: Tiles | None = None,
-) -> Work:
+def survey(pattern: Pattern, layout: Layout, sizes: Sizes, *, listed: Tiles | None = None) -> Work:
     """Return the work of all ranks, without an index.
 
     If you survey several layouts of the same tokens, pass the tiles that you ``listed`` once: heads with patterns of
@@ -192,16 +177,35 @@ def survey(
     n_ranks = layout.n_ranks
     if n_ranks > MAX_RANKS:
         raise ValueError(f"layout: expected at most {MAX_RANKS:,} ranks, got {n_ranks:,}")
-    if listed is None:
-        listed = Tiles(pattern, layout.n_tokens, sizes, block=block, max_bytes=max_bytes)
-    grid, max_bytes = listed.grid, listed.max_bytes
+    listed = listed or Tiles(pattern, layout.n_tokens, sizes)
+    grid, of_row = listed.grid, listed.row_tiles
     rows, ranks, tokens = layout.tiles(grid.block)
     demand = demand_of(listed.needed(rows, ranks, n_ranks), layout, grid)
+    # A row tile that several ranks share belongs to the last of them here.
     rank_of_row = torch.empty(grid.n_rows, dtype=torch.int64).index_put_((rows,), ranks)
-    # Columns that a rank does not hold: those that are not broadcast either count in the upper half.
+    none = torch.zeros(n_ranks, dtype=torch.int64)
+    # Ranks build an index for each group of heads, so the largest one must fit.
+    most = max(int(none.index_add(0, rank_of_row, length).max()) for length in listed.lengths)
+    reason, cut = "", torch.ones(n_ranks, dtype=torch.bool)
+    try:
+        check_candidates(pattern, grid, most)
+        cut = torch.tensor([is_cut(layout, rank, grid.block) for rank in range(n_ranks)])
+    except ValueError as error:
+        reason = str(error)
+    tiles, pairs = (none.index_add(0, ranks, x) for x in (of_row[rows], of_row[rows] * tokens * grid.block))
+    sources = _sources(listed, demand, rank_of_row)
+    return Work(pattern, layout, sizes, grid, listed, demand, tiles, pairs, sources, cut, reason, {})
+
+
+def _sources(listed: Tiles, demand: Demand, rank_of_row: Tensor) -> Tensor:
+    """Return what each row tile reads, see `Work.sources`."""
+    grid, n_ranks = listed.grid, len(demand.needs)
+    # Columns that a rank does not hold: broadcast ones count 1, the others also in the upper half. A row that misses 3
+    # broadcast columns and 2 others has 2 * _COLD + 5.
     remote = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.uint8)
     remote[:, :-1] = torch.where(demand.is_hot, 1, 2).masked_fill(demand.holds, 0)
     counts = torch.tensor([0, 1, _COLD + 1])
+    # Sums over the columns before, so that an interval [lo, hi) misses before[hi] - before[lo].
     before = torch.zeros(n_ranks, grid.n_cols + 1, dtype=torch.int64)
     before[:, 1:] = counts[remote[:, :-1].int()].cumsum_(1)
     remote, before = remote.flatten(), before.flatten()
@@ -213,31 +217,7 @@ def survey(
         one = int((hi == lo + 1).sum())
         missed.index_add_(0, row[:one], counts[remote[lo[:one]].int()])
         missed.index_add_(0, row[one:], before[hi[one:]] - before[lo[one:]])
-    most = 0
-    for length in listed.lengths:
-        of_rank = torch.zeros(n_ranks, dtype=torch.int64).index_add_(0, rank_of_row, length)
-        most = max(most, int(of_rank.max()))
-    reason = ""
-    try:
-        check_candidates(pattern, grid, most, max_bytes)
-        cut = torch.tensor([is_cut(layout, rank, block) for rank in range(n_ranks)])
-    except ValueError as error:
-        reason, cut = str(error), torch.ones(n_ranks, dtype=torch.bool)
-    of_rank, tiles = torch.zeros(n_ranks, dtype=torch.int64), listed.row_tiles
-    return Work(
-        pattern,
-        layout,
-        sizes,
-        grid,
-        listed,
-        demand,
-        of_rank.index_add(0, ranks, tiles[rows]),
-        of_rank.index_add(0, ranks, tiles[rows] * tokens * block),
-        (missed > 0).long() + (missed >= _COLD),
-        cut,
-        reason,
-        {},
-    )
+    return (missed > 0).long() + (missed >= _COLD)
 
 
 def split(work: Work, *, gather: bool = False) -> Split:
@@ -250,6 +230,7 @@ def split(work: Work, *, gather: bool = False) -> Split:
     order = (ranks * grid.n_rows + rows).argsort()
     rows, ranks, tokens = rows[order], ranks[order], tokens[order]
     source = (work.sources.clamp(max=1) if gather else work.sources)[rows].where(~work.is_cut[ranks], 2)
+    # With too many calls, the rows of a source join the rest: first those that read broadcast keys, then the own ones.
     for merged in (1, 0, None):
         changes = (source[1:] != source[:-1]) & (ranks[1:] == ranks[:-1])
         calls = 1 + torch.bincount(ranks[1:][changes], minlength=n_ranks)

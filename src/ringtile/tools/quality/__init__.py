@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from ringtile.tools.progress import Progress, threads_text
-from ringtile.tools.quality import decoder
-from ringtile.tools.quality.cells import Folder, Job, Record, measure_all
+from ringtile.tools.quality import calibrate, leg
+from ringtile.tools.quality.cells import Folder, Record, measure_all
 from ringtile.tools.quality.claims import lines_of, tables
 from ringtile.tools.quality.page import page_of
-from ringtile.tools.quality.trained import TASKS, Plan, jobs
+from ringtile.tools.quality.trained import TASKS, Sweep, jobs
 from ringtile.tools.record import write_whole
 
 RECORD, PAGE = "quality.json", "quality.html"
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", nargs="+", type=int, default=SEEDS, metavar="S", help="seeds of models and data (default: 0 1 2)")
     add("--out", type=Path, help="folder of cells, weights, record and page (default: ringtile-quality)")
     add("--json", action="store_true", help="print the record as one JSON object instead")
-    decoder.add_arguments(parser)
+    leg.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,27 +39,23 @@ def run(args: argparse.Namespace) -> int:
     """
     progress = Progress(quiet=args.json)
     if args.calibrate is not None:
-        from ringtile.tools.quality import calibrate
-
         return calibrate.run(args, progress)
     if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
         raise ValueError(f"--seeds: expected different numbers of at least 0, got {args.seeds}")
     out = Path("ringtile-quality") if args.out is None else args.out
     folder = Folder(out)
+    # A model of yours is judged alone, unless you name tasks as well.
     tasks = (() if args.model else tuple(TASKS)) if args.tasks is None else args.tasks
-    plan = Plan.of(tasks, args.seeds, args.quick)
-    work: list[Job] = list(jobs(plan, out / "models", progress))
-    more, notes = decoder.open_leg(args, out, progress)
+    work = list(jobs(Sweep.of(tasks, args.seeds, args.quick), out / "models"))
+    more, notes = leg.open_leg(args, out, progress)
     work += more
-    kept = [cell for job in work if (cell := folder.read(job.setting)) is not None]
-    progress.say(f"{len(work)} cells, {len(kept)} of them in {folder.path}; {threads_text()}")
+    progress.say(f"{len(work)} cells, {len(folder.of(work))} of them in {folder.path}; {threads_text()}")
     try:
-        cells = measure_all(work, folder, progress)
+        measure_all(work, folder, progress)
     except KeyboardInterrupt:
-        cells = [cell for job in work if (cell := folder.read(job.setting)) is not None]
-        _finish(Record.here(cells, args.command, notes=notes, interrupted=True), out, progress)
+        _finish(Record.here(args.command, cells=tuple(folder.of(work)), notes=notes, interrupted=True), out, progress)
         raise
-    record = Record.here(cells, args.command, notes=notes)
+    record = Record.here(args.command, cells=tuple(folder.of(work)), notes=notes)
     _finish(record, out, progress)
     if args.json:
         print(record.to_json())
@@ -68,14 +64,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _finish(record: Record, out: Path, progress: Progress) -> None:
     """Print the tables, and write the record and the page."""
-    for table in tables(record.cells):
-        for line in ["", *lines_of(table)]:
-            progress.say(line)
-    theirs = decoder.table(record.cells)
-    for line in theirs:
+    theirs = leg.table(record.cells)
+    for line in [line for table in tables(record.cells) for line in ["", *lines_of(table)]]:
         progress.say(line)
-    for note in record.notes:
-        progress.say(note)
+    for line in [*theirs, *record.notes]:
+        progress.say(line)
     write_whole(out / RECORD, record.to_json())
     write_whole(out / PAGE, page_of(record, theirs))
     progress.say(f"\nrecord: {out / RECORD}, page: {out / PAGE}")

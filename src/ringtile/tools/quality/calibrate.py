@@ -15,9 +15,9 @@ from ringtile.adaptive import Calibration, Choice, LossCurves, Scores, loss_curv
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers import use_ringtile
-from ringtile.patterns import Pattern
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality.decoder import Decoder, Watched, open_decoder
+from ringtile.tools.quality.decoder import Decoder, open_decoder
+from ringtile.tools.quality.selectors import Watched
 from ringtile.tools.quality.texts import FarCopy, Texts, far_repeat
 from ringtile.tools.units import duration_text
 
@@ -62,28 +62,16 @@ def calibrate(
     found: list[list[LossCurves]] = [[] for _ in scores]
 
     def of_layer(layer: int) -> Any:
-        def attend(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            *,
-            pattern: Pattern | None,
-            is_causal: bool,
-            key_mask: Tensor | None,
-            scale: float | None,
-            **options: Any,
-        ) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             if progress is not None:
                 progress.show(f"calibrate layer {layer + 1} of {decoder.layers}")
-            view = Choice(block=block).view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
-            projection = decoder.output_weight(layer)
+            call = {name: options[name] for name in ("is_causal", "key_mask", "scale")}
+            view = Choice(block=block).view(query, key, options["pattern"], **call)
+            # All scores learn from the same rows of the same forward pass, which stays dense.
+            audit: dict[str, Any] = {"weights": weights, "output": decoder.output_weight(layer)}
             for each, curves in zip(scores, found, strict=True):
-                curves.append(
-                    loss_curves(view, value, each, rows, weights=weights, output=projection, first=first, local=local)
-                )
-            out: Tensor = sparse_attention(
-                query, key, value, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale, **options
-            )
+                curves.append(loss_curves(view, value, each, rows, first=first, local=local, **audit))
+            out: Tensor = sparse_attention(query, key, value, **options)
             return out
 
         return attend
@@ -114,6 +102,7 @@ def audited_rows(text: FarCopy, repeated: Tensor, seed: int) -> tuple[Tensor, Te
     for which, share in ((inside, ROWS - ROWS // 3), (repeated, ROWS // 3)):
         places = which.nonzero().flatten()
         parts.append(places[torch.randperm(len(places), generator=drawn)[:share]])
+    # A head that copies has its misses in the repeat only, and would look idle if all rows counted the same.
     weights = torch.cat([torch.full((len(part),), 0.5 / len(part), dtype=torch.float64) for part in parts])
     rows, order = torch.cat(parts).sort()
     return rows, weights[order]

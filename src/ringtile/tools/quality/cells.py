@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from ringtile.tools.machine import commit, machine_facts, versions
+from ringtile.tools import record
+from ringtile.tools.machine import commit
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import fields_of, write_whole
-
-_FORMAT = 1
 
 POST_HOC = "post-hoc"
 FINE_TUNED = "fine-tuned"
@@ -55,6 +54,7 @@ class Setting:
         >>> Setting("trained", "mqar", "post-hoc", "oracle", "density", 0.25, 1, {"block": 16}).name
         'mqar-post-hoc-oracle-density-0.25-s1-ae985371'
         """
+        # The words make a name that people can read. The hash of all fields makes it unique.
         whole = json.dumps(asdict(self), sort_keys=True)
         words = [self.task, self.regime, self.scores, self.budget, "" if self.asked is None else f"{self.asked:g}"]
         text = re.sub(r"[^a-z0-9.]+", "-", "-".join(word for word in words if word).lower())
@@ -91,16 +91,8 @@ class Cell:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Cell:
-        """Return the cell of ``asdict``.
-
-        Raises ValueError if fields are missing or unknown.
-        """
-        try:
-            return cls(
-                Setting(**found["setting"]), Measured(**found["measured"]), found["seconds"], found.get("commit")
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"expected a cell of ringtile quality, got other fields: {error}") from None
+        """Return the cell of ``asdict``. Raises KeyError or TypeError if fields are missing or unknown."""
+        return cls(Setting(**found["setting"]), Measured(**found["measured"]), found["seconds"], found.get("commit"))
 
 
 @dataclass(frozen=True)
@@ -111,6 +103,13 @@ class Job:
     cost: float
     """Expected seconds. The time left is scaled by the jobs that have ended."""
     measure: Callable[[], Measured]
+
+    @property
+    def text(self) -> str:
+        """The cell in words: "mqar, post-hoc, window at 0.25, seed 1"."""
+        at = self.setting
+        asked = "" if at.asked is None else f" at {at.asked:g}"
+        return f"{at.task}, {at.regime}, {at.scores}{asked}, seed {at.seed}"
 
 
 class Folder:
@@ -133,25 +132,21 @@ class Folder:
         Raises ValueError if its file holds something else.
         """
         file = self._file(setting)
-        return self._cell(file) if file.exists() else None
+        if not file.exists():
+            return None
+        try:
+            with fields_of(file.read_text(encoding="utf-8"), "a cell of ringtile quality") as found:
+                return Cell.of(found)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}; delete the file to measure its cell again") from None
+
+    def of(self, jobs: Iterable[Job]) -> list[Cell]:
+        """Return the finished cells of jobs."""
+        return [cell for job in jobs if (cell := self.read(job.setting)) is not None]
 
     def write(self, cell: Cell) -> None:
         """Keep a finished cell."""
-        write_whole(self._file(cell.setting), json.dumps({"format": _FORMAT, **asdict(cell)}, indent=1))
-
-    def cells(self) -> list[Cell]:
-        """Return all finished cells, those of other runs included."""
-        return [self._cell(file) for file in sorted(self._cells.glob("*.json"))]
-
-    @staticmethod
-    def _cell(file: Path) -> Cell:
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or found.get("format") != _FORMAT:
-                raise ValueError(f"expected format {_FORMAT}")
-            return Cell.of(found)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}; delete the file to measure its cell again") from None
+        write_whole(self._file(cell.setting), json.dumps({"format": record.FORMAT, **asdict(cell)}, indent=1))
 
 
 def measure_all(jobs: Iterable[Job], folder: Folder, progress: Progress) -> list[Cell]:
@@ -159,61 +154,31 @@ def measure_all(jobs: Iterable[Job], folder: Folder, progress: Progress) -> list
 
     Each cell is written when it is finished, so an interrupted run goes on where it ended.
     """
-    jobs = list(jobs)
-    cells = {job.setting.name: cell for job in jobs if (cell := folder.read(job.setting)) is not None}
+    jobs, version = list(jobs), commit()
+    # Settings have dicts and cannot be keys, but their names can.
+    cells = {cell.setting.name: cell for cell in folder.of(jobs)}
     waiting = [job for job in jobs if job.setting.name not in cells]
-    expected, left, begin, version = 0.0, sum(job.cost for job in waiting), time.monotonic(), commit()
-    for number, job in enumerate(waiting, 1):
-        passed = time.monotonic() - begin
-        setting = job.setting
-        what = f"{setting.task}, {setting.regime}, {setting.scores}"
-        what += f" at {setting.asked:g}" if setting.asked is not None else ""
-        rate = f", {(number - 1) / passed * 60:.0f} cells per minute" if number > 1 else ""
-        progress.show(
-            f"{len(cells) + 1}/{len(jobs)} {what}, seed {setting.seed}{rate}",
-            left * (passed / expected if expected else 1.0),
-        )
+    for job in progress.through(waiting, lambda job: job.text, lambda job: job.cost, done=len(cells)):
         start = time.monotonic()
+        # Seconds are the cell's own, so a model that is trained for its first cell counts there.
         measured = job.measure()
-        cell = Cell(setting, measured, time.monotonic() - start, version)
+        cell = Cell(job.setting, measured, time.monotonic() - start, version)
         folder.write(cell)
-        cells[setting.name] = cell
-        expected, left = expected + job.cost, left - job.cost
-    progress.clear()
+        cells[job.setting.name] = cell
     return [cells[job.setting.name] for job in jobs]
 
 
-@dataclass(frozen=True)
-class Record:
+@dataclass(frozen=True, kw_only=True)
+class Record(record.Record):
     """All cells of a run, and all that is needed to repeat it."""
 
-    command: str | None
-    commit: str | None
-    versions: dict[str, str | None]
-    machine: dict[str, Any]
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = ()
     """Legs and tasks that were left out, each with its reason."""
-    interrupted: bool = False
 
-    @classmethod
-    def here(cls, cells: Iterable[Cell], command: str | None, **fields: Any) -> Record:
-        """Return the record of cells that this machine measured."""
-        return cls(command, commit(), versions(), machine_facts(), tuple(cells), **fields)
+    OF: ClassVar[str] = "ringtile quality"
+    ROWS: ClassVar[str] = "cells"
 
-    def to_json(self) -> str:
-        """Return one JSON object, for `from_json`."""
-        found = {"format": _FORMAT, **asdict(self)}
-        cells = ",\n".join(json.dumps(cell) for cell in found.pop("cells"))
-        return f'{json.dumps(found)[:-1]}, "cells": [\n{cells}\n]}}\n'
-
-    @classmethod
-    def from_json(cls, text: str) -> Record:
-        """Read the text of `to_json`.
-
-        Raises:
-            ValueError: If the text is something else.
-        """
-        with fields_of(text, "ringtile quality", _FORMAT) as found:
-            cells = tuple(map(Cell.of, found["cells"]))
-            return cls(**{**found, "cells": cells, "notes": tuple(found["notes"])})
+    @staticmethod
+    def row_of(found: Any) -> Cell:
+        return Cell.of(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ringtile.tools.quality.cells import DENSE, FROM_SCRATCH, REGIMES, Cell
@@ -14,6 +14,8 @@ CLAIMS = {0.5: ("99+", 99.0), 0.25: ("98-99", 98.0), 0.1: ("95-98", 95.0), 0.05:
 HOLDS = "holds"
 REFUTED = "refuted"
 BELOW = "below the floor"
+ITS_TILES = "its tiles"
+"""The name of the row of the tiles that a row computes."""
 
 
 def verdict(density: float, kept: float, floor: float) -> str:
@@ -26,6 +28,7 @@ def verdict(density: float, kept: float, floor: float) -> str:
     """
     if density not in CLAIMS:
         raise ValueError(f"density: expected one of {', '.join(map(str, CLAIMS))}, got {density}")
+    # If the own tiles alone are more than the density, no selector could choose.
     if floor > density:
         return BELOW
     return HOLDS if kept >= CLAIMS[density][1] else REFUTED
@@ -38,8 +41,10 @@ def kept(cell: Cell, dense: Cell) -> float | None:
     """
     accuracy, whole, chance = cell.figure("accuracy"), dense.figure("accuracy"), dense.figure("chance")
     if accuracy is not None and whole is not None and chance is not None:
+        # With a chance of 10%, a model that falls from 90% to 50% has kept half.
         return 100 * (accuracy - chance) / (whole - chance)
     bits, least = cell.figure("bits"), dense.figure("bits")
+    # A perplexity per byte is 2 to the bits, so a ratio of perplexities is 2 to a difference of bits.
     return None if bits is None or least is None else 100.0 * 2.0 ** (least - bits)
 
 
@@ -51,8 +56,6 @@ class Entry:
     """Of each seed, in percent of dense."""
     density: float | None
     """Realised, mean of the seeds."""
-    recall: float | None
-    reason: str = ""
 
     @property
     def mean(self) -> float:
@@ -116,49 +119,67 @@ def tables(cells: Iterable[Cell]) -> list[TaskTable]:
     dense: dict[tuple[str, int, bool], Cell] = {}
     for cell in cells:
         at = cell.setting
-        if at.leg != "trained":
-            continue
-        if at.scores == DENSE:
+        if at.leg == "trained" and at.scores == DENSE:
+            # Models that train on share the dense model of those that do not.
             dense[at.task, at.seed, at.regime == FROM_SCRATCH] = cell
-        else:
+        elif at.leg == "trained":
             groups.setdefault((at.task, at.regime, str(sorted(at.sizes.items()))), []).append(cell)
     found = []
     for (task, regime, _), group in groups.items():
-        scratch = regime == FROM_SCRATCH
         seeds = sorted({cell.setting.seed for cell in group})
-        wholes = [dense[task, seed, scratch] for seed in seeds if (task, seed, scratch) in dense]
-        if not wholes:
-            continue
-        bits = wholes[0].figure("bits") is not None
-        figures = [value for cell in wholes if (value := cell.figure("bits" if bits else "accuracy")) is not None]
-        reasons = [f"seed {cell.setting.seed}: {cell.measured.reason}" for cell in group if cell.measured.reason]
-        entries: dict[str, dict[float, Entry]] = {}
-        for cell in group:
-            at = cell.setting
-            if at.asked is None or at.asked in entries.get(at.scores, {}):
-                continue
-            same = [
-                other
-                for other in group
-                if (other.setting.scores, other.setting.asked) == (at.scores, at.asked)
-                and (task, other.setting.seed, scratch) in dense
-            ]
-            shares = [kept(other, dense[task, other.setting.seed, scratch]) for other in same]
-            densities = [other.measured.realised for other in same if other.measured.realised is not None]
-            recalls = [recall for other in same if (recall := other.figure("recall")) is not None]
-            entries.setdefault(at.scores, {})[at.asked] = Entry(
-                tuple(share for share in shares if share is not None),
-                statistics.mean(densities) if densities else None,
-                statistics.mean(recalls) if recalls else None,
-            )
-        found.append(
-            TaskTable(
-                task, regime, dict(group[0].setting.sizes), tuple(figures), wholes[0].figure("chance") or 0.0, bits,
-                entries, reasons[0] if reasons else "",
-            )
-        )  # fmt: skip
-    order = {task: number for number, task in enumerate(dict.fromkeys(table.task for table in found))}
-    return sorted(found, key=lambda table: (order[table.task], REGIMES.index(table.regime)))
+        wholes = {seed: whole for seed in seeds if (whole := dense.get((task, seed, regime == FROM_SCRATCH)))}
+        if wholes:
+            found.append(_table(group, wholes))
+    order = list(dict.fromkeys(table.task for table in found))
+    return sorted(found, key=lambda table: (order.index(table.task), REGIMES.index(table.regime)))
+
+
+def _table(group: list[Cell], wholes: dict[int, Cell]) -> TaskTable:
+    """Return the table of cells of one task, regime and size, beside the dense cells by seed."""
+    at, (first, *_) = group[0].setting, wholes.values()
+    # A task has either figure in all of its cells, so the first dense cell tells.
+    bits = first.figure("bits") is not None
+    figures = [value for cell in wholes.values() if (value := cell.figure("bits" if bits else "accuracy")) is not None]
+    reasons = [f"seed {cell.setting.seed}: {cell.measured.reason}" for cell in group if cell.measured.reason]
+    places: dict[str, dict[float, list[Cell]]] = {}
+    for cell in group:
+        if cell.setting.asked is not None:
+            places.setdefault(cell.setting.scores, {}).setdefault(cell.setting.asked, []).append(cell)
+    entries = {row: {asked: _entry(same, wholes) for asked, same in by.items()} for row, by in places.items()}
+    chance, dropped = first.figure("chance") or 0.0, reasons[0] if reasons else ""
+    return TaskTable(at.task, at.regime, dict(at.sizes), tuple(figures), chance, bits, entries, dropped)
+
+
+def _entry(cells: list[Cell], wholes: dict[int, Cell]) -> Entry:
+    cells = [cell for cell in cells if cell.setting.seed in wholes]
+    shares = [kept(cell, wholes[cell.setting.seed]) for cell in cells]
+    densities = [cell.measured.realised for cell in cells if cell.measured.realised is not None]
+    return Entry(
+        tuple(share for share in shares if share is not None), statistics.mean(densities) if densities else None
+    )
+
+
+def rows_of(table: TaskTable, share: str = "{:.1%}") -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of a table as words, with densities written as ``share``: what is claimed, then each selector.
+
+    Below the first selector are the verdicts. A row that computes more tiles than it keeps has them below it.
+    """
+
+    def row(name: str, words: Mapping[float, str]) -> tuple[str, list[str]]:
+        return name, [words.get(density, "") for density in table.densities]
+
+    yield row("realised", dict.fromkeys(table.densities, "-") | _written(table.realised, share))
+    yield row("claimed", {density: words for density, (words, _) in CLAIMS.items()})
+    for number, (name, entries) in enumerate(table.entries.items()):
+        yield row(name, {density: entry.text for density, entry in entries.items()})
+        if number == 0:
+            yield row("", {density: table.verdict(name, density) for density in table.densities})
+        if computed := table.computed(name):
+            yield row(ITS_TILES, _written(computed, share))
+
+
+def _written(densities: Mapping[float, float], share: str) -> dict[float, str]:
+    return {density: share.format(realised) for density, realised in densities.items()}
 
 
 def lines_of(table: TaskTable) -> list[str]:
@@ -172,19 +193,6 @@ def lines_of(table: TaskTable) -> list[str]:
     title += "" if table.bits else f", chance {table.chance:.3f}"
     if table.dropped:
         return [title, f"  dropped: {table.dropped}"]
-    densities = table.densities
-    found = [title]
-
-    def line(name: str, words: Iterable[str]) -> None:
-        found.append(f"  {name:<18}" + "".join(f"{word:>16}" for word in words))
-
-    line("tile density", (f"{density:.0%}" for density in densities))
-    line("realised", (f"{table.realised[density]:.3f}" if density in table.realised else "-" for density in densities))
-    line("claimed", (CLAIMS[density][0] if density in CLAIMS else "" for density in densities))
-    for number, (row, entries) in enumerate(table.entries.items()):
-        line(row, (entries[density].text if density in entries else "" for density in densities))
-        if number == 0:
-            line("", (table.verdict(row, density) for density in densities))
-        if computed := table.computed(row):
-            line("  its tiles", (f"{computed[density]:.3f}" if density in computed else "" for density in densities))
-    return found
+    asked = ("tile density", [f"{density:.0%}" for density in table.densities])
+    rows = [asked, *(("  " + name if name == ITS_TILES else name, words) for name, words in rows_of(table, "{:.3f}"))]
+    return [title, *(f"  {name:<18}" + "".join(f"{word:>16}" for word in words) for name, words in rows)]

@@ -58,17 +58,21 @@ class Reader(nn.Module):
         layers: list[Any] = list(self.body.layers)
         self.switches = [_Switch() for _ in layers]
         for layer, switch in zip(layers, self.switches, strict=True):
+            # The layers keep their switch for life, and only what it points to changes.
             layer.attend = switch
         with torch.no_grad():
             (self._start_split if task.start == "split" else self._start_mixed)(layers)
 
     def _start_mixed(self, layers: list[Any]) -> None:
         width = self.embedding.embedding_dim
+        # Of the three tokens that the convolution sees, number 1 is the one before.
         self.convolution.weight.zero_()[:, 0, 1] = 1
         for layer in layers:
             query, key, value = layer.qkv.weight.split(width)
+            # Equal weights for keys and queries give the most to keys that equal the query.
             key.copy_(query)
             value.copy_(torch.linalg.qr(torch.randn(width, width)).Q)
+            # The inverse of an orthogonal map is its transpose, so a value comes out as the embedding that went in.
             layer.output.weight.copy_(value.T)
             nn.init.normal_(layer.down.weight, std=0.02)
         self.head.weight.copy_(self.embedding.weight / (2 * math.sqrt(width)))
@@ -77,6 +81,7 @@ class Reader(nn.Module):
         width = self.embedding.embedding_dim
         half = width // 2
         self.embedding.weight[:, half:] = self.embedding.weight[:, :half]
+        # The second half adds the token before and takes off the current one, which the embedding has put there.
         self.convolution.weight.zero_()[half:, 0, 1:] = torch.tensor([1.0, -1.0])
         for layer in layers:
             for weight in (layer.qkv.weight, layer.output.weight):
@@ -100,6 +105,7 @@ class Reader(nn.Module):
     def forward(self, x: Tensor, at: Tensor) -> Tensor:
         """Return the logits of the positions ``at``, bool ``[B, N]``."""
         embedded = self.embedding(x)
+        # Two zeros in front make the convolution causal.
         mixed = self.convolution(F.pad(embedded.transpose(1, 2), (2, 0))).transpose(1, 2)
         hidden: Tensor = self.body(embedded + mixed)
         logits: Tensor = self.head(hidden[at])
@@ -107,17 +113,14 @@ class Reader(nn.Module):
 
 
 @torch.enable_grad()
-def train(
-    model: Reader, task: Task, stages: tuple[Stage, ...], seed: int, tick: Callable[[], None] = lambda: None
-) -> int:
-    """Train on batches that are drawn from a seed, and return the number of steps. ``tick`` is called at each step."""
+def train(model: Reader, task: Task, stages: tuple[Stage, ...], seed: int) -> None:
+    """Train on batches that are drawn from a seed."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), task.rate, weight_decay=0.1, betas=(0.9, 0.98))
     taken = 0
     for stage in stages:
         learned = 0
         for step in range(stage.steps):
-            tick()
             # The last stage ends at a rate of 0, so that no answer depends on the last batches.
             left = 1 - step / stage.steps if stage is stages[-1] else 1.0
             for group in optimizer.param_groups:
@@ -127,6 +130,7 @@ def train(
             logits, answer = model(x, at), y[at]
             optimizer.zero_grad()
             F.cross_entropy(logits, answer).backward()
+            # Near an induction head, single batches have gradients that would throw it off.
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             taken += 1
@@ -135,7 +139,6 @@ def train(
                 learned = learned + 1 if right >= _ENOUGH else 0
                 if learned == _IN_A_ROW:
                     break
-    return taken
 
 
 @torch.no_grad()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ringtile import sparse_attention
 from ringtile.adaptive import (
+    AdaptiveAttention,
     Antidiagonal,
     Blend,
     Box,
@@ -21,10 +21,10 @@ from ringtile.adaptive import (
     Shuffled,
     View,
     audit,
-    select,
 )
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.kernels.masses import pooled_masses
+from ringtile.patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Oracle(Scores):
         if seen is None or view.key_mask is not None:
             raise ValueError(f"base: the oracle needs all or causal pairs and no key mask, got {view!r}")
         first, last = view.rows_of_tiles
+        # Row tiles that begin at the rows 0, 16 and 32 and end at 40 are the groups 0, 16, 32, 40.
         groups = torch.cat((first, last[-1:])).int()
         found = pooled_masses(
             view.query, view.key, segment=view.base.block, seen=seen, groups=groups, pool=self.pool, scale=view.scale
@@ -75,47 +76,52 @@ ROWS = tuple(_BY_NAME)
 QUICK_ROWS = (DEFAULT, "probe", "blend", WINDOW, RANDOM, ORACLE)
 
 
-def scores_of(row: str, seed: int, layer: int) -> Scores:
-    """Return the scores of a row. Random scores differ by seed and layer."""
-    return Shuffled(1000 * seed + layer) if row == RANDOM else _BY_NAME[row]
+class Watched(nn.Module):
+    """Adaptive attention that also keeps the tile density of its calls, and the recall of their heads if asked.
+
+    Args:
+        attend: The attention.
+        rows: Number of rows to audit in each call.
+    """
+
+    def __init__(self, attend: AdaptiveAttention, rows: int = 0) -> None:
+        super().__init__()
+        self.attend, self.rows = attend, rows
+        self.density: list[float] = []
+        self.recall: list[Tensor] = []
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern | None = None,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        choice = self.attend.choice
+        view = choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
+        index = choice.index(view)
+        # The index is made here, not in the attention, so that its figures need no second choice.
+        self.density.append(index.tile_density)
+        if self.rows:
+            found = audit(query, key, value, index, rows=self.rows, key_mask=key_mask, scale=scale)
+            self.recall.append(found.of_heads)
+        out: Tensor = self.attend.over(index, view, value, **options)
+        return out
 
 
-@dataclass
-class Selected:
-    """One layer's attention over the tiles that scores and a density choose, which notes what it kept.
+def attention_of(row: str, density: float, block: int, *, seed: int = 0, layer: int = 0) -> AdaptiveAttention:
+    """Return the attention of a row. Random scores differ by seed and layer.
 
     Only a query's own tile is always kept, so that all rows of a table spend the same number of tiles.
     """
-
-    scores: Scores
-    density: float
-    block: int
-    audited: int = 0
-    """Rows to audit in each call."""
-    densities: list[float] = field(default_factory=list)
-    recalls: list[float] = field(default_factory=list)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, **options: Any) -> Tensor:
-        options.pop("pattern", None)
-        key_mask = options.get("key_mask")
-        index = select(
-            query,
-            key,
-            self.scores,
-            Density(self.density),
-            is_causal=is_causal,
-            block=self.block,
-            first=0,
-            local=0,
-            key_mask=key_mask,
-            allow_future=True,
-        )
-        if not torch.is_grad_enabled():
-            self.densities.append(index.tile_density)
-            if self.audited:
-                self.recalls.append(audit(query, key, value, index, rows=self.audited, key_mask=key_mask).mean)
-        out: Tensor = sparse_attention(query, key, value, index, **options)
-        return out
+    scores = Shuffled(1000 * seed + layer) if row == RANDOM else _BY_NAME[row]
+    # Small models are judged by scores that look ahead, and learn with them: the page says so.
+    return AdaptiveAttention(scores, Density(density), block=block, first=0, local=0, allow_future=True)
 
 
 def floor_of(tokens: int, block: int, forced: int = 1) -> float:

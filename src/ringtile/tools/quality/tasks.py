@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import import_module
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Generator, Tensor
+
+from ringtile.tools.hf.models import python_manual
 
 NO_ANSWER = -100
 """The answer of a position that has none, which `F.cross_entropy` ignores."""
@@ -54,6 +55,7 @@ class Task:
 
 def _distinct(batch: int, count: int, of: int, generator: Generator) -> Tensor:
     """Return ``count`` different numbers below ``of`` for each batch element."""
+    # The order of random numbers is a random permutation of each row, and its beginning a draw without repetition.
     return torch.rand(batch, of, generator=generator).argsort(1)[:, :count]
 
 
@@ -80,6 +82,7 @@ def recall_pairs(batch: int, tokens: int, pairs: int, generator: Generator) -> t
     half = tokens // 2
     name = _distinct(batch, pairs, _KEYS, generator)
     value = torch.randint(_KEYS, _END, (batch, pairs), generator=generator)
+    # Pairs begin at even positions, so that no two overlap: with 8 tokens, the first half has the positions 0 and 2.
     place = 2 * _distinct(batch, pairs, half // 2, generator)
     x.scatter_(1, place, name).scatter_(1, place + 1, value)
     query = half + 2 * _distinct(batch, pairs, (tokens - half) // 2, generator)
@@ -97,6 +100,7 @@ def needles(batch: int, tokens: int, count: int, generator: Generator) -> tuple[
     The answers are the second to the last token of each repeated passkey.
     """
     x, y = _blank(batch, tokens, _FIRST_FILLER, _END, generator)
+    # A slot is one token longer than a passkey, so that filler parts any two.
     half, slot = tokens // 2, PASSKEY + 1
     names = _distinct(batch, count * PASSKEY, _KEYS, generator).unflatten(1, (count, PASSKEY))
     first = slot * _distinct(batch, count, half // slot, generator)
@@ -104,6 +108,7 @@ def needles(batch: int, tokens: int, count: int, generator: Generator) -> tuple[
     for number in range(PASSKEY):
         name = names[..., number]
         x.scatter_(1, first + number, name).scatter_(1, second + number, name)
+        # The first token of a repeated passkey is a surprise. The others follow from the token before.
         if number:
             y.scatter_(1, second + number - 1, name)
     return x, y
@@ -116,6 +121,7 @@ def copied_span(batch: int, tokens: int, span: int, generator: Generator) -> tup
     """
     x, y = _blank(batch, tokens, _END, _END + 32, generator)
     half = tokens // 2
+    # All tokens of the span differ, so each has one place to be found at.
     text = _distinct(batch, span, _END, generator)
     inside = torch.arange(span)
     first = torch.randint(0, half - span + 1, (batch, 1), generator=generator) + inside
@@ -136,6 +142,7 @@ def assignments(batch: int, tokens: int, chains: int, generator: Generator) -> t
     a, b = _distinct(batch, 2 * chains, _KEYS, generator).chunk(2, 1)
     value = torch.randint(_FIRST_VALUE, _FIRST_FILLER, (batch, chains), generator=generator)
     for begin, end, name, content in ((0, quarter, a, value), (quarter, half, b, a)):
+        # An assignment is a name, its content and a mark that ends it, as in `b a ;`.
         place = begin + 3 * _distinct(batch, chains, (end - begin) // 3, generator)
         x.scatter_(1, place, name).scatter_(1, place + 1, content)
         x.scatter_(1, place + 2, torch.full_like(place, _MARK))
@@ -172,6 +179,7 @@ def lists(batch: int, tokens: int, most: int, generator: Generator) -> tuple[Ten
         return value
 
     rows = []
+    # A token takes at most two random numbers, and the last list can reach beyond the end.
     for drawn in torch.rand(batch, 4 * tokens, generator=generator).tolist():
         found: list[tuple[int, int]] = []
         draws = iter(drawn)
@@ -182,22 +190,21 @@ def lists(batch: int, tokens: int, most: int, generator: Generator) -> tuple[Ten
     return x.contiguous(), y.contiguous()
 
 
-@lru_cache(1)
-def manual() -> Tensor:
-    """Return the bytes of Python's manual as it is installed, ``pydoc_data.topics``, as int64."""
-    topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+class _Manual:
+    """Language modeling of the bytes of Python's manual: the answer is the next byte."""
+
+    @cached_property
+    def text(self) -> Tensor:
+        """All bytes, int64."""
+        return torch.frombuffer(bytearray(python_manual().encode()), dtype=torch.uint8).long()
+
+    def __call__(self, batch: int, tokens: int, held_out: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        # The last tenth is held out. Models are judged on it, and never trained.
+        end = len(self.text) * 9 // 10
+        text = self.text[end:] if held_out else self.text[:end]
+        begin = torch.randint(0, len(text) - tokens, (batch, 1), generator=generator)
+        found = text[begin + torch.arange(tokens + 1)]
+        return found[:, :-1], found[:, 1:]
 
 
-def _windows(text: Tensor, batch: int, tokens: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    begin = torch.randint(0, len(text) - tokens, (batch, 1), generator=generator)
-    found = text[begin + torch.arange(tokens + 1)]
-    return found[:, :-1], found[:, 1:]
-
-
-def manual_windows(batch: int, tokens: int, held_out: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Language modeling of bytes: the answer is the next byte. The last tenth of the manual is held out."""
-    text = manual()
-    end = len(text) * 9 // 10
-    return _windows(text[end:] if held_out else text[:end], batch, tokens, generator)
+manual_windows = _Manual()

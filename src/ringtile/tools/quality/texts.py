@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ringtile.tools.hf.models import python_manual, read_text
+
 _JUDGED = ("typing", "tarfile", "inspect", "subprocess", "ast", "argparse", "zipfile", "configparser", "ssl", "mailbox")
 _CALIBRATION = ("doctest", "difflib", "statistics", "turtle", "optparse", "heapq", "random", "fractions")
 """Modules of Python. None of the files that calibrate is among the files that judge."""
@@ -84,6 +86,7 @@ class Texts:
         """Return all tokens of "code", "prose", "markdown", "calibration" or your "text", int64 ``[any]``."""
         if kind not in self._known:
             words = read_text(self._text) if kind == "text" and self._text is not None else _words(kind)
+            # Tokenizing takes seconds, and a run draws from each text several times.
             self._known[kind] = torch.tensor(self._encode(words))
         return self._known[kind]
 
@@ -93,6 +96,7 @@ class Texts:
         Raises ValueError if a text is too short.
         """
         drawn = random.Random(seed)
+        # A text of yours has no kinds, so it is both the copy and what is between.
         kinds = ("text", "text") if self._text is not None else KINDS[seed % len(KINDS)]
         repeat = n_tokens // 4
         copied, between = (
@@ -111,6 +115,7 @@ class Texts:
         if self._text is not None and len(whole) == n_tokens and far_repeat(whole).any():
             return FarCopy(whole[None], 0, (kind, kind), (0, 0))
         repeat = n_tokens // 4
+        # Random tokens can be known only by attention to their first copy. A text could be guessed.
         copied = torch.tensor([drawn.randrange(vocab_size) for _ in range(repeat)])
         between, offset = self._some(kind, n_tokens - 2 * repeat, drawn)
         return FarCopy(torch.cat([copied, between, copied])[None], repeat, ("random tokens", kind), (0, offset))
@@ -136,9 +141,11 @@ def far_repeat(ids: Tensor) -> Tensor:
     repeated = torch.zeros(n_tokens, dtype=torch.bool)
     if n_tokens < 2 * _GRAM:
         return repeated
+    # Give equal runs of 16 tokens one number, then look at the place where that number came before.
     grams = ids.unfold(0, _GRAM, 1)
     _, kind = grams.unique(dim=0, return_inverse=True)
     order = kind.argsort(stable=True)
+    # A run that never came before gets a place after all others, so its distance is negative.
     before = torch.full_like(kind, n_tokens)
     before[order[1:]] = torch.where(kind[order[1:]] == kind[order[:-1]], order[:-1], n_tokens)
     for begin in (torch.arange(len(grams)) - before >= n_tokens // 4).nonzero().flatten().tolist():
@@ -146,24 +153,12 @@ def far_repeat(ids: Tensor) -> Tensor:
     return repeated if repeated.sum() >= n_tokens // 16 else torch.zeros_like(repeated)
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raises ValueError if it is missing or not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"--text: expected a text file, got {str(path)!r}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text: expected UTF-8 in {str(path)!r}, got {error}") from None
-
-
 def _words(kind: str) -> str:
     match kind:
         case "prose":
-            from pydoc_data.topics import topics
-
-            return "\n\n".join(topics[name] for name in sorted(topics))
+            return python_manual()
         case "markdown":
-            return "\n\n".join(_described(name) for name in _DESCRIBED)
+            return "\n\n".join(str(importlib.metadata.metadata(name)["Description"]) for name in _DESCRIBED)
         case "code":
             return "\n\n".join(map(_source, _JUDGED))
     # Half of it is code, and half is English.
@@ -181,7 +176,3 @@ def _docstrings(source: str) -> str:
     parts = (ast.Module, ast.ClassDef, ast.FunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, parts))
     return "\n\n".join(text for text in found if text and len(text) > 200)
-
-
-def _described(distribution: str) -> str:
-    return str(importlib.metadata.metadata(distribution)["Description"])

@@ -52,6 +52,7 @@ class Exact:
         self.inputs = q, k, v
         rows = torch.randperm(case.queries, generator=generator)[: checked_rows - 2]
         self.rows = torch.cat([rows, torch.tensor([0, case.queries - 1])]).unique().to(case.device)
+        # A case that only runs forward needs no gradients, which are as large as its queries.
         self.grad = self.rows_grad = torch.empty(0)
         if trains:
             self.grad = torch.randn(query_shape, generator=generator).to(case.device, case.dtype)
@@ -118,6 +119,7 @@ class Exact:
         if not out.isfinite().all():
             return "wrong: its output is not finite"
         zero = (out == 0).all(-1)
+        # Few rows of zeros are right: only these are compared with the pattern.
         rows = zero.flatten(0, 1).any(0).nonzero().squeeze(1)[:CHECKED_ROWS]
         if (zero[:, :, rows] & self.kept(self.case.pattern, rows).any(-1)).any():
             return "wrong: zeros in rows that keep keys"

@@ -1,0 +1,110 @@
+"""How keys can travel between ranks: which groups a transport runs in, which calls it supports, and its plan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringtile.distributed.layout import Layout
+from ringtile.distributed.plan import RingPlan, fits_ring, make_plan
+from ringtile.distributed.process_groups import Ranks
+from ringtile.distributed.relays import Relays, make_relays
+from ringtile.kernels.contracts import Call, lacking
+from ringtile.patterns import Pattern
+
+
+class Mode(NamedTuple):
+    """A transport, as data."""
+
+    name: str
+    dims: tuple[int, ...] = (1,)
+    """Numbers of dimensions that a mesh of its ranks can have."""
+    gather: bool | None = False
+    """As in `make_plan`."""
+    is_planned: bool = True
+    """True if a `RingPlan` says which keys travel."""
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("auto", gather=None),
+        Mode("exchange"),
+        Mode("gather", gather=True),
+        Mode("ring", is_planned=False),
+        Mode("hierarchy", dims=(2,)),
+        Mode("ulysses", dims=(1, 2), is_planned=False),
+    )
+}
+
+
+def mode_of(transport: str) -> Mode:
+    """Return the mode with a name, or raise ValueError."""
+    if transport not in MODES:
+        raise ValueError(f"transport: expected one of {tuple(MODES)}, got {transport!r}")
+    return MODES[transport]
+
+
+def chosen(mode: Mode, pattern: Pattern, call: Call, n_ranks: int) -> Mode:
+    """Return the mode of a call: instead of "auto" a ring if that supports it.
+
+    Raises ValueError if the mode is a ring that does not.
+    """
+    against = _reasons_against_ring(pattern, call)
+    ring = MODES["ring"]
+    if mode is ring and against:
+        raise ValueError(f"transport 'ring' does not support this call: {'; '.join(against)}")
+    return ring if mode.gather is None and not against and n_ranks > 1 else mode
+
+
+def _reasons_against_ring(pattern: Pattern, call: Call) -> list[str]:
+    """Return the reasons why keys cannot pass around a ring."""
+    reasons = lacking(call, "alibi_slopes", "dropout_p")
+    if not fits_ring(pattern):
+        reasons.append(f"supports the patterns dense and causal, got {pattern!r}")
+    if call.backend == "reference":
+        reasons.append("does not support backend='reference'")
+    if torch.compiler.is_compiling():
+        reasons.append("does not support torch.compile")
+    return reasons
+
+
+def plan_of(
+    mode: Mode, pattern: Pattern, layout: Layout, rank: int, num_heads: int, batch: int, ranks_per_node: int | None
+) -> RingPlan | Relays:
+    """Return the plan of a mode that is planned, from its cache if it was made before."""
+    # A hierarchy moves the tokens of the same plan, on other paths.
+    plan = make_plan(pattern, layout, rank, num_heads=num_heads, batch=batch, gather=mode.gather)
+    if 1 in mode.dims:
+        return plan
+    if ranks_per_node is None:
+        raise ValueError(f"ranks_per_node: expected the number of ranks per node for the transport {mode.name!r}")
+    return make_relays(plan, ranks_per_node)
+
+
+def group_of(group: dist.ProcessGroup | DeviceMesh | None, mode: Mode | None = None) -> Ranks:
+    """Return the ranks that share a sequence: the default group if None, the group of a mesh with one dimension."""
+    dims = (1,) if mode is None else mode.dims
+    if 1 not in dims and not (isinstance(group, DeviceMesh) and group.ndim in dims):
+        raise ValueError(
+            f"group: expected a mesh of nodes and their ranks for the transport {mode and mode.name!r}, for example "
+            f"init_device_mesh('cuda', (nodes, ranks_per_node)), got {group!r}"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 1 and group.ndim in dims:
+            return group
+        if group.ndim != 1:
+            two = tuple(other.name for other in MODES.values() if 2 in other.dims)
+            more = f", or with two for the transports {two}" if mode else ""
+            raise ValueError(f"group: expected a mesh with one dimension, mesh['cp'] for example{more}, got {group!r}")
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+    if not dist.is_initialized():
+        raise ValueError("group: expected torch.distributed to be initialized, call init_process_group first")
+    found = group or dist.group.WORLD
+    assert found is not None
+    return found

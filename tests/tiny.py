@@ -1,0 +1,144 @@
+"""Models of transformers that are small enough to compute in milliseconds. The first of them loads transformers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+class Lazily:
+    """A module that is loaded when one of its names is read, so that to collect tests costs no import."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The real module, for monkeypatch.
+        holder = self.__dict__ if name == "__name__" else vars(importlib.import_module(self.__name__))
+        holder[name] = value
+
+
+hf: Any = Lazily("transformers")
+masking_utils: Any = Lazily("transformers.masking_utils")
+
+DECODER = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+ENCODER = {name: value for name, value in DECODER.items() if name not in ("num_key_value_heads", "head_dim")}
+MIXED = dict(DECODER, sliding_window=20, layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+
+SHARED = dict(
+    **(MIXED | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    **dict(num_kv_shared_layers=2, global_head_dim=32, vocab_size_per_layer_input=97, hidden_size_per_layer_input=8),
+)
+STARCODER = {name: value for name, value in DECODER.items() if name != "head_dim"} | {"sliding_window": 20}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+VISION = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+PICTURES = dict(VISION, image_size=32, patch_size=8)
+LATENT = dict(
+    **dict(kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16),
+    **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, topk_method="greedy"),
+)
+
+MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
+    "Llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER)),
+    "Mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(**DECODER, sliding_window=20)),
+    "Qwen3": lambda: (hf.Qwen3ForCausalLM, hf.Qwen3Config(**DECODER)),
+    "Gemma2": lambda: (hf.Gemma2ForCausalLM, hf.Gemma2Config(**MIXED, query_pre_attn_scalar=16)),
+    "Gemma3": lambda: (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**MIXED)),
+    "gpt-oss": lambda: (hf.GptOssForCausalLM, hf.GptOssConfig(**MIXED, **EXPERTS, rope_parameters=ROPE)),
+    "Mixtral": lambda: (hf.MixtralForCausalLM, hf.MixtralConfig(**DECODER, **EXPERTS)),
+    "Llama 4": lambda: (
+        hf.Llama4ForCausalLM,
+        hf.Llama4TextConfig(
+            **DECODER,
+            attention_chunk_size=24,
+            intermediate_size_mlp=96,
+            num_local_experts=2,
+            layer_types=["chunked_attention", "full_attention"],
+        ),
+    ),
+    "Gemma 4": lambda: (hf.Gemma4ForCausalLM, hf.Gemma4TextConfig(**SHARED)),
+    "Phi-3": lambda: (hf.Phi3ForCausalLM, hf.Phi3Config(**DECODER, sliding_window=20)),
+    "Starcoder2": lambda: (hf.Starcoder2ForCausalLM, hf.Starcoder2Config(**STARCODER)),
+    "DeepSeek-V2": lambda: (hf.DeepseekV2ForCausalLM, hf.DeepseekV2Config(**ENCODER, **LATENT)),
+    "GPT-2": lambda: (
+        hf.GPT2LMHeadModel,
+        hf.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=512, pad_token_id=0, bos_token_id=1),
+    ),
+    "BERT": lambda: (hf.BertForMaskedLM, hf.BertConfig(**ENCODER)),
+    "RoBERTa": lambda: (hf.RobertaForMaskedLM, hf.RobertaConfig(**ENCODER)),
+    "ModernBERT": lambda: (
+        hf.ModernBertForMaskedLM,
+        hf.ModernBertConfig(
+            **dict(ENCODER, num_hidden_layers=4), local_attention=16, global_attn_every_n_layers=2, cls_token_id=1
+        ),
+    ),
+    "Gemma3 with images": lambda: (
+        hf.Gemma3ForConditionalGeneration,
+        hf.Gemma3Config(
+            vision_config=hf.SiglipVisionConfig(**PICTURES),
+            text_config=hf.Gemma3TextConfig(**MIXED),
+            **dict(image_token_id=95, mm_tokens_per_image=16, boi_token_index=94, eoi_token_index=93),
+        ),
+    ),
+    "LLaVA": lambda: (
+        hf.LlavaForConditionalGeneration,
+        hf.LlavaConfig(
+            vision_config=hf.CLIPVisionConfig(**PICTURES),
+            text_config=hf.LlamaConfig(**DECODER),
+            **dict(image_token_index=95, image_seq_length=16),
+        ),
+    ),
+    "Whisper": lambda: (
+        hf.WhisperForConditionalGeneration,
+        hf.WhisperConfig(
+            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+            **dict(vocab_size=97, d_model=64, num_mel_bins=16, max_source_positions=50, max_target_positions=100),
+            **dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
+        ),
+    ),
+    "ViT": lambda: (
+        hf.ViTModel,
+        hf.ViTConfig(**VISION, image_size=32, patch_size=4),
+    ),
+    "BART": lambda: (
+        hf.BartForConditionalGeneration,
+        hf.BartConfig(
+            **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+            **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+            **dict(vocab_size=97, d_model=64, max_position_embeddings=128, pad_token_id=0, bos_token_id=1),
+            **dict(eos_token_id=2, forced_eos_token_id=None, decoder_start_token_id=2),
+        ),
+    ),
+}
+
+
+def config_of(name: str, **change: Any) -> tuple[Any, Any]:
+    """The class of a model and its configuration, with other values for those fields that it has."""
+    made, config = MODELS[name]()
+    for key, value in change.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    return made, config

@@ -9,8 +9,8 @@ namespace ISA {
 
 // An A of pairs: each is contiguous, and so are the pairs of a row (or of a column). B holds a pair in each lane.
 template <> struct Factors<bfloat16> {
-    typedef uint32_t B;
-    typedef float Sum;
+    using B = uint32_t;
+    using Sum = float;
     static constexpr int PER = 2;
 
     INLINE static __m512bh of_a(const bfloat16 *a) {
@@ -78,8 +78,8 @@ INLINE void interleave_weights(const float *weights, int64_t step, int count, in
 
 // The policy (see products.h): keys are read in place, queries, weights and values are interleaved. D must be even.
 struct Bf16Pairs : VectorWeights<float> {
-    typedef bfloat16 Element;
-    typedef float Number;
+    using Element = bfloat16;
+    using Number = float;
     static constexpr int KEY_STEP = 2;
 
     const ringtile_call &c;
@@ -97,15 +97,15 @@ struct Bf16Pairs : VectorWeights<float> {
         values = (bfloat16 *)(weights + GROUP<float> / 2 * MAX_BLOCK);
     }
 
-    INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, float sign) {
+    INLINE void pack_queries(const Head &head, Side tokens, int from, int to, float sign) {
         Packing packing(c);
         pack(query_rows<bfloat16>(c, head, tokens), tokens, from, to, sign);
     }
-    INLINE void pack(Rows<bfloat16> rows, Tokens tokens, int from, int to, float sign) {
+    INLINE void pack(Rows<bfloat16> rows, Side tokens, int from, int to, float sign) {
         interleave_queries(rows, tokens.low, tokens.high, from, to, c.head_dim, sign, queries);
     }
 
-    INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
+    INLINE void load_tile(const Head &head, Side tokens, const uint32_t *unused) {
         Packing packing(c);
         keys = key_rows<bfloat16>(c, head, tokens);
         interleave_rows(value_rows<bfloat16>(c, head, tokens), tokens.high, c.value_dim, unused, values);

@@ -8,9 +8,9 @@ namespace ISA {
 constexpr int DECODE_QUERIES = 4;
 
 // True if a row tile of these queries uses this path.
-template <class T> INLINE bool decodes(const ringtile_call &c, Tokens queries) {
+template <class T> INLINE bool decodes(const ringtile_call &c, Side queries) {
     constexpr int L = Lanes<T>::count;
-    return queries.high - queries.low <= DECODE_QUERIES && !c.dropout_threshold && c.head_dim % L == 0 &&
+    return queries.high - queries.low <= DECODE_QUERIES && !c.options.dropout_threshold && c.head_dim % L == 0 &&
            c.value_dim % L == 0;
 }
 

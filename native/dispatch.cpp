@@ -15,12 +15,12 @@
 #include "platform.h"
 #include "ringtile.h"
 
-typedef int kernel(const ringtile_call *);
-typedef double peak(int kind, int threads, double seconds);
-typedef int lanes();
+using kernel = int(const ringtile_call *);
+using peak = double(int kind, int threads, double seconds);
+using lanes = int();
 
-typedef void multiply(const void *a, const void *b, float *c, int64_t count);
-typedef const char *reason();
+using multiply = void(const void *a, const void *b, float *c, int64_t count);
+using reason = const char *();
 
 #define DECLARE(isa)                                  \
     extern "C" kernel ringtile_forward_##isa;         \
@@ -151,10 +151,10 @@ struct Location {
     int32_t reserved, flags, more[2];
     const char *source;
 };
-typedef void gomp_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-typedef int32_t kmpc_thread_number(Location *);
-typedef void kmpc_push_threads(Location *, int32_t number, int32_t threads);
-typedef void kmpc_fork_call(Location *, int32_t count, void (*body)(int32_t *, int32_t *, ...), ...);
+using gomp_parallel = void(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+using kmpc_thread_number = int32_t(Location *);
+using kmpc_push_threads = void(Location *, int32_t number, int32_t threads);
+using kmpc_fork_call = void(Location *, int32_t count, void (*body)(int32_t *, int32_t *, ...), ...);
 
 static struct {
     gomp_parallel *parallel;
@@ -184,33 +184,64 @@ PUBLIC void ringtile_use_runtime(void *parallel, void *thread_number, void *push
                (kmpc_fork_call *)fork_call};
 }
 
-#define FIELD(name) {#name, offsetof(ringtile_call, name)}
-static const struct {
+struct Field {
     const char *name;
-    int64_t offset;
-} fields[] = {
-    FIELD(dtype), FIELD(isa), FIELD(threads), FIELD(block), FIELD(batch), FIELD(heads), FIELD(kv_heads),
-    FIELD(n_queries), FIELD(n_keys), FIELD(head_dim), FIELD(value_dim), FIELD(q), FIELD(k), FIELD(v), FIELD(q_stride),
-    FIELD(k_stride), FIELD(v_stride), FIELD(out), FIELD(out_stride), FIELD(lse), FIELD(start), FIELD(n_rows),
-    FIELD(n_cols), FIELD(n_groups), FIELD(group_stride), FIELD(group), FIELD(full_row_ptr), FIELD(full_col),
-    FIELD(part_row_ptr), FIELD(part_col), FIELD(part_tile), FIELD(full_col_ptr), FIELD(full_row), FIELD(part_col_ptr),
-    FIELD(part_row), FIELD(part_tile_t), FIELD(bits), FIELD(bits_t), FIELD(rows_any), FIELD(cols_any), FIELD(row_at),
-    FIELD(col_at), FIELD(work), FIELD(work_begin), FIELD(item_begin), FIELD(n_splits), FIELD(key_bits), FIELD(key_words),
-    FIELD(key_lengths), FIELD(scale), FIELD(head_at), FIELD(batch_at), FIELD(seed), FIELD(dropout_threshold), FIELD(phase),
-    FIELD(out_grad), FIELD(out_grad_stride), FIELD(lse_grad), FIELD(delta), FIELD(q_grad), FIELD(k_grad), FIELD(v_grad), FIELD(first_item), FIELD(last_item),
-    FIELD(first_col), FIELD(last_col), FIELD(scratch), FIELD(row_splits), FIELD(col_splits), FIELD(row_buffer),
-    FIELD(n_row_buffers), FIELD(row_buffers), FIELD(shared_splits), FIELD(n_shared_splits), FIELD(times),
-    FIELD(segment), FIELD(n_pooled), FIELD(pooled_step), FIELD(seen), FIELD(pool_begin), FIELD(bias), FIELD(bias_stride),
-    FIELD(pool_max), FIELD(by_sign),
+    int64_t offset, size;
+    char kind;  // of its numbers: i for int32, l for int64, d for double, p for a pointer
 };
 
-PUBLIC int ringtile_abi_version() { return RINGTILE_ABI; }
-PUBLIC int64_t ringtile_call_size() { return sizeof(ringtile_call); }
+static constexpr char kind_of(const int32_t &) { return 'i'; }
+static constexpr char kind_of(const double &) { return 'd'; }
+static constexpr char kind_of(const int64_t &) { return 'l'; }
+template <class T> static constexpr char kind_of(T *const &) { return 'p'; }
+template <class T, int N> static constexpr char kind_of(const T (&)[N]) { return kind_of(T()); }
 
-// The name of a field of ringtile_call, and its offset. Null past the last field.
-PUBLIC const char *ringtile_call_field(int number, int64_t *offset) {
-    if (number >= (int)(sizeof(fields) / sizeof(fields[0]))) return nullptr;
-    *offset = fields[number].offset;
+static constexpr ringtile_call blank = {};
+#define FIELD(path, name) {#name, offsetof(ringtile_call, path name), sizeof(blank.path name), kind_of(blank.path name)},
+#define CALL(name) FIELD(, name)
+#define INDEX(name) FIELD(index., name)
+#define OPTION(name) FIELD(options., name)
+#define WORK(name) FIELD(work., name)
+#define FORWARD(name) FIELD(forward., name)
+#define BACKWARD(name) FIELD(backward., name)
+#define MASSES(name) FIELD(masses., name)
+
+static constexpr Field fields[] = {
+    CALL(dtype) CALL(isa) CALL(threads) CALL(block) CALL(batch) CALL(heads) CALL(kv_heads) CALL(n_queries) CALL(n_keys)
+    CALL(head_dim) CALL(value_dim) CALL(q) CALL(k) CALL(v) CALL(q_stride) CALL(k_stride) CALL(v_stride) CALL(out)
+    CALL(out_stride) CALL(lse)
+    INDEX(start) INDEX(n_rows) INDEX(n_cols) INDEX(n_groups) INDEX(group_stride) INDEX(group) INDEX(full_row_ptr)
+    INDEX(full_col) INDEX(part_row_ptr) INDEX(part_col) INDEX(part_tile) INDEX(full_col_ptr) INDEX(full_row)
+    INDEX(part_col_ptr) INDEX(part_row) INDEX(part_tile_t) INDEX(bits) INDEX(bits_t) INDEX(rows_any) INDEX(cols_any)
+    INDEX(row_at) INDEX(col_at)
+    OPTION(scale) OPTION(key_bits) OPTION(key_words) OPTION(key_lengths) OPTION(head_at) OPTION(batch_at) OPTION(seed)
+    OPTION(dropout_threshold)
+    WORK(phase) WORK(first_item) WORK(last_item) WORK(first_col) WORK(last_col) WORK(scratch) WORK(times)
+    FORWARD(work) FORWARD(work_begin) FORWARD(item_begin) FORWARD(n_splits)
+    BACKWARD(out_grad) BACKWARD(out_grad_stride) BACKWARD(lse_grad) BACKWARD(delta) BACKWARD(q_grad) BACKWARD(k_grad)
+    BACKWARD(v_grad) BACKWARD(row_splits) BACKWARD(col_splits) BACKWARD(row_buffer) BACKWARD(n_row_buffers)
+    BACKWARD(row_buffers) BACKWARD(shared_splits) BACKWARD(n_shared_splits)
+    MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
+    MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign)
+};
+static constexpr int n_fields = sizeof(fields) / sizeof(fields[0]);
+
+// True if each field begins where the one before it ends, up to the end of a call: none is missing, and none is padded.
+static constexpr bool fields_fill_a_call() {
+    int64_t end = 0;
+    for (int number = 0; number < n_fields; end += fields[number++].size)
+        if (fields[number].offset != end) return false;
+    return end == sizeof(ringtile_call);
+}
+static_assert(fields_fill_a_call(), "list the fields of ringtile_call here, in their order");
+
+PUBLIC int ringtile_abi_version() { return RINGTILE_ABI; }
+
+// The name of a field of ringtile_call, its size in bytes and the kind of its numbers. Null past the last field.
+PUBLIC const char *ringtile_call_field(int number, int64_t *size, int64_t *kind) {
+    if (number >= n_fields) return nullptr;
+    *size = fields[number].size;
+    *kind = fields[number].kind;
     return fields[number].name;
 }
 

@@ -47,14 +47,14 @@ struct Dropout {
 
 INLINE Dropout dropout_of(const ringtile_call &c, const Head &head) {
     Dropout p;
-    uint32_t low = (uint32_t)c.seed, high = (uint32_t)((uint64_t)c.seed >> 32);
+    uint32_t low = (uint32_t)c.options.seed, high = (uint32_t)((uint64_t)c.options.seed >> 32);
     for (int round = 0; round < 7; round++) {
         p.key[round][0] = low + round * 0x9E3779B9u;
         p.key[round][1] = high + round * 0xBB67AE85u;
     }
-    p.head = (uint32_t)(c.head_at ? c.head_at[head.h] : head.h);
-    p.batch = (uint32_t)(c.batch_at ? c.batch_at[head.b] : head.b);
-    p.threshold = (uint32_t)c.dropout_threshold;
+    p.head = (uint32_t)(c.options.head_at ? c.options.head_at[head.h] : head.h);
+    p.batch = (uint32_t)(c.options.batch_at ? c.options.batch_at[head.b] : head.b);
+    p.threshold = (uint32_t)c.options.dropout_threshold;
     return p;
 }
 
@@ -72,7 +72,7 @@ INLINE void philox(const Dropout &p, uint32_t call, Words query, Words *words) {
 
 // The kept pairs of a tile as bits: bit `key lane` of keep[query lane] (BY_QUERY) or bit `query lane` of keep[key lane].
 template <bool BY_QUERY>
-void dropout_bits(const Dropout &p, Tokens queries, Tokens keys, uint32_t (*keep)[MAX_WORDS]) {
+void dropout_bits(const Dropout &p, Side queries, Side keys, uint32_t (*keep)[MAX_WORDS]) {
     for (int i = 0; i < MAX_BLOCK; i++)
         for (int w = 0; w < MAX_WORDS; w++) keep[i][w] = 0;
     Words lane;

@@ -1,8 +1,4 @@
-// The gradients of one tile. The matrix products of the backward pass are a policy too, a template parameter of
-// backward.h: a policy packs a column tile or a row tile once, then adds each tile's gradients to sums. Rows sum the
-// gradients of queries as [d][lane]. Of the sums of keys and values, and of the gradients of queries that columns add to,
-// the form is the policy's own. KEY_LANES: it wants a column's tiles with the keys in the lanes. COLLECTS: the gradients
-// of queries take their final form after the last column.
+// The gradients of one tile. The matrix products of the backward pass are a policy too, a template parameter of backward.h.
 #pragma once
 #include "bf16.h"
 #include "decode.h"
@@ -11,12 +7,12 @@
 namespace ISA {
 
 // The sums of a row's queries or of a column's keys, and of a column's keys and values, in numbers.
-INLINE int64_t key_numbers(const ringtile_call &c) { return whole_tiles(c.head_dim) * MAX_BLOCK; }
-INLINE int64_t column_numbers(const ringtile_call &c) { return key_numbers(c) + whole_tiles(c.value_dim) * MAX_BLOCK; }
+INLINE int64_t key_numbers(const ringtile_call &c) { return round16(c.head_dim) * MAX_BLOCK; }
+INLINE int64_t column_numbers(const ringtile_call &c) { return key_numbers(c) + round16(c.value_dim) * MAX_BLOCK; }
 
 // By query of a head: what delta_item writes.
 template <class T> INLINE const T *delta_of(const ringtile_call &c, const Head &head) {
-    return (const T *)c.delta + 2 * head.number * c.n_queries;
+    return (const T *)c.backward.delta + 2 * head.number * c.n_queries;
 }
 template <class T> INLINE const T *lse_of(const ringtile_call &c, const Head &head) {
     return delta_of<T>(c, head) + c.n_queries;
@@ -27,7 +23,7 @@ template <class T> INLINE void clear(T *sums, int64_t count) {
 }
 
 // The same for the lanes of existing tokens in rows [d][lane]. No one reads the others.
-template <class T> INLINE void clear_lanes(T *sums, int64_t width, Tokens side) {
+template <class T> INLINE void clear_lanes(T *sums, int64_t width, Side side) {
     constexpr int L = Lanes<T>::count;
     const int from = side.low / L * L, end = (side.high + L - 1) / L * L;
     for (int64_t d = 0; d < width; d++) clear(sums + d * MAX_BLOCK + from, end - from);
@@ -36,34 +32,34 @@ template <class T> INLINE void clear_lanes(T *sums, int64_t width, Tokens side) 
 // A tile of the backward pass. KEYS: keys are in the lanes and queries in the rows. Otherwise the other way around.
 template <class T, bool KEYS> struct GradientTile {
     const Head &head;
-    Tokens queries, keys;
+    Side queries, keys;
     const T *lse, *delta;  // of the queries, by lane
     const int32_t *bits;    // a row of `words` per token that is not in the lanes, null for a full tile
     int words;
     bool masked_keys, any_keys, any_queries;
     uint32_t unused_keys[MAX_WORDS], unused_queries[MAX_WORDS], keep[MAX_BLOCK][MAX_WORDS];
 
-    INLINE GradientTile(const ringtile_call &c, const Head &at, const Dropout &random, Tokens query_side, Tokens key_side,
+    INLINE GradientTile(const ringtile_call &c, const Head &at, const Dropout &random, Side query_side, Side key_side,
                         int64_t tile, const T *row_lse, const T *row_delta)
         : head(at), queries(query_side), keys(key_side), lse(row_lse), delta(row_delta), words(words_of(c)) {
-        bits = tile >= 0 ? (KEYS ? c.bits : c.bits_t) + tile * c.block * words : nullptr;
+        bits = tile >= 0 ? (KEYS ? c.index.bits : c.index.bits_t) + tile * c.block * words : nullptr;
         masked_keys = ISA::masked_keys(c, head.b, keys, unused_keys);
         for (int w = 0; w < MAX_WORDS; w++) unused_queries[w] = 0;
         if (tile >= 0) {
-            add_unused(c, c.cols_any, c.bits_t, tile, keys, queries, unused_keys);
-            add_unused(c, c.rows_any, c.bits, tile, queries, keys, unused_queries);
+            add_unused(c, c.index.cols_any, c.index.bits_t, tile, keys, queries, unused_keys);
+            add_unused(c, c.index.rows_any, c.index.bits, tile, queries, keys, unused_queries);
         }
         for (int q = queries.low; q < queries.high; q++)
             unused_queries[q >> 5] |= (uint32_t)(lse[q] == infinity<T>()) << (q & 31);
         any_keys = any_of(unused_keys, keys), any_queries = any_of(unused_queries, queries);
-        if (c.dropout_threshold) dropout_bits<KEYS>(random, queries, keys, keep);
+        if (c.options.dropout_threshold) dropout_bits<KEYS>(random, queries, keys, keep);
     }
 
-    INLINE const Tokens &others() const { return KEYS ? queries : keys; }
+    INLINE const Side &others() const { return KEYS ? queries : keys; }
 
     // The tokens of the other side that the lanes [low, high) keep.
     INLINE Reach reach(int low, int high) const {
-        const Tokens &side = KEYS ? keys : queries;
+        const Side &side = KEYS ? keys : queries;
         const uint32_t *unused = KEYS ? any_queries ? unused_queries : nullptr : any_keys ? unused_keys : nullptr;
         return reach_of(bits, words, unused, (int)max(low, side.low), (int)min(high, side.high), others().low,
                         others().high);
@@ -76,9 +72,10 @@ template <class T, int N, bool KEYS>
 void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int count, int lane,
                      const GradientTile<T, KEYS> &tile) {
     constexpr int L = Lanes<T>::count;
-    const T scale = (T)c.scale;
-    const bool dropout = c.dropout_threshold;
-    const T share = dropout ? T(65536.0 / (65536 - c.dropout_threshold)) : T(1), *lse = tile.lse, *delta = tile.delta;
+    const T scale = (T)c.options.scale;
+    const bool dropout = c.options.dropout_threshold;
+    const T share = dropout ? T(65536.0 / (65536 - c.options.dropout_threshold)) : T(1);
+    const T *lse = tile.lse, *delta = tile.delta;
     const int32_t *bits = tile.bits;
     const uint32_t *masked = tile.masked_keys ? tile.unused_keys : nullptr;
     for (int i = 0; i < count; i++) {
@@ -109,13 +106,36 @@ void score_gradients(const ringtile_call &c, T *scores, T *grads, int first, int
     }
 }
 
+// The members of a policy P of the backward pass. A policy without one of them, or with other arguments, does not compile.
+//   Element, Number, Unit   as in the forward pass
+//   KEY_LANES               whether it wants a column's tiles with the keys in the lanes
+//   COLLECTS                whether the gradients of queries take their final form after the last column: collected(...)
+//   size(call)              the scratch of a policy, in numbers of type Number
+//   pack_column(...)        a column tile, once, and what gradients of queries need if they are summed too
+//   clear_column(...)       zero its sums of keys and values, whose form is the policy's own
+//   column_tile(...)        add a tile's gradients to them, and to the queries' gradients unless those are null
+//   write_column(...)       write the sums to the gradients of keys and values
+//   pack_row, row_tile      the same for a row tile, whose sums are [d][lane]
+//   query_factor(call)      what is left to multiply gradients of queries by
+template <class P, class T = typename P::Number>
+constexpr bool is_backward_policy(P *p = nullptr, const Head *head = nullptr, T *x = nullptr,
+                                  const GradientTile<T, P::KEY_LANES> *column = nullptr,
+                                  const GradientTile<T, false> *row = nullptr) {
+    using calls = decltype(p->pack_column(*head, Side{}, true), P::clear_column(p->c, Side{}, x),
+                     p->column_tile(*column, x, x, x), P::write_column(p->c, *head, Side{}, (const T *)x),
+                     p->pack_row(*head, Side{}), p->row_tile(*row, x));
+    using numbers = decltype(P::query_factor(p->c) + P::size(p->c));
+    return sizeof(calls *) && sizeof(numbers) && sizeof(typename P::Element) && sizeof(typename P::Unit) &&
+           (P::COLLECTS || true);
+}
+
 // Multiply in the accumulation type. The tokens in the lanes are packed once. Those of the other side are read in place,
 // or copied for each tile if they are narrower or some of them are unused. PAIRS: the forward pass took its scores from
 // dot products of pairs, and weights exp(score - lse) need the same roundings.
 template <class E, class T, bool PAIRS = false> struct PlainGradients {
-    typedef E Element;
-    typedef T Number;
-    typedef VectorUnit Unit;
+    using Element = E;
+    using Number = T;
+    using Unit = VectorUnit;
     static constexpr bool KEY_LANES = true, COLLECTS = false;
     static constexpr int L = Lanes<T>::count;
 
@@ -144,7 +164,7 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
         pair_copy = (E *)x;
     }
 
-    INLINE void pack_lanes(Rows<E> rows_d, Rows<E> rows_dv, Tokens side) {
+    INLINE void pack_lanes(Rows<E> rows_d, Rows<E> rows_dv, Side side) {
         int from = side.low / L * L, end = (side.high + L - 1) / L * L;
 #if HAS_BF16_PAIRS
         if constexpr (PAIRS) interleave_queries(rows_d, side.low, side.high, from, end, c.head_dim, 1, (uint32_t *)lanes_d);
@@ -154,7 +174,7 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
         transpose_in(rows_dv, side.low, side.high, from, end, c.value_dim, T(1), lanes_dv);
     }
 
-    INLINE void load_others(Rows<E> rows_d, Rows<E> rows_dv, Tokens side, const uint32_t *unused) {
+    INLINE void load_others(Rows<E> rows_d, Rows<E> rows_dv, Side side, const uint32_t *unused) {
         constexpr bool same = sizeof(E) == sizeof(T);
         others_d = {(const T *)rows_d.x, rows_d.step};
         others_dv = {(const T *)rows_dv.x, rows_dv.step};
@@ -208,13 +228,13 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
         else multiply_scores(vectors, offset, skipped, count);
         matmul<T, true>(vectors, others_dv.row(skipped), others_dv.step, lanes_dv + offset * c.value_dim, GROUP<T>,
                         grads, GROUP<T>, count, c.value_dim, false);
-        with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
+        with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
             score_gradients<T, decltype(n)::value>(c, scores, grads, tile.others().low + skipped, count, lane, tile);
         });
     }
 
     // Keys of a key head, and `with_rows` if gradients of queries are summed too.
-    INLINE void pack_column(const Head &head, Tokens side, bool with_rows) {
+    INLINE void pack_column(const Head &head, Side side, bool with_rows) {
         Packing packing(c);
         pack_lanes(key_rows<E>(c, head, side), value_rows<E>(c, head, side), side);
         uint32_t unused[MAX_WORDS];
@@ -226,24 +246,24 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
     // What is left to multiply gradients of queries by.
     INLINE static T query_factor(const ringtile_call &) { return 1; }
 
-    INLINE static void clear_column(const ringtile_call &c, Tokens keys, T *sums) {
+    INLINE static void clear_column(const ringtile_call &c, Side keys, T *sums) {
         clear_lanes(sums, c.head_dim, keys);
         clear_lanes(sums + key_numbers(c), c.value_dim, keys);
     }
 
     // Write sums [d][key] of keys, then of values, to the gradients of a column.
-    static void write_column(const ringtile_call &c, const Head &head, Tokens keys, const T *sums) {
+    static void write_column(const ringtile_call &c, const Head &head, Side keys, const T *sums) {
         int64_t at = (head.b * c.kv_heads + head.kv) * c.n_keys + keys.first;
         T ones[MAX_BLOCK];
         for (T &share : ones) share = 1;
-        transpose_out<E, T>(sums, c.head_dim, 0, keys.high, ones, (E *)c.k_grad + at * c.head_dim, c.head_dim);
-        transpose_out<E, T>(sums + key_numbers(c), c.value_dim, 0, keys.high, ones, (E *)c.v_grad + at * c.value_dim,
-                            c.value_dim);
+        transpose_out<E, T>(sums, c.head_dim, 0, keys.high, ones, (E *)c.backward.k_grad + at * c.head_dim, c.head_dim);
+        transpose_out<E, T>(sums + key_numbers(c), c.value_dim, 0, keys.high, ones,
+                            (E *)c.backward.v_grad + at * c.value_dim, c.value_dim);
     }
 
     // Add to sums of keys and values, and to rows of the queries' gradients unless they are null.
     INLINE void column_tile(const GradientTile<T, true> &tile, T *key_sums, T *value_sums, T *query_grad) {
-        const Tokens queries = tile.queries;
+        const Side queries = tile.queries;
         const int low = queries.low, count = queries.high - low, high = tile.keys.high;
         const bool direct = width == c.head_dim;
         load_others(query_rows<E>(c, tile.head, queries), out_grad_rows<E>(c, tile.head, queries), queries,
@@ -262,7 +282,7 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
         T *rows = direct ? query_grad : query_copy;
         if (query_grad && !direct) copy_in(Rows<T>{query_grad, c.head_dim}, count, c.head_dim, width, nullptr, rows);
         for (int lane = 0; lane < high; lane += GROUP<T>) {
-            int vectors = (int)min(TILE_VECTORS, (high - lane + L - 1) / L);
+            int vectors = (int)min(NR, (high - lane + L - 1) / L);
             Reach reach = tile.reach(lane, lane + GROUP<T>);
             if (reach.first >= reach.last) continue;
             int skipped = reach.first - low, near = reach.last - reach.first;
@@ -272,14 +292,14 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
             matmul<T, false>(vectors, others_d.row(skipped), others_d.step, grads, GROUP<T>, key_sums + lane, MAX_BLOCK,
                              c.head_dim, near, true);
             for (int64_t d = 0; query_grad && d < width; d += GROUP<T>)
-                matmul<T, true>((int)min(TILE_VECTORS, (width - d) / L), grads, GROUP<T>, own_keys + lane * width + d,
+                matmul<T, true>((int)min(NR, (width - d) / L), grads, GROUP<T>, own_keys + lane * width + d,
                                 width, rows + skipped * width + d, width, near, min(GROUP<T>, high - lane), true);
         }
         for (int i = 0; query_grad && !direct && i < count; i++)
             __builtin_memcpy(query_grad + i * c.head_dim, rows + i * width, c.head_dim * sizeof(T));
     }
 
-    INLINE void pack_row(const Head &head, Tokens side) {
+    INLINE void pack_row(const Head &head, Side side) {
         Packing packing(c);
         pack_lanes(query_rows<E>(c, head, side), out_grad_rows<E>(c, head, side), side);
         if (decodes<T>(c, side))
@@ -287,7 +307,7 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
     }
 
     INLINE void row_tile(const GradientTile<T, false> &tile, T *sums) {
-        const Tokens keys = tile.keys;
+        const Side keys = tile.keys;
         const int from = tile.queries.low / L * L, end = (tile.queries.high + L - 1) / L * L;
         load_others(key_rows<E>(c, tile.head, keys), value_rows<E>(c, tile.head, keys), keys,
                     tile.any_keys ? tile.unused_keys : nullptr);
@@ -295,7 +315,7 @@ template <class E, class T, bool PAIRS = false> struct PlainGradients {
             decode_scores({query_copy, width}, tile.queries.high - tile.queries.low, others_d, keys.high, c.head_dim,
                           decoded);
         for (int lane = from; lane < end; lane += GROUP<T>) {
-            int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
+            int vectors = (int)min(NR, (end - lane) / L);
             Reach reach = tile.reach(lane, lane + GROUP<T>);
             // Start at a group of keys and add one group at a time, as columns do, to get the same bits.
             int skipped = reach.first / GROUP<T> * GROUP<T>, near = reach.last - skipped;

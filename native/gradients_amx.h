@@ -19,8 +19,8 @@ INLINE void interleave(__m512i even, __m512i odd, __m512i *pairs) {
 
 // Dims in the columns and pairs of tokens along the sum: tiles [32 lanes][16 dims], zeros in lanes without a token and
 // in those of `unused`.
-INLINE void pack_pairs(Rows<bfloat16> rows, Tokens side, const uint32_t *unused, int64_t dims, char *tiles) {
-    const int64_t row_bytes = whole_tiles(dims) / TILE_SIDE * TILE_BYTES;
+INLINE void pack_pairs(Rows<bfloat16> rows, Side side, const uint32_t *unused, int64_t dims, char *tiles) {
+    const int64_t row_bytes = round16(dims) / AMX_SIDE * AMX_BYTES;
     for (int lane = side.low / 32 * 32; lane < side.high; lane += 2) {
         const bfloat16 *row[2];
         int64_t count[2];
@@ -30,23 +30,23 @@ INLINE void pack_pairs(Rows<bfloat16> rows, Tokens side, const uint32_t *unused,
             count[i] = inside ? dims : 0;
         }
         char *to = tiles + lane / 32 * row_bytes + lane % 32 * 32;
-        for (int64_t d = 0; d < dims; d += 32, to += 2 * TILE_BYTES) {
+        for (int64_t d = 0; d < dims; d += 32, to += 2 * AMX_BYTES) {
             __m512i pairs[2];
             interleave(load_numbers(row[0] + min(d, count[0]), count[0] - d),
                        load_numbers(row[1] + min(d, count[1]), count[1] - d), pairs);
             _mm512_store_si512(to, pairs[0]);
-            if (d + TILE_SIDE < dims) _mm512_store_si512(to + TILE_BYTES, pairs[1]);
+            if (d + AMX_SIDE < dims) _mm512_store_si512(to + AMX_BYTES, pairs[1]);
         }
         // The last of an even count of lanes, where 32 are needed.
         if (lane + 2 >= side.high)
             for (int rest = lane + 2; rest % 32; rest += 2)
-                for (int64_t at = 0; at < row_bytes; at += TILE_BYTES)
+                for (int64_t at = 0; at < row_bytes; at += AMX_BYTES)
                     _mm512_store_si512(tiles + lane / 32 * row_bytes + at + rest % 32 * 32, _mm512_setzero_si512());
     }
 }
 
 // True if no token of a side that is not in `unused` holds a NaN or infinity, nor a number whose high part is infinite.
-template <class E> INLINE bool all_finite(Rows<E> rows, Tokens side, const uint32_t *unused, int64_t dims) {
+template <class E> INLINE bool all_finite(Rows<E> rows, Side side, const uint32_t *unused, int64_t dims) {
     // The sizes of numbers in the upper half of each, so that those of two bfloat16 numbers are in a lane.
     __m512i top[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     for (int lane = side.low; lane < side.high; lane++) {
@@ -72,18 +72,18 @@ struct PackedRow {
 };
 
 // The policy (see gradients.h).
-template <class E> struct TileGradients {
-    typedef E Element;
-    typedef float Number;
-    typedef TileUnit Unit;
-    typedef GradientTile<float, false> Tile;
+template <class E> struct AmxGradients {
+    using Element = E;
+    using Number = float;
+    using Unit = AmxUnit;
+    using Tile = GradientTile<float, false>;
     static constexpr bool KEY_LANES = false, COLLECTS = true;
     static constexpr int SPLIT = PARTS<E>;
     // The queries that are multiplied together, and a square of weights of so many queries and keys.
-    static constexpr int LANES = 2 * TILE_SIDE, GROUPS = MAX_BLOCK / LANES;
-    static constexpr int64_t SQUARE_STEP = GROUPS * TILE_BYTES;
+    static constexpr int LANES = 2 * AMX_SIDE, GROUPS = MAX_BLOCK / LANES;
+    static constexpr int64_t SQUARE_STEP = GROUPS * AMX_BYTES;
     // Bytes from high parts to low ones.
-    static constexpr int64_t SQUARE_PART = MAX_BLOCK / TILE_SIDE * SQUARE_STEP, PAIR_PART = 2 * KEY_TILES * TILE_BYTES;
+    static constexpr int64_t SQUARE_PART = MAX_BLOCK / AMX_SIDE * SQUARE_STEP, PAIR_PART = 2 * KEY_TILES * AMX_BYTES;
 
     const ringtile_call &c;
     const int steps, value_steps;        // of 32 dims
@@ -109,7 +109,7 @@ template <class E> struct TileGradients {
     uint32_t kept[MAX_BLOCK];  // of 32 queries, those that keep each key
 
     static int64_t packed_size(int64_t dims) { return SPLIT * 16 * steps_of(dims); }
-    static int64_t pairs_size(int64_t dims) { return SPLIT * whole_tiles(dims) / 2; }
+    static int64_t pairs_size(int64_t dims) { return SPLIT * round16(dims) / 2; }
     // Rows of one tensor at a time are split.
     static int64_t copied_size(const ringtile_call &c) {
         return SPLIT == 1 ? 0 : max(packed_size(c.head_dim), packed_size(c.value_dim));
@@ -120,7 +120,7 @@ template <class E> struct TileGradients {
     // Only a thread that goes through many columns meets a row again. What it keeps is about as large as its caches.
     static int64_t places_of(const ringtile_call &c) {
         const int64_t most = min(MAX_PLACES, (9 << 19) / (row_size(c) * MAX_BLOCK * 4) + 1);
-        return c.phase == 1 ? min(most, c.heads / c.kv_heads * c.n_rows) : 1;
+        return c.work.phase == RINGTILE_HEADS ? min(most, c.heads / c.kv_heads * c.index.n_rows) : 1;
     }
     // Keys and a few queries as floats, and their scores.
     static int64_t decoded_size(const ringtile_call &c) {
@@ -129,12 +129,12 @@ template <class E> struct TileGradients {
     static int64_t size(const ringtile_call &c) {
         const int64_t copies = packed_size(c.head_dim) + packed_size(c.value_dim) + copied_size(c);
         return (2 * LANES + SPLIT * (LANES / 2 + 2 * 64) + copies + 2 * pairs_size(c.head_dim) +
-                whole_tiles(c.head_dim) + decoded_size(c) + places_of(c) * row_size(c)) * MAX_BLOCK;
+                round16(c.head_dim) + decoded_size(c) + places_of(c) * row_size(c)) * MAX_BLOCK;
     }
 
-    TileGradients(const ringtile_call &call, float *memory)
+    AmxGradients(const ringtile_call &call, float *memory)
         : c(call), steps((int)steps_of(c.head_dim)), value_steps((int)steps_of(c.value_dim)),
-          key_width((int)whole_tiles(c.head_dim)), value_width((int)whole_tiles(c.value_dim)), keys(), values(),
+          key_width((int)round16(c.head_dim)), value_width((int)round16(c.value_dim)), keys(), values(),
           finite_keys(), places((int)places_of(c)), used_places(1) {
         const auto take = [&](int64_t count) { return (memory += count * MAX_BLOCK) - count * MAX_BLOCK; };
         scores = take(LANES), products = take(LANES), slope_pairs = (char *)take(SPLIT * LANES / 2);
@@ -158,7 +158,7 @@ template <class E> struct TileGradients {
         return row;
     }
 
-    INLINE void load_keys(const Head &head, Tokens side) {
+    INLINE void load_keys(const Head &head, Side side) {
         keys = readable(key_rows<E>(c, head, side), side.high, c.head_dim, key_copy);
         values = readable(value_rows<E>(c, head, side), side.high, c.value_dim, value_copy);
     }
@@ -168,17 +168,17 @@ template <class E> struct TileGradients {
         return copy_rows(rows, count, dims, to);
     }
 
-    INLINE void pack_keys(Tokens side, const uint32_t *unused, char *tiles) {
+    INLINE void pack_keys(Side side, const uint32_t *unused, char *tiles) {
         for (int part = 0; part < SPLIT; part++)
             pack_transpose(part_of(keys, part), side.high, c.head_dim, unused, tiles + part * pairs_bytes(c.head_dim));
     }
 
-    INLINE void pack_column(const Head &head, Tokens side, bool with_rows) {
+    INLINE void pack_column(const Head &head, Side side, bool with_rows) {
         Packing packing(c);
         load_keys(head, side);
         int64_t rows = 0, ratio = c.heads / c.kv_heads, begin = head.number / ratio * ratio;
         for (int64_t number = begin; number < begin + ratio; number++)
-            rows += col_tiles(c, Head(c, number).group * c.n_cols + side.first / c.block).length();
+            rows += col_tiles(c, Head(c, number).group * c.index.n_cols + side.first / c.block).length();
         used_places = rows <= places ? places : 1;
         if (!with_rows) return;
         uint32_t unused[MAX_WORDS];
@@ -188,7 +188,7 @@ template <class E> struct TileGradients {
     }
 
     // The queries of a row tile, without those in `unused`.
-    INLINE void pack_queries(const PackedRow &row, const Head &head, Tokens side, const uint32_t *unused,
+    INLINE void pack_queries(const PackedRow &row, const Head &head, Side side, const uint32_t *unused,
                              bool with_pairs) {
         const int from = side.low / LANES * LANES, end = (side.high + LANES - 1) / LANES * LANES;
         const auto inside = [&](int lane) INLINE_LAMBDA {
@@ -199,7 +199,7 @@ template <class E> struct TileGradients {
             if constexpr (SPLIT == 1) rows = from_rows;
             else rows = copy_rows(from_rows, side.high - side.low, dims, row_copy);
             for (int part = 0; part < SPLIT; part++) {
-                char *const to = packed + part * lanes_bytes(dims) + from / TILE_SIDE * TILE_BYTES * steps_of(dims);
+                char *const to = packed + part * lanes_bytes(dims) + from / AMX_SIDE * AMX_BYTES * steps_of(dims);
                 pack_lanes(part_of(rows, part), side.low, from, end, dims, 0, inside, to);
                 if (!with_pairs) continue;
                 pack_pairs(part_of(rows, part), side, unused, dims, pairs + part * pairs_bytes(dims));
@@ -214,7 +214,7 @@ template <class E> struct TileGradients {
     }
 
     // The queries that keep no key at all.
-    INLINE void lone_queries(const Head &head, Tokens side, uint32_t *unused) const {
+    INLINE void lone_queries(const Head &head, Side side, uint32_t *unused) const {
         for (int w = 0; w < MAX_WORDS; w++) unused[w] = 0;
         const float *lse = lse_of<float>(c, head) + side.first;
         for (int lane = side.low; lane < side.high; lane++)
@@ -222,8 +222,8 @@ template <class E> struct TileGradients {
     }
 
     INLINE PackedRow packed_row(const Tile &tile) {
-        const Tokens side = tile.queries;
-        const int64_t number = tile.head.number * c.n_rows + (side.first + c.block) / c.block;
+        const Side side = tile.queries;
+        const int64_t number = tile.head.number * c.index.n_rows + (side.first + c.block) / c.block;
         const int place = (int)(number % used_places);
         const PackedRow row = row_at(place);
         if (packed[place] == number && (finite[place] || !tile.any_queries)) return row;
@@ -240,7 +240,7 @@ template <class E> struct TileGradients {
 
     // Add to sums [key][dim] of keys and values, and to the gradients of queries [d][query] unless they are null.
     INLINE void column_tile(const Tile &tile, float *key_sums, float *value_sums, float *query_grad) {
-        const Tokens side = tile.queries;
+        const Side side = tile.queries;
         const int count = side.high - side.low;
         const PackedRow row = packed_row(tile);
         const char *own_keys = key_tiles;
@@ -249,25 +249,25 @@ template <class E> struct TileGradients {
             pack_keys(tile.keys, tile.unused_keys, used_key_tiles);
             own_keys = used_key_tiles;
         }
-        const bool direct = side.low % LANES == 0 && side.high % TILE_SIDE == 0 && c.head_dim % TILE_SIDE == 0;
+        const bool direct = side.low % LANES == 0 && side.high % AMX_SIDE == 0 && c.head_dim % AMX_SIDE == 0;
         if (query_grad && !direct) (void)collected(side, query_grad);
-        uint32_t groups[MAX_BLOCK / TILE_KEYS] = {};  // those of the queries that need 32 keys
+        uint32_t groups[MAX_BLOCK / AMX_KEYS] = {};  // those of the queries that need 32 keys
         for (int lane = side.low / LANES * LANES; lane < side.high; lane += LANES) {
             const Reach reach =
                 query_grad ? slopes_of<true, true>(tile, row, lane) : slopes_of<true, false>(tile, row, lane);
-            for (int key = reach.first; key < reach.last; key += TILE_KEYS)
-                groups[key / TILE_KEYS] |= 1u << lane / LANES;
+            for (int key = reach.first; key < reach.last; key += AMX_KEYS)
+                groups[key / AMX_KEYS] |= 1u << lane / LANES;
             if (reach.first >= reach.last) continue;
             if (!query_grad) continue;
             if (direct) add_to_queries(own_keys, reach, side.high - lane, query_grad + lane - side.low, count);
             else add_to_queries(own_keys, reach, side.high - lane, query_sums + lane, MAX_BLOCK);
         }
-        for (int block = 0; block < MAX_BLOCK / TILE_KEYS; block++) {
+        for (int block = 0; block < MAX_BLOCK / AMX_KEYS; block++) {
             if (!groups[block]) continue;
             const int first = __builtin_ctz(groups[block]), last = 32 - __builtin_clz(groups[block]);
             for (int group = first; group < last; group++)
                 if (!(groups[block] >> group & 1)) clear_square(block, group);
-            const int rows = tile.keys.high > block * TILE_KEYS + TILE_SIDE ? 2 : 1;
+            const int rows = tile.keys.high > block * AMX_KEYS + AMX_SIDE ? 2 : 1;
             add_to_keys(weights, row.grad_pairs, value_width, value_sums, block, rows, first, last - first);
             add_to_keys(slopes, row.query_pairs, key_width, key_sums, block, rows, first, last - first);
         }
@@ -276,15 +276,15 @@ template <class E> struct TileGradients {
     }
 
     // Gradients of queries [d][query] as sums [d][lane].
-    INLINE const float *collected(Tokens side, const float *grad) {
+    INLINE const float *collected(Side side, const float *grad) {
         const int count = side.high - side.low;
         for (int64_t d = 0; d < c.head_dim; d++)
             __builtin_memcpy(query_sums + d * MAX_BLOCK + side.low, grad + d * count, count * 4);
         return query_sums;
     }
-    INLINE static float query_factor(const ringtile_call &c) { return (float)c.scale; }
+    INLINE static float query_factor(const ringtile_call &c) { return (float)c.options.scale; }
 
-    INLINE void pack_row(const Head &head, Tokens side) {
+    INLINE void pack_row(const Head &head, Side side) {
         Packing packing(c);
         uint32_t unused[MAX_WORDS];
         lone_queries(head, side, unused);
@@ -307,9 +307,9 @@ template <class E> struct TileGradients {
     // Weights and gradients of scores of the 32 queries from `lane` on, for COLUMNS, for ROWS or both. Return the keys,
     // in whole squares, or none.
     template <bool COLUMNS, bool ROWS> INLINE Reach slopes_of(const Tile &tile, const PackedRow &row, int lane) {
-        const Tokens side = tile.queries;
+        const Side side = tile.queries;
         const int n_keys = tile.keys.high;
-        const bool plain = !tile.bits && !tile.any_keys && !c.dropout_threshold && n_keys % TILE_KEYS == 0;
+        const bool plain = !tile.bits && !tile.any_keys && !c.options.dropout_threshold && n_keys % AMX_KEYS == 0;
         Reach reach = {0, n_keys};
         if (!plain) {
             const int low = (int)max(0, side.low - lane), high = (int)min(LANES, side.high - lane);
@@ -317,31 +317,31 @@ template <class E> struct TileGradients {
             const Mask mask = {tile.bits, tile.words, tile.any_keys ? tile.unused_keys : nullptr};
             reach = keys_of_lanes(mask, lane, inside, n_keys, kept);
             if (reach.first >= reach.last) return reach;
-            for (int k = (n_keys + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE; k % TILE_KEYS; k++) kept[k] = 0;
+            for (int k = (n_keys + AMX_SIDE - 1) / AMX_SIDE * AMX_SIDE; k % AMX_KEYS; k++) kept[k] = 0;
         }
-        const int first = reach.first / TILE_KEYS * TILE_KEYS, rows = (reach.last - first + TILE_SIDE - 1) / TILE_SIDE;
-        const int strip = lane / TILE_SIDE;
-        const bool both = side.high - lane > TILE_SIDE;
+        const int first = reach.first / AMX_KEYS * AMX_KEYS, rows = (reach.last - first + AMX_SIDE - 1) / AMX_SIDE;
+        const int strip = lane / AMX_SIDE;
+        const bool both = side.high - lane > AMX_SIDE;
         const auto tokens = [&](Rows<bfloat16> x) INLINE_LAMBDA {
-            return TilesAt{(char *)x.row(first), 2 * x.step, TILE_SIDE * 2 * x.step, 64, 2 * MAX_BLOCK * x.step};
+            return AmxTilesAt{(char *)x.row(first), 2 * x.step, AMX_SIDE * 2 * x.step, 64, 2 * MAX_BLOCK * x.step};
         };
         const auto lanes = [&](char *x, int64_t dims) INLINE_LAMBDA {
-            const int64_t row = steps_of(dims) * TILE_BYTES;
-            return TilesAt{x + strip * row, 64, row, TILE_BYTES, lanes_bytes(dims)};
+            const int64_t row = steps_of(dims) * AMX_BYTES;
+            return AmxTilesAt{x + strip * row, 64, row, AMX_BYTES, lanes_bytes(dims)};
         };
         if (decodes<float>(c, side)) decode(tile, lane, first, rows);
         else multiply(both, tokens(keys), lanes(row.queries, c.head_dim), scores, rows, steps);
         multiply(both, tokens(values), lanes(row.grads, c.value_dim), products, rows, value_steps);
-        reach = {first, (reach.last + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS};
+        reach = {first, (reach.last + AMX_KEYS - 1) / AMX_KEYS * AMX_KEYS};
         if (plain) weigh<false, false, COLUMNS, ROWS>(tile, row, lane, reach);
-        else if (!c.dropout_threshold) weigh<true, false, COLUMNS, ROWS>(tile, row, lane, reach);
+        else if (!c.options.dropout_threshold) weigh<true, false, COLUMNS, ROWS>(tile, row, lane, reach);
         else weigh<true, true, COLUMNS, ROWS>(tile, row, lane, reach);
         return reach;
     }
 
     // The scores of a few queries: those of the forward pass, which multiplies them without tiles.
     INLINE void decode(const Tile &tile, int lane, int first, int rows) {
-        const Tokens side = tile.queries, others = tile.keys;
+        const Side side = tile.queries, others = tile.keys;
         const int count = side.high - side.low;
         uint32_t unused = 0;
         for (int i = 0; i < count; i++) unused |= bit(tile.unused_queries, side.low + i) << i;
@@ -349,8 +349,8 @@ template <class E> struct TileGradients {
         copy_in(query_rows<E>(c, tile.head, side), count, c.head_dim, c.head_dim, &unused, own_queries);
         copy_in(key_rows<E>(c, tile.head, others), others.high, c.head_dim, c.head_dim, nullptr, own_keys);
         decode_scores<float>({own_queries, c.head_dim}, count, {own_keys, c.head_dim}, others.high, c.head_dim, decoded);
-        clear(scores, rows * TILE_SIDE * LANES);
-        for (int k = first; k < others.high && k < first + rows * TILE_SIDE; k++)
+        clear(scores, rows * AMX_SIDE * LANES);
+        for (int k = first; k < others.high && k < first + rows * AMX_SIDE; k++)
             for (int i = 0; i < count; i++) {
                 const int at = side.low + i - lane;
                 if (at >= 0 && at < LANES) scores[(k - first) * LANES + at] = decoded[i * MAX_BLOCK + k];
@@ -358,26 +358,26 @@ template <class E> struct TileGradients {
     }
 
     // Products of 32 queries, or of 16 and zeros.
-    INLINE static void multiply(bool both, TilesAt a, TilesAt b, float *y, int rows, int count) {
-        const TilesAt to = {(char *)y, 4 * LANES, TILE_SIDE * 4 * LANES, 64};
+    INLINE static void multiply(bool both, AmxTilesAt a, AmxTilesAt b, float *y, int rows, int count) {
+        const AmxTilesAt to = {(char *)y, 4 * LANES, AMX_SIDE * 4 * LANES, 64};
         if (both) return multiply_rows<2, false, SPLIT>(a, b, to, rows, count);
         multiply_rows<1, false, SPLIT>(a, b, to, rows, count);
-        for (int k = 0; k < rows * TILE_SIDE; k++) _mm512_store_ps(y + k * LANES + TILE_SIDE, _mm512_setzero_ps());
+        for (int k = 0; k < rows * AMX_SIDE; k++) _mm512_store_ps(y + k * LANES + AMX_SIDE, _mm512_setzero_ps());
     }
 
     template <bool MASKED, bool DROPS, bool COLUMNS, bool ROWS>
     void weigh(const Tile &tile, const PackedRow &row, int lane, Reach reach) {
         const int group = lane / LANES;
-        const float scale = (float)c.scale;
-        const __m512 share = _mm512_set1_ps((float)(65536.0 / (65536 - c.dropout_threshold)));
+        const float scale = (float)c.options.scale;
+        const __m512 share = _mm512_set1_ps((float)(65536.0 / (65536 - c.options.dropout_threshold)));
         Vec<float> lse[2];
         __m512 delta[2];
         for (int n = 0; n < 2; n++) {
-            lse[n] = load(row.lse + lane + n * TILE_SIDE);
-            delta[n] = _mm512_load_ps(row.delta + lane + n * TILE_SIDE);
+            lse[n] = load(row.lse + lane + n * AMX_SIDE);
+            delta[n] = _mm512_load_ps(row.delta + lane + n * AMX_SIDE);
         }
         const float *score = scores, *product = products;
-        char *const to_weights = weights + group * TILE_BYTES, *const to_slopes = slopes + group * TILE_BYTES;
+        char *const to_weights = weights + group * AMX_BYTES, *const to_slopes = slopes + group * AMX_BYTES;
         char *const to_pairs = slope_pairs;
         for (uint32_t key = (uint32_t)reach.first; key < (uint32_t)reach.last; key += 2) {
             Numbers slope_row[2];
@@ -387,10 +387,10 @@ template <class E> struct TileGradients {
                 const uint32_t keep = MASKED ? kept[key + i] : 0;
                 const uint32_t stays = DROPS ? tile.keep[key + i][group] : 0;
 #pragma GCC unroll 2
-                for (int n = 0; n < 2; n++, score += TILE_SIDE, product += TILE_SIDE) {
+                for (int n = 0; n < 2; n++, score += AMX_SIDE, product += AMX_SIDE) {
                     const __m512 p = exp2_of<E>((__m512)exponent_of<float>(load(score), scale, lse[n]));
-                    const __mmask16 alive = (__mmask16)(keep >> n * TILE_SIDE);
-                    const __mmask16 left = (__mmask16)(stays >> n * TILE_SIDE);
+                    const __mmask16 alive = (__mmask16)(keep >> n * AMX_SIDE);
+                    const __mmask16 left = (__mmask16)(stays >> n * AMX_SIDE);
                     __m512 g = _mm512_load_ps(product);
                     if (DROPS) g = _mm512_maskz_mul_ps(left, g, share);
                     g = _mm512_sub_ps(g, delta[n]);
@@ -400,7 +400,7 @@ template <class E> struct TileGradients {
                 }
                 slope_row[i] = numbers_of(slope[0], slope[1]);
                 if (!COLUMNS) continue;
-                const int64_t at = (key + i) / TILE_SIDE * SQUARE_STEP + (key + i) % TILE_SIDE * 64;
+                const int64_t at = (key + i) / AMX_SIDE * SQUARE_STEP + (key + i) % AMX_SIDE * 64;
                 const Numbers weight_row = numbers_of(weight[0], weight[1]);
                 for (int part = 0; part < SPLIT; part++) {
                     _mm512_store_si512(to_weights + part * SQUARE_PART + at, weight_row.part[part]);
@@ -410,9 +410,9 @@ template <class E> struct TileGradients {
             for (int part = 0; ROWS && part < SPLIT; part++) {
                 __m512i pairs[2];
                 interleave(slope_row[0].part[part], slope_row[1].part[part], pairs);
-                char *const to = to_pairs + part * PAIR_PART + key / TILE_KEYS * 2 * TILE_BYTES + key % TILE_KEYS * 32;
+                char *const to = to_pairs + part * PAIR_PART + key / AMX_KEYS * 2 * AMX_BYTES + key % AMX_KEYS * 32;
                 _mm512_store_si512(to, pairs[0]);
-                _mm512_store_si512(to + TILE_BYTES, pairs[1]);
+                _mm512_store_si512(to + AMX_BYTES, pairs[1]);
             }
         }
     }
@@ -430,54 +430,54 @@ template <class E> struct TileGradients {
 
     INLINE void clear_square(int block, int group) {
         for (int half = 0; half < 2 * SPLIT; half++) {
-            const int64_t at = half / 2 * SQUARE_PART + (2 * block + half % 2) * SQUARE_STEP + group * TILE_BYTES;
-            __builtin_memset(weights + at, 0, TILE_BYTES);
-            __builtin_memset(slopes + at, 0, TILE_BYTES);
+            const int64_t at = half / 2 * SQUARE_PART + (2 * block + half % 2) * SQUARE_STEP + group * AMX_BYTES;
+            __builtin_memset(weights + at, 0, AMX_BYTES);
+            __builtin_memset(slopes + at, 0, AMX_BYTES);
         }
     }
 
     // Sums [d][query] += K^T dS^T, for up to 32 queries.
     INLINE void add_to_queries(const char *tiles, Reach reach, int lanes, float *sums, int64_t step) {
-        const int block = reach.first / TILE_KEYS, count = (reach.last - reach.first) / TILE_KEYS;
-        const TilesAt a = {(char *)tiles + block * TILE_BYTES, 64, KEY_TILES * TILE_BYTES, TILE_BYTES,
+        const int block = reach.first / AMX_KEYS, count = (reach.last - reach.first) / AMX_KEYS;
+        const AmxTilesAt a = {(char *)tiles + block * AMX_BYTES, 64, KEY_TILES * AMX_BYTES, AMX_BYTES,
                            pairs_bytes(c.head_dim)};
-        const TilesAt b = {slope_pairs + block * 2 * TILE_BYTES, 64, TILE_BYTES, 2 * TILE_BYTES, PAIR_PART};
-        const TilesAt to = {(char *)sums, 4 * step, TILE_SIDE * 4 * step, 64};
-        if (lanes > TILE_SIDE) multiply_rows<2, true, SPLIT>(a, b, to, key_width / TILE_SIDE, count);
-        else multiply_rows<1, true, SPLIT>(a, b, to, key_width / TILE_SIDE, count);
+        const AmxTilesAt b = {slope_pairs + block * 2 * AMX_BYTES, 64, AMX_BYTES, 2 * AMX_BYTES, PAIR_PART};
+        const AmxTilesAt to = {(char *)sums, 4 * step, AMX_SIDE * 4 * step, 64};
+        if (lanes > AMX_SIDE) multiply_rows<2, true, SPLIT>(a, b, to, key_width / AMX_SIDE, count);
+        else multiply_rows<1, true, SPLIT>(a, b, to, key_width / AMX_SIDE, count);
     }
 
     // Sums [key][dim] of the 32 keys of a block += weights or gradients of scores * packed pairs of queries.
     INLINE static void add_to_keys(char *x, char *pairs, int width, float *sums, int block, int rows, int first,
                                    int count) {
-        const int64_t row_bytes = width / TILE_SIDE * TILE_BYTES;
-        char *const squares = x + 2 * block * SQUARE_STEP + first * TILE_BYTES;
-        const TilesAt a = {squares, 64, SQUARE_STEP, TILE_BYTES, SQUARE_PART};
-        TilesAt b = {pairs + first * row_bytes, 64, TILE_BYTES, row_bytes, pairs_bytes(width)};
-        TilesAt to = {(char *)(sums + block * TILE_KEYS * width), 4 * width, TILE_SIDE * 4 * width, 64};
-        for (; width >= 2 * TILE_SIDE; width -= 2 * TILE_SIDE, b.x += 2 * TILE_BYTES, to.x += 2 * 64)
+        const int64_t row_bytes = width / AMX_SIDE * AMX_BYTES;
+        char *const squares = x + 2 * block * SQUARE_STEP + first * AMX_BYTES;
+        const AmxTilesAt a = {squares, 64, SQUARE_STEP, AMX_BYTES, SQUARE_PART};
+        AmxTilesAt b = {pairs + first * row_bytes, 64, AMX_BYTES, row_bytes, pairs_bytes(width)};
+        AmxTilesAt to = {(char *)(sums + block * AMX_KEYS * width), 4 * width, AMX_SIDE * 4 * width, 64};
+        for (; width >= 2 * AMX_SIDE; width -= 2 * AMX_SIDE, b.x += 2 * AMX_BYTES, to.x += 2 * 64)
             multiply_rows<2, true, SPLIT>(a, b, to, rows, count);
         if (width) multiply_rows<1, true, SPLIT>(a, b, to, rows, count);
     }
 
     // The rows of tiles that hold keys.
-    INLINE static void clear_column(const ringtile_call &c, Tokens side, float *sums) {
-        const int64_t rows = (side.high + TILE_SIDE - 1) / TILE_SIDE * TILE_SIDE;
-        clear(sums, rows * whole_tiles(c.head_dim));
-        clear(sums + key_numbers(c), rows * whole_tiles(c.value_dim));
+    INLINE static void clear_column(const ringtile_call &c, Side side, float *sums) {
+        const int64_t rows = (side.high + AMX_SIDE - 1) / AMX_SIDE * AMX_SIDE;
+        clear(sums, rows * round16(c.head_dim));
+        clear(sums + key_numbers(c), rows * round16(c.value_dim));
     }
 
-    static void write_column(const ringtile_call &c, const Head &head, Tokens side, const float *sums) {
+    static void write_column(const ringtile_call &c, const Head &head, Side side, const float *sums) {
         const int64_t at = (head.b * c.kv_heads + head.kv) * c.n_keys + side.first;
-        write_keys(sums, side.high, c.head_dim, (float)c.scale, (E *)c.k_grad + at * c.head_dim);
-        write_keys(sums + key_numbers(c), side.high, c.value_dim, 1, (E *)c.v_grad + at * c.value_dim);
+        write_keys(sums, side.high, c.head_dim, (float)c.options.scale, (E *)c.backward.k_grad + at * c.head_dim);
+        write_keys(sums + key_numbers(c), side.high, c.value_dim, 1, (E *)c.backward.v_grad + at * c.value_dim);
     }
     INLINE static void write_keys(const float *sums, int count, int64_t dims, float factor, E *rows) {
-        for (int k = 0; k < count; k++, sums += whole_tiles(dims), rows += dims)
-            for (int64_t d = 0; d < dims; d += TILE_SIDE) {
-                E numbers[TILE_SIDE];
+        for (int k = 0; k < count; k++, sums += round16(dims), rows += dims)
+            for (int64_t d = 0; d < dims; d += AMX_SIDE) {
+                E numbers[AMX_SIDE];
                 store_narrow<E, float>(numbers, load(sums + d) * factor);
-                __builtin_memcpy(rows + d, numbers, sizeof(E) * min(TILE_SIDE, dims - d));
+                __builtin_memcpy(rows + d, numbers, sizeof(E) * min(AMX_SIDE, dims - d));
             }
     }
 };

@@ -8,7 +8,7 @@ namespace ISA {
 
 // The batch row and head (one number) of a work item.
 INLINE int64_t head_of(const ringtile_call &c, int64_t item) {
-    return bisect(c.batch * c.heads - 1, [&](int64_t head) { return c.item_begin[head + 1] <= item; });
+    return bisect(c.batch * c.heads - 1, [&](int64_t head) { return c.forward.item_begin[head + 1] <= item; });
 }
 
 // One thread's copy of a call, with its own times.
@@ -16,8 +16,8 @@ struct Thread {
     ringtile_call c;
     int64_t times[2], began;
 
-    INLINE explicit Thread(const ringtile_call &call) : c(call), times(), began(call.times ? nanoseconds() : 0) {
-        if (call.times) c.times = times;
+    INLINE explicit Thread(const ringtile_call &call) : c(call), times(), began(call.work.times ? nanoseconds() : 0) {
+        if (call.work.times) c.work.times = times;
     }
 
     INLINE void report(int64_t *sums) {
@@ -30,13 +30,13 @@ struct Thread {
 // Run items [first_item, last_item). Each goes to the next free thread, and its result does not depend on which. Every
 // thread has `count` numbers of its own memory, and the unit of the policy P. Return 0, or 1 if memory ran out.
 template <class P, class Item> int each_item(const ringtile_call &call, int64_t count, Item run) {
-    typedef typename P::Number T;
+    using T = typename P::Number;
     struct Work {
         const ringtile_call &call;
         Item run;
         int64_t bytes, next;
         int failed;
-    } work = {call, run, (int64_t)(count * sizeof(T) + 127) / 64 * 64, call.first_item, 0};
+    } work = {call, run, (int64_t)(count * sizeof(T) + 127) / 64 * 64, call.work.first_item, 0};
     auto body = [](void *data) {
         Work &work = *(Work *)data;
         Thread own(work.call);
@@ -44,18 +44,19 @@ template <class P, class Item> int each_item(const ringtile_call &call, int64_t 
         if (!memory) __atomic_store_n(&work.failed, 1, __ATOMIC_RELAXED);
         [[maybe_unused]] typename P::Unit unit;
         int64_t item;
-        while (memory && (item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED)) < work.call.last_item)
+        while (memory && (item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED)) < work.call.work.last_item)
             work.run(own.c, item, memory);
         free_aligned(memory);
-        own.report(work.call.times);
+        own.report(work.call.work.times);
     };
     ringtile_parallel(call.threads, body, &work);
     return work.failed;
 }
 
 template <class P> int forward(const ringtile_call &call) {
-    typedef typename P::Number T;
-    bool combine = call.phase == 1;
+    static_assert(is_forward_policy<P>(), "see products.h");
+    using T = typename P::Number;
+    bool combine = call.work.phase == RINGTILE_COMBINE;
     return each_item<P>(call, ForwardScratch<P>::size(call), [=](const ringtile_call &c, int64_t item, T *memory) {
         int64_t head = head_of(c, item);
         if (combine) combine_item<P>(c, item, head, memory);
@@ -64,17 +65,18 @@ template <class P> int forward(const ringtile_call &call) {
 }
 
 template <class P> int backward(const ringtile_call &call) {
-    typedef typename P::Element E;
-    typedef typename P::Number T;
-    bool tiles = call.phase >= 1 && call.phase <= 3;
+    static_assert(is_backward_policy<P>(), "see gradients.h");
+    using E = typename P::Element;
+    using T = typename P::Number;
+    bool tiles = call.work.phase >= RINGTILE_HEADS && call.work.phase <= RINGTILE_COLUMNS;
     int64_t numbers = tiles ? BackwardScratch<P>::size(call) : 1;
     return each_item<P>(call, numbers, [](const ringtile_call &c, int64_t item, T *memory) {
-        switch (c.phase) {
-        case 0: delta_item<E, T>(c, item); break;
-        case 1: head_item<P>(c, item, memory); break;
-        case 2: row_item<P>(c, item, memory); break;
-        case 3: column_item<P>(c, item, memory); break;
-        case 4: fold_row<P>(c, item); break;
+        switch (c.work.phase) {
+        case RINGTILE_DELTA: delta_item<E, T>(c, item); break;
+        case RINGTILE_HEADS: head_item<P>(c, item, memory); break;
+        case RINGTILE_ROWS: row_item<P>(c, item, memory); break;
+        case RINGTILE_COLUMNS: column_item<P>(c, item, memory); break;
+        case RINGTILE_FOLD_ROWS: fold_row<P>(c, item); break;
         default: fold_column<P>(c, item); break;
         }
     });

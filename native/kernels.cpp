@@ -6,7 +6,7 @@
 
 extern "C" {
 int NAME(ringtile_lanes_, ISA)() {
-    return ISA::TILE_VECTORS * ISA::Lanes<float>::count;
+    return ISA::NR * ISA::Lanes<float>::count;
 }
 
 int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {

@@ -13,23 +13,23 @@ int ringtile_forward_avx512(const ringtile_call *);
 int ringtile_backward_avx512(const ringtile_call *);
 int ringtile_masses_avx512(const ringtile_call *);
 
-int NAME(ringtile_lanes_, ISA)() { return ISA::TILE_SIDE; }
+int NAME(ringtile_lanes_, ISA)() { return ISA::AMX_SIDE; }
 
 int NAME(ringtile_forward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_BFLOAT16:
-        return c->head_dim <= 64 ? ISA::forward<ISA::TileProducts<ISA::bfloat16, 1>>(*c)
-                                 : ISA::forward<ISA::TileProducts<ISA::bfloat16, 2>>(*c);
-    case RINGTILE_FLOAT16: return ISA::forward<ISA::TileProducts<ISA::float16, 2>>(*c);
-    case RINGTILE_FLOAT32_PARTS: return ISA::forward<ISA::TileProducts<float, 2>>(*c);
+        return c->head_dim <= 64 ? ISA::forward<ISA::AmxProducts<ISA::bfloat16, 1>>(*c)
+                                 : ISA::forward<ISA::AmxProducts<ISA::bfloat16, 2>>(*c);
+    case RINGTILE_FLOAT16: return ISA::forward<ISA::AmxProducts<ISA::float16, 2>>(*c);
+    case RINGTILE_FLOAT32_PARTS: return ISA::forward<ISA::AmxProducts<float, 2>>(*c);
     default: return ringtile_forward_avx512(c);
     }
 }
 int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
-    case RINGTILE_BFLOAT16: return ISA::backward<ISA::TileGradients<ISA::bfloat16>>(*c);
-    case RINGTILE_FLOAT16: return ISA::backward<ISA::TileGradients<ISA::float16>>(*c);
-    case RINGTILE_FLOAT32_PARTS: return ISA::backward<ISA::TileGradients<float>>(*c);
+    case RINGTILE_BFLOAT16: return ISA::backward<ISA::AmxGradients<ISA::bfloat16>>(*c);
+    case RINGTILE_FLOAT16: return ISA::backward<ISA::AmxGradients<ISA::float16>>(*c);
+    case RINGTILE_FLOAT32_PARTS: return ISA::backward<ISA::AmxGradients<float>>(*c);
     default: return ringtile_backward_avx512(c);
     }
 }
@@ -37,11 +37,11 @@ int NAME(ringtile_masses_, ISA)(const ringtile_call *c) { return ringtile_masses
 
 // Add A * B to C so many times, without leaving the registers.
 void NAME(ringtile_multiply_tiles_, ISA)(const void *a, const void *b, float *c, int64_t count) {
-    ISA::TileUnit unit;
-    ISA::tile_load<0>(c, 64);
-    ISA::tile_load<1>(a, 64);
-    ISA::tile_load<2>(b, 64);
-    while (count-- > 0) ISA::tile_dot<0, 1, 2>();
-    ISA::tile_store<0>(c, 64);
+    ISA::AmxUnit unit;
+    ISA::amx_load<0>(c, 64);
+    ISA::amx_load<1>(a, 64);
+    ISA::amx_load<2>(b, 64);
+    while (count-- > 0) ISA::amx_dot<0, 1, 2>();
+    ISA::amx_store<0>(c, 64);
 }
 }

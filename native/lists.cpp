@@ -3,7 +3,7 @@
 
 // Copy the tiles of each slot's list that a mask keeps, and return their number. There are `groups` of `slots`
 // slots in `heads` per batch element; group g has the lists of group base[g] of the index. The mask's strides are those
-// of batch elements, heads, slots and the tiles of a list. Tiles beyond `capacity` are counted, and places behind the
+// of batch elements, heads, slots and the tiles of a list. TileCursor beyond `capacity` are counted, and places behind the
 // last tile are zeros. A list of full tiles has no `tile`. Without `kept_other`, tiles are only counted.
 PUBLIC int64_t ringtile_kept(int64_t groups, int64_t heads, int64_t slots, const int32_t *base, const int32_t *pointer,
                              const int32_t *other, const int32_t *tile, const uint8_t *mask, const int64_t *strides,

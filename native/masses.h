@@ -12,7 +12,7 @@ struct Segments {
     int64_t length, keys, slots;  // the keys of a segment and of a slot
 
     INLINE explicit Segments(const ringtile_call &c)
-        : length(c.segment), keys(length > MAX_BLOCK ? length : MAX_BLOCK / length * length),
+        : length(c.masses.segment), keys(length > MAX_BLOCK ? length : MAX_BLOCK / length * length),
           slots((c.n_keys + keys - 1) / keys) {}
 
     // The number of segments that the first `n` keys touch.
@@ -21,7 +21,7 @@ struct Segments {
 
 // A strip is up to MAX_BLOCK rows: groups of lanes, each with the sums [segment][GROUP] and maxima [slot][GROUP].
 template <class P> struct MassScratch {
-    typedef typename P::Element E;
+    using E = typename P::Element;
     int64_t group_size;
     float *products, *scores, *highest, *sums;
     E *halves;
@@ -60,11 +60,11 @@ template <> struct Bits<2> {
 
 // The rows of a strip. If the call splits them by sign, a copy: relu(q), then relu(-q), by their bits.
 template <class E>
-INLINE Rows<E> strip_rows(const ringtile_call &c, const Head &head, Tokens tokens, E *halves) {
+INLINE Rows<E> strip_rows(const ringtile_call &c, const Head &head, Side tokens, E *halves) {
     typedef typename Bits<sizeof(E)>::type bits;
     constexpr int SIGN = 8 * sizeof(E) - 1;
     Rows<E> rows = query_rows<E>(c, head, tokens);
-    if (!c.by_sign) return rows;
+    if (!c.masses.by_sign) return rows;
     const int64_t width = c.head_dim / 2;
     for (int i = 0; i < tokens.high; i++) {
         const bits *from = (const bits *)rows.row(i);
@@ -174,7 +174,7 @@ INLINE void pool_group(const ringtile_call &c, int64_t count, const float *sums,
                        const int64_t *owner, float *out) {
     constexpr int L = Lanes<float>::count;
     const int64_t width = Segments(c).before(c.n_keys);
-    const bool highest = c.pool_max != 0;
+    const bool highest = c.masses.pool_max != 0;
     for (int64_t at = 0; at < count; at += L) {
         const int inside = (int)min(L, count - at);
         Vec<float> x[L];
@@ -208,7 +208,7 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
                 MassScratch<P> &to, bool *empty) {
     constexpr int L = Lanes<float>::count;
     const Segments segments(c);
-    const Tokens tokens = {first, 0, count, 0};
+    const Side tokens = {first, 0, count, 0};
     const int end = (count + L - 1) / L * L;
     const float base = base_of<float>(c);
     P products(c, to.products);
@@ -218,7 +218,7 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
     }
     int32_t seen[MAX_BLOCK], least[MAX_BLOCK / L], most[MAX_BLOCK / L], limit = 0;
     for (int lane = 0; lane < end; lane++) {
-        seen[lane] = lane < count ? (int32_t)min(max(c.seen[first + lane], 0), c.n_keys) : 0;
+        seen[lane] = lane < count ? (int32_t)min(max(c.masses.seen[first + lane], 0), c.n_keys) : 0;
         to.highest[lane] = -infinity<float>();
         int32_t &low = least[lane / GROUP<float>], &high = most[lane / GROUP<float>];
         if (lane % GROUP<float> == 0) low = high = seen[lane];
@@ -227,7 +227,8 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
         high = seen[lane] > high ? seen[lane] : high;
         limit = high > limit ? high : limit;
     }
-    const float *bias = c.bias ? c.bias + head.b * c.bias_stride[0] + head.kv * c.bias_stride[1] : nullptr;
+    const int64_t *stride = c.masses.bias_stride;
+    const float *bias = c.masses.bias ? c.masses.bias + head.b * stride[0] + head.kv * stride[1] : nullptr;
     // Adding a number to all scores changes nothing, so that most tiles have no bias.
     const float usual = bias && __builtin_isfinite(bias[0]) ? bias[0] : 0;
     float scaled_bias[MAX_BLOCK];
@@ -242,9 +243,9 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
             products.load_tile(head, {key, 0, tile.count, 0}, nullptr);
             for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
                 if (most[group] <= key) continue;
-                const int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
+                const int vectors = (int)min(NR, (end - lane) / L);
                 products.scores(vectors, lane, 0, tile.count, to.scores);
-                with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
+                with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
                     add_tile<decltype(n)::value>(to.scores, tile, seen + lane, base,
                                                  tile.bias || least[group] < key + tile.count, segments.length,
                                                  to.highest + lane, to.maxima_of(c, group) + slot * GROUP<float>,
@@ -254,9 +255,9 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
         }
     }
     for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
-        const int vectors = (int)min(TILE_VECTORS, (end - lane) / L);
+        const int vectors = (int)min(NR, (end - lane) / L);
         const int64_t found = segments.before(most[group]);
-        Vec<float> share[TILE_VECTORS];
+        Vec<float> share[NR];
         for (int n = 0; n < vectors; n++) {
             share[n] = share_of(segments, found, to.highest + lane + n * L, to.maxima_of(c, group) + n * L,
                                 to.sums_of(group) + n * L, base);
@@ -268,20 +269,20 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
 
 // `pooled_step` output rows of a head. The last ones come first, because rows that see most are usually there.
 template <class P> void mass_item(const ringtile_call &c, int64_t item, float *memory) {
-    const int64_t heads = c.batch * c.heads, items = (c.n_pooled + c.pooled_step - 1) / c.pooled_step;
-    const int64_t first = (items - 1 - item / heads) * c.pooled_step, last = min(first + c.pooled_step, c.n_pooled);
+    const int64_t heads = c.batch * c.heads, step = c.masses.pooled_step, items = (c.masses.n_pooled + step - 1) / step;
+    const int64_t first = (items - 1 - item / heads) * step, last = min(first + step, c.masses.n_pooled);
     const int64_t width = Segments(c).before(c.n_keys);
     const Head head(c, item % heads);
     MassScratch<P> to(c, memory);
-    float *out = (float *)c.out + head.number * c.n_pooled * width;
+    float *out = (float *)c.out + head.number * c.masses.n_pooled * width;
     for (int64_t i = first * width; i < last * width; i++) out[i] = 0;
     int64_t row = first, counted = 0;
-    for (int64_t strip = c.pool_begin[first], end = c.pool_begin[last]; strip < end; strip += MAX_BLOCK) {
+    for (int64_t strip = c.masses.pool_begin[first], end = c.masses.pool_begin[last]; strip < end; strip += MAX_BLOCK) {
         const int count = (int)min(MAX_BLOCK, end - strip);
         int64_t owner[MAX_BLOCK];
         bool empty[MAX_BLOCK];
         for (int lane = 0, at = (int)row; lane < MAX_BLOCK; lane++) {
-            while (lane < count && c.pool_begin[at + 1] <= strip + lane) at++;
+            while (lane < count && c.masses.pool_begin[at + 1] <= strip + lane) at++;
             owner[lane] = lane < count ? at : -1;
         }
         mass_strip<P>(c, head, strip, count, owner, out, to, empty);
@@ -289,7 +290,7 @@ template <class P> void mass_item(const ringtile_call &c, int64_t item, float *m
         for (int lane = 0; lane < count; lane++) {
             if (owner[lane] != row) row = owner[lane], counted = 0;
             counted += !empty[lane];
-            if (c.pool_max || counted < 2 || c.pool_begin[row + 1] != strip + lane + 1) continue;
+            if (c.masses.pool_max || counted < 2 || c.masses.pool_begin[row + 1] != strip + lane + 1) continue;
             for (int64_t i = row * width; i < (row + 1) * width; i++) out[i] /= (float)counted;
         }
     }

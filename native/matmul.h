@@ -7,15 +7,15 @@ namespace ISA {
 
 // Rows and vectors of a register tile, which leaves two registers for its row of B and a number of A.
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
+constexpr int MR = 6, NR = 4;
 #elif defined(__AVX2__)
-constexpr int TILE_ROWS = 6, TILE_VECTORS = 2;
+constexpr int MR = 6, NR = 2;
 #else
-constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
+constexpr int MR = 6, NR = 4;
 #endif
 
 // The lanes of a register tile.
-template <class T> constexpr int GROUP = TILE_VECTORS * Lanes<T>::count;
+template <class T> constexpr int GROUP = NR * Lanes<T>::count;
 
 template <int N> struct Constant {
     static constexpr int value = N;
@@ -59,8 +59,8 @@ struct Ahead {
 template <class E, int M, int N, bool A_ROWS>
 INLINE void register_tile(const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
                           typename Factors<E>::Sum *c, int64_t c_m, int64_t depth, bool add) {
-    typedef Factors<E> F;
-    typedef typename F::Sum T;
+    using F = Factors<E>;
+    using T = typename F::Sum;
     constexpr int L = Lanes<T>::count, PER = F::PER;
     Vec<T> sum[M][N];
     for (int m = 0; m < M; m++)
@@ -85,23 +85,23 @@ void columns_matmul(const E *a, int64_t a_step, const typename Factors<E>::B *b,
                     typename Factors<E>::Sum *c, int64_t c_m, int64_t rows, int64_t depth, bool add, Ahead ahead) {
     const int64_t a_m = A_ROWS ? a_step : Factors<E>::PER;
     int64_t row = 0;
-    for (; row + TILE_ROWS <= rows; row += TILE_ROWS, a += TILE_ROWS * a_m, c += TILE_ROWS * c_m) {
-        ahead.fetch(row, TILE_ROWS);
-        register_tile<E, TILE_ROWS, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
+    for (; row + MR <= rows; row += MR, a += MR * a_m, c += MR * c_m) {
+        ahead.fetch(row, MR);
+        register_tile<E, MR, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
     }
-    ahead.fetch(row, TILE_ROWS);
+    ahead.fetch(row, MR);
     rows -= row;
-    with_constant<TILE_ROWS - 1>(rows, [=](auto m) INLINE_LAMBDA {
+    with_constant<MR - 1>(rows, [=](auto m) INLINE_LAMBDA {
         register_tile<E, decltype(m)::value, N, A_ROWS>(a, a_step, b, b_k, c, c_m, depth, add);
     });
 }
 
 // A_ROWS: A's rows are contiguous and a_step apart. Otherwise its columns are. `vectors` is the width of B and C, at
-// most TILE_VECTORS.
+// most NR.
 template <class E, bool A_ROWS>
 INLINE void matmul(int vectors, const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
                    typename Factors<E>::Sum *c, int64_t c_m, int64_t rows, int64_t depth, bool add, Ahead ahead = {}) {
-    with_constant<TILE_VECTORS>(vectors, [=](auto n) INLINE_LAMBDA {
+    with_constant<NR>(vectors, [=](auto n) INLINE_LAMBDA {
         columns_matmul<E, decltype(n)::value, A_ROWS>(a, a_step, b, b_k, c, c_m, rows, depth, add, ahead);
     });
 }

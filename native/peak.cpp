@@ -12,7 +12,7 @@ constexpr int64_t ROUNDS = 4096, NUMBERS = 1024, READ_BYTES = 64 << 20;
 
 // Each block of work returns its size. It has as many independent sums as a register tile of the kernels.
 template <class T> int64_t multiply_add(T *x) {
-    constexpr int L = Lanes<T>::count, M = TILE_ROWS, N = TILE_VECTORS;
+    constexpr int L = Lanes<T>::count, M = MR, N = NR;
     Vec<T> sum[M][N], factor = load(x), term = load(x + L);
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) sum[m][n] = splat<T>(T(m * N + n));
@@ -29,18 +29,18 @@ template <class T> int64_t multiply_add(T *x) {
 #if defined(AMX)
 static int64_t multiply_pairs(float *x) {
     const int64_t rounds = ROUNDS / 16;
-    TileUnit unit;
-    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-    tile_load<4>(x, 64), tile_load<5>(x + TILE_NUMBERS, 64);
+    AmxUnit unit;
+    amx_zero<0>(), amx_zero<1>(), amx_zero<2>(), amx_zero<3>();
+    amx_load<4>(x, 64), amx_load<5>(x + AMX_NUMBERS, 64);
     for (int64_t round = 0; round < rounds; round++)
-        tile_dot<0, 4, 5>(), tile_dot<1, 4, 5>(), tile_dot<2, 4, 5>(), tile_dot<3, 4, 5>();
-    tile_store<0>(x + 2 * TILE_NUMBERS, 64), tile_store<1>(x + 2 * TILE_NUMBERS, 64);
-    tile_store<2>(x + 2 * TILE_NUMBERS, 64), tile_store<3>(x + 2 * TILE_NUMBERS, 64);
-    return 2 * rounds * 4 * TILE_NUMBERS * 32;
+        amx_dot<0, 4, 5>(), amx_dot<1, 4, 5>(), amx_dot<2, 4, 5>(), amx_dot<3, 4, 5>();
+    amx_store<0>(x + 2 * AMX_NUMBERS, 64), amx_store<1>(x + 2 * AMX_NUMBERS, 64);
+    amx_store<2>(x + 2 * AMX_NUMBERS, 64), amx_store<3>(x + 2 * AMX_NUMBERS, 64);
+    return 2 * rounds * 4 * AMX_NUMBERS * 32;
 }
 #elif HAS_BF16_PAIRS
 static int64_t multiply_pairs(float *x) {
-    constexpr int M = TILE_ROWS, N = TILE_VECTORS;
+    constexpr int M = MR, N = NR;
     __m512 sum[M][N];
     __m512bh factor = (__m512bh)_mm512_loadu_si512(x), other = (__m512bh)_mm512_loadu_si512(x + 16);
     for (int m = 0; m < M; m++)
@@ -56,7 +56,7 @@ static int64_t multiply_pairs(float *x) {
 
 // Scale and shift numbers, compute exp2 and sum, like the softmax.
 template <class T> int64_t exponentiate(T *x) {
-    constexpr int L = Lanes<T>::count, N = TILE_VECTORS;
+    constexpr int L = Lanes<T>::count, N = NR;
     Vec<T> sum[N] = {};
     for (int64_t round = 0; round < ROUNDS / 64; round++) {
         T shift = T(round & 7);

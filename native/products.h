@@ -1,16 +1,36 @@
-// The matrix products of the forward pass are a policy, a template parameter of forward.h. A policy packs the queries of
-// a row tile once, reads each tile's keys and values, and for groups of LANES computes scores [key][lane], weighs them in
-// a form of its own, and adds weights times values to sums [d][lane]. The first lane that it packs is a multiple of
-// LANE_STEP, the first key of a group one of KEY_STEP. It may bring memory ahead into a cache. Its Unit prepares the processor while a thread computes.
+// The matrix products of the forward pass are a policy, a template parameter of forward.h.
 #pragma once
 #include "softmax.h"
 
 namespace ISA {
 
+// The members of a policy P of the forward pass. A policy without one of them, or with other arguments, does not compile.
+//   Element, Number         the type of the tensors, and the type in which sums are accumulated
+//   Unit                    prepares the processor while a thread computes
+//   LANES, LANE_STEP        queries of a group, and what the number of the first packed query is a multiple of
+//   KEY_STEP                what the number of the first key of a group is a multiple of
+//   size(call)              the scratch of a policy, in numbers of type Number
+//   pack_queries(...)       the queries of a row tile, once, with zeros in lanes without a query; the sign is 1, -1 or 0
+//   load_tile(...)          the next tile's keys and values; it may bring memory ahead into a cache
+//   reach(...)              the keys of the tile that a group of lanes needs
+//   scores(...)             of `count` keys that start at `first`, [key][lane], for the group `offset` lanes after the first
+//   weigh(...)              scores become weights, in a form of the policy's own
+//   add_values(...)         weights times values, added to sums [d][lane]
+template <class P, class T = typename P::Number>
+constexpr bool is_forward_policy(P *p = nullptr, const Head *head = nullptr, T *x = nullptr, const Mask *mask = nullptr,
+                                 Softmax<T> *softmax = nullptr) {
+    using calls = decltype(p->pack_queries(*head, Side{}, 0, 0, T()), p->load_tile(*head, Side{}, nullptr),
+                     p->scores(0, 0, 0, 0, x), p->weigh(0, x, 0, 0, 0, T(), *mask, nullptr, *softmax),
+                     p->add_values(0, 0, 0, x, x, Ahead{}));
+    using numbers = decltype(p->reach(*mask, Side{}, Side{}, 0).last + P::size(p->c));
+    return sizeof(calls *) && sizeof(numbers) && sizeof(typename P::Element) && sizeof(typename P::Unit) &&
+           P::LANES % P::LANE_STEP == 0 && P::KEY_STEP > 0;
+}
+
 // Multiply in the accumulation type: keys and values are read in place if they have it, and widened otherwise.
 template <class E, class T> struct Plain : VectorWeights<T> {
-    typedef E Element;
-    typedef T Number;
+    using Element = E;
+    using Number = T;
     static constexpr int KEY_STEP = 1;
 
     const ringtile_call &c;
@@ -18,7 +38,6 @@ template <class E, class T> struct Plain : VectorWeights<T> {
     Rows<T> keys, values;
     int fetched;  // the first value of the tile that is not on its way to the cache
 
-    // The scratch of a policy, in numbers of the accumulation type.
     static int64_t size(const ringtile_call &c) { return (2 * c.head_dim + c.value_dim) * MAX_BLOCK; }
 
     Plain(const ringtile_call &call, T *memory) : c(call), keys(), values(), fetched() {
@@ -27,16 +46,16 @@ template <class E, class T> struct Plain : VectorWeights<T> {
         value_copy = key_copy + c.head_dim * MAX_BLOCK;
     }
 
-    // Pack lanes from `from` to `to`, with zeros in lanes without a query. The sign is 1, -1 or 0.
-    INLINE void pack_queries(const Head &head, Tokens tokens, int from, int to, T sign) {
+    // Pack lanes from `from` to `to`.
+    INLINE void pack_queries(const Head &head, Side tokens, int from, int to, T sign) {
         Packing packing(c);
         pack(query_rows<E>(c, head, tokens), tokens, from, to, sign);
     }
-    INLINE void pack(Rows<E> rows, Tokens tokens, int from, int to, T sign) {
+    INLINE void pack(Rows<E> rows, Side tokens, int from, int to, T sign) {
         transpose_in(rows, tokens.low, tokens.high, from, to, c.head_dim, sign, queries);
     }
 
-    INLINE void load_tile(const Head &head, Tokens tokens, const uint32_t *unused) {
+    INLINE void load_tile(const Head &head, Side tokens, const uint32_t *unused) {
         constexpr bool same = sizeof(E) == sizeof(T);
         Rows<E> key = key_rows<E>(c, head, tokens), value = value_rows<E>(c, head, tokens);
         keys = {(const T *)key.x, key.step};
@@ -53,7 +72,6 @@ template <class E, class T> struct Plain : VectorWeights<T> {
         values = {value_copy, c.value_dim};
     }
 
-    // Scores of `count` keys that start at `first`, for the group of lanes `offset` lanes after the first packed one.
     INLINE void scores(int vectors, int offset, int first, int count, T *scores) {
         const int begin = (int)max(first, fetched);
         matmul<T, true>(vectors, keys.row(first), keys.step, queries + offset * c.head_dim, GROUP<T>, scores,

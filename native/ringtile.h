@@ -7,9 +7,9 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 6
+#define RINGTILE_ABI 7
 
-// The last one is float32 whose products may take a number as the sum of two bfloat16 numbers. Sets with tiles know it.
+// Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
 enum ringtile_dtype {
     RINGTILE_FLOAT32 = 0,
     RINGTILE_FLOAT64 = 1,
@@ -28,9 +28,25 @@ enum ringtile_rate {
     RINGTILE_READ = 5
 };
 
+// What the items of a call are. Phases of the forward pass:
+enum ringtile_forward_phase {
+    RINGTILE_ATTEND = 0,  // the work entries
+    RINGTILE_COMBINE = 1  // the splits of rows, after all entries
+};
+
+// Phases of the backward pass: the delta of all heads, then rows and columns, or else heads alone, which do all of it.
+enum ringtile_backward_phase {
+    RINGTILE_DELTA = 0,
+    RINGTILE_HEADS = 1,        // all columns of a key head, with the gradients of its queries
+    RINGTILE_ROWS = 2,         // rows, and the shared splits of rows
+    RINGTILE_COLUMNS = 3,      // columns, and the shared splits of columns
+    RINGTILE_FOLD_ROWS = 4,    // sums of the shared splits of rows, after RINGTILE_ROWS
+    RINGTILE_FOLD_COLUMNS = 5  // sums of the shared splits of columns, after RINGTILE_COLUMNS
+};
+
 // One call. Tensors are [B, H, N, D] with strides in elements for B, H and N and a contiguous last dimension. lse, its
-// gradient and delta are contiguous [B, H, Nq] in the accumulation type: float, or double for float64. The index fields
-// are those of BlockIndex. A slot is a row or column of tiles in one group. Its list of tiles can be cut into splits.
+// gradient and delta are contiguous [B, H, Nq] in the accumulation type: float, or double for float64. dispatch.cpp lists
+// the fields, from which Python builds its structure. Only the numbers of the first line have four bytes.
 typedef struct ringtile_call {
     int32_t dtype, isa, threads, block;
     int64_t batch, heads, kv_heads, n_queries, n_keys, head_dim, value_dim;
@@ -40,68 +56,78 @@ typedef struct ringtile_call {
     int64_t out_stride[3];
     void *lse;
 
-    int64_t start, n_rows, n_cols, n_groups, group_stride[2];
-    const int32_t *group;
-    const int32_t *full_row_ptr, *full_col, *part_row_ptr, *part_col, *part_tile;
-    const int32_t *full_col_ptr, *full_row, *part_col_ptr, *part_row, *part_tile_t;
-    const int32_t *bits, *bits_t, *rows_any, *cols_any;
-    // If not null, the tile in position space that each row or column tile holds. Only dropout depends on it.
-    const int32_t *row_at, *col_at;
-    // Forward work entries (row slot, first, last, split or -1, splits of the row), sorted by group: group g starts at
-    // work_begin[g]. item_begin is the number of the first work item of each batch row and head, in that order. Each of
-    // the n_splits splits has a place in scratch, per head.
-    const int32_t *work;
-    const int64_t *work_begin, *item_begin;
-    int64_t n_splits;
+    // The fields of a BlockIndex. A slot is a row or column of tiles in one group. Its list of tiles can be cut into splits.
+    struct {
+        int64_t start, n_rows, n_cols, n_groups, group_stride[2];
+        const int32_t *group;
+        const int32_t *full_row_ptr, *full_col, *part_row_ptr, *part_col, *part_tile;
+        const int32_t *full_col_ptr, *full_row, *part_col_ptr, *part_row, *part_tile_t;
+        const int32_t *bits, *bits_t, *rows_any, *cols_any;
+        // If not null, the tile in position space that each row or column tile holds. Only dropout depends on it.
+        const int32_t *row_at, *col_at;
+    } index;
 
-    const int32_t *key_bits;
-    int64_t key_words;
-    const int64_t *key_lengths;
+    struct {
+        double scale;
+        const int32_t *key_bits;
+        int64_t key_words;
+        const int64_t *key_lengths;
+        // If not null, the numbers of the heads and batch elements in the whole problem, for dropout.
+        const int64_t *head_at, *batch_at;
+        int64_t seed, dropout_threshold;
+    } options;
 
-    double scale;
-    // If not null, the numbers of the heads and batch elements in the whole problem, for dropout.
-    const int64_t *head_at, *batch_at;
-    int64_t seed;
-    int32_t dropout_threshold, phase;
+    // The work items of this call, and its columns if an item is a head.
+    struct {
+        int64_t phase, first_item, last_item, first_col, last_col;
+        // Room for the splits of rows and, in the backward pass, of columns: there each of shared_splits has 128 numbers
+        // per dim, dims rounded up to 16.
+        void *scratch;
+        // If not null, the call adds its packing time and total thread time to these two, in nanoseconds.
+        int64_t *times;
+    } work;
 
-    // Backward. The gradients are contiguous and have the dtype of the tensors. In phase 1 columns add to q_grad: there
-    // it has the accumulation type, starts as zeros, and holds the gradients after the call with the last column. The call
-    // with the first column computes delta, which phases 2 and 3 need from phase 0.
-    const void *out_grad;
-    int64_t out_grad_stride[3];
-    const void *lse_grad;
-    void *delta;
-    void *q_grad, *k_grad, *v_grad;
+    struct {
+        // Work entries (row slot, first, last, split or -1, splits of the row), sorted by group: group g starts at
+        // work_begin[g]. item_begin is the number of the first entry of each batch row and head, in that order. Each of
+        // the n_splits splits has a place in scratch, per head.
+        const int32_t *work;
+        const int64_t *work_begin, *item_begin;
+        int64_t n_splits;
+    } forward;
 
-    // The work items of this call, and its columns if an item is a head. Scratch is for the splits of rows and, in the
-    // backward pass, of columns: there each of shared_splits has 128 numbers per dim, dims rounded up to 16.
-    int64_t first_item, last_item, first_col, last_col;
-    void *scratch;
+    struct {
+        const void *out_grad;
+        int64_t out_grad_stride[3];
+        const void *lse_grad;
+        void *delta;
+        // Contiguous, with the dtype of the tensors. RINGTILE_HEADS adds to q_grad: there it has the accumulation type,
+        // starts as zeros, and holds the gradients after the call with the last column. The call with the first column
+        // computes delta.
+        void *q_grad, *k_grad, *v_grad;
+        // The number of splits of each slot, usually 1. In RINGTILE_HEADS a thread sums the first split of a row in place
+        // and each later one in a buffer: n_row_buffers per head, row_buffer is the buffer of each slot.
+        const int32_t *row_splits, *col_splits, *row_buffer;
+        int64_t n_row_buffers;
+        void *row_buffers;
+        // Splits (item, batch row and head, first, last) of the rows or columns that several threads share, sorted. They
+        // come before the other items of their phase.
+        const int64_t *shared_splits;
+        int64_t n_shared_splits;
+    } backward;
 
-    // Backward: the number of splits of each slot, usually 1. In phase 1 a thread sums the first split of a row in place
-    // and each later one in a buffer: n_row_buffers per head, row_buffer is the buffer of each slot.
-    const int32_t *row_splits, *col_splits, *row_buffer;
-    int64_t n_row_buffers;
-    void *row_buffers;
-    // Splits (item, batch row and head, first, last) of the rows or columns that several threads share, sorted. They come
-    // before the other items of their phase.
-    const int64_t *shared_splits;
-    int64_t n_shared_splits;
-
-    // If not null, the call adds its packing time and total thread time to these two, in nanoseconds.
-    int64_t *times;
-
-    // Masses (ringtile_masses): float32 [B, H, n_pooled, ceil(n_keys / segment)] in out, contiguous. Query m sees the keys
-    // before seen[m]. Output row r pools the queries from pool_begin[r] to pool_begin[r + 1] - 1, by their maximum if
-    // pool_max is not 0, by their mean otherwise. An item is pooled_step output rows of a head. The bias of scores has
-    // strides for B and Hkv. If by_sign is not 0, queries have half the head_dim, and relu(q) and relu(-q) meet the halves
-    // of a key. There are no values: v is k, and value_dim 0.
-    int64_t segment, n_pooled, pooled_step;
-    const int64_t *seen;
-    const int32_t *pool_begin;
-    const float *bias;
-    int64_t bias_stride[2];
-    int32_t pool_max, by_sign;
+    // ringtile_masses: float32 [B, H, n_pooled, ceil(n_keys / segment)] in out, contiguous. Query m sees the keys before
+    // seen[m]. Output row r pools the queries from pool_begin[r] to pool_begin[r + 1] - 1, by their maximum if pool_max is
+    // not 0, by their mean otherwise. An item is pooled_step output rows of a head. The bias of scores has strides for B
+    // and Hkv. If by_sign is not 0, queries have half the head_dim, and relu(q) and relu(-q) meet the halves of a key.
+    // There are no values: v is k, and value_dim 0.
+    struct {
+        int64_t segment, n_pooled, pooled_step;
+        const int64_t *seen;
+        const int32_t *pool_begin;
+        const float *bias;
+        int64_t bias_stride[2], pool_max, by_sign;
+    } masses;
 } ringtile_call;
 
 #ifdef __cplusplus

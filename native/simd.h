@@ -22,14 +22,14 @@ template <> struct Lanes<float> {
     typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
     typedef float loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
     typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES)));
-    typedef int32_t integer;
+    using integer = int32_t;
     static constexpr int count = VECTOR_BYTES / 4;
 };
 template <> struct Lanes<double> {
     typedef double vec __attribute__((vector_size(VECTOR_BYTES)));
     typedef double loose __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
     typedef int64_t ints __attribute__((vector_size(VECTOR_BYTES)));
-    typedef int64_t integer;
+    using integer = int64_t;
     static constexpr int count = VECTOR_BYTES / 8;
 };
 
@@ -107,7 +107,7 @@ INLINE uint32_t bit(const uint32_t *bits, int i) { return bits[i >> 5] >> (i & 3
 
 // All ones in the lanes whose bit is set, starting at bit `first` of a bitmask.
 template <class T> INLINE Ints<T> lanes_of(const int32_t *bits, int first) {
-    typedef typename Lanes<T>::integer integer;
+    using integer = typename Lanes<T>::integer;
     integer word = (integer)((uint32_t)bits[first >> 5] >> (first & 31));
     Ints<T> lane;
     for (int i = 0; i < Lanes<T>::count; i++) lane[i] = (integer)1 << i;
@@ -130,9 +130,9 @@ INLINE float widen(float x) { return x; }
 INLINE double widen(double x) { return x; }
 struct bfloat16 { uint16_t bits; };
 #if defined(__aarch64__)
-typedef __fp16 float16;  // g++ knows _Float16 there since version 13 only
+using float16 = __fp16;  // g++ knows _Float16 there since version 13 only
 #else
-typedef _Float16 float16;
+using float16 = _Float16;
 #endif
 INLINE float widen(bfloat16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;

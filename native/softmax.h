@@ -13,7 +13,7 @@ template <class T> struct Softmax {
 
     static int64_t size(const ringtile_call &c) { return (c.value_dim + 2) * MAX_BLOCK; }
     // With space for a policy that adds whole tiles of dims.
-    static int64_t room(const ringtile_call &c) { return (whole_tiles(c.value_dim) + 2) * MAX_BLOCK; }
+    static int64_t room(const ringtile_call &c) { return (round16(c.value_dim) + 2) * MAX_BLOCK; }
 
     INLINE Softmax(const ringtile_call &c, T *x)
         : value_dim(c.value_dim), highest(x), total(x + MAX_BLOCK), sums(x + 2 * MAX_BLOCK) {}
@@ -26,9 +26,9 @@ template <class T> struct Softmax {
 };
 
 // A positive scale of scores, in base e and in base 2. Its sign, or a zero, goes into the queries.
-INLINE double size_of_scale(const ringtile_call &c) { return c.scale == 0 ? 1 : __builtin_fabs(c.scale); }
+INLINE double size_of_scale(const ringtile_call &c) { return c.options.scale == 0 ? 1 : __builtin_fabs(c.options.scale); }
 template <class T> INLINE T base_of(const ringtile_call &c) { return (T)(size_of_scale(c) * 1.44269504088896340736); }
-template <class T> INLINE T sign_of(const ringtile_call &c) { return c.scale < 0 ? T(-1) : T(c.scale != 0); }
+template <class T> INLINE T sign_of(const ringtile_call &c) { return c.options.scale < 0 ? T(-1) : T(c.options.scale != 0); }
 
 // The kept pairs of a tile: a row of bits per key, and the keys that no query keeps. Both can be null.
 struct Mask {
@@ -39,21 +39,21 @@ struct Mask {
     INLINE bool partial() const { return bits || unused; }
     INLINE bool drops(int key) const { return unused && bit(unused, key); }
     // A tile that serves all lengths may hold only pairs of other queries.
-    INLINE bool keeps_nothing(Tokens keys) const {
+    INLINE bool keeps_nothing(Side keys) const {
         for (int k = keys.low; k < keys.high; k++)
             if (!drops(k)) return false;
         return true;
     }
 };
 
-INLINE Mask mask_of(const ringtile_call &c, int64_t b, Tokens queries, Tokens keys, int64_t tile, uint32_t *unused) {
+INLINE Mask mask_of(const ringtile_call &c, int64_t b, Side queries, Side keys, int64_t tile, uint32_t *unused) {
     int words = words_of(c);
     bool any = masked_keys(c, b, keys, unused);
     if (tile >= 0) {
-        add_unused(c, c.cols_any, c.bits_t, tile, keys, queries, unused);
+        add_unused(c, c.index.cols_any, c.index.bits_t, tile, keys, queries, unused);
         any |= any_of(unused, keys);
     }
-    return {tile >= 0 ? c.bits_t + tile * c.block * words : nullptr, words, any ? unused : nullptr};
+    return {tile >= 0 ? c.index.bits_t + tile * c.block * words : nullptr, words, any ? unused : nullptr};
 }
 
 // The highest of the scores [count][GROUP] of keys that start at `first`. Scores that the mask drops become -inf.
@@ -129,11 +129,11 @@ INLINE void drop_weights(T *weights, int count, int vectors, int lane, const uin
 
 // What the policies share whose weights take the place of the scores, [key][GROUP].
 template <class T> struct VectorWeights {
-    typedef VectorUnit Unit;
+    using Unit = VectorUnit;
     static constexpr int LANES = GROUP<T>, LANE_STEP = Lanes<T>::count;
 
     // The keys that a group of lanes needs.
-    INLINE static Reach reach(const Mask &mask, Tokens queries, Tokens keys, int lane) {
+    INLINE static Reach reach(const Mask &mask, Side queries, Side keys, int lane) {
         return reach_of(mask.bits, mask.words, mask.unused, (int)max(lane, queries.low),
                         (int)min(lane + LANES, queries.high), 0, keys.high);
     }
@@ -141,7 +141,7 @@ template <class T> struct VectorWeights {
     // Scores of `count` keys that start at `first` become weights. `keep` are the bits of dropout, or null.
     INLINE static void weigh(int vectors, T *scores, int first, int count, int lane, T base, const Mask &mask,
                              const uint32_t (*keep)[MAX_WORDS], Softmax<T> softmax) {
-        with_constant<TILE_VECTORS>(vectors, [&](auto n) INLINE_LAMBDA {
+        with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
             online_softmax_step<T, decltype(n)::value>(scores, first, count, lane, base, mask, softmax);
         });
         if (keep) drop_weights(scores, count, vectors, lane, keep + first);

@@ -12,7 +12,7 @@ namespace ISA {
 struct Packing {
     int64_t *times, began;
 
-    INLINE explicit Packing(const ringtile_call &c) : times(c.times), began(times ? nanoseconds() : 0) {}
+    INLINE explicit Packing(const ringtile_call &c) : times(c.work.times), began(times ? nanoseconds() : 0) {}
     INLINE ~Packing() {
         if (times) times[0] += nanoseconds() - began;
     }
@@ -53,23 +53,25 @@ template <class E> INLINE Ahead ahead_of(Rows<E> rows, int64_t first, int64_t co
 }
 
 // One side of a tile: lane i stands for token first + i, which exists for the lanes [low, high). Lane 0 is at `position`.
-struct Tokens {
+struct Side {
     int64_t first;
     int low, high;
     int64_t position;
 };
 
-INLINE Tokens row_tokens(const ringtile_call &c, int64_t row) {
-    int64_t tile = c.start / c.block - (c.start % c.block < 0) + row, begin = tile * c.block - c.start;
-    return {begin, (int)max(0, -begin), (int)min(c.block, c.n_queries - begin), (c.row_at ? c.row_at[row] : tile) * c.block};
+INLINE Side row_tokens(const ringtile_call &c, int64_t row) {
+    int64_t tile = c.index.start / c.block - (c.index.start % c.block < 0) + row, begin = tile * c.block - c.index.start;
+    return {begin, (int)max(0, -begin), (int)min(c.block, c.n_queries - begin),
+            (c.index.row_at ? c.index.row_at[row] : tile) * c.block};
 }
 
-INLINE Tokens col_tokens(const ringtile_call &c, int64_t col) {
-    return {col * c.block, 0, (int)min(c.block, c.n_keys - col * c.block), (c.col_at ? c.col_at[col] : col) * c.block};
+INLINE Side col_tokens(const ringtile_call &c, int64_t col) {
+    return {col * c.block, 0, (int)min(c.block, c.n_keys - col * c.block),
+            (c.index.col_at ? c.index.col_at[col] : col) * c.block};
 }
 
 // Dims in whole tiles of 16, for policies that add nothing smaller.
-INLINE int64_t whole_tiles(int64_t dims) { return (dims + 15) / 16 * 16; }
+INLINE int64_t round16(int64_t dims) { return (dims + 15) / 16 * 16; }
 
 // A query head of a batch element, its key head, and its group of tile lists.
 struct Head {
@@ -77,23 +79,23 @@ struct Head {
 
     INLINE Head(const ringtile_call &c, int64_t number)
         : number(number), b(number / c.heads), h(number % c.heads), kv(h / (c.heads / c.kv_heads)),
-          group(c.group[b * c.group_stride[0] + h * c.group_stride[1]]) {}
+          group(c.index.group[b * c.index.group_stride[0] + h * c.index.group_stride[1]]) {}
 };
 
-template <class E> INLINE Rows<E> rows_of(const void *x, const int64_t *stride, int64_t b, int64_t h, Tokens tokens) {
+template <class E> INLINE Rows<E> rows_of(const void *x, const int64_t *stride, int64_t b, int64_t h, Side tokens) {
     return {(const E *)x + b * stride[0] + h * stride[1] + (tokens.first + tokens.low) * stride[2], stride[2]};
 }
-template <class E> INLINE Rows<E> query_rows(const ringtile_call &c, const Head &head, Tokens queries) {
+template <class E> INLINE Rows<E> query_rows(const ringtile_call &c, const Head &head, Side queries) {
     return rows_of<E>(c.q, c.q_stride, head.b, head.h, queries);
 }
-template <class E> INLINE Rows<E> key_rows(const ringtile_call &c, const Head &head, Tokens keys) {
+template <class E> INLINE Rows<E> key_rows(const ringtile_call &c, const Head &head, Side keys) {
     return rows_of<E>(c.k, c.k_stride, head.b, head.kv, keys);
 }
-template <class E> INLINE Rows<E> value_rows(const ringtile_call &c, const Head &head, Tokens keys) {
+template <class E> INLINE Rows<E> value_rows(const ringtile_call &c, const Head &head, Side keys) {
     return rows_of<E>(c.v, c.v_stride, head.b, head.kv, keys);
 }
-template <class E> INLINE Rows<E> out_grad_rows(const ringtile_call &c, const Head &head, Tokens queries) {
-    return rows_of<E>(c.out_grad, c.out_grad_stride, head.b, head.h, queries);
+template <class E> INLINE Rows<E> out_grad_rows(const ringtile_call &c, const Head &head, Side queries) {
+    return rows_of<E>(c.backward.out_grad, c.backward.out_grad_stride, head.b, head.h, queries);
 }
 
 #if defined(__AVX512F__)
@@ -220,15 +222,15 @@ void copy_in(Rows<E> rows, int count, int64_t depth, int64_t width, const uint32
 }
 
 // Set the bits of the keys that the call's own mask and lengths remove. Return true if there are any.
-INLINE bool masked_keys(const ringtile_call &c, int64_t b, Tokens keys, uint32_t *unused) {
+INLINE bool masked_keys(const ringtile_call &c, int64_t b, Side keys, uint32_t *unused) {
     for (int w = 0; w < MAX_WORDS; w++) unused[w] = 0;
-    if (!c.key_bits && !c.key_lengths) return false;
-    int64_t length = c.key_lengths ? c.key_lengths[b] : c.n_keys;
+    if (!c.options.key_bits && !c.options.key_lengths) return false;
+    int64_t length = c.options.key_lengths ? c.options.key_lengths[b] : c.n_keys;
     bool any = false;
     for (int i = 0; i < keys.high; i++) {
         int64_t key = keys.first + i;
-        if (key < length && !c.key_bits) continue;
-        if (key < length && (uint32_t)c.key_bits[b * c.key_words + (key >> 5)] >> (key & 31) & 1) continue;
+        if (key < length && !c.options.key_bits) continue;
+        if (key < length && (uint32_t)c.options.key_bits[b * c.options.key_words + (key >> 5)] >> (key & 31) & 1) continue;
         unused[i >> 5] |= 1u << (i & 31);
         any = true;
     }
@@ -237,8 +239,8 @@ INLINE bool masked_keys(const ringtile_call &c, int64_t b, Tokens keys, uint32_t
 
 // Add the tokens of one side of a partial tile that keep no token of the other side. `any` and `bits` describe the whole
 // tile, so a ragged other side needs a look at its own lanes.
-INLINE void add_unused(const ringtile_call &c, const int32_t *any, const int32_t *bits, int64_t tile, Tokens side,
-                       Tokens others, uint32_t *unused) {
+INLINE void add_unused(const ringtile_call &c, const int32_t *any, const int32_t *bits, int64_t tile, Side side,
+                       Side others, uint32_t *unused) {
     int words = words_of(c);
     for (int w = 0; w < words; w++) unused[w] |= ~(uint32_t)any[tile * words + w];
     if (others.low == 0 && others.high == c.block) return;
@@ -252,7 +254,7 @@ INLINE void add_unused(const ringtile_call &c, const int32_t *any, const int32_t
     }
 }
 
-INLINE bool any_of(const uint32_t *unused, Tokens side) {
+INLINE bool any_of(const uint32_t *unused, Side side) {
     uint32_t found = 0;
     for (int i = side.low; i < side.high; i++) found |= bit(unused, i);
     return found;
@@ -280,11 +282,11 @@ INLINE Reach reach_of(const int32_t *bits, int words, const uint32_t *unused, in
 }
 
 // The tile list of a row or column slot: full and partial tiles merged, ascending.
-struct Tiles {
+struct TileCursor {
     const int32_t *full, *part, *table;
     int32_t n_full, n_part, at_full, at_part;
 
-    INLINE Tiles(const int32_t *full_ptr, const int32_t *full_list, const int32_t *part_ptr, const int32_t *part_list,
+    INLINE TileCursor(const int32_t *full_ptr, const int32_t *full_list, const int32_t *part_ptr, const int32_t *part_list,
                  const int32_t *tiles, int64_t slot)
         : full(full_list + full_ptr[slot]), part(part_list + part_ptr[slot]), table(tiles + part_ptr[slot]),
           n_full(full_ptr[slot + 1] - full_ptr[slot]), n_part(part_ptr[slot + 1] - part_ptr[slot]), at_full(0),
@@ -317,12 +319,12 @@ struct Tiles {
     }
 };
 
-INLINE Tiles row_tiles(const ringtile_call &c, int64_t slot) {
-    return Tiles(c.full_row_ptr, c.full_col, c.part_row_ptr, c.part_col, c.part_tile, slot);
+INLINE TileCursor row_tiles(const ringtile_call &c, int64_t slot) {
+    return TileCursor(c.index.full_row_ptr, c.index.full_col, c.index.part_row_ptr, c.index.part_col, c.index.part_tile, slot);
 }
 
-INLINE Tiles col_tiles(const ringtile_call &c, int64_t slot) {
-    return Tiles(c.full_col_ptr, c.full_row, c.part_col_ptr, c.part_row, c.part_tile_t, slot);
+INLINE TileCursor col_tiles(const ringtile_call &c, int64_t slot) {
+    return TileCursor(c.index.full_col_ptr, c.index.full_row, c.index.part_col_ptr, c.index.part_row, c.index.part_tile_t, slot);
 }
 
 }  // namespace ISA

@@ -25,7 +25,7 @@ from ringtile.kernels.native.instruction_sets import (
     best_rates,
     choose,
 )
-from ringtile.kernels.native.library import VARIABLE
+from ringtile.kernels.native.library import VARIABLE, library
 from ringtile.kernels.native.precision import arithmetic_of
 
 module = importlib.import_module("ringtile.kernels.native.library")
@@ -96,6 +96,9 @@ def test_without_a_choice_nothing_is_measured(names: Sequence[str]) -> None:
     assert (choice.parts is not None) == (names[-1] in TILE_SETS)
 
 
+FIELDS = library().handle.ringtile_call_field
+
+
 class Processor:
     """Stands in for the library on another processor: what it can, and how fast."""
 
@@ -107,6 +110,7 @@ class Processor:
         answers = {"isa_count": lambda: len(self.names), "isa_name": lambda isa: self.names[isa].encode()}
         answers |= {"isa_reason": lambda isa: self.reasons.get(isa, b"")}
         answers |= {"lanes": lambda isa: (16, 64, 64, 16)[isa], "use_runtime": lambda *entries: None}
+        answers["call_field"] = FIELDS
         return answers[name.removeprefix("ringtile_")]
 
     def ringtile_peak(self, isa: int, kind: int, threads: int, seconds: float) -> float:

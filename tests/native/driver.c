@@ -19,7 +19,6 @@
 #endif
 
 int ringtile_abi_version(void);
-int64_t ringtile_call_size(void);
 void ringtile_use_runtime(void *parallel, void *thread_number, void *push_threads, void *fork_call);
 int ringtile_isa_count(void);
 const char *ringtile_isa_name(int isa);
@@ -214,31 +213,31 @@ static void draw_shapes(problem *p, int isa, int number) {
     c->isa = isa, c->threads = 1 + (int)draw(2), c->block = blocks[draw(4)];
     p->wide = c->dtype == RINGTILE_FLOAT64 ? RINGTILE_FLOAT64 : RINGTILE_FLOAT32, p->words = (c->block + 31) / 32;
     p->ratio = 1 + draw(2);
-    c->batch = 1 + draw(2), c->kv_heads = 1 + draw(2), c->heads = c->kv_heads * p->ratio, c->n_groups = 1 + draw(2);
+    c->batch = 1 + draw(2), c->kv_heads = 1 + draw(2), c->heads = c->kv_heads * p->ratio, c->index.n_groups = 1 + draw(2);
     c->n_queries = 1 + draw(p->kind == 4 ? 90 : 200), c->n_keys = 1 + draw(220);
-    c->start = draw(3) ? draw(150) : -(int64_t)draw(150);
+    c->index.start = draw(3) ? draw(150) : -(int64_t)draw(150);
     c->head_dim = widths[draw(10)], c->value_dim = widths[draw(10)];
-    c->n_rows = floor_div(c->start + c->n_queries - 1, c->block) - floor_div(c->start, c->block) + 1;
-    c->n_cols = (c->n_keys + c->block - 1) / c->block;
-    c->scale = scales[draw(4)];
-    p->drops = draw(3) == 0, c->dropout_threshold = p->drops ? 20000 : 0;
-    c->seed = (int64_t)(((uint64_t)draw(1u << 31) << 33) ^ draw(1u << 31));
-    c->group_stride[0] = c->heads, c->group_stride[1] = 1;
-    c->group = p->group = allocate(c->batch * c->heads, 4);
+    c->index.n_rows = floor_div(c->index.start + c->n_queries - 1, c->block) - floor_div(c->index.start, c->block) + 1;
+    c->index.n_cols = (c->n_keys + c->block - 1) / c->block;
+    c->options.scale = scales[draw(4)];
+    p->drops = draw(3) == 0, c->options.dropout_threshold = p->drops ? 20000 : 0;
+    c->options.seed = (int64_t)(((uint64_t)draw(1u << 31) << 33) ^ draw(1u << 31));
+    c->index.group_stride[0] = c->heads, c->index.group_stride[1] = 1;
+    c->index.group = p->group = allocate(c->batch * c->heads, 4);
     for (int64_t head = 0; head < c->batch * c->heads; head++)
-        p->group[head] = (int32_t)((head % c->heads + head / c->heads) % c->n_groups);
+        p->group[head] = (int32_t)((head % c->heads + head / c->heads) % c->index.n_groups);
 }
 
 // The tables of partial tiles. Their bits beyond the lengths have no meaning, so they are random.
 static void draw_tiles(problem *p) {
     ringtile_call *c = &p->c;
-    const int64_t slots = c->n_groups * c->n_rows * c->n_cols, block = c->block, words = p->words;
-    const int64_t first_row = floor_div(c->start, block), square = block * words;
+    const int64_t slots = c->index.n_groups * c->index.n_rows * c->index.n_cols, block = c->block, words = p->words;
+    const int64_t first_row = floor_div(c->index.start, block), square = block * words;
     int32_t *states = allocate(slots, 4), n_tiles = 0;  // -2 empty, -1 full, else the number of a partial tile
     uint32_t *bits = allocate(slots * square, 4), *bits_t = allocate(slots * square, 4);
     uint32_t *rows_any = allocate(slots * words, 4), *cols_any = allocate(slots * words, 4);
     for (int64_t slot = 0; slot < slots; slot++) {
-        int64_t group = slot / (c->n_rows * c->n_cols), row = slot / c->n_cols % c->n_rows, col = slot % c->n_cols;
+        int64_t group = slot / (c->index.n_rows * c->index.n_cols), row = slot / c->index.n_cols % c->index.n_rows, col = slot % c->index.n_cols;
         int64_t kept = 0, all = 0;
         uint32_t *own = bits + n_tiles * square, *own_t = bits_t + n_tiles * square;
         uint32_t *row_any = rows_any + n_tiles * words, *col_any = cols_any + n_tiles * words;
@@ -247,7 +246,7 @@ static void draw_tiles(problem *p) {
         for (int64_t a = 0; a < block; a++)
             for (int64_t b = 0; b < block; b++) {
                 int64_t i = (first_row + row) * block + a, j = col * block + b;
-                int inside = i >= c->start && i < c->start + c->n_queries && j < c->n_keys;
+                int inside = i >= c->index.start && i < c->index.start + c->n_queries && j < c->n_keys;
                 int keep = inside ? keeps(p->kind, group, i, j) : (int)draw(2);
                 all += inside, kept += inside && keep;
                 if (!keep) continue;
@@ -256,13 +255,13 @@ static void draw_tiles(problem *p) {
             }
         states[slot] = kept == 0 ? -2 : kept == all && draw(4) ? -1 : n_tiles++;
     }
-    c->bits = exactly(bits, n_tiles * square, 4), c->bits_t = exactly(bits_t, n_tiles * square, 4);
-    c->rows_any = exactly(rows_any, n_tiles * words, 4), c->cols_any = exactly(cols_any, n_tiles * words, 4);
-    list full = new_list(c->n_rows, c->n_cols, c->n_groups, states, 1);
-    list part = new_list(c->n_rows, c->n_cols, c->n_groups, states, 0);
-    c->full_row_ptr = full.ptr, c->full_col = full.other, c->full_col_ptr = full.ptr_t, c->full_row = full.other_t;
-    c->part_row_ptr = part.ptr, c->part_col = part.other, c->part_tile = part.tile;
-    c->part_col_ptr = part.ptr_t, c->part_row = part.other_t, c->part_tile_t = part.tile_t;
+    c->index.bits = exactly(bits, n_tiles * square, 4), c->index.bits_t = exactly(bits_t, n_tiles * square, 4);
+    c->index.rows_any = exactly(rows_any, n_tiles * words, 4), c->index.cols_any = exactly(cols_any, n_tiles * words, 4);
+    list full = new_list(c->index.n_rows, c->index.n_cols, c->index.n_groups, states, 1);
+    list part = new_list(c->index.n_rows, c->index.n_cols, c->index.n_groups, states, 0);
+    c->index.full_row_ptr = full.ptr, c->index.full_col = full.other, c->index.full_col_ptr = full.ptr_t, c->index.full_row = full.other_t;
+    c->index.part_row_ptr = part.ptr, c->index.part_col = part.other, c->index.part_tile = part.tile;
+    c->index.part_col_ptr = part.ptr_t, c->index.part_row = part.other_t, c->index.part_tile_t = part.tile_t;
     p->full = full, p->part = part;
 }
 
@@ -279,32 +278,32 @@ static int32_t splits_of(const problem *p, int columns, int64_t slot) {
 
 static void make_forward_work(problem *p) {
     ringtile_call *c = &p->c;
-    const int64_t slots = c->n_groups * c->n_rows;
-    int32_t *work = allocate(slots * (c->n_cols + 1) * 5, 4);
-    int64_t *work_begin = allocate(c->n_groups + 1, 8), *item_begin = allocate(c->batch * c->heads + 1, 8), entries = 0;
+    const int64_t slots = c->index.n_groups * c->index.n_rows;
+    int32_t *work = allocate(slots * (c->index.n_cols + 1) * 5, 4);
+    int64_t *work_begin = allocate(c->index.n_groups + 1, 8), *item_begin = allocate(c->batch * c->heads + 1, 8), entries = 0;
     for (int64_t slot = 0; slot < slots; slot++) {
-        if (slot % c->n_rows == 0) work_begin[slot / c->n_rows] = entries;
+        if (slot % c->index.n_rows == 0) work_begin[slot / c->index.n_rows] = entries;
         int64_t length = length_of(p, 0, slot);
         int32_t splits = splits_of(p, 0, slot);
         for (int32_t split = 0; split < splits; split++, entries++) {
             int32_t first = (int32_t)(length * split / splits), last = (int32_t)(length * (split + 1) / splits);
-            int32_t entry[5] = {(int32_t)slot, first, last, splits > 1 ? (int32_t)c->n_splits++ : -1, splits};
+            int32_t entry[5] = {(int32_t)slot, first, last, splits > 1 ? (int32_t)c->forward.n_splits++ : -1, splits};
             memcpy(work + entries * 5, entry, sizeof(entry));
         }
     }
-    work_begin[c->n_groups] = entries;
+    work_begin[c->index.n_groups] = entries;
     item_begin[0] = 0;
     for (int64_t head = 0; head < c->batch * c->heads; head++)
         item_begin[head + 1] = item_begin[head] + work_begin[p->group[head] + 1] - work_begin[p->group[head]];
-    c->work = exactly(work, entries * 5, 4), c->work_begin = work_begin, c->item_begin = item_begin;
+    c->forward.work = exactly(work, entries * 5, 4), c->forward.work_begin = work_begin, c->forward.item_begin = item_begin;
 }
 
 // The rows or columns that several threads share: about half of those that are split.
 static void draw_shared_splits(problem *p, int columns) {
     const ringtile_call *c = &p->c;
-    const int64_t places = columns ? c->n_cols : c->n_rows, own_heads = columns ? c->kv_heads : c->heads;
+    const int64_t places = columns ? c->index.n_cols : c->index.n_rows, own_heads = columns ? c->kv_heads : c->heads;
     const int64_t ratio = c->heads / own_heads;
-    int64_t *entries = allocate(c->batch * c->heads * places * (c->n_rows + c->n_cols) * 4, 8), count = 0;
+    int64_t *entries = allocate(c->batch * c->heads * places * (c->index.n_rows + c->index.n_cols) * 4, 8), count = 0;
     for (int64_t item = 0; item < c->batch * own_heads * places; item++) {
         int64_t first_head = item / places * ratio;
         int is_split = 0;
@@ -325,29 +324,29 @@ static void draw_shared_splits(problem *p, int columns) {
 
 static void draw_backward_work(problem *p) {
     ringtile_call *c = &p->c;
-    const int64_t rows = c->n_groups * c->n_rows, cols = c->n_groups * c->n_cols;
+    const int64_t rows = c->index.n_groups * c->index.n_rows, cols = c->index.n_groups * c->index.n_cols;
     int32_t *row_splits = allocate(rows, 4), *col_splits = allocate(cols, 4), *row_buffer = allocate(rows, 4);
     for (int64_t slot = 0; slot < cols; slot++) col_splits[slot] = splits_of(p, 1, slot);
     for (int64_t slot = 0; slot < rows; slot++) {
-        row_splits[slot] = splits_of(p, 0, slot), row_buffer[slot] = (int32_t)(slot % c->n_rows);
-        if (row_splits[slot] > 1 && slot % c->n_rows >= c->n_row_buffers) c->n_row_buffers = slot % c->n_rows + 1;
+        row_splits[slot] = splits_of(p, 0, slot), row_buffer[slot] = (int32_t)(slot % c->index.n_rows);
+        if (row_splits[slot] > 1 && slot % c->index.n_rows >= c->backward.n_row_buffers) c->backward.n_row_buffers = slot % c->index.n_rows + 1;
     }
-    c->row_splits = row_splits, c->col_splits = col_splits, c->row_buffer = row_buffer;
-    c->row_buffers = allocate(c->batch * c->heads * c->n_row_buffers * c->head_dim * 128, sizes[p->wide]);
+    c->backward.row_splits = row_splits, c->backward.col_splits = col_splits, c->backward.row_buffer = row_buffer;
+    c->backward.row_buffers = allocate(c->batch * c->heads * c->backward.n_row_buffers * c->head_dim * 128, sizes[p->wide]);
     for (int columns = 0; columns < 2; columns++) draw_shared_splits(p, columns);
 }
 
 // In some of the cases, the tiles, heads and batch elements are part of a larger problem.
 static void draw_numbers(problem *p) {
     ringtile_call *c = &p->c;
-    int32_t *row_at = allocate(c->n_rows, 4), *col_at = allocate(c->n_cols, 4);
+    int32_t *row_at = allocate(c->index.n_rows, 4), *col_at = allocate(c->index.n_cols, 4);
     int64_t *head_at = allocate(c->heads, 8), *batch_at = allocate(c->batch, 8);
-    for (int64_t i = 0; i < c->n_rows; i++) row_at[i] = (int32_t)draw(1 << 20);
-    for (int64_t i = 0; i < c->n_cols; i++) col_at[i] = (int32_t)draw(1 << 20);
+    for (int64_t i = 0; i < c->index.n_rows; i++) row_at[i] = (int32_t)draw(1 << 20);
+    for (int64_t i = 0; i < c->index.n_cols; i++) col_at[i] = (int32_t)draw(1 << 20);
     for (int64_t i = 0; i < c->heads; i++) head_at[i] = draw(1 << 10);
     for (int64_t i = 0; i < c->batch; i++) batch_at[i] = draw(1u << 31);
-    c->row_at = draw(2) ? row_at : NULL, c->col_at = draw(2) ? col_at : NULL;
-    c->head_at = draw(2) ? head_at : NULL, c->batch_at = draw(2) ? batch_at : NULL;
+    c->index.row_at = draw(2) ? row_at : NULL, c->index.col_at = draw(2) ? col_at : NULL;
+    c->options.head_at = draw(2) ? head_at : NULL, c->options.batch_at = draw(2) ? batch_at : NULL;
 }
 
 // The number of a token in the whole problem. `first` is the number of its side's first tile.
@@ -359,29 +358,29 @@ static uint32_t position_of(const problem *p, const int32_t *at, int64_t first, 
 // True if dropout keeps a pair.
 static int survives(const problem *p, int64_t b, int64_t h, int64_t a, int64_t j) {
     const ringtile_call *c = &p->c;
-    uint32_t query = position_of(p, c->row_at, floor_div(c->start, c->block), c->start + a);
-    uint32_t key = position_of(p, c->col_at, 0, j);
-    uint32_t batch = (uint32_t)(c->batch_at ? c->batch_at[b] : b), head = (uint32_t)(c->head_at ? c->head_at[h] : h);
-    return dropout_half((uint64_t)c->seed, batch, head, query, key) >= c->dropout_threshold;
+    uint32_t query = position_of(p, c->index.row_at, floor_div(c->index.start, c->block), c->index.start + a);
+    uint32_t key = position_of(p, c->index.col_at, 0, j);
+    uint32_t batch = (uint32_t)(c->options.batch_at ? c->options.batch_at[b] : b), head = (uint32_t)(c->options.head_at ? c->options.head_at[h] : h);
+    return dropout_half((uint64_t)c->options.seed, batch, head, query, key) >= c->options.dropout_threshold;
 }
 
 // A key mask and key lengths, each in some of the cases, and the pairs that are kept.
 static void draw_kept(problem *p) {
     ringtile_call *c = &p->c;
     const int masked = draw(3) == 0, bounded = draw(4) == 0;
-    c->key_words = (c->n_keys + 31) / 32;
-    uint32_t *key_bits = allocate(c->batch * c->key_words, 4);
+    c->options.key_words = (c->n_keys + 31) / 32;
+    uint32_t *key_bits = allocate(c->batch * c->options.key_words, 4);
     int64_t *key_lengths = allocate(c->batch, 8);
-    for (int64_t i = 0; i < c->batch * c->key_words; i++) key_bits[i] = draw(1u << 31) * 2 + draw(2);
+    for (int64_t i = 0; i < c->batch * c->options.key_words; i++) key_bits[i] = draw(1u << 31) * 2 + draw(2);
     for (int64_t b = 0; b < c->batch; b++) key_lengths[b] = draw((uint32_t)c->n_keys + 3);
-    c->key_bits = masked ? (int32_t *)key_bits : NULL, c->key_lengths = bounded ? key_lengths : NULL;
+    c->options.key_bits = masked ? (int32_t *)key_bits : NULL, c->options.key_lengths = bounded ? key_lengths : NULL;
     p->kept = allocate(c->batch * c->heads * c->n_queries * c->n_keys, 1);
     for (int64_t pair = 0; pair < c->batch * c->heads * c->n_queries * c->n_keys; pair++) {
         int64_t key = pair % c->n_keys, query = pair / c->n_keys % c->n_queries, head = pair / c->n_keys / c->n_queries;
         int64_t b = head / c->heads;
-        p->kept[pair] = (char)(keeps(p->kind, p->group[head], c->start + query, key) &&
+        p->kept[pair] = (char)(keeps(p->kind, p->group[head], c->index.start + query, key) &&
                                (!bounded || key < key_lengths[b]) &&
-                               (!masked || key_bits[b * c->key_words + key / 32] >> (key % 32) & 1));
+                               (!masked || key_bits[b * c->options.key_words + key / 32] >> (key % 32) & 1));
     }
 }
 
@@ -429,7 +428,7 @@ static void place(const void **field, int64_t *stride, const tensor *x) {
 static void make_gradients(problem *p, int by_columns) {
     ringtile_call *c = &p->c;
     const int64_t n_queries = c->batch * c->heads * c->n_queries, n_keys = c->batch * c->kv_heads * c->n_keys;
-    void **grads[] = {&c->q_grad, &c->k_grad, &c->v_grad};
+    void **grads[] = {&c->backward.q_grad, &c->backward.k_grad, &c->backward.v_grad};
     const int64_t counts[] = {n_queries * c->head_dim, n_keys * c->head_dim, n_keys * c->value_dim};
     p->by_columns = by_columns;
     for (int i = 0; i < 3; i++) {
@@ -444,48 +443,48 @@ static void make_call(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t n_lse = c->batch * c->heads * c->n_queries;
     place(&c->q, c->q_stride, &p->q), place(&c->k, c->k_stride, &p->k), place(&c->v, c->v_stride, &p->v);
-    place((const void **)&c->out, c->out_stride, &p->out), place(&c->out_grad, c->out_grad_stride, &p->out_grad);
-    c->lse = allocate(n_lse, sizes[p->wide]), c->delta = allocate(2 * n_lse, sizes[p->wide]);
+    place((const void **)&c->out, c->out_stride, &p->out), place(&c->backward.out_grad, c->backward.out_grad_stride, &p->out_grad);
+    c->lse = allocate(n_lse, sizes[p->wide]), c->backward.delta = allocate(2 * n_lse, sizes[p->wide]);
     if (p->number % 3 == 0) {
         void *lse_grad = allocate(n_lse, sizes[p->wide]);
         for (int64_t i = 0; i < n_lse; i++) put(lse_grad, i, p->wide, normal());
-        c->lse_grad = lse_grad;
+        c->backward.lse_grad = lse_grad;
     }
     make_gradients(p, (int)draw(2));
-    c->times = draw(2) ? p->times : NULL;
+    c->work.times = draw(2) ? p->times : NULL;
 }
 
 static int compute_forward(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t heads = c->batch * c->heads;
-    c->scratch = allocate(heads * c->n_splits * (c->value_dim + 2) * 128, sizes[p->wide]);
-    c->last_item = c->item_begin[heads];
+    c->work.scratch = allocate(heads * c->forward.n_splits * (c->value_dim + 2) * 128, sizes[p->wide]);
+    c->work.last_item = c->forward.item_begin[heads];
     int failed = ringtile_forward(c);
-    c->phase = 1;
+    c->work.phase = RINGTILE_COMBINE;
     return failed | ringtile_forward(c);
 }
 
 static int compute_backward(problem *p) {
     ringtile_call *c = &p->c;
     const int64_t heads = c->batch * c->heads;
-    c->first_col = 0;
+    c->work.first_col = 0;
     if (p->by_columns) {
-        c->phase = 1, c->last_item = c->batch * c->kv_heads, c->last_col = c->n_cols / 2;
+        c->work.phase = RINGTILE_HEADS, c->work.last_item = c->batch * c->kv_heads, c->work.last_col = c->index.n_cols / 2;
         int failed = ringtile_backward(c);
-        c->first_col = c->n_cols / 2, c->last_col = c->n_cols;
+        c->work.first_col = c->index.n_cols / 2, c->work.last_col = c->index.n_cols;
         return failed | ringtile_backward(c);
     }
-    c->phase = 0, c->last_item = heads;
+    c->work.phase = RINGTILE_DELTA, c->work.last_item = heads;
     int failed = ringtile_backward(c);
     for (int columns = 0; columns < 2; columns++) {
         const int64_t count = p->n_shared_splits[columns];
         const int64_t width = (c->head_dim + 15) / 16 * 16 + (columns ? (c->value_dim + 15) / 16 * 16 : 0);
-        c->shared_splits = p->shared_splits[columns], c->n_shared_splits = count;
-        c->scratch = allocate(count * width * 128, sizes[p->wide]);
-        c->phase = 2 + columns;
-        c->last_item = count + c->batch * (columns ? c->kv_heads * c->n_cols : c->heads * c->n_rows);
+        c->backward.shared_splits = p->shared_splits[columns], c->backward.n_shared_splits = count;
+        c->work.scratch = allocate(count * width * 128, sizes[p->wide]);
+        c->work.phase = RINGTILE_ROWS + columns;
+        c->work.last_item = count + c->batch * (columns ? c->kv_heads * c->index.n_cols : c->heads * c->index.n_rows);
         failed |= ringtile_backward(c);
-        c->phase = 4 + columns, c->last_item = count;
+        c->work.phase = RINGTILE_FOLD_ROWS + columns, c->work.last_item = count;
         failed |= ringtile_backward(c);
     }
     return failed;
@@ -504,7 +503,7 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
     for (int64_t j = 0; j < c->n_keys; j++) {
         if (!kept[j]) continue;
         weight[j] = 0;
-        for (int64_t d = 0; d < D; d++) weight[j] += c->scale * query[d] * row_of(&p->k, b, g, j)[d];
+        for (int64_t d = 0; d < D; d++) weight[j] += c->options.scale * query[d] * row_of(&p->k, b, g, j)[d];
         top = fmax(top, weight[j]);
     }
     for (int64_t j = 0; j < c->n_keys; j++)
@@ -514,7 +513,7 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
         if (!kept[j]) continue;
         weight[j] /= total;
         share[j] = 1;
-        if (p->drops) share[j] = survives(p, b, h, a, j) ? 65536.0 / (65536 - c->dropout_threshold) : 0;
+        if (p->drops) share[j] = survives(p, b, h, a, j) ? 65536.0 / (65536 - c->options.dropout_threshold) : 0;
         const double *value = row_of(&p->v, b, g, j);
         double product = 0, *value_grad = wanted[V_GRAD] + ((b * c->kv_heads + g) * c->n_keys + j) * Dv;
         for (int64_t d = 0; d < Dv; d++) {
@@ -525,10 +524,10 @@ static void expect_row(const problem *p, int64_t b, int64_t h, int64_t a, double
         share[j] *= product;
         mean += weight[j] * share[j];
     }
-    if (c->lse_grad) mean -= get(c->lse_grad, at, p->wide);
+    if (c->backward.lse_grad) mean -= get(c->backward.lse_grad, at, p->wide);
     for (int64_t j = 0; j < c->n_keys; j++) {
         if (!kept[j]) continue;
-        double slope = weight[j] * (share[j] - mean) * c->scale;
+        double slope = weight[j] * (share[j] - mean) * c->options.scale;
         double *key_grad = wanted[K_GRAD] + ((b * c->kv_heads + g) * c->n_keys + j) * D;
         for (int64_t d = 0; d < D; d++) {
             wanted[Q_GRAD][at * D + d] += slope * row_of(&p->k, b, g, j)[d];
@@ -543,7 +542,7 @@ static int check(const problem *p) {
     const ringtile_call *c = &p->c;
     const int64_t n_lse = c->batch * c->heads * c->n_queries;
     const int64_t *n = p->grad_counts, counts[RESULTS] = {n_lse * c->value_dim, n_lse, n[0], n[1], n[2]};
-    const void *grads[] = {c->q_grad, c->k_grad, c->v_grad};
+    const void *grads[] = {c->backward.q_grad, c->backward.k_grad, c->backward.v_grad};
     double *wanted[RESULTS], *found[RESULTS], *weight = allocate(c->n_keys, 8), *share = allocate(c->n_keys, 8);
     for (int i = 0; i < RESULTS; i++) {
         wanted[i] = memset(allocate(counts[i], 8), 0, counts[i] * 8), found[i] = allocate(counts[i], 8);
@@ -564,7 +563,7 @@ static int check(const problem *p) {
         failed |= wrong(names[i], found[i], wanted[i], counts[i], bound);
     }
     int64_t packing = p->times[0], working = p->times[1];
-    if (c->times ? packing < 0 || working < packing : working != 0) failed = 1, printf("times\n");
+    if (c->work.times ? packing < 0 || working < packing : working != 0) failed = 1, printf("times\n");
     return failed;
 }
 
@@ -575,12 +574,12 @@ static int check_masses(int isa, int number) {
     static const double scales[] = {0.4, -0.3, 0};
     ringtile_call c = {0};
     const int64_t ratio = 1 + draw(2), width = widths[draw(6)];
-    c.isa = isa, c.dtype = types[number % 3], c.threads = 1 + (int)draw(2), c.by_sign = (int)draw(2);
-    c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2), c.heads = c.kv_heads * ratio, c.pool_max = (int)draw(2);
-    c.n_queries = 1 + draw(300), c.n_keys = 1 + draw(400), c.head_dim = width * (1 + c.by_sign);
-    c.segment = lengths[draw(6)], c.n_pooled = 1 + draw(9), c.pooled_step = 1 + draw(3), c.scale = scales[draw(3)];
-    if (c.segment > c.n_keys) c.segment = c.n_keys;
-    const int64_t n_segments = (c.n_keys + c.segment - 1) / c.segment, count = c.batch * c.heads * c.n_pooled * n_segments;
+    c.isa = isa, c.dtype = types[number % 3], c.threads = 1 + (int)draw(2), c.masses.by_sign = (int)draw(2);
+    c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2), c.heads = c.kv_heads * ratio, c.masses.pool_max = (int)draw(2);
+    c.n_queries = 1 + draw(300), c.n_keys = 1 + draw(400), c.head_dim = width * (1 + c.masses.by_sign);
+    c.masses.segment = lengths[draw(6)], c.masses.n_pooled = 1 + draw(9), c.masses.pooled_step = 1 + draw(3), c.options.scale = scales[draw(3)];
+    if (c.masses.segment > c.n_keys) c.masses.segment = c.n_keys;
+    const int64_t n_segments = (c.n_keys + c.masses.segment - 1) / c.masses.segment, count = c.batch * c.heads * c.masses.n_pooled * n_segments;
     tensor q = new_tensor(c.dtype, c.batch, c.heads, c.n_queries, width, 1);
     tensor k = new_tensor(c.dtype, c.batch, c.kv_heads, c.n_keys, c.head_dim, 1);
     place(&c.q, c.q_stride, &q), place(&c.k, c.k_stride, &k), place(&c.v, c.v_stride, &k);
@@ -589,9 +588,9 @@ static int check_masses(int isa, int number) {
         seen[m] = number % 2 ? m * c.n_keys / c.n_queries : (int64_t)draw((uint32_t)c.n_keys + 4) - 2;
         if (seen[m] > most) most = seen[m];
     }
-    int32_t *begin = allocate(c.n_pooled + 1, 4);
-    for (int64_t r = 0; r <= c.n_pooled; r++) begin[r] = (int32_t)(r * c.n_queries / c.n_pooled);
-    if (c.n_pooled > 2 && draw(2)) begin[1] = begin[2];
+    int32_t *begin = allocate(c.masses.n_pooled + 1, 4);
+    for (int64_t r = 0; r <= c.masses.n_pooled; r++) begin[r] = (int32_t)(r * c.n_queries / c.masses.n_pooled);
+    if (c.masses.n_pooled > 2 && draw(2)) begin[1] = begin[2];
     float *bias = allocate(c.batch * c.n_keys, 4);
     const int has_bias = (int)draw(2);
     for (int64_t i = 0; i < c.batch * c.n_keys; i++) bias[i] = draw(4) ? (float)normal() : -INFINITY;
@@ -599,17 +598,17 @@ static int check_masses(int isa, int number) {
         for (int64_t g = 0; g < c.kv_heads; g++)
             for (int64_t j = 0; j < c.n_keys; j++)
                 if (j >= most || (has_bias && isinf(bias[b * c.n_keys + j]))) fill(&k, b, g, j, NAN);
-    c.bias = has_bias ? bias : NULL, c.bias_stride[0] = c.n_keys, c.seen = seen, c.pool_begin = begin;
-    c.group = memset(allocate(1, 4), 0, 4), c.out = allocate(count, 4);
-    const int64_t items = c.batch * c.heads * ((c.n_pooled + c.pooled_step - 1) / c.pooled_step);
-    c.last_item = items / 2;
+    c.masses.bias = has_bias ? bias : NULL, c.masses.bias_stride[0] = c.n_keys, c.masses.seen = seen, c.masses.pool_begin = begin;
+    c.index.group = memset(allocate(1, 4), 0, 4), c.out = allocate(count, 4);
+    const int64_t items = c.batch * c.heads * ((c.masses.n_pooled + c.masses.pooled_step - 1) / c.masses.pooled_step);
+    c.work.last_item = items / 2;
     int failed = ringtile_masses(&c);
-    c.first_item = items / 2, c.last_item = items;
+    c.work.first_item = items / 2, c.work.last_item = items;
     failed |= ringtile_masses(&c);
     double *wanted = memset(allocate(count, 8), 0, count * 8), *found = allocate(count, 8), *weight = allocate(c.n_keys, 8);
     for (int64_t at = 0; at < count; at++) found[at] = ((float *)c.out)[at];
-    for (int64_t row = 0; row < c.batch * c.heads * c.n_pooled; row++) {
-        const int64_t r = row % c.n_pooled, h = row / c.n_pooled % c.heads, b = row / c.n_pooled / c.heads;
+    for (int64_t row = 0; row < c.batch * c.heads * c.masses.n_pooled; row++) {
+        const int64_t r = row % c.masses.n_pooled, h = row / c.masses.n_pooled % c.heads, b = row / c.masses.n_pooled / c.heads;
         double counted = 0, *masses = wanted + row * n_segments;
         for (int64_t m = begin[r]; m < begin[r + 1]; m++) {
             double top = -INFINITY, total = 0;
@@ -618,7 +617,7 @@ static int check_masses(int isa, int number) {
                 const double *key = row_of(&k, b, h / ratio, j);
                 weight[j] = has_bias ? bias[b * c.n_keys + j] : 0;
                 for (int64_t d = 0; d < width; d++)
-                    weight[j] += c.scale * (c.by_sign ? fmax(query[d], 0) * key[d] + fmax(-query[d], 0) * key[width + d]
+                    weight[j] += c.options.scale * (c.masses.by_sign ? fmax(query[d], 0) * key[d] + fmax(-query[d], 0) * key[width + d]
                                                       : query[d] * key[d]);
                 if (has_bias && isinf(bias[b * c.n_keys + j])) weight[j] = -INFINITY;
                 top = fmax(top, weight[j]);
@@ -627,18 +626,18 @@ static int check_masses(int isa, int number) {
             counted += total > 0;
             for (int64_t s = 0; s < n_segments && total > 0; s++) {
                 double mass = 0;
-                for (int64_t j = s * c.segment; j < (s + 1) * c.segment && j < c.n_keys && j < seen[m]; j++)
+                for (int64_t j = s * c.masses.segment; j < (s + 1) * c.masses.segment && j < c.n_keys && j < seen[m]; j++)
                     mass += exp(weight[j] - top) / total;
-                masses[s] = c.pool_max ? fmax(masses[s], mass) : masses[s] + mass;
+                masses[s] = c.masses.pool_max ? fmax(masses[s], mass) : masses[s] + mass;
             }
         }
-        for (int64_t s = 0; s < n_segments && !c.pool_max && counted > 1; s++) masses[s] /= counted;
+        for (int64_t s = 0; s < n_segments && !c.masses.pool_max && counted > 1; s++) masses[s] /= counted;
     }
     failed |= wrong("masses", found, wanted, count, 2e-5);
     if (failed)
         printf("%s masses %d: dtype %d, H %d / %d, %d queries, %d keys, D %d, segment %d, %d rows\n",
                ringtile_isa_name(isa), number, c.dtype, (int)c.heads, (int)c.kv_heads, (int)c.n_queries, (int)c.n_keys,
-               (int)c.head_dim, (int)c.segment, (int)c.n_pooled);
+               (int)c.head_dim, (int)c.masses.segment, (int)c.masses.n_pooled);
     while (n_allocations) free(allocations[--n_allocations]);
     return failed;
 }
@@ -711,7 +710,7 @@ static int run(int isa, int number) {
     if (failed)
         printf("%s case %d: dtype %d, block %d, kind %d, B %d, H %d / %d, %d queries from %d, %d keys, D %d, Dv %d\n",
                ringtile_isa_name(isa), number, c->dtype, c->block, p.kind, (int)c->batch, (int)c->heads,
-               (int)c->kv_heads, (int)c->n_queries, (int)c->start, (int)c->n_keys, (int)c->head_dim, (int)c->value_dim);
+               (int)c->kv_heads, (int)c->n_queries, (int)c->index.start, (int)c->n_keys, (int)c->head_dim, (int)c->value_dim);
     while (n_allocations) free(allocations[--n_allocations]);
     return failed;
 }
@@ -746,7 +745,7 @@ static void sum_bits(int isa, int dtype, uint64_t *hash) {
         for (int by_columns = 0; by_columns < 2; by_columns++) {
             make_gradients(&p, by_columns);
             compute_backward(&p);
-            const void *grads[] = {c->q_grad, c->k_grad, c->v_grad};
+            const void *grads[] = {c->backward.q_grad, c->backward.k_grad, c->backward.v_grad};
             for (int i = 0; i < 3; i++)
                 for (int64_t at = 0; at < p.grad_counts[i]; at++)
                     add_bits(hash + ROW_BITS + by_columns, dtype, get(grads[i], at, p.grad_types[i]));
@@ -797,7 +796,7 @@ static int use_runtime(void) {
 
 int main(int argc, char **argv) {
     int cases = argc > 1 ? atoi(argv[1]) : 96, failures = 0;
-    if (ringtile_abi_version() != RINGTILE_ABI || ringtile_call_size() != (int64_t)sizeof(ringtile_call)) return 2;
+    if (ringtile_abi_version() != RINGTILE_ABI) return 2;
     if (use_runtime()) return 3;
     state = 0x9E3779B97F4A7C15u;
     failures += check_kept();

@@ -27,7 +27,7 @@ from ringtile.kernels.contracts import (
     with_contiguous_rows,
 )
 from ringtile.kernels.native.checks import check_groups, check_options, check_rows, check_tensors
-from ringtile.kernels.native.library import CallStructure, Library, library, reason_against
+from ringtile.kernels.native.library import BackwardPhase, CallStructure, ForwardPhase, Library, library, reason_against
 from ringtile.kernels.native.masses import compute as compute_masses
 from ringtile.kernels.native.masses import supports as supports_masses
 from ringtile.kernels.native.precision import arithmetic_of
@@ -143,7 +143,7 @@ def _lists_of(index: BlockIndex) -> _Lists:
     derived(index, check_lists)
     if index.device.type != "cpu":
         raise ValueError(f"index: expected tensors on the CPU, got {index.device}")
-    structure, rows, groups = CallStructure(), schedule_of(index).rows, index.n_groups
+    structure, rows, groups = library().structure(), schedule_of(index).rows, index.n_groups
     row_side = _side(index.rows.full_ptr + index.rows.partial_ptr, rows, groups)
     col_side = _side(index.cols.full_ptr + index.cols.partial_ptr, schedule_of(index).cols, groups)
     is_split = row_side.splits > 1
@@ -267,7 +267,7 @@ def _make_template(q: Tensor, k: Tensor, v: Tensor, index: BlockIndex, lists: _L
     # The first work item of each batch element and head, then the number of all items.
     counts = lists.work_begin.diff()[index.group.long()].expand(batch, heads).flatten()
     items = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    c = CallStructure.from_buffer_copy(lists.structure)
+    c = type(lists.structure).from_buffer_copy(lists.structure)
     c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, n_queries, head_dim
     c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
     c.q_stride, c.k_stride, c.v_stride = (x.stride()[:3] for x in readable)
@@ -290,7 +290,7 @@ class _Job:
         if not template.in_place:
             q, k, v = (with_contiguous_rows(x) for x in (q, k, v))
         self.tensors = [q, k, v]
-        c = self.c = CallStructure.from_buffer_copy(template.structure)
+        c = self.c = type(template.structure).from_buffer_copy(template.structure)
         # Not in the template: the precision that a caller allows can change from call to call.
         arithmetic = arithmetic_of(q.dtype)
         c.isa, c.dtype, c.start, c.scale = arithmetic.isa.number, arithmetic.code, self.prepared.start, call.scale
@@ -325,14 +325,14 @@ class _Job:
 
     def run_columns(self, heads: int, operations: float) -> None:
         """Run the columns of each head on one thread, some columns at a time."""
-        self.c.phase, self.c.first_item, self.c.last_item = 1, 0, heads
+        self.c.phase, self.c.first_item, self.c.last_item = BackwardPhase.HEADS, 0, heads
         for first, last in _ranges(self.template.n_cols, operations, self.c.threads):
             self.c.first_col, self.c.last_col = first, last
             self._call(self.library.handle.ringtile_backward)
 
     def run_lists(self, phase: int, items: int, places: int, operations: float) -> None:
-        """Run the rows (phase 2) or columns (3) of ``items`` heads. Threads share long ones, in a fixed order."""
-        c, columns = self.c, phase == 3
+        """Run the rows or columns of ``items`` heads. Threads share long ones, in a fixed order."""
+        c, columns = self.c, phase == BackwardPhase.COLUMNS
         splits = _shared_splits(self.prepared.lists, c.batch, c.heads, items, c.threads, columns)
         c.shared_splits, c.n_shared_splits = self.keep(splits).data_ptr(), len(splits)
         if len(splits):
@@ -341,7 +341,7 @@ class _Job:
             c.scratch = self.keep(scratch).data_ptr()
         self.run(False, phase, len(splits) + items * places, operations)
         if len(splits):
-            self.run(False, phase + 2, len(splits), 0)
+            self.run(False, phase + (BackwardPhase.FOLD_ROWS - BackwardPhase.ROWS), len(splits), 0)
 
     def _call(self, function: Any) -> None:
         # A copy, because a listener can leave in another thread during the call.
@@ -371,9 +371,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Prepared | No
     if job.c.n_splits:
         size = q.shape[0] * q.shape[1] * job.c.n_splits * (v.shape[3] + 2) * _ROW_BLOCK
         job.c.scratch = job.keep(lse.new_empty(size)).data_ptr()
-    job.run(True, 0, template.n_items, template.operations)
+    job.run(True, ForwardPhase.ATTEND, template.n_items, template.operations)
     if job.c.n_splits:
-        job.run(True, 1, template.n_items, 0)
+        job.run(True, ForwardPhase.COMBINE, template.n_items, 0)
     return out, lse
 
 
@@ -402,9 +402,9 @@ def backward(rows: Rows, call: Call, prepared: Prepared | None = None) -> tuple[
             job.c.row_buffers = job.keep(buffers).data_ptr()
         job.run_columns(kv_heads, 2.5 * job.template.operations)
     else:
-        job.run(False, 0, heads, 0)
-        job.run_lists(2, heads, job.template.n_rows, 1.5 * job.template.operations)
-        job.run_lists(3, kv_heads, job.template.n_cols, 2 * job.template.operations)
+        job.run(False, BackwardPhase.DELTA, heads, 0)
+        job.run_lists(BackwardPhase.ROWS, heads, job.template.n_rows, 1.5 * job.template.operations)
+        job.run_lists(BackwardPhase.COLUMNS, kv_heads, job.template.n_cols, 2 * job.template.operations)
     return q_grad.to(q.dtype), k_grad, v_grad
 
 

@@ -7,8 +7,9 @@ import os
 import struct
 import sys
 from collections.abc import Iterator
+from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,57 +20,38 @@ VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
 ``none``. Builds for tests have ``amx_emulated`` too."""
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """``RINGTILE_ABI`` of native/ringtile.h."""
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_STRIDES = _LONG * 3
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+_KINDS: dict[int, Any] = {ord("i"): ctypes.c_int32, ord("l"): _LONG, ord("d"): ctypes.c_double, ord("p"): _POINTER}
+
+
+class ForwardPhase(IntEnum):
+    """``ringtile_forward_phase`` of native/ringtile.h: what the items of a call are."""
+
+    ATTEND = 0
+    COMBINE = 1
+
+
+class BackwardPhase(IntEnum):
+    """``ringtile_backward_phase`` of native/ringtile.h."""
+
+    DELTA = 0
+    HEADS = 1
+    ROWS = 2
+    COLUMNS = 3
+    FOLD_ROWS = 4
+    FOLD_COLUMNS = 5
 
 
 class CallStructure(ctypes.Structure):
-    """``ringtile_call`` of native/ringtile.h."""
+    """``ringtile_call`` of native/ringtile.h, without nesting. The library lists the fields: see `_structure`."""
 
-    _fields_ = (
-        *((name, _INT) for name in ("dtype", "isa", "threads", "block")),
-        *((name, _LONG) for name in ("batch", "heads", "kv_heads", "n_queries", "n_keys", "head_dim", "value_dim")),
-        *((name, _POINTER) for name in ("q", "k", "v")),
-        *((name, _STRIDES) for name in ("q_stride", "k_stride", "v_stride")),
-        ("out", _POINTER),
-        ("out_stride", _STRIDES),
-        ("lse", _POINTER),
-        *((name, _LONG) for name in ("start", "n_rows", "n_cols", "n_groups")),
-        ("group_stride", _LONG * 2),
-        ("group", _POINTER),
-        *((name, _POINTER) for name in ("full_row_ptr", "full_col", "part_row_ptr", "part_col", "part_tile")),
-        *((name, _POINTER) for name in ("full_col_ptr", "full_row", "part_col_ptr", "part_row", "part_tile_t")),
-        *((name, _POINTER) for name in ("bits", "bits_t", "rows_any", "cols_any", "row_at", "col_at")),
-        *((name, _POINTER) for name in ("work", "work_begin", "item_begin")),
-        ("n_splits", _LONG),
-        ("key_bits", _POINTER),
-        ("key_words", _LONG),
-        ("key_lengths", _POINTER),
-        ("scale", ctypes.c_double),
-        *((name, _POINTER) for name in ("head_at", "batch_at")),
-        ("seed", _LONG),
-        ("dropout_threshold", _INT),
-        ("phase", _INT),
-        ("out_grad", _POINTER),
-        ("out_grad_stride", _STRIDES),
-        *((name, _POINTER) for name in ("lse_grad", "delta", "q_grad", "k_grad", "v_grad")),
-        *((name, _LONG) for name in ("first_item", "last_item", "first_col", "last_col")),
-        ("scratch", _POINTER),
-        *((name, _POINTER) for name in ("row_splits", "col_splits", "row_buffer")),
-        ("n_row_buffers", _LONG),
-        *((name, _POINTER) for name in ("row_buffers", "shared_splits")),
-        ("n_shared_splits", _LONG),
-        ("times", _POINTER),
-        *((name, _LONG) for name in ("segment", "n_pooled", "pooled_step")),
-        *((name, _POINTER) for name in ("seen", "pool_begin", "bias")),
-        ("bias_stride", _LONG * 2),
-        *((name, _INT) for name in ("pool_max", "by_sign")),
-    )
+    # Without a dictionary of their own, calls raise AttributeError if a field's name is wrong.
+    __slots__ = ()
 
     def place(self, name: str, x: Tensor) -> None:
         """Point a field at a tensor [B, H, N, D], with its strides."""
@@ -81,6 +63,7 @@ class Library(NamedTuple):
     """The loaded library, its instruction sets and its threads."""
 
     handle: ctypes.CDLL
+    structure: type[CallStructure]
     sets: tuple[InstructionSet, ...]
     """The instruction sets that this processor runs, or the one that `VARIABLE` names."""
     missing: dict[str, str]
@@ -103,16 +86,15 @@ class _Unusable(Exception):
 
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "abi_version": (ctypes.c_int, ()),
-    "call_size": (_LONG, ()),
-    "call_field": (ctypes.c_char_p, (ctypes.c_int, ctypes.POINTER(_LONG))),
+    "call_field": (ctypes.c_char_p, (ctypes.c_int, ctypes.POINTER(_LONG), ctypes.POINTER(_LONG))),
     "use_runtime": (None, (_POINTER,) * 4),
     "isa_count": (ctypes.c_int, ()),
     "isa_name": (ctypes.c_char_p, (ctypes.c_int,)),
     "isa_reason": (ctypes.c_char_p, (ctypes.c_int,)),
     "lanes": (ctypes.c_int, (ctypes.c_int,)),
-    "forward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
-    "backward": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
-    "masses": (ctypes.c_int, (ctypes.POINTER(CallStructure),)),
+    "forward": (ctypes.c_int, (_POINTER,)),
+    "backward": (ctypes.c_int, (_POINTER,)),
+    "masses": (ctypes.c_int, (_POINTER,)),
     "kept": (_LONG, (*(_LONG,) * 3, *(_POINTER,) * 5, ctypes.POINTER(_LONG), _LONG, *(_POINTER,) * 3)),
     "multiply_tiles": (ctypes.c_int, (ctypes.c_int, _POINTER, _POINTER, _POINTER, _LONG)),
     "peak": (ctypes.c_double, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double)),
@@ -158,24 +140,22 @@ def _open(path: Path) -> ctypes.CDLL:
         if function is None:
             raise _Unusable(f"{path.name} is not this version's library, install ringtile again: no ringtile_{name}")
         function.restype, function.argtypes = result, arguments
-    if difference := _difference(handle):
-        raise _Unusable(f"{path.name} is from another version, install ringtile again: {difference}")
+    if (abi := handle.ringtile_abi_version()) != ABI_VERSION:
+        raise _Unusable(
+            f"{path.name} is from another version, install ringtile again: ABI {abi}, expected {ABI_VERSION}"
+        )
     return handle
 
 
-def _difference(handle: ctypes.CDLL) -> str:
-    """Return the first difference between the library's interface and this module's, or an empty string."""
-    if handle.ringtile_abi_version() != ABI_VERSION:
-        return f"ABI {handle.ringtile_abi_version()}, expected {ABI_VERSION}"
-    if handle.ringtile_call_size() != ctypes.sizeof(CallStructure):
-        return f"a call has {handle.ringtile_call_size()} bytes, expected {ctypes.sizeof(CallStructure)}"
-    # Equal sizes do not suffice: two fields that change places would hand over a number as an address.
-    offset = _LONG()
-    for number, (name, *_) in enumerate(CallStructure._fields_):
-        found = handle.ringtile_call_field(number, ctypes.byref(offset))
-        if found != name.encode() or offset.value != getattr(CallStructure, name).offset:
-            return f"field {number} of a call is {found!r} at byte {offset.value}, expected {name!r}"
-    return ""
+def _structure(handle: ctypes.CDLL) -> type[CallStructure]:
+    """Return the class of a call, with the fields that the library lists, in their order and without gaps."""
+    fields: list[tuple[str, Any]] = []
+    size, kind = _LONG(), _LONG()
+    while name := handle.ringtile_call_field(len(fields), ctypes.byref(size), ctypes.byref(kind)):
+        number = _KINDS[kind.value]
+        count = size.value // ctypes.sizeof(number)
+        fields.append((name.decode(), number if count == 1 else number * count))
+    return type("Call", (CallStructure,), {"__slots__": (), "_fields_": fields})
 
 
 _GNU = ("GOMP_parallel",)
@@ -246,7 +226,7 @@ def _find() -> _Found:
     choice = choose(sets, measure)
     if wanted:
         choice = choice._replace(reason=f"set by {VARIABLE}")
-    return _Found(Library(handle, sets, missing, choice, _use_runtime(handle)), "")
+    return _Found(Library(handle, _structure(handle), sets, missing, choice, _use_runtime(handle)), "")
 
 
 _FOUND = _find()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringtile.kernels.contracts import Masses, with_contiguous_rows
 from ringtile.kernels.native.checks import DTYPES
-from ringtile.kernels.native.library import CallStructure, library
+from ringtile.kernels.native.library import library
 from ringtile.kernels.spans import KERNEL, span
 
 _STRIP = 128
@@ -34,7 +34,7 @@ def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tu
         return out
     one_group = torch.zeros(1, dtype=torch.int32)
     seen, groups = seen.contiguous(), groups.contiguous()
-    c = CallStructure()
+    c = library().structure()
     c.dtype, c.isa, c.threads = DTYPES[query.dtype], library().choice.by_dtype[query.dtype].number, threads
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = batch, heads, rows, *key.shape[1:]
     for name, x in (("q", query), ("k", key), ("v", key)):

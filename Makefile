@@ -1,5 +1,6 @@
 # make demo   the three-minute tour (arguments: make demo ARGS="--only right")
 # make test   the tests, the linter and the type checker
+# make test-all  those that take minutes, too
 # make quick  a few tests, between two changes
 # make docs   the documentation, into site/
 # make wheels the wheels of every platform, into dist/, checked, and tried as far as they run here
@@ -20,7 +21,7 @@ QUICK = $(patsubst %,tests/test_%.py,architecture errors grammar density select 
 # The bits of a release, which fuses products and sums.
 SANITIZE = -O1 -fexpensive-optimizations -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: demo test quick docs mutants wheels native sanitize valgrind clean
+.PHONY: demo test test-all quick docs mutants wheels native sanitize valgrind clean
 .NOTPARALLEL:
 
 demo: .venv/ready-plot .venv/ready-native
@@ -28,6 +29,9 @@ demo: .venv/ready-plot .venv/ready-native
 
 test: .venv/ready-dev .venv/ready-native
 	.venv/bin/python -m pytest -q --numprocesses=auto --dist=loadgroup $(ARGS)
+
+test-all:
+	$(MAKE) test ARGS='-m "slow or not slow" $(ARGS)'
 
 quick: .venv/ready-dev .venv/ready-native
 	.venv/bin/python -m pytest -q --numprocesses=auto $(QUICK) $(ARGS)

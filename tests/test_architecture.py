@@ -93,22 +93,13 @@ def syntax_complaints(tree: ast.AST, room: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "swallows every exception"
 
 
-def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a tree, without blocks for type checkers, which import nothing when the package runs."""
-    for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            yield node
-            yield from runtime_nodes(node)
-
-
 def circles(root: Path) -> list[set[str]]:
-    """Groups of files that import each other, in functions too, but not for types alone."""
+    """Groups of files that import each other, in functions and for types too."""
     paths = {module_name(root, path): path for path in sorted(root.rglob("*.py"))}
     targets: dict[str, set[str]] = {}
     for name, path in paths.items():
-        nodes = runtime_nodes(ast.parse(path.read_text(encoding="utf-8")))
-        imports = ast.Module([node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)], [])
-        found = imported_modules(imports, name, path.name == "__init__.py", set(paths))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = imported_modules(tree, name, path.name == "__init__.py", set(paths))
         targets[name] = {target for _, target in found if target in paths and target != name}
     reached = {name: set(direct) for name, direct in targets.items()}
     for middle in paths:
@@ -154,13 +145,14 @@ def test_a_planted_circle_is_found(tmp_path: Path) -> None:
         "__init__.py": "",
         "index/__init__.py": "from ringtile.index.build import a",
         "index/build.py": "from ringtile.index.lists import b\nfrom ringtile.index import tiles",
-        "index/lists.py": "if TYPE_CHECKING:\n    from ringtile.index.build import c",
+        "index/lists.py": "",
         "index/tiles.py": "",
     }.items():
         (root / name).write_text(source)
     assert circles(root) == []
     (root / "index/tiles.py").write_text("def f():\n    from ringtile.index import build")
-    assert circles(root) == [{"ringtile.index.build", "ringtile.index.tiles"}]
+    (root / "index/lists.py").write_text("if TYPE_CHECKING:\n    from ringtile.index.build import c")
+    assert circles(root) == [{"ringtile.index.build", "ringtile.index.tiles", "ringtile.index.lists"}]
 
 
 def test_every_room_is_looked_at() -> None:

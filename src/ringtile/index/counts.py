@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from ringtile.index.derive import trimmed
+from ringtile.index.tile_index import TileIndex
 from ringtile.index.tiles import popcount, unpack_words
 from ringtile.patterns.base import Dense, Pattern, TileGrid
 from ringtile.patterns.facts import key_bounds
 from ringtile.patterns.local import Causal
 
-if TYPE_CHECKING:
-    from ringtile.index.block_index import BlockIndex
-
 _QUERIES_AT_ONCE = 1 << 17
 
 
-def count_kept(index: BlockIndex) -> Tensor:
+def count_kept(index: TileIndex) -> Tensor:
     """Count the kept pairs, the kept tiles and the pairs in these tiles, inside the lengths: int64 ``[3, G]``."""
-    index = index.trimmed()
+    index = trimmed(index)
     counts = torch.zeros(3, index.n_groups, dtype=torch.long, device=index.device)
     full, partial = index.rows.slots()
     areas = index.pairs_inside(full, index.rows.full), index.pairs_inside(partial, index.rows.partial)
@@ -30,9 +27,9 @@ def count_kept(index: BlockIndex) -> Tensor:
     return counts
 
 
-def looks_ahead(index: BlockIndex) -> bool:
+def looks_ahead(index: TileIndex) -> bool:
     """Return True if a query keeps a later key. Synchronizes with the device."""
-    inside = index.trimmed()
+    inside = trimmed(index)
     number, state = inside.entries()
     slot, col = inside.slot_and_col(number)
     ahead = inside.col_positions(col) - inside.row_positions(slot % max(inside.n_rows, 1))
@@ -42,22 +39,7 @@ def looks_ahead(index: BlockIndex) -> bool:
     return bool(((ahead > 0) | ((ahead == 0) & later[state])).any())
 
 
-@torch.inference_mode(False)
-def leading(index: BlockIndex) -> Tensor | None:
-    """Return how many keys each query keeps, int64 ``[n_queries]``, if the index has all or causal pairs, or None.
-
-    Synchronizes with the device.
-    """
-    rules = set(index.envelopes)
-    moved = len(index.rows.at) or len(index.cols.at)
-    if moved or rules not in ({Dense()}, {Causal()}) or index.kept_pairs != index.allowed_pairs:
-        return None
-    if rules == {Dense()}:
-        return torch.full((index.n_queries,), index.n_keys, device=index.device)
-    return (index.start + 1 + torch.arange(index.n_queries, device=index.device)).clamp(0, index.n_keys)
-
-
-def count_all_allowed(index: BlockIndex) -> tuple[int, int]:
+def count_all_allowed(index: TileIndex) -> tuple[int, int]:
     """Count the pairs and the tiles that the envelopes of an index allow, over the entries of ``group``."""
     counts = [count_allowed(envelope, index.grid, index.device) for envelope in index.envelopes]
     pairs, tiles = (sum(column) * index.group.shape[1] for column in zip(*counts, strict=True))

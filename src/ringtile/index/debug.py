@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from ringtile.index.lists import check_lists
+from ringtile.index.checks import check_lists
+from ringtile.index.tile_index import TileIndex
 from ringtile.index.tiles import BLOCKS, FULL, unpack_words
-
-if TYPE_CHECKING:
-    from ringtile.index.block_index import BlockIndex
 
 _DENSE_LIMIT = 1 << 28
 
 
-def to_dense(index: BlockIndex) -> Tensor:
+def to_dense(index: TileIndex) -> Tensor:
     """Return the kept pairs as bool ``[B or 1, H or 1, n_queries, n_keys]``.
 
     Raises ValueError above 2^28 elements.
@@ -40,7 +36,7 @@ def to_dense(index: BlockIndex) -> Tensor:
     return dense[:, skipped : skipped + index.n_queries, : index.n_keys][index.group.long()]
 
 
-def draw(index: BlockIndex, group: int = 0, width: int = 64) -> str:
+def draw(index: TileIndex, group: int = 0, width: int = 64) -> str:
     """Draw the tiles of one group as text, at most ``width`` columns wide: ``█`` full, ``▒`` mixed, ``·`` empty.
 
     Raises ValueError for a group or a width out of range.
@@ -80,7 +76,7 @@ def _draw_tiles(row: Tensor, col: Tensor, full: Tensor, n_rows: int, n_cols: int
     return "\n".join("".join("·▒█"[number] for number in line) for line in shade.view(high, wide).tolist())
 
 
-def validate(index: BlockIndex) -> None:
+def validate(index: TileIndex) -> None:
     """Check that all fields are consistent. Use it on an index that you did not get from `build_index`.
 
     Raises ValueError that names the first field out of range, out of order or in conflict with the others.
@@ -109,7 +105,7 @@ def validate(index: BlockIndex) -> None:
                 raise ValueError(f"{side}.{name}: does not follow from the row lists and bits")
 
 
-def describe(index: BlockIndex) -> str:
+def describe(index: TileIndex) -> str:
     """Return the ``repr`` of an index, which reads no tensor."""
     return (
         f"BlockIndex({index.n_queries} queries from {index.start} x {index.n_keys} keys, block {index.block}, groups "

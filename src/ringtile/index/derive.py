@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,18 +10,16 @@ from torch.nn.functional import pad
 
 from ringtile.index.lists import Entries
 from ringtile.index.restrict import check_keep, envelopes_of
+from ringtile.index.tile_index import AnIndex, TileIndex
 from ringtile.index.tiles import BLOCKS, EMPTY, FULL, chunks, collect, full_word, unpack_words
 from ringtile.patterns.base import Dense, TileGrid
-
-if TYPE_CHECKING:
-    from ringtile.index.block_index import BlockIndex
 
 _ROWS = 1 << 16
 """Token rows of tiles whose bits are cut at once."""
 
 
 @torch.inference_mode(False)
-def trimmed(index: BlockIndex) -> BlockIndex:
+def trimmed(index: AnIndex) -> AnIndex:
     """Return the same pairs without the bits outside the lengths, and without tiles that keep no pairs inside.
 
     >>> from ringtile.index import build_index
@@ -41,14 +38,14 @@ def trimmed(index: BlockIndex) -> BlockIndex:
     return _with(index, index.group, entries, bits)
 
 
-def _with(index: BlockIndex, group: Tensor, entries: Entries, bits: Tensor) -> BlockIndex:
+def _with(index: AnIndex, group: Tensor, entries: Entries, bits: Tensor) -> AnIndex:
     """Return the index of these entries, without the empty ones, with the tiles of an index at the same positions."""
     kept = entries.state != EMPTY
     entries, envelopes = Entries(entries.number[kept], entries.state[kept]), envelopes_of(index, group)
     return index.from_entries(group, entries, bits, index.grid, envelopes, index.rows.at, index.cols.at)
 
 
-def _cut_to_lengths(index: BlockIndex, entries: Entries, chosen: Tensor) -> tuple[Entries, Tensor]:
+def _cut_to_lengths(index: TileIndex, entries: Entries, chosen: Tensor) -> tuple[Entries, Tensor]:
     """Cut the bits of the chosen entries to the lengths. Return all entries and the tile table, with new tiles."""
     (number, state), bits = entries, index.table.bits
     state, (slot, col) = state.clone(), index.slot_and_col(number)
@@ -68,7 +65,7 @@ def _cut_to_lengths(index: BlockIndex, entries: Entries, chosen: Tensor) -> tupl
 
 
 @torch.inference_mode(False)
-def remapped(index: BlockIndex, rows: Tensor, cols: Tensor) -> BlockIndex:
+def remapped(index: AnIndex, rows: Tensor, cols: Tensor) -> AnIndex:
     """Return the index of some row tiles over a buffer of some column tiles, both in any order.
 
     ``rows`` and ``cols`` are distinct tile numbers, int64, counted from 0. The queries and keys of a call lie in
@@ -101,7 +98,7 @@ def remapped(index: BlockIndex, rows: Tensor, cols: Tensor) -> BlockIndex:
     lead, row_tail, col_tail = lead * keeps_lead, row_tail * keeps_row_tail, col_tail * keeps_col_tail
     grid = TileGrid(block, lead, len(rows) * block - lead - row_tail, len(cols) * block - col_tail)
 
-    index = index.trimmed()
+    index = trimmed(index)
     slot, col = index.slot_and_col(index.entries().number)
     row = slot % max(index.n_rows, 1)
     chosen = new_row[row] >= 0
@@ -134,7 +131,7 @@ def _new_numbers(name: str, tiles: Tensor, count: int) -> Tensor:
 
 
 @torch.inference_mode(False)
-def coarsen(index: BlockIndex, block: int = 128) -> BlockIndex:
+def coarsen(index: AnIndex, block: int = 128) -> AnIndex:
     """Return the same pairs in larger tiles. ``block`` must be a multiple of the current one.
 
     Raises ValueError for other blocks, and if tiles that become one do not follow each other in position space.
@@ -189,7 +186,7 @@ def _coarse_positions(name: str, at: Tensor, first: int, factor: int) -> Tensor:
 
 
 @torch.inference_mode(False)
-def restricted_rows(index: BlockIndex, keep: Tensor) -> BlockIndex:
+def restricted_rows(index: AnIndex, keep: Tensor) -> AnIndex:
     """Return the index of the tiles that each query also keeps, bool ``[B or 1, H or 1, n_queries, n_cols]``.
 
     A tile that only some of its queries keep has their bits, so its cost is that of the whole tile.
@@ -223,7 +220,7 @@ def restricted_rows(index: BlockIndex, keep: Tensor) -> BlockIndex:
     return _with(index, group, Entries(number, state), torch.cat((bits, more)))
 
 
-def _of_groups(index: BlockIndex, keep: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _of_groups(index: TileIndex, keep: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the mask of each group, the group of each batch element and head, and the base's group of each new one.
 
     The last is None if the groups are those of the base.
@@ -236,7 +233,7 @@ def _of_groups(index: BlockIndex, keep: Tensor) -> tuple[Tensor, Tensor, Tensor 
     return keep.expand(*shape, -1, -1).flatten(0, 1), group, base.long()
 
 
-def _kept(index: BlockIndex, keep: Tensor, base: Tensor | None) -> Entries:
+def _kept(index: TileIndex, keep: Tensor, base: Tensor | None) -> Entries:
     """Return the entries of a base that are kept, by a mask of tiles ``[groups, R * C]``."""
     number, state = index.entries()
     states = torch.full((index.n_groups * keep.shape[1],), EMPTY, dtype=torch.int32, device=index.device)
@@ -248,7 +245,7 @@ def _kept(index: BlockIndex, keep: Tensor, base: Tensor | None) -> Entries:
     return Entries(found, states.flatten()[found].long())
 
 
-def keys_of(index: BlockIndex, queries: Tensor) -> Tensor:
+def keys_of(index: TileIndex, queries: Tensor) -> Tensor:
     """Return the keys that some queries keep, bool ``[B or 1, H or 1, len(queries), n_keys]``.
 
     ``queries`` are numbers counted from 0, int64, in any order. Raises ValueError if one is out of range.

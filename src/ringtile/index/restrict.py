@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringtile.index.lists import TileLists, check_lists, extra_splits, most_splits, slot_of_entries, work_list
+from ringtile.index.checks import check_lists
+from ringtile.index.lists import TileLists, extra_splits, most_splits, slot_of_entries, work_list
 from ringtile.index.schedule import derived, remember
-
-if TYPE_CHECKING:
-    from ringtile.index.block_index import BlockIndex
-    from ringtile.patterns import Pattern
+from ringtile.index.tile_index import AnIndex, TileIndex
+from ringtile.patterns import Pattern
 
 KeptLists = tuple[list[Tensor], list[Tensor]]
 """The first five fields of the `TileLists` of rows and of columns."""
@@ -24,7 +23,7 @@ class ListCopier(Protocol):
     """Compiled code that copies the kept tiles of lists, as `_copied_lists` does with PyTorch's operations."""
 
     def __call__(
-        self, index: BlockIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
+        self, index: TileIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
     ) -> KeptLists | None:
         """Return the lists, or None for a call that the code does not support."""
 
@@ -35,7 +34,7 @@ is above this room. It makes the numbers that `_copied_lists` makes."""
 
 
 @torch.inference_mode(False)
-def restricted(index: BlockIndex, keep: Tensor, capacity: int | None = None) -> BlockIndex:
+def restricted(index: AnIndex, keep: Tensor, capacity: int | None = None) -> AnIndex:
     """Return the index of the tiles that ``keep`` also keeps, bool ``[B or 1, H or 1, n_rows, n_cols]``.
 
     Batch elements and heads of ``keep`` each have their own group, unless it has only one of both.
@@ -95,7 +94,7 @@ class _List(NamedTuple):
 
 
 def _copied_lists(
-    index: BlockIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
+    index: TileIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
 ) -> tuple[KeptLists, list[int]]:
     """Return the lists of kept tiles, in the groups of ``shape``, or of the base if it is None.
 
@@ -144,7 +143,7 @@ def too_many(capacity: int) -> str:
     return f"capacity: keep has more than {capacity} tiles of the index"
 
 
-def _lists_of(index: BlockIndex, shape: torch.Size | None) -> list[_List]:
+def _lists_of(index: TileIndex, shape: torch.Size | None) -> list[_List]:
     """Return the lists of a base, in its own groups if all share a mask, or in those of ``shape``."""
     n_rows, n_cols = index.n_rows, index.n_cols
     masks = 1 if shape is None or index.n_groups > 1 else shape.numel()
@@ -173,7 +172,7 @@ def _lists_of(index: BlockIndex, shape: torch.Size | None) -> list[_List]:
     return found
 
 
-def check_keep(index: BlockIndex, keep: Tensor, shape: tuple[int, int]) -> None:
+def check_keep(index: TileIndex, keep: Tensor, shape: tuple[int, int]) -> None:
     """Raise ValueError if a mask does not match the batch elements, the heads and ``shape``."""
     sizes = index.group.shape
     fits = keep.dim() == 4 and all(a == b or 1 in (a, b) for a, b in zip(keep.shape[:2], sizes, strict=True))
@@ -184,6 +183,6 @@ def check_keep(index: BlockIndex, keep: Tensor, shape: tuple[int, int]) -> None:
         )
 
 
-def envelopes_of(index: BlockIndex, group: Tensor) -> tuple[Pattern, ...]:
+def envelopes_of(index: TileIndex, group: Tensor) -> tuple[Pattern, ...]:
     """Return the envelopes of an index for the rows of another ``group``."""
     return index.envelopes * (len(group) // len(index.envelopes))

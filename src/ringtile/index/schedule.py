@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-if TYPE_CHECKING:
-    from ringtile.index.block_index import BlockIndex
+from ringtile.index.tile_index import TileIndex
 
 T = TypeVar("T")
 
@@ -63,12 +62,12 @@ def order_of(work: Tensor, n_groups: int, per_group: int) -> Order:
     return Order(ordered, begin, splits[:slots], per_group + extra, 2 * extra)
 
 
-def schedule_of(index: BlockIndex) -> Schedule:
+def schedule_of(index: TileIndex) -> Schedule:
     """Return the order in which a kernel computes the rows and the columns of an index."""
     return derived(index, _make_schedule)
 
 
-def _make_schedule(index: BlockIndex) -> Schedule:
+def _make_schedule(index: TileIndex) -> Schedule:
     sides = (index.rows, index.n_rows), (index.cols, index.n_cols)
     return Schedule(*(order_of(lists.work, index.n_groups, per_group) for lists, per_group in sides))
 
@@ -107,7 +106,7 @@ _table: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
 
-def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool = False) -> T:
+def derived(index: TileIndex, make: Callable[..., T], *args: Any, lengths: bool = False) -> T:
     """Return ``make(index, *args)``, made once for the tensors of an index, its grid of tiles and ``args``.
 
     Indices that share their tensors share the value, even if their lengths differ inside the first and last tiles. A
@@ -129,7 +128,7 @@ def derived(index: BlockIndex, make: Callable[..., T], *args: Any, lengths: bool
     return _stored(index, content, place, make(index, *args))
 
 
-def remember(index: BlockIndex, make: Callable[..., T], value: T) -> None:
+def remember(index: TileIndex, make: Callable[..., T], value: T) -> None:
     """Let `derived` return a value that is known without a call of ``make``."""
     address = _address(index, make, ())
     if address is not None:
@@ -137,7 +136,7 @@ def remember(index: BlockIndex, make: Callable[..., T], value: T) -> None:
 
 
 def _address(
-    index: BlockIndex, make: Callable[..., T], key: tuple[Any, ...]
+    index: TileIndex, make: Callable[..., T], key: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Hashable, ...]] | None:
     """Return the content of an index and the name of a value, or None if the values of an index are not kept."""
     tensors, grid = index.tensors(), index.grid
@@ -148,7 +147,7 @@ def _address(
     return content, (make, grid.block, grid.first_row, grid.n_rows, grid.n_cols, *key)
 
 
-def _stored(index: BlockIndex, content: tuple[Any, ...], place: tuple[Hashable, ...], value: T) -> T:
+def _stored(index: TileIndex, content: tuple[Any, ...], place: tuple[Hashable, ...], value: T) -> T:
     device, made = index.device, _Made(value)
     if is_capturing(device):
         return value

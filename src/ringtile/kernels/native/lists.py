@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ringtile.index import BlockIndex
+from ringtile.index.tile_index import TileIndex
 from ringtile.index.restrict import KeptLists, too_many
 from ringtile.kernels.contracts import check_memory
 from ringtile.kernels.native.library import library, reason_against
 
 
-def kept_lists(index: BlockIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None) -> KeptLists | None:
+def kept_lists(index: TileIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None) -> KeptLists | None:
     """Return what `ringtile.index.restrict` makes of PyTorch's operations, or None if the library does not serve it.
 
     Tiles behind the last one are zeros.

@@ -29,7 +29,7 @@ from ringtile.adaptive import (
     TopP,
     View,
 )
-from ringtile.index import BlockIndex, block_index, build_index
+from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Blocks, Causal, Dense, Documents, GlobalTokens, Pattern, Window, per_head
 
 TILE_SCORES = [Probe("first"), Recent(), Shuffled(3), Sum(Probe("first"), Recent())]
@@ -195,8 +195,8 @@ def test_a_step_reads_the_chosen_tiles_only(scores: Any) -> None:
 def test_a_choice_serves_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `Probe`, 3 of 40 steps choose and build an index, and the others do neither."""
     probed, built = [], []
-    restrict, call = block_index.restrict, Probe.__call__
-    monkeypatch.setattr(block_index, "restrict", lambda *a: built.append(1) or restrict(*a))
+    restricted, call = BlockIndex.restricted, Probe.__call__
+    monkeypatch.setattr(BlockIndex, "restricted", lambda *a: built.append(1) or restricted(*a))
     monkeypatch.setattr(Probe, "__call__", lambda *a, **k: probed.append(1) or call(*a, **k))
     x = inputs(5, tokens=120)
     cache = AdaptiveAttention(Probe("first"), block=BLOCK).new_cache(Causal())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ringtile.kernels.select import NAMES
+
 PACKAGE = Path(__file__).parents[1] / "src" / "ringtile"
 
 ROOMS_BELOW = {
@@ -28,7 +30,7 @@ ROOMS_BELOW["compat"] = _WINGS | {"tools"}
 ROOMS_BELOW |= {"cli": _WINGS | {"tools"}, "__main__": {"cli"}}
 """Each room and the rooms it may import; the face is `ringtile/__init__.py`."""
 
-BACKENDS = {"reference", "dense", "blockwise", "native", "triton", "flash", "fa4"}
+BACKENDS = set(NAMES)
 """What implements the contract in `kernels`; nothing else in the room but `select` may import one of them."""
 
 BANNED_FILES = {"utils", "helpers", "common", "core", "manager"}

@@ -765,6 +765,10 @@ def test_head_classes() -> None:
     assert heads.head_class(0) == heads.head_class(2) != heads.head_class(1)
     assert Blocks(torch.ones(2, 1, 1, dtype=torch.bool)).head_class(0) is not None
     assert Elements(checkerboard).head_class(0) != Elements(checkerboard).head_class(1)
+    # An index has the tiles of a class of heads once.
+    for pattern in map(parse, DEFINITIONS):
+        alike = torch.equal(kept_of(pattern, 40, head=0), kept_of(pattern, 40, head=1))
+        assert (pattern.head_class(0) == pattern.head_class(1)) == alike, pattern
 
 
 def test_envelope_is_the_causal_and_document_rules() -> None:

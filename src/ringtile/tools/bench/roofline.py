@@ -15,6 +15,7 @@ import torch
 
 from ringtile.index import BlockIndex
 from ringtile.kernels.native import backward_products, threads_of
+from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS
 from ringtile.kernels.native.library import reason_against
 from ringtile.kernels.native.precision import allows_less_than_float32, arithmetic_of
 from ringtile.patterns import Causal
@@ -68,7 +69,7 @@ def _native(case: Case, direction: str) -> list[Work]:
     isa, _, tile_products = arithmetic_of(case.dtype)
     by_tiles = tile_products > 0
     # Odd head dims have no pairs of numbers. Tiles pad them with zeros.
-    paired = by_tiles or (isa.name == "avx512_bf16" and case.dtype == torch.bfloat16 and case.head_dim % 2 == 0)
+    paired = by_tiles or (isa.name in BFLOAT16_SETS and case.dtype == torch.bfloat16 and case.head_dim % 2 == 0)
     if by_tiles:
         by_columns = by_rows  # queries are in the lanes there too
     products = backward_products(case.batch * case.key_heads, threads)

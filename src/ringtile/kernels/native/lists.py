@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ringtile.index.tile_index import TileIndex
 from ringtile.index.restrict import KeptLists, too_many
+from ringtile.index.tile_index import TileIndex
 from ringtile.kernels.contracts import check_memory
 from ringtile.kernels.native.library import library, reason_against
 

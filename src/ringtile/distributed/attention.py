@@ -35,21 +35,15 @@ from ringtile.functional.attention import (
     without_autocast,
 )
 from ringtile.index.build import check_counts
+from ringtile.kernels.contracts import RowOptions
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
 from ringtile.patterns.content import described
 
 
-class Options(Keywords, total=False):
+class Options(Keywords, RowOptions, total=False):
     """Options of `sparse_attention` that a group of ranks supports, for type checkers."""
-
-    key_lengths: Tensor | None
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    head_at: Tensor | None
-    batch_at: Tensor | None
 
 
 def ring_attention(

@@ -22,13 +22,11 @@ from ringtile.patterns.base import TileGrid
 
 Transport = Literal["exchange", "gather", "ring", "hierarchy", "ulysses"]
 TRANSPORTS: tuple[Transport, ...] = ("exchange", "gather", "ring", "hierarchy", "ulysses")
-RING_PATTERNS = (Causal, Dense)
-"""Patterns whose keys can pass around a ring."""
 
 
 def fits_ring(pattern: Pattern) -> bool:
     """Return True if the keys of a pattern can pass around a ring."""
-    return isinstance(pattern, RING_PATTERNS)
+    return isinstance(pattern, Causal | Dense)
 
 
 MAX_PIECES = 8

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.plan import RING_PATTERNS, TRANSPORTS, Demand, Transport, count_hot, count_sent, find_demand
+from ringtile.distributed.plan import TRANSPORTS, Demand, Transport, count_hot, count_sent, find_demand, fits_ring
 from ringtile.distributed.relays import count_levels
 from ringtile.index.covers import check_candidates
 from ringtile.patterns import Causal
@@ -288,7 +288,7 @@ def _hierarchy(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
 
 def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     layout, n_ranks, (token, wide) = work.layout, work.layout.n_ranks, _widths(work.sizes)
-    if not isinstance(work.pattern, RING_PATTERNS):
+    if not fits_ring(work.pattern):
         raise ValueError(f"transport 'ring': expected the pattern dense or causal, got {work.pattern!r}")
     # Ranks pass buffers of one size, that of the rank with the most tokens.
     longest, hops = max(layout.size(rank) for rank in range(n_ranks)), n_ranks - 1
@@ -406,7 +406,7 @@ def _of_heads(work: Work, plan: HeadPlan) -> tuple[Tensor, Tensor]:
         begin, end = plan.heads["q"][rank]
         lengths = work.listed.lengths
         groups = list(work.listed.groups(begin, end - begin))
-        if not isinstance(rule, RING_PATTERNS):
+        if not fits_ring(rule):
             check_candidates(rule, grid, max(int(lengths[group].sum()) for group, _ in groups))
         tiles = sum((copies * lengths[group] for group, copies in groups), torch.zeros_like(work.listed.row_tiles))
         found.append(torch.stack([tiles.sum(), (tiles * tokens).sum() * grid.block]))

@@ -11,10 +11,10 @@ from torch import Tensor
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.plan import (
     MAX_PIECES,
-    RING_PATTERNS,
     Demand,
     Transport,
     demand_of,
+    fits_ring,
     is_better_gathered,
     is_cut,
 )
@@ -158,7 +158,7 @@ class Work(NamedTuple):
     @property
     def automatic(self) -> Transport:
         """The transport that `ring_attention` takes by default."""
-        if isinstance(self.pattern, RING_PATTERNS) and self.layout.n_ranks > 1:
+        if fits_ring(self.pattern) and self.layout.n_ranks > 1:
             return "ring"
         return "gather" if is_better_gathered(self.demand.most_sent, self.layout) else "exchange"
 

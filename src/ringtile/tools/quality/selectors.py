@@ -54,7 +54,6 @@ DEFAULT = "default"
 ORACLE = "oracle"
 WINDOW = "window"
 RANDOM = "random"
-CONTROLS = (WINDOW, RANDOM)
 
 _BY_NAME: dict[str, Scores] = {
     DEFAULT: DEFAULT_SCORES,

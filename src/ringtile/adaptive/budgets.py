@@ -24,19 +24,6 @@ def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
     return (density * allowed - 1e-9).ceil().clamp(min=0).long()
 
 
-def counts_at(levels: Sequence[float], allowed: Tensor, forced: Tensor) -> Tensor:
-    """Return how many tiles of rows ``[..., C]`` each of some densities keeps, ``[..., levels]``."""
-    densities = torch.tensor(levels, dtype=torch.float64, device=allowed.device)
-    return counts_of(densities, allowed.sum(-1, keepdim=True)).maximum((allowed & forced).sum(-1, keepdim=True))
-
-
-def first_sums(x: Tensor, count: Tensor) -> Tensor:
-    """Return the sums of the first columns of ``x`` ``[..., C, D]``, so many as ``count`` ``[..., G]`` says."""
-    # Columns (5, 3, 1) have the sums (0, 5, 8, 9), and a count of 2 reads 8.
-    sums = torch.cat((torch.zeros_like(x[..., :1, :]), x.cumsum(-2)), -2)
-    return sums.gather(-2, count.unsqueeze(-1).expand(*count.shape, x.shape[-1]))
-
-
 class Budget(ABC):
     """Base class: ``budget.keep(scores, allowed, forced)`` chooses tiles for each row by itself."""
 
@@ -138,17 +125,32 @@ class TopP(Budget):
 
 @dataclass(frozen=True)
 class Threshold(Budget):
-    """Keep the tiles whose score is at least a number.
+    """Keep the tiles whose score is at least a number. No row and no head needs to be counted.
 
     Args:
-        least: Part of the row's score, from 0 to 1.
+        least: Part of the row's score, at least 0, or one per head. More than 1 keeps the forced tiles alone.
     """
 
-    least: float
+    least: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.least <= 1:
-            raise ValueError(f"least: expected a number from 0 to 1, got {self.least!r}")
+        if isinstance(self.least, Sequence | Tensor):
+            object.__setattr__(self, "least", tuple(float(x) for x in self.least))
+        if not self._each or not all(x >= 0 for x in self._each):
+            raise ValueError(f"least: expected numbers of at least 0, got {self.least!r}")
+
+    @property
+    def _each(self) -> tuple[float, ...]:
+        return self.least if isinstance(self.least, tuple) else (self.least,)
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-        return allowed & (forced | (scores >= self.least))
+        if isinstance(self.least, tuple) and len(self.least) != scores.shape[1]:
+            raise ValueError(
+                f"least: expected one number, or one for each of {scores.shape[1]} heads, got {self.least}"
+            )
+        return kept_above(torch.tensor(self._each, device=scores.device), scores, allowed, forced)
+
+
+def kept_above(least: Tensor, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+    """Return the tiles whose score is at least a number of their head, ``least`` ``[..., H or 1]``, or forced."""
+    return allowed & (forced | (scores >= least[..., None, None]))

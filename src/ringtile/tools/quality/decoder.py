@@ -62,18 +62,6 @@ class Decoder:
         """Facts that identify the weights, whatever their dtype and the name of their file."""
         return model_facts(self.model)
 
-    def output_weight(self, layer: int) -> Tensor | None:
-        """Return the output projection of a layer, float32 ``[E, H * Dv]``, or None if its name is not known."""
-        for module in self.model.modules():
-            if getattr(module, "layer_idx", None) == layer:
-                for name in ("o_proj", "out_proj", "dense", "wo", "c_proj"):
-                    found = getattr(module, name, None)
-                    if found is not None:
-                        weight: Tensor = found.weight.detach().float()
-                        # GPT-2 stores its projections transposed.
-                        return weight.T if type(found).__name__ == "Conv1D" else weight
-        return None
-
     @torch.no_grad()
     def losses(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the cross entropy of the tokens after some positions, float32 ``[positions]``."""

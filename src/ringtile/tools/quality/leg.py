@@ -30,10 +30,9 @@ from ringtile.adaptive import (
 from ringtile.adaptive.choice import DEFAULT_SCORES, forced_tiles
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index
-from ringtile.integrations.transformers import use_ringtile
+from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality.calibrate import calibrate
 from ringtile.tools.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
 from ringtile.tools.quality.claims import CLAIMS, verdict
 from ringtile.tools.quality.decoder import Decoder, open_decoder
@@ -72,7 +71,6 @@ class Variant:
     """``"density"`` is the same for all heads, ``"calibrated"`` differs by head, and ``"quality"`` holds a recall."""
     asked: float
     rule: Scores = DEFAULT_SCORES
-    compensate: bool = False
 
     @property
     def key(self) -> tuple[str, str, float]:
@@ -92,7 +90,6 @@ FULL = (
     *_variants("default", "calibrated", *CLAIMS),
     *_variants("default", "density", 0.25, 0.1),
     *_variants("default", "quality", 0.95),
-    *_variants("compensated", "calibrated", 0.25, 0.1, compensate=True),
     *_variants("causal-safe", "calibrated", 0.25, 0.1, rule=SAFE),
     *_variants("probe", "density", 0.25, rule=Probe()),
     *_variants("blend", "density", 0.25, rule=Blend()),
@@ -121,7 +118,7 @@ class Leg:
         decoder: Decoder,
         folder: Path,
         *,
-        block: int = 32,
+        block: int = 16,
         budgets: Path | None = None,
         seed: int = 0,
         progress: Progress | None = None,
@@ -136,7 +133,7 @@ class Leg:
     def attends(self, variant: Variant) -> list[AdaptiveAttention]:
         """Return the attention of each layer, with the choice of a variant."""
         if variant.budget == "calibrated":
-            return self.calibration(variant.rule).attention(variant.asked, compensate=variant.compensate)
+            return self.calibration(variant.rule).attention(variant.asked)
         # A controller keeps what it has seen, so each layer has its own.
         budgets = (
             Controller(variant.asked) if variant.budget == "quality" else Density(variant.asked)
@@ -147,20 +144,22 @@ class Leg:
     def calibration(self, scores: Scores) -> Calibration:
         """Return the calibration of some scores, from its file if there is one."""
         if scores not in self._calibrations:
-            # One forward pass serves all scores that need a calibration.
-            wanted = [each for each in (DEFAULT_SCORES, SAFE) if each not in self._calibrations]
-            files = {each: self._file(each) for each in wanted}
-            if all(file.exists() for file in files.values()):
-                found = [checked(Calibration.load(files[each]), self.decoder, each, self.block) for each in wanted]
+            file, decoder = self._file(scores), self.decoder
+            if file.exists():
+                found = checked(Calibration.load(file), decoder, scores, self.block)
             else:
-                decoder = self.decoder
                 # A text of yours judges, so it must not calibrate, too.
                 text = Texts(decoder.encode).calibration(self.seed, decoder.n_tokens, decoder.vocab_size)
-                found = calibrate(decoder, text, wanted, block=self.block, seed=self.seed, progress=self.progress)
-                for each, one in zip(wanted, found, strict=True):
-                    one.save(files[each])
-            self._calibrations |= zip(wanted, found, strict=True)
+                found = calibrate(
+                    decoder.model, text.ids, scores=scores, block=self.block, seed=self.seed, progress=self._show
+                )
+                found.save(file)
+            self._calibrations[scores] = found
         return self._calibrations[scores]
+
+    def _show(self, layer: int) -> None:
+        if self.progress is not None:
+            self.progress.show(f"calibrate layer {layer + 1} of {self.decoder.layers}")
 
     def _file(self, scores: Scores) -> Path:
         # Another model, block, seed or length is another file, so a folder serves several runs.
@@ -326,7 +325,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
     add("--text", type=Path, metavar="FILE", help="text to judge or calibrate by (default: texts of your Python)")
     add("--tokens", type=count, default=4096, metavar="N", help="length of its sequences (default: 4096)")
-    add("--block", type=int, default=32, choices=(16, 32, 64, 128), help="tile side in its attention (default: 32)")
+    add("--block", type=int, default=16, choices=(16, 32, 64, 128), help="tile side in its attention (default: 16)")
     add("--dtype", choices=DTYPES, help="dtype of weights and activations (default: the faster of bfloat16, float32)")
     add("--budgets", type=Path, metavar="FILE", help="a file of --calibrate (default: calibrate first)")
     add("--calibrate", metavar="MODEL", help="only write the budgets of this model's heads, and report them")

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ringtile.integrations.transformers.calibrate import far_repeat
 from ringtile.tools.hf.models import python_manual, read_text
 
 _JUDGED = ("typing", "tarfile", "inspect", "subprocess", "ast", "argparse", "zipfile", "configparser", "ssl", "mailbox")
@@ -25,8 +26,6 @@ KINDS = (("code", "prose"), ("markdown", "code"), ("prose", "code"), ("code", "m
 """The copied text and the text between the copies, by seed."""
 _SETTLED = 8
 """Tokens of the second copy before the model can know that it is one."""
-_GRAM = 16
-"""Equal tokens in a row that count as a repeat."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,31 +125,6 @@ class Texts:
             raise ValueError(f"--text: expected at least {size} tokens of {kind}, got {len(whole)}")
         offset = drawn.randrange(len(whole) - size + 1)
         return whole[offset : offset + size], offset
-
-
-def far_repeat(ids: Tensor) -> Tensor:
-    """Return which tokens of ``[N]`` repeat others whose last copy is at least a quarter of N before, bool ``[N]``.
-
-    All are False if fewer than one in 16 do: attention that copies would hardly be seen.
-
-    >>> ids = torch.arange(400) % 300
-    >>> far_repeat(ids).sum(), far_repeat(torch.arange(400)).sum()
-    (tensor(100), tensor(0))
-    """
-    n_tokens = len(ids)
-    repeated = torch.zeros(n_tokens, dtype=torch.bool)
-    if n_tokens < 2 * _GRAM:
-        return repeated
-    # Give equal runs of 16 tokens one number, then look at the place where that number came before.
-    grams = ids.unfold(0, _GRAM, 1)
-    _, kind = grams.unique(dim=0, return_inverse=True)
-    order = kind.argsort(stable=True)
-    # A run that never came before gets a place after all others, so its distance is negative.
-    before = torch.full_like(kind, n_tokens)
-    before[order[1:]] = torch.where(kind[order[1:]] == kind[order[:-1]], order[:-1], n_tokens)
-    for begin in (torch.arange(len(grams)) - before >= n_tokens // 4).nonzero().flatten().tolist():
-        repeated[begin : begin + _GRAM] = True
-    return repeated if repeated.sum() >= n_tokens // 16 else torch.zeros_like(repeated)
 
 
 def _words(kind: str) -> str:

@@ -46,7 +46,7 @@ from ringtile.patterns import (
     per_head,
     streaming,
 )
-from ringtile.patterns.philox import philox4x32
+from ringtile.patterns.random import philox4x32
 from ringtile.tools import plot
 
 Rule = Callable[[int, int], bool]

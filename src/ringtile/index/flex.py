@@ -21,6 +21,8 @@ from ringtile.index.build import real_tensors
 from ringtile.index.tiles import EMPTY, FULL
 from ringtile.patterns.base import Pattern, TileGrid
 from ringtile.patterns.blocks import MaskMod, one_by_one
+from ringtile.patterns.content import Content
+from ringtile.patterns.mask import OfMask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -98,36 +100,33 @@ def _mask_of(index: BlockIndex, table: Tensor) -> MaskMod:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class FlexPattern(Pattern):
+class FlexPattern(OfMask):
     """The pairs that compiled FlexAttention keeps. It equals only itself, because you cannot compare a ``mask_mod``."""
 
     mask_mod: MaskMod
-    states: Tensor
-    """int8 ``[B, H, rows, columns]``: `EMPTY`, `FULL` or partial."""
     sides: tuple[int, int]
-    """Number of queries and keys per block."""
-    lengths: tuple[int, int]
-    """Number of queries and keys."""
-    start: int
-    row: int | None = None
+    """Number of queries and keys per tile, counted from the first query."""
+    row: int = 0
+    name = "block mask"
+
+    def _states(self, like: Tensor) -> Tensor:
+        return self.states.tensor[0].to(like.device)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shape = (head + query + key).shape
-        batch = torch.full_like(head, self.row or 0)
-        batch, head, query, key = (part.expand(shape).flatten() for part in (batch, head, query - self.start, key))
-        list_head = head if self.num_heads is not None else torch.zeros_like(head)
-        state = self.states.to(query.device)[batch, list_head, query // self.sides[0], key // self.sides[1]]
-        marked = one_by_one(self.mask_mod, batch, head, query, key)
+        head, query, key = (part.expand(shape).flatten() for part in (head, query - self.lengths[2], key))
+        of_head = head if self.num_heads is not None else torch.zeros_like(head)
+        state = self._states(query)[of_head, query // self.sides[0], key // self.sides[1]]
+        marked = one_by_one(self.mask_mod, torch.full_like(head, self.row), head, query, key)
         return ((state == FULL) | ((state == _PARTIAL) & marked)).view(shape)
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        high, wide = self.sides
-        first = (row * grid.block - self.start).clamp(min=0)
-        last = ((row + 1) * grid.block - self.start).clamp(max=grid.n_queries) - 1
+        (high, wide), start = self.sides, self.lengths[2]
+        first = (row * grid.block - start).clamp(min=0)
+        last = ((row + 1) * grid.block - start).clamp(max=grid.n_queries) - 1
         top, bottom = first // high, last // high + 1
         left, right = col * grid.block // wide, (((col + 1) * grid.block).clamp(max=grid.n_keys) - 1) // wide + 1
-        of_row = self.states[self.row or 0].to(row.device)
-        state = of_row[head if len(of_row) > 1 else 0]
+        state = self._states(row)[0 if self.num_heads is None else head]
         count = []
         for value in (EMPTY, FULL):
             # Sums over all blocks above and to the left, so that a rectangle takes four look-ups.
@@ -140,23 +139,10 @@ class FlexPattern(Pattern):
     def head_class(self, head: int) -> Hashable:
         return None if self.num_heads is None else head
 
-    @property
-    def num_heads(self) -> int | None:
-        return self.states.shape[1] if self.states.shape[1] > 1 else None
-
-    @property
-    def batch_size(self) -> int | None:
-        return len(self.states) if self.row is None and len(self.states) > 1 else None
-
     def batch_row(self, batch: int) -> Pattern:
-        return self if self.batch_size is None else replace(self, row=batch)
-
-    def validate(self, grid: TileGrid) -> None:
-        if (grid.n_queries, grid.n_keys, grid.start) != (*self.lengths, self.start):
-            raise ValueError(
-                f"block mask of {self.lengths[0]} queries from position {self.start} and {self.lengths[1]} keys: "
-                f"got {grid.n_queries=}, {grid.start=}, {grid.n_keys=}"
-            )
+        if self.batch_size is None:
+            return self
+        return replace(self, states=Content(self.states.tensor[batch : batch + 1]), row=batch)
 
 
 # Cache of imported masks. Key: the mask, and within it the start. Bound: one pattern per mask and start. Owner: the
@@ -188,10 +174,8 @@ def from_block_mask(block_mask: BlockMask, *, start: int | None = None) -> Patte
     with _imported_lock:
         patterns = _imported.setdefault(block_mask, {})
         if start not in patterns:
-            states = _read_states(block_mask)
-            patterns[start] = FlexPattern(
-                block_mask.mask_mod, states, block_mask.BLOCK_SIZE, (n_queries, n_keys), start
-            )
+            states, lengths = Content(_read_states(block_mask)), (n_queries, n_keys, start)
+            patterns[start] = FlexPattern(states, lengths, block_mask.mask_mod, block_mask.BLOCK_SIZE)
         return patterns[start]
 
 

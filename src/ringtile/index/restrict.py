@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringtile.index.checks import check_lists
+from ringtile.index.debug import check_lists
 from ringtile.index.lists import TileLists, extra_splits, most_splits, slot_of_entries, work_list
 from ringtile.index.schedule import derived, remember
 from ringtile.index.tile_index import AnIndex, TileIndex

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, TileGrid
-from ringtile.patterns.bits import pack_words as pack_words
-from ringtile.patterns.bits import unpack_words as unpack_words
+from ringtile.patterns.mask import pack_words as pack_words
+from ringtile.patterns.mask import unpack_words as unpack_words
 
 BLOCKS = (16, 32, 64, 128)
 """Tile sides, in tokens."""

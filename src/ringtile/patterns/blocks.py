@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ringtile.patterns.base import Pattern
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
-from ringtile.patterns.classes import number_pairs
 from ringtile.patterns.content import Content
-from ringtile.patterns.grid import Cover, TileGrid, interval_cover
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention rule: batch row, head, query and key numbers to a bool."""
@@ -22,13 +21,10 @@ _MAX_PAIRS = 64
 """A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
 
 
-class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
-    """A pattern of whole blocks of ``unit`` by ``unit`` tokens."""
+class BlockPattern(Pattern, rule=("kept", "draws")):
+    """A pattern of whole blocks of ``block`` by ``block`` tokens."""
 
-    @property
-    def unit(self) -> int:
-        """Tokens per block."""
-        raise NotImplementedError
+    block: int
 
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         """Return which pairs of block numbers are kept: int64 tensors in, bool of the broadcast shape out."""
@@ -36,7 +32,7 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shape = torch.broadcast_tensors(head, query, key)[0].shape
-        parts = [head.to(query.device), query // self.unit, key // self.unit]
+        parts = [head.to(query.device), query // self.block, key // self.block]
         # 128 x 128 positions in blocks of 64 are only 2 x 2 pairs of blocks.
         distinct, inverse = zip(*(torch.unique(part, return_inverse=True) for part in parts), strict=True)
         heads, rows, cols = distinct
@@ -48,13 +44,13 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
         return table.flatten()[(which_head * len(rows) + which_row) * len(cols) + which_col]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        per_tile = max_met(grid.block, self.unit)
+        per_tile = max_met(grid.block, self.block)
         if per_tile**2 > _MAX_PAIRS:
             return super().tile_class(head, row, col, grid)
         number = torch.tensor(head, device=row.device)
-        (row_first, row_last), (col_first, col_last) = grid.units(row, self.unit), grid.units(col, self.unit)
+        (row_first, row_last), (col_first, col_last) = grid.units(row, self.block), grid.units(col, self.block)
         # The place in the tile at which the block changes (0 if it does not), then the kept pairs of blocks.
-        code = number_pairs(grid.phase(row, self.unit), grid.phase(col, self.unit))
+        code = number_pairs(grid.phase(row, self.block), grid.phase(col, self.block))
         some, every = torch.zeros_like(row, dtype=torch.bool), torch.ones_like(row, dtype=torch.bool)
         for down, right in product(range(per_tile), repeat=2):
             a, b = row_first + down, col_first + right
@@ -69,8 +65,8 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
 
     def _tiles(self, row: Tensor, col: Tensor, rows: Tensor, grid: TileGrid) -> Cover:
         """Return the tiles in the row tiles ``rows`` that the given blocks touch."""
-        (lo, hi), (first, end) = (grid.tiles_of(block, block + 1, self.unit) for block in (col, row))
-        tile = first + torch.arange(max_met(self.unit, grid.block), device=rows.device).unsqueeze(1)
+        (lo, hi), (first, end) = (grid.tiles_of(block, block + 1, self.block) for block in (col, row))
+        tile = first + torch.arange(max_met(self.block, grid.block), device=rows.device).unsqueeze(1)
         touched = tile < end
         if len(rows) and len(rows) > int(rows[-1] - rows[0]):
             touched &= (tile >= rows[0]) & (tile <= rows[-1])
@@ -135,10 +131,6 @@ class Blocks(BlockPattern):
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "block", checked_int("blocks", "block", block, 1, LARGEST_BLOCK))
         object.__setattr__(self, "given_columns", matrix is not None)
-
-    @property
-    def unit(self) -> int:
-        return self.block
 
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         n_rows, n_cols, heads = self.shape

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ringtile.patterns.base import Pattern
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int, checked_ints
-from ringtile.patterns.classes import periodic_classes
-from ringtile.patterns.grid import TileGrid, interval_cover
+from ringtile.patterns.grid import TileGrid, interval_cover, periodic_classes
 from ringtile.patterns.offsets import ANY, OffsetPattern, Term
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, full_shape
-from ringtile.patterns.classes import number_pairs, periodic_classes
-from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover
+from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover, number_pairs, periodic_classes
 
 ANY = FAR
 """A reach without a limit."""

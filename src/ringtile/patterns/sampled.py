@@ -60,10 +60,6 @@ class SampledBlocks(BlockPattern):
         block = f", block={self.block}" if self.block != 128 else ""
         self._set_text(f"{name}({self.keep}, {self.of}, {self.segment}{within}{block})")
 
-    @property
-    def unit(self) -> int:
-        return self.block
-
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         size, whole = self.segment // self.block, self.within // self.block
         number = row // size

@@ -192,9 +192,6 @@ class Shifted(Wrapper):
         query, key = query - self._origin, key - self._origin
         return self.inner.allowed(head, query, key) & (query >= 0) & (key >= 0)
 
-    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
-
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         # A row tile lies in two row tiles of the inner pattern, and their keys in the columns between shifted bounds.
         block, origin = grid.block, self._origin
@@ -214,9 +211,6 @@ class Shifted(Wrapper):
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.cover(head, rows, grid).size()
-
-    def head_class(self, head: int) -> Hashable:
-        return self.inner.head_class(head)
 
     @property
     def batch_size(self) -> int | None:

@@ -382,7 +382,7 @@ def test_collector_merges_while_it_collects() -> None:
     collector = TileCollector(16, torch.device("cpu"))
     distinct = torch.rand(700, 16, 16) < 0.5
     order = [torch.randint(0, 700, (1000,)) for _ in range(12)]
-    states = torch.cat([collector.add(distinct[numbers]) for numbers in order])
+    states = torch.cat([collector.add(pack_words(distinct[numbers])) for numbers in order])
     assert len(collector._bits) == 700
     bits, translate = collector.finish()
     assert torch.equal(unpack_words(bits[translate[states]], 16), distinct[torch.cat(order)])

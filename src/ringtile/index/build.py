@@ -96,10 +96,8 @@ def _build(
     rows: Tensor | None = None,
     own: TileGrid | None = None,
 ) -> BlockIndex:
-    """Build the index of all row tiles, or of ``rows``, whose own lengths are ``own``.
-
-    A rule that is defined for all positions fills whole tiles.
-    """
+    """Build the index of all row tiles, or of ``rows``, whose own lengths are ``own``."""
+    # A rule that is defined for all positions fills whole tiles.
     grid, own = (x.whole if pattern.unbounded else x for x in (lengths, own or lengths))
     pattern.validate(lengths)
     budget = Budget(max_bytes, lengths)

@@ -139,15 +139,13 @@ def number_pairs(first: Tensor, second: Tensor) -> Tensor:
 
 
 def periodic_classes(row: Tensor, col: Tensor, period: int, classes: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return classes of tiles whose bits do not change if row and column both move by ``period``.
-
-    If there are fewer distinct (row mod period, row - col) than tiles, it classifies each of them once.
-    """
+    """Return classes of tiles whose bits do not change if row and column both move by ``period``."""
     if row.numel() == 0:
         return row
     offset = row - col
     low, high = int(offset.min()), int(offset.max())
     count = high - low + 1
+    # If there are fewer distinct (row mod period, row - col) than tiles, classify each of them once.
     if period * count > row.numel():
         return classes(row, col)
     number = torch.arange(period * count, device=row.device)

@@ -22,10 +22,7 @@ _EMPTY, _FULL, _PARTIAL = 0, 1, 2
 
 
 def pack_words(mask: Tensor) -> Tensor:
-    """Pack bool ``[..., b]`` into int32 ``[..., ceil(b / 32)]``, bit ``i % 32`` of word ``i // 32``.
-
-    b is a multiple of 8.
-    """
+    """Pack bool ``[..., 8 * n]`` into int32 ``[..., ceil(n / 4)]``, bit ``i % 32`` of word ``i // 32``."""
     *shape, size = mask.shape
     # Eight bools read as one little-endian int64: the product gathers their low bits, in order, in the top byte.
     eights = mask.reshape(-1).view(torch.int64).view(*shape, size // 8)
@@ -181,10 +178,8 @@ _readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
-    """Return ``read(mask, *arguments)``, made once until the values of the mask change.
-
-    Inference tensors do not count their changes, so they are always read.
-    """
+    """Return ``read(mask, *arguments)``, made once until the values of the mask change."""
+    # Inference tensors do not count their changes.
     if mask.is_inference():
         return read(mask, *arguments)
     state = (read, mask._version, mask.data_ptr(), mask.shape, arguments, _fingerprint(mask))
@@ -204,11 +199,9 @@ _MULTIPLIERS = (
 
 
 def _fingerprint(mask: Tensor) -> int | None:
-    """Return a hash of the values, or None if `_version` has to tell.
-
-    Writes through numpy, another process or ``.data`` do not change the version. Memory that PyTorch did not allocate,
-    or has shared with numpy, is not resizable.
-    """
+    """Return a hash of the values, or None if `_version` has to tell."""
+    # Writes through numpy, another process or ``.data`` do not change the version. Memory that PyTorch did not
+    # allocate, or has shared with numpy, is not resizable.
     with torch.no_grad():
         for dim, stride in enumerate(mask.stride()):
             mask = mask if stride else mask[(slice(None),) * dim + (slice(1),)]

@@ -374,7 +374,7 @@ def test_tiles_are_shared_between_groups_and_strips(monkeypatch: pytest.MonkeyPa
 
 def test_tiles_that_share_a_digest_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, grid = Causal() & Elements(checkerboard), TileGrid(32, 0, 200, 200)
-    monkeypatch.setattr(tiles_module, "_multipliers", lambda count, device: torch.zeros(count, dtype=torch.int64))
+    monkeypatch.setattr(tiles_module, "odd_numbers", lambda count: torch.zeros(count, dtype=torch.int64))
     assert torch.equal(built(pattern, grid).to_dense()[0, 0], rule_everywhere(pattern, grid))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, TileGrid
+from ringtile.patterns.mask import odd_numbers
 from ringtile.patterns.mask import pack_words as pack_words
 from ringtile.patterns.mask import unpack_words as unpack_words
 
@@ -73,12 +74,6 @@ def derive_tables(bits: Tensor) -> TileTable:
     return TileTable(bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)))
 
 
-def _multipliers(count: int, device: torch.device) -> Tensor:
-    """Return odd random numbers, by which the words of a tile are summed to its digest."""
-    generator = torch.Generator("cpu").manual_seed(count)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu").mul_(2).add_(1).to(device)
-
-
 def first_of(inverse: Tensor, count: int) -> Tensor:
     """Return the first place of each of ``count`` numbers: those of 1 0 1 2 are 1, 0 and 3."""
     places = torch.arange(len(inverse), device=inverse.device)
@@ -106,7 +101,7 @@ class TileCollector:
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
         self._translate = torch.empty(0, dtype=torch.int64, device=device)
         self._pending: list[tuple[Tensor, Tensor]] = []
-        self._multipliers = _multipliers(block * self._bits.shape[2], device)
+        self._multipliers = odd_numbers(block * self._bits.shape[2]).to(device)
         self._given = 0
         self._next_merge = 1 << 12
         self._max_bytes = max_bytes

@@ -1,15 +1,14 @@
 """Immutable patterns of the pairs to keep, combined with ``&``, ``|`` and ``~``."""
 
 from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
-from ringtile.patterns.blocks import Blocks, Elements
-from ringtile.patterns.dilated import BlockDilated, Dilated, Segments
+from ringtile.patterns.blocks import Blocks, Elements, SampledBlocks
 from ringtile.patterns.documents import Documents
 from ringtile.patterns.grammar import parse
-from ringtile.patterns.local import Causal, GlobalTokens, Strided, Window
+from ringtile.patterns.local import Causal, GlobalTokens, Segments, Strided, Window
 from ringtile.patterns.mask import from_mask
+from ringtile.patterns.offsets import BlockDilated, Dilated
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
-from ringtile.patterns.sampled import SampledBlocks
 from ringtile.patterns.wrapped import per_head
 
 __all__ = [

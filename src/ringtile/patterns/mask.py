@@ -40,6 +40,12 @@ def unpack_words(words: Tensor, size: int) -> Tensor:
     return ((octets[..., None] & places) != 0).flatten(-2)[..., :size]
 
 
+def odd_numbers(*shape: int) -> Tensor:
+    """Return odd random numbers, by which words are summed to a hash."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(-(2**62), 2**62, shape, generator=generator, device="cpu").mul_(2).add_(1)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class OfMask(Pattern, rule=("allowed",)):
     """The pairs of a mask, which has its own numbers of queries, keys, heads and batch rows."""
@@ -190,12 +196,8 @@ def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
     return found
 
 
-_MULTIPLIERS = (
-    torch.randint(-(2**62), 2**62, (3, 4096), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    .mul_(2)
-    .add_(1)
-)
-"""Odd random numbers for three rounds of `_fingerprint`: enough for 4096**3 words."""
+_MULTIPLIERS = odd_numbers(3, 4096)
+"""For three rounds of `_fingerprint`: enough for 4096**3 words."""
 
 
 def _fingerprint(mask: Tensor) -> int | None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Composed, Dense, Pattern, Wrapper
-from ringtile.patterns.dilated import Segments
 from ringtile.patterns.grid import Cover, TileGrid, interval_cover
+from ringtile.patterns.local import Segments
 
 
 class _ByHead(Composed, rule=("allowed",)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -225,19 +226,13 @@ class SampledBlocks(BlockPattern):
     ``within`` tokens count. Raises ValueError if ``keep`` is not in ``[1, of]``, ``segment`` is no multiple of
     ``block`` or ``within`` is no multiple of ``segment``.
 
-    >>> print(SampledBlocks(1, 2, 4, block=2).draw(12))
-    ····██··██··
-    ····██··██··
-    ····██··██··
-    ····██··██··
-    ··██······██
-    ··██······██
-    ··██······██
-    ··██······██
-    ██··██······
-    ██··██······
-    ██··██······
-    ██··██······
+    >>> print(SampledBlocks(1, 2, 2, block=1).draw(6))
+    ··█·█·
+    ··█·█·
+    ·█···█
+    ·█···█
+    █·█···
+    █·█···
     """
 
     keep: int
@@ -305,8 +300,9 @@ class SampledBlocks(BlockPattern):
         n_blocks = -(-min(self.within or grid.n_keys, grid.n_keys) // self.block) + 1
         length = self.keep if self.keep < self.of else n_blocks
         runs = 2 * (n_blocks // self.of + 2) if self.keep < self.of else 2
-        tiles = min(runs * max_met(length * self.block, grid.block), 2 * grid.n_cols)
-        return len(rows) * max_met(grid.block, self.block) * tiles
+        # A run begins at a block: of 150 tokens in blocks of 50, at most 126 places into a tile of 128, so in 3 tiles.
+        tiles = (length * self.block - gcd(self.block, grid.block) - 1) // grid.block + 2
+        return len(rows) * max_met(grid.block, self.block) * runs * tiles
 
 
 @dataclass(frozen=True, repr=False)

@@ -83,12 +83,7 @@ class Band(NamedTuple):
 
 
 def band_of(pattern: Pattern) -> Band | None:
-    """Return the band of a pattern, or None if it is not a band.
-
-    >>> from ringtile.patterns import Causal, Window
-    >>> band_of(Causal() & Window(9))
-    Band(left=9, right=0)
-    """
+    """Return the band of a pattern, such as ``Band(9, 0)`` of ``Causal() & Window(9)``, or None if it is not one."""
     match pattern:
         case Dense():
             return Band(None, None)

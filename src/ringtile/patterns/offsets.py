@@ -197,15 +197,13 @@ class BlockDilated(OffsetPattern):
 
     Raises ValueError if a rate or the block is not positive, or the reach is negative.
 
-    >>> print(BlockDilated([2], 1, block=2).draw(8))
-    ██··██··
-    ██··██··
-    ··██··██
-    ··██··██
-    ██··██··
-    ██··██··
-    ··██··██
-    ··██··██
+    >>> print(BlockDilated([2], 1, block=2).draw(6))
+    ██··██
+    ██··██
+    ··██··
+    ··██··
+    ██··██
+    ██··██
     """
 
     rates: Sequence[int]

@@ -98,17 +98,7 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 
 @dataclass(frozen=True, repr=False)
 class InSegments(Wrapper):
-    """One branch of LongNet with a pattern inside. The pattern relates the kept tokens of a segment, counted from 0.
-
-    >>> from ringtile.patterns import Causal
-    >>> print(InSegments(4, 2, Causal()).draw(6))
-    █·····
-    ······
-    █·█···
-    ······
-    ····█·
-    ······
-    """
+    """One branch of LongNet with a pattern inside. The pattern relates the kept tokens of a segment, counted from 0."""
 
     length: int
     dilation: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,16 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Index(Protocol):
-    """A `ringtile.index.BlockIndex`, as the methods of a pattern that need one see it."""
-
-    @property
-    def density(self) -> float: ...
-    @property
-    def tile_density(self) -> float: ...
-
-
-index_builder: Callable[..., Index] | None = None
+index_builder: Callable[..., Any] | None = None
 """A hook that the room above fills: `ringtile.index.build` sets it to `build_index`. `Pattern.density`,
 `Pattern.tile_density` and `Pattern.plot` need an index, and indices are above patterns."""
 
@@ -219,7 +210,7 @@ class Pattern:
         >>> round((Causal() & Window(1024)).density(16384), 3)
         0.121
         """
-        return self._index(n_queries, n_keys, num_heads).density
+        return float(self._index(n_queries, n_keys, num_heads).density)
 
     def tile_density(self, n_queries: int, n_keys: int | None = None, *, num_heads: int | None = None) -> float:
         """Return the fraction of 128 x 128 tiles that attention computes. Run time follows this. See `density`.
@@ -228,7 +219,7 @@ class Pattern:
         >>> round((Causal() & Window(1024)).tile_density(16384), 3)
         0.135
         """
-        return self._index(n_queries, n_keys, num_heads).tile_density
+        return float(self._index(n_queries, n_keys, num_heads).tile_density)
 
     def plot(self, n_queries: int, n_keys: int | None = None, ax: Axes | None = None, *, head: int = 0) -> Axes:
         """Draw the kept pairs with matplotlib: queries down, keys across, at most 512 cells per side.
@@ -242,7 +233,7 @@ class Pattern:
         axes: Axes = plotter.plot_pattern(self._index(n_queries, n_keys, self.num_heads or head + 1), ax, head=head)
         return axes
 
-    def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> Index:
+    def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> Any:
         assert index_builder is not None, "ringtile.index fills it"
         heads = (self.num_heads or 1) if num_heads is None else num_heads
         return index_builder(self, n_queries, n_keys, num_heads=heads, batch=self.batch_size or 1)

@@ -50,14 +50,9 @@ def real_tensors() -> Iterator[None]:
 def _raggedness(row: Tensor, col: Tensor, grid: TileGrid) -> Tensor | None:
     """Return a number per tile, equal for tiles that the lengths cut in the same way, or None if they cut none."""
     end = grid.start + grid.n_queries
-    parts: list[Tensor] = []
-    if grid.start % grid.block:
-        parts.append(row == grid.first_row)
-    if end % grid.block:
-        parts.append(2 * (row == end // grid.block))
-    if grid.n_keys % grid.block:
-        parts.append(4 * (col == grid.n_cols - 1))
-    return sum(parts[1:], parts[0].long()) if parts else None
+    sides = (grid.start, row == grid.first_row), (end, row == end // grid.block), (grid.n_keys, col == grid.n_cols - 1)
+    parts = [cut.long() << bit for bit, (edge, cut) in enumerate(sides) if edge % grid.block]
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 def _tile_states(

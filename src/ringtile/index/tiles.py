@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,11 +46,9 @@ def popcount(words: Tensor) -> Tensor:
     return (words * 0x01010101) >> 24
 
 
-def chunks(tiles: Tensor, block: int) -> Iterator[Tensor]:
-    """Cut a tensor with one row per tile into chunks to unpack at once."""
-    step = max(1, _CHUNK_ELEMENTS // (block * block))
-    for first in range(0, len(tiles), step):
-        yield tiles[first : first + step]
+def chunks(tiles: Tensor, block: int) -> Sequence[Tensor]:
+    """Cut a tensor with one row per tile into chunks to unpack at once, at least one."""
+    return torch.split(tiles, max(1, _CHUNK_ELEMENTS // (block * block)))
 
 
 def evaluate_tiles(pattern: Pattern, head: Tensor, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
@@ -68,9 +66,7 @@ def evaluate_tiles(pattern: Pattern, head: Tensor, row: Tensor, col: Tensor, gri
 def derive_tables(bits: Tensor) -> TileTable:
     """Return the transposed words and the row and column sets of tiles ``[T, b, w]``."""
     block = bits.shape[1]
-    # A first empty part lets an empty table through.
-    parts = [bits[:0], *(pack_words(unpack_words(part, block).mT) for part in chunks(bits, block))]
-    transposed = torch.cat(parts)
+    transposed = torch.cat([pack_words(unpack_words(part, block).mT) for part in chunks(bits, block)])
     return TileTable(bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)))
 
 
@@ -145,7 +141,7 @@ class TileCollector:
 def collect(tiles: Iterable[Tensor], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the state of each tile and the distinct ones, from parts in words ``[K, b, w]``."""
     collector = TileCollector(block, device)
-    state = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *map(collector.add, tiles)])
+    state = torch.cat(list(map(collector.add, tiles)))
     bits, translate = collector.finish()
     state[state >= 0] = translate[state[state >= 0]]
     return state, bits

@@ -187,9 +187,7 @@ def _query_blocks(index: BlockIndex, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mask_of(index: BlockIndex, table: Tensor) -> MaskMod:
-    block, group = index.block, index.group
-    bits = index.table.bits
-    bits = bits if len(bits) else bits.new_zeros(1, *bits.shape[1:])
+    block, group, bits = index.block, index.group, _with_both(index.table.bits)
     shift = index.start - index.first_row * block
     last_query, last_key = index.n_queries - 1, index.n_keys - 1
 
@@ -198,9 +196,8 @@ def _mask_of(index: BlockIndex, table: Tensor) -> MaskMod:
         by_head = group[b] if group.shape[0] > 1 else group[0]
         of_group = by_head[h] if group.shape[1] > 1 else by_head[0]
         state = table[of_group, query // block, key // block]
-        word = bits[state.clamp(min=0), query % block, key % block // 32]
-        marked = (word >> (key % block % 32)) & 1 == 1
-        return (state == FULL) | ((state >= 0) & marked)
+        word = bits[state - EMPTY, query % block, key % block // 32]
+        return (word >> (key % block % 32)) & 1 == 1
 
     return mask_mod
 

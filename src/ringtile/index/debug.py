@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ringtile.index.lists import work_list
 from ringtile.index.tile_index import TileIndex
@@ -28,8 +29,8 @@ def to_dense(index: TileIndex) -> Tensor:
         raise ValueError(f"to_dense expects at most {_DENSE_LIMIT:,} elements, got {size:,}")
     number, state = index.entries()
     dense = torch.zeros(index.n_groups * rows * cols, block, block, dtype=torch.bool, device=index.device)
-    dense[number[state == FULL]] = True
-    dense[number[state >= 0]] = unpack_words(index.table.bits, block)[state[state >= 0]]
+    # FULL is -1, so a full tile reads the last row of this table.
+    dense[number] = unpack_words(pad(index.table.bits, (0, 0, 0, 0, 0, 1), value=-1), block)[state]
     dense = dense.view(index.n_groups, rows, cols, block, block).transpose(2, 3)
     dense = dense.reshape(index.n_groups, rows * block, cols * block)
     skipped = index.start - index.first_row * block

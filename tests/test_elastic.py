@@ -98,7 +98,7 @@ def test_dropout_changes_with_the_step_and_the_layer() -> None:
 
 
 WORDS = ["--context", "512", "--pattern", "window(64)", "--silence", "2"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ENVIRONMENT = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def torchrun(*words: str) -> list[str]:

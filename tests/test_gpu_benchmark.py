@@ -31,8 +31,7 @@ KNOWN = "an index with unused room"
 
 def ran(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "benchmarks/gpu.py", *words]
-    options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1", **environment}}
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 @pytest.fixture

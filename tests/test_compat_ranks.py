@@ -63,7 +63,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [2, 4])
 def test_example_3_of_the_guide_runs_under_torchrun(n_ranks: int, tmp_path: Path) -> None:
     block = (ROOT / "tests" / "guide" / "block_10.py").read_text(encoding="utf-8")
     assert block.count("backend='nccl'") == 1

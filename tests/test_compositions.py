@@ -24,7 +24,7 @@ from ringtile.patterns import GlobalTokens, Window
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_fsdp
 
-RANKS, N_TOKENS, STEPS = 4, 520, 6
+RANKS, N_TOKENS, STEPS = 4, 520, 3
 # One worker starts the processes that several tests read.
 pytestmark = pytest.mark.xdist_group("compositions")
 

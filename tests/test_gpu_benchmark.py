@@ -75,6 +75,10 @@ def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, m
     ours = [row for row in ours if row["peer"] == "ringtile"]
     assert len(ours) == 2 * 4 + 1
     assert all(row["median_ms"] and row["error"] <= row["error_bound"] and row["host_us"] for row in ours)
+    # As if it were one of a GPU.
+    lines = page_of({**found, "clock": "events"}, monkeypatch)
+    gate = len(cells["gate"])
+    assert f"{gate - 1} of {gate} cases of outputs and gradients are right against float64." in lines
     # Such a record is no measurement.
     with pytest.raises(ValueError, match=r"expected times by a GPU's events .*, got clock='mock'"):
         page_of(found, monkeypatch)
@@ -84,6 +88,7 @@ def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, m
         gpu.opened(tmp_path / "other.json", path)
 
 
+@pytest.mark.slow
 def test_the_interpreter_is_right_and_its_record_is_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
     done = ran("--smoke", "--out", path, TRITON_INTERPRET="1")

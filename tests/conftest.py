@@ -52,6 +52,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # tests start read the variable.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# Inductor's processes that compile for GPUs.
+os.environ["TORCH_WARM_POOL"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -740,7 +740,7 @@ def test_two_runs_give_the_same_bits(dtype: torch.dtype, options: dict[str, Any]
 def test_eight_threads_on_one_cache_give_the_bits_of_one() -> None:
     problems = [
         (make_inputs(1, 2, length, dtype=torch.float32), pattern)
-        for length in (150, 300, 520)
+        for length in (150, 300)
         for pattern in (TILED, Window(70), HOLES, Strided(40))
     ]
     alone = [attend(inputs, pattern) for inputs, pattern in problems]

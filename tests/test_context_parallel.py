@@ -195,17 +195,6 @@ def keep_documents_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Llama 4", "left", 4, "zigzag"),
         ("Llama 4", "packed", 2, "zigzag"),
         ("ModernBERT", "plain", 4, "zigzag"),
-        *(
-            pytest.param(*values, marks=pytest.mark.slow)
-            for values in (
-                ("Mistral", "right", 4, "zigzag"),
-                ("Mistral", "packed", 2, "contiguous"),
-                ("Gemma3", "left", 4, "zigzag"),
-                ("Gemma3", "right", 2, "contiguous"),
-                ("gpt-oss", "right", 2, "zigzag"),
-                ("ModernBERT", "left", 2, "contiguous"),
-            )
-        ),
     ],
 )
 def test_logits_and_gradients_are_those_of_one_process_in_float32(

@@ -752,6 +752,9 @@ def test_a_suite_runs_and_is_resumed(tmp_path, capsys):
     assert [row.problem for row in again.rows] == [row.problem for row in whole.rows]
     assert [row for row in again.rows if row in whole.rows] == rows[:-2]
     assert capsys.readouterr().out.count("of tiles") == 2
+    # A whole record stays as it is.
+    assert cli.main([*words, "--resume"]) == 0
+    assert Record.from_json(path.read_text()).rows == again.rows
 
 
 def test_what_was_measured_otherwise_is_not_resumed(fakes, tmp_path, capsys):

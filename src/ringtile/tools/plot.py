@@ -107,6 +107,16 @@ def missing_matplotlib() -> str | None:
     return None
 
 
+def check_out(path: Path | None) -> None:
+    """Raise ValueError if the option ``--out`` of a command names a picture that cannot be drawn."""
+    if path is None:
+        return
+    if path.suffix not in FORMATS:
+        raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(path)!r}")
+    if reason := missing_matplotlib():
+        raise ValueError(f"--out: {reason}")
+
+
 @contextmanager
 def picture(path: Path, width: float, height: float, *, dark: bool = False) -> Iterator[Figure]:
     """Yield a figure of `width` by `height` inches, and write it whole to `path` at the end of the block.
@@ -171,8 +181,10 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     # a kind have the same positions inside the lengths, and so the same counts.
     skipped = index.start - index.first_row * block
     query = torch.arange(rows * block).view(rows, block)
-    query_kinds, query_kind = _kinds((query >= skipped) & (query < skipped + index.n_queries))
-    key_kinds, key_kind = _kinds(torch.arange(columns * block).view(columns, block) < index.n_keys)
+    inside = (query >= skipped) & (query < skipped + index.n_queries)
+    query_kinds, query_kind = torch.unique(inside, dim=0, return_inverse=True)
+    inside = torch.arange(columns * block).view(columns, block) < index.n_keys
+    key_kinds, key_kind = torch.unique(inside, dim=0, return_inverse=True)
 
     kept, part = torch.zeros(high * wide), torch.arange(cuts)
     for i, queries in enumerate(query_kinds):
@@ -187,12 +199,6 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     pairs = tall.unsqueeze(1) * torch.bincount(torch.arange(index.n_keys) // side, minlength=wide)
     shares = (kept.view(high, wide) / pairs)[skipped // side :]
     return shares[: int((tall > 0).sum()), : -(-index.n_keys // side)].contiguous(), side
-
-
-def _kinds(inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct rows of a bool tensor ``[tiles, block]``, and the number of the row of each tile."""
-    kinds, kind = torch.unique(inside, dim=0, return_inverse=True)
-    return kinds, kind
 
 
 def _pooled(bits: Tensor, inside: Tensor, cuts: int) -> Tensor:
@@ -287,10 +293,7 @@ def grouped_bars(
     colors: Sequence[str],
     texts: Mapping[str, str],
 ) -> None:
-    """Draw one group of bars per label, with one bar per series.
-
-    ``texts`` are the formats of the numbers above the bars of each series. An empty format writes no numbers.
-    """
+    """Draw one group of bars per label, with a bar per series and its number by a format, unless that is empty."""
     # Groups are one unit apart, and 0.18 of it stays free between them.
     width = 0.82 / len(series)
     for number, ((name, heights), color) in enumerate(zip(series.items(), colors, strict=True)):

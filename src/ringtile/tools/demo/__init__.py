@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the acts. Return 0, 1 if a check failed, or 130 after Ctrl-C, which keeps the figures so far.
-
-    Raises:
-        ValueError: If an argument is out of range or a file cannot be used, before any work.
-    """
+    """Run the acts. Return 0, 1 if a check failed, or 130 after Ctrl-C, which keeps the figures so far."""
     acts = _acts(args)
     progress, began = Progress(quiet=args.json), time.monotonic()
     facts, found, warning, no_pictures = machine_facts(), versions(), busy_warning(), missing_matplotlib()

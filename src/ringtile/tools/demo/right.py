@@ -13,6 +13,7 @@ from torch import Tensor
 from ringtile.patterns import Causal, Dilated, Pattern, Window, bigbird, longformer
 from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Case, Ringtile
+from ringtile.tools.plot import BLUE, GREY, RED, grouped_bars, picture, plot_pattern
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import BOTH
 
@@ -23,10 +24,7 @@ RINGTILE, TORCH, PER_TILE = "ringtile", "torch SDPA with a bool mask", "softmax 
 
 
 def softmax_per_tile(query: Tensor, key: Tensor, value: Tensor, kept: Tensor, block: int) -> Tensor:
-    """Compute the attention of dilated-attention-pytorch: a softmax per tile, and the sum of their outputs.
-
-    The weights of a row that keeps tiles in m column blocks sum to m instead of 1.
-    """
+    """Compute the attention of dilated-attention-pytorch: a softmax per tile, and the sum of their outputs."""
     n_keys = key.shape[2]
     scores = (query @ key.mT / math.sqrt(query.shape[-1])).masked_fill(~kept, -math.inf)
     tiles = F.pad(scores, (0, -n_keys % block), value=-math.inf).unflatten(-1, (-1, block))
@@ -123,8 +121,6 @@ class Right:
 
     def draw(self, path: Path) -> None:
         """Draw the patterns, and the worst error of each method on a logarithmic scale."""
-        from ringtile.tools.plot import BLUE, GREY, RED, grouped_bars, picture, plot_pattern
-
         drawn = self.cases()[::2]
         with picture(path, 11, 6.6) as figure:
             grid = figure.add_gridspec(2, len(drawn), height_ratios=[1.0, 1.15])

@@ -21,9 +21,10 @@ from ringtile.index import build_index
 from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.transformer import SparseTransformer
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window
+from ringtile.tools.plot import BLUE, GREY, NOTE, ORANGE, picture
 from ringtile.tools.progress import Progress, threads_text
 from ringtile.tools.timing import seconds_of
-from ringtile.tools.units import duration_text
+from ringtile.tools.units import duration_text, first_line
 
 DEFAULT_PATTERN = Causal() & (Window(256) | GlobalTokens(64))
 DENSE_SHARE = 1 / 3
@@ -56,11 +57,7 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(path: Path | None) -> Corpus:
-    """Read the bytes of a file and hold out its last tenth. Default: Python's own library, every tenth file held out.
-
-    Raises:
-        ValueError: If there is no text to read.
-    """
+    """Read the bytes of a file and hold out its last tenth. Default: Python's library, every tenth file held out."""
     if path is not None:
         if not path.is_file():
             raise ValueError(f"--text: expected a file, got {str(path)!r}")
@@ -111,12 +108,10 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The number of steps so far."""
         return len(self.bits)
 
     @property
     def trained_seconds(self) -> float:
-        """The time of all steps so far."""
         return self.seconds[-1] if self.seconds else 0.0
 
     @property
@@ -176,17 +171,13 @@ def flex_attention_error() -> str | None:
             warnings.simplefilter("ignore")
             flex_attention(query, key, value).sum().backward()
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     return None
 
 
 @dataclass
 class Trains:
-    """Trains one model twice, with sparse and with dense attention.
-
-    Raises:
-        ValueError: If the text is too short or the heads of the pattern do not divide the width.
-    """
+    """Trains one model twice, with sparse and with dense attention."""
 
     seed: int = 0
     context: int = 16384
@@ -286,8 +277,6 @@ class Trains:
 
     def draw(self, path: Path) -> None:
         """Draw bits per byte against seconds and against steps."""
-        from ringtile.tools.plot import BLUE, GREY, NOTE, ORANGE, picture
-
         entropy = self.corpus.byte_entropy()
         with picture(path, 11, 4.4) as figure:
             by_time, by_steps = figure.subplots(1, 2, width_ratios=[1.5, 1], sharey=True)
@@ -306,12 +295,9 @@ class Trains:
                 axes.axhline(entropy, color=GREY, linestyle=":", linewidth=1.2)
                 axes.set(xlim=(0, None), xlabel=label)
                 axes.grid(True)
-            where: dict[str, Any] = {
-                "xycoords": by_time.get_yaxis_transform(),
-                "textcoords": "offset points",
-                "ha": "right",
-            }
-            by_time.annotate("byte counts alone", (0.995, entropy), (0, 3), **where, **NOTE)
+            where: dict[str, Any] = {"textcoords": "offset points", "ha": "right", **NOTE}
+            at_right = by_time.get_yaxis_transform()
+            by_time.annotate("byte counts alone", (0.995, entropy), (0, 3), xycoords=at_right, **where)
             by_time.legend(loc="best")
             title = f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out"
             by_time.set(ylabel="bits per byte of the text of each step", title=title)

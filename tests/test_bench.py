@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import os
-import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -407,6 +404,10 @@ def test_slower_rows_compares_ratios():
     assert slower_rows(made_record(made_row(reason="wrong: error 1")), before, 1.15) == [
         "window(9), N 64, float32, forward: was 2.00x dense, now left out: wrong: error 1"
     ]
+    for change in ({"n_tokens": 65}, {"heads": 2}, {"dtype": "float64"}, {"pattern": "window(8)"}):
+        other = made_record(*(replace(row, **change) for row in timed(64, 1.0, 2.0)))
+        with pytest.raises(ValueError, match="shares no timed row"):
+            slower_rows(other, made_record(*timed(64, 1.0, 2.0)), 1.15)
 
 
 def test_what_is_not_said_of_a_problem_is_the_whole():
@@ -414,30 +415,9 @@ def test_what_is_not_said_of_a_problem_is_the_whole():
         assert (made_row(**change).problem == made_row().problem) == bool(same)
 
 
-def test_records_that_share_nothing_cannot_be_compared():
-    before = made_record(*timed(64, 1.0, 2.0))
-    for change in ({"n_tokens": 65}, {"heads": 2}, {"dtype": "float64"}, {"pattern": "window(8)"}):
-        now = made_record(*timed(**{"n_tokens": 64, "ours": 1.0, "dense": 2.0} | change))
-        with pytest.raises(ValueError, match="shares no timed row"):
-            slower_rows(now, before, 1.15)
-
-
 def test_a_record_survives_its_json():
     record = replace(made_record(*timed(64, 1.0, 2.0), made_row(reason="no")), interrupted=True)
     assert Record.from_json(record.to_json()) == record
-
-
-def test_what_is_no_record_is_refused():
-    for text in (
-        "",
-        "[]",
-        "{}",
-        '{"format": 0, "rows": []}',
-        '{"format": 1, "rows": []}',
-        '{"format": 1, "rows": [1]}',
-    ):
-        with pytest.raises(ValueError, match="expected a JSON record of ringtile bench"):
-            Record.from_json(text)
 
 
 def test_files_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -675,31 +655,20 @@ def test_the_grid_meets_every_value_with_every_peer():
         assert any(not peer.unsupported(cell.case) for cell in cells if cell.case.n_tokens >= 4096), peer.name
 
 
-def test_the_acceptance_has_the_rows_that_are_asked_for():
-    cells = suite("acceptance")
+def test_the_acceptance_has_the_tiles_that_it_says():
+    # Its rows are those that scripts/acceptance.py compares, see tests/test_site.py.
+    def some(**facts: object) -> list[Case]:
+        cases = [cell.case for cell in suite("acceptance")]
+        return [case for case in cases if all(getattr(case, name) == fact for name, fact in facts.items())]
 
-    def some(**facts: object) -> list[Task]:
-        return [cell for cell in cells if all(getattr(cell.case, name) == fact for name, fact in facts.items())]
-
-    for head_dim in (64, 80, 96, 128):
-        assert some(asked="dense", n_tokens=4096, head_dim=head_dim, dtype=torch.float32)[0].directions == DIRECTIONS
-    assert {cell.case.head_dim for cell in some(asked="dense", dtype=torch.bfloat16)} == {64, 128}
-    for facts in ({"n_tokens": 4097}, {"heads": 8, "kv_heads": 2}, {"n_queries": 1, "n_tokens": 32768}):
-        assert some(**facts)
     (half,) = some(asked="dilated([2], 4096)")
-    assert (half.case.index.tile_density, len(half.case.index.rows.full)) == (1, 0)
-    tiles = [cell.case.index.tile_density for cell in some(n_tokens=16384, dtype=torch.float32)]
+    assert (half.index.tile_density, len(half.index.rows.full)) == (1, 0)
+    tiles = [case.index.tile_density for case in some(n_tokens=16384, dtype=torch.float32)]
     assert tiles[::2] == pytest.approx([0.1, 0.05, 0.02], rel=0.25)
     assert tiles[1::2] == pytest.approx([0.1, 0.05, 0.02], rel=0.2)
-    assert {cell.case.dtype for cell in cells if "flex" in [peer.name for peer in cell.peers]} == {
-        torch.float32,
-        torch.bfloat16,
-    }
-    sparse = [cell.case for cell in some(n_tokens=4096, heads=8) if cell.case.asked.startswith("window(1) at")]
+    sparse = [case for case in some(n_tokens=4096, heads=8) if case.asked.startswith("window(1) at")]
     assert [case.index.density for case in sparse] == pytest.approx([0.1, 0.05, 0.02], rel=0.02)
     assert [case.block for case in sparse] == [128, 128, 64]
-    assert {cell.case.threads for cell in some(n_tokens=131072, heads=2)} == {None, 1}
-    assert {cell.case.n_tokens for cell in some(asked="window(512) | global_tokens(64)", heads=8)} == {131072, 262144}
 
 
 def test_random_tiles_keep_the_share_they_are_asked_for():
@@ -778,7 +747,8 @@ def test_a_foreign_record_is_refused_by_name(fakes, monkeypatch, tmp_path, capsy
     monkeypatch.setattr(bench, "run_bench", raising(AssertionError("measured")))
     path = tmp_path / "r.json"
     words = ("--json", str(path), "--resume") if option == "--resume" else ("--against", str(path))
-    for content in (b"\x80\x04\x95 no text", b"", b"[1, 2]", b'{"format": 1, "rows": [3]}', b"{"):
+    formats = (b'{"format": 0, "rows": []}', b'{"format": 1, "rows": []}', b'{"format": 1, "rows": [3]}')
+    for content in (b"\x80\x04\x95 no text", b"", b"[1, 2]", b"{}", b"{", *formats):
         path.write_bytes(content)
         assert run("window(5)", "--tokens", "26", *words) == 2
         said = capsys.readouterr().err
@@ -926,18 +896,6 @@ def test_an_interrupt_between_directions_keeps_the_first():
     assert reported == [list(record.rows)]
 
 
-def test_progress_shows_on_a_terminal_only(fakes, monkeypatch, capsys):
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert run("window(5)", "--tokens", "26", "50", "--direction", "forward") == 0
-    shown = terminal.getvalue()
-    first, second = (line for line in shown.split("\r\x1b[K") if "N " in line)
-    assert first == "1/2 window(5), N 26  1.0 s left"
-    assert re.fullmatch(r"2/2 window\(5\), N 50  \S+ s left", second)
-    assert shown.endswith("\r\x1b[K")
-
-
 def test_bad_arguments_end_before_anything_is_measured(fakes, monkeypatch, capsys):
     monkeypatch.setattr(bench, "run_bench", raising(AssertionError("measured")))
     for words, message in (
@@ -951,13 +909,3 @@ def test_bad_arguments_end_before_anything_is_measured(fakes, monkeypatch, capsy
     ):
         assert run(*words) == 2
         assert message in capsys.readouterr().err
-
-
-def test_unknown_names_and_sizes_that_are_not_positive_are_usage(fakes, capsys):
-    wrong = [(words, "invalid choice") for words in (("--peers", "nobody"), ("--dtype", "int8"), ("--direction", "up"))]
-    for option in ("--tokens", "--batch", "--heads", "--head-dim"):
-        wrong.append(((option, "0"), f"argument {option}: expected a whole number from 1 to"))
-    for words, said in wrong:
-        with pytest.raises(SystemExit):
-            run(*words)
-        assert said in capsys.readouterr().err

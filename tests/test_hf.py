@@ -48,7 +48,7 @@ def record_of(words: list[str], capsys: pytest.CaptureFixture[str], status: int 
     return found
 
 
-def test_a_model_is_checked_and_measured(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_checked_and_measured(config, capsys):
     words = ["--random-weights", str(config), *SHORT, "--pattern", "window(9) | global_tokens(2)"]
     record = record_of(words, capsys)
     sdpa, ours, sparse = record["entrants"]
@@ -72,9 +72,7 @@ def test_a_model_is_checked_and_measured(config: Path, capsys: pytest.CaptureFix
     assert record["versions"]["transformers"] == transformers.__version__
 
 
-def test_the_report_has_a_line_per_result(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_has_a_line_per_result(config, capsys, monkeypatch):
     monkeypatch.undo()
     words = ["--random-weights", str(config), *SHORT, "--pattern", "window(30)", "--out", str(config / "speed.png")]
     assert cli.main(["hf", *words]) == 0
@@ -90,7 +88,7 @@ def test_the_report_has_a_line_per_result(
     assert len(re.findall(r"^  ringtile +\S+ \w+ +\[.+\] +\S+x +\S+ \w?i?B$", out, re.M)) == 2
 
 
-def test_the_loss_is_that_of_the_model(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_loss_is_that_of_the_model(config, capsys, tmp_path):
     text = tmp_path / "text"
     text.write_text("The quick brown fox. " * 10)
     words = ["--random-weights", str(config), *SHORT, "--text", str(text), "--passes", "prefill"]
@@ -102,9 +100,7 @@ def test_the_loss_is_that_of_the_model(config: Path, capsys: pytest.CaptureFixtu
     assert [entrant["loss"] for entrant in record["entrants"]] == pytest.approx([expected] * 2, abs=1e-5)
 
 
-def test_a_folder_and_a_gguf_file_are_loaded(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_and_a_gguf_file_are_loaded(config, capsys, monkeypatch):
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(config))
     model.save_pretrained(config / "saved")
     words = [*SHORT, "--passes", "prefill", "--text", __file__]
@@ -161,9 +157,9 @@ def without_gradient(pattern: Any, module: Any, query: Any, key: Any, value: Any
     ids=["mask", "one too wide", "pattern", "gradients"],
 )
 def test_a_wrong_adapter_fails_the_check_and_is_not_timed(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wrong: Any, words: list[str],
-    what: str,
-) -> None:  # fmt: skip
+    config, capsys, monkeypatch, wrong, words,
+    what
+):  # fmt: skip
     monkeypatch.setattr(registry, "attend_layer", wrong)
     argv = ["hf", "--random-weights", str(config), *SHORT, *words]
     assert cli.main(argv) == 1
@@ -175,13 +171,13 @@ def test_a_wrong_adapter_fails_the_check_and_is_not_timed(
     assert cli.main([*argv, "--passes", "prefill"]) == (0 if wrong is without_gradient else 1)
 
 
-def test_another_dtype_is_checked_in_float32_first(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_dtype_is_checked_in_float32_first(config, capsys):
     assert cli.main(["hf", "--random-weights", str(config), *SHORT, "--dtype", "bfloat16"]) == 0
     lines = re.findall(r"^ringtile: (\w+) of .*, (\w+)$", capsys.readouterr().out, re.M)
     assert lines == [(what, name) for name in ("float32", "bfloat16") for what in ("logits", "gradients")]
 
 
-def test_eager_attention_keeps_the_pairs_of_a_pattern(config: Path) -> None:
+def test_eager_attention_keeps_the_pairs_of_a_pattern(config):
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(config)).eval()
     model.set_attn_implementation("eager")
     ids = torch.randint(97, (1, 60))
@@ -213,9 +209,7 @@ def test_eager_attention_keeps_the_pairs_of_a_pattern(config: Path) -> None:
         (["--random-weights", "CONFIG", "--tokens", "60", "--pattern", "~window(9)"], "--pattern: expected a key for"),
     ],
 )
-def test_bad_input_is_one_line(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], complaint: str
-) -> None:
+def test_bad_input_is_one_line(config, tmp_path, capsys, words, complaint):
     (tmp_path / "empty").mkdir()
     (tmp_path / "short").write_text("abcde")
     names = {"CONFIG": config, "EMPTY": tmp_path / "empty", "SHORT": tmp_path / "short"}
@@ -225,7 +219,7 @@ def test_bad_input_is_one_line(
     assert err.startswith(f"ringtile: error: {complaint}")
 
 
-def test_a_name_is_asked_for_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_asked_for_once(capsys, monkeypatch):
     asked, loads = [], []
 
     def out_of_reach(self: Any, name: str, timeout: float) -> None:
@@ -249,7 +243,7 @@ def test_a_name_is_asked_for_once(capsys: pytest.CaptureFixture[str], monkeypatc
     assert loads == [True]
 
 
-def test_a_model_without_attention_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_attention_is_one_line(tmp_path, capsys):
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", **sizes}))
     assert cli.main(["hf", "--random-weights", str(tmp_path), "--tokens", "9"]) == 2
@@ -257,9 +251,7 @@ def test_a_model_without_attention_is_one_line(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == f"ringtile: error: {complaint}\n"
 
 
-def test_transformers_is_named_if_it_is_missing_and_only_asked_for_when_it_is_needed(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_is_named_if_it_is_missing_and_only_asked_for_when_it_is_needed(config, capsys, monkeypatch):
     for name in [*sys.modules]:
         if name.startswith(("ringtile.tools.hf", "ringtile.integrations.transformers")):
             monkeypatch.delitem(sys.modules, name)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -410,11 +411,6 @@ def test_slower_rows_compares_ratios():
             slower_rows(other, made_record(*timed(64, 1.0, 2.0)), 1.15)
 
 
-def test_what_is_not_said_of_a_problem_is_the_whole():
-    for change, same in (({"kv_heads": 1}, 1), ({"n_queries": 64}, 1), ({"threads": 1}, 0), ({"n_queries": 1}, 0)):
-        assert (made_row(**change).problem == made_row().problem) == bool(same)
-
-
 def test_a_record_survives_its_json():
     record = replace(made_record(*timed(64, 1.0, 2.0), made_row(reason="no")), interrupted=True)
     assert Record.from_json(record.to_json()) == record
@@ -638,12 +634,9 @@ def test_a_case_runs_with_its_own_threads():
 
 def test_the_grid_meets_every_value_with_every_peer():
     cells = suite("grid")
-    assert {cell.directions for cell in cells} == {DIRECTIONS, (FORWARD,)}
-    assert all([peer.name for peer in cell.peers] == ["ringtile", *PEERS] for cell in cells)
     assert set(PEERS) == {peer.name for peer in all_peers()} - {"ringtile"}
-    assert {cell.case.n_tokens for cell in cells} >= {26, 64, 4096, 16384, 65536, 131072}
     sizes = {(cell.case.head_dim, cell.case.dtype) for cell in cells}
-    assert sizes == {(head_dim, dtype) for head_dim in (64, 80, 96, 128) for dtype in (torch.float32, torch.bfloat16)}
+    assert sizes == set(product((64, 80, 96, 128), (torch.float32, torch.bfloat16)))
     for n_tokens in (1024, 4096):
         slices = [cell.case for cell in cells if cell.case.n_tokens == n_tokens and "causal" not in cell.case.asked]
         found = [case.index.density for case in slices if case.head_dim == 64 and case.dtype == torch.float32]
@@ -671,20 +664,14 @@ def test_the_acceptance_has_the_tiles_that_it_says():
     assert [case.block for case in sparse] == [128, 128, 64]
 
 
-def test_random_tiles_keep_the_share_they_are_asked_for():
-    for density, kept in ((0.5, 68), (0.1, 16), (0.25, 34), (1.0, 136)):
-        tiles = random_tiles(16, density, seed=3)
-        assert int(tiles.sum()) == kept
-        assert tiles.diagonal().all()
-        assert not tiles.triu(1).any()
-        assert torch.equal(tiles, random_tiles(16, density, seed=3))
-
-
 def test_the_claims_are_measured_at_their_tile_densities():
     tasks = suite("density")
     assert [task.case.index.tile_density for task in tasks] == pytest.approx(list(CLAIMED), rel=0.005)
     assert {(task.case.n_tokens, task.case.heads, task.directions) for task in tasks} == {(16384, 4, DIRECTIONS)}
     assert all(task.case.dense_pattern == Causal() for task in tasks)
+    assert torch.equal(random_tiles(16, 0.1, seed=3), random_tiles(16, 0.1, seed=3))
+    # The diagonal is more than a twentieth of 4 x 4 tiles.
+    assert torch.equal(random_tiles(4, 0.05), torch.eye(4, dtype=torch.bool))
 
 
 def test_the_default_suite_is_what_the_command_measures_without_arguments():
@@ -697,6 +684,8 @@ def test_the_default_suite_is_what_the_command_measures_without_arguments():
 
 
 def test_the_cells_of_a_suite_are_told_apart():
+    for change, same in (({"kv_heads": 1}, 1), ({"n_queries": 64}, 1), ({"threads": 1}, 0), ({"n_queries": 1}, 0)):
+        assert (made_row(**change).problem == made_row().problem) == bool(same)
     for name in SUITES:
         blanks = [bench.blank_row(task.case, FORWARD, "ringtile") for task in suite(name)]
         assert len({blank.problem for blank in blanks}) == len(blanks), name

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,23 +22,16 @@ from ringtile.kernels.native.library import reason_against
 from ringtile.tools import doctor
 
 
-class StandIn:
-    """A room whose verb takes ``--size`` and ends as told."""
-
-    def __init__(self, ending: Callable[[argparse.Namespace], int]) -> None:
-        self.ending = ending
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--size", type=int, default=3)
-
-    def run(self, args: argparse.Namespace) -> int:
-        return self.ending(args)
-
-
 @pytest.fixture
 def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
-    """Make every verb end as the given function does."""
-    return lambda end: monkeypatch.setattr(cli, "import_module", lambda name: StandIn(end))
+    """Make every verb take ``--size`` and end as the given function does."""
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--size", type=int, default=3)
+
+    return lambda end: monkeypatch.setattr(
+        cli, "import_module", lambda name: SimpleNamespace(add_arguments=add_arguments, run=end)
+    )
 
 
 def raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
@@ -54,20 +48,16 @@ def test_arguments_reach_the_verb_and_its_status_is_that_of_the_command(ending: 
     assert cli.main(["bench", "--size", "0"]) == 0
 
 
-def test_bad_input_is_one_line_and_status_2(ending: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    for error in (ValueError("window expects left >= 0, got left=-1"), FileNotFoundError(2, "No such file", "x.txt")):
+def test_each_end_has_its_status(ending: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    for error, status, said in (
+        (ValueError("window expects left >= 0, got left=-1"), 2, "error: window expects left >= 0, got left=-1"),
+        (FileNotFoundError(2, "No such file", "x.txt"), 2, "error: [Errno 2] No such file: 'x.txt'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ):
         ending(raising(error))
-        assert cli.main(["show"]) == 2
-        assert capsys.readouterr() == ("", f"ringtile: error: {error}\n")
-
-
-def test_an_interrupt_is_130(ending: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    ending(raising(KeyboardInterrupt()))
-    assert cli.main(["demo"]) == 130
-    assert capsys.readouterr().err == "ringtile: interrupted\n"
-
-
-def test_a_mistake_of_ours_keeps_its_traceback(ending: Callable[..., None]) -> None:
+        assert cli.main(["show"]) == status
+        assert capsys.readouterr() == ("", f"ringtile: {said}\n")
+    # A mistake of ours keeps its traceback.
     ending(raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["demo"])

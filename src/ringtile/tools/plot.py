@@ -26,39 +26,28 @@ _INK = "#22272e"
 NOTE: Any = {"fontsize": 8, "color": "#4a5059"}
 """Small text beside a curve or below a picture."""
 
-_STYLE: Any = {
-    "font.size": 10,
-    "font.family": "DejaVu Sans",
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": "#b8bdc4",
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": False,
-    "grid.color": "#e6e8eb",
-    "text.color": _INK,
-    "xtick.color": "#4a5059",
-    "ytick.color": "#4a5059",
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "savefig.dpi": 150,
-}
 
-_DARK_STYLE: Any = _STYLE | {
-    "figure.facecolor": "#1b1e24",
-    "axes.facecolor": "#1b1e24",
-    "axes.edgecolor": "#5b626c",
-    "axes.labelcolor": "#d5d9df",
-    "grid.color": "#333942",
-    "text.color": "#d5d9df",
-    "xtick.color": "#aab1bb",
-    "ytick.color": "#aab1bb",
-}
+def _style(background: str, edge: str, ink: str, grid: str, ticks: str) -> dict[Any, Any]:
+    """Return matplotlib's settings in these colors."""
+    colors = {"axes.edgecolor": edge, "axes.labelcolor": ink, "text.color": ink, "grid.color": grid}
+    return {
+        **colors,
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), background),
+        **dict.fromkeys(("xtick.color", "ytick.color"), ticks),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.grid", "legend.frameon"), False),
+        "axes.axisbelow": True,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "font.size": 10,
+        "font.family": "DejaVu Sans",
+        "lines.linewidth": 1.8,
+        "savefig.dpi": 150,
+    }
+
+
+_STYLE = _style("white", "#b8bdc4", _INK, "#e6e8eb", "#4a5059")
+_DARK_STYLE = _style("#1b1e24", "#5b626c", "#d5d9df", "#333942", "#aab1bb")
 
 _PATTERN_COLORS = ("#f3f4f6", "#cfe0f0", "#7fb0d8", "#2f73ad", "#123f6d")
 _CHUNK_TILES = 64

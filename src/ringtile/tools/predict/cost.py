@@ -1,9 +1,8 @@
 """Bytes, work and memory of each rank, and a model of the time: pure functions on the host, without communication.
 
 Bytes, messages and peers are exact. Work and memory come from the covers of the pattern, like plans. Times are a model:
-the slowest rank's copies, then its exchange beside the rows that do not wait for it, then its other rows. Nothing runs
-beside an exchange of heads. A message costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its
-processors.
+the slowest rank's copies, then its exchange beside the rows that do not wait for it, then its other rows. A message
+costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its processors.
 """
 
 from __future__ import annotations
@@ -81,20 +80,7 @@ def estimate(work: Work, transport: Transport, hardware: Hardware, per_row: int 
     """Return the cost of one transport. A hierarchy has the nodes of the hardware.
 
     With ``per_row``, the transport "ulysses" has a mesh: its rows of so many ranks lie inside a node and exchange
-    heads, and keys travel between rows.
-
-    Raises ValueError if the transport does not support the pattern or the number of ranks, ranks cannot share the
-    heads, or ranks cannot build their indices.
-
-    >>> from ringtile.distributed.layout import Layout
-    >>> from ringtile.patterns import Causal, Window
-    >>> from ringtile.tools.predict.hardware import HARDWARE
-    >>> work = survey(Causal() & Window(4096), Layout.contiguous(1 << 20, 64), Sizes())
-    >>> cost = estimate(work, "exchange", HARDWARE["h100"])
-    >>> int(cost.received.max()) / 2**20, int(cost.peers.max())
-    (16.0, 2)
-    >>> estimate(work, "ulysses", HARDWARE["h100"], 8).mesh
-    (8, 8)
+    heads, and keys travel between rows. Raises ValueError if the transport is not possible, with the reason.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport: expected one of {TRANSPORTS}, got {transport!r}")

@@ -88,7 +88,6 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--self-test",

@@ -141,7 +141,6 @@ def profile_attention(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile profile``."""
     add = parser.add_argument
     add("pattern", metavar="PATTERN", help='such as "window(1024) | global_tokens(64)" or longformer')
     add("--tokens", type=count, required=True, metavar="N", help="number of tokens, such as 16K")

@@ -39,7 +39,6 @@ class Progress:
         self._live = self._stream.isatty()
 
     def say(self, line: str = "") -> None:
-        """Print a result line."""
         self.clear()
         if not self._quiet:
             print(line, flush=True)
@@ -53,7 +52,6 @@ class Progress:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Remove the live line."""
         if self._live:
             self._stream.write(_CLEAR)
             self._stream.flush()

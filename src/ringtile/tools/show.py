@@ -27,7 +27,6 @@ _IN_ASCII = str.maketrans("·░▒▓█", ".:+x#")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile show``."""
     add = parser.add_argument
     add("pattern", metavar="PATTERN", help='such as "window(1024) | global_tokens(64)" or longformer')
     add("--tokens", type=count, required=True, metavar="N", help="number of queries, such as 16384, 16K or 1M")

@@ -7,7 +7,6 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from itertools import chain, product
@@ -112,17 +111,6 @@ def _figures(case: Case, peer: Peer, row: Row, seconds: Sequence[float], rates: 
     return replace(row, median_ms=statistics.median(times), low_ms=low, high_ms=high, rounds=len(times))
 
 
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Compute with this many threads for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def measure(
     case: Case,
     peers: Sequence[Peer],
@@ -148,7 +136,9 @@ def measure(
             if CLOCK in rates:
                 into.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
 
-        with _threads(case.threads):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(case.threads or threads)
+        try:
             rows = [_admit(peer, exact, direction, prepared) for peer in peers]
             if wrong := [row.reason for row in rows if row.peer == OURS and row.reason]:
                 told = f"not timed, because {OURS} is not right here: {wrong[0]}"
@@ -162,6 +152,8 @@ def measure(
                 replace(_figures(case, peer, row, found.get(row.peer, ()), paced), clock=clock)
                 for peer, row in zip(peers, rows, strict=True)
             ]
+        finally:
+            torch.set_num_threads(threads)
         dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
         yield [replace(row, speedup=dense / row.median_ms) if dense and row.median_ms else row for row in rows]
 
@@ -228,7 +220,6 @@ def wrong_rows(record: Record) -> list[Row]:
 
 
 def _table(rows: list[Row]) -> str:
-    """Write the rows of one case as text."""
     first = rows[0]
     lines = [
         f"{first.pattern}  N {first.n_tokens:,}  B{first.batch} {first.sizes}  "
@@ -259,7 +250,6 @@ def _break_even_lines(record: Record) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile bench``."""
     others = [peer.name for peer in all_peers() if peer.name not in (OURS, DENSE)]
     add = parser.add_argument
     add("patterns", nargs="*", metavar="PATTERN", default=PATTERNS, help=f"patterns (default: {'; '.join(PATTERNS)})")

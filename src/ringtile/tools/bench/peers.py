@@ -81,7 +81,6 @@ class Peer:
     """One way to compute attention. By default it supports every case and keeps the pairs of the pattern."""
 
     name: str
-    """The name in its rows."""
 
     def unsupported(self, case: Case) -> list[str]:
         """Return the reasons why it does not support a case; none if it does."""

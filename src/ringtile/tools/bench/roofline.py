@@ -37,7 +37,6 @@ class Work(NamedTuple):
     """The rate of the exponentials."""
 
     def seconds(self, rates: Mapping[str, float]) -> float:
-        """Return the least time at these rates."""
         computing = self.operations / rates[self.products] + self.exponentials / rates[self.softmax]
         return max(computing, self.traffic / rates["read"])
 

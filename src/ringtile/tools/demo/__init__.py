@@ -24,7 +24,6 @@ ACTS = ("right", "fast", "trains")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile demo``; all have defaults."""
     add, folder = parser.add_argument, Path("ringtile-demo")
     add("--only", action="append", choices=ACTS, help="run only this act (repeatable)")
     add("--seconds", type=float, default=60.0, help="sparse training time; dense gets a third of it (default: 60)")

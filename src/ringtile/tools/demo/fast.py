@@ -83,7 +83,6 @@ class Fast:
 
     @property
     def curve_rule(self) -> Pattern:
-        """The fixed pattern of the curve."""
         return parse(CURVE) if self.pattern is None else Causal() & self.pattern
 
     @property
@@ -181,7 +180,6 @@ class Fast:
 
     @property
     def has_figures(self) -> bool:
-        """True after the first measurement."""
         return any(BOTH in pair for pair in self.table.values()) or bool(self.curve)
 
     @property
@@ -191,7 +189,6 @@ class Fast:
         return all(row.median_ms is not None for row in rows) and all(row.exact for row in self.curve)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
         rows = [row for pair in (*self.table.values(), self.dense) for row in pair.values()]
         return {
             "table": [asdict(row) for row in rows],

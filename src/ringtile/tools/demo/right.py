@@ -57,7 +57,6 @@ class Right:
 
     @property
     def lengths(self) -> list[int]:
-        """The one length."""
         return [self.n_tokens]
 
     def cases(self) -> list[Case]:
@@ -104,12 +103,10 @@ class Right:
         return PatternErrors(case.asked, repr(rule), causal, case.index.density, errors)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
         return {"n_tokens": self.n_tokens, "tensors": TENSORS, "rows": [asdict(row) for row in self.rows]}
 
     @property
     def has_figures(self) -> bool:
-        """True after the first measurement."""
         return bool(self.rows)
 
     @property

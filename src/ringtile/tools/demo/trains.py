@@ -116,11 +116,9 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Steps per second."""
         return self.steps / self.trained_seconds if self.seconds else 0.0
 
     def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
         return {
             "steps": self.steps,
             "steps_per_second": self.rate,
@@ -253,7 +251,6 @@ class Trains:
 
     @property
     def has_figures(self) -> bool:
-        """True after the first step."""
         return any(run.steps for run in self.runs)
 
     @property
@@ -262,7 +259,6 @@ class Trains:
         return all(math.isfinite(bits) for run in self.runs for bits in run.bits)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
         return {
             "pattern": repr(self.rule),
             "context": self.context,

@@ -23,7 +23,6 @@ DEFAULT_PEERS = ("sdpa", "flex")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile hf``."""
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
     add(

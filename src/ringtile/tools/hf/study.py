@@ -45,7 +45,6 @@ class Timing:
     peak_bytes: int | None = None
     """Beyond weights and results."""
     reason: str = ""
-    """Why there are no times."""
 
     @property
     def median(self) -> float | None:
@@ -64,7 +63,6 @@ class Entrant:
     """How many tokens of greedy decoding come before the first that differs from eager attention's."""
     greedy_tokens: int | None = None
     reason: str = ""
-    """Why it is left out."""
     passes: dict[str, Timing] = field(default_factory=dict)
 
     @property
@@ -108,7 +106,6 @@ class Study:
 
     @property
     def complaints(self) -> list[str]:
-        """Return a line for each wrong result of ringtile."""
         return [f"{entrant.name}: {entrant.reason}" for entrant in self.ours if entrant.reason]
 
     def _pattern(self, entrant: Entrant) -> Pattern | None:

@@ -83,7 +83,6 @@ class Table(NamedTuple):
             yield each, "" if len(layouts) == len(self.automatic) else f" ({', '.join(layouts)})"
 
     def lines(self) -> Iterator[str]:
-        """Yield the table as text."""
         (best, _), default, rows = self.best, self.default, self.possible
         told = "* least time with transport='auto'" + ("" if best is default else ", + with any")
         yield f"{_ranks(self.n_ranks)} ({told}, by the model)"
@@ -107,7 +106,6 @@ class Table(NamedTuple):
             yield f"  less time: {best.layout} with transport={best.transport!r}"
 
     def record(self) -> dict[str, object]:
-        """Return the table for JSON."""
         rows = []
         for row in self.rows:
             found: dict[str, object] = {"reason": row.cost}
@@ -145,7 +143,6 @@ class ModelTable(NamedTuple):
         return {name: int(sum(n * getattr(cost.costs[rule], name) for rule, n in layers).max()) for name in _SUMMED}
 
     def lines(self) -> Iterator[str]:
-        """Yield the table as text."""
         costs, texts = self.costs, []
         for name, cost in costs.items():
             of_layers = [(n, _figures(cost.costs[rule])) for rule, n in self.layers.items()]
@@ -157,7 +154,6 @@ class ModelTable(NamedTuple):
         yield from _aligned(["*" if name == self.best else " " for name in costs], texts)
 
     def record(self) -> dict[str, object]:
-        """Return the table for JSON."""
         rows = []
         for name, cost in self.found.items():
             row: dict[str, object] = {"reason": cost}
@@ -210,7 +206,6 @@ def _copied(cost: Cost) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile plan``."""
     add = parser.add_argument
     patterns = 'such as "causal & window(4096)" or longformer. Several: those of a model\'s layers'
     add("patterns", nargs="+", metavar="PATTERN", help=patterns)

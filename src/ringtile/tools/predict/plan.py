@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -169,17 +169,16 @@ def _figures(cost: Cost) -> dict[str, float]:
     return {name: cost.balance if name == "balance" else float(getattr(cost, name).max()) for name in _COLUMNS}
 
 
+_SHAPES: dict[str, Callable[[float], str]] = {
+    **dict.fromkeys(_TIMES, duration_text),
+    **dict.fromkeys(("messages", "peers"), "{:,.0f}".format),
+    "balance": "{:.2f}".format,
+}
+"""The texts of figures that are no bytes."""
+
+
 def _texts(figures: Mapping[str, float]) -> dict[str, str]:
-    """Return figures as text, by column."""
-    found = {}
-    for name, figure in figures.items():
-        if name in _TIMES:
-            found[name] = duration_text(figure)
-        elif name in ("messages", "peers"):
-            found[name] = f"{int(figure):,}"
-        else:
-            found[name] = f"{figure:.2f}" if name == "balance" else bytes_text(int(figure))
-    return found
+    return {name: _SHAPES.get(name, bytes_text)(figure) for name, figure in figures.items()}
 
 
 def _aligned(marks: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -200,9 +199,8 @@ _wrapped = partial(textwrap.fill, width=_WIDTH, initial_indent="  ", subsequent_
 
 def _copied(cost: Cost) -> int:
     """Return the bytes of own keys in the largest buffer if they are most of it, otherwise 0."""
-    largest = int(cost.buffer.argmax())
-    most = int(cost.copied[largest])
-    return most if 2 * most > int(cost.buffer[largest]) else 0
+    most = int(cost.copied[cost.buffer.argmax()])
+    return most if 2 * most > int(cost.buffer.max()) else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,14 +90,14 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, dropou
 class Run:
     """One model in training, with its optimizer and its figures."""
 
-    def __init__(
-        self, label: str, corpus: Corpus, context: int, seed: int, transformer: Callable[[], SparseTransformer]
-    ) -> None:
-        self.label, self.corpus, self.context, self.seed = label, corpus, context, seed
+    def __init__(self, label: str, act: Trains, attend: Callable[..., Any]) -> None:
+        self.label, self.corpus, self.context, self.seed = label, act.corpus, act.context, act.seed
+        options: dict[str, Any] = {"qk_norm": True, "is_causal": True, "pattern": act.rule, "attend": attend}
         # Both runs begin with equal weights, and leave the caller's generator alone.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.model = SparseLanguageModel(256, transformer())
+            torch.manual_seed(act.seed)
+            transformer = SparseTransformer(act.size.layers, act.size.width, act.size.heads, **options)
+            self.model = SparseLanguageModel(256, transformer)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self.seconds: list[float] = []
         """Training time at the end of each step."""
@@ -190,24 +189,15 @@ class Trains:
     def __post_init__(self) -> None:
         self.corpus, self.lengths = load_corpus(self.text), [self.context]
         for part, needed in (("train", self.context + 1), ("held_out", 2)):
-            if len(getattr(self.corpus, part)) < needed:
-                raise ValueError(
-                    f"--text, --context: expected at least {needed:,} bytes in the {part} part for a context of "
-                    f"{self.context:,}, got {len(getattr(self.corpus, part)):,}"
-                )
+            if (n_bytes := len(getattr(self.corpus, part))) < needed:
+                what = f"{needed:,} bytes in the {part} part for a context of {self.context:,}"
+                raise ValueError(f"--text, --context: expected at least {what}, got {n_bytes:,}")
         self.rule = DEFAULT_PATTERN if self.pattern is None else Causal() & self.pattern
         self.size = self.size._replace(heads=self.rule.num_heads or self.size.heads)
-        if self.size.width % (2 * self.size.heads):
-            raise ValueError(
-                f"--pattern: expected a number of heads that divides {self.size.width // 2}, got {self.size.heads}"
-            )
-        self.runs = [self._run("sparse", sparse_attention), self._run("dense", _dense)]
-
-    def _run(self, label: str, attend: Callable[..., Any]) -> Run:
-        options: dict[str, Any] = {"qk_norm": True, "is_causal": True, "pattern": self.rule, "attend": attend}
-        size = self.size
-        transformer = partial(SparseTransformer, size.layers, size.width, size.heads, **options)
-        return Run(label, self.corpus, self.context, self.seed, transformer)
+        half, heads = self.size.width // 2, self.size.heads
+        if half % heads:
+            raise ValueError(f"--pattern: expected a number of heads that divides {half}, got {heads}")
+        self.runs = [Run("sparse", self, sparse_attention), Run("dense", self, _dense)]
 
     def run(self, progress: Progress) -> None:
         """Train sparse, then dense, and print both; then try the same with FlexAttention."""

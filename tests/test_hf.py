@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import DECODER
 from tiny import hf as transformers
 
 from ringtile import cli
@@ -19,17 +20,7 @@ from ringtile.patterns import Causal, Pattern, Window
 from ringtile.tools.hf import check
 from ringtile.tools.hf.check import eager_masks, logits, worst_error
 
-MISTRAL = {
-    "model_type": "mistral",
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "sliding_window": 40,
-    "max_position_embeddings": 512,
-}
+MISTRAL = {**DECODER, "model_type": "mistral", "sliding_window": 40}
 SHORT = ["--tokens", "150", "--rounds", "1", "--peers", "sdpa"]
 
 
@@ -55,10 +46,8 @@ def test_a_model_is_checked_and_measured(config, capsys):
     assert [entrant["peer"] for entrant in record["entrants"]] == ["sdpa", "ringtile", "ringtile"]
     assert record["checked_tokens"] == 150
     for entrant in (ours, sparse):
-        assert [(check["what"], check["tokens"]) for check in entrant["checks"]] == [
-            ("logits", 150),
-            ("gradients", 150),
-        ]
+        checked = [(check["what"], check["tokens"]) for check in entrant["checks"]]
+        assert checked == [("logits", 150), ("gradients", 150)]
         assert all(check["error"] <= 1e-6 < check["bound"] for check in entrant["checks"])
         assert (entrant["same_tokens"], entrant["greedy_tokens"]) == (8, 8)
     assert ours["loss"] == pytest.approx(sdpa["loss"], abs=1e-6)
@@ -78,7 +67,7 @@ def test_the_report_has_a_line_per_result(config, capsys, monkeypatch):
     assert cli.main(["hf", *words]) == 0
     assert (config / "speed.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
-    assert "MistralForCausalLM, 0.0M parameters, 2 layers, 4 heads, float32" in out
+    assert "MistralForCausalLM, 0.1M parameters, 2 layers, 4 heads, float32" in out
     assert "150 tokens of Python's documentation" in out
     check = r"^ringtile: logits of 150 of 150 tokens against eager attention: error \S+, bound 2.0e-05, float32$"
     assert re.search(check, out, re.M)

@@ -14,9 +14,6 @@ import torch
 
 import ringtile
 
-COMPANIONS = ("numpy", "matplotlib", "triton")
-"""Packages that ringtile uses if they are installed."""
-
 _SOURCES = ("--", ":/", ":(exclude,top)benchmarks/records", ":(exclude,top)docs", ":(exclude,top)README.md")
 """The files whose changes count. Records, and the pages made of them, do not."""
 
@@ -29,7 +26,8 @@ def versions() -> dict[str, str | None]:
     """
     found: dict[str, str | None] = {"ringtile": ringtile.__version__, "python": platform.python_version()}
     found["torch"] = torch.__version__
-    for name in COMPANIONS:
+    # ringtile uses these if they are installed.
+    for name in ("numpy", "matplotlib", "triton"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -14,9 +14,6 @@ from torch import Tensor
 from ringtile.integrations.transformers import register
 from ringtile.tools.units import first_line
 
-_HUB_SECONDS = 10.0
-"""The hub answers in this time, or counts as out of reach."""
-
 
 class Loaded(NamedTuple):
     """A causal language model in float32 with eager attention, and a text."""
@@ -52,11 +49,11 @@ def _quiet_transformers() -> Any:
 
 def _ask_hub(name: str) -> bool:
     """Return True if the hub answers for a name, or False if the name is in the local cache, else raise ValueError."""
-    # transformers asks the hub for many files, and again after each failure.
+    # transformers asks the hub for many files, and again after each failure. A hub that is slow is out of reach.
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     try:
-        HfApi().model_info(name, timeout=_HUB_SECONDS)
+        HfApi().model_info(name, timeout=10.0)
     except (errors.HTTPError, OSError, ValueError) as error:  # type: ignore[attr-defined]
         if not isinstance(error, ValueError) and isinstance(try_to_load_from_cache(name, "config.json"), str):
             return False

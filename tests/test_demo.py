@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
@@ -32,10 +31,6 @@ from ringtile.tools.progress import Progress
 from ringtile.tools.record import DIRECTIONS, FORWARD
 
 SMALL = ModelSize(width=32, layers=2, heads=1)
-
-
-def quiet() -> Progress:
-    return Progress(quiet=True, stream=io.StringIO())
 
 
 def run(*argv: str) -> int:
@@ -76,7 +71,7 @@ def trained(text: Path, steps: int, **settings: Any) -> Trains:
 
 def test_right_measures_small_errors_beside_large_ones(monkeypatch, capsys):
     act = Right(n_tokens=200, pattern=per_head([Causal(), Window(3), GlobalTokens(2)]))
-    act.run(Progress(stream=io.StringIO()))
+    act.run(Progress())
     assert [(row.name, row.causal) for row in act.rows] == [
         (name, causal)
         for name in ("window", "dilated", "longformer", "bigbird", "--pattern")
@@ -91,7 +86,7 @@ def test_right_measures_small_errors_beside_large_ones(monkeypatch, capsys):
     assert f"worst error {worst:.1e}; of torch's own dense attention " in capsys.readouterr().out
     monkeypatch.setattr(Ringtile, "prepare", one_thousandth_off)
     act = Right(n_tokens=100)
-    act.run(quiet())
+    act.run(Progress(quiet=True))
     assert not act.passed
 
 
@@ -111,7 +106,7 @@ def test_fast_times_what_it_has_checked(monkeypatch, capsys):
     monkeypatch.setattr(fast, "BLOCK", 16)
     monkeypatch.setattr(Fast, "lengths", [512, 2048])
     act = Fast(context=2048)
-    act.run(Progress(stream=io.StringIO()))
+    act.run(Progress())
     assert list(act.table) == [0.5, 0.25, 0.1, 0.05, 0.02]
     for density, pair in act.table.items():
         for direction in DIRECTIONS:
@@ -132,7 +127,7 @@ def test_fast_times_what_it_has_checked(monkeypatch, capsys):
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(Ringtile, "prepare", one_thousandth_off)
     act = Fast(context=1024)
-    act.run(Progress(stream=io.StringIO()))
+    act.run(Progress())
     assert not act.passed
     # The others are out of reach.
     assert list(act.table) == [0.5, 0.25]
@@ -154,14 +149,14 @@ def test_the_curve_ends_at_a_million_tokens():
 def test_a_curve_that_grows_too_long_says_where_it_ends(monkeypatch, capsys):
     monkeypatch.setattr(fast, "PASS_SECONDS", 0.0)
     act = Fast(context=256)
-    act._measure_curve(Progress(stream=io.StringIO()))
+    act._measure_curve(Progress())
     assert [row.n_tokens for row in act.curve] == [256]
     assert act.left_out is not None
     assert act.left_out.startswith("from 1,024 tokens up: a pass would take")
     assert act.left_out in capsys.readouterr().out
     assert act.record()["curve_left_out"] == act.left_out
     wide = Fast(context=2**20, pattern=~Window(3))
-    wide._measure_curve(quiet())
+    wide._measure_curve(Progress(quiet=True))
     assert wide.curve == []
     assert wide.left_out is not None
     assert "max_bytes" in wide.left_out

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
-from ringtile.patterns import Pattern, parse
+from ringtile.patterns import parse
 from ringtile.tools.hf.check import NAMES
+from ringtile.tools.hf.models import load
+from ringtile.tools.hf.study import Study, draw
 from ringtile.tools.machine import origin
 from ringtile.tools.plot import FORMATS, check_out
 from ringtile.tools.progress import Progress, threads_text
@@ -47,13 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the check, the losses and the times of a model; return 0, or 1 if a result is wrong."""
     check_out(args.out)
-    pattern: Pattern | None = None if args.pattern is None else parse(args.pattern)
-    # transformers takes seconds to import, so bad arguments are refused before.
-    from ringtile.tools.hf.models import load
-    from ringtile.tools.hf.study import Study, draw
-
+    pattern = None if args.pattern is None else parse(args.pattern)
     progress = Progress(quiet=args.json)
     progress.show("load the model")
+    # This imports transformers, which takes seconds, so bad arguments are refused before.
     loaded = load(args.model, args.random_weights, args.tokens, args.text, args.seed)
     study = Study(loaded, pattern, getattr(torch, args.dtype), args.peers, args.passes, args.rounds)
     progress.say(f"{study.title}, {args.dtype}, {threads_text()}")

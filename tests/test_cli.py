@@ -143,13 +143,10 @@ def test_a_closed_pipe_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_sizes_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for line, complaint in (
         ("show causal --tokens 99999999999999999999", "ringtile show: error: argument --tokens: expected"),
-        ("show causal --tokens 9999999999999", "ringtile show: error: argument --tokens: expected"),
         ("show causal --tokens 1e12", "ringtile: error: causal with 10+ queries .* over max_bytes"),
-        ("profile causal --tokens 1e12", "ringtile: error: can't allocate memory: "),
         ("bench causal --tokens 1e12", "ringtile: error: can't allocate memory: "),
         ("show causal --tokens 8 --heads 99999999999999999999", "ringtile show: error: argument --heads: expected"),
         ("show causal --tokens 8 --heads 1e12", "ringtile: error: num_heads: expected an integer from"),
-        ("profile causal --tokens 8 --heads 99999999999999999999", "ringtile profile: error: argument --heads: "),
         ("bench causal --tokens 1e12 --batch 1e9", "ringtile: error: Storage size calculation over"),
         ("demo --context 0", "ringtile demo: error: argument --context: expected"),
     ):

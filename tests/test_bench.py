@@ -851,38 +851,22 @@ def test_the_command_fails_where_ours_became_slower(fakes, tmp_path, capsys):
 
 
 def test_an_interrupt_keeps_what_was_measured(fakes, tmp_path, capsys):
-    def interrupted_at_50(case: Case) -> Attention:
-        if case.n_tokens == 50:
-            raise KeyboardInterrupt
-        return right(case)
-
-    fakes[2].make = interrupted_at_50
-    path = tmp_path / "r.json"
-    assert run("window(5)", "--tokens", "26", "50", "60", "--json", str(path)) == 130
-    record = Record.from_json(path.read_text())
-    assert record.interrupted
-    assert {row.n_tokens for row in record.rows} == {26}
-    assert len(record.rows) == 6
-    assert "N 26" in capsys.readouterr().out
-
-
-def test_an_interrupt_between_directions_keeps_the_first():
-    calls = []
-
-    def interrupted_backward(case: Case) -> Attention:
+    def interrupted_backward_at_50(case: Case) -> Attention:
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            calls.append(q.requires_grad)
-            if q.requires_grad:
+            if case.n_tokens == 50 and q.requires_grad:
                 raise KeyboardInterrupt
             return right(case)(q, k, v)
 
         return attention
 
-    reported = []
-    record = run_bench([Task(small_case(), (Fake(make=interrupted_backward),))], seconds=0.0, report=reported.append)
+    fakes[2].make = interrupted_backward_at_50
+    path = tmp_path / "r.json"
+    assert run("window(5)", "--tokens", "26", "50", "60", "--json", str(path)) == 130
+    record = Record.from_json(path.read_text())
     assert record.interrupted
-    assert [row.direction for row in record.rows] == [FORWARD]
-    assert reported == [list(record.rows)]
+    assert [row.n_tokens for row in record.rows] == [26] * 6 + [50] * 3
+    assert {row.direction for row in record.rows[6:]} == {FORWARD}
+    assert "N 50" in capsys.readouterr().out
 
 
 def test_bad_arguments_end_before_anything_is_measured(fakes, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import multiprocessing
 import runpy
@@ -203,21 +202,6 @@ def test_a_plan_lists_the_tiles_of_each_head_once(monkeypatch, capsys):
     assert listed == list(range(8)) * 2
     cheapest_layout(parse("causal & bigbird"), 16384, 4, Sizes(8, 8))
     assert listed == list(range(8)) * 3
-
-
-def test_a_plan_shows_where_it_is_on_a_terminal_only(monkeypatch, capsys):
-    argv = ["plan", "causal & window(300)", "--tokens", "16K", "--ranks", "4", "16"]
-    assert cli.main(argv) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert cli.main(argv) == 0
-    shown = [line for line in terminal.getvalue().split("\r\x1b[K") if "ranks: " in line]
-    assert shown == [f"{n} ranks: {name}" for n in (4, 16) for name in NAMED_LAYOUTS]
-    assert terminal.getvalue().endswith("\r\x1b[K")
-    assert capsys.readouterr().out == out
 
 
 @settings(max_examples=25)

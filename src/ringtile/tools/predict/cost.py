@@ -173,12 +173,11 @@ class _Rows(NamedTuple):
         )
         return cls(forward, backward, n_buffer, n_copied, parts.calls)
 
-    def around(self, moved: Tensor, token: int, hardware: Hardware) -> Tensor:
-        """Return the seconds of copies and calls, float64 ``[P]``."""
-        return shared_time(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
-
-    def spent(self, forward: Tensor, backward: Tensor, moved: Tensor, token: int) -> _Spent:
-        return {"forward": forward, "backward": backward, "buffer": moved * token, "copied": self.n_copied * token}
+    def spent(self, forward: Tensor, backward: Tensor, moved: Tensor, token: int, hardware: Hardware) -> _Spent:
+        """Add copies and calls to both passes, and to the backward pass the rows that come first."""
+        around = shared_time(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
+        times = {"forward": around + forward, "backward": around + self.backward[2] + backward}
+        return {**times, "buffer": moved * token, "copied": self.n_copied * token}
 
 
 def _exchange(work: Work, hardware: Hardware, traffic: _Traffic, *, gather: bool = False) -> _Spent:
@@ -195,15 +194,14 @@ def _exchange(work: Work, hardware: Hardware, traffic: _Traffic, *, gather: bool
     cold_wire = all_to_all_time(cold * token, hardware)
     rows = _Rows.of(work, demand, hardware, gather=gather)
     moved = cold.sum(1) + cold.sum(0) + hot.sum() + rows.n_buffer
-    around = rows.around(moved, token, hardware)
     # Own rows run beside the broadcasts, and rows with broadcast keys beside the other exchange.
     of_own, of_hot, rest = rows.forward
     forward = torch.maximum(of_own.clamp(min=hot_wire) + of_hot, hot_wire + cold_wire) + rest
     # Backward the other way around.
-    of_own, of_hot, rest = rows.backward
+    of_own, of_hot, _ = rows.backward
     backward = torch.maximum(of_hot, cold_wire)
     backward = torch.maximum(of_hot + of_own, backward + hot_wire_back)
-    return rows.spent(around + forward, around + rest + backward, moved, token)
+    return rows.spent(forward, backward, moved, token, hardware)
 
 
 def _hierarchy(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
@@ -233,17 +231,15 @@ def _hierarchy(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     inner, inner_back = _broadcasts(per_node, n_inner, int(hot.sum()), token, wide, node, hardware)
     rows = _Rows.of(work, demand, hardware, gather=False)
     moved = sum(x.sum(0) + x.sum(1) for x in (crossing, direct, handed)) + 2 * n_kept + hot.sum() + rows.n_buffer
-    around = rows.around(moved, token, hardware)
     # Own rows run beside all that leaves at once, and rows with broadcast keys beside all but the broadcasts.
     of_own, of_hot, rest = rows.forward
     forward = torch.maximum(of_own.clamp(min=outer) + inner + of_hot, outer + across)
     forward = torch.maximum(forward, straight) + inside + rest
     # Backward the other way around.
-    of_own, of_hot, rest = rows.backward
+    of_own, of_hot, _ = rows.backward
     backward = torch.maximum(of_hot, inside) + inner_back
     backward = torch.maximum(backward + torch.maximum(of_own, across + outer_back), straight)
-    spent = rows.spent(around + forward, around + rest + backward, moved, token)
-    return {**spent, "mesh": (n_nodes, per_node)}
+    return {**rows.spent(forward, backward, moved, token, hardware), "mesh": (n_nodes, per_node)}
 
 
 def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:

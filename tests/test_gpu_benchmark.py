@@ -105,9 +105,6 @@ def test_the_interpreter_is_right_and_its_record_is_a_page(tmp_path: Path, monke
     assert found["cells"]["model"]["N 32"]["seconds"] > 0
 
 
-# The record.
-
-
 def test_the_page_has_a_line_per_section(gpu: Any) -> None:
     import gpu_sections
 
@@ -221,9 +218,6 @@ def test_wrong_arguments(gpu: Any, words: list[str], said: str, capsys: pytest.C
     assert said in capsys.readouterr().err
 
 
-# Times.
-
-
 def test_time_of_a_gpu_that_waited_for_the_host_is_left_out(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_times
 
@@ -268,9 +262,6 @@ def test_the_rules_for_flex_attention_are_the_patterns(gpu: Any, monkeypatch: py
         pattern = parse(gpu_sections.masks(n)[name])
         kept = gpu_sections.flex_rule(name, n)(zero, zero, i, j).expand(n, n)
         assert torch.equal(kept, pattern.allowed(zero, i, j).expand(n, n)), name
-
-
-# Kernels.
 
 
 def test_a_configuration_of_the_sweep_is_what_is_launched(gpu: Any) -> None:

@@ -41,8 +41,7 @@ from ringtile.kernels import native, plans
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.masses import pooled_masses
 from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, EMULATED_SETS, RATES, InstructionSet
-from ringtile.kernels.native.library import VARIABLE, library, reason_against
-from ringtile.kernels.native.peak import peak_rates
+from ringtile.kernels.native.library import VARIABLE, library, peak_rates, reason_against
 from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.native.self_test import check_tiles
 from ringtile.kernels.spans import kernel_times

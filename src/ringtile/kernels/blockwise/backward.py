@@ -81,7 +81,7 @@ def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     k_grad, v_grad = key_results(index, rows.lse.dtype, k, v)
     for work in works(index, q, k, v, call):
         tiles, keys, values = RowTiles.of(work, rows), work.columns(k), work.columns(v)
-        q_rows, k_sum, v_sum = work.row_results(q_grad), work.column_results(k_grad), work.column_results(v_grad)
+        q_rows, k_sum, v_sum = work.rows(q_grad), work.column_results(k_grad), work.column_results(v_grad)
         for parts in work.chunks(0 if work.on_flash else 4):
             mine = tiles.read(parts[0].rows, work.dtype)
             mine = mine._replace(q=times(mine.q, work.scale[0]))

@@ -99,7 +99,7 @@ class Work:
     plan: Plan
     call: Call
     key_keep: Tensor | None
-    """``[B, Nk]`` bool, the keys that the call's own mask and lengths keep."""
+    """``[B, C * block]`` bool, the keys that the call's own mask and lengths keep."""
     dtype: torch.dtype
     device: torch.device
     width: int
@@ -123,28 +123,22 @@ class Work:
         return x[self.batch.start : self.batch.stop, heads.start : heads.stop].flatten(0, 1)
 
     def rows(self, x: Tensor, value: float = 0.0) -> Tensor:
-        """Return the share of ``[B, H, Nq, ...]`` as row tiles. Queries that do not exist have a value."""
-        index = self.index
-        return tiled(self._share(x, self.heads), index.start % index.block, index.n_rows, index.block, value)
+        """Return the share of ``[B, H, Nq, ...]`` as row tiles. Queries that do not exist have a value.
+
+        It is a view of ``[B, H, R * block, ...]``, which has them.
+        """
+        index, count = self.index, self.index.n_rows
+        lead = 0 if x.shape[2] == count * index.block else index.start % index.block
+        return tiled(self._share(x, self.heads), lead, count, index.block, value)
 
     def columns(self, x: Tensor) -> Tensor:
         """Return the share of ``[B, Hkv, Nk, D]`` as column tiles, with zeros for keys that no row keeps."""
         dead = None if self.plan.dead_keys is None else self.plan.dead_keys[self.group].unsqueeze(0).to(self.device)
         tiles = tiled(self._share(x, self.kv_heads), 0, self.index.n_cols, self.index.block)
-        if (kept := self._kept_keys()) is not None:
-            masked = ~kept.flatten(1)
+        if self.key_keep is not None:
+            masked = ~self.key_keep[self.batch.start].unsqueeze(0)
             dead = masked if dead is None else dead | masked
         return tiles if dead is None else tiles.masked_fill(dead.view(1, *tiles.shape[1:3], 1), 0)
-
-    def _kept_keys(self) -> Tensor | None:
-        """Return the keys that the call's own mask and lengths keep, as column tiles."""
-        if self.key_keep is None:
-            return None
-        return tiled(self.key_keep[self.batch.start].unsqueeze(0), 0, self.index.n_cols, self.index.block)
-
-    def row_results(self, x: Tensor) -> Tensor:
-        """Return the share of results ``[B, H, R * block, ...]`` as row tiles, a view."""
-        return tiled(self._share(x, self.heads), 0, self.index.n_rows, self.index.block)
 
     def column_results(self, x: Tensor) -> Tensor:
         """Return the share of results ``[B, Hkv, C * block, D]`` as column tiles, a view."""
@@ -174,8 +168,8 @@ class Work:
         keep: Tensor | None = None
         if bool((part.tiles != FULL).any()):
             keep = self.plan.mask(part.tiles).to(self.device).unsqueeze(1)
-        if (kept := self._kept_keys()) is not None:
-            own = read(kept, part.cols).unsqueeze(-2)
+        if self.key_keep is not None:
+            own = read(self.key_keep[self.batch.start].view(1, -1, self.index.block), part.cols).unsqueeze(-2)
             keep = own if keep is None else keep & own
         return keep
 
@@ -219,6 +213,8 @@ def works(index: BlockIndex, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Ite
     settle_exponentials()
     n_batch, n_heads, n_kv = *q.shape[:2], k.shape[1]
     kept, width = key_keep(call, k.shape[2]), max(k.shape[-1] + v.shape[-1], 1)
+    if kept is not None:
+        kept = F.pad(kept, (0, index.n_cols * index.block - k.shape[2]))
     shared = index, plan_of(index), call, kept, accumulator(q), q.device, width
     group = index.group.cpu().expand(n_batch, n_heads)
     if not q.shape[:3].numel():

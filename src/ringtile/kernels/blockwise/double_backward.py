@@ -75,7 +75,7 @@ def double_backward(
         sources = [work.columns(x) for x in (k, v, k_cot, v_cot)]
         k_sum, v_sum = work.column_results(k_bar), work.column_results(v_bar)
         tiles, cots = RowTiles.of(work, rows), work.rows(q_cot)
-        results = [work.row_results(x) for x in (q_bar, out_grad_bar, lse_grad_bar)]
+        results = [work.rows(x) for x in (q_bar, out_grad_bar, lse_grad_bar)]
         for parts in work.chunks(8):
             numbers = parts[0].rows
             mine = tiles.read(numbers, dtype)

@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     out, lse = q.new_zeros(*size, v.shape[-1]), q.new_full(size, -math.inf, dtype=accumulator(q))
     for work in works(index, q, k, v, call):
         queries, keys, values = work.rows(q), work.columns(k), work.columns(v)
-        out_rows, lse_rows = work.row_results(out), work.row_results(lse)
+        out_rows, lse_rows = work.rows(out), work.rows(lse)
         for parts in work.chunks(0 if work.on_flash else 4):
             rows = parts[0].rows
             q_rows = times(read(queries, rows.unsqueeze(1)).to(work.dtype), work.scale[0])

@@ -85,13 +85,15 @@ def dropout_tile(
     t, windows = first_key.shape[-1], -(-n_keys // 32)
     calls = (first_key // 32 * 4).unsqueeze(-1) + torch.arange(4 * windows, device=first_key.device)
     calls = calls.reshape(*first_key.shape[:-1], 1, t * windows, 4)
-    counter = calls, (query & WORD)[..., None, None], *((x & WORD)[..., None, None, None] for x in (head, batch))
+    head, batch = ((x & WORD)[..., None, None, None] for x in (head, batch))
+    counter = calls, (query & WORD)[..., None, None], head, batch
     words = torch.broadcast_tensors(*philox4x32(counter, _seed_words(seed), _ROUNDS))
     # Key 45 reads word 45 // 8 % 4 = 1 of call 45 // 2 % 4 = 2: by word, then call, then half, keys are in order. With
     # the sign flipped, halves compare as signed numbers like unsigned ones.
     halves = (torch.stack(words, -2).int() ^ _SIGNS).view(torch.int16)
-    bits = (halves >= threshold - 32768).flatten(-3)
+    bits: Tensor = (halves >= threshold - 32768).flatten(-3)
     if n_keys == 16:
         odd = (first_key // 16 % 2 == 1)[..., None, :, None]
-        bits = torch.where(odd, *bits.unflatten(-1, (t, 2, 16)).flip(-2).unbind(-2)).flatten(-2)
+        low, high = bits.unflatten(-1, (t, 2, 16)).unbind(-2)
+        bits = torch.where(odd, high, low).flatten(-2)
     return bits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,7 +30,7 @@ from torch import Tensor
 from ringtile import build_index, sparse_attention
 from ringtile.index import BlockIndex, clear_cache, to_block_mask
 from ringtile.kernels import native
-from ringtile.kernels.blockwise import chunks, plan
+from ringtile.kernels.blockwise import chunks
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.kernels.plans import forget_plans
 from ringtile.patterns import (
@@ -168,10 +167,11 @@ def assert_bits(actual: Oracle, expected: Oracle) -> None:
 def small_chunks() -> Iterator[None]:
     """Everything that is cut only where it is large is cut here, and small problems are not computed in one call."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("CHUNK_BYTES", "_MASK_BYTES", "_OUT_BYTES", "_HEADS_BYTES"):
+        for name in ("CHUNK_BYTES", "_MASK_BYTES", "_OUT_BYTES"):
             patch.setattr(chunks, name, 20_000)
-        patch.setattr(chunks, "_SHORT_LIST", 1)
-        patch.setattr(plan, "_WHOLE_TILES", 0)
+        for name in ("_SHORT_LIST", "_HEADS"):
+            patch.setattr(chunks, name, 1)
+        patch.setattr(chunks, "_FEW_TILES", 0)
         clear_cache()
         yield
     clear_cache()
@@ -760,34 +760,6 @@ def test_eight_threads_on_one_cache_give_the_bits_of_one() -> None:
         assert len(own) == len(alone)
         for result, expected in zip(own, alone, strict=True):
             assert_bits(result, expected)
-
-
-def test_threads_that_unpack_masks_do_not_meet() -> None:
-    index = build_index(
-        Elements(lambda head, query, key: (query * query + 3 * key + query * key) % 7 < 3), 400, block=16
-    )
-    numbers = torch.randint(len(index.table.bits), (1500, 1, 3), generator=torch.Generator().manual_seed(0))
-    interval, failures = sys.getswitchinterval(), []
-    made, barrier = plan.plan_of(index), threading.Barrier(8)
-
-    def work() -> None:
-        barrier.wait()
-        try:
-            for number in numbers:
-                made.mask(number)
-        except RuntimeError as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failures == []
 
 
 def test_an_index_is_checked_though_one_like_it_was() -> None:

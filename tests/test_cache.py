@@ -19,10 +19,9 @@ from torch import Tensor
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.cache import LayerCache
 from ringtile.index import cache_info
-from ringtile.modules.cache import KVCache
 from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.longnet import longnet_attend
-from ringtile.modules.transformer import SparseTransformer
+from ringtile.modules.transformer import KVCache, SparseTransformer
 from ringtile.patterns import (
     BlockDilated,
     Blocks,

@@ -90,13 +90,10 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 
 def _cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast the tensors under autocast, like PyTorch all except float64, so that different dtypes become one."""
-    kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
-        return query, key, value
-    to = torch.get_autocast_dtype(kind)
-    query, key, value = (
-        x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value)
-    )
+    if torch.is_autocast_enabled(query.device.type):
+        to = torch.get_autocast_dtype(query.device.type)
+        tensors = query, key, value
+        query, key, value = (x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
     return query, key, value
 
 
@@ -155,9 +152,7 @@ def check_rows(
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap: expected a finite number >= 0, got {softcap!r}")
     if key_lengths is not None:
-        _check_rows("key_lengths", key_lengths, query.shape[:1], query)
-        if key_lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"key_lengths: expected int32 or int64, got {key_lengths.dtype=}")
+        _checked_numbers("key_lengths", key_lengths, query.shape[0], query)
         # On a GPU, or in a graph, reading the values would synchronize or fail.
         if _may_read(key_lengths) and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
             raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")

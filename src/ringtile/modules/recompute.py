@@ -10,25 +10,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-class _Delayed:
-    """Holds an exception raised inside, until `arrive` raises it."""
-
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self._error = error
-        return True
-
-    def arrive(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Call a function and save only its arguments. The backward pass calls it again.
 
@@ -38,17 +19,22 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     if torch.compiler.is_compiling():
         compiled: Tensor = checkpoint(function, *arguments, use_reentrant=False)
         return compiled
-    delayed, has_ended = _Delayed(), False
+    held: list[BaseException] = []
+    has_ended = False
 
     # In the forward pass it must return normally whatever happens inside. In the backward pass errors are plain.
     def guarded(*given: Any) -> Tensor:
-        if has_ended:
+        try:
             return function(*given)
-        with delayed:
-            return function(*given)
-        return torch.empty(0)
+        except BaseException as error:
+            if has_ended:
+                raise
+            held.append(error)
+            return torch.empty(0)
 
     out: Tensor = checkpoint(guarded, *arguments, use_reentrant=False)
     has_ended = True
-    delayed.arrive()
+    if held:
+        # Taken out of the list, so that the error and this frame do not keep each other alive.
+        raise held.pop()
     return out

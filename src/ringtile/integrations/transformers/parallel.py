@@ -130,14 +130,10 @@ def _padding(
     return mine(real).to(device), None, leading
 
 
-class _Probe:
-    """Stands in for the facts of a batch, to see whether a model hands them to its attention."""
+class _Probe(Exception):
+    """Stands in for the facts of a batch. The first attention that a model hands it to raises it."""
 
-
-class _Reached(Exception):
-    def __init__(self, is_packed: bool) -> None:
-        super().__init__()
-        self.is_packed = is_packed
+    is_packed = False
 
 
 def _begins(positions: Tensor) -> Tensor:
@@ -233,7 +229,8 @@ def _checked_kept(
         )
     kept = attention_mask.kept
     if isinstance(cp_batch, _Probe):
-        raise _Reached(kept.is_packed)
+        cp_batch.is_packed = kept.is_packed
+        raise cp_batch
     layout, cp = cp_batch.layout, cp_batch.cp
     if query.shape[2] != layout.size(cp.rank):
         raise ValueError(
@@ -576,7 +573,7 @@ def _sees_documents(model: Any) -> bool:
     try:
         with torch.no_grad():
             model(input_ids=zeros, position_ids=zeros, cp_batch=_Probe(), **options)
-    except _Reached as reached:
+    except _Probe as reached:
         return reached.is_packed
     except TypeError as error:
         raise ValueError(f"model: expected one that hands arguments on to its attention, got: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -203,18 +203,10 @@ class SparseTransformerLayer(nn.Module):
         if cache is not None:
             mixed: Tensor = cache.attend(query, key, value, key_mask=key_mask)
         else:
+            options = {"key_mask": key_mask, "dropout_p": self.dropout if self.training else 0.0}
             # A function of yours may not know the argument, so it only gets it if it has to.
-            grouped = {"enable_gqa": True} if heads != kv_heads else {}
-            mixed = self.attend(
-                query,
-                key,
-                value,
-                pattern=self.pattern,
-                is_causal=self.is_causal,
-                key_mask=key_mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                **grouped,
-            )
+            options |= {"enable_gqa": True} if heads != kv_heads else {}
+            mixed = self.attend(query, key, value, pattern=self.pattern, is_causal=self.is_causal, **options)
         return mixed.transpose(1, 2).flatten(2)
 
     def _placed(self, x: Tensor, angles: Angles | None) -> Tensor:
@@ -362,16 +354,11 @@ class SparseTransformer(nn.Module):
             raise ValueError(f"cache: expected {len(layers)} layers, got {len(cache.layers)}")
         caches: Sequence[LayerCache | None] = [None] * len(layers) if cache is None else cache.layers
         # All layers rotate by the same angles, so they are computed once, and outside of checkpoints.
-        if cache is None:
-            angles = layers[0].angles(x, 0, positions)
-        else:
-            angles = layers[0].cached_angles(x, cache)
+        angles = layers[0].angles(x, 0, positions) if cache is None else layers[0].cached_angles(x, cache)
         for layer, layer_cache in zip(layers, caches, strict=True):
             # A recomputed layer would add its tokens to the cache twice.
-            if self.gradient_checkpointing and layer_cache is None:
-                x = recomputed(layer, x, key_mask, None, angles)
-            else:
-                x = layer(x, key_mask, layer_cache, angles)
+            call = partial(recomputed, layer) if self.gradient_checkpointing and layer_cache is None else layer
+            x = call(x, key_mask, layer_cache, angles)
         out: Tensor = self.norm(x)
         return out
 

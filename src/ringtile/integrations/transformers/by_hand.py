@@ -151,23 +151,11 @@ def _choices(attention: Any, tokens: int) -> Tensor:
         np.random.seed(attention.seed)
     if tokens in (1024, 3072, 4096):
         # The lengths of the paper have plans of their own.
-        drawn = [
-            attention._bigbird_block_rand_mask(
-                attention.max_seqlen, attention.max_seqlen, block, block, count, last_idx=1024
-            )[: tokens // block - 2]
-            for _ in range(heads)
-        ]
+        sizes, kept = (attention.max_seqlen, attention.max_seqlen, block, block), tokens // block - 2
+        drawn = [attention._bigbird_block_rand_mask(*sizes, count, last_idx=1024)[:kept] for _ in range(heads)]
     else:
-        lengths, counts = attention._get_rand_attn_plan(tokens, block, count)
-        drawn = attention._bigbird_block_rand_mask_with_head(
-            from_seq_length=tokens,
-            to_seq_length=tokens,
-            from_block_size=block,
-            to_block_size=block,
-            num_heads=heads,
-            plan_from_length=lengths,
-            plan_num_rand_blocks=counts,
-        )
+        plan = attention._get_rand_attn_plan(tokens, block, count)
+        drawn = attention._bigbird_block_rand_mask_with_head(tokens, tokens, block, block, heads, *plan)
     return torch.from_numpy(np.stack(drawn)).long().movedim(2, 0)
 
 

@@ -327,17 +327,10 @@ def _pattern_mask(
     rule = _constant_rule(mask_function, kv_offset) if tracing else read_rule(mask_function, kv_offset, kv_length)
     start = 0
     if rule is None:
-        found = masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            allow_is_causal_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
+        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+        offsets = {"q_offset": q_offset, "kv_offset": kv_offset, "allow_is_causal_skip": False}
+        how: dict[str, Any] = sizes | offsets | {"use_vmap": use_vmap, "device": device}
+        found = masking_utils.sdpa_mask(mask_function=mask_function, **how)
         rule, start = from_mask(found), kv_length - q_length
     elif q_length == 1 and (isinstance(offset, Tensor) or rule.text is None):
         # One query has a mask of keys, and needs no index.

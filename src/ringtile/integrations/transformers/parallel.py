@@ -199,20 +199,10 @@ def attend_shard(
     # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
     pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
     cp.record(kept.pattern, pattern, layout, query, key, value)
-    out = ring_attention(
-        query,
-        key,
-        value,
-        pattern,
-        layout=layout,
-        group=cp.group,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-        key_mask=cp_batch.key_mask,
-        key_lengths=cp_batch.key_lengths,
-        **limits_of(softcap, s_aux),
-    )
+    softmax = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    padding = {"key_mask": cp_batch.key_mask, "key_lengths": cp_batch.key_lengths}
+    limits: dict[str, Any] = limits_of(softcap, s_aux) | softmax | padding
+    out = ring_attention(query, key, value, pattern, layout=layout, group=cp.group, **limits)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -289,10 +279,8 @@ class ContextParallel:
 
         Raises ValueError if a rank would have no token, or if the function returns another layout.
         """
-        if callable(self._layout):
-            found = self._layout(n_tokens)
-        else:
-            found = LAYOUTS[self._layout](n_tokens, self.size)
+        given = self._layout
+        found = given(n_tokens) if callable(given) else LAYOUTS[given](n_tokens, self.size)
         if not isinstance(found, Layout) or (found.n_ranks, found.n_tokens) != (self.size, n_tokens):
             raise ValueError(f"layout: expected one of {n_tokens} tokens for {self.size} ranks, got {found!r}")
         if empty := [rank for rank in range(self.size) if not found.size(rank)]:
@@ -354,9 +342,9 @@ class ContextParallel:
             found["num_items_in_batch"] = (labels != -100).sum()
             if self._loss == _SHIFTED_LOSS:
                 found["shift_labels"] = found["labels"]
-        others = {name: x for name, x in batch.items() if name not in _KNOWN and x is not None}
-        given = batch.get("num_items_in_batch")
-        return {**others, **found, **({} if given is None else {"num_items_in_batch": given})}
+        if batch.get("num_items_in_batch") is not None:
+            found["num_items_in_batch"] = batch["num_items_in_batch"]
+        return {name: x for name, x in batch.items() if name not in _KNOWN and x is not None} | found
 
     def _positions_of(self, batch: Mapping[str, Any], n_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids of all tokens ``[1 or B, N]``: a shard alone would count its own from 0."""
@@ -463,9 +451,8 @@ class ContextParallel:
         """Remember an attention call for `report`."""
         width = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
         # Under autocast, what travels is narrower than what the layer was given.
-        dtype = key.dtype
-        if torch.is_autocast_enabled(key.device.type):
-            dtype = torch.get_autocast_dtype(key.device.type)
+        device = key.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else key.dtype
         kind = rule.text or repr(rule)
         calls = self._traffic.get(kind, (0, ()))[0]
         self._traffic[kind] = calls + 1, (pattern, layout, query.shape[1], query.shape[0], width * dtype.itemsize)
@@ -474,13 +461,12 @@ class ContextParallel:
         """Return the bytes that this rank receives per forward pass and kind of layer, for the last batch."""
         found = []
         for kind, (calls, (pattern, layout, heads, batch, width)) in self._traffic.items():
-            others = received = layout.n_tokens - layout.size(self.rank)
+            # Every shard on the wire of a ring has the length of the longest.
+            received = (self.size - 1) * max(map(layout.size, range(self.size)))
             if not fits_ring(pattern):
                 plan = make_plan(pattern, layout, self.rank, num_heads=heads, batch=batch, gather=None)
                 received = sum(plan.tokens_received) + sum(plan.tokens_hot) - plan.tokens_hot[self.rank]
-            else:
-                # Every shard on the wire has the length of the longest.
-                received = (self.size - 1) * max(map(layout.size, range(self.size)))
+            others = layout.n_tokens - layout.size(self.rank)
             found.append(Traffic(kind, calls, received * width, others * width))
         return found
 

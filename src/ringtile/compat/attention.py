@@ -313,10 +313,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
 
 @dataclass(eq=False)
 class AdaptiveCall:
-    """One call of attention over the tiles that an `AdaptiveAttention` chooses, in dilated segments if there are any.
-
-    It chooses once, so that a backward pass that computes it again attends over the same tiles.
-    """
+    """One call over the tiles that an `AdaptiveAttention` chooses once, also if it is computed again."""
 
     chooser: AdaptiveAttention
     branches: list[tuple[int, int]]

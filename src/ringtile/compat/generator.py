@@ -186,10 +186,7 @@ class SparsePatternGenerator:
         self.pattern_cache = PersistentPatternCache(cache_size)
 
     def rule(self, n_queries: int, n_keys: int | None = None, *, is_causal: bool = False) -> Pattern:
-        """Return the rule for these lengths, causal if requested: one of your own, or the configuration's.
-
-        Raises ValueError if a field of the configuration is out of range.
-        """
+        """Return the rule for these lengths, causal if requested: one of your own, or the configuration's."""
         n_keys = n_queries if n_keys is None else n_keys
         rule: Pattern = self.inside((Problem(n_queries, n_keys, n_keys - n_queries),), is_causal=is_causal)
         return Causal() & rule if is_causal else rule

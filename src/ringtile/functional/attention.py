@@ -331,10 +331,7 @@ def _attend(
     backend: str | None,
     options: RowOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments that no plan stands for, and compute attention without sinks.
-
-    ``structure`` is None if the call may have no plan.
-    """
+    """Check the arguments that no plan of a ``structure`` stands for, and compute attention without sinks."""
     kept: Pattern | BlockIndex | BlockMask | Tensor | None = pattern
     plan = None if structure is None else found_plan(structure)
     if plan is None:

@@ -150,10 +150,7 @@ class Parts:
         return grads
 
     def composed(self, k: Tensor, v: Tensor, compute: Compute) -> Callable[[Tensor], Tensor]:
-        """Compute all parts by operators with derivatives. Return the last step of both results.
-
-        ``compute`` returns the number of parts of a source.
-        """
+        """Compute all parts with derivatives, by counts from ``compute``. Return the last step of both results."""
         compute("own", k, v, self.own_mask)
         return lambda x: x
 

@@ -104,10 +104,7 @@ class Strided(Places):
     """Number of query heads that share a key head. Rows have 1."""
 
     def take(self, x: Tensor) -> Tensor:
-        """Gather a batch of segments: ``[B, H, N, ...]`` to ``[B * S, H', L, ...]``.
-
-        Heads keep their order. A key head that query heads at several offsets share is repeated.
-        """
+        """Gather a batch of segments: ``[B, H, N, ...]`` to ``[B * S, H', L, ...]``. Heads keep their order."""
         piece, parts = self.piece, []
         for offset in piece.offsets:
             shared = self._shared_heads(offset)

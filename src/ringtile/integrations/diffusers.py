@@ -80,10 +80,7 @@ class SparseAttnProcessor:
 # One class per class of processors, so that copies are of one type. A graph cannot call a `__call__` of the object.
 @cache
 def _class_around(inner: type) -> type[SparseAttnProcessor]:
-    """Return the class around processors of a class, with the signature of their call.
-
-    diffusers reads this signature, and drops the arguments that are not in it.
-    """
+    """Return the class around processors of a class, with the signature of their call, which diffusers reads."""
 
     @wraps(inner.__call__)
     def call(self: SparseAttnProcessor, attn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,10 +62,7 @@ def _pattern(given: Any, others: str) -> Pattern | None:
 
 
 def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None:
-    """Return the pattern of one attention module, or None if it keeps the pairs of its own mask.
-
-    Raises ValueError if the module has no known kind, or if the pattern cannot be meant for it.
-    """
+    """Return the pattern of one attention module, or None for its own mask. Raise ValueError if it is not for it."""
     if pattern is None:
         return None
     if callable(pattern) and not isinstance(pattern, Pattern):
@@ -101,10 +98,7 @@ def check_attend(attend: LayerAttend) -> None:
 
 
 def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Attend | None:
-    """Return the function that computes the attention of one module, or None for `sparse_attention`.
-
-    Raises ValueError if the module has no function of its own, or cross attention.
-    """
+    """Return the function that computes the attention of one module, or None for `sparse_attention`."""
     if attend is None:
         return None
     if _has_cross_attention(module):
@@ -245,10 +239,7 @@ def _adapted(
     limits: Mapping[str, Any],
     options: dict[str, Any],
 ) -> Tensor:
-    """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask.
-
-    Raises ValueError if the layer has a softcap or sinks, or if its queries are not the last tokens.
-    """
+    """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask."""
     if refused := [name for name, limit in limits.items() if limit is not None]:
         raise ValueError(f"{refused[0]}: expected a layer without softcap and sinks for attend=, got {limits!r}")
     pattern, key_mask, end = kept.pattern, kept.key_mask, kept.start + query.shape[2]

@@ -14,13 +14,7 @@ from ringtile.patterns import Blocks, Window
 
 
 class LongformerWindow(nn.Module):
-    """Longformer's attention: a window, and global tokens with projections of their own (arXiv:2004.05150).
-
-    It has the parameters of the module that it replaces, under the same names.
-
-    Args:
-        replaced: A ``LongformerSelfAttention`` of transformers.
-    """
+    """Longformer's attention, with the parameters of the ``LongformerSelfAttention`` it replaces (arXiv:2004.05150)."""
 
     query: nn.Module
     key: nn.Module
@@ -109,11 +103,7 @@ def _attend_big_bird(
     to_blocked_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of a ``BigBirdBlockSparseAttention``, ``self`` (arXiv:2007.14062).
-
-    Returns the output ``[B, N, E]``, and None in place of the weights. Raises ValueError if the weights are asked for,
-    the length is not a multiple of the block size, or the padding is missing.
-    """
+    """Return the output ``[B, N, E]`` of a ``BigBirdBlockSparseAttention``, and None (arXiv:2007.14062)."""
     if options.get("output_attentions"):
         raise ValueError("output_attentions: ringtile does not support attention weights as an output")
     batch, tokens, _ = hidden_states.shape
@@ -160,10 +150,8 @@ def _choices(attention: Any, tokens: int) -> Tensor:
 
 
 def convert_big_bird(model: nn.Module) -> None:
-    """Replace the attention of each layer of a BigBird in place.
-
-    transformers computes sequences of a few blocks with full attention, and layers that it has switched to that stay.
-    """
+    """Replace the attention of each layer of a BigBird in place."""
+    # transformers computes sequences of a few blocks with full attention, and layers that it has switched stay so.
     from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
     for module in model.modules():

@@ -350,10 +350,7 @@ _outside_graphs = torch.compiler.disable(
 
 
 def kept_by_mask(mask: Tensor, query: Tensor, n_keys: int) -> KeptPairs:
-    """Return the pairs that a mask of the model or its caller keeps: bool, or float with 0 and very small values.
-
-    The result is remembered until the mask changes. Raises ValueError for other shapes and values.
-    """
+    """Return the pairs that a mask of a model or its caller keeps: bool, or float with 0 and very small values."""
     if torch.compiler.is_compiling():
         raise ValueError("attention_mask: torch.compile needs a mask [B, N] of the tokens, got one of all pairs")
     batch, heads, n_queries, _ = query.shape

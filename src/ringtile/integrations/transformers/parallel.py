@@ -188,10 +188,7 @@ def attend_shard(
     cp_batch: BatchFacts | _Probe | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer for a rank's tokens, like `attend`. ``cp_batch`` has the facts of the batch.
-
-    Raises ValueError if the facts or the layer's mask did not come.
-    """
+    """Compute the attention of one layer for a rank's tokens, like `attend`, with the facts of the batch."""
     check_arguments(options)
     kept = _checked_kept(module, query, attention_mask, cp_batch)
     assert isinstance(cp_batch, BatchFacts)
@@ -420,10 +417,7 @@ class ContextParallel:
             )
 
     def loader(self, loader: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Return a dataloader whose batches are this rank's parts. It has the length and the attributes of the other.
-
-        The other gives every rank of the group the same rows.
-        """
+        """Return a dataloader whose batches are this rank's parts of another's, with its length and attributes."""
         return _Loader(self, loader)
 
     def loss(self, loss: Tensor) -> Tensor:

@@ -219,10 +219,7 @@ def _attend_chosen(
 
 
 def switch(model: Any, name: str) -> Callable[[], None]:
-    """Switch all parts of a model to an attention implementation. Return a function that switches back.
-
-    Raises ValueError if a part computes attention by itself.
-    """
+    """Switch all parts of a model to an attention implementation. Return a function that switches back."""
     # transformers switches the parts that it can and keeps quiet about the others.
     parts = _parts(model)
     before = [part.config._attn_implementation for part in parts]

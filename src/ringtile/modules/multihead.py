@@ -15,7 +15,7 @@ from ringtile.functional.attend import Attend
 from ringtile.functional.attention import as_pattern
 from ringtile.index import build_index
 from ringtile.modules.masks import AttnMask, read_attn_mask, read_key_padding_mask
-from ringtile.modules.tile_weights import mean_over_heads, tile_weights
+from ringtile.modules.tile_weights import tile_weights
 from ringtile.patterns import Causal, Dense, Pattern
 
 if TYPE_CHECKING:
@@ -402,8 +402,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         rule = how["pattern"] or Dense()
         rule = Causal() & rule if how["is_causal"] else rule
         index = build_index(rule, q.shape[2], k.shape[2], num_heads=q.shape[1], batch=len(q), device=q.device)
-        weights = tile_weights(q, k, lse, index, key_mask=how["key_mask"], scale=self.head_dim**-0.5)
-        return out, mean_over_heads(weights) if average_attn_weights else weights
+        options = {"key_mask": how["key_mask"], "scale": self.head_dim**-0.5, "average": average_attn_weights}
+        return out, tile_weights(q, k, lse, index, **options)
 
 
 def _checked_rule(pattern: Pattern | BlockMask | Tensor | None, attend: Attend, num_heads: int) -> Pattern | None:

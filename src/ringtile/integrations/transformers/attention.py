@@ -119,10 +119,6 @@ def _both(first: Pattern, second: Pattern, origins: tuple[int, ...]) -> Pattern:
     return first & (second if origins == (0,) else Shifted(second, origins))
 
 
-def _alike(pattern: Pattern, heads: int) -> bool:
-    return pattern.num_heads is None and len({pattern.head_class(head) for head in range(heads)}) == 1
-
-
 def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -> KeptPairs:
     """Return the pairs that a pattern keeps too. Its position 0 is the first real token of each batch element."""
     origins: tuple[int, ...] = (0,)
@@ -139,7 +135,8 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
     both = _both(kept.pattern, pattern, origins) if placed else None
     if n_queries == 1 and both is not None and (isinstance(kept.offset, Tensor) or both.text is None):
         # One query has a mask of keys, and needs no index.
-        row = pairs(both, kept.offset, 1, n_keys, query.device, 1 if _alike(pattern, heads) else heads)[:, :, 0]
+        alike = pattern.num_heads is None and len({pattern.head_class(head) for head in range(heads)}) == 1
+        row = pairs(both, kept.offset, 1, n_keys, query.device, 1 if alike else heads)[:, :, 0]
         row = row if kept.key_mask is None else row & kept.key_mask[:, None]
         return kept._replace(pattern=Dense(), key_mask=row.expand(len(query), -1, n_keys))
     offset = int(kept.offset)

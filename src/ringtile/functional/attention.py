@@ -154,7 +154,8 @@ def check_rows(
     if key_lengths is not None:
         _checked_numbers("key_lengths", key_lengths, query.shape[0], query)
         # On a GPU, or in a graph, reading the values would synchronize or fail.
-        if _may_read(key_lengths) and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
+        may_read = key_lengths.device.type == "cpu" and _is_real(key_lengths)
+        if may_read and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
             raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
@@ -168,11 +169,6 @@ def _is_real(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(x) in (Tensor, Parameter) and not x._is_zerotensor() and not x.is_meta
-
-
-def _may_read(x: Tensor) -> bool:
-    """Return True if the values of a tensor are available and reading them does not synchronize."""
-    return x.device.type == "cpu" and _is_real(x)
 
 
 def check_plain(name: str, x: Tensor) -> None:

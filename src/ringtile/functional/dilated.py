@@ -141,7 +141,12 @@ def rules_of(
     at: Sequence[tuple[int, int]], pattern: Pattern | None, is_causal: bool, overlap: str, heads: int
 ) -> tuple[Branch, ...] | None:
     """Return the branches of a call with their rules, or None if only `over_positions` keeps the pairs of a union."""
-    _check_pattern(pattern, heads)
+    if pattern is not None and not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern: expected a Pattern between places in a segment, got {type(pattern).__name__}")
+    if pattern is not None and pattern.num_heads not in (None, heads):
+        raise ValueError(f"pattern: it is defined for {pattern.num_heads} heads, got {heads=}")
+    if pattern is not None and pattern.batch_size is not None:
+        raise ValueError(f"pattern: expected one rule for all batch rows, got {pattern.batch_size=}")
     if overlap not in ("mix", "union"):
         raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
     if overlap == "union" and pattern is None and torch.compiler.is_compiling():
@@ -184,24 +189,12 @@ def over_positions(at: Sequence[tuple[int, int]], pattern: Pattern | None, overl
     return [reduce(or_, found)] if overlap == "union" else found
 
 
-def _check_pattern(pattern: Pattern | None, heads: int) -> None:
-    if pattern is None:
-        return
-    if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern: expected a Pattern between places in a segment, got {type(pattern).__name__}")
-    if pattern.num_heads not in (None, heads):
-        raise ValueError(f"pattern: it is defined for {pattern.num_heads} heads, got {heads=}")
-    if pattern.batch_size is not None:
-        raise ValueError(f"pattern: expected one rule for all batch rows, got {pattern.batch_size=}")
-
-
 def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n_queries: int) -> None:
     """Warn once per configuration about head offsets with tokens that no branch keeps."""
     # A branch without dilation keeps every token. A compiled graph cannot warn.
     if any(rate == 1 for _, rate in branches) or torch.compiler.is_compiling():
         return
-    configuration = (tuple(branches), heads)
-    if configuration in _warned:
+    if (tuple(branches), heads) in _warned:
         return
     tokens = torch.arange(max(start, 0), start + n_queries)
     uncovered = {}
@@ -211,7 +204,7 @@ def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n
         if share:
             uncovered[tuple(head % rate for _, rate in branches)] = share
     if uncovered:
-        _warned.add(configuration)
+        _warned.add((tuple(branches), heads))
         named = ", ".join(f"{list(offsets)} ({share:.0%})" for offsets, share in uncovered.items())
         warnings.warn(
             f"dilated_attention: no branch of dilation_rates={[rate for _, rate in branches]} keeps all tokens (a rate "

@@ -124,8 +124,10 @@ def _check_seed(seed: int | Tensor, query: Tensor) -> None:
         raise ValueError(f"seed: expected a 64-bit integer or one int64 element, got {seed!r}")
 
 
-def check_options(query: Tensor, key: Tensor, *, backend: str | None, **options: Unpack[RowOptions]) -> None:
-    """Raise ValueError if an option that all attention functions share is invalid."""
+def check_options(
+    query: Tensor, key: Tensor, *, backend: str | None = None, n_keys: int | None = None, **options: Unpack[RowOptions]
+) -> None:
+    """Raise ValueError if an option of attention is invalid. ``n_keys`` are those of all ranks. Default: the key's."""
     if backend is not None and backend not in NAMES:
         raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
     if dropout_p := options.get("dropout_p"):
@@ -138,26 +140,15 @@ def check_options(query: Tensor, key: Tensor, *, backend: str | None, **options:
             raise ValueError(f"key_mask: expected bool, True for keys to attend to, got {key_mask.dtype=}")
     if (seed := options.get("seed")) is not None:
         _check_seed(seed, query)
-
-
-def check_rows(
-    query: Tensor,
-    n_keys: int,
-    key_lengths: Tensor | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> None:
-    """Raise ValueError if an option that only attention over a pattern has is invalid."""
-    if not 0 <= softcap < math.inf:
+    if not 0 <= (softcap := options.get("softcap", 0.0)) < math.inf:
         raise ValueError(f"softcap: expected a finite number >= 0, got {softcap!r}")
-    if key_lengths is not None:
+    if (key_lengths := options.get("key_lengths")) is not None:
         _checked_numbers("key_lengths", key_lengths, query.shape[0], query)
         # On a GPU, or in a graph, reading the values would synchronize or fail.
-        may_read = key_lengths.device.type == "cpu" and _is_real(key_lengths)
-        if may_read and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
-            raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        may_read, most = key_lengths.device.type == "cpu" and _is_real(key_lengths), n_keys or key.shape[2]
+        if may_read and not torch.equal(key_lengths, key_lengths.clamp(0, most)):
+            raise ValueError(f"key_lengths: expected values in [0, {most}], got {key_lengths.tolist()}")
+    for name, per_head in (("alibi_slopes", options.get("alibi_slopes")), ("sinks", options.get("sinks"))):
         if per_head is not None:
             _check_rows(name, per_head, query.shape[1:2], query)
             if not per_head.is_floating_point():
@@ -334,7 +325,6 @@ def _attend(
         query, key, value = checked_tensors(query, key, value, enable_gqa)
     n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
     check_options(query, key, backend=backend, **options)
-    check_rows(query, n_keys, key_lengths, options["softcap"], options["alibi_slopes"], options["sinks"])
     call = make_call(query, backend=backend, **options)
     if plan is None:
         first, block, text, kept = _pairs_of(query, n_keys, pattern, is_causal, start, backend)

@@ -324,11 +324,7 @@ class SparseTransformer(nn.Module):
         return KVCache(layer.new_cache() for layer in layers)
 
     def forward(
-        self,
-        x: Tensor,
-        key_mask: Tensor | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
+        self, x: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None, positions: Tensor | None = None
     ) -> Tensor:
         """Apply all layers.
 

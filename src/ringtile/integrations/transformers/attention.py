@@ -228,13 +228,7 @@ _outside_graphs = torch.compiler.disable(
 
 @torch.compiler.disable(reason="attention that follows the content needs an index that is built outside graphs")  # type: ignore[untyped-decorator]
 def _adapted(
-    compute: Attend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kept: KeptPairs,
-    limits: Mapping[str, Any],
-    options: dict[str, Any],
+    compute: Attend, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, limits: Any, options: Any
 ) -> Tensor:
     """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask."""
     if refused := [name for name, limit in limits.items() if limit is not None]:

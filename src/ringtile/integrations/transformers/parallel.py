@@ -236,14 +236,7 @@ def _checked_kept(
 class ContextParallel:
     """A model whose rows are shared by the ranks of a group. `context_parallel` makes one."""
 
-    def __init__(
-        self,
-        model: Any,
-        group: dist.ProcessGroup | DeviceMesh | None,
-        layout: Layouts,
-        pattern: GivenPattern,
-        documents: bool | None,
-    ) -> None:
+    def __init__(self, model: Any, group: Any, layout: Layouts, pattern: GivenPattern, documents: bool | None) -> None:
         self.group = real_group(group_of(group))
         self.rank, self.size = self.group.rank(), self.group.size()
         if not callable(layout) and layout not in LAYOUTS:
@@ -265,11 +258,6 @@ class ContextParallel:
             raise
         self._documents = documents
         self._traffic: dict[str, tuple[int, tuple[Any, ...]]] = {}
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
 
     def layout(self, n_tokens: int) -> Layout:
         """Return the tokens of each rank for rows of ``n_tokens``.
@@ -326,7 +314,7 @@ class ContextParallel:
             layout,
             documents,
             positions.cpu() if documents is not None and chunks_begin_at_documents() else None,
-            *_padding(real, mine, self._device),
+            *_padding(real, mine, next(self.model.parameters()).device),
         )
         found: dict[str, Any] = {name: mine(batch[name]) for name in _PER_TOKEN if batch.get(name) is not None}
         found |= {"position_ids": mine(positions), "cp_batch": facts}
@@ -405,7 +393,7 @@ class ContextParallel:
         tensors = {name: x for name, x in sorted(batch.items()) if isinstance(x, Tensor)}
         content = b"".join(name.encode() + digest_of(x) for name, x in tensors.items())
         digest = digest_of(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(next(self.model.parameters()).device)
         # All ranks gather all digests, so all of them raise, and none waits in the attention of a wrong batch.
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     has_ended = False
 
     # In the forward pass it must return normally whatever happens inside. In the backward pass errors are plain.
+    def hold(kind: object, error: BaseException | None, trace: object) -> bool:
+        held.extend([] if error is None or has_ended else [error])
+        return not has_ended
+
     def guarded(*given: Any) -> Tensor:
-        try:
+        with ExitStack() as stack:
+            stack.push(hold)
             return function(*given)
-        except BaseException as error:
-            if has_ended:
-                raise
-            held.append(error)
-            return torch.empty(0)
+        return torch.empty(0)
 
     out: Tensor = checkpoint(guarded, *arguments, use_reentrant=False)
     has_ended = True

@@ -25,6 +25,11 @@ MAX_WEIGHTS = 1 << 24
 """Largest number of elements, B * H * Nq * Nk, of a dense weight matrix with a sparse pattern."""
 
 
+_PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_SHARED_NAMES = (*_PROJECTIONS, "bias_k", "bias_v", "add_zero_attn", "training")
+"""Attributes with the names of arguments of PyTorch's function."""
+
+
 class _Given(NamedTuple):
     """The arguments of a call, named as in PyTorch's function."""
 
@@ -267,27 +272,10 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
             # Equal tensors stay one object, so that PyTorch projects them together.
             turned = {id(x): x.transpose(0, 1) for x in (query, key, value)}
             query, key, value = (turned[id(x)] for x in (query, key, value))
-        out, weights = F.multi_head_attention_forward(
-            query,
-            key,
-            value,
-            self.embed_dim,
-            self.num_heads,
-            self.in_proj_weight,
-            self.in_proj_bias,
-            self.bias_k,
-            self.bias_v,
-            self.add_zero_attn,
-            self.dropout,
-            self.out_proj.weight,
-            self.out_proj.bias,
-            training=self.training,
-            use_separate_proj_weight=self.in_proj_weight is None,
-            q_proj_weight=self.q_proj_weight,
-            k_proj_weight=self.k_proj_weight,
-            v_proj_weight=self.v_proj_weight,
-            **how,
-        )
+        how |= {name: getattr(self, name) for name in _SHARED_NAMES}
+        how |= {"dropout_p": self.dropout, "use_separate_proj_weight": self.in_proj_weight is None}
+        how |= {"out_proj_weight": self.out_proj.weight, "out_proj_bias": self.out_proj.bias}
+        out, weights = F.multi_head_attention_forward(query, key, value, self.embed_dim, self.num_heads, **how)
         return out.transpose(0, 1) if is_turned else out, weights
 
     def _forward_nested(self, given: _Given) -> tuple[Tensor, Tensor | None]:

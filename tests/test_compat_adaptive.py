@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import make_inputs, oracle, relative_error
+from test_compat import heads_first
 from torch import Tensor
 
 from ringtile.adaptive import AdaptiveAttention, Controller, Density, Probe, audit
@@ -24,10 +25,6 @@ from ringtile.patterns import Blocks, Causal, Dense, Elements, Pattern
 
 SMALL = SparsePatternConfig("adaptive", 0.25, block_size=64)
 FIRST = AdaptiveAttention(Probe("first"), Density(0.3), block=32)
-
-
-def heads_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
 
 
 def chosen(attention: BlockSparseRingDilatedAttention, number: int = 0) -> Any:

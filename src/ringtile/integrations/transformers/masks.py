@@ -99,10 +99,7 @@ class PatternMask(Tensor):
 _UNCHANGED = {"contiguous", "detach", "bool"}
 _VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 """Attributes that are tensors with its values."""
-_ABOUT = {
-    *("size", "dim", "stride", "storage_offset", "untyped_storage", "numel", "element_size"),
-    *("__len__", "__hash__"),
-}
+_ABOUT = {*"size dim stride storage_offset untyped_storage numel element_size __len__ __hash__".split()}
 """Methods that return facts about a tensor, and not its values."""
 
 
@@ -122,11 +119,8 @@ def _moved_to(mask: Tensor, *targets: Any, **options: Any) -> torch.device | Non
 def _cut(mask: PatternMask, index: Any) -> Tensor | None:
     """Return the mask of consecutive queries and all keys, or None if the index asks for anything else."""
     index = index if isinstance(index, tuple) else (index,)
-    if (
-        _is_exporting()
-        or not all(isinstance(each, slice) and each.step in (None, 1) for each in index)
-        or len(index) > 4
-    ):
+    in_steps = all(isinstance(each, slice) and each.step in (None, 1) for each in index)
+    if _is_exporting() or not in_steps or len(index) > 4:
         return None
     # mask[:, :, 30:60] keeps batch, heads and keys whole and cuts the queries. Any other cut is refused by the caller.
     bounds = [each.indices(size)[:2] for each, size in zip(index, mask.shape, strict=False)]

@@ -26,6 +26,8 @@ from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    Given = Pattern | BlockIndex | BlockMask | Tensor | None
+
 
 class Keywords(SoftmaxOptions, total=False):
     """Keyword arguments that all attention functions share, for type checkers."""
@@ -251,7 +253,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
-def _name_of(pattern: Pattern | BlockIndex | Tensor | BlockMask | None) -> str | int | None:
+def _name_of(pattern: Given) -> str | int | None:
     """Return the text of a pattern or the number of an index, or None if neither tells the pairs."""
     if isinstance(pattern, BlockIndex):
         return id(pattern)
@@ -279,12 +281,7 @@ def _check_index(index: BlockIndex, query: Tensor, n_keys: int, is_causal: bool,
 
 
 def _pairs_of(
-    query: Tensor,
-    n_keys: int,
-    pattern: Pattern | BlockIndex | Tensor | BlockMask | None,
-    is_causal: bool,
-    start: int | None,
-    backend: str | None,
+    query: Tensor, n_keys: int, pattern: Given, is_causal: bool, start: int | None, backend: str | None
 ) -> tuple[int, int, str, Pattern | BlockIndex]:
     """Return the first position, the block, the text and the pattern of a call, or the index of one without a text."""
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
@@ -310,7 +307,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | BlockIndex | BlockMask | Tensor | None,
+    pattern: Given,
     structure: Structure | None,
     is_causal: bool,
     start: int | None,
@@ -319,7 +316,7 @@ def _attend(
     options: RowOptions,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments that no plan of a ``structure`` stands for, and compute attention without sinks."""
-    kept: Pattern | BlockIndex | BlockMask | Tensor | None = pattern
+    kept: Given = pattern
     plan = None if structure is None else found_plan(structure)
     if plan is None:
         query, key, value = checked_tensors(query, key, value, enable_gqa)
@@ -352,25 +349,6 @@ def _attend(
         # Options can be tensors that only PyTorch's dispatcher reads, as lazily zero ones.
         prepared = plan.prepared if plan is not None and is_unseen(*options_of(call)) else None
         return attention(query, key, value, call, prepared)
-
-
-def _structure_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern | BlockIndex | BlockMask | Tensor | None,
-    start: int | None,
-    scale: float | None,
-    softcap: float,
-    backend: str | None,
-    *has: bool,
-) -> Structure | None:
-    """Return all that the plan of a call depends on, or None if every check must run at every call."""
-    # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
-    types = type(start) in (int, NoneType), type(scale) in (float, int, NoneType), type(backend) in (str, NoneType)
-    if not all(types) or type(softcap) not in (float, int) or scale == 0:
-        return None
-    return structure_of(_name_of(pattern), query, key, value, start, scale, softcap, backend, has)
 
 
 def _by_reference(
@@ -498,8 +476,11 @@ def sparse_attention(
     if is_unseen(query, key, value) and not is_logged():
         query, key, value = _cast(query, key, value)
         has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
-        structure = _structure_of(query, key, value, pattern, start, scale, softcap, backend, *has)
-        plan = None if structure is None else found_plan(structure)
+        # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
+        types = type(start) in (int, NoneType), type(scale) in (float, int, NoneType), type(backend) in (str, NoneType)
+        if all(types) and type(softcap) in (float, int) and scale != 0:
+            structure = structure_of(_name_of(pattern), query, key, value, start, scale, softcap, backend, has)
+            plan = found_plan(structure)
     # One chain of comparisons costs less than seven.
     plain = key_mask is key_lengths is alibi_slopes is sinks is seed is head_at is batch_at is None
     if plan is not None and plain and dropout_p == 0.0:

@@ -112,13 +112,6 @@ def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Attend | None:
     return found
 
 
-def _both(first: Pattern, second: Pattern, origins: tuple[int, ...]) -> Pattern:
-    """Return both rules. The second counts from one origin for all batch elements, or from one for each."""
-    if len(set(origins)) == 1:
-        origins = origins[:1]
-    return first & (second if origins == (0,) else Shifted(second, origins))
-
-
 def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -> KeptPairs:
     """Return the pairs that a pattern keeps too. Its position 0 is the first real token of each batch element."""
     origins: tuple[int, ...] = (0,)
@@ -129,10 +122,12 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
                 torch._assert_async(kept.key_mask[:, 0].all(), message)
         else:
             origins = tuple(lead - kept.first for lead in kept.leading or (0,))
+    # One origin serves all batch elements if it is the same for each.
+    origins = origins[:1] if len(set(origins)) == 1 else origins
+    mine = pattern if origins == (0,) else Shifted(pattern, origins)
     # Positions of the mask's rule and of the pattern agree, unless the mask was given as values with room after it.
     heads, n_queries = query.shape[1:3]
-    placed = kept.pattern == Dense() or kept.start == int(kept.offset)
-    both = _both(kept.pattern, pattern, origins) if placed else None
+    both = kept.pattern & mine if kept.pattern == Dense() or kept.start == int(kept.offset) else None
     if n_queries == 1 and both is not None and (isinstance(kept.offset, Tensor) or both.text is None):
         # One query has a mask of keys, and needs no index.
         alike = pattern.num_heads is None and len({pattern.head_class(head) for head in range(heads)}) == 1
@@ -142,7 +137,7 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
     offset = int(kept.offset)
     if both is None:
         # The mask was evaluated, aligned to the last key, and the cache has room after it.
-        more = pairs(_both(Dense(), pattern, origins), offset, n_queries, n_keys, query.device, heads)
+        more = pairs(mine, offset, n_queries, n_keys, query.device, heads)
         mask = pairs(kept.pattern, kept.start, n_queries, n_keys, query.device, kept.pattern.num_heads or 1)
         return kept._replace(pattern=from_mask(mask & more))
     return kept._replace(pattern=both, start=offset)

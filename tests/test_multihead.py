@@ -96,15 +96,9 @@ def masks_named(name: str, batch: int, n_queries: int, n_keys: int) -> dict[str,
 
 
 MASKS = (
-    "none",
-    "padding",
-    "padding bias",
-    "dropped",
-    "dropped as floats",
-    "dropped per head",
-    "dropped and padding",
-    "floats and padding bias",
-)
+    "none; padding; padding bias; dropped; dropped as floats; dropped per head; dropped and padding; "
+    "floats and padding bias"
+).split("; ")
 
 
 def gradients(module: nn.Module, given: list[Tensor], outputs: list[Tensor]) -> dict[str, Tensor]:

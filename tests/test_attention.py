@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -123,16 +124,8 @@ def attend(
     leaves = {name: x.detach().requires_grad_() for name, x in zip("qkv", inputs, strict=False)}
     if sinks is not None:
         leaves["sinks"] = sinks.detach().requires_grad_()
-    out, lse = sparse_attention(
-        leaves["q"],
-        leaves["k"],
-        leaves["v"],
-        served,
-        sinks=leaves.get("sinks"),
-        enable_gqa=True,
-        return_lse=True,
-        **options,
-    )
+    options |= {"sinks": leaves.get("sinks"), "enable_gqa": True, "return_lse": True}
+    out, lse = sparse_attention(*(leaves[name] for name in "qkv"), served, **options)
     outputs, cotangents = [out], [inputs.grad_out]
     if grad_lse is not None:
         outputs.append(lse)
@@ -463,12 +456,8 @@ def test_a_gradient_through_lse_alone() -> None:
 
 
 def test_results_are_in_the_dtypes_of_the_contract() -> None:
-    for dtype, lse_dtype in (
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-    ):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        lse_dtype = torch.promote_types(dtype, torch.float32)
         inputs = make_inputs(1, 2, 40, dtype=dtype)
         for pattern, backend in product((Dense(), TILED), (None, "reference")):
             actual = attend(inputs, pattern, backend=backend)
@@ -745,21 +734,16 @@ def test_eight_threads_on_one_cache_give_the_bits_of_one() -> None:
     ]
     alone = [attend(inputs, pattern) for inputs, pattern in problems]
     clear_cache()
-    barrier, results = threading.Barrier(8), [[] for _ in range(8)]
+    barrier = threading.Barrier(8)
 
-    def work(own: list[Oracle]) -> None:
+    def work(_: int) -> list[Oracle]:
         barrier.wait()
-        own.extend(attend(inputs, pattern) for inputs, pattern in problems)
+        return [attend(inputs, pattern) for inputs, pattern in problems]
 
-    threads = [threading.Thread(target=work, args=(own,)) for own in results]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for own in results:
-        assert len(own) == len(alone)
-        for result, expected in zip(own, alone, strict=True):
-            assert_bits(result, expected)
+    with ThreadPoolExecutor(8) as pool:
+        for own in pool.map(work, range(8)):
+            for result, expected in zip(own, alone, strict=True):
+                assert_bits(result, expected)
 
 
 def test_an_index_is_checked_though_one_like_it_was() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from oracle import relative_error
 from ranks import on_ranks, run_processes
+from test_compat import TOO_SHORT, with_grads
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -63,7 +64,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [2, 4])
 def test_example_3_of_the_guide_runs_under_torchrun(n_ranks: int, tmp_path: Path) -> None:
     block = (ROOT / "tests" / "guide" / "block_10.py").read_text(encoding="utf-8")
     assert block.count("backend='nccl'") == 1
@@ -71,7 +73,7 @@ def test_example_3_of_the_guide_runs_under_torchrun(n_ranks: int, tmp_path: Path
     program.write_text(f"BLOCK = {block.replace('nccl', 'gloo')!r}\n" + BEFORE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
     paths = os.pathsep.join([str(ROOT / "compat"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run([*command, str(program)], env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     lines = [f"rank {rank} of {n_ranks} (1, {4096 // n_ranks}, 2, 8) True" for rank in range(n_ranks)]
@@ -220,9 +222,6 @@ def test_deepspeeds_group_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # A ring of all ranks.
 
-TOO_SHORT = pytest.mark.filterwarnings("ignore:dilation_rates=", "ignore:sparsity_ratio=.* cannot be reached")
-"""The lengths are small here, and the ratio and the rates have no room: warnings say so."""
-
 RINGS: dict[str, dict[str, Any]] = {
     "window": {"sparse_config": SparsePatternConfig("local_window", local_window_size=300)},
     "density": {"sparse_config": SparsePatternConfig("global_local", 0.6, global_tokens=5)},
@@ -237,12 +236,6 @@ RINGS: dict[str, dict[str, Any]] = {
     },
     "all pairs": {"sparse_config": SparsePatternConfig(sparsity_ratio=1.0), "attention_scale": 0.2},
 }
-
-
-def with_grads(attend: Any, inputs: tuple[Tensor, ...], grad_out: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])

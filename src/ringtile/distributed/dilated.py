@@ -23,7 +23,7 @@ from ringtile.distributed.process_groups import Ranks, real_group
 from ringtile.distributed.shards import check_keys_finite, check_shard
 from ringtile.distributed.transports import group_of
 from ringtile.functional.attention import check_options, checked_tensors, make_call
-from ringtile.functional.dilated import Branch, checked_branches, numbered, rules_of, union_of, warn_of_uncovered
+from ringtile.functional.dilated import Branch, checked_branches, numbered, over_positions, rules_of, warn_of_uncovered
 from ringtile.functional.parts import Part, Places, attend_parts
 from ringtile.kernels.contracts import Call, accumulator, merge_into
 from ringtile.kernels.traced import constant
@@ -109,7 +109,7 @@ def ring_dilated_attention(
     if branches is None:
         options |= {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse}
         options |= {"layout": layout, "group": group, "check_finite": check_finite}
-        return ring_attention(query, key, value, union_of(at, pattern), **options)
+        return ring_attention(query, key, value, over_positions(at, pattern, overlap)[0], **options)
     warn_of_uncovered(at, query.shape[1], 0, layout.n_tokens)
     if check_finite:
         check_keys_finite(key, value, layout, rank, check_finite)

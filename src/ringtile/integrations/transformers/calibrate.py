@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ringtile.adaptive import Calibration, Choice, HeadFacts, Scores, head_facts
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.functional import sparse_attention
-from ringtile.integrations.transformers.facts import model_facts
-from ringtile.integrations.transformers.registry import use_ringtile
+from ringtile.integrations.transformers.registry import model_facts, use_ringtile
 
 _GRAM = 16
 """Equal tokens in a row that count as a repeat."""

@@ -284,6 +284,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "pattern: expected a Pattern between places in a segment": {"pattern": longnet_union([32], [1]).__class__},
     "key_mask: expected shape": {"key_mask": torch.ones(1, 5, dtype=torch.bool)},
     "dropout_p": {"dropout_p": 2.0},
+    "unexpected keyword arguments": {"softcap": 2.0},
     "key: expected finite numbers, got NaN or infinity at rank 0 of l": {"check_finite": "layer 2", "nan": True},
 }
 
@@ -301,7 +302,7 @@ def test_wrong_calls_are_named_before_data_moves(words: str) -> None:
         x[0, 1, 150, 3] = torch.nan
 
     def run(rank: int) -> None:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             ring_dilated_attention(x, x, x, **options)
 
     on_ranks(1, run)

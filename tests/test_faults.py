@@ -34,7 +34,7 @@ from ringtile.distributed.failures.faults import (
     watch,
 )
 from ringtile.distributed.failures.watcher import Watcher
-from ringtile.distributed.shards import first_nonfinite
+from ringtile.distributed.layout import first_nonfinite
 
 # One worker runs all cases at once.
 pytestmark = pytest.mark.xdist_group("faults")

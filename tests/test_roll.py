@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import counted_traffic, on_ranks
 from torch import Tensor
 
-from ringtile.distributed import Layout, PlanMismatch, agreement, roll
+from ringtile.distributed import Layout, PlanMismatch, lockstep, roll
 from ringtile.distributed.failures.faults import handshakes
 
 MAKERS = [Layout.contiguous, Layout.zigzag, Layout.striped]
@@ -118,7 +118,7 @@ def test_ranks_that_shift_by_other_numbers_are_named() -> None:
 
 
 def test_compared_calls_are_forgotten_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "AGREED", 2)
+    monkeypatch.setattr(lockstep, "AGREED", 2)
     layout = Layout.contiguous(8, 2, unit=1)
 
     def run(rank: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
@@ -10,19 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.agreement import NUMBERS, compare, exchange_of, numbers_of, shapes_of
-from ringtile.distributed.exchange import by_number
-from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.layout import Layout, Run, positions_of
-from ringtile.distributed.pieces import attend_pieces
-from ringtile.distributed.plan import RingPlan
+from ringtile.distributed.exchange import Exchange, by_number, exchange_of
+from ringtile.distributed.layout import Layout, Run, check_keys_finite, check_shard, positions_of
+from ringtile.distributed.lockstep import NUMBERS, Facts, Lockstep, compare, numbers_of, shapes_of
+from ringtile.distributed.pieces import ExchangedKeys
+from ringtile.distributed.plan import RingPlan, Source
 from ringtile.distributed.process_groups import Ranks, axes_of, real_group, real_mesh
 from ringtile.distributed.relays import Relays
-from ringtile.distributed.ring import Ring, ring
-from ringtile.distributed.shards import check_keys_finite, check_shard
+from ringtile.distributed.ring import PassedKeys, ring_parts
 from ringtile.distributed.stages import from_bytes, to_bytes
 from ringtile.distributed.transports import MODES, chosen, group_of, mode_of, plan_of
-from ringtile.distributed.ulysses import HeadExchange
+from ringtile.distributed.ulysses import HeadExchange, HeadPlan
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import (
     Keywords,
@@ -32,8 +31,8 @@ from ringtile.functional.attention import (
     make_call,
     rule_of,
     with_sinks,
-    without_autocast,
 )
+from ringtile.functional.parts import Part, Parts, Slice, attend_parts
 from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions
 from ringtile.kernels.traced import constant
@@ -44,6 +43,15 @@ from ringtile.patterns.content import described
 
 class Options(Keywords, RowOptions, total=False):
     """Options of `sparse_attention` that a group of ranks supports, for type checkers."""
+
+
+_NAMES = frozenset(Options.__annotations__)
+
+
+def check_names(options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for an argument that a function does not have."""
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"unexpected keyword arguments {unknown}, expected some of {sorted(known)}")
 
 
 def ring_attention(
@@ -101,6 +109,7 @@ def ring_attention(
             options. Seeds, and the values of tensors, are not compared.
         RankLost: If a rank fails, dies or does not come. The message names it.
     """
+    check_names(options, _NAMES)
     mode = mode_of(transport)
     ranks = group_of(group, mode)
     rest: dict[str, Any] = {**options}
@@ -124,9 +133,9 @@ def ring_attention(
         rest = {**rest, "seed": call.seed, "key_mask": key_mask, "key_lengths": lengths, "sinks": sinks}
         return _attend_by_heads((query, key, value), by_number[found], ranks, overlap, return_lse, rest)
     own_mask = _with_lengths(key_mask, lengths, layout.runs[rank], key)
-    if isinstance(found, Ring):
-        with without_autocast(query):
-            out, lse = ring(query, key, value, own_mask, found, call)
+    if isinstance(found, Facts):
+        ring_keys = partial(ring_parts, layout, rank, isinstance(rule, Causal), call)
+        keys: Parts = PassedKeys(ring_keys, own_mask, layout, rank, Lockstep(real_group(ranks), found))
     else:
         # Not the result of the call: Dynamo reads tensors only from places that it can find again.
         exchange = by_number[found]
@@ -134,7 +143,13 @@ def ring_attention(
         assert isinstance(plan, RingPlan)
         buffer_mask = None if key_mask is None else torch.ops.ringtile.cast_bits(key_mask, found)
         buffer_mask = _with_lengths(buffer_mask, lengths, sum(plan.buffer, ()), key)
-        out, lse = attend_pieces(query, key, value, plan, exchange, own_mask, buffer_mask, call, overlap)
+        pieces = plan.pieces_on(query.device)
+
+        def parts(source: Source) -> list[Part]:
+            return [Part(Slice(x.begin, x.end), None, x.index, call) for x in pieces if x.source == source]
+
+        keys = ExchangedKeys(parts, own_mask, plan, exchange, buffer_mask, overlap)
+    out, lse = attend_parts(query, key, value, keys, call.backend)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -187,7 +202,7 @@ def _prepared(
     return_lse: bool,
     compiled_on: torch.device | None,
 ) -> Any:
-    """Return the number of a call's exchange, or its ring, after a comparison with the other ranks."""
+    """Return the number of a call's exchange, or the facts of a ring, after a comparison with the other ranks."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     mode, every, mesh = MODES[transport], real_group(ranks), real_mesh(ranks)
     groups: tuple[dist.ProcessGroup, ...] = axes_of(mesh) if isinstance(mesh, DeviceMesh) else (every, every, every)
@@ -208,8 +223,9 @@ def _prepared(
         every, "ring_attention", layout, shapes, dtype, **facts, **dict(zip(NUMBERS, numbers, strict=True))
     )
     if plan is None:
-        return Ring(layout, every.rank(), every, isinstance(pattern, Causal), agreed)
-    exchange = exchange_of(plan, agreed, *groups, in_graph=compiled_on is not None)
+        return agreed
+    make: Any = HeadExchange if isinstance(plan, HeadPlan) else Exchange
+    exchange = exchange_of(make, plan, agreed, *groups, in_graph=compiled_on is not None)
     if isinstance(exchange, HeadExchange) and compiled_on is not None and groups[2] is every:
         exchange.build(compiled_on)
     return exchange.number

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
+from ringtile.distributed.layout import Copies, Layout, Run, count_tokens, starts_of
 from ringtile.distributed.plan import Source
-from ringtile.distributed.runs import Copies
 from ringtile.index.covers import MAX_BYTES
 
 _CELLS = 1 << 22

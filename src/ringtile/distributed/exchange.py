@@ -8,9 +8,12 @@ back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -18,18 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringtile.distributed import lockstep
 from ringtile.distributed.branches import BranchPlan
-from ringtile.distributed.failures import wait
-from ringtile.distributed.lockstep import Facts
+from ringtile.distributed.layout import Copies, Places
+from ringtile.distributed.lockstep import BACKWARD, FORWARD, Facts, Lockstep
 from ringtile.distributed.plan import RingPlan
+from ringtile.distributed.process_groups import of_group
 from ringtile.distributed.relays import Relays
-from ringtile.distributed.runs import Copies, Places
 from ringtile.distributed.stages import (
     Broadcast,
     Stage,
     Tensors,
-    alive,
     copy,
     from_bytes,
     gather,
@@ -41,8 +42,11 @@ from ringtile.distributed.stages import (
 )
 from ringtile.kernels.contracts import accumulator
 
-FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
+EXCHANGES = 256
+"""Exchanges that a group keeps for calls that are not compiled."""
 _MASKS = "key masks, forward"
+T = TypeVar("T")
+_lock = Lock()
 
 library = torch.library.Library("ringtile", "FRAGMENT")
 # It reads nothing of `after`, which keeps compilers from another order of masks and keys at some ranks.
@@ -52,8 +56,7 @@ library.define("cast_hot(Tensor k, Tensor v, Tensor received, Tensor ticket, int
 library.define("cast_cold(Tensor(a!) keys, Tensor(b!) values, Tensor received, Tensor ticket, int exchange) -> ()")
 library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Tensor, Tensor)")
 library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
-library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
-library.define("tied_grads(Tensor grad, Tensor keys, Tensor values) -> (Tensor, Tensor)")
+library.define("tied(Tensor x, Tensor[] others) -> Tensor")
 
 
 class _ByNumber:
@@ -95,11 +98,13 @@ class Works(NamedTuple):
     """What this rank will hand on, and the work to wait for before it can."""
 
 
+Started = tuple[Tensor, Works]
+"""What will be received, and the works to wait for."""
 Plan = RingPlan | BranchPlan
 """The tokens that travel to and from one rank, and their places. `RingPlan` explains the fields."""
 
 
-class Exchange:
+class Exchange(Lockstep):
     """The collectives of one plan in one process group, or of `Relays` in the groups of a mesh of nodes.
 
     Operators know it by its number. In a hierarchy, tokens for the own node and tokens that cross travel at the same
@@ -108,14 +113,12 @@ class Exchange:
 
     def __init__(self, plan: Plan | Relays, facts: Facts, group: dist.ProcessGroup, *axes: dist.ProcessGroup) -> None:
         self.plan: Plan = plan.plan if isinstance(plan, Relays) else plan
-        self._facts = facts
-        # A group that was destroyed keeps its connections as long as it is referred to.
-        self._group = ref(group)
+        super().__init__(group, facts, is_idle=not self.plan.is_mixed and not any(self.plan.tokens_hot))
         # The owner of each broadcast, in their order in a vector: rank by rank if there are no nodes.
         self._owners = list(range(len(self.plan.tokens_hot)))
-        self._direct = Stage(self.plan.sent, self.plan.received, self._group, not self.plan.is_mixed)
-        self._crossing, self._handed = (Stage((), (), self._group, is_idle=True) for _ in range(2))
-        self._outer = Broadcast(self.plan.tokens_hot, self.plan.rank, self._group, is_single=True)
+        self._direct = Stage(self.plan.sent, self.plan.received, self._every, not self.plan.is_mixed)
+        self._crossing, self._handed = (Stage((), (), self._every, is_idle=True) for _ in range(2))
+        self._outer = Broadcast(self.plan.tokens_hot, self.plan.rank, self._every, is_single=True)
         self._inner: Broadcast | None = None
         if isinstance(plan, Relays):
             self._build_levels(plan, *map(ref, axes))
@@ -134,11 +137,6 @@ class Exchange:
         by_rank = [plan.tokens_hot[number::per_node] for number in range(per_node)]
         self._outer = Broadcast(by_rank[relays.number], relays.node, outer, n_waits=relays.most_broadcasts)
         self._inner = Broadcast(list(map(sum, by_rank)), relays.number, inner)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group."""
-        return alive(self._group)
 
     @cached_property
     def _n_hot(self) -> list[int]:
@@ -161,22 +159,8 @@ class Exchange:
         """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
         return sum(self._sizes(xs))
 
-    def begin(self) -> None:
-        """Begin an exchange, before its memory is allocated. If no rank has data for another, there is none."""
-        if self._moves:
-            lockstep.begin(self.group)
-
-    def check(self, data: str, x: Tensor) -> None:
-        """Compare the exchange with those of the other ranks, after its memory is allocated."""
-        if self._moves:
-            lockstep.check(self.group, self._facts, data, x.device)
-
-    @property
-    def _moves(self) -> bool:
-        return self.plan.is_mixed or self._counts[0] > 0
-
-    def start(self, xs: Tensors, data: str = FORWARD) -> tuple[Tensor, Works]:
-        """Begin to send. Return what will be received and the work to wait for."""
+    def start(self, xs: Tensors, data: str = FORWARD) -> Started:
+        """Begin to send."""
         self.begin()
         width, sides = width_of(xs), ([xs], [xs])
         received = xs[0].new_empty(self.size_received(xs))
@@ -188,7 +172,7 @@ class Exchange:
         sent, crossing = self._direct.pack(xs), self._crossing.pack(xs)
         arrived = self._crossing.room(xs)
         # From here on nothing is allocated that can be before: a rank that fails now leaves the others waiting.
-        self.check(data, sent)
+        self.check(data, sent.device)
         broadcasts = [work for vector in mine for work in self._outer.start(vector, width)]
         across = self._crossing.start(arrived, crossing, *sides)
         works = self._direct.start(direct, sent, *sides)
@@ -205,11 +189,11 @@ class Exchange:
         plan, width = self.plan, width_of(xs)
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
         copy(buffers, xs, plan.own)
-        self._wait(works.hot, FORWARD)
+        self.wait(works.hot, FORWARD)
         # Broadcasts that were received before, as in a checkpoint, were handed on inside the node, too.
         hot = received[: self._sizes(xs)[0]]
         if self._inner is not None and works.next is not None:
-            self._wait(self._inner.start(hot, width), FORWARD)
+            self.wait(self._inner.start(hot, width), FORWARD)
         for owner, message in self._broadcast(hot, width):
             copy(buffers, views(message, xs), plan.hot_copies[owner])
         return buffers
@@ -221,16 +205,16 @@ class Exchange:
         # If they were received before, as in a checkpoint, they were handed on, too.
         if works.next is not None and not self._crossing.is_idle:
             arrived, across = works.next
-            self._wait(across, FORWARD)
+            self.wait(across, FORWARD)
             crossed = [x.new_empty(*x.shape[:2], self._n_crossed, x.shape[3]) for x in buffers]
             self._crossing.unpack(arrived, crossed)
             sent = self._handed.pack(crossed)
             inside = self._handed.start(handed, sent, [buffers], [buffers])
-        self._wait([*works.cold, *inside], FORWARD)
+        self.wait([*works.cold, *inside], FORWARD)
         self._direct.unpack(direct, buffers)
         self._handed.unpack(handed, buffers)
 
-    def start_cold_back(self, grads: Tensors) -> tuple[Tensor, Works]:
+    def start_cold_back(self, grads: Tensors) -> Started:
         """Begin to send gradients home, or to the ranks that handed on their tokens, but not those of broadcasts.
 
         ``grads`` are those of the buffers, or of a beginning that has these tokens.
@@ -239,18 +223,18 @@ class Exchange:
         direct, relayed, sides = self._direct.back, self._handed.back, ([grads], [grads])
         sent, handed = direct.pack(grads), relayed.pack(grads)
         received, arrived = direct.room(grads), relayed.room(grads)
-        self.check(BACKWARD, sent)
+        self.check(BACKWARD, sent.device)
         works = direct.start(received, sent, *sides)
         inside = relayed.start(arrived, handed, *sides)
         return received, Works(cold=works, sent=[sent, handed], next=(arrived, inside))
 
-    def hand_on_back(self, grads: Tensors, started: tuple[Tensor, Works]) -> tuple[Tensor, Works]:
+    def hand_on_back(self, grads: Tensors, started: Started) -> Started:
         """Begin to send home the gradients of other nodes' tokens, summed over the ranks of this node."""
         received, works = started
         if works.next is None or self._crossing.is_idle:
             return started
         (arrived, inside), home = works.next, self._crossing.back
-        self._wait(inside, BACKWARD)
+        self.wait(inside, BACKWARD)
         # A sum over ranks, so in the accumulation type.
         totals = [x.new_zeros(*x.shape[:2], self._n_crossed, x.shape[3], dtype=accumulator(x)) for x in grads]
         self._handed.back.unpack(arrived, totals, add=True)
@@ -258,7 +242,7 @@ class Exchange:
         across = home.start(at_home, sent, [grads], [grads])
         return received, Works(cold=works.cold, sent=[*works.sent, sent], next=(at_home, across))
 
-    def start_hot_back(self, grads: Tensors) -> tuple[Tensor, Works]:
+    def start_hot_back(self, grads: Tensors) -> Started:
         """Begin to add up the gradients of broadcast tokens at their owners, from those of the buffers."""
         width = width_of(grads)
         # A sum over ranks, so in the accumulation type. A token in both parts of the buffer has two gradients to add.
@@ -267,24 +251,18 @@ class Exchange:
             source, target = self.plan.hot_copies[owner]
             copy(views(message, grads), grads, Copies(target, source), add=True)
         if self._inner is not None:
-            self._wait(self._inner.start_back(hot, width)[1], BACKWARD)
+            self.wait(self._inner.start_back(hot, width)[1], BACKWARD)
         for vector in self._by_number(hot, width):
             mine, works = self._outer.start_back(vector, width)
             return mine, Works(hot=works, sent=[hot])
         return hot, Works()
 
-    def finish_back(
-        self,
-        grads: Tensors,
-        cold_started: tuple[Tensor, Works],
-        hot_started: tuple[Tensor, Works],
-        own: Tensors | None = None,
-    ) -> list[Tensor]:
+    def finish_back(self, grads: Tensors, cold: Started, hot: Started, own: Tensors | None = None) -> list[Tensor]:
         """Return the gradients ``[.., .., n, dim]`` of this rank's tokens: ``own`` and those of all ranks' buffers.
 
         It adds to ``own`` in place if its dtype is that of sums.
         """
-        arrived = list(self._arrived_back(grads, cold_started, hot_started))
+        arrived = list(self._arrived_back(grads, cold, hot))
         sums = []
         # One tensor after the other, so that only one of them has a sum in the accumulation type.
         for number, x in enumerate(grads):
@@ -300,14 +278,12 @@ class Exchange:
             sums.append(total.to(x.dtype))
         return sums
 
-    def _arrived_back(
-        self, grads: Tensors, cold_started: tuple[Tensor, Works], hot_started: tuple[Tensor, Works]
-    ) -> Iterator[tuple[list[Tensor], Places]]:
+    def _arrived_back(self, grads: Tensors, *started: Started) -> Iterator[tuple[list[Tensor], Places]]:
         """Wait for the gradients of other ranks, and yield them with the places of their tokens."""
-        (received, cold_works), (hot, hot_works) = cold_started, hot_started
+        (received, cold_works), (hot, hot_works) = started
         assert cold_works.next is not None
         home, across = cold_works.next
-        self._wait([*cold_works.cold, *across, *hot_works.hot], BACKWARD)
+        self.wait([*cold_works.cold, *across, *hot_works.hot], BACKWARD)
         yield from self._direct.back.arrived(received, grads)
         yield from self._crossing.back.arrived(home, grads)
         if len(hot):
@@ -324,9 +300,36 @@ class Exchange:
             return [hot] if self._owners else []
         return [self._inner.mine(hot, width)]
 
-    def _wait(self, works: Iterable[Any], what: str) -> None:
-        for work in works:
-            wait(work, self.group, what)
+
+@dataclass
+class Calls:
+    """The exchanges of a group's calls, by plan, facts and groups. It lives as long as the group."""
+
+    exchanges: OrderedDict[tuple[Any, ...], Any] = field(default_factory=OrderedDict)
+    """The last that were used."""
+    in_graphs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """Those of compiled graphs. Without its exchange a graph would be compiled again."""
+
+
+def exchange_of(make: Callable[..., T], plan: Any, facts: Facts, *groups: dist.ProcessGroup, in_graph: bool) -> T:
+    """Return the exchange of a plan and of what ranks compare of its calls, in its groups, made once.
+
+    If a compiled graph has it (``in_graph``), it stays as long as its first group.
+    """
+    call = plan, facts, *map(ref, groups)
+    calls = of_group(groups[0], Calls)
+    # Threads that share a group must not make two exchanges of one call: each would count its own.
+    with _lock:
+        found: T | None = calls.in_graphs.get(call) or calls.exchanges.pop(call, None)
+        if found is None:
+            found = make(plan, facts, *groups)
+        if in_graph or call in calls.in_graphs:
+            calls.in_graphs[call] = found
+        else:
+            calls.exchanges[call] = found
+        if len(calls.exchanges) > EXCHANGES:
+            calls.exchanges.popitem(last=False)
+        return found
 
 
 def _start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -422,38 +425,24 @@ torch.library.register_autograd("ringtile::group_cast", _cast_backward, setup_co
 torch.library.register_autograd("ringtile::group_reduce", _reduce_backward, setup_context=_keep_exchange, lib=library)
 
 
-def _keep_buffers(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep_others(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[1])
 
 
-def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     # Zeros that depend on the gradient and on the buffers. Compilers move what does not depend on a gradient to the
     # forward pass, and do not recompute what no operator reads: then ranks would differ in the order of collectives.
-    return grad, *torch.ops.ringtile.tied_grads(grad, *ctx.saved_tensors[1:])
+    others = ctx.saved_tensors
+    return grad, [torch.ops.ringtile.tied(torch.zeros_like(x), [grad, *others]) for x in others]
 
 
-def _tied_grads_backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
-    # Second derivatives pass through the same collectives at every rank.
-    return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+def _tied(x: Tensor, others: list[Tensor]) -> Tensor:
+    return x.clone()
 
 
-for _name, _same, _backward in (
-    ("tied", lambda x, keys, values: x.clone(), _tied_backward),
-    ("tied_grads", lambda grad, keys, values: (torch.zeros_like(keys), torch.zeros_like(values)), _tied_grads_backward),
-):
-    library.impl(_name, _same, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringtile::{_name}", _same, lib=library)
-    torch.library.register_autograd(f"ringtile::{_name}", _backward, setup_context=_keep_buffers, lib=library)
-
-
-def tied(x: Tensor, keys: Tensor, values: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return a copy of ``x`` that depends on buffers that no row reads: both passes then take part in the collectives.
-
-    Compilers drop operators whose results are not used, so they get an operator of its own.
-    """
-    if torch.compiler.is_compiling() and key_mask is not None:
-        keys = keys * key_mask[:, None, :, None]
-    return torch.ops.ringtile.tied(x, keys, values)  # type: ignore[no-any-return]
+library.impl("tied", _tied, "CompositeExplicitAutograd")
+torch.library.register_fake("ringtile::tied", _tied, lib=library)
+torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=_keep_others, lib=library)
 
 
 def cast_start(k: Tensor, v: Tensor, exchange: Exchange, after: Tensor | None = None) -> tuple[Tensor, Tensor]:

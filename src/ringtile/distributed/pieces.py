@@ -9,36 +9,9 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.branches import BranchPlan
-from ringtile.distributed.exchange import Exchange, Works, cast_finish, cast_start, tied
+from ringtile.distributed.exchange import Exchange, Started, Works, cast_finish, cast_start
 from ringtile.distributed.plan import RingPlan, Source
-from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
-from ringtile.kernels.contracts import Call
-
-
-def attend_pieces(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: RingPlan,
-    exchange: Exchange,
-    own_mask: Tensor | None,
-    buffer_mask: Tensor | None,
-    call: Call,
-    overlap: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the lse of a rank's rows, differentiable twice.
-
-    ``own_mask`` and ``buffer_mask`` ``[B, n]`` are the key masks of the rank's own keys and of its buffer. ``call`` has
-    the options.
-    """
-    pieces = plan.pieces_on(query.device)
-
-    def parts(source: Source) -> Iterable[Part]:
-        return [Part(Slice(x.begin, x.end), None, x.index, call) for x in pieces if x.source == source]
-
-    keys = ExchangedKeys(parts, own_mask, plan, exchange, buffer_mask, overlap)
-    return attend_parts(query, key, value, keys, call.backend)
-
+from ringtile.functional.parts import Compute, Parts
 
 _BUFFER: tuple[Source, ...] = ("hot", "all")
 
@@ -98,9 +71,7 @@ class ExchangedKeys(Parts):
         own = own or compute("own", k, v, self.own_mask)
         return self._sums(grads, cold_started, hot_started, own)
 
-    def _sums(
-        self, grads: Sequence[Tensor], cold: tuple[Tensor, Works], hot: tuple[Tensor, Works], own: list[Tensor]
-    ) -> Sequence[Tensor]:
+    def _sums(self, grads: Sequence[Tensor], cold: Started, hot: Started, own: list[Tensor]) -> Sequence[Tensor]:
         """Return the sums of the gradients of own keys that are here and those that arrive."""
         return self.exchange.finish_back(grads, cold, hot, own)
 
@@ -115,8 +86,9 @@ class ExchangedKeys(Parts):
         n_parts = [compute(*self._part(source, *buffers)) for source in _BUFFER]
         if any(n_parts):
             return lambda x: x
-        # This rank reads no key of another, but takes part in the collectives of both passes all the same.
-        return lambda x: tied(x, *buffers, self.buffer_mask)
+        # This rank reads no key of another, but takes part in the collectives of both passes all the same. Compilers
+        # drop operators whose results are not used, so its results depend on the buffers by an operator of its own.
+        return lambda x: torch.ops.ringtile.tied(x, buffers)
 
     @property
     def _overlaps_composed(self) -> bool:

@@ -12,8 +12,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run, count_tokens
-from ringtile.distributed.runs import Copies, copies, intervals, overlaps, placed, with_starts
+from ringtile.distributed.layout import (
+    Copies,
+    Layout,
+    Run,
+    copies,
+    count_tokens,
+    intervals,
+    overlaps,
+    placed,
+    with_starts,
+)
 from ringtile.index import BlockIndex, build_index, build_rows, needed
 from ringtile.index.covers import MAX_BYTES
 from ringtile.index.tiles import pack_words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,14 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         assert isinstance(whole, dist.ProcessGroup)
         found[inner] = whole
     return Axes(found[inner], outer, inner)
+
+
+def alive(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return a process group, or raise RuntimeError if it was destroyed."""
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group of this attention was destroyed")
+    return found
 
 
 def is_alone(group: dist.ProcessGroup) -> bool:

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run, count_tokens, counts_of
+from ringtile.distributed.layout import Layout, Run, count_tokens, counts_of, intervals, overlaps, placed, with_starts
 from ringtile.distributed.plan import RingPlan, count_cold
-from ringtile.distributed.runs import intervals, overlaps, placed, with_starts
 from ringtile.patterns.base import TileGrid
 
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.heads import HeadPlan
 from ringtile.distributed.plan import TRANSPORTS, Demand, Transport, count_hot, count_sent, find_demand, fits_ring
 from ringtile.distributed.relays import count_levels
+from ringtile.distributed.ulysses import HeadPlan
 from ringtile.index.covers import check_candidates
 from ringtile.patterns import Causal
 from ringtile.tools.predict.hardware import Hardware, Sizes, flops_per_pair

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringtile.distributed import Layout, PlanMismatch, ring_dilated_attention
 from ringtile.distributed.branches import BranchPlan, Shape, make_branch_plan
+from ringtile.distributed.layout import counts_of
 from ringtile.functional import dilated_attention
 from ringtile.patterns import Blocks, Causal, Pattern, Segments, Window, longnet_union, per_head
 
@@ -146,7 +147,7 @@ def test_collectives_get_the_planned_bytes(layout: str, is_causal: bool) -> None
         results(ring_dilated_attention, shards[:4], shards[4], *NESTED, layout=made, is_causal=is_causal)
         shapes = tuple(Shape(*at, is_causal) for at in zip(*NESTED, strict=True))
         plan = make_branch_plan(shapes, made, rank, 4, 2, False)
-        items = sum(plan.tokens_sent) + sum(plan.tokens_received)
+        items = sum(map(len, plan.sent)) + sum(counts_of(plan.received))
         assert local.traffic.sent == local.traffic.received == items * 2 * (8 + 4) * 8
         # One exchange for all branches in each pass.
         assert local.traffic.calls == ["all_to_all_single"] * 2
@@ -232,7 +233,7 @@ def check_needs(plan: BranchPlan, shapes: tuple[Shape, ...], ratio: int, filled:
         for head in range(heads):
             assert torch.equal(computed[number][head][own], kept_by(shape, n_tokens, head)[own].float())
     remote = wanted - set(mine.tolist())
-    assert sum(plan.tokens_received) == len(remote)
+    assert sum(counts_of(plan.received)) == len(remote)
     assert remote <= set(filled.tolist())
 
 
@@ -252,11 +253,11 @@ def test_a_million_tokens_over_many_ranks() -> None:
                 for head in range(32):
                     tokens = range(origin + head % rate, end, rate)
                     needed |= {(head // 4, token) for token in tokens if token not in own}
-            assert sum(plan.tokens_received) == len(needed)
+            assert sum(counts_of(plan.received)) == len(needed)
             assert len(needed) < 0.02 * n_tokens * 8
             assert len(plan.pieces) <= 10
             tensors = [plan.items, plan.places, *plan.own, *plan.sent]
-            assert sum(x.nbytes for x in tensors) <= 28 * plan.n_buffer + 4 * sum(plan.tokens_sent)
+            assert sum(x.nbytes for x in tensors) <= 28 * plan.n_buffer + 4 * sum(map(len, plan.sent))
 
 
 def test_ranks_with_other_branches_fail_before_data_moves() -> None:

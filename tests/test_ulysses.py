@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringtile.distributed import Layout, PlanMismatch, RankLost, ring_attention
-from ringtile.distributed.ulysses import HeadPlan
 from ringtile.distributed.process_groups import axes_of, place_of, real_group
 from ringtile.distributed.transports import MODES, group_of
+from ringtile.distributed.ulysses import HeadPlan
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index
 from ringtile.patterns import Dense, Documents, Pattern, RandomBlocks, Window, per_head

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Copies, Layout, Run, count_tokens, starts_of
+from ringtile.distributed.layout import Copies, Layout, Run, starts_of
 from ringtile.distributed.plan import Source
 from ringtile.index.covers import MAX_BYTES
 
@@ -112,16 +112,6 @@ class BranchPlan:
     def n_buffer(self) -> int:
         """Number of items of the buffer."""
         return len(self.items)
-
-    @property
-    def tokens_sent(self) -> tuple[int, ...]:
-        """Number of items that each rank gets from this one."""
-        return tuple(map(len, self.sent))
-
-    @property
-    def tokens_received(self) -> tuple[int, ...]:
-        """Number of items that this rank gets from each other."""
-        return tuple(map(count_tokens, self.received))
 
     def part(self, source: Source) -> slice:
         """Return the places of a part of the buffer. The part "hot" is empty."""
@@ -227,8 +217,8 @@ def make_branch_plan(
         ValueError: If the ranks' runs are so short that the plan could be too large.
 
     >>> plan = make_branch_plan((Shape(512, 1, True), Shape(1024, 4, True)), Layout.contiguous(1024, 2), 1, 4, 4, False)
-    >>> plan.tokens_received, plan.tokens_sent
-    ((512, 0), (0, 0))
+    >>> counts_of(plan.received), list(map(len, plan.sent))
+    ([512, 0], [0, 0])
     >>> [(piece.heads, piece.n_queries, piece.n_keys, piece.is_local) for piece in plan.pieces]
     [((0, 1, 2, 3), 512, 512, True), ((0, 1, 2, 3), 128, 256, False)]
     """

@@ -212,7 +212,7 @@ class _Items(ExchangedKeys):
     """
 
     is_merged = True
-    _overlaps_composed = False
+    _waits_composed = True
 
     def _sums(self, grads: Sequence[Tensor], cold: Started, hot: Started, own: list[Tensor]) -> Sequence[Tensor]:
         arrived = self.exchange.finish_back(grads, cold, hot)

@@ -11,7 +11,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
@@ -22,7 +21,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringtile.distributed.branches import BranchPlan
-from ringtile.distributed.layout import Copies, Places
 from ringtile.distributed.lockstep import BACKWARD, FORWARD, Facts, Lockstep
 from ringtile.distributed.plan import RingPlan
 from ringtile.distributed.process_groups import of_group
@@ -122,6 +120,9 @@ class Exchange(Lockstep):
         self._inner: Broadcast | None = None
         if isinstance(plan, Relays):
             self._build_levels(plan, *map(ref, axes))
+        self._n_hot = [self.plan.tokens_hot[owner] for owner in self._owners]
+        # Broadcasts, direct tokens, and tokens that others hand on.
+        self._counts = sum(self._n_hot), sum(self._direct.n_received), sum(self._handed.n_received)
         self.number = by_number.add(self)
 
     def _build_levels(self, relays: Relays, outer: ref[dist.ProcessGroup], inner: ref[dist.ProcessGroup]) -> None:
@@ -138,42 +139,26 @@ class Exchange(Lockstep):
         self._outer = Broadcast(by_rank[relays.number], relays.node, outer, n_waits=relays.most_broadcasts)
         self._inner = Broadcast(list(map(sum, by_rank)), relays.number, inner)
 
-    @cached_property
-    def _n_hot(self) -> list[int]:
-        return [self.plan.tokens_hot[owner] for owner in self._owners]
-
-    @cached_property
-    def _n_crossed(self) -> int:
-        return sum(self._crossing.n_received)
-
-    @cached_property
-    def _counts(self) -> tuple[int, int, int]:
-        return sum(self._n_hot), sum(self._direct.n_received), sum(self._handed.n_received)
-
-    def _sizes(self, xs: Tensors) -> list[int]:
-        """Return the elements that are received: broadcasts, direct tokens, and tokens that others hand on."""
+    def sizes(self, xs: Tensors) -> list[int]:
+        """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
         width = width_of(xs)
         return [n * width for n in self._counts]
-
-    def size_received(self, xs: Tensors) -> int:
-        """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
-        return sum(self._sizes(xs))
 
     def start(self, xs: Tensors, data: str = FORWARD) -> Started:
         """Begin to send."""
         self.begin()
         width, sides = width_of(xs), ([xs], [xs])
-        received = xs[0].new_empty(self.size_received(xs))
-        hot, direct, _ = received.split(self._sizes(xs))
-        if mine := self._by_number(hot, width):
-            own = self._outer.mine(mine[0], width)
-            if len(own):
-                gather(views(own, xs), xs, self.plan.hot[self.plan.rank])
+        received = xs[0].new_empty(sum(self.sizes(xs)))
+        hot, direct, _ = received.split(self.sizes(xs))
+        mine = self._of_number(hot, width)
+        own = self._outer.mine(mine, width)
+        if len(own):
+            gather(views(own, xs), xs, self.plan.hot[self.plan.rank])
         sent, crossing = self._direct.pack(xs), self._crossing.pack(xs)
         arrived = self._crossing.room(xs)
         # From here on nothing is allocated that can be before: a rank that fails now leaves the others waiting.
         self.check(data, sent.device)
-        broadcasts = [work for vector in mine for work in self._outer.start(vector, width)]
+        broadcasts = self._outer.start(mine, width)
         across = self._crossing.start(arrived, crossing, *sides)
         works = self._direct.start(direct, sent, *sides)
         return received, Works(broadcasts, works, [sent, crossing], (arrived, across))
@@ -191,7 +176,7 @@ class Exchange(Lockstep):
         copy(buffers, xs, plan.own)
         self.wait(works.hot, FORWARD)
         # Broadcasts that were received before, as in a checkpoint, were handed on inside the node, too.
-        hot = received[: self._sizes(xs)[0]]
+        hot = received[: self.sizes(xs)[0]]
         if self._inner is not None and works.next is not None:
             self.wait(self._inner.start(hot, width), FORWARD)
         for owner, message in self._broadcast(hot, width):
@@ -200,13 +185,13 @@ class Exchange(Lockstep):
 
     def finish_cold(self, buffers: Tensors, received: Tensor, works: Works) -> None:
         """Hand on the tokens that have crossed, and write all others into the buffers."""
-        _, direct, handed = received.split(self._sizes(buffers))
+        _, direct, handed = received.split(self.sizes(buffers))
         inside: list[Any] = []
         # If they were received before, as in a checkpoint, they were handed on, too.
         if works.next is not None and not self._crossing.is_idle:
             arrived, across = works.next
             self.wait(across, FORWARD)
-            crossed = [x.new_empty(*x.shape[:2], self._n_crossed, x.shape[3]) for x in buffers]
+            crossed = [x.new_empty(*x.shape[:2], sum(self._crossing.n_received), x.shape[3]) for x in buffers]
             self._crossing.unpack(arrived, crossed)
             sent = self._handed.pack(crossed)
             inside = self._handed.start(handed, sent, [buffers], [buffers])
@@ -236,7 +221,8 @@ class Exchange(Lockstep):
         (arrived, inside), home = works.next, self._crossing.back
         self.wait(inside, BACKWARD)
         # A sum over ranks, so in the accumulation type.
-        totals = [x.new_zeros(*x.shape[:2], self._n_crossed, x.shape[3], dtype=accumulator(x)) for x in grads]
+        n_crossed = sum(self._crossing.n_received)
+        totals = [x.new_zeros(*x.shape[:2], n_crossed, x.shape[3], dtype=accumulator(x)) for x in grads]
         self._handed.back.unpack(arrived, totals, add=True)
         sent, at_home = home.pack([total.to(grads[0].dtype) for total in totals]), home.room(grads)
         across = home.start(at_home, sent, [grads], [grads])
@@ -248,21 +234,25 @@ class Exchange(Lockstep):
         # A sum over ranks, so in the accumulation type. A token in both parts of the buffer has two gradients to add.
         hot = grads[0].new_zeros(self._counts[0] * width, dtype=accumulator(grads[0]))
         for owner, message in self._broadcast(hot, width):
-            source, target = self.plan.hot_copies[owner]
-            copy(views(message, grads), grads, Copies(target, source), add=True)
+            copy(views(message, grads), grads, self.plan.hot_copies[owner][::-1], add=True)
         if self._inner is not None:
             self.wait(self._inner.start_back(hot, width)[1], BACKWARD)
-        for vector in self._by_number(hot, width):
-            mine, works = self._outer.start_back(vector, width)
-            return mine, Works(hot=works, sent=[hot])
-        return hot, Works()
+        mine, works = self._outer.start_back(self._of_number(hot, width), width)
+        return mine, Works(hot=works, sent=[hot])
 
     def finish_back(self, grads: Tensors, cold: Started, hot: Started, own: Tensors | None = None) -> list[Tensor]:
         """Return the gradients ``[.., .., n, dim]`` of this rank's tokens: ``own`` and those of all ranks' buffers.
 
         It adds to ``own`` in place if its dtype is that of sums.
         """
-        arrived = list(self._arrived_back(grads, cold, hot))
+        (received, cold_works), (mine, hot_works) = cold, hot
+        assert cold_works.next is not None
+        home, across = cold_works.next
+        self.wait([*cold_works.cold, *across, *hot_works.hot], BACKWARD)
+        # In the order of the ranks, so that every run adds alike.
+        arrived = [*self._direct.back.arrived(received, grads), *self._crossing.back.arrived(home, grads)]
+        if len(mine):
+            arrived.append((views(mine, grads), self.plan.hot[self.plan.rank]))
         sums = []
         # One tensor after the other, so that only one of them has a sum in the accumulation type.
         for number, x in enumerate(grads):
@@ -270,35 +260,20 @@ class Exchange(Lockstep):
                 total = x.new_zeros(*x.shape[:2], self.plan.n_tokens, x.shape[3], dtype=accumulator(x))
             else:
                 total = own[number].to(accumulator(x))
-            source, target = self.plan.own
-            copy([total], [x], Copies(target, source), add=True)
-            # In the order of the ranks, so that every run adds alike.
+            copy([total], [x], self.plan.own[::-1], add=True)
             for message, places in arrived:
                 scatter([total], [message[number]], places, add=True)
             sums.append(total.to(x.dtype))
         return sums
-
-    def _arrived_back(self, grads: Tensors, *started: Started) -> Iterator[tuple[list[Tensor], Places]]:
-        """Wait for the gradients of other ranks, and yield them with the places of their tokens."""
-        (received, cold_works), (hot, hot_works) = started
-        assert cold_works.next is not None
-        home, across = cold_works.next
-        self.wait([*cold_works.cold, *across, *hot_works.hot], BACKWARD)
-        yield from self._direct.back.arrived(received, grads)
-        yield from self._crossing.back.arrived(home, grads)
-        if len(hot):
-            yield views(hot, grads), self.plan.hot[self.plan.rank]
 
     def _broadcast(self, hot: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the owner of each broadcast, and its part of the vector."""
         parts = messages(hot, [n * width for n in self._n_hot])
         return ((self._owners[number], message) for number, message in parts)
 
-    def _by_number(self, hot: Tensor, width: int) -> list[Tensor]:
-        """Return the part of the vector that travels between ranks with this rank's number in their nodes, if any."""
-        if self._inner is None:
-            return [hot] if self._owners else []
-        return [self._inner.mine(hot, width)]
+    def _of_number(self, hot: Tensor, width: int) -> Tensor:
+        """Return the part of the vector that travels between ranks with this rank's number in their nodes."""
+        return hot if self._inner is None else self._inner.mine(hot, width)
 
 
 @dataclass
@@ -378,19 +353,15 @@ def _cast_bits(keep: Tensor, number: int) -> Tensor:
 
 
 def _fake_start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return k.new_empty(by_number[number].size_received((k, v))), torch.empty(1, dtype=torch.int64)
+    return k.new_empty(sum(by_number[number].sizes((k, v)))), torch.empty(1, dtype=torch.int64)
 
 
 def _fake_cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, ...]:
-    return _with_tokens(by_number[number].plan.n_buffer, k, v)
+    return tuple(x.new_empty(*x.shape[:2], by_number[number].plan.n_buffer, x.shape[3]) for x in (k, v))
 
 
 def _fake_reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, ...]:
-    return _with_tokens(by_number[number].plan.n_tokens, k_grad, v_grad)
-
-
-def _with_tokens(n_tokens: int, *xs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(*x.shape[:2], n_tokens, x.shape[3]) for x in xs)
+    return tuple(x.new_empty(*x.shape[:2], by_number[number].plan.n_tokens, x.shape[3]) for x in (k_grad, v_grad))
 
 
 def _fake_cast_bits(keep: Tensor, number: int) -> Tensor:
@@ -408,7 +379,8 @@ def _cast_backward(ctx: Any, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | N
 
 
 def _reduce_backward(ctx: Any, k_cot: Tensor, v_cot: Tensor) -> tuple[Tensor | None, ...]:
-    return *cast_finish(k_cot, v_cot, cast_start(k_cot, v_cot, ctx.exchange), ctx.exchange), None
+    started = cast_start(k_cot, v_cot, ctx.exchange)
+    return *torch.ops.ringtile.group_cast(k_cot, v_cot, *started, ctx.exchange.number), None
 
 
 for _name, _implementation, _fake in (
@@ -446,16 +418,10 @@ torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=
 
 
 def cast_start(k: Tensor, v: Tensor, exchange: Exchange, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Begin to send keys and values to the ranks that need them. Give both results to `cast_finish`.
+    """Begin to send keys and values to the ranks that need them. Give both results to `group_cast`.
 
     It follows the exchange that ``after`` comes from, in compiled graphs too.
     """
     with torch.no_grad():
         received, ticket = torch.ops.ringtile.cast_start(k, v, exchange.number, after)
     return received, ticket
-
-
-def cast_finish(k: Tensor, v: Tensor, started: tuple[Tensor, Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
-    """Return the buffers of keys and values ``[B, Hkv, n_buffer, D]``, differentiable in this rank's own."""
-    keys, values = torch.ops.ringtile.group_cast(k, v, *started, exchange.number)
-    return keys, values

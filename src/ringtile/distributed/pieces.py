@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.distributed.branches import BranchPlan
-from ringtile.distributed.exchange import Exchange, Started, Works, cast_finish, cast_start
+from ringtile.distributed.exchange import Exchange, Started, Works, cast_start
 from ringtile.distributed.plan import RingPlan, Source
 from ringtile.functional.parts import Compute, Parts
 
@@ -29,6 +29,7 @@ class ExchangedKeys(Parts):
     buffer_mask: Tensor | None
     overlap: bool
     is_merged = False
+    _waits_composed = False
 
     def forward(self, k: Tensor, v: Tensor, compute: Compute) -> Sequence[Tensor]:
         """Compute each source when its keys have come. Return what was received."""
@@ -78,10 +79,10 @@ class ExchangedKeys(Parts):
     def composed(self, k: Tensor, v: Tensor, compute: Compute) -> Callable[[Tensor], Tensor]:
         """Compute each source when its keys have come."""
         started = cast_start(k, v, self.exchange, self.buffer_mask)
-        if self._overlaps_composed:
+        if early := self.overlap and not self._waits_composed:
             compute("own", k, v, self.own_mask)
-        buffers = cast_finish(k, v, started, self.exchange)
-        if not self._overlaps_composed:
+        buffers = torch.ops.ringtile.group_cast(k, v, *started, self.exchange.number)
+        if not early:
             compute("own", k, v, self.own_mask)
         n_parts = [compute(*self._part(source, *buffers)) for source in _BUFFER]
         if any(n_parts):
@@ -89,10 +90,6 @@ class ExchangedKeys(Parts):
         # This rank reads no key of another, but takes part in the collectives of both passes all the same. Compilers
         # drop operators whose results are not used, so its results depend on the buffers by an operator of its own.
         return lambda x: torch.ops.ringtile.tied(x, buffers)
-
-    @property
-    def _overlaps_composed(self) -> bool:
-        return self.overlap
 
     def _part(self, source: Source, keys: Tensor, values: Tensor) -> tuple[Source, Tensor, Tensor, Tensor | None]:
         """Return a part of the buffer with its name and its key mask."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -106,6 +106,9 @@ class RingPlan:
     """True if every rank gets all keys."""
     is_mixed: bool
     """True if any rank sends tokens to another that are not broadcast."""
+    relays: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
+    """The stages of a hierarchy, by the number of ranks per node: `make_relays` fills it."""
+    _moved: dict[torch.device, tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def n_tokens(self) -> int:
@@ -119,15 +122,6 @@ class RingPlan:
         if device not in self._moved:
             self._moved[device] = tuple(replace(piece, index=piece.index.to(device)) for piece in self.pieces)
         return self._moved[device]
-
-    @cached_property
-    def relays(self) -> dict[int, Any]:
-        """The stages of a hierarchy, by the number of ranks per node: `make_relays` fills it."""
-        return {}
-
-    @cached_property
-    def _moved(self) -> dict[torch.device, tuple[Piece, ...]]:
-        return {}
 
     @cached_property
     def n_buffer(self) -> int:

@@ -195,7 +195,7 @@ def count_places(places: Places) -> int:
     return len(places) if isinstance(places, Tensor) else count_tokens(places)
 
 
-def copy(targets: Tensors, sources: Tensors, copies: Copies, *, add: bool = False) -> None:
+def copy(targets: Tensors, sources: Tensors, copies: tuple[Places, Places], *, add: bool = False) -> None:
     """Copy tokens to other places, or add them."""
     source, target = copies
     if isinstance(source, Tensor) and isinstance(target, Tensor):

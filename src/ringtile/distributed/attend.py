@@ -161,16 +161,9 @@ class RingCache(LayerCache):
         return new
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """Compute attention of the prompt, or of the tokens after it.
+        """Compute attention of the prompt, or of the tokens after it, as `LayerCache.attend`.
 
-        Args:
-            query: ``[B, H, N, D]``. Of the prompt, this rank's tokens, later the same tokens at every rank.
-            key: ``[B, Hkv, N, D]``, after rotary positions if you use them. Hkv must divide H.
-            value: ``[B, Hkv, N, Dv]``.
-            key_mask: ``[B, N]`` bool, True for keys to attend to, now and later.
-
-        Returns:
-            ``[B, H, N, Dv]``.
+        Each rank gives its own tokens of the prompt. Later all ranks give the same tokens and get the same output.
 
         Raises:
             ValueError: As `LayerCache.attend` and `ring_attention`.
@@ -204,18 +197,8 @@ class RingCache(LayerCache):
     ) -> Tensor:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise ValueError("query, key, value: expected torch.no_grad(), a cache has no gradients")
-        grouped = query.shape[1] != key.shape[1]
-        out: Tensor = ring_attention(
-            query,
-            key,
-            value,
-            self.pattern,
-            layout=self.layout,
-            group=self.group,
-            key_mask=key_mask,
-            enable_gqa=grouped,
-            **self._options,
-        )
+        how: dict[str, Any] = {"layout": self.layout, "group": self.group, "enable_gqa": True, **self._options}
+        out: Tensor = ring_attention(query, key, value, self.pattern, key_mask=key_mask, **how)
         position = self.layout.positions(ranks.rank(), key.device)
         self.length = self.layout.n_tokens
         self._add(self._in_reach(self._new(key, value, position, key_mask)))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Copies, Layout, Run, starts_of
+from ringtile.distributed.layout import Copies, Layout, Run, with_starts
 from ringtile.distributed.plan import Source
 from ringtile.index.covers import MAX_BYTES
 
@@ -133,9 +133,7 @@ class _Runs(NamedTuple):
 
 def _runs_of(layout: Layout) -> _Runs:
     every = sorted(
-        (begin, end, rank, place)
-        for rank, runs in enumerate(layout.runs)
-        for (begin, end), place in zip(runs, starts_of(runs), strict=True)
+        (begin, end, rank, place) for rank, runs in enumerate(layout.runs) for (begin, end), place in with_starts(runs)
     )
     return _Runs(*torch.tensor(every).T.contiguous())
 
@@ -204,21 +202,12 @@ def make_branch_plan(
 ) -> BranchPlan:
     """Plan one rank's part of LongNet. Plans are cached.
 
-    Args:
-        shapes: The branches.
-        layout: Which tokens each rank holds.
-        rank: The rank, counted in the layout.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key heads, a divisor of ``num_heads``.
-        by_offset: Give each problem heads of one offset only, as key masks need.
-        device: Device of the plan's tensors.
-
-    Raises:
-        ValueError: If the ranks' runs are so short that the plan could be too large.
+    With ``by_offset``, each problem has heads of one offset only, as key masks need. Raises ValueError if the ranks'
+    runs are so short that the plan could be too large.
 
     >>> plan = make_branch_plan((Shape(512, 1, True), Shape(1024, 4, True)), Layout.contiguous(1024, 2), 1, 4, 4, False)
-    >>> counts_of(plan.received), list(map(len, plan.sent))
-    ([512, 0], [0, 0])
+    >>> plan.received, list(map(len, plan.sent))
+    ((((512, 1024),), ()), [0, 0])
     >>> [(piece.heads, piece.n_queries, piece.n_keys, piece.is_local) for piece in plan.pieces]
     [((0, 1, 2, 3), 512, 512, True), ((0, 1, 2, 3), 128, 256, False)]
     """

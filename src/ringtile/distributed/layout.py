@@ -150,9 +150,7 @@ class Layout:
             raise ValueError(f"shards: expected {sizes} tokens in dimension {dim}, got {found}")
         placed: list[tuple[int, Tensor]] = []
         for runs, x in zip(self.runs, shards, strict=True):
-            placed += [
-                (begin, x.narrow(dim, at, end - begin)) for (begin, end), at in zip(runs, starts_of(runs), strict=True)
-            ]
+            placed += [(begin, x.narrow(dim, at, end - begin)) for (begin, end), at in with_starts(runs)]
         return torch.cat([x for _, x in sorted(placed, key=lambda pair: pair[0])], dim)
 
     def tiles(self, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,11 +188,6 @@ def count_tokens(runs: Iterable[Run]) -> int:
 def counts_of(parts: Iterable[Iterable[Run]]) -> list[int]:
     """Return the number of tokens of each of several lists of runs."""
     return list(map(count_tokens, parts))
-
-
-def starts_of(runs: Sequence[Run]) -> list[int]:
-    """Return the place of each run if they follow each other."""
-    return list(accumulate((end - begin for begin, end in runs), initial=0))[: len(runs)]
 
 
 def _joined(runs: Iterable[Run]) -> Iterable[Run]:
@@ -244,7 +237,7 @@ def intervals(tiles: Tensor, grid: TileGrid) -> list[Run]:
 
 def with_starts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
     """Return runs that follow each other, each with its place."""
-    return list(zip(runs, starts_of(runs), strict=True))
+    return list(zip(runs, accumulate((end - begin for begin, end in runs), initial=0), strict=False))
 
 
 def consecutive(runs: Sequence[Run]) -> list[Run]:
@@ -339,10 +332,8 @@ def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, rank: int, lay
 def first_nonfinite(x: Tensor, tile: int) -> tuple[int, int, int] | None:
     """Return (batch element, head, tile) of the first tile of ``x`` ``[B, H, N, D]`` with a NaN or infinity, or None.
 
-    "First" is the lowest tile, then batch element, then head. ``tile`` is the number of tokens per tile. The call reads
-    ``x`` once, allocates nothing of its size, and synchronizes with a GPU.
+    "First" is the lowest tile, then batch element, then head. It reads ``x`` once, and synchronizes with a GPU.
 
-    >>> import torch
     >>> x = torch.zeros(2, 4, 300, 16)
     >>> x[1, 2, 150, 3] = torch.nan
     >>> first_nonfinite(x, 64)

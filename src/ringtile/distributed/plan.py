@@ -222,9 +222,9 @@ def _make_plan(
     grid = TileGrid(block, 0, layout.n_tokens, layout.n_tokens)
     pattern.validate(grid)
     heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-    demand = find_demand(pattern, layout, grid, gather=bool(gather), **heads)
+    demand = demand_of(None, layout, grid) if gather else find_demand(pattern, layout, grid, **heads)
     if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):
-        demand = find_demand(pattern, layout, grid, gather=True)
+        demand = demand_of(None, layout, grid)
     needs, holds, is_hot, most_sent, is_mixed = demand
     if is_cut(layout, rank, block):
         pieces, cols = _cut_pieces(pattern, layout, rank, needs[rank], block=block, **heads)
@@ -276,12 +276,11 @@ def _cut_pieces(
 
     Rows of a run that begins inside a tile have tiles of their own, which begin with the run.
     """
-    pieces, at = [], 0
-    for begin, end in layout.runs[rank]:
+    pieces = []
+    for (begin, end), at in with_starts(layout.runs[rank]):
         index = build_index(pattern, end - begin, layout.n_tokens, start=begin, **sizes)
         index = index.remapped(torch.arange(index.n_rows), needs.nonzero().flatten())
         pieces.append(Piece(at, at + end - begin, "all", index))
-        at += end - begin
     return pieces, [needs, torch.zeros_like(needs)]
 
 
@@ -305,25 +304,10 @@ class Demand(NamedTuple):
     """True if any rank sends tokens to another that are not broadcast."""
 
 
-def find_demand(
-    pattern: Pattern,
-    layout: Layout,
-    grid: TileGrid,
-    *,
-    num_heads: int = 1,
-    batch: int = 1,
-    gather: bool = False,
-    max_bytes: int = MAX_BYTES,
-) -> Demand:
-    """Return the column tiles that each rank needs and sends, from the covers of the pattern.
-
-    Raises ValueError as `needed` does.
-    """
-    if gather:
-        return demand_of(None, layout, grid)
+def find_demand(pattern: Pattern, layout: Layout, grid: TileGrid, **sizes: int) -> Demand:
+    """Return the column tiles that each rank needs and sends, from the covers of the pattern, as `needed` does."""
     rows, parts, _ = layout.tiles(grid.block)
-    heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-    return demand_of(needed(pattern, rows, parts, layout.n_ranks, grid, **heads), layout, grid)
+    return demand_of(needed(pattern, rows, parts, layout.n_ranks, grid, **sizes), layout, grid)
 
 
 def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:

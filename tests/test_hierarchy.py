@@ -205,20 +205,27 @@ def test_masks_lengths_and_dropout_cross_between_nodes(layout: str) -> None:
 
 
 def check_model(rules: Any, layout: Layout, attend_of: Callable[[], Any]) -> list[Any]:
-    """A transformer over ranks has the outputs of one process. Return the collectives of each rank."""
+    """A transformer over ranks has the outputs and gradients of one process. Return the collectives of each rank."""
     torch.manual_seed(0)
     model = SparseTransformer(2, 16, 2, pattern=rules).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
     x = torch.randn(1, layout.n_tokens, 16, dtype=torch.float64)
+    expected = model(x)
+    expected.sum().backward()
 
-    def run(rank: int) -> tuple[Tensor, set[str]]:
+    def run(rank: int) -> tuple[Tensor, list[Tensor], set[str]]:
         apart = SparseTransformer(2, 16, 2, pattern=rules, attend=attend_of()).double()
         apart.load_state_dict(model.state_dict())
-        found = apart(layout.shard(x, rank, 1), positions=layout.positions(rank)).detach()
-        return found, set(local.traffic.calls)
+        found = apart(layout.shard(x, rank, 1), positions=layout.positions(rank))
+        found.sum().backward()
+        return found.detach(), [parameter.grad for parameter in apart.parameters()], set(local.traffic.calls)
 
     with counted_traffic() as local:
-        outs, calls = zip(*on_ranks(layout.n_ranks, run), strict=True)
-    assert (layout.unshard(outs, 1) - model(x)).abs().max() < 1e-12
+        outs, grads, calls = zip(*on_ranks(layout.n_ranks, run), strict=True)
+    assert (layout.unshard(outs, 1) - expected).abs().max() < 1e-12
+    for parameter, parts in zip(model.parameters(), zip(*grads, strict=True), strict=True):
+        assert (sum(parts) - parameter.grad).abs().max() < 1e-10 * (1 + parameter.grad.abs().max())
     return list(calls)
 
 

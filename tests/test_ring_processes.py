@@ -23,7 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ringtile.distributed import (
     Layout,
-    ring_attend,
     ring_attention,
     ring_dilated_attention,
     roll,
@@ -215,30 +214,6 @@ def uncompiled(size: int) -> None:
     check_second_derivatives(by_window, lambda *x: sparse_attention(*x, WINDOW), problem, contiguous)
 
 
-def model(size: int) -> None:
-    """A transformer over the ranks has the outputs and the gradients of one process."""
-    contiguous = Layout.contiguous(N_TOKENS, size)
-    torch.manual_seed(0)
-    model = SparseTransformer(2, 32, 4, pattern=WINDOW, attend=ring_attend(None, contiguous)).double()
-    alone = SparseTransformer(2, 32, 4, pattern=WINDOW).double()
-    alone.load_state_dict(model.state_dict())
-    for parameters in zip(model.parameters(), alone.parameters(), strict=True):
-        with torch.no_grad():
-            parameters[0].copy_(torch.randn(parameters[0].shape) * 0.1)
-            parameters[1].copy_(parameters[0])
-    x = torch.randn(1, N_TOKENS, 32, dtype=torch.float64)
-    mine = contiguous.shard(x, dist.get_rank(), 1)
-    out = model(mine, positions=contiguous.positions(dist.get_rank()))
-    expected = alone(x)
-    assert (out - contiguous.shard(expected, dist.get_rank(), 1)).abs().max() < 1e-12
-    out.sum().backward()
-    expected.sum().backward()
-    for parameters in zip(model.parameters(), alone.parameters(), strict=True):
-        total = parameters[0].grad.clone()
-        dist.all_reduce(total)
-        assert (total - parameters[1].grad).abs().max() < 1e-10 * (1 + parameters[1].grad.abs().max())
-
-
 WAYS = ("exchange", "gather", "ring", "ulysses", "hierarchy", "longnet", "roll")
 LATER = {
     **{f"tokens by {way}": "tokens=512" for way in WAYS},
@@ -336,7 +311,7 @@ def dies(rank: int, size: int, how: str) -> None:
     sys.exit(3)
 
 
-CHECKS = (compiled, uncompiled, every_transport, bits, model)
+CHECKS = (compiled, uncompiled, every_transport, bits)
 
 
 def run_checks(rank: int, size: int, names: list[str]) -> None:

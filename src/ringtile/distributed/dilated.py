@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.attention import check_names, ring_attention
+from ringtile.distributed.attention import ExchangedKeys, check_names, ring_attention
 from ringtile.distributed.branches import BranchPlan, Shape, make_branch_plan
 from ringtile.distributed.exchange import Exchange, Started, by_number, exchange_of
 from ringtile.distributed.layout import Layout, check_keys_finite, check_shard
 from ringtile.distributed.lockstep import compare, shapes_of
-from ringtile.distributed.pieces import ExchangedKeys
 from ringtile.distributed.plan import Source
 from ringtile.distributed.process_groups import Ranks, real_group
 from ringtile.distributed.transports import group_of

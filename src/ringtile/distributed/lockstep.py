@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringtile
-from ringtile.distributed.failures import PlanMismatch, agree, wait, watch
+from ringtile.distributed.failures.faults import PlanMismatch, agree, wait, watch
 from ringtile.distributed.layout import Layout
 from ringtile.distributed.process_groups import alive, carries_cpu, is_alone, of_group
 from ringtile.kernels.contracts import Call

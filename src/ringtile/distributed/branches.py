@@ -314,10 +314,7 @@ def _needs(mine: _Cells, shape: Shape, reads: Tensor) -> Iterator[tuple[slice, T
 
 
 def _needed_tokens(needed: Sequence[tuple[slice, Tensor]], n_kinds: int, num_kv_heads: int) -> list[Tensor]:
-    """Return the tokens that each kind of key heads needs, once, ascending.
-
-    Raises ValueError if they lie so far apart that to find them takes too much memory.
-    """
+    """Return the tokens that each kind of key heads needs, ascending. Raise ValueError if they lie too far apart."""
     if not needed:
         return [torch.empty(0, dtype=torch.int64)] * n_kinds
     first = min(positions.start for positions, _ in needed)

@@ -303,10 +303,7 @@ def check_layout(layout: Layout, n_ranks: int) -> None:
 
 
 def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: Ranks) -> tuple[int, int]:
-    """Return the number of this rank and the number of ranks.
-
-    Raises ValueError if the layout does not fit the ranks, or the tensors do not have the rank's tokens.
-    """
+    """Return the numbers of this rank and of ranks. Raise ValueError if the layout or the tensors do not fit them."""
     rank, n_ranks = place_of(ranks)
     check_layout(layout, n_ranks)
     for name, x in (("query", query), ("key", key)):

@@ -361,10 +361,7 @@ def count_cold(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> Ten
 
 
 def is_cut(layout: Layout, rank: int, block: int) -> bool:
-    """Return True if a run of a rank begins or ends inside a tile. Each of its runs is then a call of its own.
-
-    Raises ValueError if there are too many of them.
-    """
+    """Return True if a run of a rank begins or ends inside a tile. Raise ValueError if too many of them do."""
     runs, n_tokens = layout.runs[rank], layout.n_tokens
     # A run of 700 tokens that ends at 700 of 700 cuts no tile: the last one is shorter.
     inside = sum(begin % block > 0 or (end % block > 0 and end != n_tokens) for begin, end in runs)

@@ -142,10 +142,7 @@ def is_point_to_point(work: Any) -> bool:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store of a group: the same for every backend and for threads, unlike `ProcessGroup.get_group_store`.
-
-    Raises RuntimeError if this version of PyTorch does not tell.
-    """
+    """Return the store of a group: the same for all backends and threads, unlike `ProcessGroup.get_group_store`."""
     find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     if find is None:
         raise RuntimeError(f"group: PyTorch {torch.__version__} does not tell the store of a process group")

@@ -157,15 +157,7 @@ def watch(
 
 
 def verdict(group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the watcher's line about the rank that failed, or None if no failure is known.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    ...     print(verdict())
-    ...     dist.destroy_process_group()
-    None
-    """
+    """Return the watcher's line about the rank that failed, or None if no failure is known."""
     watcher = _watcher(_group(group))
     return None if watcher is None else watcher.verdict
 

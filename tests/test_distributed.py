@@ -395,28 +395,18 @@ MILLION, MIB = 1 << 20, 1 << 20
 WINDOW = CAUSAL & Window(4096)
 
 
-def check_halo(n_ranks: int, ranks: Iterable[int]) -> None:
+@pytest.mark.usefixtures("one_demand")
+@pytest.mark.parametrize(("n_ranks", "stride"), [(8, 1), (64, 9), (1024, 341)])
+def test_a_window_of_a_million_tokens_sends_only_its_halo(n_ranks: int, stride: int) -> None:
     """Keys of 16 MiB travel from rank to rank, and their gradients back."""
     layout = Layout.contiguous(MILLION, n_ranks)
-    for rank in ranks:
+    # 9 divides 63, and 341 divides 1,023, so that the first and the last rank are among them.
+    for rank in {*range(0, n_ranks, stride), 1, 3, 4, n_ranks - 5, n_ranks - 4, n_ranks - 2}:
         (sent, received), (sent_twice, received_twice) = traffic_of(WINDOW, layout, rank, 8, 128, torch.bfloat16)
         # At 1,024 ranks a window reaches over the four ranks before.
         assert received == min(16, rank * 4096 / n_ranks) * MIB
         assert sent == min(16, (n_ranks - 1 - rank) * 4096 / n_ranks) * MIB
         assert sent_twice == received_twice == sent + received
-
-
-@pytest.mark.usefixtures("one_demand")
-@pytest.mark.parametrize(("n_ranks", "stride"), [(8, 1), (64, 9), (1024, 341)])
-def test_a_window_of_a_million_tokens_sends_only_its_halo(n_ranks: int, stride: int) -> None:
-    # 9 divides 63, and 341 divides 1,023, so that the first and the last rank are among them.
-    check_halo(n_ranks, {*range(0, n_ranks, stride), 1, 3, 4, n_ranks - 5, n_ranks - 4, n_ranks - 2})
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_demand")
-def test_a_window_of_a_million_tokens_sends_only_its_halo_at_every_rank_of_1024() -> None:
-    check_halo(1024, range(1024))
 
 
 @pytest.mark.usefixtures("one_demand")

@@ -156,8 +156,6 @@ def test_relays_of_all_ranks_fit_together(data: st.DataObject) -> None:
     assert levels.crossing.tolist() == [counts_of(each.crossing) for each in relays]
     assert levels.handed.tolist() == [counts_of(each.handed) for each in relays]
     assert levels.direct.tolist() == [[each.plan.tokens_sent[mate] for mate in each.mates] for each in relays]
-    assert {each.is_crossing for each in relays} == {bool(levels.crossing.any())}
-    assert {each.is_direct for each in relays} == {bool(levels.direct.any())}
     for each in relays:
         node, number = divmod(each.plan.rank, per_node)
         # The positions of the tokens that arrive from each node are those that its rank sends, and the tokens that

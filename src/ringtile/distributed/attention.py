@@ -118,8 +118,7 @@ def ring_attention(
     query, key, value = checked_tensors(query, key, value, rest.pop("enable_gqa", False))
     rank, n_ranks = check_shard(query, key, layout, ranks)
     rule = rule_of(pattern, rest.pop("is_causal", False), None)
-    numbers: dict[str, Any] = {name: rest.get(name) for name in ("seed", "scale", "backend")}
-    check_options(query, key, key_mask=key_mask, dropout_p=rest.get("dropout_p", 0.0), **numbers)
+    check_options(query, key, key_mask=key_mask, **{"backend": None, **rest})
     check_rows(query, layout.n_tokens, lengths, rest.get("softcap", 0.0), rest.get("alibi_slopes"), sinks)
     call = make_call(query, **rest)
     mode = chosen(mode, rule, call, n_ranks)

@@ -128,9 +128,10 @@ class Exchange(Lockstep):
     def _build_levels(self, relays: Relays, outer: ref[dist.ProcessGroup], inner: ref[dist.ProcessGroup]) -> None:
         plan, mates, per_node = relays.plan, relays.mates, relays.per_node
         sent, received = ([places[rank] for rank in mates] for places in (plan.sent, plan.received))
-        self._direct = Stage(sent, received, inner, not relays.is_direct)
-        self._crossing = Stage(relays.crossing, relays.arriving, outer, not relays.is_crossing)
-        self._handed = Stage(relays.handed, relays.relayed, inner, not relays.is_crossing)
+        stays, is_direct = not relays.counts.crossing.any(), bool(relays.counts.direct.any())
+        self._direct = Stage(sent, received, inner, not is_direct)
+        self._crossing = Stage(relays.crossing, relays.arriving, outer, stays)
+        self._handed = Stage(relays.handed, relays.relayed, inner, stays)
         # The broadcasts that one rank of a node hands on lie together: with 2 nodes of 2 ranks, those of ranks 0, 2, 1
         # and 3. Rank 2 gets the first of them from rank 0, and hands both to rank 3.
         n_ranks = plan.layout.n_ranks

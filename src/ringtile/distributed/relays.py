@@ -33,10 +33,8 @@ class Relays:
     """For each node the places, among all tokens that cross to this rank, of those from its rank with this number."""
     handed: tuple[tuple[Run, ...], ...]
     """For each rank of this node, itself included, the places of the tokens that it gets among those that crossed."""
-    is_crossing: bool
-    """True if any token crosses between nodes that is not broadcast."""
-    is_direct: bool
-    """True if any rank needs tokens of another in its node that are not broadcast."""
+    counts: StageCounts
+    """Tokens in the messages of all ranks."""
 
     @property
     def node(self) -> int:
@@ -76,13 +74,13 @@ class Relays:
         """Hash of the plan and of the messages of all ranks on both levels: equal at all ranks."""
         plan, per_node = self.plan, self.per_node
         digest = hashlib.sha256(f"{plan.fingerprint}, {per_node}".encode())
-        counts = count_levels(plan.layout, plan.needs, plan.is_hot, plan.block, per_node)
+        crossing, handed = self.counts.crossing.clone(), self.counts.handed.clone()
         # This rank's messages as it would send and receive them: a rank that expects others than come would differ.
-        counts.crossing[plan.rank] = torch.tensor(counts_of(self.crossing))
-        counts.crossing[self.number :: per_node, self.node] = torch.tensor(counts_of(self.arriving))
-        counts.handed[plan.rank] = torch.tensor(counts_of(self.handed))
-        counts.handed[list(self.mates), self.number] = torch.tensor(counts_of(self.relayed))
-        for x in (counts.crossing, counts.handed):
+        crossing[plan.rank] = torch.tensor(counts_of(self.crossing))
+        crossing[self.number :: per_node, self.node] = torch.tensor(counts_of(self.arriving))
+        handed[plan.rank] = torch.tensor(counts_of(self.handed))
+        handed[list(self.mates), self.number] = torch.tensor(counts_of(self.relayed))
+        for x in (crossing, handed):
             digest.update(ctypes.string_at(x.data_ptr(), x.nbytes))
         return digest.hexdigest()[:16]
 
@@ -132,23 +130,8 @@ def _make_relays(plan: RingPlan, per_node: int) -> Relays:
         n_tokens = count_tokens(arrived)
         arriving.append(((at, at + n_tokens),) if n_tokens else ())
         at += n_tokens
-    tiles, ranks, _ = layout.tiles(plan.block)
-    holds = torch.zeros_like(plan.needs)
-    holds[ranks, tiles] = True
-    # A tile that a rank holds a part of can lack the tokens of others, inside the node and in other nodes.
-    holds = holds.unflatten(0, (n_nodes, per_node))
-    # Number of ranks of each node that hold a tile: [node, C].
-    in_node = holds.sum(1)
-    others = (in_node > 1).unsqueeze(1) | ((in_node > 0).unsqueeze(1) & ~holds)
-    return Relays(
-        plan,
-        per_node,
-        tuple(crossing),
-        tuple(arriving),
-        tuple(map(tuple, handed)),
-        bool((of_node & (in_node.sum(0) > in_node)).any()),
-        bool((needs & others).any()),
-    )
+    counts = count_levels(layout, plan.needs, plan.is_hot, plan.block, per_node)
+    return Relays(plan, per_node, tuple(crossing), tuple(arriving), tuple(map(tuple, handed)), counts)
 
 
 class StageCounts(NamedTuple):

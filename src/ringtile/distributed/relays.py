@@ -56,18 +56,14 @@ class Relays:
         """For each rank of this node the runs of the buffer that its message fills, in the order of the nodes."""
         received, n_ranks = self.plan.received, self.plan.layout.n_ranks
         # Mate 1 of nodes of 4 hands on what ranks 1, 5, 9, ... of other nodes sent, in this order.
-        owners = ((x for x in range(g, n_ranks, self.per_node) if x not in self.mates) for g in self._numbers)
+        owners = ((x for x in range(g, n_ranks, self.per_node) if x not in self.mates) for g in range(self.per_node))
         return tuple(tuple(run for owner in same for run in received[owner]) for same in owners)
-
-    @property
-    def _numbers(self) -> range:
-        return range(self.per_node)
 
     @cached_property
     def most_broadcasts(self) -> int:
         """The most broadcasts between ranks with one number."""
         hot = self.plan.tokens_hot
-        return max(sum(tokens > 0 for tokens in hot[number :: self.per_node]) for number in self._numbers)
+        return max(sum(tokens > 0 for tokens in hot[number :: self.per_node]) for number in range(self.per_node))
 
     @cached_property
     def fingerprint(self) -> str:

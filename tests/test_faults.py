@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -281,6 +281,22 @@ CASES = {
 }
 
 
+COVERED = (
+    "killed before the payload",
+    "killed in the payload, long silence",
+    "killed before it sends",
+    "killed with the store while others compute",
+    "stalled in the handshake, not watched",
+    "stopped with the store",
+    "raises",
+)
+"""Cases whose lines others run, too."""
+
+
+def quick_and_slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in COVERED else name for name in names]
+
+
 def go() -> None:
     """Wait for all ranks, and note the time: the failure comes now."""
     dist.barrier()
@@ -335,7 +351,7 @@ def survivors(outcome: Outcome) -> list[int]:
     return [rank for rank in range(len(outcome.texts)) if rank != 1]
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.line])
+@pytest.mark.parametrize("case", quick_and_slow(name for name, case in CASES.items() if case.line))
 def test_each_survivor_fails_within_the_timeout_with_one_line_that_names_the_rank(
     outcomes: dict[str, Outcome], case: str
 ) -> None:
@@ -354,7 +370,9 @@ def test_each_survivor_fails_within_the_timeout_with_one_line_that_names_the_ran
             assert printed == raised
 
 
-@pytest.mark.parametrize("case", ["killed while others compute", "killed with the store while others compute"])
+@pytest.mark.parametrize(
+    "case", quick_and_slow(["killed while others compute", "killed with the store while others compute"])
+)
 def test_exit_at_once_ends_ranks_that_wait_for_nothing(outcomes: dict[str, Outcome], case: str) -> None:
     outcome = outcomes[case]
     for rank in survivors(outcome):

@@ -78,7 +78,7 @@ def test_every_block_is_in_the_list_it_belongs_to() -> None:
 
 
 @eager_is_slow
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attention_over_an_exported_mask(compiled: bool) -> None:
     # Ragged, queries not at a tile's beginning, two heads and rows that keep nothing.
     pattern = per_head([Causal() & (Window(70) | RandomBlocks(1)), Causal() & Segments(40, 3)])

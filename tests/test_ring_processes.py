@@ -183,12 +183,12 @@ def bits(size: int) -> None:
             assert all(torch.equal(x, y) for x, y in zip(other, found[0], strict=True)), transport
 
 
-def compiled(size: int) -> None:
+def compiled(size: int, backend: str = "aot_eager") -> None:
     """One graph of the compiler, with the same gradients."""
     problem, contiguous, by_window = window_of(size)
     whole = gradients(lambda *x: sparse_attention(*x, WINDOW, start=0), problem)
     # No call of this plan before: tracing makes its exchange.
-    check_compiled(by_window, problem, whole, contiguous, "inductor")
+    check_compiled(by_window, problem, whole, contiguous, backend)
     # A rank that reads no other rank's keys takes part in the collective of key masks, too.
     mask = torch.rand(1, N_TOKENS, generator=torch.Generator().manual_seed(0)) < 0.8
     own_mask = contiguous.shard(mask, dist.get_rank(), 1)
@@ -202,6 +202,10 @@ def compiled(size: int) -> None:
         assert local.traffic.calls == ["all_to_all_single"] * 3
     whole_masked = gradients(partial(sparse_attention, pattern=WINDOW, start=0, key_mask=mask), problem)
     check_equal(found, whole_masked, contiguous)
+
+
+def inductor(size: int) -> None:
+    compiled(size, "inductor")
 
 
 def uncompiled(size: int) -> None:
@@ -311,7 +315,7 @@ def dies(rank: int, size: int, how: str) -> None:
     sys.exit(3)
 
 
-CHECKS = (compiled, uncompiled, every_transport, bits)
+CHECKS = (compiled, uncompiled, every_transport, bits, inductor)
 
 
 def run_checks(rank: int, size: int, names: list[str]) -> None:
@@ -332,7 +336,9 @@ def checked(request: pytest.FixtureRequest) -> Outcome:
     return run_processes(2, run_checks, [check.__name__ for check in CHECKS if check in chosen], timeout=90.0)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*CHECKS[:-1], pytest.param(inductor, marks=pytest.mark.slow)], ids=lambda check: check.__name__
+)
 def test_processes_compute_what_one_does(checked: Outcome, check: Callable[[int], None]) -> None:
     for text in checked.texts:
         assert f"passed: {check.__name__}\n" in text, text
@@ -357,7 +363,10 @@ def test_ranks_that_disagree_later_are_told_before_data_moves(disagreeing: Outco
     assert disagreeing.exit_codes == [0] * 4, disagreeing.texts
 
 
-@pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("raises", 1), ("nan", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("killed", -signal.SIGKILL), ("nan", 1), pytest.param("raises", 1, marks=pytest.mark.slow)],
+)
 def test_a_rank_that_fails_is_named(how: str, code: int) -> None:
     outcome = run_processes(3, dies, how)
     assert outcome.exit_codes == [3, code, 3], outcome.texts

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringtile.functional import sparse_attention
 from ringtile.index import BlockIndex, build_index
-from ringtile.index.flex import to_block_mask
+from ringtile.index.block_lists import to_block_mask
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.facts import sees_no_future
 from ringtile.tools.record import DENSE, OURS

@@ -27,7 +27,6 @@ from ringtile.functional import sparse_attention
 from ringtile.functional.attention import (
     Keywords,
     check_options,
-    check_rows,
     checked_tensors,
     make_call,
     rule_of,
@@ -118,8 +117,7 @@ def ring_attention(
     query, key, value = checked_tensors(query, key, value, rest.pop("enable_gqa", False))
     rank, n_ranks = check_shard(query, key, layout, ranks)
     rule = rule_of(pattern, rest.pop("is_causal", False), None)
-    check_options(query, key, key_mask=key_mask, **{"backend": None, **rest})
-    check_rows(query, layout.n_tokens, lengths, rest.get("softcap", 0.0), rest.get("alibi_slopes"), sinks)
+    check_options(query, key, n_keys=layout.n_tokens, key_mask=key_mask, key_lengths=lengths, sinks=sinks, **rest)
     call = make_call(query, **rest)
     mode = chosen(mode, rule, call, n_ranks)
     if check_finite:

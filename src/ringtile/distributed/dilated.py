@@ -21,7 +21,7 @@ from ringtile.distributed.plan import Source
 from ringtile.distributed.process_groups import Ranks, real_group
 from ringtile.distributed.transports import group_of
 from ringtile.functional.attention import Keywords, check_options, checked_tensors, make_call
-from ringtile.functional.dilated import Branch, checked_branches, numbered, rules_of, union_of, warn_of_uncovered
+from ringtile.functional.dilated import Branch, checked_branches, numbered, over_positions, rules_of, warn_of_uncovered
 from ringtile.functional.parts import Part, Places, attend_parts
 from ringtile.kernels.contracts import Call, accumulator, merge_into
 from ringtile.kernels.traced import constant
@@ -95,12 +95,12 @@ def ring_dilated_attention(
     key_mask, is_causal = rest.pop("key_mask", None), rest.pop("is_causal", False)
     query, key, value = checked_tensors(query, key, value, rest.pop("enable_gqa", False))
     rank, _ = check_shard(query, key, layout, ranks)
-    check_options(query, key, key_mask=key_mask, **{"backend": None, **rest})
+    check_options(query, key, key_mask=key_mask, **rest)
     at = checked_branches(segment_lengths, dilation_rates)
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     if branches is None:
         how: dict[str, Any] = {"layout": layout, "group": group, "check_finite": check_finite, **options}
-        return ring_attention(query, key, value, union_of(at, pattern), return_lse=return_lse, **how)
+        return ring_attention(query, key, value, over_positions(at, pattern, overlap)[0], return_lse=return_lse, **how)
     warn_of_uncovered(at, query.shape[1], 0, layout.n_tokens)
     if check_finite:
         check_keys_finite(key, value, layout, rank, check_finite)

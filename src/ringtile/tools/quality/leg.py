@@ -198,8 +198,6 @@ class Leg:
             if not quick and 2 * n_tokens <= self.decoder.longest:
                 lengths.append(2 * n_tokens)
             for length in lengths:
-                # A text that is too short for the longest length is an error now, not after an hour.
-                self.decoder.texts.far_copy(0, length)
                 for variant in timed_ones if length == n_tokens else timed_ones[: 1 + (length > n_tokens)]:
                     setting = self.setting("prefill", *variant.key, 0, tokens=length)
                     yield Job(setting, 6 * cost * length / n_tokens, partial(self.seconds, variant, length))
@@ -274,7 +272,9 @@ class Leg:
     def seconds(self, variant: Variant, n_tokens: int, rounds: int = 3) -> Measured:
         """Time the prefill of the model, in turn with PyTorch's own attention."""
         model = self.decoder.model
-        ids = self.decoder.texts.far_copy(0, n_tokens).ids
+        ids = self.decoder.texts.far_copy(0, self.decoder.n_tokens).ids
+        # A text of yours need not be as long as the longest prefill.
+        ids = ids.repeat(1, -(-n_tokens // ids.shape[1]))[:, :n_tokens]
         attends = self.attends(variant)
         for attend in attends:
             # Below some length the choice costs more than it saves, and a user would set this too.
@@ -381,7 +381,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
     add(
         "--text", type=Path, nargs="+", default=(), metavar="FILE",
-        help="texts to judge by, each for itself, or to calibrate by (default: texts of your Python)",
+        help="texts or folders of texts to judge by, each for itself, or to calibrate by (default: texts of your Python)",
     )  # fmt: skip
     add("--tokens", type=count, default=4096, metavar="N", help="length of its sequences (default: 4096)")
     add("--block", type=int, default=32, choices=(16, 32, 64, 128), help="tile side in its attention (default: 32)")
@@ -410,9 +410,10 @@ def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> tupl
 _KEPT = ("text", "copy", "needles", "recall")
 _HEADS = {
     "far copy": (
-        f"  {'':<32}{'density':>15}{'text kept':>16}{'copy kept':>14}{'needles kept':>16}{'recall':>16}{'prefill':>16}",
-        f"  {'':<32}{'tiles':>7}{'+probes':>9}{'mean':>8}{'worst':>7}{'mean':>8}{'worst':>7}{'mean':>8}{'worst':>7}"
-        f"{'mean':>8}{'worst head':>12}{'seconds':>9}{'sdpa':>8}",
+        f"  {'':<32}{'density':>16}{'text kept, %':>15}{'copy kept, %':>15}{'needles, %':>15}{'recall, %':>20}"
+        f"{'prefill':>17}",
+        f"  {'':<32}{'tiles':>7}{'+probes':>9}" + f"{'mean':>8}{'worst':>7}" * 3 + f"{'mean':>8}{'worst head':>12}"
+        f"{'seconds':>9}{'sdpa':>8}",
     ),
     "far keys": (f"  {'':<32}density     kept (%)           rows",),
     "prefill": (f"  {'':<32}    seconds           sdpa          ratio",),

@@ -85,7 +85,7 @@ class Texts:
 
     Args:
         encode: The tokenizer: a text to its token ids.
-        files: Text files in UTF-8 to judge by, in place of Python's own texts.
+        files: Text files in UTF-8 to judge by, or folders of them, in place of Python's own texts.
 
     Raises:
         ValueError: If a file is no text, or two have the same name.
@@ -97,9 +97,10 @@ class Texts:
     """
 
     def __init__(self, encode: Callable[[str], list[int]], files: Sequence[Path] = ()) -> None:
-        self._encode, self._files = encode, {file.stem: read_text(file) for file in files}
-        if len(self._files) < len(files):
-            raise ValueError(f"--text: expected files of different names, got {', '.join(map(str, files))}")
+        every = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
+        self._encode, self._files = encode, {file.stem: read_text(file) for file in every}
+        if len(self._files) < len(every):
+            raise ValueError(f"--text: expected files of different names, got {', '.join(map(str, every))}")
         self.sources = tuple(self._files) or _SOURCES
         """The names of the texts to judge by."""
         self._known: dict[str, Tensor] = {}

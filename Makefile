@@ -1,6 +1,6 @@
 # make demo   the three-minute tour (arguments: make demo ARGS="--only right")
 # make test   the tests, the linter and the type checker
-# make test-all  those that take minutes, too
+# make test-all  those marked slow, too
 # make quick  a few tests, between two changes
 # make docs   the documentation, into site/
 # make wheels the wheels of every platform, into dist/, checked, and tried as far as they run here

@@ -100,13 +100,20 @@ def tests_of(mutants: list[Mutant]) -> list[str]:
     return sorted({test for mutant in mutants for test in mutant.tests})
 
 
+def names_of(tests: Iterable[str]) -> set[str]:
+    """The names of tests, and those of their functions and files."""
+    return {name for test in tests for name in (test, test.partition("[")[0], test.partition("::")[0])}
+
+
 def collect(mutants: list[Mutant]) -> None:
-    """Stop if a test that a mutant names does not exist."""
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests_of(mutants)]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"the tests of the mutants cannot be collected:\n{done.stdout}{done.stderr}")
+    """Stop if a test that a mutant names does not exist, or is slow: those that judge a mutant leave it out."""
+    if tests := tests_of(mutants):
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests]
+        variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+        if lacking := sorted({*tests} - names_of(done.stdout.splitlines())):
+            told = f"not in the quick suite: {', '.join(lacking)}\n{done.stdout}{done.stderr}"
+            raise SystemExit(f"tests of the mutants are {told}")
 
 
 # Importing torch takes longer than most of the tests, so one process imports it and forks a child for each mutant. A

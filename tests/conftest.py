@@ -48,8 +48,12 @@ hypothesis.register_random(_torch_random)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The problems are small: on a shared machine a second thread would spend its time waiting for the first.
+# The problems are small: on a shared machine a second thread would spend its time waiting for the first. Programs that
+# tests start read the variable.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+# Inductor's processes that compile for GPUs.
+os.environ["TORCH_WARM_POOL"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

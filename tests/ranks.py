@@ -243,8 +243,14 @@ def run_processes(
     ranks in ``spared`` are left, the rest is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    # Processes forked from one that has imported torch start in milliseconds.
-    context.set_forkserver_preload(["pytest", "torch._dynamo.testing", "ringtile.distributed"])
+    # Processes forked from one that has imported what their functions do start in milliseconds.
+    context.set_forkserver_preload(
+        [
+            *("pytest", "torch._dynamo.testing", "torch._inductor.compile_fx", "torch.distributed.fsdp"),
+            *("torch.testing._internal.common_distributed", "torch.testing._internal.distributed.multi_threaded_pg"),
+            *("ringtile.distributed", "ringtile.modules"),
+        ]
+    )
     with tempfile.TemporaryDirectory() as folder:
         options = function, arguments, n_ranks, Path(folder), timeout, host
         processes = [context.Process(target=_enter, args=(rank, *options)) for rank in range(n_ranks)]

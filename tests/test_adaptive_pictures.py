@@ -53,9 +53,6 @@ def report_of(density: Tensor) -> ControlReport:
     return ControlReport(density, torch.ones_like(density), density == 1)
 
 
-# What is drawn.
-
-
 def test_the_density_of_a_head_is_its_tiles_over_those_of_dense_attention() -> None:
     q, k = torch.randn(2, 2, 3, 200, 8).unbind()
     index = select(q, k, base=Causal() & Window(120), block=32)
@@ -204,9 +201,6 @@ def test_quality_is_a_mean_with_its_spread_and_speed_has_its_own_axis() -> None:
     for wrong in ({}, {"ours": {}}, {"ours": {0.0: 1.0}}, {"ours": {25.0: 1.0}}):
         with pytest.raises(ValueError, match="quality, speed: "):
             plot_quality(wrong)
-
-
-# That it can be read.
 
 
 @cache

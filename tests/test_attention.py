@@ -724,8 +724,11 @@ def test_large_scores_do_not_overflow(pattern: Pattern) -> None:
 # The same bits.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "seed": 1}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.bfloat16, {}), (torch.float32, {"dropout_p": 0.3, "seed": 1}), (torch.bfloat16, {"softcap": 2.0})],
+    ids=str,
+)
 def test_two_runs_give_the_same_bits(dtype: torch.dtype, options: dict[str, Any]) -> None:
     inputs = make_inputs(2, 4, 420, kv_heads=2, dtype=dtype)
     for pattern in (Dense(), TILED, per_head([TILED, Causal(), Window(30), TILED])):
@@ -737,7 +740,7 @@ def test_two_runs_give_the_same_bits(dtype: torch.dtype, options: dict[str, Any]
 def test_eight_threads_on_one_cache_give_the_bits_of_one() -> None:
     problems = [
         (make_inputs(1, 2, length, dtype=torch.float32), pattern)
-        for length in (150, 300, 520)
+        for length in (150, 300)
         for pattern in (TILED, Window(70), HOLES, Strided(40))
     ]
     alone = [attend(inputs, pattern) for inputs, pattern in problems]

@@ -24,7 +24,7 @@ from ringtile.patterns import GlobalTokens, Window
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_fsdp
 
-RANKS, N_TOKENS, STEPS = 4, 520, 6
+RANKS, N_TOKENS, STEPS = 4, 520, 3
 # One worker starts the processes that several tests read.
 pytestmark = pytest.mark.xdist_group("compositions")
 
@@ -114,7 +114,10 @@ def trained(
 
 @cache
 def trained_alone(n_layers: int, clip: float, accumulate: int) -> tuple[dict[str, Tensor], list[float]]:
-    return trained(new_model(n_layers), clip, accumulate, alone)
+    """Rank 0 tells the others, which would compute the same."""
+    told = [trained(new_model(n_layers), clip, accumulate, alone) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    return told[0]
 
 
 def full(x: Any) -> Tensor:

@@ -29,7 +29,7 @@ from ringtile.patterns import (
     Window,
     per_head,
 )
-from ringtile.tools.memory import Peaks, peak_memory
+from ringtile.tools.memory import peak_memory
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -142,7 +142,8 @@ MIB = 1 << 20
 
 def peaks_of(
     pattern: Pattern, length: int, head_dim: int = 64, dtype: torch.dtype = torch.float32, **options: Any
-) -> Peaks:
+) -> tuple[int, int]:
+    """The peak bytes of the forward and of the backward pass."""
     q, k, v, out_grad = make_inputs(1, 1, length, head_dim=head_dim, dtype=dtype)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     build_index(pattern, length)
@@ -153,46 +154,44 @@ def peaks_of(
     def backward(out: Tensor) -> Sequence[Tensor]:
         return torch.autograd.grad(out, leaves, out_grad)
 
-    return peak_memory(forward, backward, torch.device("cpu"))
+    peaks = peak_memory(forward, backward, torch.device("cpu"))
+    assert peaks.backward is not None
+    return peaks.forward, peaks.backward
 
 
 @pytest.mark.parametrize(
-    ("pattern", "backend"), [(Window(1024), "native"), (Causal() & Window(1024), "blockwise")], ids=str
+    ("pattern", "backend"),
+    [(Window(1024), "native"), pytest.param(Causal() & Window(1024), "blockwise", marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_a_window_over_131072_tokens_needs_64_mib(pattern: Pattern, backend: str) -> None:
-    peaks = peaks_of(pattern, 131072, backend=backend)
-    assert peaks.backward is not None
-    assert 0 < peaks.forward <= 64 * MIB
-    assert 0 < peaks.backward <= 64 * MIB
+    for peak in peaks_of(pattern, 131072, backend=backend):
+        assert 0 < peak <= 64 * MIB
 
 
-@pytest.mark.parametrize(("threads", "wide_gradients"), [(1, 1), (2, 0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "threads", "wide_gradients"), [(torch.bfloat16, 1, 1), (torch.float16, 2, 0)], ids=str
+)
 def test_half_types_have_wide_gradients_where_they_grow(dtype: torch.dtype, threads: int, wide_gradients: int) -> None:
     torch.set_num_threads(threads)
-    peaks = peaks_of(WITH_GLOBAL, 65536, dtype=dtype, backend="native")
+    _, backward = peaks_of(WITH_GLOBAL, 65536, dtype=dtype, backend="native")
     wide = wide_gradients * 65536 * 64 * 4
-    assert peaks.backward is not None
-    assert wide < peaks.backward <= wide + 4 * MIB
+    assert wide < backward <= wide + 4 * MIB
 
 
 @pytest.mark.parametrize("pattern", [WITH_GLOBAL, RANDOM, Window(200)], ids=repr)
 def test_memory_follows_the_tokens_not_the_tiles(pattern: Pattern) -> None:
     short, long = (peaks_of(pattern, length, head_dim=8, backend="blockwise") for length in (16384, 32768))
-    assert short.backward is not None
-    assert long.backward is not None
-    assert long.forward <= 2.2 * short.forward + MIB
-    assert long.backward <= 2.2 * short.backward + MIB
+    assert all(many <= 2.2 * few + MIB for few, many in zip(short, long, strict=True))
     # All scores at once would take 1 GiB.
-    assert long.backward <= 64 * MIB
+    assert long[1] <= 64 * MIB
 
 
 def test_dense_scores_are_never_held() -> None:
     for pattern, options in ((Elements(lambda h, i, j: (i * 7 + j) % 3 > 0), {}), (Causal(), {"softcap": 2.0})):
-        peaks = peaks_of(pattern, 4096, head_dim=8, backend="blockwise", **options)
-        assert peaks.backward is not None
-        assert peaks.forward < 4096 * 4096 * 4
-        assert peaks.backward < 2 * 4096 * 4096 * 4
+        forward, backward = peaks_of(pattern, 4096, head_dim=8, backend="blockwise", **options)
+        assert forward < 4096 * 4096 * 4
+        assert backward < 2 * 4096 * 4096 * 4
 
 
 # Builds.
@@ -267,8 +266,8 @@ def test_many_steps_leave_memory_and_cache_flat(plans_made: list[BlockIndex]) ->
     first = train(20)
     # The lengths touch the same tile: one index serves them all, unless its rule is bound to them.
     assert first[2:] == (21, 21, 40)
-    assert train(240) == first
-    assert train(240) == first
+    assert train(60) == first
+    assert train(60) == first
 
 
 def test_a_dropped_index_takes_its_plan_along() -> None:

@@ -434,7 +434,9 @@ def test_vmap_and_grad_compose() -> None:
     ("branches", "options", "lengths", "most_graphs"),
     [
         (([32], [2]), {"is_causal": True}, (100, 164, 260), 2),
-        (([16, 64], [1, 2]), {"overlap": "union", "is_causal": True}, (128, 192, 150), 2),
+        pytest.param(
+            *(([16, 64], [1, 2]), {"overlap": "union", "is_causal": True}, (128, 192, 150), 2), marks=pytest.mark.slow
+        ),
         (([12, 36], [2, 3]), {"overlap": "union"}, (64, 128, 70), 2),
         (COPRIME, {"overlap": "union", "is_causal": True}, (64, 128, 70), 2),
     ],

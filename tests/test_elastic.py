@@ -59,7 +59,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, flo
     return folder, losses
 
 
-@pytest.mark.parametrize(("n_ranks", "layout"), [(1, "contiguous"), (2, "striped"), (3, "contiguous")])
+@pytest.mark.parametrize(
+    ("n_ranks", "layout"),
+    [(2, "striped"), *(pytest.param(n_ranks, "contiguous", marks=pytest.mark.slow) for n_ranks in (1, 3))],
+)
 def test_other_ranks_continue_the_loss_curve(
     saved: tuple[Path, dict[int, float]], n_ranks: int, layout: str, tmp_path: Path
 ) -> None:
@@ -98,7 +101,7 @@ def test_dropout_changes_with_the_step_and_the_layer() -> None:
 
 
 WORDS = ["--context", "512", "--pattern", "window(64)", "--silence", "2"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ENVIRONMENT = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def torchrun(*words: str) -> list[str]:

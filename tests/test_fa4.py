@@ -502,6 +502,7 @@ def test_a_kind_is_compared_once_and_a_pass_when_it_is_needed(stand_in: StandIn)
         ("kept", lambda x: x | x.roll(1, 3), "is wrong: out by"),
     ],
 )
+@pytest.mark.parametrize("stand_in", [9], indirect=True)
 def test_a_wrong_forward_pass_is_refused(name: str, wrong: Any, said: str, stand_in: StandIn) -> None:
     stand_in.wrong[name] = wrong
     inputs = tensors(256, 256, dtype=torch.bfloat16)
@@ -523,6 +524,7 @@ def test_a_wrong_forward_pass_is_refused(name: str, wrong: Any, said: str, stand
         ("kept", lambda x: x & x.roll(1, 2), "q_grad by"),
     ],
 )
+@pytest.mark.parametrize("stand_in", [9], indirect=True)
 def test_wrong_gradients_are_refused_before_the_forward_pass(
     name: str, wrong: Any, said: str, stand_in: StandIn
 ) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,6 +280,22 @@ CASES = {
 }
 
 
+COVERED = (
+    "killed before the payload",
+    "killed in the payload, long silence",
+    "killed before it sends",
+    "killed with the store while others compute",
+    "stalled in the handshake, not watched",
+    "stopped with the store",
+    "raises",
+)
+"""Cases whose lines others run, too."""
+
+
+def quick_and_slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in COVERED else name for name in names]
+
+
 def go() -> None:
     """Wait for all ranks, and note the time: the failure comes now."""
     dist.barrier()
@@ -349,7 +365,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("case", NAMED)
+@pytest.mark.parametrize("case", quick_and_slow(NAMED))
 def test_each_survivor_fails_within_the_timeout_with_one_line_that_names_the_rank(
     outcomes: dict[str, Outcome], case: str
 ) -> None:
@@ -365,7 +381,9 @@ def test_each_survivor_fails_within_the_timeout_with_one_line_that_names_the_ran
         assert set(printed) <= set(raised)
 
 
-@pytest.mark.parametrize("case", ["raises", "raises with the store", "gives up", "killed in the payload"])
+@pytest.mark.parametrize(
+    "case", quick_and_slow(["raises", "raises with the store", "gives up", "killed in the payload"])
+)
 def test_a_failure_is_known_long_before_the_timeout(outcomes: dict[str, Outcome], case: str) -> None:
     outcome = outcomes[case]
     for rank in survivors(outcome):
@@ -375,7 +393,9 @@ def test_a_failure_is_known_long_before_the_timeout(outcomes: dict[str, Outcome]
         assert "ringtile: rank 1 " in outcome.texts[rank]
 
 
-@pytest.mark.parametrize("case", ["killed while others compute", "killed with the store while others compute"])
+@pytest.mark.parametrize(
+    "case", quick_and_slow(["killed while others compute", "killed with the store while others compute"])
+)
 def test_exit_at_once_ends_ranks_that_wait_for_nothing(outcomes: dict[str, Outcome], case: str) -> None:
     outcome = outcomes[case]
     for rank in survivors(outcome):

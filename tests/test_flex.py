@@ -44,7 +44,8 @@ def test_masks_going_out_mean_the_same_eager(data: st.DataObject) -> None:
     grid = data.draw(grids())
     pattern = data.draw(patterns(grid, operators=2, heads=True))
     heads = pattern.num_heads or 2
-    index = build_index(pattern, grid.n_queries, grid.n_keys, start=grid.start, num_heads=heads, block=grid.block)
+    lengths = {"n_queries": grid.n_queries, "n_keys": grid.n_keys, "start": grid.start}
+    index = build_index(pattern, **lengths, num_heads=heads, block=grid.block)
     mask = to_block_mask(index)
     kept = index.to_dense().expand(2, heads, -1, -1)
     assert torch.equal(create_mask(mask.mask_mod, 2, heads, grid.n_queries, grid.n_keys, device="cpu"), kept)
@@ -56,14 +57,7 @@ def test_masks_going_out_mean_the_same_eager(data: st.DataObject) -> None:
     full = only_full.to_dense().bool().repeat_interleave(grid.block, 2).repeat_interleave(grid.block, 3)
     assert full[:, :, grid.n_queries :].sum() == full[..., grid.n_keys :].sum() == 0
     assert (kept | ~full[:, :, : grid.n_queries, : grid.n_keys]).all()
-    back = build_index(
-        from_block_mask(mask, start=grid.start),
-        grid.n_queries,
-        grid.n_keys,
-        start=grid.start,
-        num_heads=heads,
-        block=64,
-    )
+    back = build_index(from_block_mask(mask, start=grid.start), **lengths, num_heads=heads, block=64)
     assert torch.equal(back.to_dense().expand(2, heads, -1, -1), kept)
 
 
@@ -78,7 +72,7 @@ def test_every_block_is_in_the_list_it_belongs_to() -> None:
 
 
 @eager_is_slow
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attention_over_an_exported_mask(compiled: bool) -> None:
     # Ragged, queries not at a tile's beginning, two heads and rows that keep nothing.
     pattern = per_head([Causal() & (Window(70) | RandomBlocks(1)), Causal() & Segments(40, 3)])

@@ -31,8 +31,7 @@ KNOWN = "an index with unused room"
 
 def ran(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "benchmarks/gpu.py", *words]
-    options: dict[str, Any] = {"env": {**os.environ, "OMP_NUM_THREADS": "1", **environment}}
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 @pytest.fixture
@@ -76,6 +75,10 @@ def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, m
     ours = [row for row in ours if row["peer"] == "ringtile"]
     assert len(ours) == 2 * 4 + 1
     assert all(row["median_ms"] and row["error"] <= row["error_bound"] and row["host_us"] for row in ours)
+    # As if it were one of a GPU.
+    lines = page_of({**found, "clock": "events"}, monkeypatch)
+    gate = len(cells["gate"])
+    assert f"{gate - 1} of {gate} cases of outputs and gradients are right against float64." in lines
     # Such a record is no measurement.
     with pytest.raises(ValueError, match=r"expected times by a GPU's events .*, got clock='mock'"):
         page_of(found, monkeypatch)
@@ -85,6 +88,7 @@ def test_all_sections_run_on_a_gpu_that_is_not_there(gpu: Any, tmp_path: Path, m
         gpu.opened(tmp_path / "other.json", path)
 
 
+@pytest.mark.slow
 def test_the_interpreter_is_right_and_its_record_is_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
     done = ran("--smoke", "--out", path, TRITON_INTERPRET="1")
@@ -99,9 +103,6 @@ def test_the_interpreter_is_right_and_its_record_is_a_page(tmp_path: Path, monke
     assert "1 of 1 cases of outputs and gradients are right against float64." in lines
     assert sum(line.startswith("| causal window 4096 | 64 | 1 | 16 | float32 |") for line in lines) == 2
     assert found["cells"]["model"]["N 32"]["seconds"] > 0
-
-
-# The record.
 
 
 def test_the_page_has_a_line_per_section(gpu: Any) -> None:
@@ -217,9 +218,6 @@ def test_wrong_arguments(gpu: Any, words: list[str], said: str, capsys: pytest.C
     assert said in capsys.readouterr().err
 
 
-# Times.
-
-
 def test_time_of_a_gpu_that_waited_for_the_host_is_left_out(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_times
 
@@ -264,9 +262,6 @@ def test_the_rules_for_flex_attention_are_the_patterns(gpu: Any, monkeypatch: py
         pattern = parse(gpu_sections.masks(n)[name])
         kept = gpu_sections.flex_rule(name, n)(zero, zero, i, j).expand(n, n)
         assert torch.equal(kept, pattern.allowed(zero, i, j).expand(n, n)), name
-
-
-# Kernels.
 
 
 def test_a_configuration_of_the_sweep_is_what_is_launched(gpu: Any) -> None:

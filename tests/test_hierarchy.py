@@ -315,6 +315,7 @@ def nodes(rank: int, size: int) -> None:
     check_checkpoints(lambda *x: ring_attention(*x, window, **how), problem, whole, layout, 3, 3)
 
 
+@pytest.mark.slow
 def test_nodes_of_processes() -> None:
     outcome = run_processes(4, nodes, timeout=90.0)
     assert outcome.exit_codes == [0] * 4, "\n".join(outcome.texts)

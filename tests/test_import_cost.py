@@ -8,12 +8,34 @@ import sys
 
 import pytest
 
+# One worker imports torch for all of these tests.
+pytestmark = pytest.mark.xdist_group("import cost")
+
+STATEMENTS = {
+    "ringtile": "import ringtile",
+    "command line": "import ringtile.cli",
+    "plan": "import ringtile.distributed, ringtile.tools.predict.plan",
+    "first call": "import ringtile, ringtile.patterns as p; x = torch.randn(1, 2, 300, 16, requires_grad=True); "
+    "ringtile.sparse_attention(x, x, x, p.Causal() & p.bigbird(1), dropout_p=0.1).sum().backward()",
+    "torch._dynamo": "import torch._dynamo",
+    "hypothesis": "import hypothesis",
+    "flop counter later": "import ringtile; from torch.utils.flop_counter import flop_registry; "
+    "assert torch.ops.ringtile.backward in flop_registry",
+    "flop counter before": "from torch.utils.flop_counter import flop_registry; import ringtile; "
+    "assert torch.ops.ringtile.backward in flop_registry",
+}
+
 PROBE = """
-import json, sys
+import json, os, sys
 import torch
 before = set(sys.modules)
-{statement}
-print(json.dumps(sorted(set(sys.modules) - before)))
+for statement in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        exec(statement)
+        print(json.dumps(sorted(set(sys.modules) - before)), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, statement
 """
 
 HEAVY_PARTS_OF_TORCH = (
@@ -27,12 +49,12 @@ HEAVY_PARTS_OF_TORCH = (
 )
 
 
-def loaded_by(statement: str) -> list[str]:
-    """The modules that a statement loads in a fresh process, beyond those of `import torch`."""
-    probe = subprocess.run(
-        [sys.executable, "-c", PROBE.format(statement=statement)], capture_output=True, text=True, check=True
-    )
-    return json.loads(probe.stdout)
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[str]]:
+    """The modules that each statement loads beyond those of `import torch`, in a fork of a process that did that."""
+    probe = subprocess.run([sys.executable, "-c", PROBE, *STATEMENTS.values()], capture_output=True, text=True)
+    assert probe.returncode == 0, probe.stderr
+    return dict(zip(STATEMENTS, map(json.loads, probe.stdout.splitlines()), strict=True))
 
 
 def heavy(modules: list[str]) -> list[str]:
@@ -47,41 +69,33 @@ def heavy(modules: list[str]) -> list[str]:
     ]
 
 
-def test_import_ringtile_loads_nothing_heavy() -> None:
-    modules = loaded_by("import ringtile")
+def test_import_ringtile_loads_nothing_heavy(loaded: dict[str, list[str]]) -> None:
+    modules = loaded["ringtile"]
     assert "ringtile.functional" in modules
     assert not any(module.startswith("ringtile.distributed") for module in modules)
     assert [module for module in modules if module.partition(".")[0] != "ringtile"] == []
 
 
-def test_the_command_line_loads_nothing_heavy_before_a_verb_is_chosen() -> None:
-    modules = loaded_by("import ringtile.cli")
-    assert "ringtile.cli" in modules
-    assert heavy(modules) == []
-
-
-def test_a_plan_loads_no_compiler() -> None:
-    modules = loaded_by("import ringtile.distributed, ringtile.tools.predict.plan")
-    assert "ringtile.distributed.attention" in modules
-    assert heavy(modules) == []
-
-
-def test_a_first_call_loads_nothing_heavy() -> None:
-    modules = loaded_by(
-        "import ringtile, ringtile.patterns as p; x = torch.randn(1, 2, 300, 16, requires_grad=True); "
-        "ringtile.sparse_attention(x, x, x, p.Causal() & p.bigbird(1), dropout_p=0.1).sum().backward()"
-    )
-    assert "ringtile.kernels.blockwise.forward" in modules
-    assert heavy(modules) == []
+@pytest.mark.parametrize(
+    ("what", "module"),
+    [
+        ("command line", "ringtile.cli"),
+        ("plan", "ringtile.distributed.attention"),
+        ("first call", "ringtile.kernels.blockwise.forward"),
+    ],
+)
+def test_a_command_a_plan_and_a_first_call_load_nothing_heavy(
+    loaded: dict[str, list[str]], what: str, module: str
+) -> None:
+    assert module in loaded[what]
+    assert heavy(loaded[what]) == []
 
 
 @pytest.mark.parametrize("module", ["torch._dynamo", "hypothesis"])
-def test_a_heavy_import_is_seen(module: str) -> None:
-    assert module in heavy(loaded_by(f"import {module}"))
+def test_a_heavy_import_is_seen(loaded: dict[str, list[str]], module: str) -> None:
+    assert module in heavy(loaded[module])
 
 
-def test_the_flop_counter_knows_the_operators_whenever_it_is_imported() -> None:
-    statements = ["import ringtile", "from torch.utils.flop_counter import flop_registry"]
-    for first, second in (statements, statements[::-1]):
-        asked = f"{first}\n{second}\nimport torch\nassert torch.ops.ringtile.backward in flop_registry"
-        assert "torch.utils.flop_counter" in loaded_by(asked)
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_the_flop_counter_knows_the_operators_whenever_it_is_imported(loaded: dict[str, list[str]], when: str) -> None:
+    assert "torch.utils.flop_counter" in loaded[f"flop counter {when}"]

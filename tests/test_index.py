@@ -34,20 +34,17 @@ from ringtile.index import tiles as tiles_module
 from ringtile.index.lists import Entries, work_list
 from ringtile.index.tiles import EMPTY, FULL, TileCollector, pack_words, popcount, unpack_words
 from ringtile.patterns import (
-    BlockDilated,
     Blocks,
     Causal,
     Dense,
-    Dilated,
     Documents,
     Elements,
     GlobalTokens,
     Pattern,
     RandomBlocks,
-    Segments,
-    Strided,
     TileGrid,
     Window,
+    parse,
     per_head,
     streaming,
 )
@@ -91,13 +88,8 @@ def check_lists(index: BlockIndex) -> None:
 
 def same_lists(one: BlockIndex, other: BlockIndex) -> bool:
     """Equal lists in both directions, whatever the numbers of the tiles."""
-    return all(
-        map(
-            torch.equal,
-            (*one.rows[:4], *one.cols[:4], one.rows.work),
-            (*other.rows[:4], *other.cols[:4], other.rows.work),
-        )
-    )
+    lists = ((*index.rows[:4], *index.cols[:4], index.rows.work) for index in (one, other))
+    return all(map(torch.equal, *lists))
 
 
 def check_work(work: Tensor, lengths: list[int]) -> None:
@@ -135,7 +127,7 @@ def check_tiles(index: BlockIndex, dense: Tensor, grid: TileGrid) -> None:
     assert torch.equal(unpack_words(index.table.bits_t, block), mask.mT)
     assert torch.equal(unpack_words(index.table.rows_any, block), mask.any(2))
     assert torch.equal(unpack_words(index.table.cols_any, block), mask.any(1))
-    assert len({tuple(tile.flatten().tolist()) for tile in index.table.bits}) == len(index.table.bits)
+    assert len(index.table.bits.unique(dim=0)) == len(index.table.bits)
     assert set(index.rows.tile.tolist()) == set(range(len(index.table.bits)))
     number, state = index.entries()
     for group, matrix in enumerate(dense):
@@ -261,11 +253,11 @@ def test_an_intersection_needs_no_more_than_either_side(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize(
-    ("pattern", "per_row"),
-    [(RandomBlocks(2), 2), (Strided(512), 19), (BlockDilated([8], 20), 9), (Window(100) & ~Window(50), 2)],
+    ("text", "per_row"),
+    [("random_blocks(2)", 2), ("strided(512)", 19), ("block_dilated([8], 20)", 9), ("window(100) & ~window(50)", 2)],
 )
-def test_causal_takes_no_tiles_beyond_those_of_the_other_rule(pattern: Pattern, per_row: int) -> None:
-    grid = TileGrid(128, 0, 8192, 8192)
+def test_causal_takes_no_tiles_beyond_those_of_the_other_rule(text: str, per_row: int) -> None:
+    pattern, grid = parse(text), TileGrid(128, 0, 8192, 8192)
     rows = torch.arange(grid.n_rows)
     found = [needed(rule, rows, rows, len(rows), grid) for rule in (Causal() & pattern, pattern & Causal())]
     assert torch.equal(*found)
@@ -365,16 +357,12 @@ def test_tiles_are_shared_between_groups_and_strips(monkeypatch: pytest.MonkeyPa
     strips = build_index(pattern, 1000, num_heads=2)
     assert torch.equal(strips.to_dense(), whole.to_dense())
     assert same_lists(strips, whole)
-    assert (
-        len(strips.table.bits)
-        == len(whole.table.bits)
-        == len({tuple(tile.flatten().tolist()) for tile in whole.table.bits})
-    )
+    assert len(strips.table.bits) == len(whole.table.bits) == len(whole.table.bits.unique(dim=0))
 
 
 def test_tiles_that_share_a_digest_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern, grid = Causal() & Elements(checkerboard), TileGrid(32, 0, 200, 200)
-    monkeypatch.setattr(tiles_module, "_multipliers", lambda count, device: torch.zeros(count, dtype=torch.int64))
+    monkeypatch.setattr(tiles_module, "odd_numbers", lambda count: torch.zeros(count, dtype=torch.int64))
     assert torch.equal(built(pattern, grid).to_dense()[0, 0], rule_everywhere(pattern, grid))
 
 
@@ -382,7 +370,7 @@ def test_collector_merges_while_it_collects() -> None:
     collector = TileCollector(16, torch.device("cpu"))
     distinct = torch.rand(700, 16, 16) < 0.5
     order = [torch.randint(0, 700, (1000,)) for _ in range(12)]
-    states = torch.cat([collector.add(distinct[numbers]) for numbers in order])
+    states = torch.cat([collector.add(pack_words(distinct[numbers])) for numbers in order])
     assert len(collector._bits) == 700
     bits, translate = collector.finish()
     assert torch.equal(unpack_words(bits[translate[states]], 16), distinct[torch.cat(order)])
@@ -464,14 +452,11 @@ def profiled(pattern: Pattern, n_tokens: int, **options: int) -> tuple[BlockInde
 @pytest.mark.unpoisoned
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_million_tokens_within_the_budgets() -> None:
-    index, peak, _ = profiled(Causal() & Window(4096, 0), MILLION)
-    assert index is not None
-    assert index.nbytes <= 4 << 20
-    assert index.nbytes < peak <= 64 << 20
-    index, peak, _ = profiled(Window(512) | GlobalTokens(64) | RandomBlocks(3), MILLION)
-    assert index is not None
-    assert index.nbytes <= 4 << 20
-    assert peak <= 64 << 20
+    for pattern in (Causal() & Window(4096, 0), Window(512) | GlobalTokens(64) | RandomBlocks(3)):
+        index, peak, _ = profiled(pattern, MILLION)
+        assert index is not None
+        assert index.nbytes <= 4 << 20
+        assert index.nbytes < peak <= 64 << 20
 
 
 @pytest.mark.unpoisoned
@@ -533,8 +518,8 @@ def test_equal_requests_share_one_index() -> None:
         Causal(),
         ~Window(40),
         Causal() & (Window(100) | RandomBlocks(2) | GlobalTokens(3)),
-        Segments(90, 3) | Strided(50),
-        per_head([Causal() & Dilated([1, 7], 9), BlockDilated([1, 3], 1, 40)]),
+        parse("segments(90, 3) | strided(50)"),
+        parse("per_head([causal & dilated([1, 7], 9), block_dilated([1, 3], 1, block=40)])"),
     ],
     ids=repr,
 )
@@ -661,7 +646,7 @@ def assert_real(index: BlockIndex) -> None:
 
 
 def test_built_outside_the_modes_of_the_caller() -> None:
-    pattern = Causal() & (Window(20) | RandomBlocks(1) | Segments(30, 2))
+    pattern = Causal() & (Window(20) | RandomBlocks(1) | parse("segments(30, 2)"))
     indices: list[BlockIndex] = []
 
     def attend(x: Tensor) -> Tensor:
@@ -736,7 +721,6 @@ def test_built_on_the_device() -> None:
     [
         ({"pattern": "causal"}, "pattern: expected a Pattern, got str"),
         ({"n_queries": -1}, "n_queries: expected an integer of at least 0, got -1"),
-        ({"n_queries": 3.0}, "n_queries"),
         ({"n_queries": True}, "n_queries"),
         ({"n_keys": -5}, "n_keys"),
         ({"start": 1.5}, "start: expected an integer, got 1.5"),
@@ -745,7 +729,6 @@ def test_built_on_the_device() -> None:
         ({"batch": 0}, "batch"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"block": 100}, r"block: expected one of \(16, 32, 64, 128\) or 'auto', got 100"),
-        ({"block": 256}, "block"),
         ({"block": "big"}, "block"),
         ({"pattern": per_head([Causal(), Dense()]), "num_heads": 3}, "num_heads: .* written for 2, got num_heads=3"),
         ({"pattern": Documents(ids=torch.zeros(2, 100, dtype=torch.int64))}, "batch: .* written for 2, got batch=1"),
@@ -789,10 +772,8 @@ def test_wrong_uses_of_an_index_are_named() -> None:
         ("rows.full_ptr", lambda t: t.flip(0), "rows.full_ptr"),
         ("rows.partial_ptr", lambda t: t + 1, "rows.partial_ptr"),
         ("rows.full", lambda t: t.flip(0), "rows.full: expected columns that ascend"),
-        ("rows.full", lambda t: t + 5, "rows.full"),
         ("rows.partial", lambda t: t - 1, "rows.partial"),
         ("rows.tile", lambda t: t + 1, "rows.tile"),
-        ("rows.tile", lambda t: t[1:], "rows.tile"),
         ("rows.full", lambda t: t.clone().fill_(0), "rows.full"),
         ("cols.full", lambda t: t.flip(0), "cols.full: does not follow"),
         ("cols.tile", lambda t: t.flip(0), "cols.tile: does not follow"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 
 import pytest
@@ -64,15 +65,12 @@ def test_rounds_go_on_for_some_seconds(options: dict[str, float], rounds: int, m
     assert interleaved({}, 2, **options) == {}
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_the_time_left_follows_the_jobs_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, terminal = [0.0], Terminal()
+    now, terminal = [0.0], io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    for _ in Progress(stream=terminal).through([10, 20, 30], "job {}".format, float, done=2):
+    for _ in Progress().through([10, 20, 30], "job {}".format, float, done=2):
         # Each takes twice as long as expected.
         now[0] += 20.0 if not now[0] else 40.0
     shown = terminal.getvalue().split("\r\x1b[K")

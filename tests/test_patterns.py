@@ -46,7 +46,7 @@ from ringtile.patterns import (
     per_head,
     streaming,
 )
-from ringtile.patterns.philox import philox4x32
+from ringtile.patterns.random import philox4x32
 from ringtile.tools import plot
 
 Rule = Callable[[int, int], bool]
@@ -305,31 +305,27 @@ def test_allowed_broadcasts_over_heads() -> None:
 
 # Philox and what is drawn with it.
 
-PI = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))
-ONES = ((2**32 - 1,) * 4, (2**32 - 1,) * 2)
-ZEROS = ((0,) * 4, (0,) * 2)
-
 
 @pytest.mark.parametrize(
-    ("rounds", "counter_key", "expected"),
+    ("rounds", "numbers", "expected"),
     [
-        (7, ZEROS, "5f6fb709 0d893f64 4f121f81 4f730a48"),
-        (7, ONES, "5207ddc2 45165e59 4d8ee751 8c52f662"),
-        (7, PI, "4dfccaba 190a87f0 c47362ba b6b5242a"),
-        (10, ZEROS, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        (10, ONES, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (10, PI, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (7, (0,) * 6, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        (10, (0,) * 6, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (7, (2**32 - 1,) * 6, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        (10, (2**32 - 1,) * 6, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        # The first words of pi.
+        (
+            10,
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
-def test_philox_known_answers(
-    rounds: int, counter_key: tuple[tuple[int, int, int, int], tuple[int, int]], expected: str
-) -> None:
-    counter, (low, high) = counter_key
-    c0, c1, c2, c3 = (torch.tensor([word, 0]) for word in counter)
+def test_philox_known_answers(rounds: int, numbers: tuple[int, ...], expected: str) -> None:
+    *counter, low, high = numbers
     for key in ((low, high), (torch.tensor(low), torch.tensor(high))):
-        words = philox4x32((c0, c1, c2, c3), key, rounds)
+        words = philox4x32(tuple(torch.tensor([word, 0]) for word in counter), key, rounds)
         assert " ".join(f"{int(word[0]):08x}" for word in words) == expected
-        assert torch.equal(words[0][1:], philox4x32((c0[1:], c1[1:], c2[1:], c3[1:]), key, rounds)[0])
 
 
 @settings(max_examples=40)
@@ -388,6 +384,7 @@ EVERY_SIZE = {
     "strided": lambda size: Strided(size + 1),
     "global_tokens": lambda size: GlobalTokens(size),
     "random_blocks": lambda size: RandomBlocks(2, block=size + 1),
+    "sampled_blocks": lambda size: SampledBlocks(2, 3, size + 1, block=1),
     "segments": lambda size: Segments(size + 1),
     "dilated segments": lambda size: Segments(size + 1, 3),
     "documents": lambda size: Documents([5, size, 75 - size]),
@@ -400,17 +397,11 @@ def test_tiles_of_every_size(name: str) -> None:
         check_tiles(EVERY_SIZE[name](size), TileGrid(16, 7, 70, 80), 1)
 
 
-@settings(max_examples=120)
-@given(st.data(), st.integers(0, 4))
-def test_tiles_of_primitives(data: st.DataObject, head: int) -> None:
-    grid = data.draw(grids(blocks=(*BLOCKS, 256)))
-    check_tiles(data.draw(primitives(grid)), grid, head)
-
-
-@settings(max_examples=120)
-@given(st.integers(3, 6).flatmap(problems), st.integers(0, 4))
-def test_tiles_of_compositions(problem: tuple[Pattern, TileGrid], head: int) -> None:
-    check_tiles(*problem, head)
+@settings(max_examples=240)
+@given(st.data(), st.booleans(), st.integers(0, 4))
+def test_tiles_of_compositions(data: st.DataObject, composed: bool, head: int) -> None:
+    grid = data.draw(grids(blocks=BLOCKS if composed else (*BLOCKS, 256)))
+    check_tiles(data.draw(patterns(grid, data.draw(st.integers(3, 6)) if composed else 0)), grid, head)
 
 
 @settings(max_examples=30)
@@ -580,19 +571,6 @@ def test_de_morgan(first: tuple[Pattern, TileGrid], second: tuple[Pattern, TileG
     assert same(~(a & b), ~a | ~b)
     assert same(~(a | b), ~a & ~b)
     assert same(~~a, a)
-
-
-@settings(max_examples=40)
-@given(st.integers(0, 60), st.integers(0, 60))
-def test_equivalent_words(left: int, right: int) -> None:
-    assert same(Dilated([1], left), Window(left))
-    assert same(Window(left, 0), Causal() & Window(left))
-    assert same(Window(left, right), Window(left, 0) | Window(0, right))
-    assert same(BlockDilated([1, 3], left, block=1), Dilated([1, 3], left))
-    assert same(Segments(left + 1), BlockDilated([1], 0, block=left + 1))
-    assert same(Strided(left + 1), Window(left) | Dilated([left + 1], 1000))
-    assert same(Dilated([2, 3], left), Dilated([2], left) | Dilated([3], left))
-    assert same(Causal() | ~Causal(), Dense())
 
 
 def test_documents_have_three_forms() -> None:
@@ -882,7 +860,6 @@ def test_drawing_refuses(draw: Callable[[], str], message: str) -> None:
         (lambda: Dilated([1], -3), "window=-3"),
         (lambda: BlockDilated([1], 3, 0), "block=0"),
         (lambda: BlockDilated([1], -1), "reach=-1"),
-        (lambda: BlockDilated([-1], 1), "rates=-1"),
         (lambda: Strided(0), "stride=0"),
         (lambda: GlobalTokens(-1), "tokens=-1"),
         (lambda: RandomBlocks(-1), "per_row=-1"),
@@ -893,19 +870,15 @@ def test_drawing_refuses(draw: Callable[[], str], message: str) -> None:
         (lambda: Segments(4, 0), "dilation=0"),
         (lambda: Segments(4, 2, -1), "shift=-1"),
         (lambda: Documents(), "exactly one"),
-        (lambda: Documents([3], ids=torch.tensor([1])), "exactly one"),
         (lambda: Documents([]), r"lengths=\[\]"),
         (lambda: Documents([-3]), "lengths=-3"),
-        (lambda: Documents([0]), "at least one token"),
         (lambda: Documents(cu_seqlens=torch.tensor([1, 3])), r"cu_seqlens=\[1, 3\]"),
         (lambda: Documents(cu_seqlens=torch.tensor([0, 3, 2])), r"cu_seqlens=\[0, 3, 2\]"),
         (lambda: Documents(cu_seqlens=torch.tensor([0.0, 3.0])), "cu_seqlens.dtype=torch.float32"),
         (lambda: Documents(cu_seqlens=torch.zeros(1, 2, dtype=torch.int64)), r"cu_seqlens.shape=\(1, 2\)"),
         (lambda: Documents(ids=torch.zeros(1, 1, 2, dtype=torch.int64)), r"ids.shape=\(1, 1, 2\)"),
-        (lambda: Documents(ids=torch.tensor([True])), "ids.dtype=torch.bool"),
         (lambda: Documents(ids=torch.tensor([[1, 1, 1], [1, 2, 1]])), "id 1 again"),
         (lambda: Blocks(), "either a matrix or both"),
-        (lambda: Blocks(row_ptr=torch.tensor([0, 1])), "either a matrix or both"),
         (lambda: Blocks(torch.ones(2, 2)), r"matrix.dtype=torch.float32"),
         (lambda: Blocks(torch.ones(2, dtype=torch.bool)), r"matrix.shape=torch.Size\(\[2\]\)"),
         (lambda: Blocks(torch.ones(0, 2, dtype=torch.bool)), "non-empty"),
@@ -918,7 +891,6 @@ def test_drawing_refuses(draw: Callable[[], str], message: str) -> None:
         (lambda: kept_of(Elements(lambda h, q, k: q + k), 4), "bool tensor, got torch.int64"),
         (lambda: kept_of(Elements(lambda h, q, k: torch.ones(3, dtype=torch.bool)), 4), r"shape \(4, 4\), got \(3,\)"),
         (lambda: per_head([]), "non-empty sequence"),
-        (lambda: per_head([3]), "non-empty sequence"),  # type: ignore[list-item]
         (lambda: per_head([per_head([Causal()])]), "any head"),
         (lambda: per_head([Causal()]) & per_head([Causal(), Dense()]), "same num_heads, got 1 and 2"),
         (

@@ -50,7 +50,7 @@ def bases(draw: st.DrawFn) -> tuple[Pattern, TileGrid]:
     return draw(patterns(grid, heads=True)), grid
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(base=bases(), rows=st.booleans(), data=st.data())
 def test_a_restricted_index_keeps_the_pairs_of_both(base: tuple[Pattern, TileGrid], rows: bool, data: Any) -> None:
     pattern, grid = base
@@ -71,6 +71,8 @@ def test_a_restricted_index_keeps_the_pairs_of_both(base: tuple[Pattern, TileGri
     assert torch.equal(found.keys_of(some).expand(*expected.shape[:2], -1, -1), expected[:, :, some])
     assert found.kept_pairs == int(expected.sum()) * found.group.numel() // (expected.shape[0] * expected.shape[1])
     assert found.allowed_pairs == index.allowed_pairs // index.group.numel() * found.group.numel()
+    if density == 1 and keep.shape[:2] == (1, 1):
+        assert all(map(torch.equal, found.tensors(), index.tensors()))
     if not rows:
         longest, lists.LONGEST = lists.LONGEST, data.draw(st.sampled_from([1, 64]))
         try:
@@ -92,15 +94,6 @@ def check_room(plain: BlockIndex, roomy: BlockIndex) -> None:
     assert all(map(torch.equal, fitted.tensors(), plain.tensors()))
     assert torch.equal(roomy.to_dense(), plain.to_dense())
     assert (roomy.kept_pairs, roomy.kept_tiles) == (plain.kept_pairs, plain.kept_tiles)
-
-
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("pattern", [Causal() & Window(300), per_head([Causal(), Segments(100)])], ids=repr)
-def test_all_tiles_give_the_tensors_of_the_base(pattern: Pattern, rows: bool) -> None:
-    index = build_index(pattern, 700, num_heads=2)
-    keep = torch.ones(1, 1, 700 if rows else index.n_rows, index.n_cols, dtype=torch.bool)
-    found = index.restricted_rows(keep) if rows else index.restricted(keep)
-    assert all(map(torch.equal, found.tensors(), index.tensors()))
 
 
 @both

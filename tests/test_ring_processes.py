@@ -181,13 +181,13 @@ def bits(size: int) -> None:
             assert all(torch.equal(x, y) for x, y in zip(other, found[0], strict=True)), transport
 
 
-def compiled(size: int) -> None:
+def compiled(size: int, backend: str = "aot_eager") -> None:
     """One graph of the compiler, with the same gradients."""
     problem, contiguous, by_window = window_of(size)
     whole = gradients(lambda *x: sparse_attention(*x, WINDOW, start=0), problem)
     # No call of this plan before: tracing makes its exchange.
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     function = torch.compile(by_window, fullgraph=True, backend=counter)
     for _ in range(2):
         check_equal(gradients(function, problem, contiguous), whole, contiguous)
@@ -205,6 +205,10 @@ def compiled(size: int) -> None:
         assert local.traffic.calls == ["all_to_all_single"] * 3
     whole_masked = gradients(partial(sparse_attention, pattern=WINDOW, start=0, key_mask=mask), problem)
     check_equal(found, whole_masked, contiguous)
+
+
+def inductor(size: int) -> None:
+    compiled(size, "inductor")
 
 
 def uncompiled(size: int) -> None:
@@ -367,7 +371,7 @@ def dies(rank: int, size: int, how: str) -> None:
     sys.exit(3)
 
 
-CHECKS = (compiled, uncompiled, every_transport, bits, model)
+CHECKS = (compiled, uncompiled, every_transport, bits, model, inductor)
 
 
 def run_checks(rank: int, size: int, names: list[str]) -> None:
@@ -388,7 +392,9 @@ def checked(request: pytest.FixtureRequest) -> Outcome:
     return run_processes(2, run_checks, [check.__name__ for check in CHECKS if check in chosen], timeout=90.0)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [*CHECKS[:-1], pytest.param(inductor, marks=pytest.mark.slow)], ids=lambda check: check.__name__
+)
 def test_processes_compute_what_one_does(checked: Outcome, check: Callable[[int], None]) -> None:
     for text in checked.texts:
         assert f"passed: {check.__name__}\n" in text, text
@@ -429,7 +435,10 @@ def test_ranks_that_disagree_later_are_told_before_data_moves(disagreeing: Outco
     assert disagreeing.exit_codes == [0] * 4, disagreeing.texts
 
 
-@pytest.mark.parametrize(("how", "code"), [("killed", -signal.SIGKILL), ("raises", 1), ("nan", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("killed", -signal.SIGKILL), ("nan", 1), pytest.param("raises", 1, marks=pytest.mark.slow)],
+)
 def test_a_rank_that_fails_is_named(how: str, code: int) -> None:
     outcome = run_processes(3, dies, how)
     assert outcome.exit_codes == [3, code, 3], outcome.texts

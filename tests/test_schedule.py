@@ -11,7 +11,6 @@ from indices import NAMES, edited, tensor
 from oracle import make_inputs, relative_error
 
 from ringtile import build_index, sparse_attention
-from ringtile.functional.cache import LayerCache
 from ringtile.index import BlockIndex, cache_info, clear_cache, schedule
 from ringtile.index.schedule import derived, schedule_of
 from ringtile.index.tiles import derive_tables
@@ -138,16 +137,6 @@ def test_a_thousand_decoded_tokens_build_few_indices(pattern: Pattern) -> None:
             for name in ("native", "reference")
         )
         assert relative_error(out, exact) < 2e-6
-
-
-def test_a_thousand_tokens_through_a_cache_build_few_indices() -> None:
-    cache = LayerCache(Causal() & Window(300))
-    clear_cache()
-    with torch.no_grad():
-        cache.attend(*torch.randn(3, 1, 1, 200, 16).unbind())
-        for _ in range(1000):
-            cache.attend(*torch.randn(3, 1, 1, 1, 16).unbind())
-    assert cache_info().misses <= 10
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringtile import cli
 from ringtile.index import BlockIndex, build_index
-from ringtile.patterns import Causal, Dense, Dilated, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
+from ringtile.patterns import Causal, Dilated, GlobalTokens, Pattern, RandomBlocks, Window, parse, per_head
 from ringtile.tools.plot import occupancy, picture, plot_pattern
 from ringtile.tools.statistics import pattern_statistics
 from ringtile.tools.units import count, count_text
@@ -103,14 +103,6 @@ def test_occupancy_is_the_share_of_kept_pairs(rule: Pattern, n_queries: int, n_k
         assert shares.shape == (-(-(top + n_queries) // side) - top // side, -(-n_keys // side))
         cells = [tiles_of(pairs, side, top) for pairs in (dense, torch.ones_like(dense))]
         torch.testing.assert_close(shares, cells[0] / cells[1])
-
-
-def test_cells_that_the_lengths_cut_count_what_is_there() -> None:
-    shares, side = occupancy(build_index(Dense(), 300, block=32), pixels=4)
-    assert side == 96
-    assert torch.equal(shares, torch.ones(4, 4))
-    shares, side = occupancy(build_index(Window(0), 193), pixels=48)
-    assert (side, shares[-1, -1], shares[0, 0]) == (8, 1.0, 1 / 8)
 
 
 def test_a_million_tokens_are_one_small_picture() -> None:

@@ -145,7 +145,7 @@ PATTERN_PAGES = [page for page in PAGES if page.startswith("patterns/") and page
 def test_every_pattern_has_a_whole_page_with_a_picture() -> None:
     words = set(re.findall(r"\w+", " ".join("".join(blocks(page, "text")) for page in PATTERN_PAGES)))
     rules = [thing for thing in vars(patterns).values() if inspect.isclass(thing) and issubclass(thing, Pattern)]
-    presets = [name for name in patterns.__all__ if inspect.isfunction(getattr(patterns, name)) and name != "parse"]
+    presets = [name for name in face(patterns) if inspect.isfunction(getattr(patterns, name)) and name != "parse"]
     assert {rule.__name__ for rule in rules if rule is not Pattern} | set(presets) <= words
     for page in PATTERN_PAGES:
         text = read(page)
@@ -502,7 +502,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "site" / "reference").glob("*.html")}
     told = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(ringtile\.[\w.]+)"', "".join(pages.values()))}
-    assert face(ringtile) | face(compat) | set(patterns.__all__) <= told
+    assert face(ringtile) | face(compat) | face(patterns) <= told
     # One signature per function, without its overloads.
     assert pages["attention"].count("doc-signature") == pages["attention"].count('class="doc doc-object doc-function"')
     assert "--max-slowdown" in pages["command-line"]

@@ -429,7 +429,9 @@ def test_copies_and_pickles_compute_the_same() -> None:
 
 # Dynamo's own way to trace an autograd function.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(("checkpointing", "backend"), [(False, "aot_eager"), (True, "eager")])
+@pytest.mark.parametrize(
+    ("checkpointing", "backend"), [(True, "eager"), pytest.param(False, "aot_eager", marks=pytest.mark.slow)]
+)
 def test_one_compiled_graph_serves_all_lengths(checkpointing: bool, backend: str) -> None:
     torch._dynamo.reset()
     counters.clear()

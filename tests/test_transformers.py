@@ -488,7 +488,7 @@ def test_a_known_rule_is_not_evaluated(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("places", [None, PLACES[:1, :TOKENS]])
+@pytest.mark.parametrize("places", [None, pytest.param(PLACES[:1, :TOKENS], marks=pytest.mark.slow)])
 def test_a_compiled_model_without_a_cache_reads_packed_rows_outside_graphs(places: Tensor | None) -> None:
     made, config = config_of("Mistral", num_hidden_layers=1)
     first, second = (model_of(made, config, name) for name in ("eager", "ringtile"))

@@ -128,7 +128,7 @@ def make(heads: int, n_queries: int, n_keys: int | None = None, head_dim: int = 
 
 @case
 def dense_and_ragged() -> float:
-    return max(errors_of(Dense(), make(2, 130, 150)), errors_of(Dense(), make(1, 260, 270)))
+    return errors_of(Dense(), make(1, 200, 270))
 
 
 @case
@@ -196,11 +196,11 @@ def long_rows_and_columns_in_pieces() -> float:
     longest, lists.LONGEST = lists.LONGEST, 1
     clear_cache()
     try:
-        index = build_index(SPLIT, 140, block=64)
+        index = build_index(SPLIT, 100, block=64)
         assert min(index.rows.work[:, 3].max(), index.cols.work[:, 3].max()) > 0, "nothing is cut"
         return max(
-            errors_of(SPLIT, make(2, 140, kv_heads=1)),
-            errors_of(per_head([SPLIT, Causal()]), make(2, 140)),
+            errors_of(SPLIT, make(2, 100, kv_heads=1)),
+            errors_of(per_head([SPLIT, Causal()]), make(2, 100)),
             errors_of(Causal(), make(4, 1, 200, kv_heads=2)),
         )
     finally:
@@ -253,14 +253,14 @@ def key_lengths() -> float:
 def dropout() -> float:
     seed = torch.tensor([-123456789012345])
     return max(
-        errors_of(TILED, make(2, 100, batch=2), dropout_p=0.4, seed=seed),
+        errors_of(TILED, make(1, 100, batch=2), dropout_p=0.4, seed=seed),
         errors_of(TILED, make(2, 150, kv_heads=1), dropout_p=0.1, seed=seed, block=128, start=-5),
     )
 
 
 @case
 def remapped_tiles_drop_the_weights_of_the_whole() -> float:
-    x, options = on(make(2, 150, 200, kv_heads=1), DEVICE), {"dropout_p": 0.4, "seed": 5}
+    x, options = on(make(1, 150, 200), DEVICE), {"dropout_p": 0.4, "seed": 5}
     index = build_index(TILED, 150, 200, block=128, device=DEVICE)
     out, lse, grads = run(x, index, **options)
     rows, cols = (torch.arange(count, device=DEVICE).roll(1) for count in (index.n_rows, index.n_cols))
@@ -289,8 +289,8 @@ def heads_and_batch_elements_drop_the_weights_of_the_whole() -> float:
     few, worst = launches._FEW_PROGRAMS, 0.0
     order, batch = (torch.tensor(numbers, device=DEVICE) for numbers in ([2, 3, 0, 1], [1, 0]))
     for n_queries, programs in ((3, few), (40, 1)):
-        x = on(make(4, n_queries, 70, kv_heads=2, batch=2), DEVICE)
-        index = build_index(Causal(), n_queries, 70, block=64, device=DEVICE)
+        x = on(make(4, n_queries, 40, kv_heads=2, batch=2), DEVICE)
+        index = build_index(Causal(), n_queries, 40, block=64, device=DEVICE)
         turned = Inputs(*(t.flip(0)[:, order] if t.shape[1] == 4 else t.flip(0, 1) for t in x))
         out, _, grads = run(x, index, **options)
         launches._FEW_PROGRAMS = programs
@@ -346,9 +346,11 @@ def scales() -> float:
 
 @case
 def everything_at_once() -> float:
+    x = make(2, 100, 150, 24, kv_heads=1, value_dim=8, batch=2)
     return errors_of(
         TILED,
-        make(2, 100, 150, 24, kv_heads=1, value_dim=8, batch=2),
+        # Strides in another order, none of them of a size that a kernel could take for granted.
+        Inputs(*(t.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for t in x)),
         key_lengths=torch.tensor([120, 60]),
         key_mask=torch.arange(150).expand(2, 150) % 5 != 0,
         dropout_p=0.3,

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn
 
 import ringtile
 
@@ -25,14 +25,6 @@ VERBS = {
     "doctor": ("ringtile.tools.doctor", "print versions, devices and backends, and why a backend is not available"),
 }
 """Each verb with its module and its help."""
-
-
-class Verb(Protocol):
-    """The functions of a verb's module."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
         if verb == chosen:
             # Import this module only, so that the others cost nothing.
-            module = cast(Verb, import_module(name))
+            module = import_module(name)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, command=shlex.join(["ringtile", *argv]))
     return parser.parse_args(argv)

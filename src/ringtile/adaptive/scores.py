@@ -15,7 +15,7 @@ from torch import Tensor
 from ringtile.adaptive.view import View, grouped_products, softmax, tile_positions, tiles_at_once
 from ringtile.kernels.masses import pooled_masses
 from ringtile.patterns.checks import check_positive
-from ringtile.patterns.philox import WORD, philox4x32
+from ringtile.patterns.random import WORD, philox4x32
 
 
 class Scores(ABC):

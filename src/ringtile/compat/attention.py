@@ -29,7 +29,7 @@ from ringtile.functional.dilated import (
 from ringtile.functional.parts import Parts, composed
 from ringtile.functional.permute import pieces
 from ringtile.index import BlockIndex
-from ringtile.index.counts import count_allowed
+from ringtile.index.block_index import count_allowed
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Blocks, Causal, Dense, Pattern

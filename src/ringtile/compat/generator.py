@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ringtile.compat.config import TILE, SparsePatternConfig
 from ringtile.index import build_index
+from ringtile.index.block_index import count_allowed
 from ringtile.index.build import real_tensors
-from ringtile.index.counts import count_allowed
 from ringtile.index.density import solve
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
 from ringtile.patterns.base import TileGrid

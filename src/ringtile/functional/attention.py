@@ -197,7 +197,7 @@ def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) 
         return Blocks(pattern)
     from torch.nn.attention.flex_attention import BlockMask
 
-    from ringtile.index.flex import from_block_mask
+    from ringtile.index.block_lists import from_block_mask
 
     if not isinstance(pattern, BlockMask):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The block index: the tiles that a pattern keeps, as tensors, with all functions of an index as methods."""
+"""The block index: the tiles that a pattern keeps, as tensors, with counts and all functions of an index as methods."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ringtile.index import counts, debug, derive
+from ringtile.index import debug, derive
 from ringtile.index.restrict import restricted
 from ringtile.index.tile_index import TileIndex
-from ringtile.index.tiles import FULL
-from ringtile.patterns.base import Dense
+from ringtile.index.tiles import FULL, popcount, unpack_words
+from ringtile.patterns.base import Dense, Pattern, TileGrid
+from ringtile.patterns.facts import key_bounds
 from ringtile.patterns.local import Causal
+
+_QUERIES_AT_ONCE = 1 << 17
 
 
 class BlockIndex(TileIndex):
@@ -59,6 +62,25 @@ class BlockIndex(TileIndex):
         """Fraction of the allowed tiles that are computed. Run time follows this. Synchronizes with the device."""
         return self.kept_tiles / self.allowed_tiles if self.allowed_tiles else 0.0
 
+    @cached_property
+    def _kept(self) -> Tensor:
+        """Count the kept pairs, the kept tiles and the pairs in these tiles, inside the lengths: int64 ``[3, G]``."""
+        index = derive.trimmed(self)
+        counts = torch.zeros(3, index.n_groups, dtype=torch.long, device=index.device)
+        full, partial = index.rows.slots()
+        areas = index.pairs_inside(full, index.rows.full), index.pairs_inside(partial, index.rows.partial)
+        pairs = areas[0], popcount(index.table.bits).sum((1, 2))[index.rows.tile]
+        for slot, kept, area in zip((full, partial), pairs, areas, strict=True):
+            counts.index_add_(1, slot // max(index.n_rows, 1), torch.stack((kept, torch.ones_like(area), area)))
+        return counts
+
+    @cached_property
+    def _allowed(self) -> tuple[int, int]:
+        """Count the pairs and the tiles that the causal and document rules allow, over the entries of ``group``."""
+        counts = [count_allowed(envelope, self.grid, self.device) for envelope in self.envelopes]
+        pairs, tiles = (sum(column) * self.group.shape[1] for column in zip(*counts, strict=True))
+        return pairs, tiles
+
     def tile_pairs(self, batch: int, heads: int) -> int:
         """Count the pairs in the kept tiles, over all batch elements and heads. Kernels compute this many.
 
@@ -89,6 +111,18 @@ class BlockIndex(TileIndex):
         return mask.view(self.n_groups, self.n_rows, self.n_cols)[self.group.long()]
 
     @cached_property
+    def looks_ahead(self) -> bool:
+        """Return True if a query keeps a later key. Synchronizes with the device."""
+        inside = derive.trimmed(self)
+        number, state = inside.entries()
+        slot, col = inside.slot_and_col(number)
+        ahead = inside.col_positions(col) - inside.row_positions(slot % max(inside.n_rows, 1))
+        # Inside a tile on the diagonal, key k of query q is later if k > q. Full tiles read the row behind the table.
+        later = unpack_words(inside.table.bits, inside.block).triu(1).flatten(1).any(1)
+        later = torch.cat((later, later.new_ones(1)))
+        return bool(((ahead > 0) | ((ahead == 0) & later[state])).any())
+
+    @cached_property
     @torch.inference_mode(False)
     def leading(self) -> Tensor | None:
         """Return how many keys each query keeps, int64 ``[n_queries]``, if the index has all or causal pairs, or None.
@@ -103,10 +137,7 @@ class BlockIndex(TileIndex):
             return torch.full((self.n_queries,), self.n_keys, device=self.device)
         return (self.start + 1 + torch.arange(self.n_queries, device=self.device)).clamp(0, self.n_keys)
 
-    # Functions of an index that count, compare, edit or show it live beside this class, by subject.
-    _kept = cached_property(counts.count_kept)
-    _allowed = cached_property(counts.count_all_allowed)
-    looks_ahead = cached_property(counts.looks_ahead)
+    # Functions of an index that edit or show it live beside this class, by subject.
     trimmed = derive.trimmed
     restricted = restricted
     restricted_rows = derive.restricted_rows
@@ -117,3 +148,38 @@ class BlockIndex(TileIndex):
     draw = debug.draw
     validate = debug.validate
     __repr__ = debug.describe
+
+
+def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tuple[int, int]:
+    """Count the pairs and the tiles that an envelope allows, in time proportional to the number of queries."""
+    if grid.n_queries == 0 or grid.n_keys == 0:
+        return 0, 0
+    if isinstance(envelope, Dense):
+        return grid.n_queries * grid.n_keys, grid.n_rows * grid.n_cols
+    if isinstance(envelope, Causal):
+        # In closed form: query position p keeps min(p + 1, n_keys) keys, a row tile those of its last query.
+        rows = (grid.start, grid.n_queries, grid.n_keys), (grid.first_row, grid.n_rows, grid.n_cols)
+        pairs, tiles = (_ramp(first + count - 1, top) - _ramp(first - 1, top) for first, count, top in rows)
+        return pairs, tiles
+    pairs = tiles = 0
+    end = grid.start + grid.n_queries
+    step = _QUERIES_AT_ONCE // grid.block * grid.block
+    for first in range(grid.first_row * grid.block, end, step):
+        query = torch.arange(max(first, grid.start), min(first + step, end), device=device)
+        lo, hi = key_bounds(envelope, query, grid.n_keys)
+        pairs += int((hi - lo).clamp(min=0).sum())
+        # The intervals of consecutive queries leave no gap, so the queries of a row tile cover one run of tiles.
+        # Rows of this step count from 0. Queries without a key touch no tile.
+        row = query[hi > lo] // grid.block - first // grid.block
+        lowest = torch.full((step // grid.block,), grid.n_keys, device=device)
+        lowest.scatter_reduce_(0, row, lo[hi > lo], "amin")
+        highest = torch.zeros_like(lowest).scatter_reduce_(0, row, hi[hi > lo], "amax")
+        tiles += int(((highest + grid.block - 1) // grid.block - lowest // grid.block).clamp(min=0).sum())
+    return pairs, tiles
+
+
+def _ramp(last: int, top: int) -> int:
+    """Return the sum of min(p + 1, top) over p = 0 ... last."""
+    count = max(0, last + 1)
+    rising = min(count, top)
+    return rising * (rising + 1) // 2 + (count - rising) * top

@@ -50,14 +50,9 @@ def real_tensors() -> Iterator[None]:
 def _raggedness(row: Tensor, col: Tensor, grid: TileGrid) -> Tensor | None:
     """Return a number per tile, equal for tiles that the lengths cut in the same way, or None if they cut none."""
     end = grid.start + grid.n_queries
-    parts: list[Tensor] = []
-    if grid.start % grid.block:
-        parts.append(row == grid.first_row)
-    if end % grid.block:
-        parts.append(2 * (row == end // grid.block))
-    if grid.n_keys % grid.block:
-        parts.append(4 * (col == grid.n_cols - 1))
-    return sum(parts[1:], parts[0].long()) if parts else None
+    sides = (grid.start, row == grid.first_row), (end, row == end // grid.block), (grid.n_keys, col == grid.n_cols - 1)
+    parts = [cut.long() << bit for bit, (edge, cut) in enumerate(sides) if edge % grid.block]
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 def _tile_states(
@@ -96,10 +91,8 @@ def _build(
     rows: Tensor | None = None,
     own: TileGrid | None = None,
 ) -> BlockIndex:
-    """Build the index of all row tiles, or of ``rows``, whose own lengths are ``own``.
-
-    A rule that is defined for all positions fills whole tiles.
-    """
+    """Build the index of all row tiles, or of ``rows``, whose own lengths are ``own``."""
+    # A rule that is defined for all positions fills whole tiles.
     grid, own = (x.whole if pattern.unbounded else x for x in (lengths, own or lengths))
     pattern.validate(lengths)
     budget = Budget(max_bytes, lengths)

@@ -68,10 +68,7 @@ def groups_of(pattern: Pattern, heads: int, batch: int) -> tuple[list[list[int]]
 
 
 def strips(pattern: Pattern, head: int, rows: Tensor, grid: TileGrid, budget: Budget) -> Iterator[Tensor]:
-    """Yield numbers ``r * n_cols + c`` of the candidate tiles, ascending and distinct, a strip at a time.
-
-    Row tile ``rows[r]`` has number r. The numbers in ``rows`` ascend.
-    """
+    """Yield numbers ``r * n_cols + c`` of the candidate tiles in ``rows[r]``, ascending, a strip at a time."""
     if len(rows) * grid.n_cols * CANDIDATE_BYTES > budget.max_bytes:
         budget.check(pattern, pattern.cover_size(head, rows, grid), _COVER_BYTES)
     # All tiles of the row of a decoded token are classified sooner than a cover is computed.
@@ -121,12 +118,10 @@ def needed(
 
 
 class Touched:
-    """Collects the column tiles that covers name for parts of their rows. Rows of no part do not count.
+    """Collects the column tiles that covers name for parts of their rows. Rows of no part do not count."""
 
-    An interval adds one at its first column and takes one away behind its last, so sums along the columns of a part are
-    the intervals that touch each. With 5 columns, [1, 3) and [2, 4) are changes 0 1 1 -1 -1 and sums 0 1 2 1 0.
-    """
-
+    # An interval adds one at its first column and takes one away behind its last, so sums along the columns of a part
+    # are the intervals that touch each. With 5 columns, [1, 3) and [2, 4) are changes 0 1 1 -1 -1 and sums 0 1 2 1 0.
     def __init__(self, rows: Tensor, parts: Tensor, n_parts: int, grid: TileGrid) -> None:
         self._first, self._width, self._n_parts = grid.first_row, grid.n_cols + 1, n_parts
         self._change = torch.zeros(n_parts * self._width, dtype=torch.int32, device=rows.device)

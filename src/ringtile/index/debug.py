@@ -1,11 +1,12 @@
-"""An index as a matrix, as text and as an error: what you read to see that it is right."""
+"""An index as a matrix, as text and as an error: what you read, and kernels expect, to see that it is right."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ringtile.index.checks import check_lists
+from ringtile.index.lists import work_list
 from ringtile.index.tile_index import TileIndex
 from ringtile.index.tiles import BLOCKS, FULL, unpack_words
 
@@ -28,8 +29,8 @@ def to_dense(index: TileIndex) -> Tensor:
         raise ValueError(f"to_dense expects at most {_DENSE_LIMIT:,} elements, got {size:,}")
     number, state = index.entries()
     dense = torch.zeros(index.n_groups * rows * cols, block, block, dtype=torch.bool, device=index.device)
-    dense[number[state == FULL]] = True
-    dense[number[state >= 0]] = unpack_words(index.table.bits, block)[state[state >= 0]]
+    # FULL is -1, so a full tile reads the last row of this table.
+    dense[number] = unpack_words(pad(index.table.bits, (0, 0, 0, 0, 0, 1), value=-1), block)[state]
     dense = dense.view(index.n_groups, rows, cols, block, block).transpose(2, 3)
     dense = dense.reshape(index.n_groups, rows * block, cols * block)
     skipped = index.start - index.first_row * block
@@ -53,25 +54,18 @@ def draw(index: TileIndex, group: int = 0, width: int = 64) -> str:
         raise ValueError(f"group: expected 0 <= group < {index.n_groups}, got {group}")
     if width < 1:
         raise ValueError(f"width: expected a positive number of columns, got {width}")
-    number, state = index.entries()
-    slot, col = index.slot_and_col(number)
-    row = slot - group * index.n_rows
-    inside = (row >= 0) & (row < index.n_rows)
-    full = state[inside] == FULL
-    return _draw_tiles(row[inside], col[inside], full, index.n_rows, index.n_cols, width)
-
-
-def _draw_tiles(row: Tensor, col: Tensor, full: Tensor, n_rows: int, n_cols: int, width: int) -> str:
-    """Draw tiles, a square of ``ceil(max(n_rows, n_cols) / width)`` of them as one character."""
+    n_rows, n_cols = index.n_rows, index.n_cols
     if not n_rows or not n_cols:
         return ""
+    number, state = index.entries()
+    slot, col = index.slot_and_col(number)
+    inside = slot // n_rows == group
+    # A square of so many tiles is one character.
     cell = -(-max(n_rows, n_cols) // width)
     high, wide = -(-n_rows // cell), -(-n_cols // cell)
-    place = row // cell * wide + col // cell
-    kept = torch.bincount(place, minlength=high * wide)
-    whole = torch.bincount(place[full], minlength=high * wide)
-    rows = torch.bincount(torch.arange(n_rows, device=row.device) // cell)
-    cols = torch.bincount(torch.arange(n_cols, device=row.device) // cell)
+    place = slot % n_rows // cell * wide + col // cell
+    kept, whole = (torch.bincount(place[x], minlength=high * wide) for x in (inside, inside & (state == FULL)))
+    rows, cols = (torch.bincount(torch.arange(count, device=index.device) // cell) for count in (n_rows, n_cols))
     shade = (kept > 0).int() + (whole == torch.outer(rows, cols).flatten()).int()
     return "\n".join("".join("·▒█"[number] for number in line) for line in shade.view(high, wide).tolist())
 
@@ -103,6 +97,42 @@ def validate(index: TileIndex) -> None:
         for name, x, y in zip(mine._fields, mine, theirs, strict=True):
             if name != "at" and not torch.equal(x, y):
                 raise ValueError(f"{side}.{name}: does not follow from the row lists and bits")
+
+
+def check_lists(index: TileIndex) -> None:
+    """Raise ValueError if a kernel that follows the lists of an index would read outside its tensors."""
+    slots, words, n_tiles = index.n_groups, -(-index.block // 32), len(index.table.bits)
+    sides = (("rows", index.rows, index.n_rows, index.n_cols), ("cols", index.cols, index.n_cols, index.n_rows))
+    for side, lists, per_group, others in sides:
+        # Both sides list the same tiles.
+        fulls, partials = len(index.rows.full), len(index.rows.partial)
+        for name, length, limit in (
+            ("full_ptr", slots * per_group + 1, fulls + 1),
+            ("partial_ptr", slots * per_group + 1, partials + 1),
+            ("full", fulls, others),
+            ("partial", partials, others),
+            ("tile", partials, n_tiles),
+        ):
+            x = getattr(lists, name)
+            _check(f"{side}.{name}", x, (length,), index.device, limit)
+            if name.endswith("_ptr") and (x.diff() < 0).any():
+                raise ValueError(f"{side}.{name}: expected numbers that rise, got {x}")
+        _check(f"{side}.at", lists.at, (per_group if len(lists.at) else 0,), index.device)
+        if not torch.equal(lists.work[lists.work[:, 0] >= 0], work_list(lists.full_ptr, lists.partial_ptr)):
+            raise ValueError(f"{side}.work: expected the splits of the lists")
+    _check("group", index.group, index.group.shape, index.device, slots)
+    bits, any_words = (n_tiles, index.block, words), (n_tiles, words)
+    for name, x, shape in zip(index.table._fields, index.table, (bits, bits, any_words, any_words), strict=True):
+        _check(f"table.{name}", x, shape, index.device)
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device, limit: int | None = None) -> None:
+    """Raise ValueError if a tensor is not int32 of a shape, or holds numbers below 0 or from ``limit`` on."""
+    if x.dtype != torch.int32 or x.device != device or x.shape != shape:
+        raise ValueError(f"{name}: expected int32 {tuple(shape)}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+    low, high = map(int, x.aminmax()) if limit is not None and x.numel() else (0, -1)
+    if low < 0 or (limit is not None and high >= limit):
+        raise ValueError(f"{name}: expected numbers of at least 0 and below {limit}, got {low} ... {high}")
 
 
 def describe(index: TileIndex) -> str:

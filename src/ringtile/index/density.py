@@ -71,11 +71,7 @@ def with_density(
 
 
 def solve(pattern: Pattern, target: float, measured: Callable[[Pattern], float], *lengths: int) -> Solution:
-    """Set a pattern's free parameter so that the density that ``measured`` returns is ``target``.
-
-    No size above the sum of ``lengths`` is tried. Raises ValueError if the target is outside (0, 1] or if the pattern
-    has no free parameter.
-    """
+    """Set a pattern's free parameter, up to the sum of ``lengths``, so that ``measured`` returns ``target``."""
     if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target <= 1:
         raise ValueError(f"target: expected a density in (0, 1], got {target!r}")
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringtile.index.lists import Entries
-from ringtile.index.restrict import check_keep, envelopes_of
+from ringtile.index.restrict import check_keep, envelopes_of, restricted
 from ringtile.index.tile_index import AnIndex, TileIndex
-from ringtile.index.tiles import BLOCKS, EMPTY, FULL, chunks, collect, full_word, unpack_words
+from ringtile.index.tiles import BLOCKS, EMPTY, FULL, chunks, collect, full_word, pack_words, unpack_words
 from ringtile.patterns.base import Dense, TileGrid
 
 _ROWS = 1 << 16
@@ -57,7 +57,7 @@ def _cut_to_lengths(index: TileIndex, entries: Entries, chosen: Tensor) -> tuple
         top, bottom = index.rows_inside(slot[part, None])
         rows = (inside >= top) & (inside < bottom)
         keys = inside < index.keys_inside(col[part, None])
-        return unpack_words(table[state[part]], index.block) & rows[:, :, None] & keys[:, None]
+        return pack_words(unpack_words(table[state[part]], index.block) & rows[:, :, None] & keys[:, None])
 
     found, cut = collect(map(inner, chunks(chosen, index.block)), index.block, index.device)
     state[chosen] = torch.where(found >= 0, found + len(bits), found)
@@ -165,7 +165,7 @@ def coarsen(index: AnIndex, block: int = 128) -> AnIndex:
 
     def joined(part: Tensor) -> Tensor:
         mask = unpack_words(table[part - EMPTY], index.block).view(-1, factor, factor, index.block, index.block)
-        return mask.transpose(2, 3).reshape(-1, block, block)
+        return pack_words(mask.transpose(2, 3).reshape(-1, block, block))
 
     found, bits = collect(map(joined, chunks(distinct, block)), block, index.device)
     merged[~full] = found[inverse]
@@ -202,47 +202,27 @@ def restricted_rows(index: AnIndex, keep: Tensor) -> AnIndex:
     -128
     """
     check_keep(index, keep, (index.n_queries, index.n_cols))
-    block, rows, cols, bits = index.block, index.n_rows, index.n_cols, index.table.bits
-    keep, group, base = _of_groups(index, keep)
-    lead = index.start - index.first_row * block
+    block, rows, lead = index.block, index.n_rows, index.start - index.first_row * index.block
     padding = (0, 0, lead, rows * block - lead - index.n_queries)
     # Rows outside the lengths neither keep a tile nor hinder it from being the base's.
-    some, every = (pad(keep, padding, value=value).view(-1, rows, block, cols) for value in (False, True))
-    number, state = _kept(index, some.any(2).flatten(1), base)
-    cut = (~every.all(2).flatten()[number]).nonzero().flatten()
+    some, every = (pad(keep, padding, value=value).unflatten(2, (rows, block)) for value in (False, True))
+    tiles = restricted(index, some.any(3))
+    (number, state), bits = tiles.entries(), index.table.bits
+    number, order = number.sort()
+    state = state[order]
+    # Groups share one mask, or each has its own.
+    shape, place = tiles.group.shape, number
+    if keep.shape[:2] == (1, 1):
+        shape, place = keep.shape[:2], number % max(rows * index.n_cols, 1)
+    columns = every.transpose(3, 4).expand(*shape, -1, -1, -1).reshape(-1, block)
+    cut = (~columns.all(1)[place]).nonzero().flatten()
     # FULL is -1, so a full tile reads the last row of this table.
     words = pad(bits, (0, 0, 0, 0, 0, 1), value=full_word(block))
-    columns = every.permute(0, 1, 3, 2).reshape(-1, block)
     # A bool is 0 or 1, and -1 has all bits.
-    parts = (words[state[part]] & -columns[number[part]].unsqueeze(2).int() for part in cut.split(_ROWS // block))
+    parts = (words[state[part]] & -columns[place[part]].unsqueeze(2).int() for part in cut.split(_ROWS // block))
     found, more = collect(parts, block, index.device)
     state[cut] = torch.where(found >= 0, found + len(bits), found)
-    return _with(index, group, Entries(number, state), torch.cat((bits, more)))
-
-
-def _of_groups(index: TileIndex, keep: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the mask of each group, the group of each batch element and head, and the base's group of each new one.
-
-    The last is None if the groups are those of the base.
-    """
-    if keep.shape[:2] == (1, 1):
-        return keep[0].expand(index.n_groups, -1, -1), index.group, None
-    shape = torch.broadcast_shapes(index.group.shape, keep.shape[:2])
-    base = index.group.expand(shape).flatten()
-    group = torch.arange(len(base), dtype=torch.int32, device=index.device).view(shape)
-    return keep.expand(*shape, -1, -1).flatten(0, 1), group, base.long()
-
-
-def _kept(index: TileIndex, keep: Tensor, base: Tensor | None) -> Entries:
-    """Return the entries of a base that are kept, by a mask of tiles ``[groups, R * C]``."""
-    number, state = index.entries()
-    states = torch.full((index.n_groups * keep.shape[1],), EMPTY, dtype=torch.int32, device=index.device)
-    states[number] = state.int()
-    states = states.view(index.n_groups, -1)
-    if base is not None:
-        states = states[base]
-    found = (keep & (states != EMPTY)).flatten().nonzero().flatten()
-    return Entries(found, states.flatten()[found].long())
+    return _with(index, tiles.group, Entries(number, state), torch.cat((bits, more)))
 
 
 def keys_of(index: TileIndex, queries: Tensor) -> Tensor:

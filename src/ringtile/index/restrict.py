@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringtile.index.checks import check_lists
+from ringtile.index.debug import check_lists
 from ringtile.index.lists import TileLists, extra_splits, most_splits, slot_of_entries, work_list
 from ringtile.index.schedule import derived, remember
 from ringtile.index.tile_index import AnIndex, TileIndex
@@ -19,18 +20,9 @@ KeptLists = tuple[list[Tensor], list[Tensor]]
 """The first five fields of the `TileLists` of rows and of columns."""
 
 
-class ListCopier(Protocol):
-    """Compiled code that copies the kept tiles of lists, as `_copied_lists` does with PyTorch's operations."""
-
-    def __call__(
-        self, index: TileIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
-    ) -> KeptLists | None:
-        """Return the lists, or None for a call that the code does not support."""
-
-
-list_copier: ListCopier | None = None
+list_copier: Callable[[TileIndex, Tensor, torch.Size | None, int | None], KeptLists | None] | None = None
 """A hook that the room above fills: `ringtile.kernels.native` sets it to its library's function, because compiled code
-is above this room. It makes the numbers that `_copied_lists` makes."""
+is above this room. It makes the numbers that `_copied_lists` makes, or returns None if it does not support a call."""
 
 
 @torch.inference_mode(False)
@@ -96,11 +88,7 @@ class _List(NamedTuple):
 def _copied_lists(
     index: TileIndex, keep: Tensor, shape: torch.Size | None, capacity: int | None
 ) -> tuple[KeptLists, list[int]]:
-    """Return the lists of kept tiles, in the groups of ``shape``, or of the base if it is None.
-
-    With a capacity, tiles behind the last one are any. Without one, also return `extra_splits` of rows and columns: the
-    lengths are read back together with it.
-    """
+    """Return the lists of kept tiles, in the groups of ``shape`` if not None, and without a capacity `extra_splits`."""
     masks = keep.reshape(1, -1)
     if shape is not None:
         masks = keep.expand(*shape, -1, -1).reshape(1 if index.n_groups > 1 else shape.numel(), -1)

@@ -80,10 +80,7 @@ class TileIndex:
         return cls(tensors[0], rows, cols, TileTable(*tensors[11:15]), grid, envelopes)
 
     def at(self, lengths: TileGrid) -> Self:
-        """Return the same tiles for other lengths that touch the same tiles.
-
-        Use it only if the bits are of whole tiles, not cut to the lengths.
-        """
+        """Return the same tiles for other lengths that touch them. The bits must be those of whole tiles."""
         return self if lengths == self.grid else replace(self, grid=lengths)
 
     @torch.inference_mode(False)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, TileGrid
-from ringtile.patterns.bits import pack_words as pack_words
-from ringtile.patterns.bits import unpack_words as unpack_words
+from ringtile.patterns.mask import odd_numbers
+from ringtile.patterns.mask import pack_words as pack_words
+from ringtile.patterns.mask import unpack_words as unpack_words
 
 BLOCKS = (16, 32, 64, 128)
 """Tile sides, in tokens."""
@@ -45,40 +46,28 @@ def popcount(words: Tensor) -> Tensor:
     return (words * 0x01010101) >> 24
 
 
-def chunks(tiles: Tensor, block: int) -> Iterator[Tensor]:
-    """Cut a tensor with one row per tile into chunks to unpack at once."""
-    step = max(1, _CHUNK_ELEMENTS // (block * block))
-    for first in range(0, len(tiles), step):
-        yield tiles[first : first + step]
+def chunks(tiles: Tensor, block: int) -> Sequence[Tensor]:
+    """Cut a tensor with one row per tile into chunks to unpack at once, at least one."""
+    return torch.split(tiles, max(1, _CHUNK_ELEMENTS // (block * block)))
 
 
 def evaluate_tiles(pattern: Pattern, head: Tensor, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-    """Evaluate the element rule over full tiles: int64 ``[K]`` tile numbers in, bool ``[K, b, b]`` out.
-
-    Positions outside the lengths get the value of the nearest position inside. So a rule never sees a query or key that
-    does not exist, and a ragged tile counts as full or empty by the part inside.
-    """
+    """Evaluate the element rule over full tiles: int64 ``[K]`` tile numbers in, words ``[K, b, w]`` out."""
     block = grid.block
     inside = torch.arange(block, device=row.device)
+    # Positions outside the lengths get the value of the nearest position inside. So a rule never sees a query or key
+    # that does not exist, and a ragged tile counts as full or empty by the part inside.
     query = (row[:, None] * block + inside).clamp(grid.start, grid.start + grid.n_queries - 1)
     key = (col[:, None] * block + inside).clamp(0, grid.n_keys - 1)
     kept = pattern.allowed(head, query[:, :, None], key[:, None, :])
-    return kept.expand(len(row), block, block)
+    return pack_words(kept.expand(len(row), block, block))
 
 
 def derive_tables(bits: Tensor) -> TileTable:
     """Return the transposed words and the row and column sets of tiles ``[T, b, w]``."""
     block = bits.shape[1]
-    # A first empty part lets an empty table through.
-    parts = [bits[:0], *(pack_words(unpack_words(part, block).mT) for part in chunks(bits, block))]
-    transposed = torch.cat(parts)
+    transposed = torch.cat([pack_words(unpack_words(part, block).mT) for part in chunks(bits, block)])
     return TileTable(bits, transposed, pack_words((bits != 0).any(-1)), pack_words((transposed != 0).any(-1)))
-
-
-def _multipliers(count: int, device: torch.device) -> Tensor:
-    """Return odd random numbers, by which the words of a tile are summed to its digest."""
-    generator = torch.Generator("cpu").manual_seed(count)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu").mul_(2).add_(1).to(device)
 
 
 def first_of(inverse: Tensor, count: int) -> Tensor:
@@ -88,15 +77,13 @@ def first_of(inverse: Tensor, count: int) -> Tensor:
 
 
 def distinct_tiles(bits: Tensor, digests: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first occurrences (ascending) of the distinct tiles, and for each tile the number of its occurrence.
-
-    Digests distinguish tiles. If two different tiles share a digest, no tiles are merged.
-    """
+    """Return the first occurrences, ascending, of the distinct tiles, and for each tile the number of its one."""
     values, inverse = torch.unique(digests, return_inverse=True)
     order = torch.arange(len(digests), device=bits.device)
     first, by_first = first_of(inverse, len(values)).sort()
     rank = torch.empty_like(by_first).scatter_(0, by_first, order[: len(first)])
     inverse = rank[inverse]
+    # If two different tiles share a digest, no tiles are merged.
     if len(first) < len(bits) and not torch.equal(bits[first[inverse]], bits):
         return order, order
     return first, inverse
@@ -110,17 +97,13 @@ class TileCollector:
         self._digests = torch.empty(0, dtype=torch.int64, device=device)
         self._translate = torch.empty(0, dtype=torch.int64, device=device)
         self._pending: list[tuple[Tensor, Tensor]] = []
-        self._multipliers = _multipliers(block * self._bits.shape[2], device)
+        self._multipliers = odd_numbers(block * self._bits.shape[2]).to(device)
         self._given = 0
         self._next_merge = 1 << 12
         self._max_bytes = max_bytes
 
-    def add(self, mask: Tensor) -> Tensor:
-        """Add tiles bool ``[K, b, b]``. Return their states: `EMPTY`, `FULL` or a provisional number."""
-        return self.add_words(pack_words(mask))
-
-    def add_words(self, words: Tensor) -> Tensor:
-        """Add tiles as int32 words ``[K, b, w]``, like `add`."""
+    def add(self, words: Tensor) -> Tensor:
+        """Add tiles as words ``[K, b, w]``. Return their states: `EMPTY`, `FULL` or a provisional number."""
         words = words.flatten(1)
         partial = (words != full_word(self._bits.shape[1])).any(1)
         state = torch.where(partial, EMPTY, FULL)
@@ -156,11 +139,9 @@ class TileCollector:
 
 
 def collect(tiles: Iterable[Tensor], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the state of each tile and the distinct ones, from parts bool ``[K, b, b]`` or words ``[K, b, w]``."""
+    """Return the state of each tile and the distinct ones, from parts in words ``[K, b, w]``."""
     collector = TileCollector(block, device)
-    states = [torch.empty(0, dtype=torch.int64, device=device)]
-    states += [collector.add(part) if part.dtype == torch.bool else collector.add_words(part) for part in tiles]
+    state = torch.cat(list(map(collector.add, tiles)))
     bits, translate = collector.finish()
-    state = torch.cat(states)
     state[state >= 0] = translate[state[state >= 0]]
     return state, bits

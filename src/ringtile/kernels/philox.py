@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringtile.patterns.philox import WORD, Words, philox4x32
+from ringtile.patterns.random import WORD, Words, philox4x32
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

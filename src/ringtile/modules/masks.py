@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns import Pattern, from_mask
-from ringtile.patterns.mask import one_of_equals
-from ringtile.patterns.readings import read_once
+from ringtile.patterns.mask import one_of_equals, read_once
 
 
 class AttnMask(NamedTuple):

@@ -1,40 +1,26 @@
 """Immutable patterns of the pairs to keep, combined with ``&``, ``|`` and ``~``."""
 
-from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
-from ringtile.patterns.blocks import Blocks, Elements
-from ringtile.patterns.dilated import BlockDilated, Dilated, Segments
-from ringtile.patterns.documents import Documents
-from ringtile.patterns.grammar import parse
-from ringtile.patterns.local import Causal, GlobalTokens, Strided, Window
-from ringtile.patterns.mask import from_mask
-from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
-from ringtile.patterns.random import RandomBlocks
-from ringtile.patterns.sampled import SampledBlocks
-from ringtile.patterns.wrapped import per_head
-
-__all__ = [
-    "BlockDilated",
-    "Blocks",
-    "Causal",
-    "Cover",
-    "Dense",
-    "Dilated",
-    "Documents",
-    "Elements",
-    "GlobalTokens",
-    "Pattern",
-    "RandomBlocks",
-    "SampledBlocks",
-    "Segments",
-    "Strided",
-    "TileGrid",
-    "Window",
-    "bigbird",
-    "from_mask",
-    "hierarchical",
-    "longformer",
-    "longnet_union",
-    "parse",
-    "per_head",
-    "streaming",
-]
+from ringtile.patterns.base import Cover as Cover
+from ringtile.patterns.base import Dense as Dense
+from ringtile.patterns.base import Pattern as Pattern
+from ringtile.patterns.base import TileGrid as TileGrid
+from ringtile.patterns.blocks import Blocks as Blocks
+from ringtile.patterns.blocks import Elements as Elements
+from ringtile.patterns.blocks import SampledBlocks as SampledBlocks
+from ringtile.patterns.documents import Documents as Documents
+from ringtile.patterns.grammar import parse as parse
+from ringtile.patterns.local import Causal as Causal
+from ringtile.patterns.local import GlobalTokens as GlobalTokens
+from ringtile.patterns.local import Segments as Segments
+from ringtile.patterns.local import Strided as Strided
+from ringtile.patterns.local import Window as Window
+from ringtile.patterns.mask import from_mask as from_mask
+from ringtile.patterns.offsets import BlockDilated as BlockDilated
+from ringtile.patterns.offsets import Dilated as Dilated
+from ringtile.patterns.presets import bigbird as bigbird
+from ringtile.patterns.presets import hierarchical as hierarchical
+from ringtile.patterns.presets import longformer as longformer
+from ringtile.patterns.presets import longnet_union as longnet_union
+from ringtile.patterns.presets import streaming as streaming
+from ringtile.patterns.random import RandomBlocks as RandomBlocks
+from ringtile.patterns.wrapped import per_head as per_head

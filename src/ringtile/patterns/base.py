@@ -10,30 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ringtile.patterns.classes import number_pairs
-from ringtile.patterns.drawing import draw_rule
 from ringtile.patterns.grid import Cover as Cover
 from ringtile.patterns.grid import TileGrid as TileGrid
+from ringtile.patterns.grid import number_pairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class Index(Protocol):
-    """A `ringtile.index.BlockIndex`, as the methods of a pattern that need one see it."""
-
-    @property
-    def density(self) -> float: ...
-    @property
-    def tile_density(self) -> float: ...
-
-
-index_builder: Callable[..., Index] | None = None
+index_builder: Callable[..., Any] | None = None
 """A hook that the room above fills: `ringtile.index.build` sets it to `build_index`. `Pattern.density`,
 `Pattern.tile_density` and `Pattern.plot` need an index, and indices are above patterns."""
 
@@ -189,11 +179,25 @@ class Pattern:
             )
         if self.batch_size is not None:
             raise ValueError(f"draw expects one batch row, batch_row(b).draw(...), got {self.batch_size=}")
+        if max(n_queries, n_keys) > 4096:
+            raise ValueError(
+                f"draw expects at most 4096 tokens, got {n_queries=}, {n_keys=}: "
+                "build_index(...).draw() draws longer sequences tile by tile"
+            )
+        if min(n_queries, n_keys, width) < 1:
+            raise ValueError(
+                f"draw expects positive n_queries, n_keys and width, got {n_queries=}, {n_keys=}, {width=}"
+            )
         self.validate(TileGrid(block=1, start=start, n_queries=n_queries, n_keys=n_keys))
-        head_number = torch.tensor(head)
-        return draw_rule(
-            lambda query, key: self.allowed(head_number, query, key), n_queries, n_keys, start=start, width=width
-        )
+        cell, key = -(-max(n_queries, n_keys) // width), torch.arange(n_keys)
+        keys_per_cell = torch.bincount(key // cell)
+        lines = []
+        for query in torch.arange(start, start + n_queries).split(cell):
+            pairs = self.allowed(torch.tensor(head), query.unsqueeze(1), key.unsqueeze(0)).sum(0)
+            counts = torch.zeros_like(keys_per_cell).index_add_(0, key // cell, pairs)
+            shade = (counts > 0).int() + (counts == keys_per_cell * len(query)).int()
+            lines.append("".join("·▒█"[number] for number in shade.tolist()))
+        return "\n".join(lines)
 
     def density(self, n_queries: int, n_keys: int | None = None, *, num_heads: int | None = None) -> float:
         """Return the fraction of pairs that the pattern keeps, of those that its causal and document rules allow.
@@ -206,7 +210,7 @@ class Pattern:
         >>> round((Causal() & Window(1024)).density(16384), 3)
         0.121
         """
-        return self._index(n_queries, n_keys, num_heads).density
+        return float(self._index(n_queries, n_keys, num_heads).density)
 
     def tile_density(self, n_queries: int, n_keys: int | None = None, *, num_heads: int | None = None) -> float:
         """Return the fraction of 128 x 128 tiles that attention computes. Run time follows this. See `density`.
@@ -215,7 +219,7 @@ class Pattern:
         >>> round((Causal() & Window(1024)).tile_density(16384), 3)
         0.135
         """
-        return self._index(n_queries, n_keys, num_heads).tile_density
+        return float(self._index(n_queries, n_keys, num_heads).tile_density)
 
     def plot(self, n_queries: int, n_keys: int | None = None, ax: Axes | None = None, *, head: int = 0) -> Axes:
         """Draw the kept pairs with matplotlib: queries down, keys across, at most 512 cells per side.
@@ -229,7 +233,7 @@ class Pattern:
         axes: Axes = plotter.plot_pattern(self._index(n_queries, n_keys, self.num_heads or head + 1), ax, head=head)
         return axes
 
-    def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> Index:
+    def _index(self, n_queries: int, n_keys: int | None, num_heads: int | None) -> Any:
         assert index_builder is not None, "ringtile.index fills it"
         heads = (self.num_heads or 1) if num_heads is None else num_heads
         return index_builder(self, n_queries, n_keys, num_heads=heads, batch=self.batch_size or 1)
@@ -324,6 +328,8 @@ class _Pair(Composed, rule=("allowed",)):
     first: Pattern
     second: Pattern
     sign: ClassVar[str]
+    wins: ClassVar[int]
+    """Whether a pair is kept if one side says so: 0 if both must keep it."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "batch_size"):
@@ -338,6 +344,18 @@ class _Pair(Composed, rule=("allowed",)):
 
     def rebuilt(self, parts: Sequence[Pattern]) -> Pattern:
         return type(self)(*parts)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        first, second = (part.allowed(head, query, key) for part in self.parts)
+        return first | second if self.wins else first & second
+
+    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
+        a, b = (part.tile_class(head, row, col, grid) for part in self.parts)
+        # A full side of `And` leaves the bits of the other, which its number tells. Only 0 and 1 have a meaning.
+        number, wins = number_pairs(a, b), self.wins
+        number[(a == 1 - wins) & (b == 1 - wins)] = 1 - wins
+        number[(a == wins) | (b == wins)] = wins
+        return number
 
     def resized(self, size: int) -> Pattern | None:
         if self.free_rank is None:
@@ -362,9 +380,7 @@ class And(_Pair):
     """Keep the pairs that both patterns keep, written ``a & b``."""
 
     sign = "&"
-
-    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.first.allowed(head, query, key) & self.second.allowed(head, query, key)
+    wins = 0
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         small, other = sorted(self.parts, key=lambda part: part.cover_size(head, rows, grid))
@@ -383,14 +399,6 @@ class And(_Pair):
         a, b = self.first.col_range(head, rows, grid), self.second.col_range(head, rows, grid)
         return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
 
-    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        a, b = self.first.tile_class(head, row, col, grid), self.second.tile_class(head, row, col, grid)
-        both = number_pairs(a, b)
-        # A pair with a full side has the bits of the other side, which its number tells. Only 0 and 1 have a meaning.
-        both[(a == 1) & (b == 1)] = 1
-        both[(a == 0) | (b == 0)] = 0
-        return both
-
     def envelope(self) -> Pattern:
         a, b = self.first.envelope(), self.second.envelope()
         if isinstance(a, Dense) or a == b:
@@ -403,9 +411,7 @@ class Or(_Pair):
     """Keep the pairs that either pattern keeps, written ``a | b``."""
 
     sign = "|"
-
-    def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.first.allowed(head, query, key) | self.second.allowed(head, query, key)
+    wins = 1
 
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         covers = (part.cover(head, rows, grid) for part in self.parts)
@@ -417,13 +423,6 @@ class Or(_Pair):
     def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
         a, b = self.first.col_range(head, rows, grid), self.second.col_range(head, rows, grid)
         return torch.minimum(a[0], b[0]), torch.maximum(a[1], b[1])
-
-    def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        a, b = self.first.tile_class(head, row, col, grid), self.second.tile_class(head, row, col, grid)
-        either = number_pairs(a, b)
-        either[(a == 0) & (b == 0)] = 0
-        either[(a == 1) | (b == 1)] = 1
-        return either
 
     def envelope(self) -> Pattern:
         a, b = self.first.envelope(), self.second.envelope()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
-from ringtile.patterns.classes import number_pairs
 from ringtile.patterns.content import Content
-from ringtile.patterns.grid import Cover, TileGrid, interval_cover
+from ringtile.patterns.grid import Cover, TileGrid, interval_cover, number_pairs
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A FlexAttention rule: batch row, head, query and key numbers to a bool."""
@@ -22,13 +22,10 @@ _MAX_PAIRS = 64
 """A tile with more pairs of blocks is classified by its bits: evaluating the pairs would cost as much."""
 
 
-class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
-    """A pattern of whole blocks of ``unit`` by ``unit`` tokens."""
+class BlockPattern(Pattern, rule=("kept", "draws")):
+    """A pattern of whole blocks of ``block`` by ``block`` tokens."""
 
-    @property
-    def unit(self) -> int:
-        """Tokens per block."""
-        raise NotImplementedError
+    block: int
 
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         """Return which pairs of block numbers are kept: int64 tensors in, bool of the broadcast shape out."""
@@ -36,7 +33,7 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shape = torch.broadcast_tensors(head, query, key)[0].shape
-        parts = [head.to(query.device), query // self.unit, key // self.unit]
+        parts = [head.to(query.device), query // self.block, key // self.block]
         # 128 x 128 positions in blocks of 64 are only 2 x 2 pairs of blocks.
         distinct, inverse = zip(*(torch.unique(part, return_inverse=True) for part in parts), strict=True)
         heads, rows, cols = distinct
@@ -48,13 +45,13 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
         return table.flatten()[(which_head * len(rows) + which_row) * len(cols) + which_col]
 
     def tile_class(self, head: int, row: Tensor, col: Tensor, grid: TileGrid) -> Tensor:
-        per_tile = max_met(grid.block, self.unit)
+        per_tile = max_met(grid.block, self.block)
         if per_tile**2 > _MAX_PAIRS:
             return super().tile_class(head, row, col, grid)
         number = torch.tensor(head, device=row.device)
-        (row_first, row_last), (col_first, col_last) = grid.units(row, self.unit), grid.units(col, self.unit)
+        (row_first, row_last), (col_first, col_last) = grid.units(row, self.block), grid.units(col, self.block)
         # The place in the tile at which the block changes (0 if it does not), then the kept pairs of blocks.
-        code = number_pairs(grid.phase(row, self.unit), grid.phase(col, self.unit))
+        code = number_pairs(grid.phase(row, self.block), grid.phase(col, self.block))
         some, every = torch.zeros_like(row, dtype=torch.bool), torch.ones_like(row, dtype=torch.bool)
         for down, right in product(range(per_tile), repeat=2):
             a, b = row_first + down, col_first + right
@@ -69,8 +66,8 @@ class BlockPattern(Pattern, rule=("kept", "draws", "unit")):
 
     def _tiles(self, row: Tensor, col: Tensor, rows: Tensor, grid: TileGrid) -> Cover:
         """Return the tiles in the row tiles ``rows`` that the given blocks touch."""
-        (lo, hi), (first, end) = (grid.tiles_of(block, block + 1, self.unit) for block in (col, row))
-        tile = first + torch.arange(max_met(self.unit, grid.block), device=rows.device).unsqueeze(1)
+        (lo, hi), (first, end) = (grid.tiles_of(block, block + 1, self.block) for block in (col, row))
+        tile = first + torch.arange(max_met(self.block, grid.block), device=rows.device).unsqueeze(1)
         touched = tile < end
         if len(rows) and len(rows) > int(rows[-1] - rows[0]):
             touched &= (tile >= rows[0]) & (tile <= rows[-1])
@@ -135,10 +132,6 @@ class Blocks(BlockPattern):
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "block", checked_int("blocks", "block", block, 1, LARGEST_BLOCK))
         object.__setattr__(self, "given_columns", matrix is not None)
-
-    @property
-    def unit(self) -> int:
-        return self.block
 
     def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         n_rows, n_cols, heads = self.shape
@@ -221,6 +214,95 @@ def _from_csr(row_ptr: Tensor, col: Tensor) -> tuple[Tensor, tuple[int, int, int
     n_cols = int(columns.max()) + 1 if len(columns) else 1
     row = torch.repeat_interleave(torch.arange(len(counts), device=columns.device), counts)
     return torch.unique(row * n_cols + columns), (len(counts), n_cols, None)
+
+
+@dataclass(frozen=True, repr=False)
+class SampledBlocks(BlockPattern):
+    """Keep ``keep`` of every ``of`` blocks of the other segments, the same ones for all queries of a segment.
+
+    A segment has ``segment`` tokens. Its queries keep block b of another segment iff ``(s - b) mod of < keep``, with s
+    the number of their segment. So the kept blocks move by one from segment to segment, and a rank whose tokens lie in
+    one segment needs only the fraction ``keep / of`` of the others' keys. With ``within``, only segments in the same
+    ``within`` tokens count. Raises ValueError if ``keep`` is not in ``[1, of]``, ``segment`` is no multiple of
+    ``block`` or ``within`` is no multiple of ``segment``.
+
+    >>> print(SampledBlocks(1, 2, 2, block=1).draw(6))
+    ··█·█·
+    ··█·█·
+    ·█···█
+    ·█···█
+    █·█···
+    █·█···
+    """
+
+    keep: int
+    of: int
+    segment: int
+    within: int = 0
+    block: int = 128
+    unbounded = True
+
+    def __post_init__(self) -> None:
+        name = "sampled_blocks"
+        object.__setattr__(self, "of", checked_int(name, "of", self.of, 1, LARGEST_BLOCK))
+        object.__setattr__(self, "keep", checked_int(name, "keep", self.keep, 1, self.of))
+        object.__setattr__(self, "block", checked_int(name, "block", self.block, 1, LARGEST_BLOCK))
+        object.__setattr__(self, "segment", checked_int(name, "segment", self.segment, 1))
+        object.__setattr__(self, "within", checked_int(name, "within", self.within))
+        if self.segment % self.block:
+            raise ValueError(f"{name} expects a multiple of block={self.block}, got segment={self.segment}")
+        if self.within % self.segment:
+            raise ValueError(f"{name} expects a multiple of segment={self.segment}, got within={self.within}")
+        within = f", {self.within}" if self.within else ""
+        block = f", block={self.block}" if self.block != 128 else ""
+        self._set_text(f"{name}({self.keep}, {self.of}, {self.segment}{within}{block})")
+
+    def kept(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
+        size, whole = self.segment // self.block, self.within // self.block
+        number = row // size
+        kept = (number != col // size) & ((number - col) % self.of < self.keep)
+        if whole:
+            kept = kept & (row // whole == col // whole)
+        return kept.expand(torch.broadcast_tensors(head, row, col)[0].shape)
+
+    def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
+        size, whole = self.segment // self.block, self.within // self.block
+        first, last = grid.units(rows, self.block)
+        row = first + torch.arange(max_met(grid.block, self.block), device=rows.device).unsqueeze(1)
+        is_met = row <= last
+        tile, row = rows.expand_as(row)[is_met], row[is_met]
+        number, n_blocks = row // size, -(-grid.n_keys // self.block)
+        begin = row // whole * whole if whole else torch.zeros_like(row)
+        end = (begin + whole).clamp(max=n_blocks) if whole else begin + n_blocks
+        sides = (begin.clamp(min=0), (number * size).clamp(max=n_blocks)), ((number + 1) * size, end)
+        parts = [self._runs(tile, number, low.clamp(min=0), high) for low, high in sides]
+        tile, low, high = (torch.cat(part) for part in zip(*parts, strict=True))
+        return interval_cover(tile, *grid.tiles_of(low, high, self.block), grid)
+
+    def _runs(self, tile: Tensor, number: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the runs of kept blocks in ``[low, high)``, each with its row tile."""
+        if self.keep == self.of:
+            kept = high > low
+            return tile[kept], low[kept], high[kept]
+        # Run k ends behind block number - k * of.
+        # With keep 1 of 3, segment 4 keeps blocks 4, 1 (k = 0, 1), and 7 (k = -1). In [2, 8), k runs from -1 to 0.
+        least = -((high - 2 + self.keep - number) // self.of)
+        count = (1 + (number - low) // self.of - least).clamp(min=0).where(high > low, 0)
+        which = torch.arange(len(count), device=count.device).repeat_interleave(count)
+        k = least[which] + torch.arange(len(which), device=count.device) - (count.cumsum(0) - count)[which]
+        end = number[which] - k * self.of + 1
+        return tile[which], torch.maximum(end - self.keep, low[which]), torch.minimum(end, high[which])
+
+    def head_class(self, head: int) -> Hashable:
+        return None
+
+    def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
+        n_blocks = -(-min(self.within or grid.n_keys, grid.n_keys) // self.block) + 1
+        length = self.keep if self.keep < self.of else n_blocks
+        runs = 2 * (n_blocks // self.of + 2) if self.keep < self.of else 2
+        # A run begins at a block: of 150 tokens in blocks of 50, at most 126 places into a tile of 128, so in 3 tiles.
+        tiles = (length * self.block - gcd(self.block, grid.block) - 1) // grid.block + 2
+        return len(rows) * max_met(grid.block, self.block) * runs * tiles
 
 
 @dataclass(frozen=True, repr=False)

@@ -42,13 +42,6 @@ def described(x: object) -> str:
     """Return the text of a pattern, or one of its fields: equal in all processes for equal patterns.
 
     Functions have their names only.
-
-    >>> import torch
-    >>> from ringtile.patterns import Blocks, Causal, Window
-    >>> described(Causal() & Window(9))
-    'causal & window(9)'
-    >>> described(Blocks(torch.ones(2, 2) > 0)) == described(Blocks(torch.eye(2) > 0))
-    False
     """
     text = getattr(x, "text", None)
     if isinstance(text, str):

@@ -6,7 +6,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ringtile.patterns.base import Pattern, full_shape
 from ringtile.patterns.checks import checked_ints
@@ -167,7 +169,4 @@ def _bounds_of_ids(ids: Tensor) -> Tensor:
             again = int(distinct[times > 1][0])
             raise ValueError(f"documents expects each id to be one contiguous run, got id {again} again after its run")
         bounds.append(starts)
-    padded = torch.full((len(rows), max(map(len, bounds)) + 1), n_tokens, device=rows.device)
-    for row, starts in zip(padded, bounds, strict=True):
-        row[: len(starts)] = starts
-    return padded
+    return F.pad(pad_sequence(bounds, batch_first=True, padding_value=n_tokens), (0, 1), value=n_tokens)

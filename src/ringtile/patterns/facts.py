@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import And, Dense, Not, Or, Pattern
-from ringtile.patterns.dilated import Segments
 from ringtile.patterns.documents import Documents
-from ringtile.patterns.local import Causal, GlobalTokens, Window
+from ringtile.patterns.local import Causal, GlobalTokens, Segments, Window
 from ringtile.patterns.offsets import ANY, OffsetPattern
 from ringtile.patterns.wrapped import InSegments, PerHead
 
@@ -84,26 +83,19 @@ class Band(NamedTuple):
 
 
 def band_of(pattern: Pattern) -> Band | None:
-    """Return the band of a pattern, or None if it is not a band.
-
-    >>> from ringtile.patterns import Causal, Window
-    >>> band_of(Causal() & Window(9))
-    Band(left=9, right=0)
-    """
-    if isinstance(pattern, Dense):
-        return Band(None, None)
-    if isinstance(pattern, Causal):
-        return Band(None, 0)
-    if isinstance(pattern, Window):
-        return Band(pattern.left, pattern.right)
-    if isinstance(pattern, And):
-        sides = band_of(pattern.first), band_of(pattern.second)
-        if sides[0] is None or sides[1] is None:
-            return None
-        left, right = (
-            min((x for x in pair if x is not None), default=None) for pair in zip(sides[0], sides[1], strict=True)
-        )
-        return Band(left, right)
+    """Return the band of a pattern, such as ``Band(9, 0)`` of ``Causal() & Window(9)``, or None if it is not one."""
+    match pattern:
+        case Dense():
+            return Band(None, None)
+        case Causal():
+            return Band(None, 0)
+        case Window(left=left, right=right):
+            return Band(left, right)
+        case And(first=first, second=second):
+            one, other = band_of(first), band_of(second)
+            if one and other:
+                sides = ([x for x in pair if x is not None] for pair in zip(one, other, strict=True))
+                return Band(*(min(side, default=None) for side in sides))
     return None
 
 

@@ -11,12 +11,12 @@ from keyword import iskeyword
 from typing import NamedTuple
 
 from ringtile.patterns.base import Dense, Pattern
-from ringtile.patterns.dilated import BlockDilated, Dilated, Segments
+from ringtile.patterns.blocks import SampledBlocks
 from ringtile.patterns.documents import Documents
-from ringtile.patterns.local import Causal, GlobalTokens, Strided, Window
+from ringtile.patterns.local import Causal, GlobalTokens, Segments, Strided, Window
+from ringtile.patterns.offsets import BlockDilated, Dilated
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
-from ringtile.patterns.sampled import SampledBlocks
 from ringtile.patterns.wrapped import per_head
 
 

@@ -1,43 +1,94 @@
-"""The pattern of a dense mask, stored as its distinct tiles."""
+"""Dense masks: their pattern, stored as the bits of distinct tiles, and what they were read as."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.patterns.base import Pattern, TileGrid
-from ringtile.patterns.bits import pack_words
 from ringtile.patterns.content import Content, digest_of, memory_of
+
+T = TypeVar("T")
 
 _SIDE = 128
 _EMPTY, _FULL, _PARTIAL = 0, 1, 2
 """The state of a tile. Distinct partial tiles are numbered from 2."""
 
 
-@dataclass(frozen=True, repr=False)
-class Mask(Pattern):
-    """The pairs that a dense mask keeps; `from_mask` makes it. Equal masks make equal patterns."""
+def pack_words(mask: Tensor) -> Tensor:
+    """Pack bool ``[..., 8 * n]`` into int32 ``[..., ceil(n / 4)]``, bit ``i % 32`` of word ``i // 32``."""
+    *shape, size = mask.shape
+    # Eight bools read as one little-endian int64: the product gathers their low bits, in order, in the top byte.
+    eights = mask.reshape(-1).view(torch.int64).view(*shape, size // 8)
+    octets = ((eights * 0x0102040810204080) >> 56).to(torch.uint8)
+    if size % 32:
+        octets = F.pad(octets, (0, 4 - size // 8 % 4))
+    return octets.reshape(-1).view(torch.int32).view(*shape, -(-size // 32))
+
+
+def unpack_words(words: Tensor, size: int) -> Tensor:
+    """Unpack int32 words ``[..., w]`` into bool ``[..., size]``."""
+    # Flat, because a last dimension of one word may have any stride.
+    octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=words.device)
+    return ((octets[..., None] & places) != 0).flatten(-2)[..., :size]
+
+
+def odd_numbers(*shape: int) -> Tensor:
+    """Return odd random numbers, by which words are summed to a hash."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(-(2**62), 2**62, shape, generator=generator, device="cpu").mul_(2).add_(1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OfMask(Pattern, rule=("allowed",)):
+    """The pairs of a mask, which has its own numbers of queries, keys, heads and batch rows."""
 
     states: Content
-    """int64 ``[B or 1, H or 1, rows, columns]``, cut at multiples of 128 in positions."""
-    bits: Content
-    """int32 ``[T, 128, 4]``, the distinct partial tiles."""
-    lengths: tuple[int, int]
-    """The number of queries and of keys."""
+    """``[B or 1, H or 1, rows, columns]``: empty, full or partial tiles."""
+    lengths: tuple[int, int, int]
+    """The number of queries and of keys, and the position of the first query."""
+    name: ClassVar[str]
 
     @property
-    def _start(self) -> int:
-        return self.lengths[1] - self.lengths[0]
+    def num_heads(self) -> int | None:
+        return self.states.tensor.shape[1] if self.states.tensor.shape[1] > 1 else None
+
+    @property
+    def batch_size(self) -> int | None:
+        return len(self.states.tensor) if len(self.states.tensor) > 1 else None
+
+    def validate(self, grid: TileGrid) -> None:
+        n_queries, n_keys, start = self.lengths
+        if (grid.n_queries, grid.n_keys, grid.start) != self.lengths:
+            raise ValueError(
+                f"{self.name} of {n_queries} queries from position {start} and {n_keys} keys: "
+                f"got {grid.n_queries=}, {grid.start=}, {grid.n_keys=}"
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class Mask(OfMask):
+    """The pairs that a dense mask keeps; `from_mask` makes it. Equal masks make equal patterns.
+
+    Tiles are cut at multiples of 128 in positions, and the last query is at the last key.
+    """
+
+    bits: Content
+    """int32 ``[T, 128, 4]``, the distinct partial tiles."""
+    name = "mask"
 
     def _state(self, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         if self.batch_size is not None:
             raise ValueError(f"mask of {self.batch_size} batch rows: ask batch_row(b), the pattern of one row")
         head = torch.zeros_like(head) if self.num_heads is None else head
-        return self.states.tensor[0].to(row.device)[head, row - self._start // _SIDE, col]
+        return self.states.tensor[0].to(row.device)[head, row - self.lengths[2] // _SIDE, col]
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         state = self._state(head, query // _SIDE, key // _SIDE)
@@ -56,23 +107,8 @@ class Mask(Pattern):
     def head_class(self, head: int) -> Hashable:
         return None if self.num_heads is None else digest_of(self.states.tensor[:, head])
 
-    @property
-    def num_heads(self) -> int | None:
-        return self.states.tensor.shape[1] if self.states.tensor.shape[1] > 1 else None
-
-    @property
-    def batch_size(self) -> int | None:
-        return len(self.states.tensor) if len(self.states.tensor) > 1 else None
-
     def batch_row(self, batch: int) -> Pattern:
         return self if self.batch_size is None else replace(self, states=Content(self.states.tensor[batch : batch + 1]))
-
-    def validate(self, grid: TileGrid) -> None:
-        if (grid.n_queries, grid.n_keys, grid.start) != (*self.lengths, self._start):
-            raise ValueError(
-                f"mask of {self.lengths[0]} queries and {self.lengths[1]} keys, aligned to the last key: "
-                f"got {grid.n_queries=}, {grid.start=}, {grid.n_keys=}"
-            )
 
 
 def one_of_equals(mask: Tensor) -> Tensor:
@@ -135,4 +171,50 @@ def from_mask(mask: Tensor) -> Pattern:
                 state[col] = _PARTIAL + known[content]
             states.append(state)
     shape = (*mask.shape[:2], -1, columns)
-    return Mask(Content(torch.stack(states).view(shape)), Content(torch.cat(bits)), (n_queries, n_keys))
+    lengths = (n_queries, n_keys, n_keys - n_queries)
+    return Mask(Content(torch.stack(states).view(shape)), lengths, Content(torch.cat(bits)))
+
+
+_SMALL = 1 << 24
+"""Bytes of a mask that is read on every call: a few milliseconds, if attention takes tens."""
+
+# Cache of readings. Key: the mask, and its version, address, shape and hash of values must be those of the reading.
+# Bound: one reading per mask. Owner: the mask, by a weak reference. All layers of a model get the same mask.
+_readings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def read_once(mask: Tensor, read: Callable[..., T], *arguments: Hashable) -> T:
+    """Return ``read(mask, *arguments)``, made once until the values of the mask change."""
+    # Inference tensors do not count their changes.
+    if mask.is_inference():
+        return read(mask, *arguments)
+    state = (read, mask._version, mask.data_ptr(), mask.shape, arguments, _fingerprint(mask))
+    reading = _readings.get(mask)
+    if reading is None or reading[0] != state:
+        reading = _readings[mask] = state, read(mask, *arguments)
+    found: T = reading[1]
+    return found
+
+
+_MULTIPLIERS = odd_numbers(3, 4096)
+"""For three rounds of `_fingerprint`: enough for 4096**3 words."""
+
+
+def _fingerprint(mask: Tensor) -> int | None:
+    """Return a hash of the values, or None if `_version` has to tell."""
+    # Writes through numpy, another process or ``.data`` do not change the version. Memory that PyTorch did not
+    # allocate, or has shared with numpy, is not resizable.
+    with torch.no_grad():
+        for dim, stride in enumerate(mask.stride()):
+            mask = mask if stride else mask[(slice(None),) * dim + (slice(1),)]
+        if mask.device.type != "cpu" or (mask.nbytes > _SMALL and mask.untyped_storage().resizable()):
+            return None
+        data = mask.contiguous().flatten().view(torch.uint8)
+        if len(data) % 8 or data.storage_offset() % 8:
+            data = F.pad(data, (0, -len(data) % 8))
+        words = data.view(torch.int64)
+        for multipliers in _MULTIPLIERS:
+            if missing := -len(words) % len(multipliers):
+                words = F.pad(words, (0, missing))
+            words = words.unflatten(0, (-1, len(multipliers))).mv(multipliers)
+        return int(words.sum())

@@ -6,7 +6,8 @@ With ``D = query // unit - key // unit``, a term keeps the pairs for which D is 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Pattern, full_shape
-from ringtile.patterns.classes import number_pairs, periodic_classes
-from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover
+from ringtile.patterns.checks import LARGEST_BLOCK, checked_int, checked_ints
+from ringtile.patterns.grid import FAR, Cover, TileGrid, interval_cover, number_pairs, periodic_classes
 
 ANY = FAR
 """A reach without a limit."""
@@ -160,3 +161,71 @@ class OffsetPattern(Pattern, rule=("terms", "unit")):
             full |= inside & (offset % rate == 0) & ((highest == lowest) | (rate == 1))
             empty &= outside
         return torch.where(full, 1, torch.where(empty, 0, code + 2))
+
+
+@dataclass(frozen=True, repr=False)
+class Dilated(OffsetPattern):
+    """Keep (i, j) iff for some rate r, ``i - j`` is a multiple of r and ``|i - j| <= window * r`` (tokens).
+
+    Raises ValueError if a rate is not positive or the window is negative.
+
+    >>> print(Dilated([2], 1).draw(5))
+    █·█··
+    ·█·█·
+    █·█·█
+    ·█·█·
+    ··█·█
+    """
+
+    rates: Sequence[int]
+    window: int
+    _size = ("window", 0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", checked_ints("dilated", "rates", self.rates, 1))
+        object.__setattr__(self, "window", checked_int("dilated", "window", self.window))
+        self._set_text(f"dilated({list(self.rates)}, {self.window})")
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return _reaches(self.rates, self.window)
+
+
+@dataclass(frozen=True, repr=False)
+class BlockDilated(OffsetPattern):
+    """Keep whole blocks, by the rule of `Dilated` on block numbers ``i // block`` and ``j // block``.
+
+    Raises ValueError if a rate or the block is not positive, or the reach is negative.
+
+    >>> print(BlockDilated([2], 1, block=2).draw(6))
+    ██··██
+    ██··██
+    ··██··
+    ··██··
+    ██··██
+    ██··██
+    """
+
+    rates: Sequence[int]
+    reach: int
+    block: int = 128
+    _size = ("reach", 0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rates", checked_ints("block_dilated", "rates", self.rates, 1))
+        object.__setattr__(self, "reach", checked_int("block_dilated", "reach", self.reach))
+        object.__setattr__(self, "block", checked_int("block_dilated", "block", self.block, 1, LARGEST_BLOCK))
+        block = "" if self.block == 128 else f", block={self.block}"
+        self._set_text(f"block_dilated({list(self.rates)}, {self.reach}{block})")
+
+    @property
+    def unit(self) -> int:
+        return self.block
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return _reaches(self.rates, self.reach)
+
+
+def _reaches(rates: Sequence[int], window: int) -> tuple[Term, ...]:
+    return tuple(Term(rate, min(window * rate, ANY), min(window * rate, ANY)) for rate in rates)

@@ -7,11 +7,10 @@ from functools import reduce
 from operator import or_
 
 from ringtile.patterns.base import Pattern
+from ringtile.patterns.blocks import SampledBlocks
 from ringtile.patterns.checks import checked_int, checked_ints
-from ringtile.patterns.dilated import Segments
-from ringtile.patterns.local import Causal, GlobalTokens, Window
+from ringtile.patterns.local import Causal, GlobalTokens, Segments, Window
 from ringtile.patterns.random import RandomBlocks
-from ringtile.patterns.sampled import SampledBlocks
 
 
 def longformer(window: int = 512, global_tokens: int = 64) -> Pattern:

@@ -10,7 +10,26 @@ from torch import Tensor
 from ringtile.patterns.base import Cover, TileGrid
 from ringtile.patterns.blocks import BlockPattern, among, max_met
 from ringtile.patterns.checks import LARGEST_BLOCK, checked_int
-from ringtile.patterns.philox import WORD, philox4x32
+
+WORD = 2**32 - 1
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox4x32(counter: Words, key: tuple[int | Tensor, int | Tensor], rounds: int) -> Words:
+    """Compute Philox4x32 (Salmon et al., SC 2011): four 32-bit words per counter, as int64 tensors that broadcast.
+
+    ``counter`` holds four int64 tensors and ``key`` two ints or tensors, all in ``[0, 2**32)``; ``rounds`` is 7 or 10.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # The 64-bit product does not fit int64, the product with the multiplier less 2**32 does.
+        p0, p1 = c0 * (0xD2511F53 - 2**32), c2 * (0xCD9E8D57 - 2**32)
+        high0, high1 = (p0 >> 32) + c0, (p1 >> 32) + c2
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & WORD, high0 ^ c3 ^ k1, p0 & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return c0, c1, c2, c3
 
 
 def _standing(place: Tensor, swapped: Tensor, moved: Tensor) -> Tensor:
@@ -54,10 +73,6 @@ class RandomBlocks(BlockPattern):
         seed = f", seed={self.seed}" if self.seed else ""
         block = f", block={self.block}" if self.block != 128 else ""
         self._set_text(f"random_blocks({self.per_row}{seed}{block})")
-
-    @property
-    def unit(self) -> int:
-        return self.block
 
     def draws(self, head: Tensor, row: Tensor) -> Tensor:
         """Draw the blocks of each row, for head and row that broadcast: ``[..., draws]``, -1 once none are left."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ringtile.patterns.base import Composed, Dense, Pattern, Wrapper
-from ringtile.patterns.dilated import Segments
 from ringtile.patterns.grid import Cover, TileGrid, interval_cover
+from ringtile.patterns.local import Segments
 
 
 class _ByHead(Composed, rule=("allowed",)):
@@ -98,17 +98,7 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 
 @dataclass(frozen=True, repr=False)
 class InSegments(Wrapper):
-    """One branch of LongNet with a pattern inside. The pattern relates the kept tokens of a segment, counted from 0.
-
-    >>> from ringtile.patterns import Causal
-    >>> print(InSegments(4, 2, Causal()).draw(6))
-    █·····
-    ······
-    █·█···
-    ······
-    ····█·
-    ······
-    """
+    """One branch of LongNet with a pattern inside. The pattern relates the kept tokens of a segment, counted from 0."""
 
     length: int
     dilation: int
@@ -192,9 +182,6 @@ class Shifted(Wrapper):
         query, key = query - self._origin, key - self._origin
         return self.inner.allowed(head, query, key) & (query >= 0) & (key >= 0)
 
-    def col_range(self, head: int, rows: Tensor, grid: TileGrid) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(rows), torch.full_like(rows, grid.n_cols)
-
     def cover(self, head: int, rows: Tensor, grid: TileGrid) -> Cover:
         # A row tile lies in two row tiles of the inner pattern, and their keys in the columns between shifted bounds.
         block, origin = grid.block, self._origin
@@ -214,9 +201,6 @@ class Shifted(Wrapper):
 
     def cover_size(self, head: int, rows: Tensor, grid: TileGrid) -> int:
         return self.cover(head, rows, grid).size()
-
-    def head_class(self, head: int) -> Hashable:
-        return self.inner.head_class(head)
 
     @property
     def batch_size(self) -> int | None:

@@ -108,8 +108,7 @@ def _density_image(ax: Axes, found: Tensor) -> Axes:
     ax.imshow(found.numpy(), cmap=scale, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     ax.yaxis.set_major_locator(MaxNLocator(min(layers, 16), integer=True))
     ax.set_ylabel("layer")
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
     if found.numel() <= _MOST_NUMBERS:
         size = max(4.5, min(9.0, 180 / layers))
         for layer, row in enumerate(found.tolist()):
@@ -284,9 +283,9 @@ def tile_masses(
     key_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return the exact attention of a head by tile, float32 ``[R, C]``: the mean over the queries of a row of tiles.
+    """Return the exact attention of a head by tile, float32 ``[R, C]``, for the arguments of `plot_attention`.
 
-    Arguments and errors are those of `plot_attention`. A row sums to 1, or less if some of its queries see no keys.
+    A row sums to 1, or less if some of its queries see no keys.
 
     >>> q, k = torch.randn(2, 1, 1, 256, 16).unbind()
     >>> from ringtile.patterns import Dense

@@ -32,14 +32,7 @@ def old_import_path() -> str:
 
 
 def diagnosis() -> dict[str, Any]:
-    """Return everything that ``ringtile doctor`` prints.
-
-    The native entries (the dtypes of each instruction set, the one that computes float32 in parts if it may, the reason
-    for the choice, the reasons against other sets, the OpenMP runtime) are None without the library.
-
-    >>> diagnosis()["backends"]["reference"]
-    []
-    """
+    """Return everything that ``ringtile doctor`` prints. The native entries are None without the library."""
     found = None if reason_against() else library()
     dtypes: dict[str, list[str]] = {}
     for dtype, isa in found.choice.by_dtype.items() if found else ():
@@ -68,9 +61,8 @@ def _detail(name: str, found: dict[str, Any]) -> str:
             sets += f"; {isa} for float32 in parts if torch.set_float32_matmul_precision allows it"
         why = f" ({found['native_isa_reason']})" if found["native_isa_reason"] else ""
         runtime = found["native_runtime"]
-        return (
-            f", {sets}{why}, {f'threads by {runtime}' if runtime else 'one thread: torch has loaded no OpenMP runtime'}"
-        )
+        threads = f"threads by {runtime}" if runtime else "one thread: torch has loaded no OpenMP runtime"
+        return f", {sets}{why}, {threads}"
     if name == "dense" and found["dense_before_native"]:
         return f", before native for {' and '.join(found['dense_before_native'])} (AMX)"
     if name == "triton":
@@ -96,7 +88,6 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile doctor``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--self-test",
@@ -114,23 +105,19 @@ def _told(report: TileReport) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; return 0, or 1 if the self-test finds something wrong."""
-    found = diagnosis()
-    if not args.self_test:
-        _print(found, [], args.json)
-        return 0
-    report, against = check_tiles(), fa4.reason_against()
-    wrong = "" if against else fa4.self_test()
-    of_fa4 = f"nothing to test: {against}" if against else wrong or "matches float64"
-    tests = {"self_test": report._asdict(), "self_test_fa4": of_fa4}
-    _print({**found, **tests}, [("self-test", _told(report)), ("self-test fa4", of_fa4)], args.json)
-    return 1 if report.wrong or wrong else 0
-
-
-def _print(found: dict[str, Any], tests: list[tuple[str, str]], as_json: bool) -> None:
-    if as_json:
+    found, tests, status = diagnosis(), list[tuple[str, str]](), 0
+    if args.self_test:
+        report, against = check_tiles(), fa4.reason_against()
+        wrong = "" if against else fa4.self_test()
+        of_fa4 = f"nothing to test: {against}" if against else wrong or "matches float64"
+        found |= {"self_test": report._asdict(), "self_test_fa4": of_fa4}
+        tests = [("self-test", _told(report)), ("self-test fa4", of_fa4)]
+        status = 1 if report.wrong or wrong else 0
+    if args.json:
         print(json.dumps(found, indent=2))
-        return
+        return status
     lines = [*_lines(found), *tests]
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
         print(f"{name:{width}}  {text}")
+    return status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,10 +13,6 @@ from typing import Any
 import torch
 
 import ringtile
-
-COMPANIONS = ("numpy", "matplotlib", "triton")
-"""Packages that ringtile uses if they are installed."""
-
 
 _SOURCES = ("--", ":/", ":(exclude,top)benchmarks/records", ":(exclude,top)docs", ":(exclude,top)README.md")
 """The files whose changes count. Records, and the pages made of them, do not."""
@@ -29,7 +26,8 @@ def versions() -> dict[str, str | None]:
     """
     found: dict[str, str | None] = {"ringtile": ringtile.__version__, "python": platform.python_version()}
     found["torch"] = torch.__version__
-    for name in COMPANIONS:
+    # ringtile uses these if they are installed.
+    for name in ("numpy", "matplotlib", "triton"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -40,39 +38,38 @@ def versions() -> dict[str, str | None]:
 def _cpu_model() -> str:
     # platform.processor() is empty, or only the architecture, on many Linux systems.
     listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        for line in listing.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name.*?:(.*)", listing.read_text() if listing.exists() else "", re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Return how many cores this process can use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_facts() -> dict[str, str | int | list[str]]:
     """Return the system, the processor, its cores, torch's threads and instruction set, and the devices."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    devices = ["cpu"]
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        devices.append(f"cuda:{number} {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}")
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
-        "cores": cores,
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
-        "devices": ["cpu"]
-        + [
-            f"cuda:{number} {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
-            for number, gpu in enumerate(devices)
-        ],
+        "devices": devices,
     }
 
 
 def busy_warning() -> str | None:
     """Return a warning if other processes compute on this machine: one thread that waits makes all others wait."""
     # This process has just begun, so the load of the last minute is that of others.
-    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, machine_facts()["cores"]
-    assert isinstance(cores, int)
-    if load <= 0.5 * cores:
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= 0.5 * cores():
         return None
-    return f"This machine is busy (load {load:.1f} on {cores} cores): times are longer, and speedups can be far off."
+    return f"This machine is busy (load {load:.1f} on {cores()} cores): times are longer, and speedups can be far off."
 
 
 def commit() -> str | None:

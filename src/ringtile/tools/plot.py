@@ -26,39 +26,28 @@ _INK = "#22272e"
 NOTE: Any = {"fontsize": 8, "color": "#4a5059"}
 """Small text beside a curve or below a picture."""
 
-_STYLE: Any = {
-    "font.size": 10,
-    "font.family": "DejaVu Sans",
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": "#b8bdc4",
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": False,
-    "grid.color": "#e6e8eb",
-    "text.color": _INK,
-    "xtick.color": "#4a5059",
-    "ytick.color": "#4a5059",
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "savefig.dpi": 150,
-}
 
-_DARK_STYLE: Any = _STYLE | {
-    "figure.facecolor": "#1b1e24",
-    "axes.facecolor": "#1b1e24",
-    "axes.edgecolor": "#5b626c",
-    "axes.labelcolor": "#d5d9df",
-    "grid.color": "#333942",
-    "text.color": "#d5d9df",
-    "xtick.color": "#aab1bb",
-    "ytick.color": "#aab1bb",
-}
+def _style(background: str, edge: str, ink: str, grid: str, ticks: str) -> dict[Any, Any]:
+    """Return matplotlib's settings in these colors."""
+    colors = {"axes.edgecolor": edge, "axes.labelcolor": ink, "text.color": ink, "grid.color": grid}
+    return {
+        **colors,
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), background),
+        **dict.fromkeys(("xtick.color", "ytick.color"), ticks),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.grid", "legend.frameon"), False),
+        "axes.axisbelow": True,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "font.size": 10,
+        "font.family": "DejaVu Sans",
+        "lines.linewidth": 1.8,
+        "savefig.dpi": 150,
+    }
+
+
+_STYLE = _style("white", "#b8bdc4", _INK, "#e6e8eb", "#4a5059")
+_DARK_STYLE = _style("#1b1e24", "#5b626c", "#d5d9df", "#333942", "#aab1bb")
 
 _PATTERN_COLORS = ("#f3f4f6", "#cfe0f0", "#7fb0d8", "#2f73ad", "#123f6d")
 _CHUNK_TILES = 64
@@ -105,6 +94,16 @@ def missing_matplotlib() -> str | None:
     except ImportError as error:
         return f"matplotlib cannot be imported ({error}); pip install matplotlib"
     return None
+
+
+def check_out(path: Path | None) -> None:
+    """Raise ValueError if the option ``--out`` of a command names a picture that cannot be drawn."""
+    if path is None:
+        return
+    if path.suffix not in FORMATS:
+        raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(path)!r}")
+    if reason := missing_matplotlib():
+        raise ValueError(f"--out: {reason}")
 
 
 @contextmanager
@@ -171,8 +170,10 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     # a kind have the same positions inside the lengths, and so the same counts.
     skipped = index.start - index.first_row * block
     query = torch.arange(rows * block).view(rows, block)
-    query_kinds, query_kind = _kinds((query >= skipped) & (query < skipped + index.n_queries))
-    key_kinds, key_kind = _kinds(torch.arange(columns * block).view(columns, block) < index.n_keys)
+    inside = (query >= skipped) & (query < skipped + index.n_queries)
+    query_kinds, query_kind = torch.unique(inside, dim=0, return_inverse=True)
+    inside = torch.arange(columns * block).view(columns, block) < index.n_keys
+    key_kinds, key_kind = torch.unique(inside, dim=0, return_inverse=True)
 
     kept, part = torch.zeros(high * wide), torch.arange(cuts)
     for i, queries in enumerate(query_kinds):
@@ -187,12 +188,6 @@ def occupancy(index: BlockIndex, *, head: int = 0, batch: int = 0, pixels: int =
     pairs = tall.unsqueeze(1) * torch.bincount(torch.arange(index.n_keys) // side, minlength=wide)
     shares = (kept.view(high, wide) / pairs)[skipped // side :]
     return shares[: int((tall > 0).sum()), : -(-index.n_keys // side)].contiguous(), side
-
-
-def _kinds(inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct rows of a bool tensor ``[tiles, block]``, and the number of the row of each tile."""
-    kinds, kind = torch.unique(inside, dim=0, return_inverse=True)
-    return kinds, kind
 
 
 def _pooled(bits: Tensor, inside: Tensor, cuts: int) -> Tensor:
@@ -220,8 +215,7 @@ def shade(
         interpolation="nearest",
     )
     # A few global tokens among a million are one cell wide: a frame would hide them.
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
     return ax
 
 
@@ -287,10 +281,7 @@ def grouped_bars(
     colors: Sequence[str],
     texts: Mapping[str, str],
 ) -> None:
-    """Draw one group of bars per label, with one bar per series.
-
-    ``texts`` are the formats of the numbers above the bars of each series. An empty format writes no numbers.
-    """
+    """Draw one group of bars per label, with a bar per series and its number by a format, unless that is empty."""
     # Groups are one unit apart, and 0.18 of it stays free between them.
     width = 0.82 / len(series)
     for number, ((name, heights), color) in enumerate(zip(series.items(), colors, strict=True)):

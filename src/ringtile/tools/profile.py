@@ -74,8 +74,7 @@ def _phase(event: FunctionEvent) -> str:
 
 
 def _packing_share(times: list[KernelTime]) -> float:
-    """Return the share of packing in the time of all threads. They work side by side, so it is also its share of the
-    call."""
+    """Return the share of packing in the time of all threads, which work side by side: also its share of the call."""
     working = sum(entry.working for entry in times)
     return sum(entry.packing for entry in times) / working if working else 0.0
 
@@ -93,10 +92,7 @@ def profile_attention(
 ) -> list[CallProfile]:
     """Profile forward and backward passes on the CPU, the first with an empty index cache.
 
-    ``trace`` is a file for a Chrome trace (chrome://tracing or Perfetto).
-
-    Raises:
-        ValueError: If there are no calls or no tokens.
+    ``trace`` is a file for a Chrome trace (chrome://tracing or Perfetto). Raises ValueError without calls or tokens.
 
     >>> from ringtile.patterns import Causal
     >>> first, second = profile_attention(Causal(), 256, num_heads=1)
@@ -145,7 +141,6 @@ def profile_attention(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile profile``."""
     add = parser.add_argument
     add("pattern", metavar="PATTERN", help='such as "window(1024) | global_tokens(64)" or longformer')
     add("--tokens", type=count, required=True, metavar="N", help="number of tokens, such as 16K")
@@ -159,11 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the phases of a first and a second call; return 0.
-
-    Raises:
-        ValueError: If the pattern is invalid, or the backend does not support the call.
-    """
+    """Print the phases of a first and a second call; return 0."""
     pattern = parse(args.pattern)
     if args.causal:
         pattern = Causal() & pattern

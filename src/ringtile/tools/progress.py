@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -34,12 +34,11 @@ class Progress:
     With ``quiet``, the caller prints one record at the end instead of result lines.
     """
 
-    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
-        self._quiet, self._stream = quiet, sys.stderr if stream is None else stream
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet, self._stream = quiet, sys.stderr
         self._live = self._stream.isatty()
 
     def say(self, line: str = "") -> None:
-        """Print a result line."""
         self.clear()
         if not self._quiet:
             print(line, flush=True)
@@ -53,7 +52,6 @@ class Progress:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Remove the live line."""
         if self._live:
             self._stream.write(_CLEAR)
             self._stream.flush()

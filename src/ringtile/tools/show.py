@@ -15,7 +15,7 @@ import torch
 from ringtile.index import BlockIndex, build_index
 from ringtile.index.build import BLOCKS
 from ringtile.patterns import Causal, Pattern, parse
-from ringtile.tools.plot import FORMATS, missing_matplotlib, occupancy, picture, plot_pattern
+from ringtile.tools.plot import FORMATS, check_out, occupancy, picture, plot_pattern
 from ringtile.tools.statistics import LongestList, PatternStatistics, pattern_statistics
 from ringtile.tools.units import bytes_text, count, count_text, percent_text
 
@@ -27,7 +27,6 @@ _IN_ASCII = str.maketrans("·░▒▓█", ".:+x#")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile show``."""
     add = parser.add_argument
     add("pattern", metavar="PATTERN", help='such as "window(1024) | global_tokens(64)" or longformer')
     add("--tokens", type=count, required=True, metavar="N", help="number of queries, such as 16384, 16K or 1M")
@@ -41,20 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a pattern and its statistics, and return 0.
-
-    Raises:
-        ValueError: If the pattern is invalid, its index would be too large, or the picture cannot be drawn.
-    """
+    """Print a pattern and its statistics, and return 0."""
     rule = parse(args.pattern)
     if args.causal:
         rule = Causal() & rule
-    if args.out is not None:
-        if args.out.suffix not in FORMATS:
-            raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
-        if (reason := missing_matplotlib()) is not None:
-            raise ValueError(f"--out: {reason}")
-    heads = args.heads if args.heads is not None else rule.num_heads or 1
+    check_out(args.out)
+    heads = args.heads or rule.num_heads or 1
     began = time.perf_counter()
     index = build_index(rule, args.tokens, args.keys, num_heads=heads, block=args.block)
     seconds = time.perf_counter() - began
@@ -62,14 +53,18 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         _draw_picture(index, rule, args.out)
     if args.json:
-        record = {"pattern": repr(rule), **asdict(statistics), "build_seconds": seconds}
-        for name in ("longest_row", "longest_column"):
-            record[name] = record[name]._asdict()
-        record["picture"] = None if args.out is None else str(args.out)
-        print(json.dumps(record, indent=2))
+        lists = {name: getattr(statistics, name)._asdict() for name in ("longest_row", "longest_column")}
+        record = {"pattern": repr(rule), **asdict(statistics), **lists, "build_seconds": seconds}
+        print(json.dumps({**record, "picture": args.out and str(args.out)}, indent=2))
         return 0
     print(repr(rule))
-    print(_printable(_drawing(index, rule)))
+    drawing = _drawing(index, rule)
+    try:
+        drawing.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        # Standard output cannot show the blocks.
+        drawing = drawing.translate(_IN_ASCII)
+    print(drawing)
     for label, text in _lines(statistics, seconds):
         print(f"{label:<16}{text}")
     if args.out is not None:
@@ -92,15 +87,6 @@ def _drawing(index: BlockIndex, rule: Pattern) -> str:
     of_head = "" if index.n_groups == 1 else "; head 0"
     per = "1 token" if side == 1 else f"{count_text(side)} tokens"
     return f"{drawn}\n(queries down, keys across, {per} per character: {legend}{of_head})"
-
-
-def _printable(drawing: str) -> str:
-    """Return the drawing in ASCII if standard output cannot show its blocks."""
-    try:
-        drawing.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return drawing.translate(_IN_ASCII)
-    return drawing
 
 
 def _lines(s: PatternStatistics, seconds: float) -> list[tuple[str, str]]:

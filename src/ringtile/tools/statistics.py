@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,11 +62,9 @@ class PatternStatistics:
 
 
 def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_dim: int = 64) -> PatternStatistics:
-    """Count the kept pairs of an index, and the cost of attention over it.
+    """Count the kept pairs of an index, and the cost of attention over it. It waits for the device of the index.
 
-    An index that all heads share counts once, unless you pass `num_heads`. Operations are the multiplications and
-    additions of the matmuls, `FORWARD_FLOPS` and `BACKWARD_FLOPS` per pair and element, with values as wide as keys. It
-    waits for the device of the index.
+    An index that all heads share counts once, unless you pass `num_heads`. Values are as wide as keys.
 
     Raises:
         ValueError: If `head_dim` is not positive, or `num_heads` does not match the index.
@@ -89,19 +87,18 @@ def pattern_statistics(index: BlockIndex, *, num_heads: int | None = None, head_
     # Groups stand for different numbers of (batch row, head) entries.
     entries = torch.bincount(index.group.flatten(), minlength=index.n_groups) * copies
     full_tiles = int(entries[kept.rows.slots()[0] // max(kept.n_rows, 1)].sum())
+    same: dict[str, Any] = {
+        name: getattr(index, name) for name in ("n_queries", "n_keys", "block", "density", "tile_density")
+    }
     return PatternStatistics(
-        n_queries=index.n_queries,
-        n_keys=index.n_keys,
-        block=index.block,
+        **same,
         num_heads=index.group.numel() * copies,
         head_dim=head_dim,
         kept_pairs=index.kept_pairs * copies,
         allowed_pairs=index.allowed_pairs * copies,
-        density=index.density,
         full_tiles=full_tiles,
         partial_tiles=index.kept_tiles * copies - full_tiles,
         distinct_partial_tiles=len(index.table.bits),
-        tile_density=index.tile_density,
         index_bytes=index.nbytes,
         dense_mask_bytes=index.n_queries * index.n_keys,
         forward_flops=FORWARD_FLOPS * head_dim * pairs,

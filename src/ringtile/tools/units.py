@@ -1,4 +1,4 @@
-"""Counts, times and sizes as text."""
+"""Counts, times, sizes and errors as text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from decimal import Decimal
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
 MOST_TOKENS = 1 << 40
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the error's name if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def count(text: str) -> int:

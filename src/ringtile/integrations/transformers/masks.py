@@ -18,7 +18,7 @@ from torch import Tensor
 from ringtile.patterns import Causal, Dense, Documents, Pattern, Segments, Window, from_mask
 from ringtile.patterns.checks import LARGEST
 from ringtile.patterns.facts import keeps_self, moves_along
-from ringtile.patterns.readings import read_once
+from ringtile.patterns.mask import read_once
 
 MaskFunction = Callable[..., Any]
 

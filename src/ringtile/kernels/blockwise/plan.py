@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
-from ringtile.index.checks import check_lists
+from ringtile.index.debug import check_lists
 from ringtile.index.schedule import derived
 from ringtile.index.tiles import FULL, pack_words, unpack_words
 from ringtile.kernels.spans import INDEX, span

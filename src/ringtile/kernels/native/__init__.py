@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringtile.index import BlockIndex
-from ringtile.index.checks import check_lists
+from ringtile.index.debug import check_lists
 from ringtile.index.schedule import Order, derived, schedule_of
 from ringtile.kernels.contracts import (
     Call,

@@ -7,9 +7,9 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,11 +24,11 @@ from ringtile.tools.bench.peers import Attention, Case, Peer, all_peers
 from ringtile.tools.bench.roofline import limit_ms, passes_of
 from ringtile.tools.bench.rows import Record, Row, break_even, slower_rows
 from ringtile.tools.bench.suites import PATTERNS, SUITES, TOKENS, Task, case_of, suite
-from ringtile.tools.machine import busy_warning
+from ringtile.tools.machine import busy_warning, origin
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, DTYPES, FORWARD, OURS, write_whole
 from ringtile.tools.timing import interleaved, seconds_of
-from ringtile.tools.units import count
+from ringtile.tools.units import count, first_line
 
 CLOCK, CLOCK_SECONDS = "fma_float32", 0.004
 """The rate measured between rounds, and for how long: it tells how much of the processor was free."""
@@ -39,10 +39,6 @@ SLOW_SECONDS = 3.0
 """A baseline other than dense is left out if its call takes longer."""
 MEMORY_SECONDS = 1.0
 """The memory of a baseline, which costs one more call, is measured if a call takes no longer."""
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def blank_row(case: Case, direction: str, peer: str) -> Row:
@@ -64,7 +60,7 @@ def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attenti
         try:
             prepared[peer.name] = "; ".join(peer.unsupported(case)) or peer.prepare(case)
         except RuntimeError as failure:
-            prepared[peer.name] = f"cannot be prepared: {_first_line(failure)}"
+            prepared[peer.name] = f"cannot be prepared: {first_line(failure)}"
     attention = prepared[peer.name]
     if isinstance(attention, str):
         return replace(row, reason=attention)
@@ -73,7 +69,7 @@ def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attenti
     except RuntimeError as failure:
         device = "a CPU" if case.device.type == "cpu" else f"{case.device}"
         does = "run" if direction == FORWARD else "train"
-        return replace(row, reason=f"cannot {does} on {device}: {_first_line(failure)}")
+        return replace(row, reason=f"cannot {does} on {device}: {first_line(failure)}")
     error, bound = max(exact.errors(peer.computes(case), out, grads)), exact.bound(peer.computes(case), direction)
     reason = f"wrong: error {error:.1e}, over {bound:.1e}" if error > bound else ""
     if not reason and peer.name == OURS:
@@ -84,12 +80,8 @@ def _admit(peer: Peer, exact: Exact, direction: str, prepared: dict[str, Attenti
 def _calls_of(
     rows: list[Row], exact: Exact, prepared: Mapping[str, Any], slow_seconds: float
 ) -> dict[str, Callable[[], float]]:
-    """Return a sample of the time of each row without a reason, by peer, and put the peak memory into the rows.
-
-    A baseline other than dense that is too slow gets a reason.
-    """
-    device = exact.case.device
-    samples: dict[str, Callable[[], float]] = {}
+    """Return a sample of each row's time, by peer, and put the peak memory or the reason of a slow baseline into it."""
+    device, samples = exact.case.device, dict[str, Callable[[], float]]()
     for number, row in enumerate(rows):
         if row.reason:
             continue
@@ -119,17 +111,6 @@ def _figures(case: Case, peer: Peer, row: Row, seconds: Sequence[float], rates: 
     return replace(row, median_ms=statistics.median(times), low_ms=low, high_ms=high, rounds=len(times))
 
 
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Compute with this many threads for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def measure(
     case: Case,
     peers: Sequence[Peer],
@@ -143,9 +124,8 @@ def measure(
 ) -> Iterator[list[Row]]:
     """Measure one case, and yield the rows of each direction: every peer's, with times or the reason without.
 
-    No peer is timed if ringtile is wrong. The rounds of a direction take ``seconds``, and are at least ``rounds``. A
-    baseline other than dense is left out if its call takes more than ``slow_seconds``. ``rates`` are the processor's
-    (`peak_rates`), for the limits.
+    No peer is timed if ringtile is wrong. The rounds of a direction take ``seconds``, and are at least ``rounds``.
+    ``rates`` are the processor's (`peak_rates`), for the limits.
     """
     exact = Exact(case, seed, trains=BOTH in directions)
     prepared: dict[str, Attention | str] = {}
@@ -156,7 +136,9 @@ def measure(
             if CLOCK in rates:
                 into.append(peak_rates(seconds=CLOCK_SECONDS, samples=1, names=[CLOCK])[CLOCK])
 
-        with _threads(case.threads):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(case.threads or threads)
+        try:
             rows = [_admit(peer, exact, direction, prepared) for peer in peers]
             if wrong := [row.reason for row in rows if row.peer == OURS and row.reason]:
                 told = f"not timed, because {OURS} is not right here: {wrong[0]}"
@@ -170,6 +152,8 @@ def measure(
                 replace(_figures(case, peer, row, found.get(row.peer, ()), paced), clock=clock)
                 for peer, row in zip(peers, rows, strict=True)
             ]
+        finally:
+            torch.set_num_threads(threads)
         dense = next((row.median_ms for row in rows if row.peer == DENSE), None)
         yield [replace(row, speedup=dense / row.median_ms) if dense and row.median_ms else row for row in rows]
 
@@ -180,11 +164,6 @@ def rows_in(task: Task, rows: Sequence[Row]) -> list[Row]:
     blanks = [blank_row(task.case, direction, peer.name) for direction in task.directions for peer in task.peers]
     mine = [found.get((blank.asked, blank.problem)) for blank in blanks]
     return [row for row in mine if row is not None] if None not in mine else []
-
-
-def blank_record(seed: int, seconds: float) -> Record:
-    """Return a record without rows, with the facts about this machine."""
-    return Record.here(seed=seed, seconds=seconds, warning=busy_warning())
 
 
 def run_bench(
@@ -198,18 +177,17 @@ def run_bench(
     save: Callable[[Record], None] = lambda record: None,
     progress: Progress | None = None,
 ) -> Record:
-    """Measure all tasks. Ctrl-C ends it with the rows so far.
+    """Measure all tasks but those that are whole in ``before``. Ctrl-C ends it with the rows so far.
 
-    ``report`` receives the rows of each task, and ``save`` the record so far, marked as interrupted. ``seconds`` is how
-    long the rounds of one case and direction take. Tasks that are whole in ``before`` are not measured again.
+    ``report`` receives the rows of each task, and ``save`` the record so far, marked as interrupted.
     """
     counts = {task.case.threads or torch.get_num_threads() for task in tasks}
     # The warning is about other processes, so look at the load before this one computes.
-    record = blank_record(seed, seconds)
+    record = Record.here(command, interrupted=True, seed=seed, seconds=seconds, warning=busy_warning())
     peaks = {str(number): peak_rates(threads=number) for number in sorted(counts)}
-    record = replace(record, interrupted=True, peaks=peaks, command=command)
     known = [rows_in(task, before) for task in tasks]
     waiting = [number for number, old in enumerate(known) if not old]
+    record = replace(record, peaks=peaks, rows=tuple(chain(*known)))
 
     def name(number: int) -> str:
         return f"{tasks[number].case.asked}, N {tasks[number].case.n_tokens:,}"
@@ -227,7 +205,7 @@ def run_bench(
                 for rows in measure(task.case, task.peers, **options):
                     known[number] += rows
             finally:
-                record = replace(record, rows=tuple(row for rows in known for row in rows))
+                record = replace(record, rows=tuple(chain(*known)))
                 if known[number]:
                     report(known[number])
             save(record)
@@ -241,25 +219,25 @@ def wrong_rows(record: Record) -> list[Row]:
     return [row for row in record.rows if row.peer == OURS and row.median_ms is None]
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
-    """Write the rows of one case as text."""
+def _table(rows: list[Row]) -> str:
     first = rows[0]
-    yield (
+    lines = [
         f"{first.pattern}  N {first.n_tokens:,}  B{first.batch} {first.sizes}  "
         f"density {first.density:.1%}, of tiles {first.tile_density:.1%}"
         + ("" if first.ideal is None else f", ideal {first.ideal:.1f}x")
-    )
+    ]
     for row in rows:
         if row.median_ms is None:
-            yield f"  {row.peer:<13}{row.direction:<17}{row.reason}"
+            lines.append(f"  {row.peer:<13}{row.direction:<17}{row.reason}")
             continue
         ratio = "" if row.speedup is None else f"{row.speedup:.2f}x"
         memory = f"  {row.memory}" if row.memory else ""
         limit = "" if row.of_limit is None else f"  {row.of_limit:.0%} of the limit"
-        yield (
+        lines.append(
             f"  {row.peer:<13}{row.direction:<17}{row.median_ms:>10.3f} ms  [{row.low_ms:.3f}, {row.high_ms:.3f}]"
             f"{ratio:>9}  error {row.error:.1e}{memory}{limit}" + "".join(f"  ! {doubt}" for doubt in row.doubts)
         )
+    return "\n".join(lines)
 
 
 def _break_even_lines(record: Record) -> Iterator[str]:
@@ -272,7 +250,6 @@ def _break_even_lines(record: Record) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile bench``."""
     others = [peer.name for peer in all_peers() if peer.name not in (OURS, DENSE)]
     add = parser.add_argument
     add("patterns", nargs="*", metavar="PATTERN", default=PATTERNS, help=f"patterns (default: {'; '.join(PATTERNS)})")
@@ -284,14 +261,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=count, default=64, metavar="D", help="head dim (default: 64)")
     add("--dtype", nargs="+", default=["float32"], choices=DTYPES, help="dtypes (default: float32)")
     add("--direction", nargs="+", default=DIRECTIONS, choices=DIRECTIONS, help="directions (default: both)")
-    add(
-        "--peers", nargs="*", default=others, choices=others, metavar="NAME", help=f"besides dense: {', '.join(others)}"
-    )
+    names = f"besides dense: {', '.join(others)}"
+    add("--peers", nargs="*", default=others, choices=others, metavar="NAME", help=names)
     add("--backend", choices=NAMES, help="backend of ringtile (default: automatic)")
     add("--device", default="cpu", metavar="DEVICE", help="device (default: cpu)")
-    add(
-        "--seconds", type=float, default=0.3, metavar="S", help="time to measure each case and direction (default: 0.3)"
-    )
+    rounds = "time to measure each case and direction (default: 0.3)"
+    add("--seconds", type=float, default=0.3, metavar="S", help=rounds)
     add("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
     add("--suite", choices=SUITES, help="the cases of a record of docs/benchmarks.md, instead of the arguments above")
     add("--json", metavar="PATH", help="write the record; - prints it to standard output instead of the table")
@@ -304,7 +279,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"--device: {_first_line(error)}") from None
+        raise ValueError(f"--device: {first_line(error)}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device: expected an available device, got {name!r}")
     return device
@@ -315,10 +290,9 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
     for text in args.patterns:
         # A pattern per head decides the number of heads.
         heads = parse(text).num_heads or args.heads
-        for name in [f"{text} at {density:g}" for density in args.density or []] or [text]:
-            for dtype in args.dtype:
-                for n_tokens in sorted(args.tokens):
-                    yield case_of(name, n_tokens, heads=heads, dtype=getattr(torch, dtype), **sizes)
+        names = [f"{text} at {density:g}" for density in args.density or []] or [text]
+        for name, dtype, n_tokens in product(names, args.dtype, sorted(args.tokens)):
+            yield case_of(name, n_tokens, heads=heads, dtype=getattr(torch, dtype), **sizes)
 
 
 def _tasks(args: argparse.Namespace) -> list[Task]:
@@ -341,28 +315,21 @@ def _read(option: str, path: Path) -> Record:
 
 def _rows_to_keep(path: Path | None, args: argparse.Namespace) -> tuple[Row, ...]:
     """Return the rows that `--resume` finds. Raises ValueError if they were measured in another way."""
-    if not args.resume:
-        return ()
-    if path is None:
+    if args.resume and path is None:
         raise ValueError("--resume: expected --json PATH, too")
-    if not path.exists():
+    if not args.resume or path is None or not path.exists():
         return ()
     record = _read("--resume", path)
-    here = blank_record(args.seed, args.seconds)
+    here = {"seed": args.seed, "seconds": args.seconds, **origin()}
     # Rows of another commit or machine in one record would be compared as if they were of one run.
     for name in ("seed", "seconds", "commit", "versions", "machine"):
-        if getattr(record, name) != getattr(here, name):
-            was, now = getattr(record, name), getattr(here, name)
-            raise ValueError(f"--resume: {str(path)!r} has {name} {was}, here it is {now}")
+        if (was := getattr(record, name)) != here[name]:
+            raise ValueError(f"--resume: {str(path)!r} has {name} {was}, here it is {here[name]}")
     return record.rows
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and write. Return 0, 1 if ringtile is wrong or slower than ``--against`` allows, 130 on Ctrl-C.
-
-    Raises:
-        ValueError: If an argument is invalid, before any measurement.
-    """
+    """Measure, print and write. Return 0, 1 if ringtile is wrong or slower than ``--against`` allows, 130 on Ctrl-C."""
     tasks = _tasks(args)
     before = None if args.against is None else _read("--against", args.against)
     json_path = None if args.json in (None, "-") else Path(args.json)
@@ -372,9 +339,6 @@ def run(args: argparse.Namespace) -> int:
 
     progress = Progress(quiet=args.json == "-")
 
-    def report(rows: list[Row]) -> None:
-        progress.say("\n".join(_table(rows)))
-
     def save(record: Record) -> None:
         if json_path is not None:
             write_whole(json_path, record.to_json())
@@ -382,7 +346,9 @@ def run(args: argparse.Namespace) -> int:
     if (warning := busy_warning()) is not None:
         print(warning, file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
     options = {"seconds": args.seconds, "seed": args.seed, "command": args.command}
-    record = run_bench(tasks, **options, before=kept, report=report, save=save, progress=progress)
+    record = run_bench(
+        tasks, **options, before=kept, report=lambda rows: progress.say(_table(rows)), save=save, progress=progress
+    )
     if args.json == "-":
         print(record.to_json())
     else:

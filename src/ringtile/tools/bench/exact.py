@@ -75,13 +75,10 @@ class Exact:
         theirs = self.torch_errors(pattern)[: 1 if direction == FORWARD else None]
         # An infinite error would let every result pass.
         allowed = [ERROR_FACTOR * error for error in theirs if math.isfinite(error)]
-        return max(self._floor(), *allowed, 0.0)
-
-    def _floor(self) -> float:
         dtype, on_cpu = self.case.dtype, self.case.device.type == "cpu"
         if dtype == torch.float32 and on_cpu and not reason_against() and arithmetic_of(dtype).tile_products:
-            return PARTS_FLOOR
-        return ERROR_FLOORS.get(dtype, ERROR_FLOOR)
+            return max(PARTS_FLOOR, *allowed, 0.0)
+        return max(ERROR_FLOORS.get(dtype, ERROR_FLOOR), *allowed, 0.0)
 
     def _exact(self, pattern: Pattern) -> tuple[list[Tensor], list[float]]:
         if pattern not in self._results:
@@ -109,9 +106,8 @@ class Exact:
         """Return the keys that some queries keep, bool ``[B or 1, H, R, N]``."""
         heads, keys = (torch.arange(size, device=self.case.device) for size in (self.case.heads, self.case.n_tokens))
         query = rows[:, None] + self.case.n_tokens - self.case.queries
-        batch = range(pattern.batch_size or 1)
-        each = [pattern if pattern.batch_size is None else pattern.batch_row(b) for b in batch]
-        kept = [one.allowed(heads[:, None, None], query, keys) for one in each]
+        rules = [pattern] if pattern.batch_size is None else map(pattern.batch_row, range(pattern.batch_size))
+        kept = [rule.allowed(heads[:, None, None], query, keys) for rule in rules]
         return torch.stack(kept).expand(-1, len(heads), len(rows), len(keys))
 
     def holes(self, out: Tensor) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringtile.functional import sparse_attention
 from ringtile.index import BlockIndex, build_index
-from ringtile.index.flex import to_block_mask
+from ringtile.index.block_lists import to_block_mask
 from ringtile.patterns import Causal, Dense, Pattern
 from ringtile.patterns.facts import sees_no_future
 from ringtile.tools.record import DENSE, OURS
@@ -60,7 +60,6 @@ class Case:
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
@@ -70,7 +69,6 @@ class Case:
 
     @property
     def queries(self) -> int:
-        """The number of queries."""
         return self.n_tokens if self.n_queries is None else self.n_queries
 
     @property
@@ -83,7 +81,6 @@ class Peer:
     """One way to compute attention. By default it supports every case and keeps the pairs of the pattern."""
 
     name: str
-    """The name in its rows."""
 
     def unsupported(self, case: Case) -> list[str]:
         """Return the reasons why it does not support a case; none if it does."""
@@ -154,12 +151,10 @@ class FlexAttention(Peer):
     name = "flex"
 
     def unsupported(self, case: Case) -> list[str]:
-        reasons = []
-        if case.n_tokens < FLEX_TOKENS:
-            reasons.append(f"takes seconds to compile for each length, timed from N {FLEX_TOKENS} up")
-        if case.dtype == torch.float64 and case.device.type == "cpu":
-            reasons.append("does not support float64 on a CPU")
-        return reasons
+        long = f"takes seconds to compile for each length, timed from N {FLEX_TOKENS} up"
+        reasons = [long] if case.n_tokens < FLEX_TOKENS else []
+        is_double = case.dtype == torch.float64 and case.device.type == "cpu"
+        return reasons + ["does not support float64 on a CPU"] * is_double
 
     def prepare(self, case: Case) -> Attention:
         return compiled_flex(case, to_block_mask(case.index))

@@ -37,17 +37,12 @@ class Work(NamedTuple):
     """The rate of the exponentials."""
 
     def seconds(self, rates: Mapping[str, float]) -> float:
-        """Return the least time at these rates."""
         computing = self.operations / rates[self.products] + self.exponentials / rates[self.softmax]
         return max(computing, self.traffic / rates["read"])
 
 
 def passes_of(case: Case, direction: str, peer: Peer) -> list[Work]:
-    """Return the work of each pass of a call, or an empty list if it is not known.
-
-    It is known for ringtile's native kernel, and for dense attention in float32 and float64. In bfloat16, and where
-    float32 may be less exact, PyTorch may use units of the processor that are not measured here.
-    """
+    """Return the work of each pass of a call, or an empty list if it is not known, as for bfloat16 of PyTorch."""
     if case.device.type != "cpu" or reason_against():
         return []
     if isinstance(peer, Ringtile) and peer.backend in (None, "native"):
@@ -80,10 +75,7 @@ def _native(case: Case, direction: str) -> list[Work]:
 
 
 def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
-    """Count the pairs that the kernel computes with the last dimension of ``bits`` [tiles, block, words] in its lanes.
-
-    No more than lie inside the lengths: the limit may come out a little too low in ragged tiles.
-    """
+    """Count the pairs that the kernel computes with the last dimension of ``bits`` [T, block, words] in its lanes."""
     # With AVX-512, 128 keys are 8 parts of 16 float32 lanes. The kernel computes a part for all queries from the first
     # to the last that keep a key of it: if these are 9 and 40, for 32 queries, which is 512 pairs.
     lanes = min(arithmetic_of(case.dtype).isa.lanes * 4 // max(4, case.dtype.itemsize), index.block)
@@ -91,6 +83,7 @@ def _reached(case: Case, index: BlockIndex, bits: torch.Tensor) -> int:
     first, beyond = kept.int().argmax(1), index.block - kept.flip(1).int().argmax(1)
     reached = lanes * ((beyond - first) * kept.any(1)).sum(1)
     full, part = index.rows.slots()
+    # No more than lie inside the lengths, so the limit can be a little too low in ragged tiles.
     # Heads of one group share lists, so count each group once, and then each head by its group.
     of_groups = torch.zeros(index.n_groups, dtype=torch.long)
     of_groups.index_add_(0, full // index.n_rows, index.pairs_inside(full, index.rows.full))
@@ -123,8 +116,7 @@ def _passes(
     """Return a forward pass of two matmuls and, to train, a backward pass of these (matmuls, pairs), at these rates."""
     softmax = "exp_float64" if case.dtype == torch.float64 else "exp_float32"
     # A multiplication and an addition per element of the head.
-    each = 2.0 * case.head_dim
-    size = case.head_dim * case.dtype.itemsize
+    each, size = 2.0 * case.head_dim, case.head_dim * case.dtype.itemsize
     keys = case.batch * case.key_heads * case.n_tokens if keys is None else keys
     queries, keys = size * case.batch * case.heads * case.queries, size * keys
     forward = Work(2 * each * pairs, pairs, 2 * queries + 2 * keys, rates[0], softmax)

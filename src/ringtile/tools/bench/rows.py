@@ -159,12 +159,9 @@ def break_even(rows: tuple[Row, ...]) -> list[BreakEven]:
             found.setdefault((row.asked, row.dtype, row.direction), {})[row.n_tokens] = row.speedup >= 1
     result = []
     for (asked, dtype, direction), lengths in found.items():
-        first = None
-        # From the longest length down: one that is slower ends the search, whatever shorter ones did.
-        for n_tokens in sorted(lengths, reverse=True):
-            if not lengths[n_tokens]:
-                break
-            first = n_tokens
+        # A length that is slower hides the shorter ones, whatever they did.
+        slower = max((n_tokens for n_tokens, is_fast in lengths.items() if not is_fast), default=0)
+        first = min((n_tokens for n_tokens in lengths if n_tokens > slower), default=None)
         result.append(BreakEven(asked, dtype, direction, first, tuple(sorted(lengths))))
     return result
 

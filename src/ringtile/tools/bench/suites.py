@@ -6,10 +6,10 @@ varies one of them and keeps the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,34 +100,22 @@ def case_of(text: str, n_tokens: int, *, heads: int, **sizes: Any) -> Case:
     return Case(text, pattern, n_tokens, heads=heads, **sizes)
 
 
-class _Cells(NamedTuple):
-    """The cells of all these patterns at all these lengths, for each size that has several values."""
-
-    texts: Sequence[str]
-    tokens: Sequence[int]
-    peers: tuple[str, ...]
-    directions: tuple[str, ...]
-    sizes: dict[str, Any]
-
-    def tasks(self, peers: Mapping[str, Peer]) -> Iterator[Task]:
-        """Build the cells, lengths within patterns within sizes."""
-        chosen = tuple(peers[name] for name in (OURS, *self.peers))
-        values = [value if isinstance(value, tuple) else (value,) for value in self.sizes.values()]
-        for each in product(*values):
-            for text, n_tokens in product(self.texts, self.tokens):
-                case = case_of(text, n_tokens, **dict(zip(self.sizes, each, strict=True)))
-                yield Task(case, chosen, self.directions)
-
-
 def _cells(
     texts: str | Sequence[str],
     tokens: int | Sequence[int],
     peers: tuple[str, ...] = (DENSE,),
     directions: tuple[str, ...] = DIRECTIONS,
     **sizes: Any,
-) -> _Cells:
-    texts = [texts] if isinstance(texts, str) else texts
-    return _Cells(texts, [tokens] if isinstance(tokens, int) else tokens, peers, directions, sizes)
+) -> Callable[[Mapping[str, Peer]], Iterator[Task]]:
+    """Return a builder of cells: lengths within patterns within sizes, of which each can have several values."""
+
+    def tasks(known: Mapping[str, Peer]) -> Iterator[Task]:
+        choices = [each if isinstance(each, (list, tuple)) else (each,) for each in (*sizes.values(), texts, tokens)]
+        for *values, text, n_tokens in product(*choices):
+            case = case_of(text, n_tokens, **dict(zip(sizes, values, strict=True)))
+            yield Task(case, tuple(known[name] for name in (OURS, *peers)), directions)
+
+    return tasks
 
 
 _ONE, _BOTH = (FORWARD,), (BOTH,)
@@ -190,4 +178,4 @@ def suite(name: str, backend: str | None = None) -> list[Task]:
     ['window(1) at 0.5', 'dilated([2], 4096)']
     """
     peers = {peer.name: peer for peer in all_peers(backend)}
-    return [task for cells in _SUITES[name] for task in cells.tasks(peers)]
+    return [task for cells in _SUITES[name] for task in cells(peers)]

@@ -24,7 +24,6 @@ ACTS = ("right", "fast", "trains")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile demo``; all have defaults."""
     add, folder = parser.add_argument, Path("ringtile-demo")
     add("--only", action="append", choices=ACTS, help="run only this act (repeatable)")
     add("--seconds", type=float, default=60.0, help="sparse training time; dense gets a third of it (default: 60)")
@@ -38,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the acts. Return 0, 1 if a check failed, or 130 after Ctrl-C, which keeps the figures so far.
-
-    Raises:
-        ValueError: If an argument is out of range or a file cannot be used, before any work.
-    """
+    """Run the acts. Return 0, 1 if a check failed, or 130 after Ctrl-C, which keeps the figures so far."""
     acts = _acts(args)
     progress, began = Progress(quiet=args.json), time.monotonic()
     facts, found, warning, no_pictures = machine_facts(), versions(), busy_warning(), missing_matplotlib()

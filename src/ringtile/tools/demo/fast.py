@@ -14,6 +14,7 @@ from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Attention, Case, Ringtile, SdpaDense
 from ringtile.tools.bench.rows import Row
 from ringtile.tools.bench.suites import CLAIMED, CLAIMED_HEADS, CURVE, CURVE_TOKENS, claimed_pattern
+from ringtile.tools.plot import BLUE, GREY, LIGHT_BLUE, NOTE, ORANGE, grouped_bars, picture
 from ringtile.tools.progress import Progress, threads_text
 from ringtile.tools.record import BOTH, DENSE, DIRECTIONS, FORWARD
 from ringtile.tools.timing import seconds_of
@@ -82,7 +83,6 @@ class Fast:
 
     @property
     def curve_rule(self) -> Pattern:
-        """The fixed pattern of the curve."""
         return parse(CURVE) if self.pattern is None else Causal() & self.pattern
 
     @property
@@ -180,7 +180,6 @@ class Fast:
 
     @property
     def has_figures(self) -> bool:
-        """True after the first measurement."""
         return any(BOTH in pair for pair in self.table.values()) or bool(self.curve)
 
     @property
@@ -190,7 +189,6 @@ class Fast:
         return all(row.median_ms is not None for row in rows) and all(row.exact for row in self.curve)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
         rows = [row for pair in (*self.table.values(), self.dense) for row in pair.values()]
         return {
             "table": [asdict(row) for row in rows],
@@ -201,8 +199,6 @@ class Fast:
 
     def draw(self, path: Path) -> None:
         """Draw claimed and measured speedups, and time and memory against the length, of the rows that are right."""
-        from ringtile.tools.plot import picture
-
         with picture(path, 13.5, 4.6) as figure:
             table, duration, memory = figure.subplots(1, 3, width_ratios=[1.25, 1, 1])
             if any(row.speedup for pair in self.table.values() for row in pair.values()):
@@ -211,8 +207,6 @@ class Fast:
                 self._draw_curve(rows, duration, memory)
 
     def _draw_table(self, axes: Axes) -> None:
-        from ringtile.tools.plot import BLUE, GREY, LIGHT_BLUE, grouped_bars
-
         rows = {density: pair for density, pair in self.table.items() if BOTH in pair}
         series = {"claimed": [CLAIMED[density] for density in rows]}
         for name, direction in (("forward", FORWARD), ("forward + backward", BOTH)):
@@ -230,8 +224,6 @@ class Fast:
         axes.legend(loc="upper left")
 
     def _draw_curve(self, rows: list[LengthRow], duration: Axes, memory: Axes) -> None:
-        from ringtile.tools.plot import BLUE, GREY, NOTE, ORANGE
-
         heads, measured = self.curve_rule.num_heads or 1, sum(row.dense_measured for row in rows)
         lengths = [row.n_tokens for row in rows]
         seconds, dense = [row.both_seconds for row in rows], [row.dense_seconds for row in rows]

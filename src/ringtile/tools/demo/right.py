@@ -13,6 +13,7 @@ from torch import Tensor
 from ringtile.patterns import Causal, Dilated, Pattern, Window, bigbird, longformer
 from ringtile.tools.bench.exact import Exact
 from ringtile.tools.bench.peers import Case, Ringtile
+from ringtile.tools.plot import BLUE, GREY, RED, grouped_bars, picture, plot_pattern
 from ringtile.tools.progress import Progress
 from ringtile.tools.record import BOTH
 
@@ -23,10 +24,7 @@ RINGTILE, TORCH, PER_TILE = "ringtile", "torch SDPA with a bool mask", "softmax 
 
 
 def softmax_per_tile(query: Tensor, key: Tensor, value: Tensor, kept: Tensor, block: int) -> Tensor:
-    """Compute the attention of dilated-attention-pytorch: a softmax per tile, and the sum of their outputs.
-
-    The weights of a row that keeps tiles in m column blocks sum to m instead of 1.
-    """
+    """Compute the attention of dilated-attention-pytorch: a softmax per tile, and the sum of their outputs."""
     n_keys = key.shape[2]
     scores = (query @ key.mT / math.sqrt(query.shape[-1])).masked_fill(~kept, -math.inf)
     tiles = F.pad(scores, (0, -n_keys % block), value=-math.inf).unflatten(-1, (-1, block))
@@ -59,7 +57,6 @@ class Right:
 
     @property
     def lengths(self) -> list[int]:
-        """The one length."""
         return [self.n_tokens]
 
     def cases(self) -> list[Case]:
@@ -106,12 +103,10 @@ class Right:
         return PatternErrors(case.asked, repr(rule), causal, case.index.density, errors)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
         return {"n_tokens": self.n_tokens, "tensors": TENSORS, "rows": [asdict(row) for row in self.rows]}
 
     @property
     def has_figures(self) -> bool:
-        """True after the first measurement."""
         return bool(self.rows)
 
     @property
@@ -123,8 +118,6 @@ class Right:
 
     def draw(self, path: Path) -> None:
         """Draw the patterns, and the worst error of each method on a logarithmic scale."""
-        from ringtile.tools.plot import BLUE, GREY, RED, grouped_bars, picture, plot_pattern
-
         drawn = self.cases()[::2]
         with picture(path, 11, 6.6) as figure:
             grid = figure.add_gridspec(2, len(drawn), height_ratios=[1.0, 1.15])

@@ -8,7 +8,6 @@ import sysconfig
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +20,10 @@ from ringtile.index import build_index
 from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.transformer import SparseTransformer
 from ringtile.patterns import Causal, GlobalTokens, Pattern, Window
+from ringtile.tools.plot import BLUE, GREY, NOTE, ORANGE, picture
 from ringtile.tools.progress import Progress, threads_text
 from ringtile.tools.timing import seconds_of
-from ringtile.tools.units import duration_text
+from ringtile.tools.units import duration_text, first_line
 
 DEFAULT_PATTERN = Causal() & (Window(256) | GlobalTokens(64))
 DENSE_SHARE = 1 / 3
@@ -56,11 +56,7 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(path: Path | None) -> Corpus:
-    """Read the bytes of a file and hold out its last tenth. Default: Python's own library, every tenth file held out.
-
-    Raises:
-        ValueError: If there is no text to read.
-    """
+    """Read the bytes of a file and hold out its last tenth. Default: Python's library, every tenth file held out."""
     if path is not None:
         if not path.is_file():
             raise ValueError(f"--text: expected a file, got {str(path)!r}")
@@ -94,14 +90,14 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, dropou
 class Run:
     """One model in training, with its optimizer and its figures."""
 
-    def __init__(
-        self, label: str, corpus: Corpus, context: int, seed: int, transformer: Callable[[], SparseTransformer]
-    ) -> None:
-        self.label, self.corpus, self.context, self.seed = label, corpus, context, seed
+    def __init__(self, label: str, act: Trains, attend: Callable[..., Any]) -> None:
+        self.label, self.corpus, self.context, self.seed = label, act.corpus, act.context, act.seed
+        options: dict[str, Any] = {"qk_norm": True, "is_causal": True, "pattern": act.rule, "attend": attend}
         # Both runs begin with equal weights, and leave the caller's generator alone.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.model = SparseLanguageModel(256, transformer())
+            torch.manual_seed(act.seed)
+            transformer = SparseTransformer(act.size.layers, act.size.width, act.size.heads, **options)
+            self.model = SparseLanguageModel(256, transformer)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self.seconds: list[float] = []
         """Training time at the end of each step."""
@@ -111,21 +107,17 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The number of steps so far."""
         return len(self.bits)
 
     @property
     def trained_seconds(self) -> float:
-        """The time of all steps so far."""
         return self.seconds[-1] if self.seconds else 0.0
 
     @property
     def rate(self) -> float:
-        """Steps per second."""
         return self.steps / self.trained_seconds if self.seconds else 0.0
 
     def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
         return {
             "steps": self.steps,
             "steps_per_second": self.rate,
@@ -176,17 +168,13 @@ def flex_attention_error() -> str | None:
             warnings.simplefilter("ignore")
             flex_attention(query, key, value).sum().backward()
     except RuntimeError as error:
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     return None
 
 
 @dataclass
 class Trains:
-    """Trains one model twice, with sparse and with dense attention.
-
-    Raises:
-        ValueError: If the text is too short or the heads of the pattern do not divide the width.
-    """
+    """Trains one model twice, with sparse and with dense attention."""
 
     seed: int = 0
     context: int = 16384
@@ -201,24 +189,15 @@ class Trains:
     def __post_init__(self) -> None:
         self.corpus, self.lengths = load_corpus(self.text), [self.context]
         for part, needed in (("train", self.context + 1), ("held_out", 2)):
-            if len(getattr(self.corpus, part)) < needed:
-                raise ValueError(
-                    f"--text, --context: expected at least {needed:,} bytes in the {part} part for a context of "
-                    f"{self.context:,}, got {len(getattr(self.corpus, part)):,}"
-                )
+            if (n_bytes := len(getattr(self.corpus, part))) < needed:
+                what = f"{needed:,} bytes in the {part} part for a context of {self.context:,}"
+                raise ValueError(f"--text, --context: expected at least {what}, got {n_bytes:,}")
         self.rule = DEFAULT_PATTERN if self.pattern is None else Causal() & self.pattern
         self.size = self.size._replace(heads=self.rule.num_heads or self.size.heads)
-        if self.size.width % (2 * self.size.heads):
-            raise ValueError(
-                f"--pattern: expected a number of heads that divides {self.size.width // 2}, got {self.size.heads}"
-            )
-        self.runs = [self._run("sparse", sparse_attention), self._run("dense", _dense)]
-
-    def _run(self, label: str, attend: Callable[..., Any]) -> Run:
-        options: dict[str, Any] = {"qk_norm": True, "is_causal": True, "pattern": self.rule, "attend": attend}
-        size = self.size
-        transformer = partial(SparseTransformer, size.layers, size.width, size.heads, **options)
-        return Run(label, self.corpus, self.context, self.seed, transformer)
+        half, heads = self.size.width // 2, self.size.heads
+        if half % heads:
+            raise ValueError(f"--pattern: expected a number of heads that divides {half}, got {heads}")
+        self.runs = [Run("sparse", self, sparse_attention), Run("dense", self, _dense)]
 
     def run(self, progress: Progress) -> None:
         """Train sparse, then dense, and print both; then try the same with FlexAttention."""
@@ -262,7 +241,6 @@ class Trains:
 
     @property
     def has_figures(self) -> bool:
-        """True after the first step."""
         return any(run.steps for run in self.runs)
 
     @property
@@ -271,7 +249,6 @@ class Trains:
         return all(math.isfinite(bits) for run in self.runs for bits in run.bits)
 
     def record(self) -> dict[str, Any]:
-        """Return the figures so far as plain data."""
         return {
             "pattern": repr(self.rule),
             "context": self.context,
@@ -286,8 +263,6 @@ class Trains:
 
     def draw(self, path: Path) -> None:
         """Draw bits per byte against seconds and against steps."""
-        from ringtile.tools.plot import BLUE, GREY, NOTE, ORANGE, picture
-
         entropy = self.corpus.byte_entropy()
         with picture(path, 11, 4.4) as figure:
             by_time, by_steps = figure.subplots(1, 2, width_ratios=[1.5, 1], sharey=True)
@@ -306,12 +281,9 @@ class Trains:
                 axes.axhline(entropy, color=GREY, linestyle=":", linewidth=1.2)
                 axes.set(xlim=(0, None), xlabel=label)
                 axes.grid(True)
-            where: dict[str, Any] = {
-                "xycoords": by_time.get_yaxis_transform(),
-                "textcoords": "offset points",
-                "ha": "right",
-            }
-            by_time.annotate("byte counts alone", (0.995, entropy), (0, 3), **where, **NOTE)
+            where: dict[str, Any] = {"textcoords": "offset points", "ha": "right", **NOTE}
+            at_right = by_time.get_yaxis_transform()
+            by_time.annotate("byte counts alone", (0.995, entropy), (0, 3), xycoords=at_right, **where)
             by_time.legend(loc="best")
             title = f"Context {self.context:,}, float32, {threads_text()}; diamonds: held out"
             by_time.set(ylabel="bits per byte of the text of each step", title=title)

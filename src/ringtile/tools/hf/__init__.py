@@ -7,14 +7,15 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ringtile.patterns import Pattern, parse
+from ringtile.patterns import parse
 from ringtile.tools.hf.check import NAMES
+from ringtile.tools.hf.models import load
+from ringtile.tools.hf.study import Study, draw
 from ringtile.tools.machine import origin
-from ringtile.tools.plot import FORMATS, missing_matplotlib
+from ringtile.tools.plot import FORMATS, check_out
 from ringtile.tools.progress import Progress, threads_text
 from ringtile.tools.record import DTYPES
 from ringtile.tools.units import count
@@ -24,7 +25,6 @@ DEFAULT_PEERS = ("sdpa", "flex")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile hf``."""
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
     add(
@@ -47,23 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the check, the losses and the times of a model; return 0, or 1 if a result is wrong.
-
-    Raises:
-        ValueError: If an argument is invalid, or if the model, its text or transformers is missing.
-    """
-    if args.out is not None:
-        if args.out.suffix not in FORMATS:
-            raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
-        if (reason := missing_matplotlib()) is not None:
-            raise ValueError(f"--out: {reason}")
-    pattern: Pattern | None = None if args.pattern is None else parse(args.pattern)
-    # transformers takes seconds to import, so bad arguments are refused before.
-    from ringtile.tools.hf.models import load
-    from ringtile.tools.hf.study import Study, draw
-
+    """Print the check, the losses and the times of a model; return 0, or 1 if a result is wrong."""
+    check_out(args.out)
+    pattern = None if args.pattern is None else parse(args.pattern)
     progress = Progress(quiet=args.json)
     progress.show("load the model")
+    # This imports transformers, which takes seconds, so bad arguments are refused before.
     loaded = load(args.model, args.random_weights, args.tokens, args.text, args.seed)
     study = Study(loaded, pattern, getattr(torch, args.dtype), args.peers, args.passes, args.rounds)
     progress.say(f"{study.title}, {args.dtype}, {threads_text()}")
@@ -73,24 +62,21 @@ def run(args: argparse.Namespace) -> int:
         draw(study, args.out)
         progress.say(f"picture: {args.out}")
     if args.json:
-        print(json.dumps(_record(study, args), indent=1))
+        from transformers import __version__
+
+        where = origin(args.command)
+        record = {
+            **where,
+            "versions": {**where["versions"], "transformers": __version__},
+            "model": study.title,
+            "text": loaded.text,
+            "tokens": args.tokens,
+            "dtype": args.dtype,
+            "pattern": None if pattern is None else repr(pattern),
+            "checked_tokens": study.checked_tokens,
+            "entrants": [asdict(entrant) for entrant in study.entrants],
+        }
+        print(json.dumps(record, indent=1))
     for complaint in study.complaints:
         print(f"ringtile hf: {complaint}", file=sys.stderr)
     return 1 if study.complaints else 0
-
-
-def _record(study: Any, args: argparse.Namespace) -> dict[str, Any]:
-    from transformers import __version__
-
-    where = origin(args.command)
-    return {
-        **where,
-        "versions": {**where["versions"], "transformers": __version__},
-        "model": study.title,
-        "text": study.loaded.text,
-        "tokens": args.tokens,
-        "dtype": args.dtype,
-        "pattern": None if study.pattern is None else repr(study.pattern),
-        "checked_tokens": study.checked_tokens,
-        "entrants": [asdict(entrant) for entrant in study.entrants],
-    }

@@ -29,11 +29,7 @@ _MOST_BYTES = 8 << 30
 
 
 def switch(model: Any, peer: str, pattern: Pattern | None = None) -> None:
-    """Switch a model to ringtile, or to a baseline.
-
-    Raises:
-        ValueError: If the model does not support it.
-    """
+    """Switch a model to ringtile, or to a baseline. Raises ValueError if the model does not support it."""
     if peer == RINGTILE:
         use_ringtile(model, pattern)
         return
@@ -51,11 +47,7 @@ def _budget() -> int:
 
 
 def tokens_for_eager(n_tokens: int, heads: int) -> int:
-    """Return how many of the tokens eager attention has memory for.
-
-    >>> tokens_for_eager(64, 4)
-    64
-    """
+    """Return how many of the tokens eager attention has memory for."""
     # Scores, their softmax and copies of both for each head, and the mask, in float32.
     return max(1, min(n_tokens, math.isqrt(_budget() // (4 * (4 * heads + 2)))))
 
@@ -122,16 +114,10 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, parameters, materialize_grads=True))
 
 
-def training_gradients(model: Any, ids: Tensor) -> list[Tensor]:
-    """Return the gradients of the model's own loss."""
-    return gradients(model, training_loss(model, ids))
-
-
 def gradient_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the relative L2 error over all parameters, or infinity if it is not finite."""
-    pairs_of = list(zip(found, expected, strict=True))
-    squares = [((ours.double() - theirs).square().sum(), theirs.double().square().sum()) for ours, theirs in pairs_of]
-    return _finite(math.sqrt(sum(float(a) for a, _ in squares) / sum(float(b) for _, b in squares)))
+    wrong = sum(float((a.double() - b).square().sum()) for a, b in zip(found, expected, strict=True))
+    return _finite(math.sqrt(wrong / sum(float(b.double().square().sum()) for b in expected)))
 
 
 def worst_error(found: list[Tensor], expected: list[Tensor]) -> float:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from ringtile.integrations.transformers import register
-
-_HUB_SECONDS = 10.0
-"""The hub answers in this time, or counts as out of reach."""
+from ringtile.tools.units import first_line
 
 
 class Loaded(NamedTuple):
@@ -28,16 +26,12 @@ class Loaded(NamedTuple):
     """The source of the tokens."""
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
 def _attempt(what: str, load: Callable[[], Any]) -> Any:
     """Return the result of a loader of transformers, or raise ValueError with one line."""
     try:
         return load()
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
-        raise ValueError(f"{what}: {_first_line(error)}") from None
+        raise ValueError(f"{what}: {first_line(error)}") from None
 
 
 def _quiet_transformers() -> Any:
@@ -54,20 +48,17 @@ def _quiet_transformers() -> Any:
 
 
 def _ask_hub(name: str) -> bool:
-    """Return True if the hub answers for a name, or False if it does not and the name is in the local cache.
-
-    transformers asks the hub for many files, and again after each failure. Raises ValueError with one line.
-    """
+    """Return True if the hub answers for a name, or False if the name is in the local cache, else raise ValueError."""
+    # transformers asks the hub for many files, and again after each failure. A hub that is slow is out of reach.
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     try:
-        HfApi().model_info(name, timeout=_HUB_SECONDS)
+        HfApi().model_info(name, timeout=10.0)
     except (errors.HTTPError, OSError, ValueError) as error:  # type: ignore[attr-defined]
         if not isinstance(error, ValueError) and isinstance(try_to_load_from_cache(name, "config.json"), str):
             return False
-        raise ValueError(
-            f"MODEL: {name!r} is no local file or folder, and the hub gave none: {_first_line(error)}"
-        ) from None
+        what = f"MODEL: {name!r} is no local file or folder, and the hub gave none"
+        raise ValueError(f"{what}: {first_line(error)}") from None
     return True
 
 
@@ -81,7 +72,10 @@ class Source(NamedTuple):
 
 
 def load_model(source: str | None, random_weights: Path | None, n_tokens: int, seed: int = 0) -> Source:
-    """Load a model for sequences of ``n_tokens``. Arguments and errors are those of `load`."""
+    """Load a folder of ``save_pretrained``, a GGUF file, a name on the hub, or a ``config.json`` or its folder.
+
+    The last gets random weights by ``seed``. Raises ValueError if the model cannot be loaded for ``n_tokens``.
+    """
     if (source is None) == (random_weights is None):
         raise ValueError("MODEL: expected a model or --random-weights CONFIG, got " + ("both" if source else "neither"))
     if n_tokens < 2:
@@ -130,27 +124,15 @@ def _tokenizer(transformers: Any, source: str, where: dict[str, Any]) -> Callabl
     except (OSError, ValueError, KeyError, ImportError):
         return None
 
-    def encode(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
-
-    return encode
+    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def load(
     source: str | None, random_weights: Path | None, n_tokens: int, text: Path | None = None, seed: int = 0
 ) -> Loaded:
-    """Load a model and the first tokens of a text.
+    """Load a model, see `load_model`, and the first tokens of a text file (default: the topics of Python's ``help()``).
 
-    Args:
-        source: A folder of ``save_pretrained``, a GGUF file, or a name on the hub.
-        random_weights: A ``config.json`` or its folder, instead of ``source``: the model gets random weights.
-        n_tokens: The number of tokens.
-        text: A text file in UTF-8. Default: the topics of Python's ``help()``.
-        seed: Seed of the random weights.
-
-    Raises:
-        ValueError: If something is missing or too short.
+    Raises ValueError if something is missing or too short.
     """
     words, title = python_manual(), "Python's documentation (pydoc_data.topics)"
     if text is not None:

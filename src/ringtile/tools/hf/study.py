@@ -20,10 +20,9 @@ from ringtile.tools.memory import peak_memory
 from ringtile.tools.plot import BLUE, GREY, NOTE, picture
 from ringtile.tools.progress import Progress
 from ringtile.tools.timing import interleaved, seconds_of
-from ringtile.tools.units import bytes_text, duration_text
+from ringtile.tools.units import bytes_text, duration_text, first_line
 
 PREFILL, TRAINING = "prefill", "training"
-SDPA = "sdpa"
 
 
 @dataclass
@@ -46,7 +45,6 @@ class Timing:
     peak_bytes: int | None = None
     """Beyond weights and results."""
     reason: str = ""
-    """Why there are no times."""
 
     @property
     def median(self) -> float | None:
@@ -65,7 +63,6 @@ class Entrant:
     """How many tokens of greedy decoding come before the first that differs from eager attention's."""
     greedy_tokens: int | None = None
     reason: str = ""
-    """Why it is left out."""
     passes: dict[str, Timing] = field(default_factory=dict)
 
     @property
@@ -109,7 +106,6 @@ class Study:
 
     @property
     def complaints(self) -> list[str]:
-        """Return a line for each wrong result of ringtile."""
         return [f"{entrant.name}: {entrant.reason}" for entrant in self.ours if entrant.reason]
 
     def _pattern(self, entrant: Entrant) -> Pattern | None:
@@ -126,37 +122,37 @@ class Study:
         except (RuntimeError, ValueError, ImportError, TypeError, AttributeError) as error:
             if entrant.peer == RINGTILE:
                 raise
-            into.reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            into.reason = first_line(error)
 
     def run(self, progress: Progress) -> None:
         """Check, then measure. If ringtile is wrong, nothing is timed."""
-        self._check(progress)
+        self.progress = progress
+        self._check()
         if self.complaints:
             return
-        self._losses(progress)
-        self._greedy(progress)
+        self._losses()
+        self._greedy()
         if PREFILL in self.passes:
-            self._measure(PREFILL, partial(check.prefill, self.model, self.loaded.ids), None, progress)
+            self._measure(PREFILL, partial(check.prefill, self.model, self.loaded.ids), None)
         if TRAINING in self.passes:
             forward, backward = partial(training_loss, self.model, self.loaded.ids), partial(gradients, self.model)
-            self._measure(TRAINING, forward, backward, progress)
+            self._measure(TRAINING, forward, backward)
 
-    def _check(self, progress: Progress) -> None:
+    def _check(self) -> None:
         # The reference has the rounded weights, so that only the arithmetic differs.
         self.model.to(self.dtype)
         for entrant in self.ours:
-            for found in self._checks(entrant, progress):
+            for found in self._checks(entrant):
                 entrant.checks.append(found)
-                progress.say(
-                    f"{entrant.name}: {found.what} of {found.tokens:,} of {self.loaded.ids.shape[1]:,} tokens "
-                    "against eager attention: "
-                    f"error {found.error:.1e}, bound {found.bound:.1e}, {found.dtype}"
+                self.progress.say(
+                    f"{entrant.name}: {found.what} of {found.tokens:,} of {self.loaded.ids.shape[1]:,} tokens against "
+                    f"eager attention: error {found.error:.1e}, bound {found.bound:.1e}, {found.dtype}"
                 )
                 if found.error > found.bound:
                     entrant.reason = f"wrong: error {found.error:.1e} of the {found.what}, over {found.bound:.1e}"
                     break
 
-    def _checks(self, entrant: Entrant, progress: Progress) -> Iterator[Check]:
+    def _checks(self, entrant: Entrant) -> Iterator[Check]:
         ids = self.loaded.ids[:, : self.checked_tokens]
         # For its backward pass, eager attention keeps the scores of all layers.
         few = ids[:, : check.tokens_for_eager(ids.shape[1], self.heads * self.layers)]
@@ -165,14 +161,16 @@ class Study:
             ("logits", len(at), lambda: [check.logits(self.model, ids, at)], check.worst_error)
         ]
         if TRAINING in self.passes:
-            call = partial(check.training_gradients, self.model, few)
-            computed.append(("gradients", few.shape[1], call, check.gradient_error))
+            computed.append((
+                "gradients", few.shape[1], lambda: gradients(self.model, training_loss(self.model, few)),
+                check.gradient_error,
+            ))  # fmt: skip
         expected: dict[str, list[Tensor]] = {}
         # A wrong mask that the rounding of the dtype hides shows in float32.
         for dtype in dict.fromkeys((torch.float32, self.dtype)):
             self.model.to(dtype)
             for what, tokens, compute, error_of in computed:
-                progress.show(f"check the {what} of {entrant.name}")
+                self.progress.show(f"check the {what} of {entrant.name}")
                 with check.eager_masks(self._pattern(entrant), self.heads):
                     switch(self.model, EAGER)
                     eager = compute()
@@ -183,17 +181,17 @@ class Study:
                 bound = max(FLOAT32_BOUND, LOW_PRECISION * error_of(eager, reference))
                 yield Check(what, tokens, str(dtype).removeprefix("torch."), error, bound)
 
-    def _losses(self, progress: Progress) -> None:
+    def _losses(self) -> None:
         for entrant in self.entrants:
-            progress.show(f"loss with {entrant.name}")
+            self.progress.show(f"loss with {entrant.name}")
             with self._refusals(entrant, entrant):
                 self._switch(entrant)
                 entrant.loss, n_last = check.loss(self.model, self.loaded.ids, self.vocab_size)
-                progress.say(f"{entrant.name}: loss {entrant.loss:.6f}, mean of {n_last:,} tokens")
+                self.progress.say(f"{entrant.name}: loss {entrant.loss:.6f}, mean of {n_last:,} tokens")
 
-    def _greedy(self, progress: Progress) -> None:
+    def _greedy(self) -> None:
         for entrant in self.ours:
-            progress.show(f"greedy decoding with {entrant.name}")
+            self.progress.show(f"greedy decoding with {entrant.name}")
             with check.eager_masks(self._pattern(entrant), self.heads):
                 switch(self.model, EAGER)
                 expected = check.greedy(self.model, self.loaded.ids)
@@ -201,44 +199,39 @@ class Study:
             equal = (check.greedy(self.model, self.loaded.ids) == expected).cumprod(0)
             entrant.same_tokens, entrant.greedy_tokens = int(equal.sum()), len(expected)
             same = f"{entrant.same_tokens} of {entrant.greedy_tokens}"
-            progress.say(f"{entrant.name}: greedy decoding: the first {same} tokens are those of eager attention")
+            self.progress.say(f"{entrant.name}: greedy decoding: the first {same} tokens are those of eager attention")
 
     def _measure(
-        self,
-        name: str,
-        forward: Callable[[], Tensor],
-        backward: Callable[[Tensor], list[Tensor]] | None,
-        progress: Progress,
+        self, name: str, forward: Callable[[], Tensor], backward: Callable[[Tensor], list[Tensor]] | None
     ) -> None:
-        def call() -> None:
-            out = forward()
-            if backward is not None:
-                backward(out)
+        def call() -> object:
+            return forward() if backward is None else backward(forward())
 
-        ready: dict[int, Callable[[], None]] = {}
+        ready: dict[int, Callable[[], object]] = {}
         for number, entrant in enumerate(self.entrants):
             # A baseline that failed before is not tried again.
             timing = entrant.passes.setdefault(name, Timing(reason=entrant.reason))
             if timing.reason:
                 continue
-            progress.show(f"{name} with {entrant.name}: memory")
+            self.progress.show(f"{name} with {entrant.name}: memory")
             with self._refusals(entrant, timing):
                 self._switch(entrant)
                 peaks = peak_memory(forward, backward, self.loaded.ids.device)
                 timing.peak_bytes = max(peaks.forward, peaks.backward or 0)
-                ready[number] = partial(self._time, entrant, timing, f"{name} with {entrant.name}", call, progress)
+                ready[number] = partial(self._time, entrant, name, call)
         interleaved(ready, self.rounds)
-        self._say(name, progress)
+        self._say(name, self.progress)
 
-    def _time(self, entrant: Entrant, timing: Timing, what: str, call: Callable[[], None], progress: Progress) -> None:
+    def _time(self, entrant: Entrant, name: str, call: Callable[[], object]) -> None:
+        seconds = entrant.passes[name].seconds
+        self.progress.show(f"{name} with {entrant.name}: round {len(seconds) + 1} of {self.rounds}")
         # The switch is not in the time.
-        progress.show(f"{what}: round {len(timing.seconds) + 1} of {self.rounds}")
         self._switch(entrant)
-        timing.seconds.append(seconds_of(call, 1, self.loaded.ids.device))
+        seconds.append(seconds_of(call, 1, self.loaded.ids.device))
 
     def _say(self, name: str, progress: Progress) -> None:
         progress.say(f"{name}: median of {self.rounds} interleaved rounds [least, most]; peak beyond weights")
-        base = next((e.passes[name].median for e in self.entrants if e.peer == SDPA), None)
+        base = next((e.passes[name].median for e in self.entrants if e.peer == "sdpa"), None)
         for entrant in self.entrants:
             timing = entrant.passes[name]
             if timing.median is None:

@@ -7,14 +7,12 @@ Links: messages of several sizes, from each process to the next at the same time
 from __future__ import annotations
 
 import datetime
-import json
 import multiprocessing
 import signal
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from ringtile.functional import sparse_attention
 from ringtile.index import build_index
 from ringtile.patterns import Causal, Window
-from ringtile.tools.machine import machine_facts
+from ringtile.tools.machine import cores, machine_facts
 from ringtile.tools.predict.hardware import Hardware, Sizes, flops_per_pair
 from ringtile.tools.predict.work import MAX_RANKS
 from ringtile.tools.timing import interleaved, seconds_of
@@ -34,9 +32,7 @@ _SECONDS = 120
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit (bytes, seconds) by alpha + bytes / beta, with the least sum of squared relative errors.
-
-    Alpha is at least 1 ns. Raises ValueError if larger messages are not slower.
+    """Fit (bytes, seconds) by alpha + bytes / beta, with the least squared relative errors and alpha at least 1 ns.
 
     >>> alpha, beta = fit_link([(1000, 0.002), (3000, 0.004)])
     >>> round(alpha, 6), round(beta)
@@ -59,8 +55,7 @@ def _median(call: Callable[[], object], rounds: int, device: torch.device) -> fl
 def measure_figures(rounds: int = 7, device: torch.device | None = None) -> dict[str, float]:
     """Measure with the default process group, on a device: fields of `Hardware`, the same in every process."""
     device = device or torch.device("cpu")
-    size, samples = dist.get_world_size(), []
-    rank = dist.get_rank()
+    rank, size, samples = dist.get_rank(), dist.get_world_size(), []
     for count in _SIZES:
         sent, received = torch.zeros(2, count, dtype=torch.uint8, device=device).unbind()
         to, of = ([count * (other == (rank + step) % size) for other in range(size)] for step in (1, -1))
@@ -79,11 +74,7 @@ def measure_figures(rounds: int = 7, device: torch.device | None = None) -> dict
 
 def processors_of(device: torch.device) -> int:
     """Return how many processors of a kind this machine has."""
-    if device.type == "cuda":
-        return torch.cuda.device_count()
-    cores = machine_facts()["cores"]
-    assert isinstance(cores, int)
-    return cores
+    return torch.cuda.device_count() if device.type == "cuda" else cores()
 
 
 def _rates(rounds: int, device: torch.device) -> tuple[float, float, float]:
@@ -107,47 +98,31 @@ def _rates(rounds: int, device: torch.device) -> tuple[float, float, float]:
 
 
 def measure_machine(rounds: int = 7) -> Hardware:
-    """Measure this machine with up to 8 processes that exchange over gloo. All ranks of a plan then share its cores.
-
-    Raises RuntimeError if a process fails.
-    """
-    cores = processors_of(torch.device("cpu"))
+    """Measure this machine with up to 8 processes that exchange over gloo. All ranks of a plan then share its cores."""
+    n_cores = processors_of(torch.device("cpu"))
     # A link needs two ranks. More than eight measure nothing new.
-    n_ranks = max(2, min(cores, 8))
+    n_ranks = max(2, min(n_cores, 8))
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_measuring, args=(rank, n_ranks, folder, rounds), daemon=True)
-            for rank in range(n_ranks)
-        ]
+        # Ctrl-C ends this process, which ends the others.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            # Ctrl-C ends this process, which ends the others.
-            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            try:
-                for process in processes:
-                    process.start()
-            finally:
-                signal.signal(signal.SIGINT, handler)
-            for process in processes:
-                process.join(_SECONDS)
-            codes = [process.exitcode for process in processes]
-            if codes != [0] * n_ranks:
-                raise RuntimeError(f"measuring: expected {n_ranks} processes to finish, got exit codes {codes}")
+            pool = context.Pool(n_ranks)
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-        figures = json.loads(Path(folder, "figures").read_text())
+            signal.signal(signal.SIGINT, handler)
+        with pool:
+            ranks = [(rank, n_ranks, folder, rounds) for rank in range(n_ranks)]
+            # Each rank waits for the others, so no process runs two of them.
+            figures = pool.starmap_async(_measuring, ranks, chunksize=1).get(_SECONDS)[0]
     source = f"{n_ranks} processes of one thread over gloo on {machine_facts()['cpu']}"
-    assumption = f"{source}; all ranks share its {cores} cores (measured)"
-    return Hardware("this machine", assumption, MAX_RANKS, processors_per_node=cores, has_trees=True, **figures)
+    assumption = f"{source}; all ranks share its {n_cores} cores (measured)"
+    return Hardware("this machine", assumption, MAX_RANKS, processors_per_node=n_cores, has_trees=True, **figures)
 
 
-def _measuring(rank: int, size: int, folder: str, rounds: int) -> None:
+def _measuring(rank: int, size: int, folder: str, rounds: int) -> dict[str, float]:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=_SECONDS)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, size, rank)
     figures = measure_figures(rounds)
-    if rank == 0:
-        Path(folder, "figures").write_text(json.dumps(figures))
     dist.destroy_process_group()
+    return figures

@@ -1,9 +1,8 @@
 """Bytes, work and memory of each rank, and a model of the time: pure functions on the host, without communication.
 
 Bytes, messages and peers are exact. Work and memory come from the covers of the pattern, like plans. Times are a model:
-the slowest rank's copies, then its exchange beside the rows that do not wait for it, then its other rows. Nothing runs
-beside an exchange of heads. A message costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its
-processors.
+the slowest rank's copies, then its exchange beside the rows that do not wait for it, then its other rows. A message
+costs alpha plus its bytes / beta (Hockney, 1994). Ranks of a node share its processors.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import ceil, gcd, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +21,11 @@ from ringtile.distributed.plan import TRANSPORTS, Demand, Transport, count_hot, 
 from ringtile.distributed.relays import count_levels
 from ringtile.index.covers import check_candidates
 from ringtile.patterns import Causal
-from ringtile.tools.predict.hardware import Hardware, Sizes, flops_per_pair
+from ringtile.tools.predict.hardware import Hardware, flops_per_pair
 from ringtile.tools.predict.work import Tiles, Work, split, survey
+
+_Spent = dict[str, Any]
+"""The fields of a cost that depend on the transport's own course."""
 
 
 class Cost(NamedTuple):
@@ -78,20 +80,7 @@ def estimate(work: Work, transport: Transport, hardware: Hardware, per_row: int 
     """Return the cost of one transport. A hierarchy has the nodes of the hardware.
 
     With ``per_row``, the transport "ulysses" has a mesh: its rows of so many ranks lie inside a node and exchange
-    heads, and keys travel between rows.
-
-    Raises ValueError if the transport does not support the pattern or the number of ranks, ranks cannot share the
-    heads, or ranks cannot build their indices.
-
-    >>> from ringtile.distributed.layout import Layout
-    >>> from ringtile.patterns import Causal, Window
-    >>> from ringtile.tools.predict.hardware import HARDWARE
-    >>> work = survey(Causal() & Window(4096), Layout.contiguous(1 << 20, 64), Sizes())
-    >>> cost = estimate(work, "exchange", HARDWARE["h100"])
-    >>> int(cost.received.max()) / 2**20, int(cost.peers.max())
-    (16.0, 2)
-    >>> estimate(work, "ulysses", HARDWARE["h100"], 8).mesh
-    (8, 8)
+    heads, and keys travel between rows. Raises ValueError if the transport is not possible, with the reason.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"transport: expected one of {TRANSPORTS}, got {transport!r}")
@@ -99,39 +88,17 @@ def estimate(work: Work, transport: Transport, hardware: Hardware, per_row: int 
         raise ValueError(work.reason)
     model = _MODELS[transport] if per_row is None else partial(_mesh, per_row=per_row)
     traffic = _Traffic(work.layout.n_ranks, hardware)
-    spent = model(work, hardware, traffic)
-    pairs = work.pairs.double() * flops_per_pair(work.sizes)[0]
-    return Cost(
-        transport=transport,
-        **traffic.totals,
-        peers=traffic.peers,
-        tiles=work.tiles if spent.tiles is None else spent.tiles,
-        flops=pairs if spent.flops is None else spent.flops,
-        buffer=spent.buffer,
-        forward=spent.forward,
-        backward=spent.backward,
-        traffic=traffic.bytes,
-        copied=torch.zeros_like(work.tiles) if spent.copied is None else spent.copied,
-        mesh=spent.mesh,
-    )
+    flops = work.pairs.double() * flops_per_pair(work.sizes)[0]
+    figures: _Spent = {"tiles": work.tiles, "flops": flops, "copied": torch.zeros_like(work.tiles)}
+    figures |= model(work, hardware, traffic)
+    peers = ((traffic.bytes > 0) | (traffic.bytes.T > 0)).sum(1)
+    return Cost(transport, peers=peers, traffic=traffic.bytes, **(figures | traffic.totals))
 
 
 def ranks_per_row(n_ranks: int, heads: int, hardware: Hardware) -> int | None:
     """Return the longest row, with fast links, whose ranks can share the heads. None if one node has all ranks."""
     longest = gcd(n_ranks, heads, hardware.ranks_per_node)
     return longest if longest > 1 and n_ranks > hardware.ranks_per_node else None
-
-
-class _Spent(NamedTuple):
-    """The part of a cost that depends on the transport's own course, see `Cost`."""
-
-    forward: Tensor
-    backward: Tensor
-    buffer: Tensor
-    copied: Tensor | None = None
-    tiles: Tensor | None = None
-    flops: Tensor | None = None
-    mesh: tuple[int, int] | None = None
 
 
 class _Traffic:
@@ -175,15 +142,6 @@ class _Traffic:
         to_others = (group.unsqueeze(1) == group) * (tokens * token).unsqueeze(1)
         self.bytes += to_others.fill_diagonal_(0)
 
-    @property
-    def peers(self) -> Tensor:
-        return ((self.bytes > 0) | (self.bytes.T > 0)).sum(1)
-
-
-def _widths(sizes: Sizes) -> tuple[int, int]:
-    """Return the bytes of a token's keys and values, and of the sums of their gradients."""
-    return sizes.width * sizes.dtype.itemsize, sizes.width * sizes.accumulator.itemsize
-
 
 class _Rows(NamedTuple):
     """Seconds of each rank for its rows, float64 ``[P]``, and the tokens of its buffer."""
@@ -215,13 +173,15 @@ class _Rows(NamedTuple):
         )
         return cls(forward, backward, n_buffer, n_copied, parts.calls)
 
-    def around(self, moved: Tensor, token: int, hardware: Hardware) -> Tensor:
-        """Return the seconds of copies and calls, float64 ``[P]``."""
-        return shared_time(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
+    def spent(self, forward: Tensor, backward: Tensor, moved: Tensor, token: int, hardware: Hardware) -> _Spent:
+        """Add copies and calls to both passes, and to the backward pass the rows that come first."""
+        around = shared_time(2 * moved * token / hardware.memory + self.calls * hardware.call, hardware)
+        times = {"forward": around + forward, "backward": around + self.backward[2] + backward}
+        return {**times, "buffer": moved * token, "copied": self.n_copied * token}
 
 
 def _exchange(work: Work, hardware: Hardware, traffic: _Traffic, *, gather: bool = False) -> _Spent:
-    layout, grid, demand, (token, wide) = work.layout, work.grid, work.demand, _widths(work.sizes)
+    layout, grid, demand, (token, wide) = work.layout, work.grid, work.demand, work.sizes.token_bytes
     n_ranks = layout.n_ranks
     if gather:
         demand = find_demand(work.pattern, layout, grid, gather=True)
@@ -229,24 +189,23 @@ def _exchange(work: Work, hardware: Hardware, traffic: _Traffic, *, gather: bool
     traffic.move(cold * token)
     traffic.broadcast(hot, torch.zeros_like(hot), token, wide)
     # A broadcast crosses every kind of link. They run one after another.
-    link, n_broadcasts = _slowest(n_ranks, hardware), int((hot > 0).sum())
+    link, n_broadcasts = hardware.slowest(n_ranks), int((hot > 0).sum())
     hot_wire, hot_wire_back = _broadcasts(n_ranks, n_broadcasts, int(hot.sum()), token, wide, link, hardware)
     cold_wire = all_to_all_time(cold * token, hardware)
     rows = _Rows.of(work, demand, hardware, gather=gather)
     moved = cold.sum(1) + cold.sum(0) + hot.sum() + rows.n_buffer
-    around = rows.around(moved, token, hardware)
     # Own rows run beside the broadcasts, and rows with broadcast keys beside the other exchange.
     of_own, of_hot, rest = rows.forward
     forward = torch.maximum(of_own.clamp(min=hot_wire) + of_hot, hot_wire + cold_wire) + rest
     # Backward the other way around.
-    of_own, of_hot, rest = rows.backward
+    of_own, of_hot, _ = rows.backward
     backward = torch.maximum(of_hot, cold_wire)
     backward = torch.maximum(of_hot + of_own, backward + hot_wire_back)
-    return _Spent(around + forward, around + rest + backward, moved * token, rows.n_copied * token)
+    return rows.spent(forward, backward, moved, token, hardware)
 
 
 def _hierarchy(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
-    layout, demand, (token, wide) = work.layout, work.demand, _widths(work.sizes)
+    layout, demand, (token, wide) = work.layout, work.demand, work.sizes.token_bytes
     n_ranks, per_node = layout.n_ranks, min(hardware.ranks_per_node, layout.n_ranks)
     if n_ranks % per_node:
         raise ValueError(f"transport 'hierarchy': expected nodes of {per_node} ranks, got {n_ranks} ranks")
@@ -263,7 +222,7 @@ def _hierarchy(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
         traffic.move(moved * token)
     traffic.broadcast(hot, number, token, wide)
     traffic.broadcast(of_number, traffic.node, token, wide)
-    net, node = (hardware.net_alpha, hardware.net_beta), (hardware.node_alpha, hardware.node_beta)
+    net, node = hardware.between, hardware.in_node
     across, straight, inside = (
         _link_time(moved * token, link) for moved, link in ((crossing, net), (direct, node), (handed, node))
     )
@@ -272,22 +231,19 @@ def _hierarchy(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     inner, inner_back = _broadcasts(per_node, n_inner, int(hot.sum()), token, wide, node, hardware)
     rows = _Rows.of(work, demand, hardware, gather=False)
     moved = sum(x.sum(0) + x.sum(1) for x in (crossing, direct, handed)) + 2 * n_kept + hot.sum() + rows.n_buffer
-    around = rows.around(moved, token, hardware)
     # Own rows run beside all that leaves at once, and rows with broadcast keys beside all but the broadcasts.
     of_own, of_hot, rest = rows.forward
     forward = torch.maximum(of_own.clamp(min=outer) + inner + of_hot, outer + across)
     forward = torch.maximum(forward, straight) + inside + rest
     # Backward the other way around.
-    of_own, of_hot, rest = rows.backward
+    of_own, of_hot, _ = rows.backward
     backward = torch.maximum(of_hot, inside) + inner_back
     backward = torch.maximum(backward + torch.maximum(of_own, across + outer_back), straight)
-    return _Spent(
-        around + forward, around + rest + backward, moved * token, rows.n_copied * token, mesh=(n_nodes, per_node)
-    )
+    return {**rows.spent(forward, backward, moved, token, hardware), "mesh": (n_nodes, per_node)}
 
 
 def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
-    layout, n_ranks, (token, wide) = work.layout, work.layout.n_ranks, _widths(work.sizes)
+    layout, n_ranks, (token, wide) = work.layout, work.layout.n_ranks, work.sizes.token_bytes
     if not fits_ring(work.pattern):
         raise ValueError(f"transport 'ring': expected the pattern dense or causal, got {work.pattern!r}")
     # Ranks pass buffers of one size, that of the rank with the most tokens.
@@ -299,7 +255,7 @@ def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
     traffic.move(moved, hops)
     home = longest * wide * n_ranks if n_ranks > 1 else 0
     traffic.add(sent_backward=home, received_backward=home)
-    alpha, beta = _slowest(n_ranks, hardware)
+    alpha, beta = hardware.slowest(n_ranks)
     # A run of queries meets each run of keys, or each before it and itself, in a call of its own.
     every = sorted((begin, rank) for rank, runs in enumerate(layout.runs) for begin, _ in runs)
     met = torch.arange(1, len(every) + 1) if isinstance(work.pattern, Causal) else len(every)
@@ -317,7 +273,7 @@ def _ring(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
         backward = step_backward.clamp(min=keys) + step_backward.clamp(min=gradients) + gradients
         backward += (n_ranks - 2) * step_backward.clamp(min=keys + gradients)
     buffer = torch.full_like(calls, longest * token * (2 if n_ranks > 1 else 1))
-    return _Spent(copies + step + hops * step.clamp(min=keys), copies + backward, buffer)
+    return {"forward": copies + step + hops * step.clamp(min=keys), "backward": copies + backward, "buffer": buffer}
 
 
 def _exchange_heads(
@@ -355,7 +311,8 @@ def _ulysses(work: Work, hardware: Hardware, traffic: _Traffic) -> _Spent:
         around + shared_time(pairs * each / hardware.flops, hardware) for each in flops_per_pair(work.sizes)
     )
     flops = pairs.double() * flops_per_pair(work.sizes)[0]
-    return _Spent(forward, backward, wires + arriving, tiles=tiles, flops=flops)
+    times = {"forward": forward, "backward": backward}
+    return {**times, "buffer": wires + arriving, "tiles": tiles, "flops": flops}
 
 
 def _mesh(work: Work, hardware: Hardware, traffic: _Traffic, *, per_row: int) -> _Spent:
@@ -367,19 +324,13 @@ def _mesh(work: Work, hardware: Hardware, traffic: _Traffic, *, per_row: int) ->
         for name, total in traffic.totals.items():
             total[number::per_row] += getattr(cost, name)
 
-    def each(name: str) -> Tensor:
-        """Return a figure of the exchange between rows, for each rank."""
-        return torch.stack([getattr(cost, name) for cost in columns], 1).flatten()
-
-    return _Spent(
-        around + each("forward"),
-        around + each("backward"),
-        arriving + torch.maximum(wires, each("buffer")),
-        each("copied"),
-        each("tiles"),
-        each("flops"),
-        (work.layout.n_ranks // per_row, per_row),
-    )
+    # The figures of the exchange between rows, for each rank.
+    names = ("forward", "backward", "buffer", "copied", "tiles", "flops")
+    spent: _Spent = {name: torch.stack([getattr(cost, name) for cost in columns], 1).flatten() for name in names}
+    for name in ("forward", "backward"):
+        spent[name] += around
+    spent["buffer"] = arriving + torch.maximum(wires, spent["buffer"])
+    return {**spent, "mesh": (work.layout.n_ranks // per_row, per_row)}
 
 
 _MODELS: dict[Transport, Callable[[Work, Hardware, _Traffic], _Spent]] = {
@@ -441,7 +392,7 @@ def _columns(work: Work, plan: HeadPlan, hardware: Hardware) -> list[Cost]:
 
 
 def _inside_rows(x: Tensor) -> Tensor:
-    """Return what ranks send to each number of their own row, ``[P, G]``, as ``[P, P]``, from rank to rank.
+    """Return what ranks send to each number of their own row, ``[P, G]``, as ``[P, P]``.
 
     >>> _inside_rows(torch.tensor([[0, 1], [2, 0], [0, 3], [4, 0]]))[:, 2:].tolist()
     [[0, 0], [0, 0], [0, 3], [4, 0]]
@@ -487,20 +438,10 @@ def _link_time(moved: Tensor, link: tuple[float, float]) -> Tensor:
 
 
 def all_to_all_time(moved: Tensor, hardware: Hardware) -> Tensor:
-    """Return the seconds of each rank, float64 ``[P]``, for bytes ``[P, P]`` from rank to rank, or for their way back.
-
-    Links carry as much in both directions at once, so both take the same time.
-    """
+    """Return the seconds of each rank, float64 ``[P]``, for bytes ``[P, P]`` from rank to rank, or their way back."""
     node = nodes_of(len(moved), hardware)
     inside = node.unsqueeze(1) == node
-    seconds = []
-    for part, alpha, beta in (
-        (moved * inside, hardware.node_alpha, hardware.node_beta),
-        (moved * ~inside, hardware.net_alpha, hardware.net_beta),
-    ):
-        messages = torch.maximum((part > 0).sum(0), (part > 0).sum(1))
-        seconds.append(messages * alpha + torch.maximum(part.sum(0), part.sum(1)) / beta)
-    return torch.maximum(*seconds).double()
+    return torch.maximum(_link_time(moved * inside, hardware.in_node), _link_time(moved * ~inside, hardware.between))
 
 
 def _broadcasts(
@@ -514,10 +455,3 @@ def _broadcasts(
     times, times_back = trees if hardware.has_trees else (1, 1)
     (alpha, beta), steps = link, count * ceil(log2(n_ranks))
     return steps * alpha + times * tokens * token / beta, steps * alpha + times_back * tokens * wide / beta
-
-
-def _slowest(n_ranks: int, hardware: Hardware) -> tuple[float, float]:
-    """Return alpha and beta of the slowest link that a collective of all ranks crosses."""
-    if n_ranks > hardware.ranks_per_node:
-        return hardware.net_alpha, hardware.net_beta
-    return hardware.node_alpha, hardware.node_beta

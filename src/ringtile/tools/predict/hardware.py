@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+_KINDS = {"str": "a string", "bool": "true or false", "int": "a positive integer", "float": "a positive number"}
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -42,18 +44,25 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "str":
-                is_valid, expected = isinstance(value, str), "a string"
-            elif field.type == "bool":
-                is_valid, expected = isinstance(value, bool), "true or false"
-            elif field.type == "int":
-                is_valid, expected = type(value) is int and value > 0, "a positive integer"
-            else:
-                is_valid = type(value) in (int, float) and 0 < value < float("inf")
-                expected = "a positive number"
-            if not is_valid:
-                raise ValueError(f"{field.name}: expected {expected}, got {value!r}")
+            value, kind = getattr(self, field.name), str(field.type)
+            # JSON has a whole number for some floats.
+            named = type(value).__name__ in (kind, "int" if kind == "float" else kind)
+            if not named or (kind in ("int", "float") and not 0 < value < float("inf")):
+                raise ValueError(f"{field.name}: expected {_KINDS[kind]}, got {value!r}")
+
+    @property
+    def in_node(self) -> tuple[float, float]:
+        """Seconds per message and bytes per second inside a node."""
+        return self.node_alpha, self.node_beta
+
+    @property
+    def between(self) -> tuple[float, float]:
+        """Seconds per message and bytes per second between nodes."""
+        return self.net_alpha, self.net_beta
+
+    def slowest(self, n_ranks: int) -> tuple[float, float]:
+        """Return the figures of the slowest link that a collective of all ranks crosses."""
+        return self.between if n_ranks > self.ranks_per_node else self.in_node
 
     @classmethod
     def read(cls, path: Path) -> Hardware:
@@ -135,9 +144,10 @@ class Sizes:
         return self.batch * self.kv_heads * self.width_of_head
 
     @property
-    def accumulator(self) -> torch.dtype:
-        """The dtype of sums over ranks."""
-        return torch.promote_types(self.dtype, torch.float32)
+    def token_bytes(self) -> tuple[int, int]:
+        """Bytes of a token's keys and values, and of the sums of their gradients over ranks."""
+        sums = torch.promote_types(self.dtype, torch.float32)
+        return self.width * self.dtype.itemsize, self.width * sums.itemsize
 
 
 def flops_per_pair(sizes: Sizes) -> tuple[int, int]:

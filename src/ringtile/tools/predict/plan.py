@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from ringtile.distributed.layout import LAYOUTS
 from ringtile.distributed.plan import TRANSPORTS, Transport
 from ringtile.patterns import Pattern, parse
-from ringtile.tools.plot import FORMATS, missing_matplotlib, picture, plot_traffic
+from ringtile.tools.plot import FORMATS, check_out, picture, plot_traffic
 from ringtile.tools.predict.cheapest import ModelCost, cost_of_model
 from ringtile.tools.predict.cluster import measure_machine
 from ringtile.tools.predict.cost import Cost, estimate, ranks_per_row
@@ -82,16 +83,17 @@ class Table(NamedTuple):
             yield each, "" if len(layouts) == len(self.automatic) else f" ({', '.join(layouts)})"
 
     def lines(self) -> Iterator[str]:
-        """Yield the table as text."""
         (best, _), default, rows = self.best, self.default, self.possible
         told = "* least time with transport='auto'" + ("" if best is default else ", + with any")
         yield f"{_ranks(self.n_ranks)} ({told}, by the model)"
         marks = ["*" if row is default else "+" if row is best else " " for row, _ in rows]
-        named = [(row.layout, row.transport + (f" {_by(cost.mesh)}" if cost.mesh else ""), cost) for row, cost in rows]
-        texts = [{"layout": layout, "transport": how, **_texts(_figures(cost))} for layout, how, cost in named]
+        texts = []
+        for row, cost in rows:
+            transport = row.transport + (" {}x{}".format(*cost.mesh) if cost.mesh else "")
+            texts.append({"layout": row.layout, "transport": transport, **_texts(_figures(cost))})
         yield from _aligned(marks, texts)
         for mesh in sorted({cost.mesh for _, cost in rows if cost.mesh}):
-            yield f"  {_by(mesh)}: with group=init_device_mesh(device, {mesh})"
+            yield f"  {'{}x{}'.format(*mesh)}: with group=init_device_mesh(device, {mesh})"
         if own := [f"{bytes_text(n)} ({row.layout}, {row.transport})" for row, cost in rows if (n := _copied(cost))]:
             yield _wrapped(f"buffer: copies of the rank's own keys, for rows that also read others': {', '.join(own)}")
         refused = [(row.layout, (row.transport, row.cost)) for row in self.rows if isinstance(row.cost, str)]
@@ -104,17 +106,14 @@ class Table(NamedTuple):
             yield f"  less time: {best.layout} with transport={best.transport!r}"
 
     def record(self) -> dict[str, object]:
-        """Return the table for JSON."""
         rows = []
         for row in self.rows:
-            found: dict[str, object] = {"layout": row.layout, "transport": row.transport, "best": row is self.best[0]}
-            if isinstance(cost := row.cost, str):
-                found["reason"] = cost
-            else:
-                found |= {f"most_{name}": int(getattr(cost, name).max()) for name in _MOST}
+            found: dict[str, object] = {"reason": row.cost}
+            if not isinstance(cost := row.cost, str):
+                found = {f"most_{name}": int(getattr(cost, name).max()) for name in _MOST}
                 found |= {"total_between": int(cost.between.sum()), "balance": cost.balance, "mesh": cost.mesh}
                 found["model_seconds"] = {name: float(getattr(cost, name).max()) for name in _TIMES}
-            rows.append(found)
+            rows.append({"layout": row.layout, "transport": row.transport, "best": row is self.best[0], **found})
         layout = None if self.default is None else self.default.layout
         return {"ranks": self.n_ranks, "auto": self.automatic, "cheapest_layout": layout, "rows": rows}
 
@@ -129,7 +128,7 @@ class ModelTable(NamedTuple):
 
     @property
     def costs(self) -> dict[str, ModelCost]:
-        return {name: cost for name, cost in self.found.items() if isinstance(cost, ModelCost)}
+        return {name: cost for name, cost in self.found.items() if not isinstance(cost, str)}
 
     @property
     def best(self) -> str:
@@ -144,7 +143,6 @@ class ModelTable(NamedTuple):
         return {name: int(sum(n * getattr(cost.costs[rule], name) for rule, n in layers).max()) for name in _SUMMED}
 
     def lines(self) -> Iterator[str]:
-        """Yield the table as text."""
         costs, texts = self.costs, []
         for name, cost in costs.items():
             of_layers = [(n, _figures(cost.costs[rule])) for rule, n in self.layers.items()]
@@ -156,17 +154,13 @@ class ModelTable(NamedTuple):
         yield from _aligned(["*" if name == self.best else " " for name in costs], texts)
 
     def record(self) -> dict[str, object]:
-        """Return the table for JSON."""
-        rows: list[dict[str, object]] = []
+        rows = []
         for name, cost in self.found.items():
-            row: dict[str, object] = {"layout": name, "best": name == self.best}
-            if isinstance(cost, str):
-                row["reason"] = cost
-            else:
-                row["transports"] = list(cost.transports.values())
-                row |= {f"most_{figure}": most for figure, most in self.summed(cost).items()}
-                row["model_seconds"] = cost.seconds
-            rows.append(row)
+            row: dict[str, object] = {"reason": cost}
+            if not isinstance(cost, str):
+                most = {f"most_{figure}": most for figure, most in self.summed(cost).items()}
+                row = {"transports": list(cost.transports.values()), **most, "model_seconds": cost.seconds}
+            rows.append({"layout": name, "best": name == self.best, **row})
         return {"ranks": self.n_ranks, "rows": rows}
 
 
@@ -175,17 +169,16 @@ def _figures(cost: Cost) -> dict[str, float]:
     return {name: cost.balance if name == "balance" else float(getattr(cost, name).max()) for name in _COLUMNS}
 
 
+_SHAPES: dict[str, Callable[[float], str]] = {
+    **dict.fromkeys(_TIMES, duration_text),
+    **dict.fromkeys(("messages", "peers"), "{:,.0f}".format),
+    "balance": "{:.2f}".format,
+}
+"""The texts of figures that are no bytes."""
+
+
 def _texts(figures: Mapping[str, float]) -> dict[str, str]:
-    """Return figures as text, by column."""
-    found = {}
-    for name, figure in figures.items():
-        if name in _TIMES:
-            found[name] = duration_text(figure)
-        elif name in ("messages", "peers"):
-            found[name] = f"{int(figure):,}"
-        else:
-            found[name] = f"{figure:.2f}" if name == "balance" else bytes_text(int(figure))
-    return found
+    return {name: _SHAPES.get(name, bytes_text)(figure) for name, figure in figures.items()}
 
 
 def _aligned(marks: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -201,23 +194,16 @@ def _ranks(n_ranks: int) -> str:
     return f"{n_ranks:,} rank{'' if n_ranks == 1 else 's'}"
 
 
-def _by(mesh: tuple[int, int]) -> str:
-    return f"{mesh[0]}x{mesh[1]}"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+_wrapped = partial(textwrap.fill, width=_WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _copied(cost: Cost) -> int:
     """Return the bytes of own keys in the largest buffer if they are most of it, otherwise 0."""
-    largest = int(cost.buffer.argmax())
-    most = int(cost.copied[largest])
-    return most if 2 * most > int(cost.buffer[largest]) else 0
+    most = int(cost.copied[cost.buffer.argmax()])
+    return most if 2 * most > int(cost.buffer.max()) else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ringtile plan``."""
     add = parser.add_argument
     patterns = 'such as "causal & window(4096)" or longformer. Several: those of a model\'s layers'
     add("patterns", nargs="+", metavar="PATTERN", help=patterns)
@@ -284,7 +270,7 @@ class _Planned:
                 try:
                     table.rows.append(Row(name, transport, estimate(work, transport, self.hardware, size)))
                 except ValueError as error:
-                    shown = transport if size is None else f"{transport} {_by((n_ranks // size, size))}"
+                    shown = transport if size is None else f"{transport} {n_ranks // size}x{size}"
                     table.rows.append(Row(name, shown, str(error)))
         return table
 
@@ -301,12 +287,7 @@ class _Planned:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table for each number of ranks, and return 0.
-
-    Raises:
-        ValueError: If an argument is invalid, no layout and transport supports the pattern, or a plan would be too
-            large.
-    """
+    """Print a table for each number of ranks, and return 0."""
     rules, sizes, hardware = _checked(args)
     layers = dict(zip(rules, args.layers or [1] * len(rules), strict=True))
     planned = _Planned(layers, args, sizes, hardware, Progress(quiet=True))
@@ -353,16 +334,11 @@ def _checked(args: argparse.Namespace) -> tuple[list[Pattern], Sizes, Hardware]:
         raise ValueError(f"--tokens: expected at most {_MAX_TOKENS:,}, got {args.tokens:,}")
     if max(args.ranks) > MAX_RANKS:
         raise ValueError(f"--ranks: expected at most {MAX_RANKS:,}, got {max(args.ranks):,}")
-    if args.measure is not None:
-        if args.hardware is not None:
-            raise ValueError(f"--measure: expected no --hardware beside it, got {args.hardware!r}")
-        if not args.measure.absolute().parent.is_dir():
-            raise ValueError(f"--measure: expected a file in a folder that exists, got {str(args.measure)!r}")
-    if args.out is not None:
-        if args.out.suffix not in FORMATS:
-            raise ValueError(f"--out: expected a file name ending in {', '.join(FORMATS)}, got {str(args.out)!r}")
-        if (reason := missing_matplotlib()) is not None:
-            raise ValueError(f"--out: {reason}")
+    if args.measure is not None and args.hardware is not None:
+        raise ValueError(f"--measure: expected no --hardware beside it, got {args.hardware!r}")
+    if args.measure is not None and not args.measure.absolute().parent.is_dir():
+        raise ValueError(f"--measure: expected a file in a folder that exists, got {str(args.measure)!r}")
+    check_out(args.out)
     # A pattern of its own for each head fixes the number of heads.
     heads = args.heads or next((rule.num_heads for rule in rules if rule.num_heads), 32)
     kv_heads = args.kv_heads or (8 if heads % 8 == 0 else heads)

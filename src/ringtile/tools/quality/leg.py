@@ -381,7 +381,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
     add(
         "--text", type=Path, nargs="+", default=(), metavar="FILE",
-        help="texts or folders of texts to judge by, each for itself, or to calibrate by (default: texts of your Python)",
+        help="texts, or folders of them, to judge or calibrate by (default: texts of your Python)",
     )  # fmt: skip
     add("--tokens", type=count, default=4096, metavar="N", help="length of its sequences (default: 4096)")
     add("--block", type=int, default=32, choices=(16, 32, 64, 128), help="tile side in its attention (default: 32)")

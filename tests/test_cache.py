@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,9 @@ from torch import Tensor
 from ringtile.functional import merge_attention, sparse_attention
 from ringtile.functional.cache import LayerCache
 from ringtile.index import cache_info
-from ringtile.modules.cache import KVCache
 from ringtile.modules.language_model import SparseLanguageModel
 from ringtile.modules.longnet import longnet_attend
-from ringtile.modules.transformer import SparseTransformer
+from ringtile.modules.transformer import KVCache, SparseTransformer
 from ringtile.patterns import (
     BlockDilated,
     Blocks,
@@ -398,30 +398,6 @@ def test_a_key_counts_once_for_each_pattern() -> None:
         torch.testing.assert_close(torch.cat(found, 2), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "pattern", [streaming(4, 24), [Window(9) | GlobalTokens(5), Window(16) & Strided(3)]], ids=["same", "different"]
-)
-@pytest.mark.parametrize("options", [{}, {"rotary": False, "qk_norm": False, "num_kv_heads": None}], ids=["", "plain"])
-def test_logits_and_memory_of_a_rolling_cache(pattern: Pattern | list[Pattern], options: dict[str, Any]) -> None:
-    model = model_of(pattern, **options)
-    tokens = torch.randint(61, (2, 237))
-    cache = model.transformer.new_cache()
-    assert cache.bounded
-    bound = sum(layer.capacity or 0 for layer in cache.layers)
-    kv_heads = 4 if options else 2
-    with torch.no_grad():
-        steps = []
-        for n, chunk in zip([0, 37, 38, 39, 180, *range(181, 237)], [37, 1, 1, 141, *[1] * 57], strict=True):
-            steps.append(model(tokens[:, n : n + chunk], cache=cache))
-            assert cache.length == n + chunk
-            assert cache.nbytes <= bound * (2 * 2 * kv_heads * 8 * 8 + 8 + 2)
-        torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=0, atol=1e-10)
-
-
-def test_a_cache_of_some_unbounded_layers_is_unbounded() -> None:
-    assert not model_of([Window(9), Strided(3)]).transformer.new_cache().bounded
-
-
 def test_prompts_padded_on_the_left_are_generated_together() -> None:
     model = model_of(Window(20))
     prompts = [torch.randint(61, (1, n)) for n in (30, 18)]
@@ -447,23 +423,18 @@ def test_drawn_tokens_follow_the_logits() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("pattern", "complaint"),
-    [
-        (Window(4), "pattern: .*no later keys.*window"),
-        (Dense(), "pattern: .*no later keys"),
-        (Causal() & Documents(ids=torch.zeros(2, 9, dtype=torch.int64)), "pattern: .*all batch rows"),
-    ],
-)
-def test_patterns_without_a_cache(pattern: Pattern, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        LayerCache(pattern)
-
-
-def test_a_pattern_of_a_fixed_length_says_so_at_every_other() -> None:
-    x = torch.randn(1, 1, 4, 8)
+def test_patterns_that_do_not_fit() -> None:
+    for pattern in (Window(4), Dense()):
+        with pytest.raises(ValueError, match=f"pattern: .*no later keys.*{re.escape(repr(pattern))}"):
+            LayerCache(pattern)
+    with pytest.raises(ValueError, match=r"pattern: .*all batch rows"):
+        LayerCache(Causal() & Documents(ids=torch.zeros(2, 9, dtype=torch.int64)))
+    x = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match="documents of 10 tokens"):
         LayerCache(Causal() & Documents([5, 5])).attend(x, x, x)
+    with pytest.raises(ValueError, match=r"query: .*4 heads"):
+        LayerCache(ROLLING["per head"]).attend(x, x, x)
+    assert not model_of([Window(9), Strided(3)]).transformer.new_cache().bounded
 
 
 def _changed(change: Callable[[Tensor], Tensor], which: int) -> tuple[Tensor, ...]:
@@ -494,12 +465,6 @@ def test_tensors_that_do_not_fit(tensors: tuple[Tensor, ...], options: dict[str,
     with pytest.raises(ValueError, match=complaint):
         cache.attend(*tensors, **options)
     assert cache.length == 3
-
-
-def test_a_pattern_of_other_heads() -> None:
-    x = torch.randn(1, 2, 1, 8)
-    with pytest.raises(ValueError, match=r"query: .*4 heads"):
-        LayerCache(ROLLING["per head"]).attend(x, x, x)
 
 
 def test_caches_of_other_models() -> None:

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import math
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from itertools import pairwise, product
@@ -375,55 +376,29 @@ def test_a_config_refuses_what_is_out_of_range(arguments: dict[str, Any], named:
         BlockSparseRingDilatedAttention(sparse_config=config)(torch.randn(1, 20, 1, 8))
 
 
-OVERRIDDEN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "window by a ratio": (
-        {"pattern_type": "local_window", "sparsity_ratio": 0.3},
-        {"local_window_size": 512},
-        r"local_window_size=512 changes nothing: sparsity_ratio=0\.3 decides",
-    ),
-    "window by a ratio beside global tokens": (
-        {"pattern_type": "global_local", "sparsity_ratio": 0.3},
-        {"local_window_size": 64},
-        r"local_window_size=64 changes nothing: sparsity_ratio=0\.3 decides",
-    ),
-    "small blocks by a ratio": (
-        {"pattern_type": "dilated_sparse", "sparsity_ratio": 0.3},
-        {"block_size": 64},
-        r"block_size=64 shapes no pattern: sparsity_ratio=0\.3 decides, and keeps whole computed tiles of 128 x 128",
-    ),
-    "small blocks by a window": (
-        {"pattern_type": "local_window"},
-        {"block_size": 64},
-        "block_size=64 changes nothing: local_window_size=512 decides",
-    ),
-    "small blocks by a window with bounds": (
-        {"pattern_type": "local_window", "max_sparsity": 0.3},
-        {"block_size": 64},
-        "block_size=64 changes nothing: local_window_size=512 decides",
-    ),
-    "large blocks by a window": (
-        {"pattern_type": "global_local", "local_window_size": 100},
-        {"block_size": 256},
-        "block_size=256 changes nothing: local_window_size=100 decides",
-    ),
-    "window by the type": ({}, {"local_window_size": 64}, "pattern_type='dilated_sparse' decides, .* dilation_rates"),
-    "tokens by the type": (
-        {"pattern_type": "local_window"},
-        {"global_tokens": 64},
-        "global_tokens=64 changes nothing: pattern_type='local_window' decides, which is shaped by local_window_size",
-    ),
-    "rates by the type": (
-        {"pattern_type": "global_local"},
-        {"dilation_rates": [1]},
-        r"dilation_rates=\(1,\) changes nothing: .* shaped by local_window_size and global_tokens",
-    ),
-}
+RATIO = r"sparsity_ratio=0\.3 decides"
 
 
-@pytest.mark.parametrize("name", OVERRIDDEN)
+@pytest.mark.parametrize(
+    ("kind", "base", "field", "decides"),
+    [
+        ("local_window", {"sparsity_ratio": 0.3}, {"local_window_size": 512}, RATIO),
+        ("global_local", {"sparsity_ratio": 0.3}, {"local_window_size": 64}, RATIO),
+        ("dilated_sparse", {"sparsity_ratio": 0.3}, {"block_size": 64}, f"{RATIO}, and keeps .* tiles of 128 x 128"),
+        ("local_window", {}, {"block_size": 64}, "local_window_size=512 decides"),
+        ("local_window", {"max_sparsity": 0.3}, {"block_size": 64}, "local_window_size=512 decides"),
+        ("global_local", {"local_window_size": 100}, {"block_size": 256}, "local_window_size=100 decides"),
+        ("dilated_sparse", {}, {"local_window_size": 64}, "pattern_type='dilated_sparse' decides, .* dilation_rates"),
+        ("local_window", {}, {"global_tokens": 64}, "'local_window' decides, which is shaped by local_window_size"),
+        ("global_local", {}, {"dilation_rates": (1,)}, "decides, .* shaped by local_window_size and global_tokens"),
+    ],
+)
 @TOO_SHORT
-def test_a_field_that_another_overrides_is_said_and_changes_nothing(name: str) -> None:
-    base, field, said = OVERRIDDEN[name]
+def test_a_field_that_another_overrides_is_said_and_changes_nothing(
+    kind: str, base: dict[str, Any], field: dict[str, Any], decides: str
+) -> None:
+    base, ((name, value),) = {"pattern_type": kind, **base}, field.items()
+    said = rf"{name}={re.escape(str(value))} (changes nothing|shapes no pattern): .*{decides}"
     with pytest.warns(UserWarning, match=said) as caught:
         config = SparsePatternConfig(**base, **field)
     assert [Path(each.filename).name for each in caught] == ["test_compat.py"]
@@ -435,8 +410,7 @@ def test_a_field_that_another_overrides_is_said_and_changes_nothing(name: str) -
     assert all(attention.pattern_generator.rule(n) == plain.rule(n) for n in (900, 4096))
     # And once after a change.
     changed = SparsePatternConfig(**base)
-    for each, value in field.items():
-        setattr(changed, each, value)
+    setattr(changed, name, value)
     attention = BlockSparseRingDilatedAttention(sparse_config=changed)
     with pytest.warns(UserWarning, match=said):
         attention(X)
@@ -738,14 +712,10 @@ def test_a_ring_has_one_rank_or_all_of_them(monkeypatch: pytest.MonkeyPatch) -> 
     assert BlockSparseRingDilatedAttention(ring_size=4).ring_size == 4
 
 
-@pytest.mark.parametrize(
-    "segments",
-    [{"segment_lengths": [4]}, {"dilation_rates": [1]}, {"segment_lengths": [4, 8], "dilation_rates": [1]},
-     {"segment_lengths": [0], "dilation_rates": [1]}, {"segment_lengths": [4], "dilation_rates": [0]}],
-)  # fmt: skip
-def test_segments_need_one_rate_each(segments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"segment_lengths|dilation_rates"):
-        BlockSparseRingDilatedAttention(**segments)
+def test_segments_need_one_rate_each() -> None:
+    for lengths, rates in (([4], None), (None, [1]), ([4, 8], [1]), ([0], [1]), ([4], [0])):
+        with pytest.raises(ValueError, match=r"segment_lengths|dilation_rates"):
+            BlockSparseRingDilatedAttention(lengths, rates)
 
 
 @TOO_SHORT
@@ -805,20 +775,12 @@ def test_in_segments_a_pattern_of_ones_own_serves_one_length() -> None:
         attention(X[:, :200])
 
 
-@pytest.mark.parametrize(
-    ("key", "matrix"),
-    [
-        (0, torch.eye(2, dtype=torch.bool)),
-        ("512", torch.eye(2, dtype=torch.bool)),
-        (256, torch.eye(2)),
-        (256, torch.ones(2, 3, dtype=torch.bool)),
-        (256, torch.ones(2, dtype=torch.bool)),
-        (256, "diagonal"),
-    ],
-)
-def test_the_cache_refuses_what_is_no_pattern(key: Any, matrix: Any) -> None:
-    with pytest.raises(ValueError, match="pattern_cache"):
-        PersistentPatternCache()[key] = matrix
+def test_the_cache_refuses_what_is_no_pattern() -> None:
+    eye = torch.eye(2, dtype=torch.bool)
+    matrices = (torch.eye(2), torch.ones(2, 3, dtype=torch.bool), torch.ones(2, dtype=torch.bool), "diagonal")
+    for key, matrix in ((0, eye), ("512", eye), *((256, matrix) for matrix in matrices)):
+        with pytest.raises(ValueError, match="pattern_cache"):
+            PersistentPatternCache()[key] = matrix
 
 
 def test_the_cache_drops_what_was_used_least_recently() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import make_inputs, oracle, relative_error
+from test_compat import heads_first
 from torch import Tensor
 
 from ringtile.adaptive import AdaptiveAttention, Controller, Density, Probe, audit
@@ -24,10 +25,6 @@ from ringtile.patterns import Blocks, Causal, Dense, Elements, Pattern
 
 SMALL = SparsePatternConfig("adaptive", 0.25, block_size=64)
 FIRST = AdaptiveAttention(Probe("first"), Density(0.3), block=32)
-
-
-def heads_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
 
 
 def chosen(attention: BlockSparseRingDilatedAttention, number: int = 0) -> Any:
@@ -159,31 +156,22 @@ def test_bounds_hold_the_density_of_chosen_tiles() -> None:
     assert chosen(attention).tile_density == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: BlockSparseRingDilatedAttention(use_adaptive_sparsity="yes"), "enabled: "),  # type: ignore[arg-type]
-        (lambda: BlockSparseRingDilatedAttention(sparse_config=SMALL).enable_adaptive_sparsity(False), "enabled: "),
-        (
-            lambda: BlockSparseRingDilatedAttention(
-                [64], [1], use_adaptive_sparsity=AdaptiveAttention(budget=Controller(0.9, "running"))
-            ),
-            "enabled: ",
-        ),
+def test_what_contradicts_is_refused() -> None:
+    core, create = BlockSparseRingDilatedAttention, create_adaptive_sparse_multihead_attention
+    running = AdaptiveAttention(budget=Controller(0.9, "running"))
+    both: dict[str, Any] = {"quality_threshold": 0.9, "use_adaptive_sparsity": FIRST}
+    calls: list[tuple[Any, str]] = [
+        (lambda: core(use_adaptive_sparsity="yes"), "enabled: "),  # type: ignore[arg-type]
+        (lambda: core(sparse_config=SMALL).enable_adaptive_sparsity(False), "enabled: "),
+        (lambda: core([64], [1], use_adaptive_sparsity=running), "enabled: "),
         (lambda: SparsePatternGenerator(SMALL).generate_pattern(500), "pattern_type: 'adaptive'"),
-        (lambda: create_adaptive_sparse_multihead_attention(8, 2, quality_threshold=1.0), "quality: "),
-        (
-            lambda: create_adaptive_sparse_multihead_attention(
-                8, 2, quality_threshold=0.9, use_adaptive_sparsity=FIRST
-            ),
-            "use_adaptive_sparsity: expected True beside quality_threshold=0.9",
-        ),
-        (lambda: create_adaptive_sparse_multihead_attention(8, 2, pattern_type="local_window"), "pattern_type: "),
-    ],
-)  # fmt: skip
-def test_what_contradicts_is_refused(make: Any, named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{named}"):
-        make()
+        (lambda: create(8, 2, quality_threshold=1.0), "quality: "),
+        (lambda: create(8, 2, **both), "use_adaptive_sparsity: expected True beside quality_threshold=0.9"),
+        (lambda: create(8, 2, pattern_type="local_window"), "pattern_type: "),
+    ]
+    for call, named in calls:
+        with pytest.raises(ValueError, match=f"^{named}"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from oracle import relative_error
 from ranks import on_ranks, run_processes
+from test_compat import TOO_SHORT, with_grads
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -221,9 +222,6 @@ def test_deepspeeds_group_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # A ring of all ranks.
 
-TOO_SHORT = pytest.mark.filterwarnings("ignore:dilation_rates=", "ignore:sparsity_ratio=.* cannot be reached")
-"""The lengths are small here, and the ratio and the rates have no room: warnings say so."""
-
 RINGS: dict[str, dict[str, Any]] = {
     "window": {"sparse_config": SparsePatternConfig("local_window", local_window_size=300)},
     "density": {"sparse_config": SparsePatternConfig("global_local", 0.6, global_tokens=5)},
@@ -238,12 +236,6 @@ RINGS: dict[str, dict[str, Any]] = {
     },
     "all pairs": {"sparse_config": SparsePatternConfig(sparsity_ratio=1.0), "attention_scale": 0.2},
 }
-
-
-def with_grads(attend: Any, inputs: tuple[Tensor, ...], grad_out: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])

@@ -105,9 +105,8 @@ def step_alone(model: Any, kind: str) -> Step:
     batch = dict(batch_of(kind))
     if kind == "left" and model.loss_type == "ForCausalLM":
         # The last padding token has no keys and no label.
-        batch["labels"] = batch["labels"].masked_fill(
-            batch["attention_mask"].diff(dim=1, prepend=-torch.ones(2, 1)) == 1, -100
-        )
+        last = batch["attention_mask"].diff(dim=1, prepend=-torch.ones(2, 1)) == 1
+        batch["labels"] = batch["labels"].masked_fill(last, -100)
     # A cache would hide packed documents.
     out = model(**batch, use_cache=False)
     out.loss.backward()
@@ -142,9 +141,7 @@ def error_of(found: Step, wanted: Step, kind: str) -> tuple[float, float]:
     errors = []
     for name, grad in wanted.grads.items():
         largest = grad.abs().max()
-        errors.append(
-            (found.grads[name] - grad).abs().max() / largest if largest > 0 else found.grads[name].abs().max()
-        )
+        errors.append((found.grads[name] - grad).abs().max() / (largest if largest > 0 else 1))
     return float(logits), float(max(errors))
 
 
@@ -186,27 +183,21 @@ def keep_documents_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "ranks", "layout"),
-    [
-        ("Mistral", "left", 2, "zigzag"),
-        ("Gemma3", "packed", 4, "contiguous"),
-        ("gpt-oss", "left", 4, "contiguous"),
-        ("Gemma2", "plain", 2, "striped"),
-        ("Llama 4", "left", 4, "zigzag"),
-        ("Llama 4", "packed", 2, "zigzag"),
-        ("ModernBERT", "plain", 4, "zigzag"),
-    ],
+    "case",
+    (
+        "Mistral-left-2-zigzag; Gemma3-packed-4-contiguous; gpt-oss-left-4-contiguous; Gemma2-plain-2-striped; "
+        "Llama 4-left-4-zigzag; Llama 4-packed-2-zigzag; ModernBERT-plain-4-zigzag"
+    ).split("; "),
 )
-def test_logits_and_gradients_are_those_of_one_process_in_float32(
-    name: str, kind: str, ranks: int, layout: str
-) -> None:
+def test_logits_and_gradients_are_those_of_one_process_in_float32(case: str) -> None:
+    name, kind, ranks, layout = case.rsplit("-", 3)
     model = new_model(name)
     register()
     model.set_attn_implementation("ringtile")
     if model.config._attn_implementation != "ringtile":
         pytest.skip(f"transformers {hf.__version__} does not switch the attention of {name}")
     wanted = expected(name, torch.float32, kind)
-    found = step_shared([new_model(name) for _ in range(ranks)], kind, layout)
+    found = step_shared([new_model(name) for _ in range(int(ranks))], kind, layout)
     logits, grads = error_of(found, wanted, kind)
     assert logits < 5e-6
     assert grads < 1e-5
@@ -309,35 +300,27 @@ def refused(model: Any, words: str, **options: Any) -> None:
     on_ranks(1, run)
 
 
-def with_part(part: nn.Module) -> Any:
+def changed(**attributes: Any) -> Any:
     model = new_model("Mistral")
-    model.part = part
+    for name, value in attributes.items():
+        setattr(model, name, value)
     return model
 
 
-def with_forward(forward: Callable[..., Any]) -> Any:
-    model = new_model("Mistral")
-    model.forward = forward
-    return model
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+T5 = dict(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=1)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (
-            lambda: hf.LlamaForCausalLM(
-                hf.LlamaConfig(**DECODER, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-            ),
+            lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, rope_parameters=DYNAMIC)),
             "rope_type: expected one that does not depend on the longest position, got 'dynamic'",
         ),
+        (lambda: new_model("gpt-oss", output_router_logits=True), "output_router_logits: expected False, got True"),
         (
-            lambda: new_model("gpt-oss", output_router_logits=True),
-            "output_router_logits: expected False, got True",
-        ),
-        (
-            lambda: hf.T5ForConditionalGeneration(
-                hf.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=32, num_layers=1)
-            ),
+            lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)),
             "model: expected one without cross attention, got T5ForConditionalGeneration",
         ),
         (
@@ -348,18 +331,12 @@ def with_forward(forward: Callable[..., Any]) -> Any:
             lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1)),
             r"model: expected layers of attention, got \['(linear_attention|mamba)'\] in MambaForCausalLM",
         ),
+        (lambda: changed(part=nn.Conv1d(64, 64, 3)), "model: expected no convolutions over tokens, got one in Mistral"),
         (
-            lambda: with_part(nn.Conv1d(64, 64, 3)),
-            "model: expected no convolutions over tokens, got one in MistralForCausalLM",
-        ),
-        (
-            lambda: with_forward(lambda input_ids, position_ids, use_cache: None),
+            lambda: changed(forward=lambda input_ids, position_ids, use_cache: None),
             "model: expected one that hands arguments on to its attention, got: .* argument 'cp_batch'",
         ),
-        (
-            lambda: with_forward(lambda **arguments: None),
-            "model: expected attention layers, got none in MistralForCausalLM",
-        ),
+        (lambda: changed(forward=lambda **arguments: None), "model: expected attention layers, got none in Mistral"),
     ],
 )
 def test_models_that_cannot_be_shared_are_refused(make: Callable[[], Any], words: str) -> None:

@@ -28,63 +28,31 @@ PATTERN = Window(9) | GlobalTokens(3)
 DENSE = F.scaled_dot_product_attention
 
 
+JOINT = dict(in_channels=4, num_attention_heads=2, joint_attention_dim=16, pooled_projection_dim=16)
+
+
 def unet() -> nn.Module:
-    return diffusers.UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16,
-        attention_head_dim=8,
-        norm_num_groups=8,
-    )
+    down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
+    sizes = dict(sample_size=16, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8)
+    attention = dict(cross_attention_dim=16, attention_head_dim=8)
+    return diffusers.UNet2DConditionModel(**sizes, **attention, down_block_types=down, up_block_types=up)
 
 
 def flux() -> nn.Module:
     return diffusers.FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
-        axes_dims_rope=(4, 4, 8),
+        **JOINT, patch_size=1, num_layers=1, num_single_layers=1, attention_head_dim=16, axes_dims_rope=(4, 4, 8)
     )
 
 
 def stable_diffusion_3() -> nn.Module:
-    return diffusers.SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        caption_projection_dim=16,
-        pooled_projection_dim=16,
-        out_channels=4,
-    )
+    sizes = dict(sample_size=16, patch_size=2, num_layers=2, attention_head_dim=8, out_channels=4)
+    return diffusers.SD3Transformer2DModel(**JOINT, **sizes, caption_projection_dim=16)
 
 
 def wan() -> nn.Module:
-    return diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=16,
-        ffn_dim=16,
-        num_layers=1,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
-    )
+    heads = dict(num_attention_heads=2, attention_head_dim=12, cross_attn_norm=True, rope_max_seq_len=32)
+    sizes = dict(patch_size=(1, 2, 2), in_channels=4, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=16)
+    return diffusers.WanTransformer3DModel(**heads, **sizes, num_layers=1, qk_norm="rms_norm_across_heads")
 
 
 def images(model: nn.Module) -> Tensor:
@@ -159,9 +127,7 @@ class Masked:
         self.mask, self.how = mask, how
 
     def __call__(self, attn: object, hidden_states: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            hidden_states, hidden_states, hidden_states, attn_mask=self.mask, **self.how
-        )
+        return F.scaled_dot_product_attention(*[hidden_states] * 3, attn_mask=self.mask, **self.how)
 
 
 def as_scores(kept: Tensor, dropped: float) -> Tensor:

@@ -175,11 +175,6 @@ def test_any_problem(data: st.DataObject) -> None:
     assert compare(inputs, lengths, rates, **options) < 1e-12
 
 
-def test_shared_heads_masked_keys_and_late_queries() -> None:
-    inputs, mask = make_inputs(2, 6, 37, 100, head_dim=3, kv_heads=2, value_dim=2)[:3], torch.rand(2, 100) < 0.6
-    assert compare(inputs, [16, 48], [1, 5], is_causal=True, key_mask=mask) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("branches", "is_causal"),
     [(([64, 128, 256], [1, 2, 4]), True), (PAPER, False), (COPRIME, True)],

@@ -96,15 +96,9 @@ def masks_named(name: str, batch: int, n_queries: int, n_keys: int) -> dict[str,
 
 
 MASKS = (
-    "none",
-    "padding",
-    "padding bias",
-    "dropped",
-    "dropped as floats",
-    "dropped per head",
-    "dropped and padding",
-    "floats and padding bias",
-)
+    "none; padding; padding bias; dropped; dropped as floats; dropped per head; dropped and padding; "
+    "floats and padding bias"
+).split("; ")
 
 
 def gradients(module: nn.Module, given: list[Tensor], outputs: list[Tensor]) -> dict[str, Tensor]:
@@ -193,13 +187,6 @@ def test_a_padding_bias_beyond_the_range_of_a_half_type_stays_finite() -> None:
     bias = torch.full((1, 20), -1e30, dtype=torch.float64)
     plain, biased = (module(x, x, x, need_weights=False, **how)[0] for how in ({}, {"key_padding_mask": bias}))
     assert (plain - biased).abs().max() < 0.01 * plain.abs().max()
-
-
-@pytest.mark.parametrize("name", ["dropped", "dropped per head"])
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(5, 3), (130, 260), (1, 1), (260, 129)])
-def test_masks_of_any_lengths(name: str, n_queries: int, n_keys: int) -> None:
-    ours, theirs = modules("plain", attend=elsewhere)
-    assert_same(ours, theirs, inputs(ours, 2, n_queries, n_keys), masks_named(name, 2, n_queries, n_keys))
 
 
 @pytest.mark.parametrize(("diagonal", "is_causal"), [(0, False), (3, True), (1, False)])
@@ -312,15 +299,12 @@ class Recorder:
 @pytest.mark.parametrize("as_bool", [False, True])
 def test_the_causal_mask_becomes_is_causal(as_bool: bool) -> None:
     recorder = Recorder()
-    module, theirs = modules("batch first", pattern=Window(4), attend=recorder)
+    module, _ = modules("batch first", pattern=Window(4), attend=recorder)
     mask = nn.Transformer.generate_square_subsequent_mask(30, dtype=torch.float64)
-    mask = mask.isinf() if as_bool else mask
     x = torch.randn(2, 30, E, dtype=torch.float64)
-    out, _ = module(x, x, x, attn_mask=mask, need_weights=False)
-    assert recorder.calls == [{"pattern": Window(4), "is_causal": True, "key_mask": None, "dropout_p": 0.0}]
-    dropped = ~kept_by(Causal() & Window(4), 30, 30)[0]
-    assert relative_error(out, theirs(x, x, x, attn_mask=dropped, need_weights=False)[0]) < EXACT
-    assert torch.equal(out, module(x, x, x, is_causal=True, need_weights=False)[0])
+    module(x, x, x, attn_mask=mask.isinf() if as_bool else mask, need_weights=False)
+    module(x, x, x, is_causal=True, need_weights=False)
+    assert recorder.calls == [{"pattern": Window(4), "is_causal": True, "key_mask": None, "dropout_p": 0.0}] * 2
 
 
 def test_floating_padding_without_a_bias_becomes_the_key_mask() -> None:
@@ -495,12 +479,6 @@ def test_replacing_again_changes_the_pattern() -> None:
     with pytest.raises(ValueError, match="defined for 3 heads"):
         replace_attention(layer, pattern=per_head([Window(1)] * 3))
     assert torch.equal(layer(x), first)
-
-    class Other(SparseMultiheadAttention):
-        """Left alone, as every subclass."""
-
-    with pytest.raises(ValueError, match=r"model: expected a torch\.nn\.MultiheadAttention"):
-        replace_attention(Other(E, H), pattern=Window(3))
 
 
 @pytest.mark.parametrize("variant", ["batch first", "all of it"])
@@ -814,9 +792,13 @@ def test_replace_attention_leaves_subclasses_alone_and_says_when_there_is_nothin
     class Special(nn.MultiheadAttention):
         pass
 
-    model = nn.ModuleList([Special(E, H), nn.MultiheadAttention(E, H)])
+    class Other(SparseMultiheadAttention):
+        pass
+
+    model = nn.ModuleList([Special(E, H), nn.MultiheadAttention(E, H), Other(E, H)])
     replace_attention(model, pattern=LOCAL)
-    assert [type(module) for module in model] == [Special, SparseMultiheadAttention]
+    assert [type(module) for module in model] == [Special, SparseMultiheadAttention, Other]
+    assert model[2].pattern is None
     with pytest.raises(ValueError, match=r"model: expected a torch\.nn.MultiheadAttention in it, got Linear"):
         replace_attention(nn.Linear(2, 2), pattern=LOCAL)
     model = nn.ModuleList([nn.MultiheadAttention(E, 2), nn.MultiheadAttention(E, H)])
@@ -877,19 +859,16 @@ def test_the_call_refuses(given: tuple[Tensor, ...], arguments: dict[str, Any], 
         module(*given, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dropout": 0.1}, "'block_sparse' does not support dropout, got self.dropout=0.1"),
-        ({"add_bias_kv": True}, "'block_sparse' does not support add_bias_kv or add_zero_attn"),
-        ({"add_zero_attn": True}, "'block_sparse' does not support add_bias_kv or add_zero_attn"),
-        ({"attend": elsewhere}, "'block_sparse' needs attend=sparse_attention"),
-    ],
-)
-def test_block_sparse_weights_are_refused(options: dict[str, Any], message: str) -> None:
-    module = SparseMultiheadAttention(E, H, batch_first=True, pattern=LOCAL, **options)
-    with pytest.raises(ValueError, match=message):
-        module(X, X, X, need_weights="block_sparse")
+def test_block_sparse_weights_are_refused() -> None:
+    for name, value, message in (
+        ("dropout", 0.1, "'block_sparse' does not support dropout, got self.dropout=0.1"),
+        ("add_bias_kv", True, "'block_sparse' does not support add_bias_kv or add_zero_attn"),
+        ("add_zero_attn", True, "'block_sparse' does not support add_bias_kv or add_zero_attn"),
+        ("attend", elsewhere, "'block_sparse' needs attend=sparse_attention"),
+    ):
+        module = SparseMultiheadAttention(E, H, batch_first=True, pattern=LOCAL, **{name: value})
+        with pytest.raises(ValueError, match=message):
+            module(X, X, X, need_weights="block_sparse")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -904,13 +883,8 @@ def test_nested_tensors_are_refused_where_lengths_could_be_lost() -> None:
 
 def test_a_mask_cannot_serve_other_lengths() -> None:
     def halves(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        return torch.cat(
-            [
-                sparse_attention(*parts, **how)
-                for parts in zip(*(x.chunk(2, 2) for x in (query, key, value)), strict=True)
-            ],
-            2,
-        )
+        parts = zip(*(x.chunk(2, 2) for x in (query, key, value)), strict=True)
+        return torch.cat([sparse_attention(*part, **how) for part in parts], 2)
 
     module = SparseMultiheadAttention(E, H, batch_first=True, attend=halves)
     mask = torch.eye(6, dtype=torch.bool)

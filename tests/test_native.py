@@ -42,8 +42,7 @@ from ringtile.kernels import native, plans
 from ringtile.kernels.contracts import Call
 from ringtile.kernels.masses import pooled_masses
 from ringtile.kernels.native.instruction_sets import BFLOAT16_SETS, EMULATED_SETS, RATES, InstructionSet
-from ringtile.kernels.native.library import VARIABLE, library, reason_against
-from ringtile.kernels.native.peak import peak_rates
+from ringtile.kernels.native.library import VARIABLE, library, peak_rates, reason_against
 from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.native.self_test import check_tiles
 from ringtile.kernels.spans import kernel_times
@@ -104,7 +103,7 @@ class Case:
     chunked: bool
 
     def features(self) -> Iterator[str]:
-        """What the case exercises: the quotas count these."""
+        """What the case exercises."""
         yield from (str(self.dtype), f"block {self.block}", self.kind, f"threads {self.threads}", *self.layouts)
         flags = ("dropout_p", "lse_grad", "key_mask", "key_lengths", "poisoned", "chunked")
         yield from (name for name in flags if getattr(self, name))
@@ -133,20 +132,6 @@ KINDS = (
     "cut",
 )
 LAYOUTS = ("plain", "heads last", "sliced", "expanded", "last dimension", "offset")
-QUOTAS = {
-    **{name: 40 for name in ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")},
-    **{f"block {block}": 20 for block in (16, 32, 64, 128)},
-    **{kind: 20 for kind in KINDS},
-    **{layout: 100 for layout in LAYOUTS},
-    **{f"threads {count}": 50 for count in (1, 2, 3)},
-    **{name: 40 for name in ("dropout_p", "lse_grad", "key_mask", "key_lengths", "poisoned", "chunked")},
-    **{name: 40 for name in ("gqa", "batch")},
-    **{name: 40 for name in ("n_queries differ", "ragged first row", "ragged last row", "ragged column")},
-    **{name: 20 for name in ("negative start", "odd head_dim", "head_dim over 64", "value_dim differs")},
-    **{name: 12 for name in ("negative scale", "zero scale")},
-}
-"""At least so many of 256 cases."""
-
 LENGTHS = (1, 2, 7, 16, 17, 31, 64, 100, 129, 150, 200, 257, 300)
 HEAD_DIMS = (1, 2, 3, 8, 15, 16, 17, 32, 33, 48, 64, 65, 80, 96, 127, 128, 129, 130)
 
@@ -417,8 +402,9 @@ def test_fuzz_against_the_oracle(number: int, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_fuzz_meets_every_feature() -> None:
     found = Counter(feature for number in range(256) for feature in draw(number).features())
-    assert not {name: found[name] for name, quota in QUOTAS.items() if found[name] < quota}
-    assert set(QUOTAS) == {feature for number in range(64) for feature in draw(number).features()}
+    assert set(found) == {feature for number in range(64) for feature in draw(number).features()}
+    assert len(found) == 46
+    assert min(found.values()) >= 12, found.most_common()
 
 
 # Bits: the same from run to run, for any number of threads, by both routes of the backward pass.
@@ -672,35 +658,6 @@ def test_the_library_says_what_packing_is_when_it_is_asked() -> None:
         assert sum(time.working - time.packing for time in outer if time.backward == backward) > 0
 
 
-@pytest.mark.usefixtures("many_threads")
-def test_python_threads_share_an_index() -> None:
-    problems = []
-    index = build_index(Causal() & Window(60), 300, num_heads=2)
-    for seed in range(4):
-        torch.manual_seed(seed)
-        inputs = make_inputs(2, 2, 300, head_dim=32, dtype=torch.float32)
-        problems.append(Problem(inputs, inputs, None, index, {}))
-    expected = [bits_of(problem, 1) for problem in problems]
-    schedule._table.clear()
-    found: dict[int, list[Bits]] = {number: [] for number in range(4)}
-    gate = threading.Barrier(4)
-
-    def work(number: int) -> None:
-        gate.wait(30)
-        for _ in range(5):
-            found[number].append(bits_of(problems[number], number % 2 + 1))
-
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    for number, results in found.items():
-        assert len(results) == 5
-        for result in results:
-            assert_same_bits(result, expected[number])
-
-
 def test_an_interrupt_is_heard_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
     real = native._Job._call
@@ -738,20 +695,6 @@ def test_a_call_is_bounded() -> None:
     assert len(spans) == 65
     assert sum(spans) == 256
     assert max(spans) == 4
-
-
-# One index, other lists: the binding prepares an index once, and must tell those apart that share tensors.
-
-
-def test_the_same_lists_from_another_start() -> None:
-    tensors = build_index(Window(40), 256, 512, start=0).tensors()
-    q, k, v, out_grad = make_inputs(1, 1, 196, 512)
-    for start in (0, 60, 0):
-        index = BlockIndex.from_tensors(tensors, TileGrid(128, start, 196, 512))
-        expected = oracle(q, k, v, Window(40), start=start, grad_out=out_grad)
-        found = attend(q, k, v, index, out_grad)
-        torch.testing.assert_close(found.out, expected.out, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found.grads, expected.grads, rtol=1e-12, atol=1e-12)
 
 
 def test_vmap_over_rows_with_documents_of_their_own() -> None:
@@ -830,8 +773,11 @@ MISFITS: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], str]] = 
 def test_the_operator_refuses_what_does_not_fit(
     tensors: tuple[Tensor, Tensor, Tensor], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        torch.ops.ringtile.forward(*tensors, *call_of(build_index(Causal(), 100, 150), **changes))
+    # A plan of a good call serves no bad one.
+    for call in (call_of(build_index(Causal(), 100, 150)), Call(50, 128, 0.25, pattern="causal", backend="native")):
+        torch.ops.ringtile.forward(Q, K, K, *call)
+        with pytest.raises(ValueError, match=message):
+            torch.ops.ringtile.forward(*tensors, *call._replace(**changes))
 
 
 def test_the_backward_operator_refuses_what_does_not_fit() -> None:
@@ -960,19 +906,6 @@ def test_a_cached_index_that_changes_is_checked_again() -> None:
     index.rows.partial.sub_(9)
     assert_same_bits(attend(q, k, v, Causal(), out_grad).tensors(), expected)
     clear_cache()
-
-
-def test_bad_tensors_are_refused_after_good_ones() -> None:
-    q, k, v, _ = make_inputs(1, 2, 26, head_dim=16, dtype=torch.float32)
-    for _ in range(2):
-        call = Call(0, 128, 0.25, pattern="causal", backend="native")
-        torch.ops.ringtile.forward(q, k, v, *call)
-        for tensors in ((q, k, v[:, :, 1:]), (q, k.double(), v), (q, k[..., :8], v), (q, k[0], v)):
-            with pytest.raises(ValueError, match="q, k, v"):
-                torch.ops.ringtile.forward(*tensors, *call)
-        for changes in ({"key_bits": torch.zeros(1, 2, dtype=torch.int32)}, {"key_lengths": torch.zeros(2)}):
-            with pytest.raises(ValueError, match="key_"):
-                torch.ops.ringtile.forward(q, k, v, *call._replace(**changes))
 
 
 def test_bad_arguments_are_refused_after_good_ones() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import counted_traffic, on_ranks
 from torch import Tensor
 
-from ringtile.distributed import Layout, PlanMismatch, agreement, roll
+from ringtile.distributed import Layout, PlanMismatch, lockstep, roll
 from ringtile.distributed.failures.faults import handshakes
 
 MAKERS = [Layout.contiguous, Layout.zigzag, Layout.striped]
@@ -87,24 +87,6 @@ def test_second_derivatives_roll_back() -> None:
     assert torch.allclose(layout.unshard(on_ranks(3, run), 1), 6 * x)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"shifts": 1.0}, "shifts: expected an integer, got 1.0"),
-        ({"layout": Layout.contiguous(8, 2)}, "layout: expected a Layout for 1 ranks"),
-        ({"dim": 0}, "x: expected the 8 tokens of rank 0 in dimension 0"),
-        ({"dim": 2}, "x: expected the 8 tokens of rank 0 in dimension 2"),
-        ({"group": "all"}, "group: expected a ProcessGroup, a DeviceMesh or None, got str"),
-    ],
-)
-def test_wrong_calls_are_named(change: dict[str, Any], words: str) -> None:
-    def run(rank: int) -> None:
-        with pytest.raises(ValueError, match=words):
-            roll(**{"x": torch.ones(1, 8), "shifts": 1, "layout": Layout.contiguous(8, 1), **change})
-
-    on_ranks(1, run)
-
-
 def test_ranks_that_shift_by_other_numbers_are_named() -> None:
     layout = Layout.contiguous(8, 2, unit=1)
 
@@ -118,7 +100,7 @@ def test_ranks_that_shift_by_other_numbers_are_named() -> None:
 
 
 def test_compared_calls_are_forgotten_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "AGREED", 2)
+    monkeypatch.setattr(lockstep, "AGREED", 2)
     layout = Layout.contiguous(8, 2, unit=1)
 
     def run(rank: int) -> int:

@@ -189,10 +189,7 @@ def test_a_module_attends_in_slices() -> None:
         ({"alibi_slopes": torch.ones(16)}, "alibi_slopes: expected 8 entries"),
         ({"pattern": per_head([Window(1)] * 16)}, r"pattern: .*\(None, 16\)"),
         ({"pattern": Documents(ids=torch.zeros(4, TOKENS).int())}, r"pattern: .*\(4, None\)"),
-        (
-            {"pattern": build_index(per_head([Window(n) for n in range(9)]), TOKENS, num_heads=9)},
-            r"pattern: .*\(None, 9\)",
-        ),
+        ({"pattern": build_index(per_head([*map(Window, range(9))]), TOKENS, num_heads=9)}, r"pattern: .*\(None, 9\)"),
         ({"enable_gqa": False}, "key: expected"),
     ],
 )

@@ -14,7 +14,7 @@ from ringtile import sparse_attention
 from ringtile.adaptive import AdaptiveAttention, Controller, Density, Probe, Sum
 from ringtile.index import build_index
 from ringtile.integrations.transformers import register, use_ringtile
-from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Pattern, Window
+from ringtile.patterns import Causal, Dense, Documents, GlobalTokens, Window
 from ringtile.patterns.facts import sees_no_future
 
 TOKENS = 150
@@ -74,7 +74,8 @@ class Random(nn.Module):
 
 def eager_over(monkeypatch: pytest.MonkeyPatch, kept: list[Tensor]) -> None:
     """Make eager attention keep only these pairs, one matrix of all heads per layer."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
 
     def dense(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
         shared = query.shape[1] // key.shape[1]
@@ -86,9 +87,6 @@ def eager_over(monkeypatch: pytest.MonkeyPatch, kept: list[Tensor]) -> None:
         return (weights @ value.double()).to(query.dtype).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("oracle", dense)
-    from transformers import AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
-
     AttentionMaskInterface.register("oracle", eager_mask)
 
 
@@ -230,13 +228,9 @@ def test_arguments() -> None:
     model = made("Llama")
     with pytest.raises(ValueError, match="attend: expected one function per layer for 2 layers, got 3"):
         use_ringtile(model, attend=[None] * 3)
-    with pytest.raises(
-        ValueError, match="attend: expected a function of query, key and value, or None, per layer, got 1"
-    ):
+    with pytest.raises(ValueError, match=r"attend: expected a function of .*, or None, per layer, got 1"):
         register("ringtile-own", attend=[1])
-    with pytest.raises(
-        ValueError, match="attend: expected a function of query, key and value, or one per layer, got 1"
-    ):
+    with pytest.raises(ValueError, match=r"attend: expected a function of .*, or one per layer, got 1"):
         use_ringtile(model, attend=1)
     with pytest.raises(ValueError, match="attend: expected one per layer, since a call changes later ones"):
         use_ringtile(model, attend=AdaptiveAttention(budget=Controller(0.9, "running")))
@@ -263,15 +257,6 @@ def test_models_keep_their_own_attention() -> None:
     assert calls == ["first"] * 2 + ["second"] * 2 + ["first"] * 2
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (Causal(), True),
-        (Causal() & Window(3), True),
-        (Documents(lengths=(3, 4)) & Causal(), True),
-        (Window(3), False),
-        (Causal() | Window(3), False),
-    ],
-)
-def test_which_patterns_see_no_future(pattern: Pattern, expected: bool) -> None:
-    assert sees_no_future(pattern) is expected
+def test_which_patterns_see_no_future() -> None:
+    assert all(map(sees_no_future, (Causal(), Causal() & Window(3), Documents(lengths=(3, 4)) & Causal())))
+    assert not any(map(sees_no_future, (Window(3), Causal() | Window(3))))

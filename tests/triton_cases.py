@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from indices import edited
@@ -126,86 +127,82 @@ def make(heads: int, n_queries: int, n_keys: int | None = None, head_dim: int = 
     return make_inputs(options.pop("batch"), heads, n_queries, n_keys, head_dim, **options)
 
 
-@case
-def dense_and_ragged() -> float:
-    return errors_of(Dense(), make(1, 200, 270))
+CASES.update(
+    {
+        "dense and ragged": lambda: errors_of(Dense(), make(1, 200, 270)),
+        "causal over sub tiles": lambda: max(
+            errors_of(Causal(), make(1, 200), block=128), errors_of(Window(70), make(1, 300), block=128)
+        ),
+        "empty rows and unused keys": lambda: errors_of(HOLES, make(1, 130, batch=2)),
+        "grouped heads and another value dim": lambda: errors_of(
+            TILED, make(4, 130, 170, 24, kv_heads=2, value_dim=40)
+        ),
+        "three heads share a key head": lambda: errors_of(Causal(), make(3, 70, kv_heads=1)),
+        "heads with patterns of their own": lambda: errors_of(
+            per_head([Causal(), Window(5), ~Dense(), HOLES]), make(4, 100, kv_heads=2)
+        ),
+        "dilated and blocks merged into larger ones": lambda: max(
+            errors_of(Dilated([1, 3], 9), make(1, 100)),
+            errors_of(BlockDilated([1, 2], 1, block=32), make(1, 150), block=32),
+            errors_of(Segments(60, 3, 1), make(1, 130)),
+        ),
+        "a start inside a tile": lambda: max(
+            errors_of(TILED, make(1, 90, 150), start=start) for start in (-11, 37, 150)
+        ),
+        "one query decodes": lambda: max(
+            errors_of(Causal(), make(4, 1, 150, kv_heads=2)),
+            errors_of(Causal() & Window(70), make(4, 3, 130, kv_heads=4)),
+            errors_of(Causal(), make(6, 2, 70, kv_heads=2, batch=2), start=40),
+        ),
+        "key lengths": lambda: errors_of(Causal(), make(2, 100, batch=2), key_lengths=torch.tensor([70, 0])),
+        "scales": lambda: max(errors_of(TILED, make(1, 70), scale=scale) for scale in (-0.7, 0.0, 2.0)),
+        "half types within the budget": lambda: max(
+            budget_of(pattern, make(2, 130, 130, head_dim, dtype=dtype))
+            for dtype in HALVES
+            for pattern, head_dim in ((TILED, 64), (Dense(), 80))
+        ),
+        "float32 within the budget": lambda: max(
+            budget_of(TILED, make(1, 130, 130, 64, score_scale=scale))
+            for scale in ((16,) if INTERPRETED else (1, 4, 16))
+        ),
+    }
+)
 
 
 @case
-def causal_over_sub_tiles() -> float:
-    return max(errors_of(Causal(), make(1, 200), block=128), errors_of(Window(70), make(1, 300), block=128))
-
-
-@case
-def empty_rows_and_unused_keys() -> float:
-    return errors_of(HOLES, make(1, 130, batch=2))
-
-
-@case
-def grouped_heads_and_another_value_dim() -> float:
-    return errors_of(TILED, make(4, 130, 170, 24, kv_heads=2, value_dim=40))
-
-
-@case
-def three_heads_share_a_key_head() -> float:
-    return errors_of(Causal(), make(3, 70, kv_heads=1))
-
-
-@case
-def heads_with_patterns_of_their_own() -> float:
-    return errors_of(per_head([Causal(), Window(5), ~Dense(), HOLES]), make(4, 100, kv_heads=2))
+def everything_at_once() -> float:
+    x = make(2, 100, 150, 24, kv_heads=1, value_dim=8, batch=2)
+    return errors_of(
+        TILED,
+        # Strides in another order, none of them of a size that a kernel could take for granted.
+        Inputs(*(t.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for t in x)),
+        key_lengths=torch.tensor([120, 60]),
+        key_mask=torch.arange(150).expand(2, 150) % 5 != 0,
+        dropout_p=0.3,
+        seed=torch.tensor([9]),
+        scale=0.3,
+    )
 
 
 @case
 def the_query_heads_of_many_columns_in_one_program() -> float:
     from ringtile.kernels.triton import launches
 
-    few, launches._FEW_PROGRAMS = launches._FEW_PROGRAMS, 1
-    try:
+    with patch.object(launches, "_FEW_PROGRAMS", 1):
         return errors_of(TILED, make(2, 130, kv_heads=1))
-    finally:
-        launches._FEW_PROGRAMS = few
-
-
-@case
-def dilated_and_blocks_merged_into_larger_ones() -> float:
-    return max(
-        errors_of(Dilated([1, 3], 9), make(1, 100)),
-        errors_of(BlockDilated([1, 2], 1, block=32), make(1, 150), block=32),
-        errors_of(Segments(60, 3, 1), make(1, 130)),
-    )
-
-
-@case
-def a_start_inside_a_tile() -> float:
-    return max(errors_of(TILED, make(1, 90, 150), start=start) for start in (-11, 37, 150))
-
-
-@case
-def one_query_decodes() -> float:
-    return max(
-        errors_of(Causal(), make(4, 1, 150, kv_heads=2)),
-        errors_of(Causal() & Window(70), make(4, 3, 130, kv_heads=4)),
-        errors_of(Causal(), make(6, 2, 70, kv_heads=2, batch=2), start=40),
-    )
 
 
 @case
 def long_rows_and_columns_in_pieces() -> float:
     # As over 64 tiles and more, but in a problem that an interpreter can compute.
-    longest, lists.LONGEST = lists.LONGEST, 1
     clear_cache()
-    try:
+    with patch.object(lists, "LONGEST", 1):
         index = build_index(SPLIT, 100, block=64)
         assert min(index.rows.work[:, 3].max(), index.cols.work[:, 3].max()) > 0, "nothing is cut"
-        return max(
-            errors_of(SPLIT, make(2, 100, kv_heads=1)),
-            errors_of(per_head([SPLIT, Causal()]), make(2, 100)),
-            errors_of(Causal(), make(4, 1, 200, kv_heads=2)),
-        )
-    finally:
-        lists.LONGEST = longest
-        clear_cache()
+        errors = [errors_of(SPLIT, make(2, 100, kv_heads=1)), errors_of(per_head([SPLIT, Causal()]), make(2, 100))]
+        errors.append(errors_of(Causal(), make(4, 1, 200, kv_heads=2)))
+    clear_cache()
+    return max(errors)
 
 
 @case
@@ -224,29 +221,19 @@ def an_index_with_unused_room() -> float:
 
 @case
 def a_fixed_capacity_changes_no_bit() -> float:
-    longest, lists.LONGEST = lists.LONGEST, 1
-    try:
+    with patch.object(lists, "LONGEST", 1):
         base = build_index(Causal(), 200, block=64, device=DEVICE)
         keep = torch.tensor([[i % 3 != j % 2 for j in range(4)] for i in range(4)], device=DEVICE).expand(1, 2, 4, 4)
         plain, roomy = base.restricted(keep), base.restricted(keep, 40)
         assert len(roomy.rows.work) > len(plain.rows.work)
         x = on(make(2, 200, batch=1), DEVICE)
-        (out, lse, grads), (room_out, room_lse, room_grads) = run(x, plain), run(x, roomy)
-        pairs = [(out, room_out), (lse, room_lse), *((grads[name], room_grads[name]) for name in "qkv")]
-        return 0.0 if all(torch.equal(*pair) for pair in pairs) else math.inf
-    finally:
-        lists.LONGEST = longest
+        return differ(run(x, plain), run(x, roomy))
 
 
 @case
 def key_mask() -> float:
     mask = torch.arange(100).expand(2, 100) % torch.tensor([[3], [400]]) == 0
     return errors_of(TILED, make(2, 100, batch=2), key_mask=mask)
-
-
-@case
-def key_lengths() -> float:
-    return errors_of(Causal(), make(2, 100, batch=2), key_lengths=torch.tensor([70, 0]))
 
 
 @case
@@ -286,18 +273,15 @@ def heads_and_batch_elements_drop_the_weights_of_the_whole() -> float:
     from ringtile.kernels.triton import launches
 
     options = {"dropout_p": 0.4, "seed": torch.tensor([-5], device=DEVICE)}
-    few, worst = launches._FEW_PROGRAMS, 0.0
+    worst = 0.0
     order, batch = (torch.tensor(numbers, device=DEVICE) for numbers in ([2, 3, 0, 1], [1, 0]))
-    for n_queries, programs in ((3, few), (40, 1)):
+    for n_queries, programs in ((3, launches._FEW_PROGRAMS), (40, 1)):
         x = on(make(4, n_queries, 40, kv_heads=2, batch=2), DEVICE)
         index = build_index(Causal(), n_queries, 40, block=64, device=DEVICE)
         turned = Inputs(*(t.flip(0)[:, order] if t.shape[1] == 4 else t.flip(0, 1) for t in x))
         out, _, grads = run(x, index, **options)
-        launches._FEW_PROGRAMS = programs
-        try:
+        with patch.object(launches, "_FEW_PROGRAMS", programs):
             found, _, found_grads = run(turned, index, head_at=order, batch_at=batch, **options)
-        finally:
-            launches._FEW_PROGRAMS = few
         worst = max(worst, distance(found, out.flip(0)[:, order]), distance(found_grads["k"], grads["k"].flip(0, 1)))
         worst = max(worst, distance(found_grads["q"], grads["q"].flip(0)[:, order]))
     return worst / FLOAT32_TOLERANCE
@@ -337,42 +321,6 @@ def small_remapped_tiles() -> float:
             else math.inf
         )
     return math.inf
-
-
-@case
-def scales() -> float:
-    return max(errors_of(TILED, make(1, 70), scale=scale) for scale in (-0.7, 0.0, 2.0))
-
-
-@case
-def everything_at_once() -> float:
-    x = make(2, 100, 150, 24, kv_heads=1, value_dim=8, batch=2)
-    return errors_of(
-        TILED,
-        # Strides in another order, none of them of a size that a kernel could take for granted.
-        Inputs(*(t.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for t in x)),
-        key_lengths=torch.tensor([120, 60]),
-        key_mask=torch.arange(150).expand(2, 150) % 5 != 0,
-        dropout_p=0.3,
-        seed=torch.tensor([9]),
-        scale=0.3,
-    )
-
-
-@case
-def half_types_within_the_budget() -> float:
-    return max(
-        budget_of(pattern, make(2, 130, 130, head_dim, dtype=dtype))
-        for dtype in HALVES
-        for pattern, head_dim in ((TILED, 64), (Dense(), 80))
-    )
-
-
-@case
-def float32_within_the_budget() -> float:
-    return max(
-        budget_of(TILED, make(1, 130, 130, 64, score_scale=scale)) for scale in ((16,) if INTERPRETED else (1, 4, 16))
-    )
 
 
 @case

@@ -124,7 +124,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
     ) -> Tensor:
         """Compute attention ``[B, N, H, D]``; ``forward(x)`` alone is self-attention.
 
-        With a ``ring_size`` of several ranks, N are the tokens of this rank, and they attend to those of all ranks.
+        If ranks share the sequence, N are the tokens of this rank, and they attend to those of all ranks.
 
         Args:
             query: ``[B, N, H, D]``, float64, float32, bfloat16 or float16.
@@ -174,15 +174,14 @@ class BlockSparseRingDilatedAttention(nn.Module):
         heads, n_queries, n_keys = query.shape[1], query.shape[2] * self.ring_size, key.shape[2] * self.ring_size
         whole = Problem(n_queries, n_keys, n_keys - n_queries)
         problems: tuple[Problem, ...] = (whole,)
-        if self.segment_lengths:
-            branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
+        branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
+        if branches:
             # The density is measured over what is computed: of 1,024 tokens in segments of 512 with dilation 2, each
             # head computes two problems of 256 tokens.
             cut = (piece for at in branches for piece in pieces(n_queries, n_keys, heads, *at))
             problems = tuple(Problem(p.n_queries, p.n_keys, p.start, p.segments * len(p.heads) / heads) for p in cut)
         options: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask}
         options["scale"] = self.attention_scale if scale is None else scale
-        sparse: Callable[..., Tensor]
         attend: Any = sparse_attention
         attend_in_segments: Any = dilated_attention
         if self.ring_size > 1:
@@ -190,16 +189,16 @@ class BlockSparseRingDilatedAttention(nn.Module):
             attend = partial(ring_attention, layout=layout)
             attend_in_segments = partial(ring_dilated_attention, layout=layout)
         # Each way is one callable of query, key and value, so that checkpoints and the monitor treat them alike.
+        sparse: Callable[..., Tensor]
         chooser = self._chooser()
         if chooser is not None:
-            segments = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
-            choosing = partial(AdaptiveCall, chooser, segments, pattern, **options)
+            choosing = partial(AdaptiveCall, chooser, branches, pattern, **options)
             sparse = self._last = choosing()
         else:
             rule = self.pattern_generator.inside(problems, is_causal=is_causal)
             self._last = rule, problems, whole, is_causal
             sparse = partial(attend, pattern=rule if pattern is None else rule & pattern, **options)
-            if self.segment_lengths:
+            if branches:
                 where = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
                 sparse = partial(attend_in_segments, **where, pattern=rule, **options)
         dropping = partial(sparse, dropout_p=dropout_p)
@@ -314,10 +313,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
 
 @dataclass(eq=False)
 class AdaptiveCall:
-    """One call of attention over the tiles that an `AdaptiveAttention` chooses, in dilated segments if there are any.
-
-    It chooses once, so that a backward pass that computes it again attends over the same tiles.
-    """
+    """One call over the tiles that an `AdaptiveAttention` chooses once, also if it is computed again."""
 
     chooser: AdaptiveAttention
     branches: list[tuple[int, int]]
@@ -326,27 +322,24 @@ class AdaptiveCall:
     key_mask: Tensor | None
     scale: float | None
     _chosen: list[BlockIndex] = field(default_factory=list)
-    _kept: list[int] = field(default_factory=list)
+    _heads: list[int] = field(default_factory=list)
+    """Heads of all batch elements, of the call and then of each index."""
     _grid: TileGrid | None = None
-    _heads: int = 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0) -> Tensor:
         """Compute the attention ``[B, H, N, D]``."""
-        n_queries, n_keys = query.shape[2], key.shape[2]
+        heads, n_queries, n_keys, mask = query.shape[1], query.shape[2], key.shape[2], self.key_mask
         self._grid = TileGrid(self.chooser.choice.block, n_keys - n_queries, n_queries, n_keys)
-        self._heads = query.shape[0] * query.shape[1]
+        self._heads[:1] = [len(query) * heads]
         # Empty in the first call. A recomputed one takes the same indices in the same order.
         indices = iter(self._chosen[:])
         if not self.branches:
-            index = self._choose(query, key, self.key_mask, indices)
-            return sparse_attention(
-                query, key, value, index, key_mask=self.key_mask, scale=self.scale, dropout_p=dropout_p
-            )
-        rules = rules_of(self.branches, None, self.is_causal, "mix", query.shape[1])
+            index = self._choose(query, key, mask, indices)
+            return sparse_attention(query, key, value, index, key_mask=mask, scale=self.scale, dropout_p=dropout_p)
+        rules = rules_of(self.branches, None, self.is_causal, "mix", heads)
         assert rules is not None, "branches that are mixed always have rules"
-        warn_of_uncovered(self.branches, query.shape[1], n_keys - n_queries, n_queries)
-        call, mask = make_call(query, dropout_p=dropout_p, scale=self.scale), self.key_mask
-        parts = []
+        warn_of_uncovered(self.branches, heads, n_keys - n_queries, n_queries)
+        call, parts = make_call(query, dropout_p=dropout_p, scale=self.scale), []
         for part in parts_of(query, key, rules, call, is_masked=mask is not None):
             tensors, kept = part.read(query, key, value, mask)
             parts.append(part._replace(rule=self._choose(*tensors[:2], kept, indices)))
@@ -355,25 +348,23 @@ class AdaptiveCall:
     def _choose(self, query: Tensor, key: Tensor, key_mask: Tensor | None, earlier: Iterator[BlockIndex]) -> BlockIndex:
         index = next(earlier, None)
         if index is None:
-            index = self.chooser.index(
-                query, key, self.pattern, is_causal=self.is_causal, key_mask=key_mask, scale=self.scale
-            )
+            options: dict[str, Any] = {"is_causal": self.is_causal, "key_mask": key_mask, "scale": self.scale}
+            index = self.chooser.index(query, key, self.pattern, **options)
             self._chosen.append(index)
-            self._kept.append(query.shape[0] * query.shape[1])
+            self._heads.append(query.shape[0] * query.shape[1])
         return index
 
     @property
     def tile_density(self) -> float:
         """The tiles of the call over those of dense attention on the whole sequence."""
-        # The mean over the heads of each index, for each head of its call: one head of an index can stand for all.
-        kept = sum(
-            index.kept_tiles * times / index.group.numel()
-            for index, times in zip(self._chosen, self._kept, strict=True)
-        )
-        if self._grid is None or not self._heads:
+        if self._grid is None:
             return math.nan
+        # The mean over the heads of each index, for each head of its call: one head of an index can stand for all.
+        heads, *of_indices = self._heads
+        parts = zip(self._chosen, of_indices, strict=True)
+        kept = sum(index.kept_tiles * times / index.group.numel() for index, times in parts)
         allowed = count_allowed(Causal() if self.is_causal else Dense(), self._grid, torch.device("cpu"))[1]
-        return kept / (allowed * self._heads) if allowed else math.nan
+        return kept / (allowed * heads) if allowed * heads else math.nan
 
 
 BlockSparseOptimized = BlockSparseRingDilatedAttention

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringtile.compat.attention import self_attention_if_alone
+from ringtile.compat.attention import BlockSparseRingDilatedAttention
 from ringtile.distributed import Layout, ring_attention
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import checked_branches
@@ -152,41 +152,18 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
             return Layout.contiguous(n_tokens, ranks, unit=1)
         return _balanced(Causal() & self.pattern if is_causal else self.pattern, n_tokens, ranks)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        is_causal: bool = False,
-        *,
-        key_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention ``[B, N, H, D]`` of this rank's N tokens to the tokens of all ranks.
+    # The same steps around another `attend`.
+    forward: Any = BlockSparseRingDilatedAttention.forward
 
-        Args:
-            query: ``[B, N, H, D]``, the rank's part of `layout`.
-            key: ``[B, N, H, D]``. Default: the query, if value is None too.
-            value: ``[B, N, H, Dv]``.
-            is_causal: True to keep only keys at or before the query's position.
-            key_mask: ``[B, N]`` bool, True for this rank's keys to attend to.
-
-        Raises:
-            ValueError: If shapes are invalid, or the rank's part has another number of tokens.
-        """
-        key, value = self_attention_if_alone(query, key, value)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        options: dict[str, Any] = {
-            "is_causal": is_causal,
-            "key_mask": key_mask,
-            "dropout_p": self.dropout if self.training else 0.0,
-        }
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Any) -> Tensor:
+        """Compute attention ``[B, H, N, D]`` of this rank's N tokens, its part of `layout`, to those of all ranks."""
         if not dist.is_initialized():
-            alone: Any = sparse_attention
-            whole: Tensor = alone(q, k, v, self.pattern, **options)
-            return whole.transpose(1, 2)
-        layout = self.layout(query.shape[1] * dist.get_world_size(self.group), is_causal)
-        out: Tensor = ring_attention(q, k, v, self.pattern, layout=layout, group=self.group, **options)
-        return out.transpose(1, 2)
+            whole: Tensor = sparse_attention(query, key, value, self.pattern, is_causal=is_causal, **options)
+            return whole
+        layout = self.layout(query.shape[2] * dist.get_world_size(self.group), is_causal)
+        options |= {"is_causal": is_causal, "layout": layout, "group": self.group}
+        out: Tensor = ring_attention(query, key, value, self.pattern, **options)
+        return out
 
     def compress_gradients(self, model: DistributedDataParallel) -> GradientCompression:
         """Compress the gradients of a model's parameters as the configuration tells, see `compress_gradients`."""

@@ -186,10 +186,7 @@ class SparsePatternGenerator:
         self.pattern_cache = PersistentPatternCache(cache_size)
 
     def rule(self, n_queries: int, n_keys: int | None = None, *, is_causal: bool = False) -> Pattern:
-        """Return the rule for these lengths, causal if requested: one of your own, or the configuration's.
-
-        Raises ValueError if a field of the configuration is out of range.
-        """
+        """Return the rule for these lengths, causal if requested: one of your own, or the configuration's."""
         n_keys = n_queries if n_keys is None else n_keys
         rule: Pattern = self.inside((Problem(n_queries, n_keys, n_keys - n_queries),), is_causal=is_causal)
         return Causal() & rule if is_causal else rule
@@ -226,10 +223,8 @@ class SparsePatternGenerator:
         """
         rule, block_size = self.rule(seq_len, is_causal=is_causal), self.config.block_size
         index = build_index(rule, seq_len, num_heads=rule.num_heads or 1, block=min(block_size, TILE))
-        # Heads with equal tiles share a group: 8 alike heads have one, and `group` maps each head to it.
-        blocks = torch.zeros(index.n_groups, index.n_rows, index.n_cols, dtype=torch.bool)
-        blocks.view(-1)[index.entries().number] = True
-        blocks = blocks[index.group[0].long()]
+        # A copy, because the index keeps its own.
+        blocks = index.tiles[0].clone()
         if block_size > TILE:
             blocks = F.max_pool2d(blocks.float(), block_size // TILE, ceil_mode=True).bool()
         return blocks if rule.num_heads else blocks[0]

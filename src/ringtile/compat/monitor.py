@@ -38,10 +38,7 @@ class PerformanceMonitor:
     def measure(
         self, shape: Hashable, call: Attention, sparse: Attention, dense: Attention, *, density: Callable[[], float]
     ) -> Tensor:
-        """Return the result of ``call``, timed. ``sparse`` and ``dense`` run once per shape, without dropout.
-
-        ``density`` returns that of the call, after it.
-        """
+        """Return the result of ``call``, timed. ``sparse`` and ``dense`` run once per shape, without dropout."""
         out, seconds = _timed(call)
         # Dense attention on each call would double the cost of what is measured.
         if shape not in self._probes:

@@ -69,26 +69,13 @@ class BlockSparseRingMultiheadDilatedAttention(SparseMultiheadAttention):
         dtype: torch.dtype | None = None,
         **attention: Any,
     ) -> None:
-        core = BlockSparseRingDilatedAttention(
-            segment_lengths,
-            dilation_rates,
-            sparse_config,
-            use_adaptive_sparsity=use_adaptive_sparsity,
-            ring_size=ring_size,
-            **attention,
-        )
+        attention |= {"use_adaptive_sparsity": use_adaptive_sparsity, "ring_size": ring_size}
+        core = BlockSparseRingDilatedAttention(segment_lengths, dilation_rates, sparse_config, **attention)
         norm = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if use_layer_norm else None
+        attend = core.attend if norm is None else partial(_attend_and_normalize, core, norm)
         # The module drops weights itself, by `dropout_p`, so the core keeps a dropout of 0.
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
-            attend=core.attend if norm is None else partial(_attend_and_normalize, core, norm),
-        )
+        shared: dict[str, Any] = {"batch_first": batch_first, "device": device, "dtype": dtype, "attend": attend}
+        super().__init__(embed_dim, num_heads, dropout, bias, **shared)
         self.attention, self.layer_norm = core, norm
 
     sparse_config = _of_core("sparse_config")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringtile.adaptive import audit
 from ringtile.index import build_index
-from ringtile.patterns import Blocks, Causal, Dense, Pattern
+from ringtile.patterns import Blocks, Causal, Dense
 from ringtile.tools.plot import missing_matplotlib, picture, plot_pattern
 
 
@@ -150,19 +150,14 @@ def _audited(
 ) -> PatternMetrics:
     query, key, value = (x.transpose(1, 2) for x in inputs)
     n_queries, n_keys = query.shape[2], key.shape[2]
-    side = -(-n_queries // blocks.shape[1])
-    if (
-        len(blocks) not in (1, query.shape[1])
-        or side != -(-n_keys // blocks.shape[2])
-        or key.shape[1] != query.shape[1]
-    ):
+    side, of_keys = -(-n_queries // blocks.shape[1]), -(-n_keys // blocks.shape[2])
+    if side != of_keys or len(blocks) not in (1, query.shape[1]) or key.shape[1] != query.shape[1]:
         raise ValueError(
             f"inputs: expected [B, N, H, D] with the heads and square blocks of {tuple(blocks.shape)}, got "
             f"{inputs[0].shape}, {inputs[1].shape}"
         )
     reference = Causal() if is_causal else Dense()
-    rule: Pattern = Blocks(blocks if len(blocks) > 1 else blocks[0], block=side)
-    rule = Causal() & rule if is_causal else rule
+    rule = reference & Blocks(blocks if len(blocks) > 1 else blocks[0], block=side)
     index = build_index(rule, n_queries, n_keys, num_heads=query.shape[1], device=query.device)
     report = audit(query, key, value, index, reference=reference, rows=rows, seed=seed)
     return _metrics(blocks, report.mean, report.relative_error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
@@ -10,30 +12,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.agreement import NUMBERS, compare, exchange_of, numbers_of, shapes_of
-from ringtile.distributed.exchange import by_number
-from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.layout import Layout, Run, positions_of
-from ringtile.distributed.pieces import attend_pieces
-from ringtile.distributed.plan import RingPlan
+from ringtile.distributed.branches import BranchPlan
+from ringtile.distributed.exchange import Exchange, Started, Works, by_number, cast_start, exchange_of
+from ringtile.distributed.layout import Layout, Run, check_keys_finite, check_shard, positions_of
+from ringtile.distributed.lockstep import NUMBERS, Facts, Lockstep, compare, numbers_of, shapes_of
+from ringtile.distributed.plan import RingPlan, Source
 from ringtile.distributed.process_groups import Ranks, axes_of, real_group, real_mesh
 from ringtile.distributed.relays import Relays
-from ringtile.distributed.ring import Ring, ring
-from ringtile.distributed.shards import check_keys_finite, check_shard
+from ringtile.distributed.ring import PassedKeys, ring_parts
 from ringtile.distributed.stages import from_bytes, to_bytes
 from ringtile.distributed.transports import MODES, chosen, group_of, mode_of, plan_of
-from ringtile.distributed.ulysses import HeadExchange
+from ringtile.distributed.ulysses import HeadExchange, HeadPlan
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import (
     Keywords,
     check_options,
-    check_rows,
     checked_tensors,
     make_call,
     rule_of,
     with_sinks,
-    without_autocast,
 )
+from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions
 from ringtile.kernels.traced import constant
@@ -44,6 +43,15 @@ from ringtile.patterns.content import described
 
 class Options(Keywords, RowOptions, total=False):
     """Options of `sparse_attention` that a group of ranks supports, for type checkers."""
+
+
+_NAMES = frozenset(Options.__annotations__)
+
+
+def check_names(options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for an argument that a function does not have."""
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"unexpected keyword arguments {unknown}, expected some of {sorted(known)}")
 
 
 def ring_attention(
@@ -101,6 +109,7 @@ def ring_attention(
             options. Seeds, and the values of tensors, are not compared.
         RankLost: If a rank fails, dies or does not come. The message names it.
     """
+    check_names(options, _NAMES)
     mode = mode_of(transport)
     ranks = group_of(group, mode)
     rest: dict[str, Any] = {**options}
@@ -108,9 +117,7 @@ def ring_attention(
     query, key, value = checked_tensors(query, key, value, rest.pop("enable_gqa", False))
     rank, n_ranks = check_shard(query, key, layout, ranks)
     rule = rule_of(pattern, rest.pop("is_causal", False), None)
-    numbers: dict[str, Any] = {name: rest.get(name) for name in ("seed", "scale", "backend")}
-    check_options(query, key, key_mask=key_mask, dropout_p=rest.get("dropout_p", 0.0), **numbers)
-    check_rows(query, layout.n_tokens, lengths, rest.get("softcap", 0.0), rest.get("alibi_slopes"), sinks)
+    check_options(query, key, n_keys=layout.n_tokens, key_mask=key_mask, key_lengths=lengths, sinks=sinks, **rest)
     call = make_call(query, **rest)
     mode = chosen(mode, rule, call, n_ranks)
     if check_finite:
@@ -124,9 +131,9 @@ def ring_attention(
         rest = {**rest, "seed": call.seed, "key_mask": key_mask, "key_lengths": lengths, "sinks": sinks}
         return _attend_by_heads((query, key, value), by_number[found], ranks, overlap, return_lse, rest)
     own_mask = _with_lengths(key_mask, lengths, layout.runs[rank], key)
-    if isinstance(found, Ring):
-        with without_autocast(query):
-            out, lse = ring(query, key, value, own_mask, found, call)
+    if isinstance(found, Facts):
+        ring_keys = partial(ring_parts, layout, rank, isinstance(rule, Causal), call)
+        keys: Parts = PassedKeys(ring_keys, own_mask, layout, rank, Lockstep(real_group(ranks), found))
     else:
         # Not the result of the call: Dynamo reads tensors only from places that it can find again.
         exchange = by_number[found]
@@ -134,7 +141,13 @@ def ring_attention(
         assert isinstance(plan, RingPlan)
         buffer_mask = None if key_mask is None else torch.ops.ringtile.cast_bits(key_mask, found)
         buffer_mask = _with_lengths(buffer_mask, lengths, sum(plan.buffer, ()), key)
-        out, lse = attend_pieces(query, key, value, plan, exchange, own_mask, buffer_mask, call, overlap)
+        pieces = plan.pieces_on(query.device)
+
+        def parts(source: Source) -> list[Part]:
+            return [Part(Slice(x.begin, x.end), None, x.index, call) for x in pieces if x.source == source]
+
+        keys = ExchangedKeys(parts, own_mask, plan, exchange, buffer_mask, overlap)
+    out, lse = attend_parts(query, key, value, keys, call.backend)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -187,7 +200,7 @@ def _prepared(
     return_lse: bool,
     compiled_on: torch.device | None,
 ) -> Any:
-    """Return the number of a call's exchange, or its ring, after a comparison with the other ranks."""
+    """Return the number of a call's exchange, or the facts of a ring, after a comparison with the other ranks."""
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     mode, every, mesh = MODES[transport], real_group(ranks), real_mesh(ranks)
     groups: tuple[dist.ProcessGroup, ...] = axes_of(mesh) if isinstance(mesh, DeviceMesh) else (every, every, every)
@@ -208,8 +221,9 @@ def _prepared(
         every, "ring_attention", layout, shapes, dtype, **facts, **dict(zip(NUMBERS, numbers, strict=True))
     )
     if plan is None:
-        return Ring(layout, every.rank(), every, isinstance(pattern, Causal), agreed)
-    exchange = exchange_of(plan, agreed, *groups, in_graph=compiled_on is not None)
+        return agreed
+    make: Any = HeadExchange if isinstance(plan, HeadPlan) else Exchange
+    exchange = exchange_of(make, plan, agreed, *groups, in_graph=compiled_on is not None)
     if isinstance(exchange, HeadExchange) and compiled_on is not None and groups[2] is every:
         exchange.build(compiled_on)
     return exchange.number
@@ -221,3 +235,88 @@ def _with_lengths(key_mask: Tensor | None, lengths: Tensor | None, runs: Iterabl
         return key_mask
     inside = positions_of(runs, key.device) < lengths[:, None]
     return inside if key_mask is None else key_mask & inside
+
+
+_BUFFER: tuple[Source, ...] = ("hot", "all")
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangedKeys(Parts):
+    """Three sources: "own" keys where they lie, and the parts "hot" and "all" of the buffer that others fill.
+
+    With ``overlap``, parts on own keys are computed while keys travel, and while gradients travel home. The buffer also
+    holds own keys, so the backward pass saves what was received and makes the buffer again.
+    """
+
+    plan: RingPlan | BranchPlan
+    exchange: Exchange
+    buffer_mask: Tensor | None
+    overlap: bool
+    is_merged = False
+    _waits_composed = False
+
+    def forward(self, k: Tensor, v: Tensor, compute: Compute) -> Sequence[Tensor]:
+        """Compute each source when its keys have come. Return what was received."""
+        started = cast_start(k, v, self.exchange)
+        if self.overlap:
+            compute("own", k, v, self.own_mask)
+        # Broadcasts were sent first, so rows that need no other keys can begin before the rest has come.
+        buffers: tuple[Tensor, Tensor] = torch.ops.ringtile.cast_hot(k, v, *started, self.exchange.number)
+        if self.overlap:
+            compute(*self._part("hot", *buffers))
+        torch.ops.ringtile.cast_cold(*buffers, *started, self.exchange.number)
+        if not self.overlap:
+            compute("own", k, v, self.own_mask)
+            compute(*self._part("hot", *buffers))
+        compute(*self._part("all", *buffers))
+        return started[:1]
+
+    def backward(self, k: Tensor, v: Tensor, saved: Sequence[Tensor], compute: Compute) -> Iterable[Tensor]:
+        """Send each gradient home as soon as it is known. Return the sums of the rank's own keys and values."""
+        exchange = self.exchange
+
+        def on_buffer(source: Source) -> list[Tensor]:
+            # Gradients travel in the dtype of the keys.
+            return [x.to(k.dtype) for x in compute(*self._part(source, *buffers))]
+
+        buffers: Sequence[Tensor] = exchange.finish((k, v), saved[0], Works())
+        own = [] if self.overlap else compute("own", k, v, self.own_mask)
+        hot = [] if self.overlap else on_buffer("hot")
+        grads = on_buffer("all")
+        cold_started = exchange.start_cold_back(grads)
+        hot = hot or on_buffer("hot")
+        cold_started = exchange.hand_on_back(grads, cold_started)
+        buffers = ()
+        if not grads[0].shape[2]:
+            grads = hot
+        elif hot[0].shape[2]:
+            # One after the other, so that only one of them exists twice.
+            grads = [torch.cat([grads.pop(0), hot.pop(0)], 2) for _ in range(2)]
+        hot_started = exchange.start_hot_back(grads)
+        own = own or compute("own", k, v, self.own_mask)
+        return self._sums(grads, cold_started, hot_started, own)
+
+    def _sums(self, grads: Sequence[Tensor], cold: Started, hot: Started, own: list[Tensor]) -> Sequence[Tensor]:
+        """Return the sums of the gradients of own keys that are here and those that arrive."""
+        return self.exchange.finish_back(grads, cold, hot, own)
+
+    def composed(self, k: Tensor, v: Tensor, compute: Compute) -> Callable[[Tensor], Tensor]:
+        """Compute each source when its keys have come."""
+        started = cast_start(k, v, self.exchange, self.buffer_mask)
+        if early := self.overlap and not self._waits_composed:
+            compute("own", k, v, self.own_mask)
+        buffers = torch.ops.ringtile.group_cast(k, v, *started, self.exchange.number)
+        if not early:
+            compute("own", k, v, self.own_mask)
+        n_parts = [compute(*self._part(source, *buffers)) for source in _BUFFER]
+        if any(n_parts):
+            return lambda x: x
+        # This rank reads no key of another, but takes part in the collectives of both passes all the same. Compilers
+        # drop operators whose results are not used, so its results depend on the buffers by an operator of its own.
+        return lambda x: torch.ops.ringtile.tied(x, buffers)
+
+    def _part(self, source: Source, keys: Tensor, values: Tensor) -> tuple[Source, Tensor, Tensor, Tensor | None]:
+        """Return a part of the buffer with its name and its key mask."""
+        part = self.plan.part(source)
+        mask = None if self.buffer_mask is None else self.buffer_mask[:, part]
+        return source, keys[:, :, part], values[:, :, part], mask

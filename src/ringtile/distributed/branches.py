@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run, count_tokens, starts_of
+from ringtile.distributed.layout import Copies, Layout, Run, with_starts
 from ringtile.distributed.plan import Source
-from ringtile.distributed.runs import Copies
 from ringtile.index.covers import MAX_BYTES
 
 _CELLS = 1 << 22
@@ -114,16 +113,6 @@ class BranchPlan:
         """Number of items of the buffer."""
         return len(self.items)
 
-    @property
-    def tokens_sent(self) -> tuple[int, ...]:
-        """Number of items that each rank gets from this one."""
-        return tuple(map(len, self.sent))
-
-    @property
-    def tokens_received(self) -> tuple[int, ...]:
-        """Number of items that this rank gets from each other."""
-        return tuple(map(count_tokens, self.received))
-
     def part(self, source: Source) -> slice:
         """Return the places of a part of the buffer. The part "hot" is empty."""
         return slice(self.n_buffer) if source == "all" else slice(self.n_buffer, None)
@@ -144,9 +133,7 @@ class _Runs(NamedTuple):
 
 def _runs_of(layout: Layout) -> _Runs:
     every = sorted(
-        (begin, end, rank, place)
-        for rank, runs in enumerate(layout.runs)
-        for (begin, end), place in zip(runs, starts_of(runs), strict=True)
+        (begin, end, rank, place) for rank, runs in enumerate(layout.runs) for (begin, end), place in with_starts(runs)
     )
     return _Runs(*torch.tensor(every).T.contiguous())
 
@@ -215,21 +202,12 @@ def make_branch_plan(
 ) -> BranchPlan:
     """Plan one rank's part of LongNet. Plans are cached.
 
-    Args:
-        shapes: The branches.
-        layout: Which tokens each rank holds.
-        rank: The rank, counted in the layout.
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key heads, a divisor of ``num_heads``.
-        by_offset: Give each problem heads of one offset only, as key masks need.
-        device: Device of the plan's tensors.
-
-    Raises:
-        ValueError: If the ranks' runs are so short that the plan could be too large.
+    With ``by_offset``, each problem has heads of one offset only, as key masks need. Raises ValueError if the ranks'
+    runs are so short that the plan could be too large.
 
     >>> plan = make_branch_plan((Shape(512, 1, True), Shape(1024, 4, True)), Layout.contiguous(1024, 2), 1, 4, 4, False)
-    >>> plan.tokens_received, plan.tokens_sent
-    ((512, 0), (0, 0))
+    >>> plan.received, list(map(len, plan.sent))
+    ((((512, 1024),), ()), [0, 0])
     >>> [(piece.heads, piece.n_queries, piece.n_keys, piece.is_local) for piece in plan.pieces]
     [((0, 1, 2, 3), 512, 512, True), ((0, 1, 2, 3), 128, 256, False)]
     """
@@ -336,10 +314,7 @@ def _needs(mine: _Cells, shape: Shape, reads: Tensor) -> Iterator[tuple[slice, T
 
 
 def _needed_tokens(needed: Sequence[tuple[slice, Tensor]], n_kinds: int, num_kv_heads: int) -> list[Tensor]:
-    """Return the tokens that each kind of key heads needs, once, ascending.
-
-    Raises ValueError if they lie so far apart that to find them takes too much memory.
-    """
+    """Return the tokens that each kind of key heads needs, ascending. Raise ValueError if they lie too far apart."""
     if not needed:
         return [torch.empty(0, dtype=torch.int64)] * n_kinds
     first = min(positions.start for positions, _ in needed)

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed.agreement import compare, exchange_of, shapes_of
-from ringtile.distributed.attention import ring_attention
+from ringtile.distributed.attention import ExchangedKeys, check_names, ring_attention
 from ringtile.distributed.branches import BranchPlan, Shape, make_branch_plan
-from ringtile.distributed.exchange import Works, by_number
-from ringtile.distributed.layout import Layout
-from ringtile.distributed.pieces import ExchangedKeys
+from ringtile.distributed.exchange import Exchange, Started, by_number, exchange_of
+from ringtile.distributed.layout import Layout, check_keys_finite, check_shard
+from ringtile.distributed.lockstep import compare, shapes_of
 from ringtile.distributed.plan import Source
 from ringtile.distributed.process_groups import Ranks, real_group
-from ringtile.distributed.shards import check_keys_finite, check_shard
 from ringtile.distributed.transports import group_of
-from ringtile.functional.attention import check_options, checked_tensors, make_call
-from ringtile.functional.dilated import Branch, checked_branches, numbered, rules_of, union_of, warn_of_uncovered
+from ringtile.functional.attention import Keywords, check_options, checked_tensors, make_call
+from ringtile.functional.dilated import Branch, checked_branches, numbered, over_positions, rules_of, warn_of_uncovered
 from ringtile.functional.parts import Part, Places, attend_parts
 from ringtile.kernels.contracts import Call, accumulator, merge_into
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
+
+_NAMES = frozenset(Keywords.__annotations__)
 
 
 def ring_dilated_attention(
@@ -41,16 +41,10 @@ def ring_dilated_attention(
     layout: Layout,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     pattern: Pattern | None = None,
-    is_causal: bool = False,
     overlap: Literal["mix", "union"] = "mix",
-    key_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
     check_finite: bool | str = False,
     return_lse: bool = False,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> Any:
     """Compute `dilated_attention` over all tokens of a layout, each rank its own queries, exactly.
 
@@ -68,18 +62,14 @@ def ring_dilated_attention(
         layout: Which tokens each rank holds. Contiguous ranks whose shards are multiples of the segments send least.
         group: Process group with as many ranks as the layout, or a mesh with one dimension. Default: all ranks.
         pattern: Which pairs to keep inside a segment. It does not change what travels.
-        is_causal: Keep only keys at or before the query's position.
         overlap: "mix" or "union", as in `dilated_attention`. A union of segment lengths that do not divide one another
             is `ring_attention` over one pattern, which sends whole tiles.
-        key_mask: ``[B, n]`` bool, True for keys to attend to, of the rank's own keys.
-        dropout_p: Probability of dropping a weight. All ranks together drop the weights that one process drops.
-        seed: Dropout seed. Default: drawn from each rank's generator.
-        scale: Factor for the scores. Default: ``D ** -0.5``.
-        enable_gqa: Let H / Hkv query heads share each key head.
         check_finite: Look for NaN and infinity in the rank's keys and values before they travel, as in
             `ring_attention`.
         return_lse: Also return the log-sum-exp (natural log) ``[B, H, n]``.
-        backend: Backend of every dense problem, as in `sparse_attention`.
+        options: ``is_causal``, ``key_mask`` ``[B, n]`` of the rank's own keys, ``dropout_p``, ``seed``, ``scale``,
+            ``enable_gqa`` and ``backend``, as in `dilated_attention`. All ranks together drop the weights that one
+            process drops. Each rank draws its default seed.
 
     Returns:
         The output ``[B, H, n, Dv]``. With ``return_lse``, also the lse. Both differentiate twice, and compile.
@@ -99,26 +89,26 @@ def ring_dilated_attention(
         >>> attend = partial(ring_dilated_attention, layout=layout, **branches)
         >>> model = SparseTransformer(2, 64, 4, is_causal=True, attend=attend)
     """
+    check_names(options, _NAMES)
     ranks = group_of(group)
-    query, key, value = checked_tensors(query, key, value, enable_gqa)
+    rest: dict[str, Any] = {**options}
+    key_mask, is_causal = rest.pop("key_mask", None), rest.pop("is_causal", False)
+    query, key, value = checked_tensors(query, key, value, rest.pop("enable_gqa", False))
     rank, _ = check_shard(query, key, layout, ranks)
-    options: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed, "scale": scale, "backend": backend}
-    check_options(query, key, key_mask=key_mask, **options)
+    check_options(query, key, key_mask=key_mask, **rest)
     at = checked_branches(segment_lengths, dilation_rates)
     branches = rules_of(at, pattern, is_causal, overlap, query.shape[1])
     if branches is None:
-        options |= {"key_mask": key_mask, "is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse}
-        options |= {"layout": layout, "group": group, "check_finite": check_finite}
-        return ring_attention(query, key, value, union_of(at, pattern), **options)
+        how: dict[str, Any] = {"layout": layout, "group": group, "check_finite": check_finite, **options}
+        return ring_attention(query, key, value, over_positions(at, pattern, overlap)[0], return_lse=return_lse, **how)
     warn_of_uncovered(at, query.shape[1], 0, layout.n_tokens)
     if check_finite:
         check_keys_finite(key, value, layout, rank, check_finite)
-    shapes = shapes_of(query, key, value)
-    call = make_call(query, **options)
-    numbers = call.scale, dropout_p, key_mask is not None
-    how = layout, ranks, shapes, str(key.dtype), key.device, numbers, torch.compiler.is_compiling()
+    shapes, call = shapes_of(query, key, value), make_call(query, **rest)
+    numbers = call.scale, call.dropout_p, key_mask is not None
+    place = layout, ranks, shapes, str(key.dtype), key.device, numbers, torch.compiler.is_compiling()
     # Not the result of the call: Dynamo reads tensors only from places that it can find again.
-    exchange = by_number[_prepared(tuple(at), pattern, is_causal, overlap, *how)]
+    exchange = by_number[_prepared(tuple(at), pattern, is_causal, overlap, *place)]
     assert isinstance(exchange.plan, BranchPlan)
     own_mask, buffer_mask = None, None
     if key_mask is not None:
@@ -126,7 +116,7 @@ def ring_dilated_attention(
         buffer_mask = torch.ops.ringtile.cast_bits(own_mask, exchange.number)
     parts = partial(_parts, query, exchange.plan, branches, call)
     items = _Items(parts, own_mask, exchange.plan, exchange, buffer_mask, overlap=True)
-    out, lse = attend_parts(_items(query), _items(key), _items(value), items, backend)
+    out, lse = attend_parts(_items(query), _items(key), _items(value), items, call.backend)
     out, lse = (x.view(*query.shape[:3], *x.shape[3:]) for x in (out, lse))
     return (out, lse) if return_lse else out
 
@@ -166,7 +156,7 @@ def _prepared(
         plan=plan.fingerprint,
         **dict(zip(("scale", "dropout_p", "key_mask"), numbers, strict=True)),
     )
-    return exchange_of(plan, agreed, group, in_graph=in_graph).number
+    return exchange_of(Exchange, plan, agreed, group, in_graph=in_graph).number
 
 
 def _items(x: Tensor) -> Tensor:
@@ -221,11 +211,9 @@ class _Items(ExchangedKeys):
     """
 
     is_merged = True
-    _overlaps_composed = False
+    _waits_composed = True
 
-    def _sums(
-        self, grads: Sequence[Tensor], cold: tuple[Tensor, Works], hot: tuple[Tensor, Works], own: list[Tensor]
-    ) -> Sequence[Tensor]:
+    def _sums(self, grads: Sequence[Tensor], cold: Started, hot: Started, own: list[Tensor]) -> Sequence[Tensor]:
         arrived = self.exchange.finish_back(grads, cold, hot)
         return [x.to(accumulator(x)).add_(more) for x, more in zip(own, arrived, strict=True)]
 

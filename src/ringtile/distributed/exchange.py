@@ -8,9 +8,11 @@ back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -18,18 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringtile.distributed import lockstep
 from ringtile.distributed.branches import BranchPlan
-from ringtile.distributed.failures import wait
-from ringtile.distributed.lockstep import Facts
+from ringtile.distributed.lockstep import BACKWARD, FORWARD, Facts, Lockstep
 from ringtile.distributed.plan import RingPlan
+from ringtile.distributed.process_groups import of_group
 from ringtile.distributed.relays import Relays
-from ringtile.distributed.runs import Copies, Places
 from ringtile.distributed.stages import (
     Broadcast,
     Stage,
     Tensors,
-    alive,
     copy,
     from_bytes,
     gather,
@@ -41,8 +40,11 @@ from ringtile.distributed.stages import (
 )
 from ringtile.kernels.contracts import accumulator
 
-FORWARD, BACKWARD = "keys and values, forward", "gradients of keys and values, backward"
+EXCHANGES = 256
+"""Exchanges that a group keeps for calls that are not compiled."""
 _MASKS = "key masks, forward"
+T = TypeVar("T")
+_lock = Lock()
 
 library = torch.library.Library("ringtile", "FRAGMENT")
 # It reads nothing of `after`, which keeps compilers from another order of masks and keys at some ranks.
@@ -52,8 +54,7 @@ library.define("cast_hot(Tensor k, Tensor v, Tensor received, Tensor ticket, int
 library.define("cast_cold(Tensor(a!) keys, Tensor(b!) values, Tensor received, Tensor ticket, int exchange) -> ()")
 library.define("group_reduce(Tensor k_grad, Tensor v_grad, int exchange) -> (Tensor, Tensor)")
 library.define("cast_bits(Tensor keep, int exchange) -> Tensor")
-library.define("tied(Tensor x, Tensor keys, Tensor values) -> Tensor")
-library.define("tied_grads(Tensor grad, Tensor keys, Tensor values) -> (Tensor, Tensor)")
+library.define("tied(Tensor x, Tensor[] others) -> Tensor")
 
 
 class _ByNumber:
@@ -95,11 +96,13 @@ class Works(NamedTuple):
     """What this rank will hand on, and the work to wait for before it can."""
 
 
+Started = tuple[Tensor, Works]
+"""What will be received, and the works to wait for."""
 Plan = RingPlan | BranchPlan
 """The tokens that travel to and from one rank, and their places. `RingPlan` explains the fields."""
 
 
-class Exchange:
+class Exchange(Lockstep):
     """The collectives of one plan in one process group, or of `Relays` in the groups of a mesh of nodes.
 
     Operators know it by its number. In a hierarchy, tokens for the own node and tokens that cross travel at the same
@@ -108,25 +111,27 @@ class Exchange:
 
     def __init__(self, plan: Plan | Relays, facts: Facts, group: dist.ProcessGroup, *axes: dist.ProcessGroup) -> None:
         self.plan: Plan = plan.plan if isinstance(plan, Relays) else plan
-        self._facts = facts
-        # A group that was destroyed keeps its connections as long as it is referred to.
-        self._group = ref(group)
+        super().__init__(group, facts, is_idle=not self.plan.is_mixed and not any(self.plan.tokens_hot))
         # The owner of each broadcast, in their order in a vector: rank by rank if there are no nodes.
         self._owners = list(range(len(self.plan.tokens_hot)))
-        self._direct = Stage(self.plan.sent, self.plan.received, self._group, not self.plan.is_mixed)
-        self._crossing, self._handed = (Stage((), (), self._group, is_idle=True) for _ in range(2))
-        self._outer = Broadcast(self.plan.tokens_hot, self.plan.rank, self._group, is_single=True)
+        self._direct = Stage(self.plan.sent, self.plan.received, self._every, not self.plan.is_mixed)
+        self._crossing, self._handed = (Stage((), (), self._every, is_idle=True) for _ in range(2))
+        self._outer = Broadcast(self.plan.tokens_hot, self.plan.rank, self._every, is_single=True)
         self._inner: Broadcast | None = None
         if isinstance(plan, Relays):
             self._build_levels(plan, *map(ref, axes))
+        self._n_hot = [self.plan.tokens_hot[owner] for owner in self._owners]
+        # Broadcasts, direct tokens, and tokens that others hand on.
+        self._counts = sum(self._n_hot), sum(self._direct.n_received), sum(self._handed.n_received)
         self.number = by_number.add(self)
 
     def _build_levels(self, relays: Relays, outer: ref[dist.ProcessGroup], inner: ref[dist.ProcessGroup]) -> None:
         plan, mates, per_node = relays.plan, relays.mates, relays.per_node
         sent, received = ([places[rank] for rank in mates] for places in (plan.sent, plan.received))
-        self._direct = Stage(sent, received, inner, not relays.is_direct)
-        self._crossing = Stage(relays.crossing, relays.arriving, outer, not relays.is_crossing)
-        self._handed = Stage(relays.handed, relays.relayed, inner, not relays.is_crossing)
+        stays, is_direct = not relays.counts.crossing.any(), bool(relays.counts.direct.any())
+        self._direct = Stage(sent, received, inner, not is_direct)
+        self._crossing = Stage(relays.crossing, relays.arriving, outer, stays)
+        self._handed = Stage(relays.handed, relays.relayed, inner, stays)
         # The broadcasts that one rank of a node hands on lie together: with 2 nodes of 2 ranks, those of ranks 0, 2, 1
         # and 3. Rank 2 gets the first of them from rank 0, and hands both to rank 3.
         n_ranks = plan.layout.n_ranks
@@ -135,61 +140,26 @@ class Exchange:
         self._outer = Broadcast(by_rank[relays.number], relays.node, outer, n_waits=relays.most_broadcasts)
         self._inner = Broadcast(list(map(sum, by_rank)), relays.number, inner)
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group."""
-        return alive(self._group)
-
-    @cached_property
-    def _n_hot(self) -> list[int]:
-        return [self.plan.tokens_hot[owner] for owner in self._owners]
-
-    @cached_property
-    def _n_crossed(self) -> int:
-        return sum(self._crossing.n_received)
-
-    @cached_property
-    def _counts(self) -> tuple[int, int, int]:
-        return sum(self._n_hot), sum(self._direct.n_received), sum(self._handed.n_received)
-
-    def _sizes(self, xs: Tensors) -> list[int]:
-        """Return the elements that are received: broadcasts, direct tokens, and tokens that others hand on."""
+    def sizes(self, xs: Tensors) -> list[int]:
+        """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
         width = width_of(xs)
         return [n * width for n in self._counts]
 
-    def size_received(self, xs: Tensors) -> int:
-        """Return the elements that this rank receives, its own broadcast and what it hands to itself included."""
-        return sum(self._sizes(xs))
-
-    def begin(self) -> None:
-        """Begin an exchange, before its memory is allocated. If no rank has data for another, there is none."""
-        if self._moves:
-            lockstep.begin(self.group)
-
-    def check(self, data: str, x: Tensor) -> None:
-        """Compare the exchange with those of the other ranks, after its memory is allocated."""
-        if self._moves:
-            lockstep.check(self.group, self._facts, data, x.device)
-
-    @property
-    def _moves(self) -> bool:
-        return self.plan.is_mixed or self._counts[0] > 0
-
-    def start(self, xs: Tensors, data: str = FORWARD) -> tuple[Tensor, Works]:
-        """Begin to send. Return what will be received and the work to wait for."""
+    def start(self, xs: Tensors, data: str = FORWARD) -> Started:
+        """Begin to send."""
         self.begin()
         width, sides = width_of(xs), ([xs], [xs])
-        received = xs[0].new_empty(self.size_received(xs))
-        hot, direct, _ = received.split(self._sizes(xs))
-        if mine := self._by_number(hot, width):
-            own = self._outer.mine(mine[0], width)
-            if len(own):
-                gather(views(own, xs), xs, self.plan.hot[self.plan.rank])
+        received = xs[0].new_empty(sum(self.sizes(xs)))
+        hot, direct, _ = received.split(self.sizes(xs))
+        mine = self._of_number(hot, width)
+        own = self._outer.mine(mine, width)
+        if len(own):
+            gather(views(own, xs), xs, self.plan.hot[self.plan.rank])
         sent, crossing = self._direct.pack(xs), self._crossing.pack(xs)
         arrived = self._crossing.room(xs)
         # From here on nothing is allocated that can be before: a rank that fails now leaves the others waiting.
-        self.check(data, sent)
-        broadcasts = [work for vector in mine for work in self._outer.start(vector, width)]
+        self.check(data, sent.device)
+        broadcasts = self._outer.start(mine, width)
         across = self._crossing.start(arrived, crossing, *sides)
         works = self._direct.start(direct, sent, *sides)
         return received, Works(broadcasts, works, [sent, crossing], (arrived, across))
@@ -205,32 +175,32 @@ class Exchange:
         plan, width = self.plan, width_of(xs)
         buffers = [x.new_empty(*x.shape[:2], plan.n_buffer, x.shape[3]) for x in xs]
         copy(buffers, xs, plan.own)
-        self._wait(works.hot, FORWARD)
+        self.wait(works.hot, FORWARD)
         # Broadcasts that were received before, as in a checkpoint, were handed on inside the node, too.
-        hot = received[: self._sizes(xs)[0]]
+        hot = received[: self.sizes(xs)[0]]
         if self._inner is not None and works.next is not None:
-            self._wait(self._inner.start(hot, width), FORWARD)
+            self.wait(self._inner.start(hot, width), FORWARD)
         for owner, message in self._broadcast(hot, width):
             copy(buffers, views(message, xs), plan.hot_copies[owner])
         return buffers
 
     def finish_cold(self, buffers: Tensors, received: Tensor, works: Works) -> None:
         """Hand on the tokens that have crossed, and write all others into the buffers."""
-        _, direct, handed = received.split(self._sizes(buffers))
+        _, direct, handed = received.split(self.sizes(buffers))
         inside: list[Any] = []
         # If they were received before, as in a checkpoint, they were handed on, too.
         if works.next is not None and not self._crossing.is_idle:
             arrived, across = works.next
-            self._wait(across, FORWARD)
-            crossed = [x.new_empty(*x.shape[:2], self._n_crossed, x.shape[3]) for x in buffers]
+            self.wait(across, FORWARD)
+            crossed = [x.new_empty(*x.shape[:2], sum(self._crossing.n_received), x.shape[3]) for x in buffers]
             self._crossing.unpack(arrived, crossed)
             sent = self._handed.pack(crossed)
             inside = self._handed.start(handed, sent, [buffers], [buffers])
-        self._wait([*works.cold, *inside], FORWARD)
+        self.wait([*works.cold, *inside], FORWARD)
         self._direct.unpack(direct, buffers)
         self._handed.unpack(handed, buffers)
 
-    def start_cold_back(self, grads: Tensors) -> tuple[Tensor, Works]:
+    def start_cold_back(self, grads: Tensors) -> Started:
         """Begin to send gradients home, or to the ranks that handed on their tokens, but not those of broadcasts.
 
         ``grads`` are those of the buffers, or of a beginning that has these tokens.
@@ -239,52 +209,51 @@ class Exchange:
         direct, relayed, sides = self._direct.back, self._handed.back, ([grads], [grads])
         sent, handed = direct.pack(grads), relayed.pack(grads)
         received, arrived = direct.room(grads), relayed.room(grads)
-        self.check(BACKWARD, sent)
+        self.check(BACKWARD, sent.device)
         works = direct.start(received, sent, *sides)
         inside = relayed.start(arrived, handed, *sides)
         return received, Works(cold=works, sent=[sent, handed], next=(arrived, inside))
 
-    def hand_on_back(self, grads: Tensors, started: tuple[Tensor, Works]) -> tuple[Tensor, Works]:
+    def hand_on_back(self, grads: Tensors, started: Started) -> Started:
         """Begin to send home the gradients of other nodes' tokens, summed over the ranks of this node."""
         received, works = started
         if works.next is None or self._crossing.is_idle:
             return started
         (arrived, inside), home = works.next, self._crossing.back
-        self._wait(inside, BACKWARD)
+        self.wait(inside, BACKWARD)
         # A sum over ranks, so in the accumulation type.
-        totals = [x.new_zeros(*x.shape[:2], self._n_crossed, x.shape[3], dtype=accumulator(x)) for x in grads]
+        n_crossed = sum(self._crossing.n_received)
+        totals = [x.new_zeros(*x.shape[:2], n_crossed, x.shape[3], dtype=accumulator(x)) for x in grads]
         self._handed.back.unpack(arrived, totals, add=True)
         sent, at_home = home.pack([total.to(grads[0].dtype) for total in totals]), home.room(grads)
         across = home.start(at_home, sent, [grads], [grads])
         return received, Works(cold=works.cold, sent=[*works.sent, sent], next=(at_home, across))
 
-    def start_hot_back(self, grads: Tensors) -> tuple[Tensor, Works]:
+    def start_hot_back(self, grads: Tensors) -> Started:
         """Begin to add up the gradients of broadcast tokens at their owners, from those of the buffers."""
         width = width_of(grads)
         # A sum over ranks, so in the accumulation type. A token in both parts of the buffer has two gradients to add.
         hot = grads[0].new_zeros(self._counts[0] * width, dtype=accumulator(grads[0]))
         for owner, message in self._broadcast(hot, width):
-            source, target = self.plan.hot_copies[owner]
-            copy(views(message, grads), grads, Copies(target, source), add=True)
+            copy(views(message, grads), grads, self.plan.hot_copies[owner][::-1], add=True)
         if self._inner is not None:
-            self._wait(self._inner.start_back(hot, width)[1], BACKWARD)
-        for vector in self._by_number(hot, width):
-            mine, works = self._outer.start_back(vector, width)
-            return mine, Works(hot=works, sent=[hot])
-        return hot, Works()
+            self.wait(self._inner.start_back(hot, width)[1], BACKWARD)
+        mine, works = self._outer.start_back(self._of_number(hot, width), width)
+        return mine, Works(hot=works, sent=[hot])
 
-    def finish_back(
-        self,
-        grads: Tensors,
-        cold_started: tuple[Tensor, Works],
-        hot_started: tuple[Tensor, Works],
-        own: Tensors | None = None,
-    ) -> list[Tensor]:
+    def finish_back(self, grads: Tensors, cold: Started, hot: Started, own: Tensors | None = None) -> list[Tensor]:
         """Return the gradients ``[.., .., n, dim]`` of this rank's tokens: ``own`` and those of all ranks' buffers.
 
         It adds to ``own`` in place if its dtype is that of sums.
         """
-        arrived = list(self._arrived_back(grads, cold_started, hot_started))
+        (received, cold_works), (mine, hot_works) = cold, hot
+        assert cold_works.next is not None
+        home, across = cold_works.next
+        self.wait([*cold_works.cold, *across, *hot_works.hot], BACKWARD)
+        # In the order of the ranks, so that every run adds alike.
+        arrived = [*self._direct.back.arrived(received, grads), *self._crossing.back.arrived(home, grads)]
+        if len(mine):
+            arrived.append((views(mine, grads), self.plan.hot[self.plan.rank]))
         sums = []
         # One tensor after the other, so that only one of them has a sum in the accumulation type.
         for number, x in enumerate(grads):
@@ -292,41 +261,51 @@ class Exchange:
                 total = x.new_zeros(*x.shape[:2], self.plan.n_tokens, x.shape[3], dtype=accumulator(x))
             else:
                 total = own[number].to(accumulator(x))
-            source, target = self.plan.own
-            copy([total], [x], Copies(target, source), add=True)
-            # In the order of the ranks, so that every run adds alike.
+            copy([total], [x], self.plan.own[::-1], add=True)
             for message, places in arrived:
                 scatter([total], [message[number]], places, add=True)
             sums.append(total.to(x.dtype))
         return sums
-
-    def _arrived_back(
-        self, grads: Tensors, cold_started: tuple[Tensor, Works], hot_started: tuple[Tensor, Works]
-    ) -> Iterator[tuple[list[Tensor], Places]]:
-        """Wait for the gradients of other ranks, and yield them with the places of their tokens."""
-        (received, cold_works), (hot, hot_works) = cold_started, hot_started
-        assert cold_works.next is not None
-        home, across = cold_works.next
-        self._wait([*cold_works.cold, *across, *hot_works.hot], BACKWARD)
-        yield from self._direct.back.arrived(received, grads)
-        yield from self._crossing.back.arrived(home, grads)
-        if len(hot):
-            yield views(hot, grads), self.plan.hot[self.plan.rank]
 
     def _broadcast(self, hot: Tensor, width: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the owner of each broadcast, and its part of the vector."""
         parts = messages(hot, [n * width for n in self._n_hot])
         return ((self._owners[number], message) for number, message in parts)
 
-    def _by_number(self, hot: Tensor, width: int) -> list[Tensor]:
-        """Return the part of the vector that travels between ranks with this rank's number in their nodes, if any."""
-        if self._inner is None:
-            return [hot] if self._owners else []
-        return [self._inner.mine(hot, width)]
+    def _of_number(self, hot: Tensor, width: int) -> Tensor:
+        """Return the part of the vector that travels between ranks with this rank's number in their nodes."""
+        return hot if self._inner is None else self._inner.mine(hot, width)
 
-    def _wait(self, works: Iterable[Any], what: str) -> None:
-        for work in works:
-            wait(work, self.group, what)
+
+@dataclass
+class Calls:
+    """The exchanges of a group's calls, by plan, facts and groups. It lives as long as the group."""
+
+    exchanges: OrderedDict[tuple[Any, ...], Any] = field(default_factory=OrderedDict)
+    """The last that were used."""
+    in_graphs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """Those of compiled graphs. Without its exchange a graph would be compiled again."""
+
+
+def exchange_of(make: Callable[..., T], plan: Any, facts: Facts, *groups: dist.ProcessGroup, in_graph: bool) -> T:
+    """Return the exchange of a plan and of what ranks compare of its calls, in its groups, made once.
+
+    If a compiled graph has it (``in_graph``), it stays as long as its first group.
+    """
+    call = plan, facts, *map(ref, groups)
+    calls = of_group(groups[0], Calls)
+    # Threads that share a group must not make two exchanges of one call: each would count its own.
+    with _lock:
+        found: T | None = calls.in_graphs.get(call) or calls.exchanges.pop(call, None)
+        if found is None:
+            found = make(plan, facts, *groups)
+        if in_graph or call in calls.in_graphs:
+            calls.in_graphs[call] = found
+        else:
+            calls.exchanges[call] = found
+        if len(calls.exchanges) > EXCHANGES:
+            calls.exchanges.popitem(last=False)
+        return found
 
 
 def _start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -375,19 +354,15 @@ def _cast_bits(keep: Tensor, number: int) -> Tensor:
 
 
 def _fake_start(k: Tensor, v: Tensor, number: int, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return k.new_empty(by_number[number].size_received((k, v))), torch.empty(1, dtype=torch.int64)
+    return k.new_empty(sum(by_number[number].sizes((k, v)))), torch.empty(1, dtype=torch.int64)
 
 
 def _fake_cast(k: Tensor, v: Tensor, received: Tensor, ticket: Tensor, number: int) -> tuple[Tensor, ...]:
-    return _with_tokens(by_number[number].plan.n_buffer, k, v)
+    return tuple(x.new_empty(*x.shape[:2], by_number[number].plan.n_buffer, x.shape[3]) for x in (k, v))
 
 
 def _fake_reduce(k_grad: Tensor, v_grad: Tensor, number: int) -> tuple[Tensor, ...]:
-    return _with_tokens(by_number[number].plan.n_tokens, k_grad, v_grad)
-
-
-def _with_tokens(n_tokens: int, *xs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(*x.shape[:2], n_tokens, x.shape[3]) for x in xs)
+    return tuple(x.new_empty(*x.shape[:2], by_number[number].plan.n_tokens, x.shape[3]) for x in (k_grad, v_grad))
 
 
 def _fake_cast_bits(keep: Tensor, number: int) -> Tensor:
@@ -405,7 +380,8 @@ def _cast_backward(ctx: Any, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | N
 
 
 def _reduce_backward(ctx: Any, k_cot: Tensor, v_cot: Tensor) -> tuple[Tensor | None, ...]:
-    return *cast_finish(k_cot, v_cot, cast_start(k_cot, v_cot, ctx.exchange), ctx.exchange), None
+    started = cast_start(k_cot, v_cot, ctx.exchange)
+    return *torch.ops.ringtile.group_cast(k_cot, v_cot, *started, ctx.exchange.number), None
 
 
 for _name, _implementation, _fake in (
@@ -422,51 +398,31 @@ torch.library.register_autograd("ringtile::group_cast", _cast_backward, setup_co
 torch.library.register_autograd("ringtile::group_reduce", _reduce_backward, setup_context=_keep_exchange, lib=library)
 
 
-def _keep_buffers(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep_others(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[1])
 
 
-def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+def _tied_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     # Zeros that depend on the gradient and on the buffers. Compilers move what does not depend on a gradient to the
     # forward pass, and do not recompute what no operator reads: then ranks would differ in the order of collectives.
-    return grad, *torch.ops.ringtile.tied_grads(grad, *ctx.saved_tensors[1:])
+    others = ctx.saved_tensors
+    return grad, [torch.ops.ringtile.tied(torch.zeros_like(x), [grad, *others]) for x in others]
 
 
-def _tied_grads_backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, ...]:
-    # Second derivatives pass through the same collectives at every rank.
-    return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+def _tied(x: Tensor, others: list[Tensor]) -> Tensor:
+    return x.clone()
 
 
-for _name, _same, _backward in (
-    ("tied", lambda x, keys, values: x.clone(), _tied_backward),
-    ("tied_grads", lambda grad, keys, values: (torch.zeros_like(keys), torch.zeros_like(values)), _tied_grads_backward),
-):
-    library.impl(_name, _same, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringtile::{_name}", _same, lib=library)
-    torch.library.register_autograd(f"ringtile::{_name}", _backward, setup_context=_keep_buffers, lib=library)
-
-
-def tied(x: Tensor, keys: Tensor, values: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return a copy of ``x`` that depends on buffers that no row reads: both passes then take part in the collectives.
-
-    Compilers drop operators whose results are not used, so they get an operator of its own.
-    """
-    if torch.compiler.is_compiling() and key_mask is not None:
-        keys = keys * key_mask[:, None, :, None]
-    return torch.ops.ringtile.tied(x, keys, values)  # type: ignore[no-any-return]
+library.impl("tied", _tied, "CompositeExplicitAutograd")
+torch.library.register_fake("ringtile::tied", _tied, lib=library)
+torch.library.register_autograd("ringtile::tied", _tied_backward, setup_context=_keep_others, lib=library)
 
 
 def cast_start(k: Tensor, v: Tensor, exchange: Exchange, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Begin to send keys and values to the ranks that need them. Give both results to `cast_finish`.
+    """Begin to send keys and values to the ranks that need them. Give both results to `group_cast`.
 
     It follows the exchange that ``after`` comes from, in compiled graphs too.
     """
     with torch.no_grad():
         received, ticket = torch.ops.ringtile.cast_start(k, v, exchange.number, after)
     return received, ticket
-
-
-def cast_finish(k: Tensor, v: Tensor, started: tuple[Tensor, Tensor], exchange: Exchange) -> tuple[Tensor, Tensor]:
-    """Return the buffers of keys and values ``[B, Hkv, n_buffer, D]``, differentiable in this rank's own."""
-    keys, values = torch.ops.ringtile.group_cast(k, v, *started, exchange.number)
-    return keys, values

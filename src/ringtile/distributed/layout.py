@@ -1,15 +1,22 @@
-"""Which tokens each rank holds."""
+"""Which tokens each rank holds, runs of positions, and the copies between places that hold them."""
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
+
+from ringtile.distributed.process_groups import Ranks, place_of
+from ringtile.patterns.base import TileGrid
 
 Run = tuple[int, int]
 """Positions from the first to before the second."""
@@ -143,9 +150,7 @@ class Layout:
             raise ValueError(f"shards: expected {sizes} tokens in dimension {dim}, got {found}")
         placed: list[tuple[int, Tensor]] = []
         for runs, x in zip(self.runs, shards, strict=True):
-            placed += [
-                (begin, x.narrow(dim, at, end - begin)) for (begin, end), at in zip(runs, starts_of(runs), strict=True)
-            ]
+            placed += [(begin, x.narrow(dim, at, end - begin)) for (begin, end), at in with_starts(runs)]
         return torch.cat([x for _, x in sorted(placed, key=lambda pair: pair[0])], dim)
 
     def tiles(self, block: int = 128) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,11 +190,6 @@ def counts_of(parts: Iterable[Iterable[Run]]) -> list[int]:
     return list(map(count_tokens, parts))
 
 
-def starts_of(runs: Sequence[Run]) -> list[int]:
-    """Return the place of each run if they follow each other."""
-    return list(accumulate((end - begin for begin, end in runs), initial=0))[: len(runs)]
-
-
 def _joined(runs: Iterable[Run]) -> Iterable[Run]:
     """Check that runs ascend, leave out empty ones and join neighbors."""
     found: list[Run] = []
@@ -213,3 +213,138 @@ def _bounds(n_tokens: int, n_parts: int, unit: int) -> list[int]:
 
 
 LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+
+
+Places = Sequence[Run] | Tensor
+"""Runs of tokens, or the number of each token, int64."""
+
+
+class Copies(NamedTuple):
+    """Tokens that are copied from places to others: pairs of runs of equal length, or pairs of numbers."""
+
+    source: Places
+    target: Places
+
+
+def intervals(tiles: Tensor, grid: TileGrid) -> list[Run]:
+    """Return the runs of positions in these tiles, a bool vector."""
+    # For example, tiles [F, T, T, F, T] of 128 tokens begin or end a run at the edges [1, 3, 4, 5]: (128, 384) and
+    # (512, 640), or (512, 600) if there are 600 keys.
+    edges = pad(tiles.int(), (1, 1)).diff().nonzero().flatten() * grid.block
+    bounds = edges.clamp(max=grid.n_keys).tolist()
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def with_starts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
+    """Return runs that follow each other, each with its place."""
+    return list(zip(runs, accumulate((end - begin for begin, end in runs), initial=0), strict=False))
+
+
+def consecutive(runs: Sequence[Run]) -> list[Run]:
+    """Return the places of runs if they follow each other.
+
+    >>> consecutive([(3, 5), (9, 10)])
+    [(0, 2), (2, 3)]
+    """
+    return [(at, at + end - begin) for (begin, end), at in with_starts(runs)]
+
+
+def overlaps(wanted: Sequence[Run], held: Sequence[Run]) -> list[Run]:
+    """Return the positions that both have. Both ascend."""
+    found: list[Run] = []
+    number = 0
+    for begin, end in wanted:
+        while number < len(held) and held[number][1] <= begin:
+            number += 1
+        for low, high in held[number:]:
+            if low >= end:
+                break
+            found.append((max(begin, low), min(end, high)))
+    return found
+
+
+def _place(run: Run, held: Sequence[tuple[Run, int]]) -> Run:
+    """Return the places of a run that is held."""
+    # The run (130, 140) in held runs [((0, 10), 0), ((128, 256), 10)] lies 2 tokens into the second: (12, 22).
+    (low, _), place = held[bisect_right(held, run[0], key=lambda pair: pair[0][0]) - 1]
+    return place + run[0] - low, place + run[1] - low
+
+
+def copies(source: Sequence[tuple[Run, int]], target: Sequence[tuple[Run, int]]) -> Copies:
+    """Return the copies of all positions that both have.
+
+    >>> copies(with_starts([(0, 4), (10, 12)]), with_starts([(2, 11)]))
+    Copies(source=((2, 4), (4, 5)), target=((0, 2), (8, 9)))
+    """
+    # Pairs of equal runs, also if a run on one side spans two of the other.
+    common = overlaps([run for run, _ in source], [run for run, _ in target])
+    return Copies(*(tuple(_place(run, held) for run in common) for held in (source, target)))
+
+
+def placed(wanted: Sequence[Run], held: Sequence[tuple[Run, int]]) -> tuple[Run, ...]:
+    """Return the places of the positions in ``wanted`` that are held, in ascending order of position.
+
+    >>> placed([(3, 12)], with_starts([(0, 4), (10, 20)]))
+    ((3, 6),)
+    """
+    found: list[Run] = []
+    for run in overlaps(wanted, [run for run, _ in held]):
+        begin, end = _place(run, held)
+        if found and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return tuple(found)
+
+
+def check_layout(layout: Layout, n_ranks: int) -> None:
+    """Raise ValueError if the layout does not fit the number of ranks."""
+    if not isinstance(layout, Layout) or layout.n_ranks != n_ranks:
+        raise ValueError(f"layout: expected a Layout for {n_ranks} ranks, got {layout!r}")
+
+
+def check_shard(query: Tensor, key: Tensor, layout: Layout, ranks: Ranks) -> tuple[int, int]:
+    """Return the numbers of this rank and of ranks. Raise ValueError if the layout or the tensors do not fit them."""
+    rank, n_ranks = place_of(ranks)
+    check_layout(layout, n_ranks)
+    for name, x in (("query", query), ("key", key)):
+        if x.shape[2] != layout.size(rank):
+            raise ValueError(f"{name}: expected the {layout.size(rank)} tokens of rank {rank}, got {x.shape=}")
+    return rank, n_ranks
+
+
+def check_keys_finite(key: Tensor, value: Tensor, layout: Layout, rank: int, layer: bool | str) -> None:
+    """Raise ValueError with the place of the first NaN or infinity."""
+    for name, x in (("key", key), ("value", value)):
+        found = first_nonfinite(x, 128)
+        if found is not None:
+            batch, head, tile = found
+            position = int(layout.positions(rank)[tile * 128])
+            where = f" of {layer}" if isinstance(layer, str) else ""
+            raise ValueError(
+                f"{name}: expected finite numbers, got NaN or infinity at rank {dist.get_rank()}{where}, batch element "
+                f"{batch}, head {head}, in the 128 tokens from position {position}"
+            )
+
+
+def first_nonfinite(x: Tensor, tile: int) -> tuple[int, int, int] | None:
+    """Return (batch element, head, tile) of the first tile of ``x`` ``[B, H, N, D]`` with a NaN or infinity, or None.
+
+    "First" is the lowest tile, then batch element, then head. It reads ``x`` once, and synchronizes with a GPU.
+
+    >>> x = torch.zeros(2, 4, 300, 16)
+    >>> x[1, 2, 150, 3] = torch.nan
+    >>> first_nonfinite(x, 64)
+    (1, 2, 2)
+    """
+    if x.dim() != 4 or tile < 1:
+        raise ValueError(f"x, tile: expected [B, H, N, D] and a positive number of tokens, got {x.shape=}, {tile=}")
+    if not x.numel():
+        return None
+    low, high = x.detach().aminmax()
+    if bool(low.isfinite() & high.isfinite()):
+        return None
+    low, high = x.detach().aminmax(dim=-1)
+    bad = ~(low.isfinite() & high.isfinite())
+    first = int(bad.any(0).any(0).nonzero()[0, 0]) // tile
+    element, head = bad[:, :, first * tile : (first + 1) * tile].any(-1).nonzero()[0].tolist()
+    return element, head, first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -12,8 +12,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run, count_tokens
-from ringtile.distributed.runs import Copies, copies, intervals, overlaps, placed, with_starts
+from ringtile.distributed.layout import (
+    Copies,
+    Layout,
+    Run,
+    copies,
+    count_tokens,
+    intervals,
+    overlaps,
+    placed,
+    with_starts,
+)
 from ringtile.index import BlockIndex, build_index, build_rows, needed
 from ringtile.index.covers import MAX_BYTES
 from ringtile.index.tiles import pack_words
@@ -97,6 +106,9 @@ class RingPlan:
     """True if every rank gets all keys."""
     is_mixed: bool
     """True if any rank sends tokens to another that are not broadcast."""
+    relays: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
+    """The stages of a hierarchy, by the number of ranks per node: `make_relays` fills it."""
+    _moved: dict[torch.device, tuple[Piece, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def n_tokens(self) -> int:
@@ -110,15 +122,6 @@ class RingPlan:
         if device not in self._moved:
             self._moved[device] = tuple(replace(piece, index=piece.index.to(device)) for piece in self.pieces)
         return self._moved[device]
-
-    @cached_property
-    def relays(self) -> dict[int, Any]:
-        """The stages of a hierarchy, by the number of ranks per node: `make_relays` fills it."""
-        return {}
-
-    @cached_property
-    def _moved(self) -> dict[torch.device, tuple[Piece, ...]]:
-        return {}
 
     @cached_property
     def n_buffer(self) -> int:
@@ -219,9 +222,9 @@ def _make_plan(
     grid = TileGrid(block, 0, layout.n_tokens, layout.n_tokens)
     pattern.validate(grid)
     heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-    demand = find_demand(pattern, layout, grid, gather=bool(gather), **heads)
+    demand = demand_of(None, layout, grid) if gather else find_demand(pattern, layout, grid, **heads)
     if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):
-        demand = find_demand(pattern, layout, grid, gather=True)
+        demand = demand_of(None, layout, grid)
     needs, holds, is_hot, most_sent, is_mixed = demand
     if is_cut(layout, rank, block):
         pieces, cols = _cut_pieces(pattern, layout, rank, needs[rank], block=block, **heads)
@@ -273,12 +276,11 @@ def _cut_pieces(
 
     Rows of a run that begins inside a tile have tiles of their own, which begin with the run.
     """
-    pieces, at = [], 0
-    for begin, end in layout.runs[rank]:
+    pieces = []
+    for (begin, end), at in with_starts(layout.runs[rank]):
         index = build_index(pattern, end - begin, layout.n_tokens, start=begin, **sizes)
         index = index.remapped(torch.arange(index.n_rows), needs.nonzero().flatten())
         pieces.append(Piece(at, at + end - begin, "all", index))
-        at += end - begin
     return pieces, [needs, torch.zeros_like(needs)]
 
 
@@ -302,25 +304,10 @@ class Demand(NamedTuple):
     """True if any rank sends tokens to another that are not broadcast."""
 
 
-def find_demand(
-    pattern: Pattern,
-    layout: Layout,
-    grid: TileGrid,
-    *,
-    num_heads: int = 1,
-    batch: int = 1,
-    gather: bool = False,
-    max_bytes: int = MAX_BYTES,
-) -> Demand:
-    """Return the column tiles that each rank needs and sends, from the covers of the pattern.
-
-    Raises ValueError as `needed` does.
-    """
-    if gather:
-        return demand_of(None, layout, grid)
+def find_demand(pattern: Pattern, layout: Layout, grid: TileGrid, **sizes: int) -> Demand:
+    """Return the column tiles that each rank needs and sends, from the covers of the pattern, as `needed` does."""
     rows, parts, _ = layout.tiles(grid.block)
-    heads = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-    return demand_of(needed(pattern, rows, parts, layout.n_ranks, grid, **heads), layout, grid)
+    return demand_of(needed(pattern, rows, parts, layout.n_ranks, grid, **sizes), layout, grid)
 
 
 def demand_of(needs: Tensor | None, layout: Layout, grid: TileGrid) -> Demand:
@@ -374,10 +361,7 @@ def count_cold(layout: Layout, needs: Tensor, is_hot: Tensor, block: int) -> Ten
 
 
 def is_cut(layout: Layout, rank: int, block: int) -> bool:
-    """Return True if a run of a rank begins or ends inside a tile. Each of its runs is then a call of its own.
-
-    Raises ValueError if there are too many of them.
-    """
+    """Return True if a run of a rank begins or ends inside a tile. Raise ValueError if too many of them do."""
     runs, n_tokens = layout.runs[rank], layout.n_tokens
     # A run of 700 tokens that ends at 700 of 700 cuts no tile: the last one is shorter.
     inside = sum(begin % block > 0 or (end % block > 0 and end != n_tokens) for begin, end in runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,14 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     return Axes(found[inner], outer, inner)
 
 
+def alive(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return a process group, or raise RuntimeError if it was destroyed."""
+    found = group()
+    if found is None:
+        raise RuntimeError("the process group of this attention was destroyed")
+    return found
+
+
 def is_alone(group: dist.ProcessGroup) -> bool:
     """Return True for a group of one rank and for PyTorch's fake backend."""
     return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
@@ -134,10 +142,7 @@ def is_point_to_point(work: Any) -> bool:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store of a group: the same for every backend and for threads, unlike `ProcessGroup.get_group_store`.
-
-    Raises RuntimeError if this version of PyTorch does not tell.
-    """
+    """Return the store of a group: the same for all backends and threads, unlike `ProcessGroup.get_group_store`."""
     find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     if find is None:
         raise RuntimeError(f"group: PyTorch {torch.__version__} does not tell the store of a process group")

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.layout import Layout, Run, count_tokens, counts_of
+from ringtile.distributed.layout import Layout, Run, count_tokens, counts_of, intervals, overlaps, placed, with_starts
 from ringtile.distributed.plan import RingPlan, count_cold
-from ringtile.distributed.runs import intervals, overlaps, placed, with_starts
 from ringtile.patterns.base import TileGrid
 
 
@@ -34,10 +33,8 @@ class Relays:
     """For each node the places, among all tokens that cross to this rank, of those from its rank with this number."""
     handed: tuple[tuple[Run, ...], ...]
     """For each rank of this node, itself included, the places of the tokens that it gets among those that crossed."""
-    is_crossing: bool
-    """True if any token crosses between nodes that is not broadcast."""
-    is_direct: bool
-    """True if any rank needs tokens of another in its node that are not broadcast."""
+    counts: StageCounts
+    """Tokens in the messages of all ranks."""
 
     @property
     def node(self) -> int:
@@ -59,31 +56,27 @@ class Relays:
         """For each rank of this node the runs of the buffer that its message fills, in the order of the nodes."""
         received, n_ranks = self.plan.received, self.plan.layout.n_ranks
         # Mate 1 of nodes of 4 hands on what ranks 1, 5, 9, ... of other nodes sent, in this order.
-        owners = ((x for x in range(g, n_ranks, self.per_node) if x not in self.mates) for g in self._numbers)
+        owners = ((x for x in range(g, n_ranks, self.per_node) if x not in self.mates) for g in range(self.per_node))
         return tuple(tuple(run for owner in same for run in received[owner]) for same in owners)
-
-    @property
-    def _numbers(self) -> range:
-        return range(self.per_node)
 
     @cached_property
     def most_broadcasts(self) -> int:
         """The most broadcasts between ranks with one number."""
         hot = self.plan.tokens_hot
-        return max(sum(tokens > 0 for tokens in hot[number :: self.per_node]) for number in self._numbers)
+        return max(sum(tokens > 0 for tokens in hot[number :: self.per_node]) for number in range(self.per_node))
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the plan and of the messages of all ranks on both levels: equal at all ranks."""
         plan, per_node = self.plan, self.per_node
         digest = hashlib.sha256(f"{plan.fingerprint}, {per_node}".encode())
-        counts = count_levels(plan.layout, plan.needs, plan.is_hot, plan.block, per_node)
+        crossing, handed = self.counts.crossing.clone(), self.counts.handed.clone()
         # This rank's messages as it would send and receive them: a rank that expects others than come would differ.
-        counts.crossing[plan.rank] = torch.tensor(counts_of(self.crossing))
-        counts.crossing[self.number :: per_node, self.node] = torch.tensor(counts_of(self.arriving))
-        counts.handed[plan.rank] = torch.tensor(counts_of(self.handed))
-        counts.handed[list(self.mates), self.number] = torch.tensor(counts_of(self.relayed))
-        for x in (counts.crossing, counts.handed):
+        crossing[plan.rank] = torch.tensor(counts_of(self.crossing))
+        crossing[self.number :: per_node, self.node] = torch.tensor(counts_of(self.arriving))
+        handed[plan.rank] = torch.tensor(counts_of(self.handed))
+        handed[list(self.mates), self.number] = torch.tensor(counts_of(self.relayed))
+        for x in (crossing, handed):
             digest.update(ctypes.string_at(x.data_ptr(), x.nbytes))
         return digest.hexdigest()[:16]
 
@@ -133,23 +126,8 @@ def _make_relays(plan: RingPlan, per_node: int) -> Relays:
         n_tokens = count_tokens(arrived)
         arriving.append(((at, at + n_tokens),) if n_tokens else ())
         at += n_tokens
-    tiles, ranks, _ = layout.tiles(plan.block)
-    holds = torch.zeros_like(plan.needs)
-    holds[ranks, tiles] = True
-    # A tile that a rank holds a part of can lack the tokens of others, inside the node and in other nodes.
-    holds = holds.unflatten(0, (n_nodes, per_node))
-    # Number of ranks of each node that hold a tile: [node, C].
-    in_node = holds.sum(1)
-    others = (in_node > 1).unsqueeze(1) | ((in_node > 0).unsqueeze(1) & ~holds)
-    return Relays(
-        plan,
-        per_node,
-        tuple(crossing),
-        tuple(arriving),
-        tuple(map(tuple, handed)),
-        bool((of_node & (in_node.sum(0) > in_node)).any()),
-        bool((needs & others).any()),
-    )
+    counts = count_levels(layout, plan.needs, plan.is_hot, plan.block, per_node)
+    return Relays(plan, per_node, tuple(crossing), tuple(arriving), tuple(map(tuple, handed)), counts)
 
 
 class StageCounts(NamedTuple):

@@ -12,14 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.distributed import lockstep
-from ringtile.distributed.agreement import compare
-from ringtile.distributed.failures.faults import wait
-from ringtile.distributed.layout import Layout, Run
-from ringtile.distributed.lockstep import Facts
+from ringtile.distributed.layout import Copies, Layout, Places, Run, check_layout, copies, with_starts
+from ringtile.distributed.lockstep import Facts, Lockstep, compare
 from ringtile.distributed.process_groups import real_group
-from ringtile.distributed.runs import Copies, Places, copies, with_starts
-from ringtile.distributed.shards import check_layout
 from ringtile.distributed.stages import Stage, copy
 from ringtile.distributed.transports import group_of
 
@@ -104,7 +99,8 @@ class _Roll(torch.autograd.Function):
     ) -> Tensor:
         ctx.call = shifts, layout, group, dim, fill, facts
         dim %= x.dim()
-        lockstep.begin(group)
+        steps = Lockstep(group, facts)
+        steps.begin()
         moves = _moves_of(layout, group.rank(), shifts, fill is None)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if fill is not None:
@@ -116,11 +112,10 @@ class _Roll(torch.autograd.Function):
         sent, received = stage.pack([source]), stage.room([source])
         works: list[Any] = []
         if not stage.is_idle:
-            lockstep.check(group, facts, f"tokens rolled by {shifts}", x.device)
+            steps.check(f"tokens rolled by {shifts}", x.device)
             works = stage.start(received, sent, [[source]], [[source]])
         copy([target], [source], moves.kept)
-        for work in works:
-            wait(work, group, "rolled tokens")
+        steps.wait(works, "rolled tokens")
         stage.unpack(received, [target])
         return out
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.distributed.layout import Run, count_tokens
-from ringtile.distributed.runs import Copies, Places, consecutive
+from ringtile.distributed.layout import Copies, Places, consecutive, count_tokens
+from ringtile.distributed.process_groups import alive
 
 # The names since torch 2.13, where the older ones warn.
 ALL_GATHER, REDUCE_SCATTER = (
@@ -148,14 +148,6 @@ class Broadcast:
         return dist.get_global_rank(alive(self.group), rank)
 
 
-def alive(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return a process group, or raise RuntimeError if it was destroyed."""
-    found = group()
-    if found is None:
-        raise RuntimeError("the process group of this attention was destroyed")
-    return found
-
-
 def _of(rank: int, xs: Sequence[Tensors]) -> Tensors:
     """Return the tensors of the messages to or from a rank."""
     return xs[0] if len(xs) == 1 else xs[rank]
@@ -203,7 +195,7 @@ def count_places(places: Places) -> int:
     return len(places) if isinstance(places, Tensor) else count_tokens(places)
 
 
-def copy(targets: Tensors, sources: Tensors, copies: Copies, *, add: bool = False) -> None:
+def copy(targets: Tensors, sources: Tensors, copies: tuple[Places, Places], *, add: bool = False) -> None:
     """Copy tokens to other places, or add them."""
     source, target = copies
     if isinstance(source, Tensor) and isinstance(target, Tensor):
@@ -238,11 +230,6 @@ def scatter(targets: Tensors, sources: Tensors, places: Places, *, add: bool = F
 def _put_at(target: Tensor, places: Tensor, source: Tensor, add: bool) -> None:
     # No place occurs twice, so the sums do not depend on the order of threads.
     (target.index_add_ if add else target.index_copy_)(2, places, source.to(target.dtype))
-
-
-def whole(n_tokens: int) -> list[Run]:
-    """Return the places of all tokens."""
-    return [(0, n_tokens)] if n_tokens else []
 
 
 def to_bytes(keep: Tensor) -> Tensor:

@@ -6,6 +6,9 @@ On a mesh with two dimensions the ranks of a row exchange heads, and then hold t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
 from typing import Any
 from weakref import ref
 
@@ -13,38 +16,125 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.distributed import lockstep
 from ringtile.distributed.exchange import by_number, library
-from ringtile.distributed.failures import wait
-from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.lockstep import Facts
-from ringtile.distributed.stages import Stage, Tensors, alive, gather, scatter, whole
+from ringtile.distributed.layout import Layout, Run, placed, with_starts
+from ringtile.distributed.lockstep import Facts, Lockstep
+from ringtile.distributed.stages import Stage, Tensors, gather, scatter
 from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.contracts import accumulator
+from ringtile.patterns import Pattern
+from ringtile.patterns.wrapped import for_heads
 
 # `kinds` has a letter per tensor: "q" if its heads are those of the queries, "k" for those of the keys. The last can be
 # "m", for one head that all ranks get, as of a key mask.
 library.define("to_heads(Tensor[] xs, str kinds, int exchange) -> Tensor[]")
 library.define("to_tokens(Tensor[] xs, str kinds, int exchange) -> Tensor[]")
+_WHAT = "an exchange of heads for tokens"
 
 
-class HeadExchange:
+@dataclass(frozen=True)
+class HeadPlan:
+    """Which heads and tokens a rank exchanges with the others of its row."""
+
+    pattern: Pattern
+    """Pattern of all heads."""
+    layout: Layout
+    """Tokens of the ranks of all rows."""
+    rank: int
+    """This rank, counted in the layout."""
+    n_ranks: int
+    """Number of ranks of a row."""
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.n_ranks:
+            degrees = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0)
+            raise ValueError(
+                f"query: expected a number of heads that {self.n_ranks} ranks can share equally, got {self.num_heads}; "
+                f"degrees that divide it: {degrees}"
+            )
+
+    @property
+    def me(self) -> int:
+        """This rank, counted in its row."""
+        return self.rank % self.n_ranks
+
+    @cached_property
+    def rows(self) -> Layout:
+        """Tokens of each row."""
+        return self.layout.merged(self.n_ranks)
+
+    @cached_property
+    def places(self) -> tuple[tuple[Run, ...], ...]:
+        """The places of each rank's tokens in those of the row."""
+        row = self.rank // self.n_ranks
+        held = with_starts(self.rows.runs[row])
+        return tuple(placed(runs, held) for runs in self.layout.runs[row * self.n_ranks :][: self.n_ranks])
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of this rank."""
+        return self.layout.size(self.rank)
+
+    @property
+    def n_row(self) -> int:
+        """Number of tokens of this rank's row."""
+        return self.rows.size(self.rank // self.n_ranks)
+
+    @cached_property
+    def heads(self) -> dict[str, tuple[Run, ...]]:
+        """For each kind the heads that each rank gets."""
+        count, shared = self.num_heads // self.n_ranks, self.num_heads // self.num_kv_heads
+        # With 12 query heads, 4 key heads and 6 ranks, rank 1 gets the query heads 2 and 3. Each key head serves 3 of
+        # them, so rank 1 gets the key heads 0 and 1, and both are at other ranks, too.
+        queries = tuple((rank * count, rank * count + count) for rank in range(self.n_ranks))
+        keys = tuple((begin // shared, (end - 1) // shared + 1) for begin, end in queries)
+        return {"q": queries, "k": keys, "m": ((0, 1),) * self.n_ranks}
+
+    @property
+    def is_shared(self) -> bool:
+        """True if several ranks have the same key head."""
+        return self.num_kv_heads % self.n_ranks > 0
+
+    @cached_property
+    def key_at(self) -> list[int] | None:
+        """The own key head of each group of query heads, if not equally many query heads share each; otherwise None.
+
+        >>> from ringtile.patterns import Dense
+        >>> HeadPlan(Dense(), Layout.contiguous(1024, 4), 1, 4, 1, 12, 6).key_at
+        [0, 1, 1]
+        """
+        (begin, end), (first, last) = (self.heads[kind][self.me] for kind in "qk")
+        shared = self.num_heads // self.num_kv_heads
+        # Query heads in groups of this size have the same key head: of the heads 3, 4 and 5 above, 2 share each, so the
+        # groups are single heads, and the own key heads 0, 1 and 1.
+        alike = gcd(end - begin, shared)
+        found = [head // shared - first for head in range(begin, end, alike)]
+        return None if found == list(range(last - first)) else found
+
+    @cached_property
+    def rule(self) -> Pattern:
+        """The pattern of this rank's heads."""
+        return for_heads(self.pattern, tuple(range(*self.heads["q"][self.me])), self.num_heads)
+
+
+class HeadExchange(Lockstep):
     """The stage of one `HeadPlan` among the ranks of a row. Operators know it by its number."""
 
     def __init__(
         self, plan: HeadPlan, facts: Facts, every: dist.ProcessGroup, outer: dist.ProcessGroup, row: dist.ProcessGroup
     ) -> None:
-        self.plan, self._facts = plan, facts
+        super().__init__(every, facts, is_idle=plan.n_ranks == 1)
+        self.plan = plan
         # Computed here: Dynamo reads them.
         self.heads, self.key_at = plan.heads["q"][plan.me], plan.key_at
         self.rows, self.rule = plan.rows, plan.rule
         self.index: BlockIndex | None = None
-        # A group that was destroyed keeps its connections as long as it is referred to.
-        self._every = ref(every)
         # All tokens of this rank go to each other, which gets other heads of them. Own ones do not travel.
-        others = [rank != plan.me for rank in range(plan.n_ranks)]
-        own = [whole(plan.n_tokens * other) for other in others]
-        arriving = [places if other else () for places, other in zip(plan.places, others, strict=True)]
+        own = [() if rank == plan.me else ((0, plan.n_tokens),) for rank in range(plan.n_ranks)]
+        arriving = [() if rank == plan.me else places for rank, places in enumerate(plan.places)]
         self._stage = Stage(own, arriving, ref(row), is_idle=plan.n_ranks == 1)
         self.number = by_number.add(self)
 
@@ -57,14 +147,14 @@ class HeadExchange:
 
     def to_heads(self, xs: Tensors, kinds: str) -> list[Tensor]:
         """Return this rank's heads of the row's tokens, from all heads of its own tokens."""
-        self._begin()
+        self.begin()
         plan, stage, parts = self.plan, self._stage, self._of_ranks(xs, kinds)
         found = [x.new_empty(*x.shape[:2], plan.n_row, x.shape[3]) for x in parts[plan.me]]
         sent, received = stage.pack(*parts), stage.room(found)
-        self._check(f"heads of {kinds}", sent)
+        self.check(f"heads of {kinds}, {sent.dtype}", sent.device)
         works = stage.start(received, sent, parts, [found])
         scatter(found, parts[plan.me], plan.places[plan.me])
-        self._wait(works)
+        self.wait(works, _WHAT)
         stage.unpack(received, found)
         return found
 
@@ -73,7 +163,7 @@ class HeadExchange:
 
         If ranks share a key head, these are sums over the ranks, in float32 or better and in their order.
         """
-        self._begin()
+        self.begin()
         plan, stage = self.plan, self._stage.back
         is_sum = "k" in kinds and plan.is_shared
         counts = {"q": plan.num_heads, "k": plan.num_kv_heads}
@@ -86,10 +176,10 @@ class HeadExchange:
         ]
         parts = self._of_ranks(found, kinds)
         sent, received = stage.pack(xs), stage.room(*parts, dtype=xs[0].dtype)
-        self._check(f"tokens of {kinds}", sent)
+        self.check(f"tokens of {kinds}, {sent.dtype}", sent.device)
         works = stage.start(received, sent, [xs], parts)
         gather(parts[plan.me], xs, plan.places[plan.me])
-        self._wait(works)
+        self.wait(works, _WHAT)
         stage.unpack(received, *parts, add=is_sum)
         return [total.to(x.dtype) for total, x in zip(found, xs, strict=True)]
 
@@ -97,19 +187,6 @@ class HeadExchange:
         """Return the heads of each rank of the row, of tensors with all heads."""
         heads = [self.plan.heads[kind] for kind in kinds]
         return [[x[:, slice(*of[rank])] for x, of in zip(xs, heads, strict=True)] for rank in range(self.plan.n_ranks)]
-
-    def _begin(self) -> None:
-        if not self._stage.is_idle:
-            lockstep.begin(alive(self._every))
-
-    def _check(self, data: str, sent: Tensor) -> None:
-        if not self._stage.is_idle:
-            lockstep.check(alive(self._every), self._facts, f"{data}, {sent.dtype}", sent.device)
-
-    def _wait(self, works: list[Any]) -> None:
-        # All ranks, not only those of a row, make the same waits in the same order.
-        for work in works:
-            wait(work, alive(self._every), "an exchange of heads for tokens")
 
 
 def _to_heads(xs: Tensors, kinds: str, number: int) -> list[Tensor]:

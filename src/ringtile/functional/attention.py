@@ -26,6 +26,8 @@ from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    Given = Pattern | BlockIndex | BlockMask | Tensor | None
+
 
 class Keywords(SoftmaxOptions, total=False):
     """Keyword arguments that all attention functions share, for type checkers."""
@@ -90,13 +92,10 @@ def checked_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 
 def _cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast the tensors under autocast, like PyTorch all except float64, so that different dtypes become one."""
-    kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
-        return query, key, value
-    to = torch.get_autocast_dtype(kind)
-    query, key, value = (
-        x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value)
-    )
+    if torch.is_autocast_enabled(query.device.type):
+        to = torch.get_autocast_dtype(query.device.type)
+        tensors = query, key, value
+        query, key, value = (x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
     return query, key, value
 
 
@@ -127,8 +126,10 @@ def _check_seed(seed: int | Tensor, query: Tensor) -> None:
         raise ValueError(f"seed: expected a 64-bit integer or one int64 element, got {seed!r}")
 
 
-def check_options(query: Tensor, key: Tensor, *, backend: str | None, **options: Unpack[RowOptions]) -> None:
-    """Raise ValueError if an option that all attention functions share is invalid."""
+def check_options(
+    query: Tensor, key: Tensor, *, backend: str | None = None, n_keys: int | None = None, **options: Unpack[RowOptions]
+) -> None:
+    """Raise ValueError if an option of attention is invalid. ``n_keys`` are those of all ranks. Default: the key's."""
     if backend is not None and backend not in NAMES:
         raise ValueError(f"backend: expected one of {NAMES} or None, got {backend!r}")
     if dropout_p := options.get("dropout_p"):
@@ -141,27 +142,15 @@ def check_options(query: Tensor, key: Tensor, *, backend: str | None, **options:
             raise ValueError(f"key_mask: expected bool, True for keys to attend to, got {key_mask.dtype=}")
     if (seed := options.get("seed")) is not None:
         _check_seed(seed, query)
-
-
-def check_rows(
-    query: Tensor,
-    n_keys: int,
-    key_lengths: Tensor | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> None:
-    """Raise ValueError if an option that only attention over a pattern has is invalid."""
-    if not 0 <= softcap < math.inf:
+    if not 0 <= (softcap := options.get("softcap", 0.0)) < math.inf:
         raise ValueError(f"softcap: expected a finite number >= 0, got {softcap!r}")
-    if key_lengths is not None:
-        _check_rows("key_lengths", key_lengths, query.shape[:1], query)
-        if key_lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"key_lengths: expected int32 or int64, got {key_lengths.dtype=}")
+    if (key_lengths := options.get("key_lengths")) is not None:
+        _checked_numbers("key_lengths", key_lengths, query.shape[0], query)
         # On a GPU, or in a graph, reading the values would synchronize or fail.
-        if _may_read(key_lengths) and not torch.equal(key_lengths, key_lengths.clamp(0, n_keys)):
-            raise ValueError(f"key_lengths: expected values in [0, {n_keys}], got {key_lengths.tolist()}")
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        may_read, most = key_lengths.device.type == "cpu" and _is_real(key_lengths), n_keys or key.shape[2]
+        if may_read and not torch.equal(key_lengths, key_lengths.clamp(0, most)):
+            raise ValueError(f"key_lengths: expected values in [0, {most}], got {key_lengths.tolist()}")
+    for name, per_head in (("alibi_slopes", options.get("alibi_slopes")), ("sinks", options.get("sinks"))):
         if per_head is not None:
             _check_rows(name, per_head, query.shape[1:2], query)
             if not per_head.is_floating_point():
@@ -173,11 +162,6 @@ def _is_real(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(x) in (Tensor, Parameter) and not x._is_zerotensor() and not x.is_meta
-
-
-def _may_read(x: Tensor) -> bool:
-    """Return True if the values of a tensor are available and reading them does not synchronize."""
-    return x.device.type == "cpu" and _is_real(x)
 
 
 def check_plain(name: str, x: Tensor) -> None:
@@ -269,7 +253,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
-def _name_of(pattern: Pattern | BlockIndex | Tensor | BlockMask | None) -> str | int | None:
+def _name_of(pattern: Given) -> str | int | None:
     """Return the text of a pattern or the number of an index, or None if neither tells the pairs."""
     if isinstance(pattern, BlockIndex):
         return id(pattern)
@@ -297,12 +281,7 @@ def _check_index(index: BlockIndex, query: Tensor, n_keys: int, is_causal: bool,
 
 
 def _pairs_of(
-    query: Tensor,
-    n_keys: int,
-    pattern: Pattern | BlockIndex | Tensor | BlockMask | None,
-    is_causal: bool,
-    start: int | None,
-    backend: str | None,
+    query: Tensor, n_keys: int, pattern: Given, is_causal: bool, start: int | None, backend: str | None
 ) -> tuple[int, int, str, Pattern | BlockIndex]:
     """Return the first position, the block, the text and the pattern of a call, or the index of one without a text."""
     if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
@@ -328,7 +307,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | BlockIndex | BlockMask | Tensor | None,
+    pattern: Given,
     structure: Structure | None,
     is_causal: bool,
     start: int | None,
@@ -336,17 +315,13 @@ def _attend(
     backend: str | None,
     options: RowOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments that no plan stands for, and compute attention without sinks.
-
-    ``structure`` is None if the call may have no plan.
-    """
-    kept: Pattern | BlockIndex | BlockMask | Tensor | None = pattern
+    """Check the arguments that no plan of a ``structure`` stands for, and compute attention without sinks."""
+    kept: Given = pattern
     plan = None if structure is None else found_plan(structure)
     if plan is None:
         query, key, value = checked_tensors(query, key, value, enable_gqa)
     n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
     check_options(query, key, backend=backend, **options)
-    check_rows(query, n_keys, key_lengths, options["softcap"], options["alibi_slopes"], options["sinks"])
     call = make_call(query, backend=backend, **options)
     if plan is None:
         first, block, text, kept = _pairs_of(query, n_keys, pattern, is_causal, start, backend)
@@ -374,25 +349,6 @@ def _attend(
         # Options can be tensors that only PyTorch's dispatcher reads, as lazily zero ones.
         prepared = plan.prepared if plan is not None and is_unseen(*options_of(call)) else None
         return attention(query, key, value, call, prepared)
-
-
-def _structure_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern | BlockIndex | BlockMask | Tensor | None,
-    start: int | None,
-    scale: float | None,
-    softcap: float,
-    backend: str | None,
-    *has: bool,
-) -> Structure | None:
-    """Return all that the plan of a call depends on, or None if every check must run at every call."""
-    # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
-    types = type(start) in (int, NoneType), type(scale) in (float, int, NoneType), type(backend) in (str, NoneType)
-    if not all(types) or type(softcap) not in (float, int) or scale == 0:
-        return None
-    return structure_of(_name_of(pattern), query, key, value, start, scale, softcap, backend, has)
 
 
 def _by_reference(
@@ -520,8 +476,11 @@ def sparse_attention(
     if is_unseen(query, key, value) and not is_logged():
         query, key, value = _cast(query, key, value)
         has = bool(enable_gqa), is_causal, dropout_p != 0.0, key_mask is None, key_lengths is None, alibi_slopes is None
-        structure = _structure_of(query, key, value, pattern, start, scale, softcap, backend, *has)
-        plan = None if structure is None else found_plan(structure)
+        # Values of other types can be equal to valid ones: True == 1. So are two zeros, but -0.0 has other gradients.
+        types = type(start) in (int, NoneType), type(scale) in (float, int, NoneType), type(backend) in (str, NoneType)
+        if all(types) and type(softcap) in (float, int) and scale != 0:
+            structure = structure_of(_name_of(pattern), query, key, value, start, scale, softcap, backend, has)
+            plan = found_plan(structure)
     # One chain of comparisons costs less than seven.
     plain = key_mask is key_lengths is alibi_slopes is sinks is seed is head_at is batch_at is None
     if plan is not None and plain and dropout_p == 0.0:

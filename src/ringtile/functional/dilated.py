@@ -140,8 +140,13 @@ def checked_branches(segment_lengths: Sequence[int], dilation_rates: Sequence[in
 def rules_of(
     at: Sequence[tuple[int, int]], pattern: Pattern | None, is_causal: bool, overlap: str, heads: int
 ) -> tuple[Branch, ...] | None:
-    """Return the branches of a call with their rules, or None if only `union_of` keeps the pairs of a union."""
-    _check_pattern(pattern, heads)
+    """Return the branches of a call with their rules, or None if only `over_positions` keeps the pairs of a union."""
+    if pattern is not None and not isinstance(pattern, Pattern):
+        raise ValueError(f"pattern: expected a Pattern between places in a segment, got {type(pattern).__name__}")
+    if pattern is not None and pattern.num_heads not in (None, heads):
+        raise ValueError(f"pattern: it is defined for {pattern.num_heads} heads, got {heads=}")
+    if pattern is not None and pattern.batch_size is not None:
+        raise ValueError(f"pattern: expected one rule for all batch rows, got {pattern.batch_size=}")
     if overlap not in ("mix", "union"):
         raise ValueError(f"overlap: expected 'mix' or 'union', got {overlap!r}")
     if overlap == "union" and pattern is None and torch.compiler.is_compiling():
@@ -165,10 +170,7 @@ def _rules(
 # Dynamo does not trace the algebra of patterns.
 @constant
 def _told_rules(at: tuple[tuple[int, int], ...], is_causal: bool) -> tuple[tuple[int, int, str], ...] | None:
-    """Return length, dilation and text of the branches of a union, or None if not all have a text.
-
-    A rule with a text leaves out whole segments, the same for all heads.
-    """
+    """Return length, dilation and text of the branches of a union, or None if one has no text for all heads."""
     found = _rules(at, None, is_causal, "union")
     if found is None or any(part.rule.text is None for part in found):
         return None
@@ -180,20 +182,11 @@ def _told(text: str) -> Pattern:
     return parse(text)
 
 
-def union_of(at: Sequence[tuple[int, int]], pattern: Pattern | None) -> Pattern:
-    """Return the union of branches as one pattern over positions."""
-    return reduce(or_, [Segments(*each) if pattern is None else InSegments(*each, pattern) for each in at])
-
-
-def _check_pattern(pattern: Pattern | None, heads: int) -> None:
-    if pattern is None:
-        return
-    if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern: expected a Pattern between places in a segment, got {type(pattern).__name__}")
-    if pattern.num_heads not in (None, heads):
-        raise ValueError(f"pattern: it is defined for {pattern.num_heads} heads, got {heads=}")
-    if pattern.batch_size is not None:
-        raise ValueError(f"pattern: expected one rule for all batch rows, got {pattern.batch_size=}")
+def over_positions(at: Sequence[tuple[int, int]], pattern: Pattern | None, overlap: str) -> list[Pattern]:
+    """Return branches as patterns over positions, or their union. A pair counts once per pattern that keeps it."""
+    # Dilation is by token inside a segment: a pattern relates the tokens that a branch keeps, counted from 0.
+    found: list[Pattern] = [Segments(*each) if pattern is None else InSegments(*each, pattern) for each in at]
+    return [reduce(or_, found)] if overlap == "union" else found
 
 
 def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n_queries: int) -> None:
@@ -201,8 +194,7 @@ def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n
     # A branch without dilation keeps every token. A compiled graph cannot warn.
     if any(rate == 1 for _, rate in branches) or torch.compiler.is_compiling():
         return
-    configuration = (tuple(branches), heads)
-    if configuration in _warned:
+    if (tuple(branches), heads) in _warned:
         return
     tokens = torch.arange(max(start, 0), start + n_queries)
     uncovered = {}
@@ -212,7 +204,7 @@ def warn_of_uncovered(branches: list[tuple[int, int]], heads: int, start: int, n
         if share:
             uncovered[tuple(head % rate for _, rate in branches)] = share
     if uncovered:
-        _warned.add(configuration)
+        _warned.add((tuple(branches), heads))
         named = ", ".join(f"{list(offsets)} ({share:.0%})" for offsets, share in uncovered.items())
         warnings.warn(
             f"dilated_attention: no branch of dilation_rates={[rate for _, rate in branches]} keeps all tokens (a rate "
@@ -293,27 +285,20 @@ def dilated_attention(
     segment of a branch becomes ragged or whole, PyTorch compiles it again. A union with a ``pattern`` breaks the graph.
 
     Args:
-        query: ``[B, H, Nq, D]`` in float64, float32, bfloat16 or float16, with any strides. Under autocast, all three
-            tensors are cast first, except float64.
-        key: ``[B, Hkv, Nk, D]`` in the same dtype. Hkv must equal H, or divide it if ``enable_gqa`` is set.
-        value: ``[B, Hkv, Nk, Dv]`` in the same dtype.
+        query, key, value, is_causal, key_mask, scale, enable_gqa, return_lse: As in `sparse_attention`. The lse is over
+            all counted pairs.
         segment_lengths: Segment length w of each branch, in tokens. The last one can be ragged, and w can exceed Nk.
         dilation_rates: Dilation rate r of each branch. If no branch has r = 1, some queries may keep no keys. They
             return 0, an lse of -inf and zero gradients. A UserWarning, once per configuration, names the heads.
         pattern: Which pairs to keep inside a segment. It relates the kept tokens, counted 0, 1, ... Default: all pairs.
-        is_causal: Keep only keys at or before the query's position.
         overlap: How to count a pair that several branches keep: "mix" counts it once per branch (the paper: branches
             are weighted by their softmax denominators), "union" counts it once, in one softmax over all kept pairs. If
             the segment lengths divide one another, the union is as fast as the mix. Otherwise it runs over tiles in
             token order, and inside a compiled graph also if neither of two rates divides the other.
-        key_mask: ``[B, Nk]`` bool, True for keys that queries may attend to.
         dropout_p: Probability of dropping a weight after the softmax, separately per branch. The dropout mask depends
             only on the seed, the number of the branch, the segment, the two places in it, the head and the batch
             element. So a call with the first segments, or with the last queries, drops the same weights.
         seed: Dropout seed, as an int or a tensor with one int64 element. Default: drawn from PyTorch's generator.
-        scale: Factor for the scores. Default: ``D ** -0.5``.
-        enable_gqa: Let H / Hkv query heads share each key head.
-        return_lse: Also return the log-sum-exp (natural log) over all counted pairs.
         backend: Backend of every dense problem, as in `sparse_attention`.
 
     Returns:
@@ -338,7 +323,8 @@ def dilated_attention(
     if branches is None:
         # Segments that do not nest: one sparse pattern over positions.
         more: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "enable_gqa": enable_gqa, **options}
-        return sparse_attention(query, key, value, union_of(at, pattern), return_lse=return_lse, **more)
+        union = over_positions(at, pattern, overlap)[0]
+        return sparse_attention(query, key, value, union, return_lse=return_lse, **more)
     call = make_call(query, **options)
     parts = parts_of(query, key, branches, call, is_masked=key_mask is not None)
     out, lse = attend_parts(query, key, value, Parts(lambda source: parts, key_mask), backend)

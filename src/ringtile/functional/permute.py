@@ -65,21 +65,11 @@ def pieces(
         if n_keys > end * length:
             spans.append((end, 1, 0, n_keys - end * length))
     for segment, count, low, high in spans:
-        begin = segment * length
+        key = segment * length
         for offsets, skipped, kept in _equal_offsets(low, high, min(dilation, heads), dilation, by_offset):
             chosen = tuple(head for head in range(heads) if head % dilation in offsets)
-            yield Piece(
-                dilation,
-                offsets,
-                chosen,
-                count,
-                length,
-                begin - start + skipped * dilation,
-                begin,
-                kept - skipped,
-                kept,
-                skipped,
-            )
+            query = key - start + skipped * dilation
+            yield Piece(dilation, offsets, chosen, count, length, query, key, kept - skipped, kept, skipped)
 
 
 def _equal_offsets(
@@ -114,10 +104,7 @@ class Strided(Places):
     """Number of query heads that share a key head. Rows have 1."""
 
     def take(self, x: Tensor) -> Tensor:
-        """Gather a batch of segments: ``[B, H, N, ...]`` to ``[B * S, H', L, ...]``.
-
-        Heads keep their order. A key head that query heads at several offsets share is repeated.
-        """
+        """Gather a batch of segments: ``[B, H, N, ...]`` to ``[B * S, H', L, ...]``. Heads keep their order."""
         piece, parts = self.piece, []
         for offset in piece.offsets:
             shared = self._shared_heads(offset)

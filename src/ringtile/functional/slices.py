@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +56,9 @@ def in_slices(slices: int | None = None) -> Callable[..., Any]:
             try:
                 return _computed(min(count, limit), query, key, value, pattern, options)
             except (MemoryError, RuntimeError) as error:
-                if slices is not None or count >= limit or not _is_out_of_memory(error):
+                no_room = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+                no_room = no_room or "can't allocate memory" in str(error)
+                if slices is not None or count >= limit or not no_room:
                     raise
             # Retry outside the except block: the exception holds the memory of the failed attempt.
             count *= 2
@@ -94,10 +96,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dic
         raise ValueError(f"pattern: it is defined for (batch, heads) = {defined}, got {query.shape=}")
 
 
-def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-
-
 def _computed(count: int, query: Tensor, key: Tensor, value: Tensor, pattern: Any, options: dict[str, Any]) -> Any:
     """Compute attention in ``count`` slices or a few more."""
     if count == 1 or not query.numel():
@@ -113,7 +111,9 @@ def _computed(count: int, query: Tensor, key: Tensor, value: Tensor, pattern: An
     groups = -(-key_heads // -(-count // batch))
     ratio = heads // key_heads
     found = []
-    for row, (q_rows, k_rows, v_rows) in _cut(rows, 0, query, key, value):
+    # Splits, because the gradient of a split is one concatenation, not a sum.
+    of_slices = zip(*(x.split(rows) for x in (query, key, value)), strict=True)
+    for row, (q_rows, k_rows, v_rows) in zip(range(0, batch, rows), of_slices, strict=True):
         of_rows = []
         parts = zip(q_rows.split(groups * ratio, 1), k_rows.split(groups, 1), v_rows.split(groups, 1), strict=True)
         for number, (q, k, v) in enumerate(parts):
@@ -123,12 +123,6 @@ def _computed(count: int, query: Tensor, key: Tensor, value: Tensor, pattern: An
             of_rows.append(sparse_attention(q, k, v, _rule(pattern, row, len(q), chosen, heads), **given))
         found.append(_joined(of_rows, 1))
     return _joined(found, 0)
-
-
-def _cut(size: int, dim: int, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield slices of tensors with their first index. The gradient of a split is one concatenation, not a sum."""
-    for number, parts in enumerate(zip(*(x.split(size, dim) for x in tensors), strict=True)):
-        yield number * size, parts
 
 
 def _share(name: str, value: Any, row: int, n_rows: int, heads: range) -> Any:

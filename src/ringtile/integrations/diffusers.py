@@ -80,10 +80,7 @@ class SparseAttnProcessor:
 # One class per class of processors, so that copies are of one type. A graph cannot call a `__call__` of the object.
 @cache
 def _class_around(inner: type) -> type[SparseAttnProcessor]:
-    """Return the class around processors of a class, with the signature of their call.
-
-    diffusers reads this signature, and drops the arguments that are not in it.
-    """
+    """Return the class around processors of a class, with the signature of their call, which diffusers reads."""
 
     @wraps(inner.__call__)
     def call(self: SparseAttnProcessor, attn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,22 +130,14 @@ def _attend(
             key_mask = kept[:, 0, 0].expand(key.shape[0], key.shape[2])
         else:
             pattern = pattern & from_mask(kept.expand(*kept.shape[:2], query.shape[2], key.shape[2]))
-    return sparse_attention(
-        query,
-        key,
-        value,
-        pattern,
-        is_causal=is_causal,
-        key_mask=key_mask,
-        dropout_p=dropout_p,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    softmax: dict[str, Any] = {"is_causal": is_causal, "dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    out: Tensor = sparse_attention(query, key, value, pattern, key_mask=key_mask, **softmax)
+    return out
 
 
 def _kept_pairs(mask: Tensor) -> Tensor:
     """Return a mask of `scaled_dot_product_attention` as bool ``[B or 1, H or 1, Nq or 1, Nk]``."""
-    tracing = torch.compiler.is_compiling()
+    tracing, kept = torch.compiler.is_compiling(), mask
     if mask.is_floating_point():
         if tracing:
             raise ValueError(f"attn_mask: a traced graph cannot look at its values: expected bool, got {mask.dtype=}")
@@ -159,8 +148,6 @@ def _kept_pairs(mask: Tensor) -> Tensor:
                 f"attn_mask: expected bool, or 0 and values up to {_DROPPED:g} without a gradient, got {mask.shape=}, "
                 f"{mask.requires_grad=} with other values"
             )
-    else:
-        kept = mask
     kept = kept[(None,) * (4 - kept.dim())]
     if tracing and kept.shape[1:3] != (1, 1):
         raise ValueError(f"attn_mask: a traced graph accepts only a mask per key [B, 1, 1, Nk], got {mask.shape=}")
@@ -193,15 +180,13 @@ def use_ringtile(model: nn.Module, pattern: Pattern) -> list[str]:
         ['down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor', ...]
     """
     processors = dict(getattr(model, "attn_processors", {}))
-    switched = []
+    switched = {}
     for name, processor in processors.items():
-        if getattr(model.get_submodule(name.removesuffix(".processor")), "is_cross_attention", False):
-            continue
-        inner = processor.processor if isinstance(processor, SparseAttnProcessor) else processor
-        processors[name] = SparseAttnProcessor(inner, pattern)
-        switched.append(name)
+        if not getattr(model.get_submodule(name.removesuffix(".processor")), "is_cross_attention", False):
+            inner = processor.processor if isinstance(processor, SparseAttnProcessor) else processor
+            switched[name] = SparseAttnProcessor(inner, pattern)
     if not switched:
         raise ValueError(f"model: expected one of diffusers, with self-attention, got {type(model).__name__}")
     set_all: Any = model.set_attn_processor
-    set_all(processors)
-    return switched
+    set_all(processors | switched)
+    return list(switched)

@@ -198,14 +198,9 @@ def dense_tiles_reason(q: Tensor, k: Tensor, call: Call) -> list[str]:
 
 def lacking(call: Call, *names: str) -> list[str]:
     """Return a reason for each of these arguments that a call has, because the kernel does not support them."""
-    reasons = []
-    for name in names:
-        value = getattr(call, name)
-        if isinstance(value, Tensor):
-            reasons.append(f"does not support {name}")
-        elif value:
-            reasons.append(f"does not support {name}, got {value}")
-    return reasons
+    values = [(name, getattr(call, name)) for name in names]
+    given = [(name, x) for name, x in values if isinstance(x, Tensor) or x]
+    return [f"does not support {name}" + ("" if isinstance(x, Tensor) else f", got {x}") for name, x in given]
 
 
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:

@@ -65,7 +65,7 @@ def _backward(*arguments: Any) -> Any:
 
 def _double_backward(*arguments: Any) -> Any:
     check_memory(ROW_NAMES, arguments[3:10])
-    return backend_of("blockwise").double_backward(*arguments[:10], Call(*arguments[10:]))
+    return backend_of("blockwise").double_backward(*arguments[:3], Rows(*arguments[3:10]), Call(*arguments[10:]))
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor]:

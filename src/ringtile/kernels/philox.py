@@ -11,15 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringtile.patterns.random import WORD, Words, philox4x32
+from ringtile.patterns.random import WORD, philox4x32
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 _SIGNS = 0x80008000 - (1 << 32)
-
-_CHUNK_CALLS = 1 << 16
-"""Philox calls computed at once on a CPU. Larger chunks leave the caches, smaller ones pay for the calls."""
 
 
 def dropout_threshold(p: float) -> int:
@@ -68,25 +63,6 @@ def dropout_keep(seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor,
     return (word >> (key % 2 * 16)) & 0xFFFF >= dropout_threshold(p)
 
 
-def _remaining_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor], rounds: int) -> Words:
-    """Compute Philox rounds in place on the counter's memory. The upper 32 bits of words 1 and 3 stay dirty."""
-    c0, c1, c2, c3 = counter
-    spare0, spare1 = torch.empty_like(c0), torch.empty_like(c0)
-    for number in range(rounds):
-        product0 = torch.mul(c0, _MULTIPLIERS[0], out=spare0)
-        product1 = torch.mul(c2, _MULTIPLIERS[1], out=spare1)
-        # Each word stays in the low 32 bits of an int64, so a product of two words keeps both halves.
-        for product, low, fresh, weyl, word in (
-            (product1, c1, c2, _WEYL[0], key[0]),
-            (product0, c3, c0, _WEYL[1], key[1]),
-        ):
-            torch.bitwise_right_shift(product, 32, out=fresh)
-            fresh.bitwise_xor_(low).bitwise_xor_((word + number * weyl) & WORD).bitwise_and_(WORD)
-        spare0, spare1 = c1, c3
-        c0, c1, c2, c3 = c2, product1, c0, product0
-    return c0, c1, c2, c3
-
-
 def dropout_tile(
     seed: int | Tensor, batch: Tensor, head: Tensor, query: Tensor, first_key: Tensor, n_keys: int, p: float
 ) -> Tensor:
@@ -106,34 +82,18 @@ def dropout_tile(
     if n_keys != 16 and (n_keys <= 0 or n_keys % 32):
         raise ValueError(f"n_keys: expected 16 or a multiple of 32, got {n_keys}")
     threshold = dropout_threshold(p)
-    lead = torch.broadcast_tensors(batch[..., None], head[..., None], query[..., :1], first_key[..., :1])[0].shape[:-1]
-    m, t, windows = query.shape[-1], first_key.shape[-1], -(-n_keys // 32)
-    count, columns = lead.numel(), t * 4 * windows
-    calls = torch.arange(4 * windows, device=first_key.device)
-    window_calls = (first_key // 32 * 4).unsqueeze(-1) + calls
-    window_calls = window_calls.expand(*lead, t, 4 * windows).reshape(count, 1, columns)
-    query = (query & WORD).expand(*lead, m).reshape(count, m, 1)
-    head, batch = ((x & WORD).expand(lead).reshape(count, 1, 1) for x in (head, batch))
-    key = _seed_words(seed)
-    later = ((key[0] + 3 * _WEYL[0]) & WORD, (key[1] + 3 * _WEYL[1]) & WORD)
-
-    keep = torch.empty(count, m, t * windows, 4, 4, 2, dtype=torch.int8, device=query.device)
-    chunk = _CHUNK_CALLS if query.device.type == "cpu" else _CHUNK_CALLS << 6
-    step = max(1, chunk // max(1, m * columns))
-    for first in range(0, count, step):
-        # For three rounds, most words depend on only the query or only the key. Broadcasting computes those once.
-        part = slice(first, first + step)
-        c0, c1, c2, c3 = philox4x32((window_calls[part], query[part], head[part], batch[part]), key, 3)
-        words = _remaining_rounds((c0, c1, c2, c3.expand_as(c0).contiguous()), later, _ROUNDS - 3)
-        packed = torch.empty(len(c0), m, t * windows, 4, 4, dtype=torch.int32, device=query.device)
-        for number, word in enumerate(words):
-            packed[..., number, :] = word.view(len(word), m, t * windows, 4)
-        # With the sign flipped, halves compare as signed numbers like unsigned ones. A comparison that writes int8 is
-        # vectorized. One that writes bool is not, and takes five times as long.
-        halves = (packed ^ _SIGNS).view(torch.int16).view(*packed.shape, 2)
-        torch.ge(halves, threshold - 32768, out=keep[part])
-    bits = keep.view(torch.bool).view(count, m, t, windows * 32)
+    t, windows = first_key.shape[-1], -(-n_keys // 32)
+    calls = (first_key // 32 * 4).unsqueeze(-1) + torch.arange(4 * windows, device=first_key.device)
+    calls = calls.reshape(*first_key.shape[:-1], 1, t * windows, 4)
+    head, batch = ((x & WORD)[..., None, None, None] for x in (head, batch))
+    counter = calls, (query & WORD)[..., None, None], head, batch
+    words = torch.broadcast_tensors(*philox4x32(counter, _seed_words(seed), _ROUNDS))
+    # Key 45 reads word 45 // 8 % 4 = 1 of call 45 // 2 % 4 = 2: by word, then call, then half, keys are in order. With
+    # the sign flipped, halves compare as signed numbers like unsigned ones.
+    halves = (torch.stack(words, -2).int() ^ _SIGNS).view(torch.int16)
+    bits: Tensor = (halves >= threshold - 32768).flatten(-3)
     if n_keys == 16:
-        odd = (first_key // 16 % 2 == 1).expand(*lead, t).reshape(count, 1, t, 1)
-        bits = torch.where(odd, bits[..., 16:], bits[..., :16])
-    return bits.reshape(*lead, m, t * n_keys)
+        odd = (first_key // 16 % 2 == 1)[..., None, :, None]
+        low, high = bits.unflatten(-1, (t, 2, 16)).unbind(-2)
+        bits = torch.where(odd, high, low).flatten(-2)
+    return bits

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ringtile.index.block_index import BlockIndex
-from ringtile.index.tiles import unpack_words
 from ringtile.kernels.contracts import RowOptions, settle_exponentials
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.patterns.base import Pattern, TileGrid
@@ -123,9 +122,8 @@ class _Problem:
         n_keys = self.k.shape[2]
         keys = torch.arange(n_keys, device=rows.device)
         if isinstance(self.pattern, BlockIndex):
-            kept = torch.zeros(len(rows), n_keys, dtype=torch.bool, device=rows.device)
-            for number, row in enumerate(rows.tolist()):
-                kept[number] = _row_of_index(self.pattern, batch, head, row)
+            of_groups = self.pattern.keys_of(rows)
+            kept = of_groups[batch % len(of_groups), head % of_groups.shape[1]]
         else:
             pattern = self.pattern if self.pattern.batch_size is None else self.pattern.batch_row(batch)
             head_ = torch.tensor(head, device=rows.device)
@@ -171,20 +169,6 @@ class _Problem:
             weights = torch.where(keep, weights * dropout_scale(self.dropout_p), 0.0)
         out = torch.where(row_kept, weights @ v, 0.0)
         return out, torch.where(row_kept, lse, -math.inf).squeeze(-1), weights
-
-
-def _row_of_index(index: BlockIndex, batch: int, head: int, row: int) -> Tensor:
-    """Return the keys that one query keeps, from the tiles of its row: bool ``[Nk]``."""
-    tile_row, inside = divmod(index.start + row, index.block)
-    group = int(index.group[batch % index.group.shape[0], head % index.group.shape[1]])
-    slot = group * index.n_rows + tile_row - index.first_row
-    kept = torch.zeros(index.n_cols, index.block, dtype=torch.bool, device=index.device)
-    first, last = index.rows.full_ptr[slot : slot + 2].tolist()
-    kept[index.rows.full[first:last].long()] = True
-    first, last = index.rows.partial_ptr[slot : slot + 2].tolist()
-    words = index.table.bits[index.rows.tile[first:last].long(), inside]
-    kept[index.rows.partial[first:last].long()] = unpack_words(words, index.block)
-    return kept.flatten()[: index.n_keys]
 
 
 def attention_reference(

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringtile.modules.cache import KVCache
-from ringtile.modules.transformer import SparseTransformer
+from ringtile.modules.transformer import KVCache, SparseTransformer
 from ringtile.patterns.checks import check_positive
 from ringtile.patterns.facts import pattern_reach
 

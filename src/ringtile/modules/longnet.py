@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Any, Literal
 
 from torch import Tensor
 
-from ringtile.functional.dilated import checked_branches, dilated_attention
-from ringtile.patterns import Causal, Pattern, Segments
-from ringtile.patterns.wrapped import InSegments
+from ringtile.functional.dilated import checked_branches, dilated_attention, over_positions
+from ringtile.patterns import Causal, Pattern
 
 
 @dataclass(frozen=True)
@@ -30,11 +27,8 @@ class LongNet:
 
     def rules(self, pattern: Pattern | None, is_causal: bool) -> tuple[Pattern, ...]:
         """Return patterns over positions. A pair counts once per pattern that keeps it."""
-        # Dilation is by token inside a segment: a pattern relates the tokens that a branch keeps, counted from 0.
-        branches = zip(self.segment_lengths, self.dilation_rates, strict=True)
-        kept: list[Pattern] = [Segments(*at) if pattern is None else InSegments(*at, pattern) for at in branches]
-        if self.overlap == "union":
-            kept = [reduce(or_, kept)]
+        branches = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
+        kept = over_positions(branches, pattern, self.overlap)
         return tuple(Causal() & rule for rule in kept) if is_causal else tuple(kept)
 
 

@@ -67,10 +67,7 @@ class Padding(NamedTuple):
 
 
 def read_key_padding_mask(mask: Tensor) -> Padding:
-    """Read a ``key_padding_mask`` ``[B, Nk]`` of `torch.nn.MultiheadAttention`, bool or floating point.
-
-    A traced graph cannot check for values other than 0 and -inf, so it assumes that there are some.
-    """
+    """Read a ``key_padding_mask`` ``[B, Nk]`` of `torch.nn.MultiheadAttention`, bool or floating point."""
     if not mask.is_floating_point():
         return Padding(~mask, None)
     # Scores of -inf are better dropped than added: their keys may hold NaN.

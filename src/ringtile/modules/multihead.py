@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,7 +15,7 @@ from ringtile.functional.attend import Attend
 from ringtile.functional.attention import as_pattern
 from ringtile.index import build_index
 from ringtile.modules.masks import AttnMask, read_attn_mask, read_key_padding_mask
-from ringtile.modules.tile_weights import mean_over_heads, tile_weights
+from ringtile.modules.tile_weights import tile_weights
 from ringtile.patterns import Causal, Dense, Pattern
 
 if TYPE_CHECKING:
@@ -24,6 +23,11 @@ if TYPE_CHECKING:
 
 MAX_WEIGHTS = 1 << 24
 """Largest number of elements, B * H * Nq * Nk, of a dense weight matrix with a sparse pattern."""
+
+
+_PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_SHARED_NAMES = (*_PROJECTIONS, "bias_k", "bias_v", "add_zero_attn", "training")
+"""Attributes with the names of arguments of PyTorch's function."""
 
 
 class _Given(NamedTuple):
@@ -64,17 +68,8 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
     If the pattern leaves a query with no keys, its output is the bias of ``out_proj``.
 
     Args:
-        embed_dim: Model width, a multiple of ``num_heads``.
-        num_heads: Number of heads.
-        dropout: Probability of dropping an attention weight during training.
-        bias: Add a bias to the projections.
-        add_bias_kv: Add one learned key and value.
-        add_zero_attn: Add one key and value of zeros.
-        kdim: Width of the keys. Default: ``embed_dim``.
-        vdim: Width of the values. Default: ``embed_dim``.
-        batch_first: Use ``[B, N, E]`` tensors instead of ``[N, B, E]``.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: As in
+            `torch.nn.MultiheadAttention`.
         pattern: Which pairs to keep: a `ringtile.patterns.Pattern`, a FlexAttention `BlockMask` or a bool matrix of
             tiles. The last two fix the lengths. Default: all pairs.
         attend: Function that computes the attention, see `Attend`. Default: `sparse_attention`.
@@ -274,28 +269,13 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
         how: dict[str, Any] = dict(zip(given._fields[3:], given[3:], strict=True))
         is_turned = self.batch_first and query.dim() == 3
         if is_turned:
-            query, key, value = _each_once(lambda x: x.transpose(0, 1), query, key, value)
-        out, weights = F.multi_head_attention_forward(
-            query,
-            key,
-            value,
-            self.embed_dim,
-            self.num_heads,
-            self.in_proj_weight,
-            self.in_proj_bias,
-            self.bias_k,
-            self.bias_v,
-            self.add_zero_attn,
-            self.dropout,
-            self.out_proj.weight,
-            self.out_proj.bias,
-            training=self.training,
-            use_separate_proj_weight=self.in_proj_weight is None,
-            q_proj_weight=self.q_proj_weight,
-            k_proj_weight=self.k_proj_weight,
-            v_proj_weight=self.v_proj_weight,
-            **how,
-        )
+            # Equal tensors stay one object, so that PyTorch projects them together.
+            turned = {id(x): x.transpose(0, 1) for x in (query, key, value)}
+            query, key, value = (turned[id(x)] for x in (query, key, value))
+        how |= {name: getattr(self, name) for name in _SHARED_NAMES}
+        how |= {"dropout_p": self.dropout, "use_separate_proj_weight": self.in_proj_weight is None}
+        how |= {"out_proj_weight": self.out_proj.weight, "out_proj_bias": self.out_proj.bias}
+        out, weights = F.multi_head_attention_forward(query, key, value, self.embed_dim, self.num_heads, **how)
         return out.transpose(0, 1) if is_turned else out, weights
 
     def _forward_nested(self, given: _Given) -> tuple[Tensor, Tensor | None]:
@@ -408,16 +388,10 @@ class SparseMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor]:
         out, lse = sparse_attention(q, k, v, **how, return_lse=True)
         rule = how["pattern"] or Dense()
-        index = build_index(
-            Causal() & rule if how["is_causal"] else rule,
-            q.shape[2],
-            k.shape[2],
-            num_heads=q.shape[1],
-            batch=q.shape[0],
-            device=q.device,
-        )
-        weights = tile_weights(q, k, lse, index, key_mask=how["key_mask"], scale=self.head_dim**-0.5)
-        return out, mean_over_heads(weights) if average_attn_weights else weights
+        rule = Causal() & rule if how["is_causal"] else rule
+        index = build_index(rule, q.shape[2], k.shape[2], num_heads=q.shape[1], batch=len(q), device=q.device)
+        options = {"key_mask": how["key_mask"], "scale": self.head_dim**-0.5, "average": average_attn_weights}
+        return out, tile_weights(q, k, lse, index, **options)
 
 
 def _checked_rule(pattern: Pattern | BlockMask | Tensor | None, attend: Attend, num_heads: int) -> Pattern | None:
@@ -436,14 +410,6 @@ def _check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) -
         raise ValueError(f"{name}: expected bool or a floating dtype, got {mask.dtype=}")
     if mask.shape not in shapes:
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {mask.shape=}")
-
-
-def _each_once(fn: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Apply ``fn`` to each. Equal tensors stay one object, so that PyTorch projects them together."""
-    if key is not value:
-        return fn(query), fn(key), fn(value)
-    turned = fn(key)
-    return turned if query is key else fn(query), turned, turned
 
 
 def replace_attention(

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-
-class _Delayed:
-    """Holds an exception raised inside, until `arrive` raises it."""
-
-    def __init__(self) -> None:
-        self._error: BaseException | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self._error = error
-        return True
-
-    def arrive(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -38,17 +20,23 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     if torch.compiler.is_compiling():
         compiled: Tensor = checkpoint(function, *arguments, use_reentrant=False)
         return compiled
-    delayed, has_ended = _Delayed(), False
+    held: list[BaseException] = []
+    has_ended = False
 
     # In the forward pass it must return normally whatever happens inside. In the backward pass errors are plain.
+    def hold(kind: object, error: BaseException | None, trace: object) -> bool:
+        held.extend([] if error is None or has_ended else [error])
+        return not has_ended
+
     def guarded(*given: Any) -> Tensor:
-        if has_ended:
-            return function(*given)
-        with delayed:
+        with ExitStack() as stack:
+            stack.push(hold)
             return function(*given)
         return torch.empty(0)
 
     out: Tensor = checkpoint(guarded, *arguments, use_reentrant=False)
     has_ended = True
-    delayed.arrive()
+    if held:
+        # Taken out of the list, so that the error and this frame do not keep each other alive.
+        raise held.pop()
     return out

@@ -13,13 +13,13 @@ from ringtile.index.tiles import FULL, unpack_words
 
 
 def tile_weights(
-    query: Tensor, key: Tensor, lse: Tensor, index: BlockIndex, *, key_mask: Tensor | None, scale: float
+    query: Tensor, key: Tensor, lse: Tensor, index: BlockIndex, *, key_mask: Tensor | None, scale: float, average: bool
 ) -> Tensor:
     """Return the softmax weights of the kept tiles, differentiable in query, key and the lse of the same pairs.
 
     The result is a coalesced sparse COO tensor ``[B, H, rows, columns, b, b]`` with four sparse and two dense
     dimensions. Its values are ``[T, b, b]``, one per kept tile. Rows are cut at multiples of b in positions, so the
-    first query is row ``index.start % b`` of the first tile.
+    first query is row ``index.start % b`` of the first tile. The mean over the heads has no H.
     """
     (batch, heads, n_queries, _), n_keys = query.shape, key.shape[2]
     block, rows, cols = index.block, index.n_rows, index.n_cols
@@ -54,19 +54,8 @@ def tile_weights(
     exponent = scores.to(lse.dtype) - in_rows(lse.masked_fill(lse == -math.inf, 0)).unsqueeze(-1)
     # Mask before exp: an overflow in a dropped pair would get a NaN gradient.
     weights = exponent.masked_fill(~kept, -math.inf).exp().to(query.dtype)
-    return torch.sparse_coo_tensor(
-        torch.stack([b, h, row, col]),
-        weights,
-        (batch, heads, rows, cols, block, block),
-        check_invariants=False,
-        is_coalesced=True,
-    )
-
-
-def mean_over_heads(weights: Tensor) -> Tensor:
-    """Return the mean of `tile_weights` over the heads: coalesced sparse COO ``[B, rows, columns, b, b]``."""
-    indices, values = weights.indices(), weights.values()
-    batch, heads, *rest = weights.shape
-    return torch.sparse_coo_tensor(
-        indices[[0, 2, 3]], values / heads, (batch, *rest), check_invariants=False
-    ).coalesce()
+    at, size = torch.stack([b, h, row, col]), (batch, heads, rows, cols, block, block)
+    if not average:
+        return torch.sparse_coo_tensor(at, weights, size, check_invariants=False, is_coalesced=True)
+    mean = torch.sparse_coo_tensor(at[[0, 2, 3]], weights / heads, (batch, *size[2:]), check_invariants=False)
+    return mean.coalesce()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -15,7 +15,6 @@ from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend, cache_of, holds_state, rules_of
 from ringtile.functional.attention import as_pattern
 from ringtile.functional.cache import LayerCache
-from ringtile.modules.cache import KVCache
 from ringtile.modules.positions import rotary_angles, rotate
 from ringtile.modules.recompute import recomputed
 from ringtile.patterns import Pattern
@@ -58,8 +57,7 @@ class SparseTransformerLayer(nn.Module):
         pattern: Which pairs to keep, as in `SparseMultiheadAttention`. Default: all pairs.
         attend: Function that computes the attention, see `Attend`. It gets ``enable_gqa=True`` if ``num_kv_heads`` is
             smaller than ``num_heads``. `longnet_attend` and `in_slices` make others. Default: `sparse_attention`.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Of the parameters.
 
     Raises:
         ValueError: If an argument is out of range, or if the pattern is defined for a different number of heads.
@@ -205,18 +203,10 @@ class SparseTransformerLayer(nn.Module):
         if cache is not None:
             mixed: Tensor = cache.attend(query, key, value, key_mask=key_mask)
         else:
+            options = {"key_mask": key_mask, "dropout_p": self.dropout if self.training else 0.0}
             # A function of yours may not know the argument, so it only gets it if it has to.
-            grouped = {"enable_gqa": True} if heads != kv_heads else {}
-            mixed = self.attend(
-                query,
-                key,
-                value,
-                pattern=self.pattern,
-                is_causal=self.is_causal,
-                key_mask=key_mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                **grouped,
-            )
+            options |= {"enable_gqa": True} if heads != kv_heads else {}
+            mixed = self.attend(query, key, value, pattern=self.pattern, is_causal=self.is_causal, **options)
         return mixed.transpose(1, 2).flatten(2)
 
     def _placed(self, x: Tensor, angles: Angles | None) -> Tensor:
@@ -228,6 +218,49 @@ class SparseTransformerLayer(nn.Module):
 
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
+
+
+class KVCache:
+    """The caches of a stack of layers, in order. `SparseTransformer.new_cache` creates one.
+
+    >>> from ringtile.patterns import Causal, streaming
+    >>> cache = KVCache([LayerCache(streaming(4, 60)), LayerCache(Causal())])
+    >>> cache.length, cache.bounded
+    (0, False)
+    """
+
+    def __init__(self, layers: Iterable[LayerCache]) -> None:
+        self.layers = tuple(layers)
+        if not self.layers:
+            raise ValueError(f"layers: expected at least one LayerCache, got {self.layers}")
+
+    @property
+    def length(self) -> int:
+        """Number of tokens seen so far. Raises ValueError if the layers differ, after an interrupted call."""
+        # A call that an error interrupts has reached some layers only.
+        lengths = [layer.length for layer in self.layers]
+        if min(lengths) < max(lengths):
+            raise ValueError(f"cache: expected layers that have seen the same tokens, got {lengths}")
+        return lengths[0]
+
+    @property
+    def positions(self) -> Tensor | None:
+        """Positions of the next tokens if they do not follow `length`, see `LayerCache`."""
+        return self.layers[0].positions
+
+    def drawn(self, draw: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """Return the next tokens, see `LayerCache`."""
+        return self.layers[0].drawn(draw, like)
+
+    @property
+    def bounded(self) -> bool:
+        """True if the patterns of all layers bound the memory."""
+        return all(layer.bounded for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all layers in bytes."""
+        return sum(layer.nbytes for layer in self.layers)
 
 
 class SparseTransformer(nn.Module):
@@ -291,11 +324,7 @@ class SparseTransformer(nn.Module):
         return KVCache(layer.new_cache() for layer in layers)
 
     def forward(
-        self,
-        x: Tensor,
-        key_mask: Tensor | None = None,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
+        self, x: Tensor, key_mask: Tensor | None = None, cache: KVCache | None = None, positions: Tensor | None = None
     ) -> Tensor:
         """Apply all layers.
 
@@ -321,16 +350,11 @@ class SparseTransformer(nn.Module):
             raise ValueError(f"cache: expected {len(layers)} layers, got {len(cache.layers)}")
         caches: Sequence[LayerCache | None] = [None] * len(layers) if cache is None else cache.layers
         # All layers rotate by the same angles, so they are computed once, and outside of checkpoints.
-        if cache is None:
-            angles = layers[0].angles(x, 0, positions)
-        else:
-            angles = layers[0].cached_angles(x, cache)
+        angles = layers[0].angles(x, 0, positions) if cache is None else layers[0].cached_angles(x, cache)
         for layer, layer_cache in zip(layers, caches, strict=True):
             # A recomputed layer would add its tokens to the cache twice.
-            if self.gradient_checkpointing and layer_cache is None:
-                x = recomputed(layer, x, key_mask, None, angles)
-            else:
-                x = layer(x, key_mask, layer_cache, angles)
+            call = partial(recomputed, layer) if self.gradient_checkpointing and layer_cache is None else layer
+            x = call(x, key_mask, layer_cache, angles)
         out: Tensor = self.norm(x)
         return out
 

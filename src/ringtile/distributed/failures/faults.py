@@ -33,21 +33,11 @@ _handshakes = 0
 
 
 def handshakes() -> int:
-    """Return the number of handshakes that this process took part in.
-
-    >>> before = handshakes()
-    >>> handshakes() - before
-    0
-    """
+    """Return the number of handshakes that this process took part in."""
     return _handshakes
 
 
-def agree(
-    group: dist.ProcessGroup | None,
-    name: str,
-    facts: Mapping[str, str | int | float],
-    timeout: float | None = None,
-) -> None:
+def agree(group: dist.ProcessGroup | None, name: str, facts: Mapping[str, str | int | float]) -> None:
     """Compare facts with all ranks of a group through its store, without moving a tensor.
 
     Every rank of the group makes the same calls, in the same order per name. A single rank and PyTorch's "fake" backend
@@ -57,11 +47,10 @@ def agree(
         group: The process group. None: the default group.
         name: Name of the handshake, for the message.
         facts: The fields to compare, strings and numbers.
-        timeout: Seconds to wait for the other ranks. Default: the group's timeout.
 
     Raises:
         PlanMismatch: If facts differ, at every rank and with the same line: the ranks, the field and its values.
-        RankLost: If a rank does not come within the timeout, or the watcher knows that one is lost.
+        RankLost: If a rank does not come within the group's timeout, or the watcher knows that one is lost.
         ValueError: If a fact is neither a string nor a number.
     """
     global _handshakes
@@ -73,7 +62,7 @@ def agree(
     member, store = of_group(group, Member, group), store_of(group)
     with _lock:
         _handshakes += 1
-    seconds = timeout_of(group) if timeout is None else timeout
+    seconds = timeout_of(group)
     count = member.counts[name] = member.counts.get(name, 0) + 1
     watcher, place, size = member.watcher, f"{member.prefix}/{name}", len(member.ranks)
     keys = [f"{place}/{count}/{rank}" for rank in range(size)]
@@ -168,15 +157,7 @@ def watch(
 
 
 def verdict(group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the watcher's line about the rank that failed, or None if no failure is known.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    ...     print(verdict())
-    ...     dist.destroy_process_group()
-    None
-    """
+    """Return the watcher's line about the rank that failed, or None if no failure is known."""
     watcher = _watcher(_group(group))
     return None if watcher is None else watcher.verdict
 

@@ -3,8 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringtile.integrations.transformers.facts import model_facts
-from ringtile.integrations.transformers.registry import register, use_ringtile
+from ringtile.integrations.transformers.registry import model_facts, register, use_ringtile
 
 if TYPE_CHECKING:
     from ringtile.integrations.transformers.parallel import ContextParallel, context_parallel

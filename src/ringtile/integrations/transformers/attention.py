@@ -62,10 +62,7 @@ def _pattern(given: Any, others: str) -> Pattern | None:
 
 
 def pattern_of_layer(pattern: LayerPattern, module: nn.Module) -> Pattern | None:
-    """Return the pattern of one attention module, or None if it keeps the pairs of its own mask.
-
-    Raises ValueError if the module has no known kind, or if the pattern cannot be meant for it.
-    """
+    """Return the pattern of one attention module, or None for its own mask. Raise ValueError if it is not for it."""
     if pattern is None:
         return None
     if callable(pattern) and not isinstance(pattern, Pattern):
@@ -101,10 +98,7 @@ def check_attend(attend: LayerAttend) -> None:
 
 
 def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Attend | None:
-    """Return the function that computes the attention of one module, or None for `sparse_attention`.
-
-    Raises ValueError if the module has no function of its own, or cross attention.
-    """
+    """Return the function that computes the attention of one module, or None for `sparse_attention`."""
     if attend is None:
         return None
     if _has_cross_attention(module):
@@ -118,17 +112,6 @@ def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Attend | None:
     return found
 
 
-def _both(first: Pattern, second: Pattern, origins: tuple[int, ...]) -> Pattern:
-    """Return both rules. The second counts from one origin for all batch elements, or from one for each."""
-    if len(set(origins)) == 1:
-        origins = origins[:1]
-    return first & (second if origins == (0,) else Shifted(second, origins))
-
-
-def _alike(pattern: Pattern, heads: int) -> bool:
-    return pattern.num_heads is None and len({pattern.head_class(head) for head in range(heads)}) == 1
-
-
 def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -> KeptPairs:
     """Return the pairs that a pattern keeps too. Its position 0 is the first real token of each batch element."""
     origins: tuple[int, ...] = (0,)
@@ -139,19 +122,22 @@ def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -
                 torch._assert_async(kept.key_mask[:, 0].all(), message)
         else:
             origins = tuple(lead - kept.first for lead in kept.leading or (0,))
+    # One origin serves all batch elements if it is the same for each.
+    origins = origins[:1] if len(set(origins)) == 1 else origins
+    mine = pattern if origins == (0,) else Shifted(pattern, origins)
     # Positions of the mask's rule and of the pattern agree, unless the mask was given as values with room after it.
     heads, n_queries = query.shape[1:3]
-    placed = kept.pattern == Dense() or kept.start == int(kept.offset)
-    both = _both(kept.pattern, pattern, origins) if placed else None
+    both = kept.pattern & mine if kept.pattern == Dense() or kept.start == int(kept.offset) else None
     if n_queries == 1 and both is not None and (isinstance(kept.offset, Tensor) or both.text is None):
         # One query has a mask of keys, and needs no index.
-        row = pairs(both, kept.offset, 1, n_keys, query.device, 1 if _alike(pattern, heads) else heads)[:, :, 0]
+        alike = pattern.num_heads is None and len({pattern.head_class(head) for head in range(heads)}) == 1
+        row = pairs(both, kept.offset, 1, n_keys, query.device, 1 if alike else heads)[:, :, 0]
         row = row if kept.key_mask is None else row & kept.key_mask[:, None]
         return kept._replace(pattern=Dense(), key_mask=row.expand(len(query), -1, n_keys))
     offset = int(kept.offset)
     if both is None:
         # The mask was evaluated, aligned to the last key, and the cache has room after it.
-        more = pairs(_both(Dense(), pattern, origins), offset, n_queries, n_keys, query.device, heads)
+        more = pairs(mine, offset, n_queries, n_keys, query.device, heads)
         mask = pairs(kept.pattern, kept.start, n_queries, n_keys, query.device, kept.pattern.num_heads or 1)
         return kept._replace(pattern=from_mask(mask & more))
     return kept._replace(pattern=both, start=offset)
@@ -237,18 +223,9 @@ _outside_graphs = torch.compiler.disable(
 
 @torch.compiler.disable(reason="attention that follows the content needs an index that is built outside graphs")  # type: ignore[untyped-decorator]
 def _adapted(
-    compute: Attend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kept: KeptPairs,
-    limits: Mapping[str, Any],
-    options: dict[str, Any],
+    compute: Attend, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, limits: Any, options: Any
 ) -> Tensor:
-    """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask.
-
-    Raises ValueError if the layer has a softcap or sinks, or if its queries are not the last tokens.
-    """
+    """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask."""
     if refused := [name for name, limit in limits.items() if limit is not None]:
         raise ValueError(f"{refused[0]}: expected a layer without softcap and sinks for attend=, got {limits!r}")
     pattern, key_mask, end = kept.pattern, kept.key_mask, kept.start + query.shape[2]

@@ -99,10 +99,7 @@ class PatternMask(Tensor):
 _UNCHANGED = {"contiguous", "detach", "bool"}
 _VALUES = {"T", "mT", "H", "mH", "data", "real", "imag"}
 """Attributes that are tensors with its values."""
-_ABOUT = {
-    *("size", "dim", "stride", "storage_offset", "untyped_storage", "numel", "element_size"),
-    *("__len__", "__hash__"),
-}
+_ABOUT = {*"size dim stride storage_offset untyped_storage numel element_size __len__ __hash__".split()}
 """Methods that return facts about a tensor, and not its values."""
 
 
@@ -122,11 +119,8 @@ def _moved_to(mask: Tensor, *targets: Any, **options: Any) -> torch.device | Non
 def _cut(mask: PatternMask, index: Any) -> Tensor | None:
     """Return the mask of consecutive queries and all keys, or None if the index asks for anything else."""
     index = index if isinstance(index, tuple) else (index,)
-    if (
-        _is_exporting()
-        or not all(isinstance(each, slice) and each.step in (None, 1) for each in index)
-        or len(index) > 4
-    ):
+    in_steps = all(isinstance(each, slice) and each.step in (None, 1) for each in index)
+    if _is_exporting() or not in_steps or len(index) > 4:
         return None
     # mask[:, :, 30:60] keeps batch, heads and keys whole and cuts the queries. Any other cut is refused by the caller.
     bounds = [each.indices(size)[:2] for each, size in zip(index, mask.shape, strict=False)]
@@ -327,17 +321,10 @@ def _pattern_mask(
     rule = _constant_rule(mask_function, kv_offset) if tracing else read_rule(mask_function, kv_offset, kv_length)
     start = 0
     if rule is None:
-        found = masking_utils.sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            allow_is_causal_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
+        sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+        offsets = {"q_offset": q_offset, "kv_offset": kv_offset, "allow_is_causal_skip": False}
+        how: dict[str, Any] = sizes | offsets | {"use_vmap": use_vmap, "device": device}
+        found = masking_utils.sdpa_mask(mask_function=mask_function, **how)
         rule, start = from_mask(found), kv_length - q_length
     elif q_length == 1 and (isinstance(offset, Tensor) or rule.text is None):
         # One query has a mask of keys, and needs no index.
@@ -357,10 +344,7 @@ _outside_graphs = torch.compiler.disable(
 
 
 def kept_by_mask(mask: Tensor, query: Tensor, n_keys: int) -> KeptPairs:
-    """Return the pairs that a mask of the model or its caller keeps: bool, or float with 0 and very small values.
-
-    The result is remembered until the mask changes. Raises ValueError for other shapes and values.
-    """
+    """Return the pairs that a mask of a model or its caller keeps: bool, or float with 0 and very small values."""
     if torch.compiler.is_compiling():
         raise ValueError("attention_mask: torch.compile needs a mask [B, N] of the tokens, got one of all pairs")
     batch, heads, n_queries, _ = query.shape

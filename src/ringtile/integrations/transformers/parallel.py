@@ -130,14 +130,10 @@ def _padding(
     return mine(real).to(device), None, leading
 
 
-class _Probe:
-    """Stands in for the facts of a batch, to see whether a model hands them to its attention."""
+class _Probe(Exception):
+    """Stands in for the facts of a batch. The first attention that a model hands it to raises it."""
 
-
-class _Reached(Exception):
-    def __init__(self, is_packed: bool) -> None:
-        super().__init__()
-        self.is_packed = is_packed
+    is_packed = False
 
 
 def _begins(positions: Tensor) -> Tensor:
@@ -192,10 +188,7 @@ def attend_shard(
     cp_batch: BatchFacts | _Probe | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer for a rank's tokens, like `attend`. ``cp_batch`` has the facts of the batch.
-
-    Raises ValueError if the facts or the layer's mask did not come.
-    """
+    """Compute the attention of one layer for a rank's tokens, like `attend`, with the facts of the batch."""
     check_arguments(options)
     kept = _checked_kept(module, query, attention_mask, cp_batch)
     assert isinstance(cp_batch, BatchFacts)
@@ -203,20 +196,10 @@ def attend_shard(
     # A shard knows the layer's rule. Documents and padding are those of the whole row, so the facts add them.
     pattern = cp_batch.pattern(kept.pattern, pattern_of_layer(cp.pattern, module))
     cp.record(kept.pattern, pattern, layout, query, key, value)
-    out = ring_attention(
-        query,
-        key,
-        value,
-        pattern,
-        layout=layout,
-        group=cp.group,
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-        key_mask=cp_batch.key_mask,
-        key_lengths=cp_batch.key_lengths,
-        **limits_of(softcap, s_aux),
-    )
+    softmax = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    padding = {"key_mask": cp_batch.key_mask, "key_lengths": cp_batch.key_lengths}
+    limits: dict[str, Any] = limits_of(softcap, s_aux) | softmax | padding
+    out = ring_attention(query, key, value, pattern, layout=layout, group=cp.group, **limits)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -233,7 +216,8 @@ def _checked_kept(
         )
     kept = attention_mask.kept
     if isinstance(cp_batch, _Probe):
-        raise _Reached(kept.is_packed)
+        cp_batch.is_packed = kept.is_packed
+        raise cp_batch
     layout, cp = cp_batch.layout, cp_batch.cp
     if query.shape[2] != layout.size(cp.rank):
         raise ValueError(
@@ -252,14 +236,7 @@ def _checked_kept(
 class ContextParallel:
     """A model whose rows are shared by the ranks of a group. `context_parallel` makes one."""
 
-    def __init__(
-        self,
-        model: Any,
-        group: dist.ProcessGroup | DeviceMesh | None,
-        layout: Layouts,
-        pattern: GivenPattern,
-        documents: bool | None,
-    ) -> None:
+    def __init__(self, model: Any, group: Any, layout: Layouts, pattern: GivenPattern, documents: bool | None) -> None:
         self.group = real_group(group_of(group))
         self.rank, self.size = self.group.rank(), self.group.size()
         if not callable(layout) and layout not in LAYOUTS:
@@ -282,20 +259,13 @@ class ContextParallel:
         self._documents = documents
         self._traffic: dict[str, tuple[int, tuple[Any, ...]]] = {}
 
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = next(self.model.parameters()).device
-        return device
-
     def layout(self, n_tokens: int) -> Layout:
         """Return the tokens of each rank for rows of ``n_tokens``.
 
         Raises ValueError if a rank would have no token, or if the function returns another layout.
         """
-        if callable(self._layout):
-            found = self._layout(n_tokens)
-        else:
-            found = LAYOUTS[self._layout](n_tokens, self.size)
+        given = self._layout
+        found = given(n_tokens) if callable(given) else LAYOUTS[given](n_tokens, self.size)
         if not isinstance(found, Layout) or (found.n_ranks, found.n_tokens) != (self.size, n_tokens):
             raise ValueError(f"layout: expected one of {n_tokens} tokens for {self.size} ranks, got {found!r}")
         if empty := [rank for rank in range(self.size) if not found.size(rank)]:
@@ -344,7 +314,7 @@ class ContextParallel:
             layout,
             documents,
             positions.cpu() if documents is not None and chunks_begin_at_documents() else None,
-            *_padding(real, mine, self._device),
+            *_padding(real, mine, next(self.model.parameters()).device),
         )
         found: dict[str, Any] = {name: mine(batch[name]) for name in _PER_TOKEN if batch.get(name) is not None}
         found |= {"position_ids": mine(positions), "cp_batch": facts}
@@ -357,9 +327,9 @@ class ContextParallel:
             found["num_items_in_batch"] = (labels != -100).sum()
             if self._loss == _SHIFTED_LOSS:
                 found["shift_labels"] = found["labels"]
-        others = {name: x for name, x in batch.items() if name not in _KNOWN and x is not None}
-        given = batch.get("num_items_in_batch")
-        return {**others, **found, **({} if given is None else {"num_items_in_batch": given})}
+        if batch.get("num_items_in_batch") is not None:
+            found["num_items_in_batch"] = batch["num_items_in_batch"]
+        return {name: x for name, x in batch.items() if name not in _KNOWN and x is not None} | found
 
     def _positions_of(self, batch: Mapping[str, Any], n_tokens: int, device: torch.device) -> Tensor:
         """Return the position ids of all tokens ``[1 or B, N]``: a shard alone would count its own from 0."""
@@ -423,7 +393,7 @@ class ContextParallel:
         tensors = {name: x for name, x in sorted(batch.items()) if isinstance(x, Tensor)}
         content = b"".join(name.encode() + digest_of(x) for name, x in tensors.items())
         digest = digest_of(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(next(self.model.parameters()).device)
         # All ranks gather all digests, so all of them raise, and none waits in the attention of a wrong batch.
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.group)
@@ -435,10 +405,7 @@ class ContextParallel:
             )
 
     def loader(self, loader: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Return a dataloader whose batches are this rank's parts. It has the length and the attributes of the other.
-
-        The other gives every rank of the group the same rows.
-        """
+        """Return a dataloader whose batches are this rank's parts of another's, with its length and attributes."""
         return _Loader(self, loader)
 
     def loss(self, loss: Tensor) -> Tensor:
@@ -466,9 +433,8 @@ class ContextParallel:
         """Remember an attention call for `report`."""
         width = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
         # Under autocast, what travels is narrower than what the layer was given.
-        dtype = key.dtype
-        if torch.is_autocast_enabled(key.device.type):
-            dtype = torch.get_autocast_dtype(key.device.type)
+        device = key.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else key.dtype
         kind = rule.text or repr(rule)
         calls = self._traffic.get(kind, (0, ()))[0]
         self._traffic[kind] = calls + 1, (pattern, layout, query.shape[1], query.shape[0], width * dtype.itemsize)
@@ -477,13 +443,12 @@ class ContextParallel:
         """Return the bytes that this rank receives per forward pass and kind of layer, for the last batch."""
         found = []
         for kind, (calls, (pattern, layout, heads, batch, width)) in self._traffic.items():
-            others = received = layout.n_tokens - layout.size(self.rank)
+            # Every shard on the wire of a ring has the length of the longest.
+            received = (self.size - 1) * max(map(layout.size, range(self.size)))
             if not fits_ring(pattern):
                 plan = make_plan(pattern, layout, self.rank, num_heads=heads, batch=batch, gather=None)
                 received = sum(plan.tokens_received) + sum(plan.tokens_hot) - plan.tokens_hot[self.rank]
-            else:
-                # Every shard on the wire has the length of the longest.
-                received = (self.size - 1) * max(map(layout.size, range(self.size)))
+            others = layout.n_tokens - layout.size(self.rank)
             found.append(Traffic(kind, calls, received * width, others * width))
         return found
 
@@ -576,7 +541,7 @@ def _sees_documents(model: Any) -> bool:
     try:
         with torch.no_grad():
             model(input_ids=zeros, position_ids=zeros, cp_batch=_Probe(), **options)
-    except _Reached as reached:
+    except _Probe as reached:
         return reached.is_packed
     except TypeError as error:
         raise ValueError(f"model: expected one that hands arguments on to its attention, got: {error}") from error

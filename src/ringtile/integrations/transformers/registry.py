@@ -1,7 +1,8 @@
-"""Register ringtile with transformers, and switch models to it."""
+"""Register ringtile with transformers, switch models to it, and tell models apart."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from functools import cache, partial
 from inspect import getsource
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -21,8 +23,7 @@ from ringtile.integrations.transformers.attention import (
     read_pattern,
 )
 from ringtile.integrations.transformers.attention import attend as attend_layer
-from ringtile.integrations.transformers.big_bird import convert_big_bird
-from ringtile.integrations.transformers.longformer import convert_longformer
+from ringtile.integrations.transformers.by_hand import convert_big_bird, convert_longformer
 from ringtile.integrations.transformers.masks import pattern_mask
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ _KEPT = "_ringtile"
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
 _CONVERTED = {"longformer": convert_longformer, "big_bird": convert_big_bird}
 _OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
+_SAMPLE = 1024
+"""Values of each parameter that the hash of a model covers."""
+
 _registered: set[str] = set()
 
 
@@ -215,10 +219,7 @@ def _attend_chosen(
 
 
 def switch(model: Any, name: str) -> Callable[[], None]:
-    """Switch all parts of a model to an attention implementation. Return a function that switches back.
-
-    Raises ValueError if a part computes attention by itself.
-    """
+    """Switch all parts of a model to an attention implementation. Return a function that switches back."""
     # transformers switches the parts that it can and keeps quiet about the others.
     parts = _parts(model)
     before = [part.config._attn_implementation for part in parts]
@@ -244,3 +245,32 @@ def _parts(model: Any) -> list[Any]:
     from transformers import PreTrainedModel
 
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return the class of a model of transformers, its sizes, and a hash of values from each of its weights.
+
+    The facts do not depend on the dtype of the weights. `ringtile.adaptive.Calibration` keeps them.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
+        >>> facts = model_facts(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)))
+        >>> facts["name"], facts["layers"], facts["heads"], len(facts["weights_sha256"])
+        ('LlamaForCausalLM', 2, 4, 64)
+    """
+    config: Any = model.config
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    known = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().flatten()
+        some = flat[:: max(1, len(flat) // _SAMPLE)].to(torch.bfloat16).cpu().view(torch.int16)
+        known.update(f"{name}{tuple(parameter.shape)}{some.tolist()}".encode())
+    return {
+        "name": type(model).__name__,
+        "layers": config.num_hidden_layers,
+        "heads": heads,
+        "key_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "weights_sha256": known.hexdigest(),
+    }

@@ -1,8 +1,8 @@
 """Block-sparse attention in PyTorch operations, on any device and in any floating dtype.
 
-Row tiles whose lists have the same shape are computed together (`plan`), in chunks of bounded memory (`chunks`).
-Neighboring columns are read as views. On a CPU, PyTorch's own flash kernel computes the matmuls. Dropout, softcap,
-ALiBi, second derivatives and other devices use plain matmuls (`scores`). Half precision is computed in float32.
+Row tiles whose lists have the same shape are computed together (`plan`), in chunks of bounded memory (`chunks`). On a
+CPU, PyTorch's own flash kernel computes the matmuls. Dropout, softcap, ALiBi, second derivatives and other devices use
+plain matmuls (`scores`). Half precision is computed in float32.
 """
 
 from torch import Tensor

@@ -8,96 +8,91 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.kernels.blockwise.chunks import Part, RowTiles, Work, on_flash, works
-from ringtile.kernels.blockwise.forward import additive, costs, dense_mask
+from ringtile.index import BlockIndex
+from ringtile.kernels.blockwise.chunks import Part, Work, add, additive, queries_of, read, whole_mask, works, write
 from ringtile.kernels.blockwise.scores import masked_scores, matmul, matmul_keys
 from ringtile.kernels.contracts import Call, Rows, index_of
 from ringtile.kernels.cpu_flash import flash_backward, split_scale, times
 
 
-class RowGrads(NamedTuple):
-    """The rows of a part, for its backward pass. Empty rows have an lse of 0 and zeros elsewhere."""
+class RowTiles(NamedTuple):
+    """The rows of a pass as tiles, or those of a part, ``[n, H, m, ...]``."""
 
+    q: Tensor
     out_grad: Tensor
     out: Tensor
     lse: Tensor
     lse_grad: Tensor | None
-    delta: Tensor
+
+    @classmethod
+    def of(cls, work: Work, rows: Rows) -> RowTiles:
+        """Return the share of the rows. Queries that do not exist are empty."""
+        q, out_grad, out = (work.rows(x) for x in (rows.q, rows.out_grad, rows.out))
+        lse_grad = None if rows.lse_grad is None else work.rows(rows.lse_grad)
+        return cls(q, out_grad, out, work.rows(rows.lse, -math.inf), lse_grad)
+
+    def read(self, numbers: Tensor, dtype: torch.dtype) -> RowTiles:
+        """Return the rows of a part. Empty rows have an lse of 0 and zeros elsewhere."""
+        found = [None if x is None else read(x, numbers.unsqueeze(1)).to(dtype) for x in self]
+        assert found[3] is not None
+        empty = found[3] == -math.inf
+        return RowTiles._make(
+            None if x is None else x.masked_fill(empty if x.ndim == 3 else empty.unsqueeze(-1), 0) for x in found
+        )
+
+    def delta(self) -> Tensor:
+        """Return ``rowsum(out_grad * out)``, less the gradient of the lse."""
+        delta = (self.out_grad * self.out).sum(-1)
+        return delta if self.lse_grad is None else delta - self.lse_grad
 
 
-def _part_backward(
-    work: Work, part: Part, grads: RowGrads, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def key_results(index: BlockIndex, dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    """Return zeros for gradients of ``[B, Hkv, Nk, D]``, of whole column tiles."""
+    # Keys of many rows are summed in the dtype of the accumulator, and rounded once at the end.
+    return [x.new_zeros(*x.shape[:2], index.n_cols * index.block, x.shape[3], dtype=dtype) for x in tensors]
+
+
+def _part_backward(work: Work, part: Part, rows: RowTiles, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one part from the output and lse of the full softmax."""
+    q, out_grad, out, lse, lse_grad = rows
     heads, scale = k.shape[1], work.scale[1]
     if not work.on_flash:
         found = masked_scores(work, part, q, k)
-        weights = found.weights(grads.lse)
-        grad_v = matmul_keys(found.dropped(weights), grads.out_grad, heads)
-        grad_weights = found.dropped(matmul(grads.out_grad, v.mT))
-        grad_scores = found.through_softcap(weights * (grad_weights - grads.delta.unsqueeze(-1))) * scale
+        weights = found.weights(lse)
+        grad_v = matmul_keys(found.dropped(weights), out_grad, heads)
+        grad_weights = found.dropped(matmul(out_grad, v.mT))
+        grad_scores = found.through_softcap(weights * (grad_weights - rows.delta().unsqueeze(-1))) * scale
         return matmul(grad_scores, k), matmul_keys(grad_scores, q, heads), grad_v
-    keep = work.keep(part)
-    mask = None if keep is None else additive(keep, q.dtype)
-    return flash_backward(grads.out_grad, grads.lse_grad, q, k, v, grads.out, grads.lse, scale=scale, mask=mask)
-
-
-class RowInputs:
-    """The row side of a backward pass, with zeros in empty rows."""
-
-    def __init__(
-        self, work: Work, q: Tensor, out_grad: Tensor, lse_grad: Tensor | None, out: Tensor, lse: Tensor
-    ) -> None:
-        lse = work.q(lse)
-        rows = [work.q(x) for x in (q, out_grad, out)]
-        slopes = None if lse_grad is None else work.q(lse_grad)
-        if work.plan.empty_rows or work.key_keep is not None:
-            empty = lse == -math.inf
-            lse = lse.masked_fill(empty, 0)
-            rows = [x.masked_fill(empty.unsqueeze(-1), 0) for x in rows]
-            slopes = None if slopes is None else slopes.masked_fill(empty, 0)
-        self.dtype, self.on_flash = work.dtype, work.on_flash
-        self.rows = [RowTiles(x, work.index) for x in (*rows, lse)]
-        self.lse_grad = None if slopes is None else RowTiles(slopes, work.index)
-
-    def read(self, part: Part) -> tuple[Tensor, RowGrads]:
-        """Return the queries of a part and the rest of its rows."""
-        q, out_grad, out, lse = (x.read(part).to(self.dtype) for x in self.rows)
-        lse_grad = None if self.lse_grad is None else self.lse_grad.read(part)
-        delta = lse if self.on_flash else (out_grad * out).sum(-1)
-        if lse_grad is not None and not self.on_flash:
-            delta = delta - lse_grad
-        return q, RowGrads(out_grad, out, lse, lse_grad, delta)
+    mask = additive(work.keep(part), q.dtype)
+    return flash_backward(out_grad, lse_grad, q, k, v, out, lse, scale=scale, mask=mask)
 
 
 def backward(rows: Rows, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype."""
-    out_grad, lse_grad, q, k, v, out, lse = rows
+    q, k, v = rows.q, rows.k, rows.v
     index = index_of(call, q, k)
-    mask = dense_mask(index, q, v, call)
+    mask = whole_mask(index, q, call)
     if mask is not None:
         factor, scale = split_scale(call.scale, q.dtype)
-        dense = flash_backward(out_grad, lse_grad, times(q, factor), k, v, out, lse, scale=scale, mask=mask)
-        return times(dense[0], factor).contiguous(), dense[1].contiguous(), dense[2].contiguous()
-    # Keys of many rows are summed in the dtype of the accumulator, and rounded once at the end.
-    q_grad = q.new_zeros(q.shape)
-    k_grad, v_grad = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-    for work in works(index, (q, k, v, out_grad, out, lse), call):
-        (keys, values), (k_sum, v_sum), (q_rows,) = work.columns(k, v), work.sums(k_grad, v_grad), work.rows(q_grad)
-        inputs = RowInputs(work, q, out_grad, lse_grad, out, lse)
-        for parts in work.chunks(*costs(work, k, v, backward=True)):
-            q_chunk, grads = inputs.read(parts[0])
-            q_chunk = times(q_chunk, work.scale[0])
-            total: Tensor | None = None
+        whole = rows._replace(q=times(q, factor))
+        q_grad, k_grad, v_grad = flash_backward(*whole, scale=scale, mask=mask)
+        return times(q_grad, factor).contiguous(), k_grad.contiguous(), v_grad.contiguous()
+    q_grad = q.new_zeros(*q.shape[:2], index.n_rows * index.block, q.shape[3])
+    k_grad, v_grad = key_results(index, rows.lse.dtype, k, v)
+    for work in works(index, q, k, v, call):
+        tiles, keys, values = RowTiles.of(work, rows), work.columns(k), work.columns(v)
+        q_rows, k_sum, v_sum = work.rows(q_grad), work.column_results(k_grad), work.column_results(v_grad)
+        for parts in work.chunks(0 if work.on_flash else 4):
+            mine = tiles.read(parts[0].rows, work.dtype)
+            mine = mine._replace(q=times(mine.q, work.scale[0]))
+            total = torch.zeros_like(mine.q)
             for part in parts:
-                k_part, v_part = keys.read(part), values.read(part)
-                found = _part_backward(work, part, grads, q_chunk, k_part, v_part)
-                total = found[0] if total is None else total + found[0]
-                k_sum.add(part, found[1])
-                v_sum.add(part, found[2])
-            assert total is not None
-            # One product for all chunks, where it rounds nothing that the sums do not.
-            q_rows.write(parts[0], total if q.dtype == work.dtype else times(total, work.scale[0]))
-    if q.dtype == lse.dtype and on_flash(q.device, call):
-        q_grad.mul_(split_scale(call.scale, q.dtype)[0])
-    return q_grad, k_grad.to(q.dtype), v_grad.to(q.dtype)
+                k_part, v_part = (read(x, part.cols).to(work.dtype) for x in (keys, values))
+                found = _part_backward(work, part, mine, k_part, v_part)
+                total += found[0]
+                add(k_sum, part.cols, found[1])
+                add(v_sum, part.cols, found[2])
+            write(q_rows, parts[0].rows, times(total, work.scale[0]))
+    grads = queries_of(index, q_grad), *(x[:, :, : index.n_keys] for x in (k_grad, v_grad))
+    q_grad, k_grad, v_grad = (x.to(q.dtype).contiguous() for x in grads)
+    return q_grad, k_grad, v_grad

@@ -50,18 +50,15 @@ def matmul_keys(a: Tensor, b: Tensor, heads: int) -> Tensor:
 
 
 def masked_scores(work: Work, part: Part, q: Tensor, k: Tensor) -> Scores:
-    call, length = work.call, k.shape[2]
+    call = work.call
     scores = matmul(q, k.mT) * call.scale
     capped = dropout = None
     if call.softcap:
         capped = torch.tanh(scores / call.softcap)
         scores = capped * call.softcap
-    if call.alibi_slopes is not None or call.dropout_p:
-        query, tiles = work.positions(part)
-        if call.alibi_slopes is not None:
-            key = (tiles.unsqueeze(-1) + torch.arange(work.index.block, device=work.device)).flatten(1)
-            scores = scores + work.bias(query, key[:, :length])
-        if call.dropout_p:
-            dropout = work.dropout(query, tiles)[..., :length]
+    if call.alibi_slopes is not None:
+        scores = scores + work.bias(*work.positions(part))
+    if call.dropout_p:
+        dropout = work.dropout(*work.positions(part))
     keep = work.keep(part)
     return Scores(scores if keep is None else scores.masked_fill(~keep, -math.inf), dropout, capped)

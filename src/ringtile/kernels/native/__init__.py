@@ -62,10 +62,7 @@ def _whole_tiles(dims: int) -> int:
 
 def _ranges(count: int, operations: float, threads: int) -> Iterator[tuple[int, int]]:
     """Cut ``count`` items into calls of bounded length."""
-    if operations <= _OPERATIONS_A_CALL * threads:
-        yield 0, count
-        return
-    calls = min(max(count, 1), math.ceil(operations / (_OPERATIONS_A_CALL * threads)))
+    calls = max(1, min(count, math.ceil(operations / (_OPERATIONS_A_CALL * threads))))
     for number in range(calls):
         yield count * number // calls, count * (number + 1) // calls
 

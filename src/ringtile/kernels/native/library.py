@@ -6,7 +6,7 @@ import ctypes
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.kernels.native.instruction_sets import EMULATED_SETS, Choice, InstructionSet, Wanted, best_rates, choose
+from ringtile.kernels.native.instruction_sets import (
+    EMULATED_SETS,
+    RATES,
+    Choice,
+    InstructionSet,
+    Wanted,
+    best_rates,
+    choose,
+)
 
 VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
@@ -243,3 +251,24 @@ def library() -> Library:
     """Return the library. `reason_against` must be empty."""
     assert _FOUND.library is not None
     return _FOUND.library
+
+
+def peak_rates(
+    *, threads: int | None = None, seconds: float = 0.02, samples: int = 5, names: Collection[str] = RATES
+) -> dict[str, float]:
+    """Measure each rate in ``names``, per second, and return the best of ``samples``, summed over ``threads``.
+
+    ``threads`` defaults to torch's. ``seconds`` is the length of a sample. The result omits the rates that the newest
+    instruction set here lacks. It is empty without the library. Raises ValueError if a count or a time is not positive.
+
+    >>> all(rate > 0 for rate in peak_rates(seconds=1e-4, samples=1).values())
+    True
+    """
+    threads = torch.get_num_threads() if threads is None else threads
+    if threads < 1 or samples < 1 or not seconds > 0:
+        raise ValueError(f"threads, seconds, samples: expected more than none, got {threads=}, {seconds=}, {samples=}")
+    if reason_against():
+        return {}
+    wanted = [(library().sets[-1], name) for name in names]
+    found = best_rates(library().handle, wanted, threads=threads, seconds=seconds, samples=samples)
+    return {name: rate for name, rate in zip(names, found, strict=True) if rate}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ringtile.index import BlockIndex
 from ringtile.index.lists import TileLists
-from ringtile.index.schedule import Order, schedule_of
+from ringtile.index.schedule import Order, derived, schedule_of
 from ringtile.kernels.contracts import Call, index_of, is_remapped
 from ringtile.kernels.philox import dropout_scale, dropout_threshold
 from ringtile.kernels.spans import INDEX, span
 from ringtile.kernels.triton import backward_kernels, forward_kernels
-from ringtile.kernels.triton.schedule import in_blocks
 from ringtile.kernels.triton.tiles import Constants, Lists, Numbers, Stride, Strides
 from ringtile.kernels.triton.tuning import INTERPRETED, INTERPRETED_CONFIG, Config, configs, wants_descriptors
 
@@ -29,6 +30,8 @@ _PACKED_QUERIES = 32
 """Up to this many queries, the query heads of a key head share one tile."""
 _STATS_ROWS = 64
 _LOG2_E = math.log2(math.e)
+_BLOCKS = (64, 128)
+"""The sides of tiles that the kernels take. Smaller ones are merged into tiles of 128."""
 
 
 class Choice(NamedTuple):
@@ -86,6 +89,20 @@ def allows_tf32(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.is_cuda and bool(matmul.fp32_precision == "tf32")
 
 
+def _merged(index: BlockIndex) -> BlockIndex:
+    # Tiles that become one need not follow each other in position space. Only dropout depends on it (`unsupported`).
+    rows, cols = (side._replace(at=side.at[:0]) for side in (index.rows, index.cols))
+    return replace(index, rows=rows, cols=cols).coarsen(128)
+
+
+def _in_blocks(index: BlockIndex) -> BlockIndex:
+    """Return the index in tiles that the kernels take: itself, or merged at its first use."""
+    if index.block in _BLOCKS:
+        return index
+    merged = derived(index, _merged)
+    return merged.at(replace(index.grid, block=merged.block))
+
+
 def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
@@ -101,7 +118,7 @@ class Job:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         index = index_of(call, q, k)
         with span(INDEX):
-            self.index = in_blocks(index)
+            self.index = _in_blocks(index)
             self.schedule = schedule_of(self.index)
         self.q, self.k, self.v, self.call = q, k, v, call
         self.scratch: list[Tensor] = []
@@ -250,7 +267,6 @@ def _merging(constants: Constants) -> Constants:
 
 def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     """Return the launches that fill output and lse."""
-    order = job.schedule.rows
     # With 3 queries and 8 heads to a key head, row 8 * query + head of a tile is one of 24: keys are read once for all.
     packs = 1 < job.ratio <= 128 and job.group.shape[1] == 1 and job.n_queries <= _PACKED_QUERIES
     pack = 1 << (job.ratio - 1).bit_length() if packs else 1
@@ -260,16 +276,22 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     strides = job.strides._replace(o=_stride(out), **near)
     split = job.row_scratch(owners, job.constants.EP + 1, job.index.block * pack)
     values = {**job.values, **job.rows(), **split, "OUT": out, "LSE": lse, "strides": strides}
-    choices, merges = [], []
-    for config in job.configs("forward"):
+    merged = {**values, "strides": Strides(o=strides.o)}
+    kernels = forward_kernels.forward_kernel, forward_kernels.merge_kernel
+    return _along_rows(job, "forward", kernels, (values, merged), owners, pack)
+
+
+def _along_rows(
+    job: Job, name: str, kernels: tuple[Any, Any], values: tuple[dict[str, Any], dict[str, Any]], owners: int, pack: int
+) -> list[Launch]:
+    """Return the launches of a kernel over the splits of rows, and of the one that merges splits, if there are any."""
+    order, choices, merges = job.schedule.rows, [], []
+    for config in job.configs(name):
         constants = job.of_rows(config, pack)
         choices.append(Choice(config, constants, owners * order.longest * constants.SUBS, job.key_tiles(config)))
         merges.append(Choice(config, _merging(constants), owners * job.index.n_rows * constants.SUBS))
-    launches = [_launch(forward_kernels.forward_kernel, values, choices)]
-    if order.n_scratch:
-        values["strides"] = Strides(o=strides.o)
-        launches.append(_launch(forward_kernels.merge_kernel, values, merges))
-    return launches
+    launches = zip(kernels, values, (choices, merges), strict=True)
+    return [_launch(*launch) for launch in launches][: 2 if order.n_scratch else 1]
 
 
 def backward_launches(
@@ -303,17 +325,10 @@ def _stats_launch(job: Job, shared: dict[str, Any], lse_grad: Tensor | None, out
 
 
 def _dq_launches(job: Job, shared: dict[str, Any]) -> list[Launch]:
-    order, owners = job.schedule.rows, job.batch * job.heads
+    owners = job.batch * job.heads
     values = {**shared, **job.rows(), **job.row_scratch(owners, job.constants.DP, job.index.block)}
-    choices, sums = [], []
-    for config in job.configs("dq"):
-        constants = job.of_rows(config, 1)
-        choices.append(Choice(config, constants, owners * order.longest * constants.SUBS, job.key_tiles(config)))
-        sums.append(Choice(config, _merging(constants), owners * job.index.n_rows * constants.SUBS))
-    launches = [_launch(backward_kernels.dq_kernel, values, choices)]
-    if order.n_scratch:
-        launches.append(_launch(backward_kernels.sum_dq_kernel, values, sums))
-    return launches
+    kernels = backward_kernels.dq_kernel, backward_kernels.sum_dq_kernel
+    return _along_rows(job, "dq", kernels, (values, values), owners, 1)
 
 
 def _dkdv_launches(job: Job, shared: dict[str, Any]) -> list[Launch]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ringtile.kernels.native.peak import peak_rates
+from ringtile.kernels.native.library import peak_rates
 from ringtile.kernels.select import NAMES
 from ringtile.patterns import parse
 from ringtile.tools.bench.exact import Exact

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.distributed.heads import HeadPlan
-from ringtile.distributed.plan import TRANSPORTS, Demand, Transport, count_hot, count_sent, find_demand, fits_ring
+from ringtile.distributed.plan import TRANSPORTS, Demand, Transport, count_hot, count_sent, demand_of, fits_ring
 from ringtile.distributed.relays import count_levels
+from ringtile.distributed.ulysses import HeadPlan
 from ringtile.index.covers import check_candidates
 from ringtile.patterns import Causal
 from ringtile.tools.predict.hardware import Hardware, flops_per_pair
@@ -184,7 +184,7 @@ def _exchange(work: Work, hardware: Hardware, traffic: _Traffic, *, gather: bool
     layout, grid, demand, (token, wide) = work.layout, work.grid, work.demand, work.sizes.token_bytes
     n_ranks = layout.n_ranks
     if gather:
-        demand = find_demand(work.pattern, layout, grid, gather=True)
+        demand = demand_of(None, layout, grid)
     hot, cold = count_sent(layout, demand.needs, demand.is_hot, grid.block)
     traffic.move(cold * token)
     traffic.broadcast(hot, torch.zeros_like(hot), token, wide)

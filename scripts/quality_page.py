@@ -79,7 +79,6 @@ texts calibrated.
 * `calibrated` gives each head its own density, from one other sequence, with the mean that is asked for. `density` is
   the same for all heads. `quality` asks a controller for that part of each head's attention. `causal-safe` is
   `Probe("first")`, which looks at no later token. `compensated` lets a dropped tile count as its means.
-* **Far keys** are rows with half of their attention in one tile that is not forced.
 * **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
   of less than 4,096 keys stay dense.
 

@@ -345,8 +345,7 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
             assert isinstance(by_head, list)
             assert len(by_head) == 12
     # Nothing is measured twice, and the calibration is read from its file.
-    for name in ("calibrate", "count_far_keys"):
-        monkeypatch.delattr(leg_module, name)
+    monkeypatch.delattr(leg_module, "calibrate")
     again = measure_all(Leg(tiny, tmp_path, block=16).jobs(quick=True, timed=False), folder, Progress(quiet=True))
     assert again == cells
     assert len(list(tmp_path.glob("budgets-*.json"))) == 2
@@ -392,35 +391,6 @@ def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
     assert found.figures["text"] == pytest.approx(1, abs=1e-4)
     assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
     assert found.realised == 1
-
-
-def test_far_keys_against_a_loop(tiny: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leg_module, "FAR_BLOCK", 16)
-    found = leg_module.count_far_keys(tiny, 1, every=1)
-    layers = [Kept() for _ in range(tiny.layers)]
-    use_ringtile(tiny.model, attend=layers)
-    tiny.run(tiny.texts.far_copy(1, N).ids)
-    rows = torch.randperm(N, generator=torch.Generator().manual_seed(1))[:128].tolist()
-    count = 0
-    window = dict.fromkeys(leg_module.FAR_DENSITIES, 0)
-    for layer in layers:
-        query, key = layer.q[0].double(), layer.k[0].double().repeat_interleave(2, 0)
-        weights = (query @ key.mT / 4).masked_fill(~torch.ones(N, N).tril().bool(), -math.inf).softmax(2)
-        masses = weights.unflatten(2, (-1, 16)).sum(3)
-        for row in rows:
-            for head in range(4):
-                far = [tile for tile in range(1, row // 16 - 1) if masses[head, row, tile] >= 0.5]
-                count += len(far)
-                for density in window:
-                    # Sink, own tile and those before it.
-                    near = max(math.ceil(density * (row // 16 + 1)) - 1, 2)
-                    window[density] += len([tile for tile in far if tile > row // 16 - near])
-    assert {figures[1] for figures in found.values()} == {count}
-    assert count > 10
-    for density, hits in window.items():
-        assert found["window", density][0] == pytest.approx(hits / count)
-        assert found["oracle", density][0] >= found["default", density][0]
-    assert found["oracle", 0.2][0] > found["window", 0.2][0]
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -496,7 +466,7 @@ def test_the_table_shows_each_cell_and_each_failure() -> None:
             cell("far copy", "default", 0.25, "novel", Measured(kept(0.99, 0.9, 0.2), 0.27)),
             cell("far copy", "default", 0.25, "novel", Measured(kept(0.95, None, 0.4), 0.26)),
             cell("far copy", "default", 0.02, "code", Measured(kept(0.5, 0.1, 0.1), 0.046)),
-            cell("far keys", "oracle", 0.1, "code", Measured({"rows": 0}, reason="no row has a far key")),
+            cell("far copy", "window", 0.1, "code", Measured({}, reason="no memory")),
             cell("prefill", "default", 0.25, "", seconds),
             cell("prefill", "default", 0.25, "", seconds, 8192),
         ]
@@ -507,9 +477,9 @@ def test_the_table_shows_each_cell_and_each_failure() -> None:
     assert rows[5] == "default calibrated 25% 0.260 0.385 97.5 97.0 90.0 90.0 85.0 80.0 85.0 20.0 3.00 4.00".split()
     assert shown[6].endswith("below the floor of 4.6%")
     assert "below" not in shown[5]
-    assert rows[9] == "code 90.0 98.0 / 90.0 / 80.0 50.0 / 90.0 / 10.0".split()
-    assert rows[10] == "novel nan 97.0 / 90.0 / 90.0 - / - / -".split()
-    assert "no row has a far key" in "\n".join(shown)
+    assert rows[10] == "code 90.0 98.0 / 90.0 / 80.0 50.0 / 90.0 / 10.0".split()
+    assert rows[11] == "novel nan 97.0 / 90.0 / 90.0 - / - / -".split()
+    assert rows[7] == "window density 10% no memory".split()
     assert [line.split(",")[1] for line in shown if line.startswith("prefill")] == [" 8"]
     assert rows[-1] == ["default", "calibrated", "25%", "3.00", "4.00", "0.75"]
 

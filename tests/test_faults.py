@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -763,3 +764,12 @@ def test_the_first_tile_that_is_not_finite(dtype: torch.dtype, value: float) -> 
     assert x.isnan().sum() == (3 if value != value else 0)
     with pytest.raises(ValueError, match=r"x, tile: expected \[B, H, N, D\]"):
         first_nonfinite(x[0], 64)
+
+
+def test_a_rank_that_left_because_of_another_groups_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = SimpleNamespace(verdict=None, blame=lambda error: None), SimpleNamespace(verdict="rank 3 is lost")
+    monkeypatch.setattr(faults, "_watchers", lambda: [here, there])
+    error = RuntimeError("Connection closed by peer")
+    assert str(faults._lost(here, "keys", error)) == "rank 3 is lost"
+    # Without a watcher of its own, a group learns nothing from others.
+    assert str(faults._lost(None, "keys", error)).startswith("keys: a rank is lost; watch() on every rank tells which")

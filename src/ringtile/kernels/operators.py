@@ -285,8 +285,6 @@ class Attention(torch.autograd.Function):
             out_grad = torch.zeros_like(out)
         rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
         compiling = torch.compiler.is_compiling()
-        if not compiling and not out_grad.layout is (lse if lse_grad is None else lse_grad).layout is _STRIDED:
-            check_memory(("out_grad", "lse_grad"), (out_grad, lse_grad))
         if compiling or not _differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
             grads = run_backward(rows, _with_tensors(ctx.call, *rest), ctx.prepared)

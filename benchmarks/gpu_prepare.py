@@ -22,6 +22,7 @@ from ringtile.index import clear_cache, schedule
 from ringtile.kernels.triton import launches
 from ringtile.kernels.triton.tuning import VARIABLE, Config, configs
 from ringtile.tools.bench.peers import Case, Ringtile
+from ringtile.tools.machine import cores
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def prepare(
             named += gpu.kernels
         _asked[:] = {_key(kernel): kernel for kernel in named if _key(kernel) not in sizes}.values()
         print(f"{len(_asked)} kernels to compile, named in {time.monotonic() - began:.0f} s", flush=True)
-        with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        with multiprocessing.get_context("fork").Pool(cores()) as pool:
             work = pool.imap_unordered(partial(_compiled, target=target), range(len(_asked)))
             for done, (number, size, error) in enumerate(work, 1):
                 sizes[_key(_asked[number])] = size

@@ -47,6 +47,7 @@ from ringtile import sparse_attention  # noqa: E402
 from ringtile.distributed import Layout, ring_attention  # noqa: E402
 from ringtile.distributed.layout import LAYOUTS  # noqa: E402
 from ringtile.patterns import Causal, Documents, Pattern, Window, parse  # noqa: E402
+from ringtile.tools.machine import cores  # noqa: E402
 from ringtile.tools.predict import Hardware, Sizes  # noqa: E402
 from ringtile.tools.predict.cluster import measure_figures, processors_of  # noqa: E402
 from ringtile.tools.predict.cost import estimate  # noqa: E402
@@ -338,8 +339,8 @@ def predict(args: argparse.Namespace, device: str = "cpu", size: int = 4) -> Non
 
 def ratios(args: argparse.Namespace) -> None:
     """Print CPU seconds and time of four processes against one."""
-    problem, cores = {"tokens": 65536, "window": 1024, "rounds": 3}, len(os.sched_getaffinity(0))
-    kinds = {"one": (1, 1), "threads": (1, cores), "four": (4, 1)}
+    problem = {"tokens": 65536, "window": 1024, "rounds": 3}
+    kinds = {"one": (1, 1), "threads": (1, cores()), "four": (4, 1)}
     cpu: dict[str, list[float]] = {name: [] for name in kinds}
     wall: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(args.rounds):
@@ -363,7 +364,7 @@ def memory(args: argparse.Namespace) -> None:
     problem = {"tokens": 262144, "window": 4096, "rounds": 1}
     one, four = (
         max(rank["rounds"][0][2] for rank in run_ranks("counting", size, threads=threads, **problem))
-        for size, threads in ((1, len(os.sched_getaffinity(0))), (4, 1))
+        for size, threads in ((1, cores()), (4, 1))
     )
     print(
         f"peak of a rank of 4: {four:.0f} MiB, of one process: {one:.0f} MiB, {4 * four / one:.2f} times a quarter",

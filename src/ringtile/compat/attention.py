@@ -136,13 +136,8 @@ class BlockSparseRingDilatedAttention(nn.Module):
         Raises:
             ValueError: If shapes are invalid, as in `ringtile.sparse_attention`, or as `ringtile.distributed` raises.
         """
-        key, value = self_attention_if_alone(query, key, value)
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.dim() != 4:
-                raise ValueError(f"{name}: expected four dimensions [B, N, H, D], got {x.shape=}")
-        heads_first = (x.transpose(1, 2) for x in (query, key, value))
-        dropout_p = self.dropout if self.training else 0.0
-        return self.attend(*heads_first, is_causal=is_causal, key_mask=key_mask, dropout_p=dropout_p).transpose(1, 2)
+        how = {"is_causal": is_causal, "key_mask": key_mask, "dropout_p": self.dropout if self.training else 0.0}
+        return tokens_first(self.attend, query, key, value, **how)
 
     def attend(
         self,
@@ -458,6 +453,17 @@ def self_attention_if_alone(query: Tensor, key: Tensor | None, value: Tensor | N
         missing = "key" if key is None else "value"
         raise ValueError(f"{missing}: expected key and value, or neither for self-attention, got None for {missing}")
     return query, query
+
+
+def tokens_first(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor | None, value: Tensor | None, **options: Any
+) -> Tensor:
+    """Return an attention over ``[B, H, N, D]`` for ``[B, N, H, D]``. The query alone is self-attention."""
+    key, value = self_attention_if_alone(query, key, value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected four dimensions [B, N, H, D], got {x.shape=}")
+    return attend(*(x.transpose(1, 2) for x in (query, key, value)), **options).transpose(1, 2)
 
 
 def _check_ring_size(ring_size: int) -> None:

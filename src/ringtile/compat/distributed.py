@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringtile.compat.attention import BlockSparseRingDilatedAttention
+from ringtile.compat.attention import tokens_first
 from ringtile.distributed import Layout, ring_attention
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import checked_branches
@@ -152,8 +152,21 @@ class BlockSparseRingAdvancedDistributedDilatedAttention(nn.Module):
             return Layout.contiguous(n_tokens, ranks, unit=1)
         return _balanced(Causal() & self.pattern if is_causal else self.pattern, n_tokens, ranks)
 
-    # The same steps around another `attend`.
-    forward: Any = BlockSparseRingDilatedAttention.forward
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        key_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention ``[B, N, H, D]`` of this rank's N tokens, its part of `layout`, to the tokens of all ranks.
+
+        The arguments and errors are those of `BlockSparseRingDilatedAttention`.
+        """
+        how = {"is_causal": is_causal, "key_mask": key_mask, "dropout_p": self.dropout if self.training else 0.0}
+        return tokens_first(self.attend, query, key, value, **how)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **options: Any) -> Tensor:
         """Compute attention ``[B, H, N, D]`` of this rank's N tokens, its part of `layout`, to those of all ranks."""

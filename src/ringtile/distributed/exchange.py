@@ -148,9 +148,9 @@ class Exchange(Lockstep):
     def start(self, xs: Tensors, data: str = FORWARD) -> Started:
         """Begin to send."""
         self.begin()
-        width, sides = width_of(xs), ([xs], [xs])
-        received = xs[0].new_empty(sum(self.sizes(xs)))
-        hot, direct, _ = received.split(self.sizes(xs))
+        width, sides, sizes = width_of(xs), ([xs], [xs]), self.sizes(xs)
+        received = xs[0].new_empty(sum(sizes))
+        hot, direct, _ = received.split(sizes)
         mine = self._of_number(hot, width)
         own = self._outer.mine(mine, width)
         if len(own):

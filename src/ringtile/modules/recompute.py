@@ -25,8 +25,10 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
     # In the forward pass it must return normally whatever happens inside. In the backward pass errors are plain.
     def hold(kind: object, error: BaseException | None, trace: object) -> bool:
-        held.extend([] if error is None or has_ended else [error])
-        return not has_ended
+        if error is None or has_ended:
+            return False
+        held.append(error)
+        return True
 
     def guarded(*given: Any) -> Tensor:
         with ExitStack() as stack:

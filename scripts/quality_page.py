@@ -32,7 +32,7 @@ COST = ROOT / "benchmarks" / "records" / "adaptive.json"
 PAGE = ROOT / "docs" / "quality.md"
 PICTURE = ROOT / "docs" / "assets" / "quality.svg"
 COMMAND = (
-    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --text texts --dtype float32 "
+    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --text texts --dtype bfloat16 "
     "--out quality"
 )
 INK = "#768390"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar, Literal
@@ -214,26 +215,34 @@ class Sum(Scores):
 
     Args:
         parts: Scores, all per token or none.
+        weights: A positive number for each part. Default: equal ones.
     """
 
-    def __init__(self, *parts: Scores) -> None:
+    def __init__(self, *parts: Scores, weights: Sequence[float] | None = None) -> None:
         if not parts or len({part.per_token for part in parts}) > 1:
             raise ValueError(f"parts: expected scores that are all per token or all per tile, got {parts}")
+        self.weights = (1.0,) * len(parts) if weights is None else tuple(map(float, weights))
+        if len(self.weights) != len(parts) or not all(0 < weight < math.inf for weight in self.weights):
+            raise ValueError(f"weights: expected a positive number for each of {len(parts)} parts, got {weights}")
         self.parts = parts
         self.causal_safe = all(part.causal_safe for part in parts)
         self.per_token = parts[0].per_token
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sum) and self.parts == other.parts
+        return isinstance(other, Sum) and (self.parts, self.weights) == (other.parts, other.weights)
 
     def __hash__(self) -> int:
-        return hash(self.parts)
+        return hash((self.parts, self.weights))
 
     def __repr__(self) -> str:
-        return f"Sum({', '.join(map(repr, self.parts))})"
+        weights = (
+            "" if len(set(self.weights)) == 1 else ", weights=({})".format(", ".join(f"{x:g}" for x in self.weights))
+        )
+        return f"Sum({', '.join(map(repr, self.parts))}{weights})"
 
     def __call__(self, view: View) -> Tensor:
-        return reduce(torch.add, (part(view) for part in self.parts)) / len(self.parts)
+        found = (part(view) * weight for part, weight in zip(self.parts, self.weights, strict=True))
+        return reduce(torch.add, found) / sum(self.weights)
 
 
 def summarized(view: View, high: Tensor, low: Tensor, pool: str | None) -> Tensor:

@@ -52,8 +52,8 @@ def is_logged() -> bool:
     return _logger.isEnabledFor(logging.DEBUG)
 
 
-def native_masses(masses: Masses) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return pooled masses, outputs and lse by the native kernel, or None if it does not support the call."""
+def native_masses(masses: Masses) -> Tensor | None:
+    """Return pooled masses by the native kernel, or None if it does not support the call."""
     return native.pooled_masses(masses)
 
 

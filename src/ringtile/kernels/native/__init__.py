@@ -405,12 +405,11 @@ def backward(rows: Rows, call: Call, prepared: Prepared | None = None) -> tuple[
     return q_grad.to(q.dtype), k_grad, v_grad
 
 
-def pooled_masses(masses: Masses) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the results of the operator of the same name, or None if the library does not support it."""
+def pooled_masses(masses: Masses) -> Tensor | None:
+    """Return the result of the operator of the same name, or None if the library does not support it."""
     query, key = masses.query, masses.key
     if reason_against() or not supports_masses(query, key):
         return None
-    width = key.shape[3] + (0 if masses.value is None else masses.value.shape[3])
-    operations = 2.0 * query.shape[:3].numel() * key.shape[2] * width
+    operations = 2.0 * query.shape[:3].numel() * key.shape[2] * key.shape[3]
     threads = threads_of(operations)
     return compute_masses(masses, threads=threads, ranges=lambda items: _ranges(items, operations, threads))

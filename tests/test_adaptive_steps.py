@@ -135,7 +135,8 @@ def test_every_dtype_over_chosen_tiles_alone(dtype: torch.dtype, path: str, monk
         out = attend_step(CHOICE, pages, q, k, v, key_mask=mask)
         bound = {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
         expected = oracle([x[0], k, v], keep, mask, dims**-0.5)
-        assert out.dtype == dtype and out.shape == (2, 4, 1, 2 * dims)
+        assert out.dtype == dtype
+        assert out.shape == (2, 4, 1, 2 * dims)
         torch.testing.assert_close(out.double(), expected, rtol=bound, atol=bound)
 
 
@@ -175,7 +176,7 @@ def test_gradients_are_those_of_the_kept_pairs() -> None:
 
 
 def test_a_nan_in_a_tile_hides_it_as_in_a_call() -> None:
-    q, k, v = inputs(8)
+    q, k, _ = inputs(8)
     k[0, 1, 70, 3] = torch.nan
     index = CHOICE.index(CHOICE.view(q, k, Causal()))
     keep = kept_tiles(CHOICE, Pages(CHOICE), q[:, :, -1:], k, None, None)

@@ -1,7 +1,7 @@
 """Write docs/quality.md from benchmarks/records/quality.json: `python scripts/quality_page.py`.
 
-`python scripts/quality_page.py --measure FOLDER` measures the record first (an hour on two cores), by the command that
-the page prints, with the model in a folder.
+`python scripts/quality_page.py --measure FOLDER` first downloads the texts and measures the record (hours on two cores)
+by the command that the page prints, with the model in a folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ COST = ROOT / "benchmarks" / "records" / "adaptive.json"
 PAGE = ROOT / "docs" / "quality.md"
 PICTURE = ROOT / "docs" / "assets" / "quality.svg"
 COMMAND = (
-    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --dtype float32 --out quality"
+    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --text texts --dtype float32 "
+    "--out quality"
 )
 INK = "#768390"
 """Pages are white or dark, and this ink has the same contrast on both."""
@@ -76,9 +77,10 @@ texts calibrated.
 * **Recall** is the part of the attention that is kept, over 64 exact rows per layer. **Worst head** is the least of
   all heads and texts.
 * A density **below the floor** is less than the tiles that every row keeps: the first, its own and the one before.
-* `calibrated` gives each head its own density, from one other sequence, with the mean that is asked for. `density` is
-  the same for all heads. `quality` asks a controller for that part of each head's attention. `causal-safe` is
-  `Probe("first")`, which looks at no later token. `compensated` lets a dropped tile count as its means.
+* `calibrated` keeps the tiles above one threshold, weighed by head, that keeps the density on one other sequence. Each
+  text has a density of its own, near the one that is asked for. `density` is the same for all heads and rows. `quality`
+  asks a controller for that part of each head's attention. `causal-safe` is `Probe("first")`, which looks at no later
+  token.
 * **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
   of less than 4,096 keys stay dense.
 
@@ -179,6 +181,7 @@ def main() -> None:
     parser.add_argument("--measure", metavar="FOLDER", help=f"run in this folder first: {COMMAND}")
     if (folder := parser.parse_args().measure) is not None:
         with contextlib.chdir(folder):
+            runpy.run_path(str(ROOT / "scripts" / "quality_texts.py"))["save"](Path("texts"))
             if status := cli.main(shlex.split(COMMAND)[1:]):
                 raise SystemExit(status)
             shutil.copy(Path("quality") / RECORD, SOURCE)

@@ -106,5 +106,9 @@ def test_what_it_cannot_correct_is_refused() -> None:
         attend(q, k, v, is_causal=True, softcap=3.0)
     with pytest.raises(ValueError, match="correct: expected one bool for each of 2 heads"):
         AdaptiveAttention(correct=(True,))(q, k, v, is_causal=True)
+    with pytest.raises(
+        ValueError, match=r"correct: expected scores that compute exact rows, such as Probe\(4\), got Bl"
+    ):
+        AdaptiveAttention(Blend(), Density(0.2), correct=True)(q, k, v, is_causal=True)
     with pytest.raises(ValueError, match="correct: a cache needs False"):
         attend.new_cache(Causal())

@@ -235,9 +235,10 @@ def test_losses_are_those_of_the_model(tiny: Decoder) -> None:
     assert tiny.losses(ids[:, :5], torch.tensor([3]))[1].all()
 
 
-def test_watched_attention_is_the_attention(tiny: Decoder) -> None:
+@pytest.mark.parametrize("correct", [False, True])
+def test_watched_attention_is_the_attention(tiny: Decoder, correct: bool) -> None:
     ids = tiny.texts.far_copy(1, N).ids
-    attend = AdaptiveAttention(budget=Density(0.3), block=16)
+    attend = AdaptiveAttention(budget=Density(0.3), block=16, correct=correct)
     use_ringtile(tiny.model, attend=attend)
     places = torch.arange(N - 1)
     expected, _ = tiny.losses(ids, places)
@@ -284,7 +285,7 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delattr(leg_module, "calibrate")
     again = measure_all(Leg(tiny, tmp_path, block=16).jobs(quick=True, timed=False), folder, Progress(quiet=True))
     assert again == cells
-    assert len(list(tmp_path.glob("budgets-*.json"))) == 2
+    assert len(list(tmp_path.glob("budgets-*.json"))) == 1
     assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).block == 16
 
 
@@ -319,7 +320,8 @@ def test_a_text_of_yours_judges_and_does_not_calibrate(
     with pytest.raises(ValueError, match=r"--text: expected at least \d+ tokens of own, got 100"):
         next(Leg(tiny, tmp_path, block=16).jobs())
     monkeypatch.setattr(tiny.texts, "_known", {})
-    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).text["text"] == ["random tokens", "calibration"]
+    found = Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).text["sha256"]
+    assert found == Texts(tiny.encode).calibration(0, N, tiny.vocab_size).sha256
 
 
 def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
@@ -363,7 +365,7 @@ def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: 
     assert notes == ()
     assert {job.setting.sizes["dtype"] for job in jobs} == {"bfloat16"}
     with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
-        open_leg(arguments(*words[:4], "--budgets", str(out)), tmp_path, Progress(quiet=True))
+        open_leg(arguments(*words[:4], "--block", "32", "--budgets", str(out)), tmp_path, Progress(quiet=True))
     with pytest.raises(ValueError, match="--density: expected a number above 0"):
         run(arguments("--calibrate", str(model), "--density", "0"), Progress(quiet=True))
 

@@ -88,7 +88,8 @@ HEAVY = ("deepspeed", "torchtitan")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_programs_on_a_page_run(page: str) -> None:
+def test_programs_on_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page}
     skipped = []
     for body in blocks(page, "python"):

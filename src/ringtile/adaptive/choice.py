@@ -163,7 +163,7 @@ def select(
         >>> q, k = torch.randn(2, 1, 4, 2048, 64, generator=torch.Generator().manual_seed(0)).unbind()
         >>> index = select(q, k, budget=Density(0.25), is_causal=True)
         >>> round(index.tile_density, 2)
-        0.36
+        0.26
     """
     choice = Choice(scores, budget, **options)
     query, key, _ = checked_tensors(query, key, key, enable_gqa=True)

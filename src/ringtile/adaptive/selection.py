@@ -105,10 +105,15 @@ class AdaptiveAttention(nn.Module):
             # The index of a pattern is cached, and PyTorch's own kernel may be the fastest for it.
             options |= {"is_causal": is_causal, "key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
             return sparse_attention(query, key, value, pattern, **options)
-        view = self.choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
-        if self.correct:
-            view = replace(view, value=value)
+        view = self.view(query, key, value, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
         return self._of_view(view, value, enable_gqa=enable_gqa, **options)
+
+    def view(
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | BlockIndex | None = None, **options: Any
+    ) -> View:
+        """Return the view of a call, see `Choice.view`. It has the values if a correction needs them."""
+        view = self.choice.view(query, key, pattern, **options)
+        return replace(view, value=value) if self.correct else view
 
     def _of_view(self, view: View, value: Tensor, **options: Any) -> Any:
         return self.over(self.choice.index(view), view, value, **options)
@@ -119,6 +124,10 @@ class AdaptiveAttention(nn.Module):
             how = {"key_mask": view.key_mask, "scale": view.scale, **options}
             return sparse_attention(view.query, view.key, value, index, **how)
         self._check_correctable(view, value, options)
+        if not view.probes and index is not view.base:
+            raise ValueError(
+                f"correct: expected scores that compute exact rows, such as Probe(4), got {self.choice.scores!r}"
+            )
         return_lse = options.pop("return_lse", False)
         how = {"key_mask": view.key_mask, "scale": view.scale, "return_lse": True, **options}
         out, lse = sparse_attention(view.query, view.key, value, index, **how)

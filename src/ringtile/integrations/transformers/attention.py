@@ -289,7 +289,8 @@ def _step(
     pages, n_keys = getattr(key, PAGES, None), key.shape[2]
     if kept.pattern != Causal() or kept.start != n_keys - 1 or options["dropout_p"]:
         raise ValueError(
-            f"decode: expected a causal layer, no pattern= and no dropout, got {kept.pattern!r}; give this layer None"
+            "decode: expected a causal layer, a DynamicCache with all its keys, no pattern= and no dropout, got "
+            f"{kept.pattern!r}; give this layer None"
         )
     if pages is None and n_keys > choice.block:
         raise ValueError(

@@ -56,9 +56,9 @@ own model, data and draws. Accuracy counts above chance. Bits per byte count as 
   row of a tile wants. `window` keeps the nearest tiles, and `random` draws them.
 * `token blend` lets each query choose. Each keeps the density that is asked for, but most tiles are computed for some
   query: *its tiles* counts them, and time follows.
-* `default` is three parts of `Probe(4)` and one of `blend`, and `probe` is `Probe(2)`, see `select`. `select` also keeps
-  the first tile and the one before a row's own. The models that are trained here do without, so that all rows of a table
-  spend the same tiles.
+* `default` is three parts of `Probe(4)` and one of `blend`, see `select`, and `probe` is `Probe(2)`. `select` also keeps
+  the first tile and the one before a row's own. The models that are trained here do without, so that all rows of a
+  table spend the same tiles.
 """
 
 DECODER = f"""
@@ -96,7 +96,7 @@ packages are pinned by version and SHA-256:
 """
 
 COSTS = """\
-The default choice at a tile density of 10%, 8 heads of 64, causal, float32, tiles of 128 ({where}). **Choice** is all
+The default choice at a tile density of 10%, 8 heads of 64, causal, float32, tiles of 16 ({where}). **Choice** is all
 of `select`, with summaries, budget and index. **Index** is its last part. **Audit** is `audit` of 64 rows, which you
 call yourself. Each is a part of the time of the attention over the chosen tiles. The factor against dense attention is
 for attention and choice together. It is measured at 16,384 tokens. Those in italics scale dense attention by the square

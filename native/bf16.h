@@ -48,25 +48,17 @@ INLINE void interleave_queries(Rows<bfloat16> rows, int low, int high, int from,
 
 // Rows 2 k and 2 k + 1 interleaved. Rows whose bit in `unused` is set become zeros, and so does one past the last.
 INLINE void interleave_rows(Rows<bfloat16> rows, int count, int64_t width, const uint32_t *unused, bfloat16 *y) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const auto bits = [](int64_t numbers) INLINE_LAMBDA { return numbers >= 32 ? ~0u : (1u << max(numbers, 0)) - 1; };
+    static const bfloat16 nothing[1] = {};
     for (int k = 0; k < count; k += 2) {
-        const bool first = !(unused && bit(unused, k)), second = k + 1 < count && !(unused && bit(unused, k + 1));
-        for (int64_t d = 0; d < width; d += 32) {
-            const int64_t left = width - d;
-            const __m512i x0 = _mm512_maskz_loadu_epi16(first ? bits(left) : 0, rows.row(k) + d);
-            const __m512i x1 = _mm512_maskz_loadu_epi16(second ? bits(left) : 0, rows.row(k + 1) + d);
-            bfloat16 *to = y + k * width + 2 * d;
-            const __m512i begin = _mm512_permutex2var_epi16(x0, low, x1), end = _mm512_permutex2var_epi16(x0, high, x1);
-            if (left >= 32) {
-                _mm512_storeu_si512(to, begin);
-                _mm512_storeu_si512(to + 32, end);
-                continue;
-            }
-            _mm512_mask_storeu_epi16(to, bits(2 * left), begin);
-            _mm512_mask_storeu_epi16(to + 32, bits(2 * left - 32), end);
+        bool first = !(unused && bit(unused, k)), second = k + 1 < count && !(unused && bit(unused, k + 1));
+        const bfloat16 *x0 = first ? rows.x + k * rows.step : nothing,
+            *x1 = second ? rows.x + (k + 1) * rows.step : nothing;
+        bfloat16 *to = y + k * width;
+        if (first && second) {
+            for (int64_t d = 0; d < width; d++) to[2 * d] = x0[d], to[2 * d + 1] = x1[d];
+        } else {
+            for (int64_t d = 0; d < width; d++)
+                to[2 * d] = first ? x0[d] : bfloat16{}, to[2 * d + 1] = second ? x1[d] : bfloat16{};
         }
     }
 }
@@ -114,18 +106,14 @@ struct Bf16Pairs : VectorWeights<float> {
     }
 
     INLINE void load_tile(const Head &head, Side tokens, const uint32_t *unused) {
-        load(key_rows<bfloat16>(c, head, tokens), value_rows<bfloat16>(c, head, tokens), tokens.high, unused);
-    }
-    INLINE void load(Rows<bfloat16> key, Rows<bfloat16> value, int count, const uint32_t *unused) {
         Packing packing(c);
-        keys = key;
-        interleave_rows(value, count, c.value_dim, unused, values);
+        keys = key_rows<bfloat16>(c, head, tokens);
+        interleave_rows(value_rows<bfloat16>(c, head, tokens), tokens.high, c.value_dim, unused, values);
     }
 
     INLINE void scores(int vectors, int offset, int first, int count, float *scores) {
-        const uint32_t *packed = queries + offset / GROUP<float> * GROUP<float> * (c.head_dim / 2) + offset % GROUP<float>;
-        matmul<bfloat16, true>(vectors, keys.row(first), keys.step, packed, GROUP<float>, scores, GROUP<float>, count,
-                         c.head_dim / 2, false);
+        matmul<bfloat16, true>(vectors, keys.row(first), keys.step, queries + offset * (c.head_dim / 2),
+                         GROUP<float>, scores, GROUP<float>, count, c.head_dim / 2, false);
     }
 
     INLINE void add_values(int vectors, int first, int count, const float *from, float *sums, Ahead ahead) {

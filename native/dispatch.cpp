@@ -221,7 +221,7 @@ static constexpr Field fields[] = {
     BACKWARD(out_grad) BACKWARD(out_grad_stride) BACKWARD(lse_grad) BACKWARD(delta) BACKWARD(q_grad) BACKWARD(k_grad)
     BACKWARD(v_grad) BACKWARD(row_splits) BACKWARD(col_splits) BACKWARD(row_buffer) BACKWARD(n_row_buffers)
     BACKWARD(row_buffers) BACKWARD(shared_splits) BACKWARD(n_shared_splits)
-    MASSES(pooled) MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
+    MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
     MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign)
 };
 static constexpr int n_fields = sizeof(fields) / sizeof(fields[0]);

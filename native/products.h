@@ -13,8 +13,7 @@ namespace ISA {
 //   pack_queries(...)       the queries of a row tile, once, with zeros in lanes without a query; the sign is 1, -1 or 0
 //   load_tile(...)          the next tile's keys and values; it may bring memory ahead into a cache
 //   reach(...)              the keys of the tile that a group of lanes needs
-//   scores(...)             of `count` keys that start at `first`, [key][lane], for the group `offset` lanes after the first;
-//                           masses also start inside of a group, at any vector
+//   scores(...)             of `count` keys that start at `first`, [key][lane], for the group `offset` lanes after the first
 //   weigh(...)              scores become weights, in a form of the policy's own
 //   add_values(...)         weights times values, added to sums [d][lane]
 template <class P, class T = typename P::Number>
@@ -57,10 +56,8 @@ template <class E, class T> struct Plain : VectorWeights<T> {
     }
 
     INLINE void load_tile(const Head &head, Side tokens, const uint32_t *unused) {
-        load(key_rows<E>(c, head, tokens), value_rows<E>(c, head, tokens), tokens.high, unused);
-    }
-    INLINE void load(Rows<E> key, Rows<E> value, int count, const uint32_t *unused) {
         constexpr bool same = sizeof(E) == sizeof(T);
+        Rows<E> key = key_rows<E>(c, head, tokens), value = value_rows<E>(c, head, tokens);
         keys = {(const T *)key.x, key.step};
         values = {(const T *)value.x, value.step};
         fetched = 0;
@@ -68,17 +65,16 @@ template <class E, class T> struct Plain : VectorWeights<T> {
         fetched = MAX_BLOCK;
         Packing packing(c);
         if (!same) {
-            copy_in(key, count, c.head_dim, c.head_dim, nullptr, key_copy);
+            copy_in(key, tokens.high, c.head_dim, c.head_dim, nullptr, key_copy);
             keys = {key_copy, c.head_dim};
         }
-        copy_in(value, count, c.value_dim, c.value_dim, unused, value_copy);
+        copy_in(value, tokens.high, c.value_dim, c.value_dim, unused, value_copy);
         values = {value_copy, c.value_dim};
     }
 
     INLINE void scores(int vectors, int offset, int first, int count, T *scores) {
         const int begin = (int)max(first, fetched);
-        const T *packed = queries + offset / GROUP<T> * GROUP<T> * c.head_dim + offset % GROUP<T>;
-        matmul<T, true>(vectors, keys.row(first), keys.step, packed, GROUP<T>, scores,
+        matmul<T, true>(vectors, keys.row(first), keys.step, queries + offset * c.head_dim, GROUP<T>, scores,
                         GROUP<T>, count, c.head_dim, false, ahead_of(values, begin, first + count - begin, c.value_dim));
         fetched = (int)max(fetched, first + count);
     }

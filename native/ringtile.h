@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 8
+#define RINGTILE_ABI 7
 
 // Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
 enum ringtile_dtype {
@@ -116,13 +116,12 @@ typedef struct ringtile_call {
         int64_t n_shared_splits;
     } backward;
 
-    // ringtile_masses: float32 [B, H, n_pooled, ceil(n_keys / segment)] in pooled, contiguous. Query m sees the keys before
-    // seen[m]. Pooled row r pools the queries from pool_begin[r] to pool_begin[r + 1] - 1, by their maximum if pool_max is
-    // not 0, by their mean otherwise. An item is pooled_step pooled rows of a head. The bias of scores has strides for B
+    // ringtile_masses: float32 [B, H, n_pooled, ceil(n_keys / segment)] in out, contiguous. Query m sees the keys before
+    // seen[m]. Output row r pools the queries from pool_begin[r] to pool_begin[r + 1] - 1, by their maximum if pool_max is
+    // not 0, by their mean otherwise. An item is pooled_step output rows of a head. The bias of scores has strides for B
     // and Hkv. If by_sign is not 0, queries have half the head_dim, and relu(q) and relu(-q) meet the halves of a key.
-    // If lse is not null, the queries that are pooled have outputs, too. Otherwise v is k, and value_dim 0.
+    // There are no values: v is k, and value_dim 0.
     struct {
-        float *pooled;
         int64_t segment, n_pooled, pooled_step;
         const int64_t *seen;
         const int32_t *pool_begin;

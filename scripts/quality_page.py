@@ -32,7 +32,7 @@ COST = ROOT / "benchmarks" / "records" / "adaptive.json"
 PAGE = ROOT / "docs" / "quality.md"
 PICTURE = ROOT / "docs" / "assets" / "quality.svg"
 COMMAND = (
-    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --text texts --dtype float32 "
+    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --text texts --dtype bfloat16 "
     "--out quality"
 )
 INK = "#768390"
@@ -56,8 +56,9 @@ own model, data and draws. Accuracy counts above chance. Bits per byte count as 
   row of a tile wants. `window` keeps the nearest tiles, and `random` draws them.
 * `token blend` lets each query choose. Each keeps the density that is asked for, but most tiles are computed for some
   query: *its tiles* counts them, and time follows.
-* `default` is the sum of `probe` and `blend`, see `select`. `select` also keeps the first tile and the one before a
-  row's own. The models that are trained here do without, so that all rows of a table spend the same tiles.
+* `default` is three parts of `Probe(4)` and one of `blend`, and `probe` is `Probe(2)`, see `select`. `select` also keeps
+  the first tile and the one before a row's own. The models that are trained here do without, so that all rows of a table
+  spend the same tiles.
 """
 
 DECODER = f"""

@@ -171,6 +171,16 @@ def test_means_of_queries_score_means_of_keys() -> None:
     assert torch.allclose(Means()(View(q, k, base)).double(), logits.softmax(-1), atol=1e-6)
 
 
+def test_a_sum_is_a_weighted_mean() -> None:
+    q, k, _, _ = make_inputs(1, 2, 100, dtype=torch.float32)
+    view = View(q, k, base_of(Causal(), 100, 100, 1))
+    one, two = Probe(4)(view), Blend()(view)
+    assert torch.allclose(Sum(Probe(4), Blend(), weights=(3, 1))(view), 0.75 * one + 0.25 * two)
+    assert torch.allclose(Sum(Probe(4), Blend())(view), (one + two) / 2)
+    assert Sum(Probe(), Blend(), weights=(2, 1)) != Sum(Probe(), Blend())
+    assert repr(Sum(Probe(), Blend(), weights=(2, 0.5))) == "Sum(Probe(rows=2), Blend(pool='max'), weights=(2, 0.5))"
+
+
 def test_antidiagonals_are_summed() -> None:
     q, k, _, _ = make_inputs(1, 2, 64, dtype=torch.float32)
     base = build_index(Dense(), 64, num_heads=2, block=BLOCK)
@@ -430,6 +440,8 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: Antidiagonal(0), "stride: expected a positive integer"),
         (lambda: Sum(), "parts: expected scores"),
         (lambda: Sum(Probe(), Blend(None)), "parts: expected scores that are all per token or all per tile"),
+        (lambda: Sum(Probe(), weights=(1, 2)), "weights: expected a positive number for each of 1 parts, got"),
+        (lambda: Sum(Probe(), weights=(0,)), "weights: expected a positive number"),
         (lambda: TopK(0), "k: expected a positive integer"),
         (lambda: Density(1.1), "density: expected numbers from 0 to 1, got 1.1"),
         (lambda: TopP(0), "p: expected a number above 0 and at most 1"),

@@ -235,10 +235,9 @@ def test_losses_are_those_of_the_model(tiny: Decoder) -> None:
     assert tiny.losses(ids[:, :5], torch.tensor([3]))[1].all()
 
 
-@pytest.mark.parametrize("correct", [False, True])
-def test_watched_attention_is_the_attention(tiny: Decoder, correct: bool) -> None:
+def test_watched_attention_is_the_attention(tiny: Decoder) -> None:
     ids = tiny.texts.far_copy(1, N).ids
-    attend = AdaptiveAttention(budget=Density(0.3), block=16, correct=correct)
+    attend = AdaptiveAttention(budget=Density(0.3), block=16)
     use_ringtile(tiny.model, attend=attend)
     places = torch.arange(N - 1)
     expected, _ = tiny.losses(ids, places)

@@ -12,10 +12,10 @@ from torch import Tensor
 from ringtile.patterns.checks import check_positive
 
 
-def ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-    """Return the columns of each row, the best first: forced ones, others that are allowed, and the rest."""
+def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+    """Return numbers that put forced columns before the others that are allowed, and these before the rest."""
     # Scores are at most 1, so a forced tile, which gets 2 more, comes before all others.
-    return (scores + 2.0 * forced).masked_fill(~allowed, -1).sort(dim=3, descending=True, stable=True).indices
+    return (scores + 2.0 * forced).masked_fill(~allowed, -1)
 
 
 def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
@@ -47,10 +47,16 @@ class Counted(Budget):
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         forced = allowed & forced
-        wanted = self.wanted(allowed.sum(3), scores.shape[1]).maximum(forced.sum(3))
-        # Equal scores keep the earlier column, because the sort is stable: no row keeps more than its number.
-        first = (torch.arange(scores.shape[3], device=scores.device) < wanted.unsqueeze(3)).expand_as(scores)
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, ranked(scores, allowed, forced), first) & allowed
+        if not scores.numel():
+            return allowed.expand_as(scores)
+        wanted = self.wanted(allowed.sum(3), scores.shape[1]).maximum(forced.sum(3)).unsqueeze(3)
+        ranks = rank_of(scores, allowed, forced)
+        # Finding the best takes a tenth of a sort. Their number is on a GPU, where reading it would wait.
+        most = max(1, int(wanted.max())) if scores.device.type == "cpu" else scores.shape[3]
+        last = ranks.topk(most, dim=3).values.gather(3, (wanted - 1).clamp(min=0).expand(*scores.shape[:3], 1))
+        # Of equal scores, the earlier columns are kept: no row keeps more than its number.
+        better, equal = ranks > last, ranks == last
+        return (better | (equal & (equal.cumsum(3) <= wanted - better.sum(3, keepdim=True)))) & allowed
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class TopP(Budget):
         if self.p == 1:
             return allowed.expand_as(scores)
         forced = allowed & forced
-        order = ranked(scores, allowed, forced)
+        order = rank_of(scores, allowed, forced).sort(dim=3, descending=True, stable=True).indices
         inside = scores.masked_fill(~allowed, 0).gather(3, order)
         # The sum before a tile, so that the tile that crosses p stays: of (0.5, 0.3, 0.2) at 0.7, the first two.
         first = inside.cumsum(3) - inside < self.p

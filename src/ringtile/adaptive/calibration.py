@@ -6,7 +6,7 @@ import bisect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ GRID = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5,
 _DENSITY = Density(0.07)
 """The budget at which heads are compared."""
 _WEIGHTS = 0.2, 6.0
-"""The least and the largest weight of a head, in units of the mean."""
+"""The least and the largest squared weight of a head, in units of the mean."""
 _FORMAT = 2
 
 
@@ -38,8 +38,6 @@ class HeadFacts(NamedTuple):
     """float64 ``[H]``: the mean part of the attention that a density of 0.07 drops."""
     error: Tensor
     """float64 ``[H]``: the mean squared error of the layer's output by it, over its mean square."""
-    corrected: Tensor
-    """float64 ``[H]``: the same after a correction, see `ringtile.adaptive.correction`."""
     scores: Tensor
     """float32 ``[H, n]``: the scores of the tiles that are allowed and not forced."""
     allowed: int
@@ -89,9 +87,7 @@ def head_facts(
     share = torch.ones(len(rows), dtype=torch.float64) if weights is None else weights.double()
     share = (share / share.sum()).to(query.device)
     batch, heads = query.shape[:2]
-    view = replace(view, value=value, probes=[])
     forced, found = forced_tiles(base, first, local), scores(view)
-    probes = torch.cat([rows for rows, _ in view.probes]).sort().values if view.probes else rows[:0]
     allowed = base.tiles.expand(batch, heads, -1, -1)
     keep = _DENSITY.keep(found, allowed, forced)
     values = value.masked_fill(~key_mask[:, None, :, None], 0) if key_mask is not None else value
@@ -103,27 +99,19 @@ def head_facts(
         parts = output.double().unflatten(1, (heads, -1))
         mix = torch.einsum("ehd,ehf->hdf", parts, parts)
     missed = query.new_zeros(heads, dtype=torch.float64)
-    error, corrected, norm = missed.clone(), missed.clone(), missed.clone()
+    error, norm = missed.clone(), missed.clone()
     step = tiles_at_once(query, key.shape[2])
     for part, weight in zip(rows.split(step), share.split(step), strict=True):
         mass, outs, wrong, seen = _of_rows(view, keep, values, part)
         missed += torch.einsum("bhr,r->h", (1 - mass).clamp(min=0) * seen, weight) / batch
         error += torch.einsum("bhrd,hde,bhre,r->h", wrong, mix, wrong, weight) / batch
-        if len(probes):
-            # A row gets what the last probe before it lost, if it drops a tile itself.
-            at = torch.searchsorted(probes, part, right=True) - 1
-            lost = _of_rows(view, keep, values, probes[at.clamp(min=0)])[2] * (at >= 0).view(-1, 1)
-            drops = (allowed & ~keep).any(3)[:, :, base.row_of(part)].unsqueeze(3)
-            wrong = wrong - lost * drops
-        corrected += torch.einsum("bhrd,hde,bhre,r->h", wrong, mix, wrong, weight) / batch
         if output is None:
             norm += torch.einsum("bhrd,bhrd,r->h", outs, outs, weight) / batch
         else:
             norm += (outs.transpose(1, 2).flatten(2) @ output.double().mT).square().sum(2).mean(0) @ weight
     free = (allowed & ~forced).any(0).any(0)
     listed = found.masked_fill(~allowed, 0)[:, :, free].mean(0)
-    norm = norm.clamp(min=1e-30)
-    return HeadFacts(missed, error / norm, corrected / norm, listed, int(allowed[0, 0].sum()))
+    return HeadFacts(missed, error / norm.clamp(min=1e-30), listed, int(allowed[0, 0].sum()))
 
 
 def _of_rows(view: View, keep: Tensor, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,13 +124,14 @@ def _of_rows(view: View, keep: Tensor, values: Tensor, rows: Tensor) -> tuple[Te
 
 
 def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:
-    """Return what a unit of dropped attention costs in each head, float32 ``[H]`` per layer, with a mean of 1.
+    """Return what a unit of dropped attention costs in each head, float32 ``[H]`` per layer.
 
-    It is the sum of the dropped attention and of the error of the output, each over its mean over all heads.
+    It is the root of a sum, with a mean of 1, of the dropped attention and of the squared error of the output, each
+    over its mean over all heads.
     """
     missed, error = (torch.cat([getattr(layer, name) for layer in layers]).cpu() for name in ("missed", "error"))
     cost = 1 / missed.mean().clamp(min=1e-12) + error / missed.clamp(min=1e-3) / error.mean().clamp(min=1e-30)
-    weights = (cost / cost.mean()).clamp(*_WEIGHTS).float()
+    weights = (cost / cost.mean()).clamp(*_WEIGHTS).sqrt().float()
     return list(weights.split([len(layer.missed) for layer in layers]))
 
 
@@ -161,7 +150,6 @@ class Calibration:
         local: See `Choice`.
         weights: One tuple per layer, with one weight per head.
         thresholds: The number for each density of `GRID`, descending.
-        correct: One tuple per layer, with True for heads whose error a correction lowers. Default: no head.
         text: Facts of the calibration text: tokens, repeat, audited rows, seed, hash.
 
     Example:
@@ -179,7 +167,6 @@ class Calibration:
     local: int
     weights: tuple[tuple[float, ...], ...]
     thresholds: tuple[float, ...]
-    correct: tuple[tuple[bool, ...], ...] = ()
     text: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -206,9 +193,8 @@ class Calibration:
         # Of 1000 tiles, 200 of them forced, a density of 0.3 keeps the 100 others with the highest scores.
         places = [round(density * tiles) - forced - 1 for density in GRID]
         numbers = [math.inf if place < 0 else float(descending[place]) for place in places[:-1]]
-        correct = tuple(tuple((layer.corrected < layer.error).tolist()) for layer in layers)
         weighed = tuple(tuple(each.tolist()) for each in weights)
-        return cls(model, scores, block, first, local, weighed, (*numbers, 0.0), correct, text or {})
+        return cls(model, scores, block, first, local, weighed, (*numbers, 0.0), text or {})
 
     def threshold(self, density: float) -> float:
         """Return the number that keeps a tile density of the calibration text, as a mean over all heads.
@@ -230,22 +216,18 @@ class Calibration:
     ) -> list[AdaptiveAttention]:
         """Return a module per layer, at a mean tile density or at a quality that a `Controller` holds in each call.
 
-        ``options`` go to `AdaptiveAttention`. ``correct`` defaults to the heads whose error a correction lowers: pass
-        False to train, or to generate from a cache. Raises ValueError unless one of the two is given.
+        ``options`` go to `AdaptiveAttention`. Raises ValueError unless one of the two is given.
         """
         if (density is None) == (quality is None):
             raise ValueError(f"density, quality: expected one of them, got {density=}, {quality=}")
-        each: dict[str, Any] = {"block": self.block, "first": self.first, "local": self.local, **options}
-        corrects = [
-            {"correct": heads if any(heads) else False, **each} for heads in self.correct or [()] * len(self.weights)
-        ]
+        how: dict[str, Any] = {"block": self.block, "first": self.first, "local": self.local, **options}
         if quality is not None:
             # A controller keeps what it has seen, so each layer has its own.
-            return [AdaptiveAttention(self.scores, Controller(quality), **how) for how in corrects]
+            return [AdaptiveAttention(self.scores, Controller(quality), **how) for _ in self.weights]
         assert density is not None
         number = self.threshold(density)
         budgets = [Threshold(tuple(number / weight for weight in of_layer)) for of_layer in self.weights]
-        return [AdaptiveAttention(self.scores, budget, **how) for budget, how in zip(budgets, corrects, strict=True)]
+        return [AdaptiveAttention(self.scores, budget, **how) for budget in budgets]
 
     def check(self, model: Mapping[str, Any]) -> None:
         """Raise ValueError if these facts are of another model."""
@@ -273,7 +255,6 @@ class Calibration:
                 raise ValueError("another format or grid")
             record["scores"] = _from_record(record["scores"])
             record["weights"] = tuple(map(tuple, record["weights"]))
-            record["correct"] = tuple(map(tuple, record["correct"]))
             record["thresholds"] = tuple(record["thresholds"])
             return cls(**record)
         except (KeyError, TypeError, ValueError) as error:
@@ -283,7 +264,7 @@ class Calibration:
 def _as_record(scores: Scores) -> dict[str, Any]:
     name = type(scores).__name__
     if isinstance(scores, _scores.Sum):
-        return {"name": name, "parts": [_as_record(part) for part in scores.parts]}
+        return {"name": name, "parts": [_as_record(part) for part in scores.parts], "weights": scores.weights}
     if not is_dataclass(scores) or getattr(_scores, name, None) is not type(scores):
         raise ValueError(f"scores: expected those of ringtile.adaptive, whose settings can be stored, got {scores!r}")
     return {"name": name, **asdict(scores)}
@@ -295,5 +276,5 @@ def _from_record(record: dict[str, Any]) -> Scores:
     if not (isinstance(kind, type) and issubclass(kind, Scores)):
         raise ValueError(f"unknown scores {record['name']!r}")
     if kind is _scores.Sum:
-        return _scores.Sum(*map(_from_record, settings["parts"]))
+        return _scores.Sum(*map(_from_record, settings["parts"]), weights=settings["weights"])
     return kind(**settings)

@@ -18,7 +18,7 @@ from ringtile.index import BlockIndex
 from ringtile.index.schedule import derived
 from ringtile.patterns import Pattern
 
-DEFAULT_SCORES = Sum(Probe(4), Blend())
+DEFAULT_SCORES = Sum(Probe(4), Blend(), weights=(3, 1))
 
 
 class ChoiceOptions(TypedDict, total=False):
@@ -146,7 +146,7 @@ def select(
     Args:
         query: ``[B, H, Nq, D]``.
         key: ``[B, Hkv, Nk, D]``. Hkv must divide H.
-        scores: See `Choice`. Default: ``Sum(Probe(4), Blend())``.
+        scores: See `Choice`. Default: ``Sum(Probe(4), Blend(), weights=(3, 1))``.
         budget: See `Choice`.
         base: The pairs to choose from, a pattern or an index. Default: all pairs.
         is_causal: Choose only from keys at or before the query's position, as in `sparse_attention`. Not available with

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.cache import AdaptiveCache
 from ringtile.adaptive.choice import DEFAULT_SCORES, Choice, ChoiceOptions
 from ringtile.adaptive.control import Controller, ControlReport
-from ringtile.adaptive.correction import corrected
 from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.view import View
 from ringtile.functional import sparse_attention
@@ -28,9 +24,6 @@ class AdaptiveAttention(nn.Module):
     Args:
         scores: See `Choice`.
         budget: See `Choice`. A `Controller` holds a quality: ``budget=Controller(0.95)``.
-        correct: True, or one bool per head: give each row what the exact row before it lost, see
-            `ringtile.adaptive.correction`. The scores compute exact rows anyway if they contain a `Probe`. It needs
-            causal or all pairs, and no gradients.
         **options: ``block``, ``first``, ``local``, ``last_dense``, ``min_length`` and ``allow_future``, see `Choice`.
 
     Raises:
@@ -50,13 +43,10 @@ class AdaptiveAttention(nn.Module):
         self,
         scores: Scores = DEFAULT_SCORES,
         budget: Budget | Controller = Density(0.25),  # noqa: B008
-        *,
-        correct: bool | Sequence[bool] = False,
         **options: Unpack[ChoiceOptions],
     ) -> None:
         super().__init__()
         self.choice = Choice(scores, budget, **options)
-        self.correct = correct if isinstance(correct, bool) else tuple(map(bool, correct))
         # A gate is registered as a submodule. `Sum` is no module, so its parts are, or they would not be trained.
         self.scores = scores
         self.learned = nn.ModuleList(part for part in getattr(scores, "parts", ()) if isinstance(part, nn.Module))
@@ -77,8 +67,6 @@ class AdaptiveAttention(nn.Module):
 
     def new_cache(self, rule: Pattern) -> AdaptiveCache:
         """Return an empty cache for generation over the pairs of a rule, see `AdaptiveCache`."""
-        if self.correct:
-            raise ValueError("correct: a cache needs False, because a step computes no exact rows")
         return AdaptiveCache(self.choice, rule)
 
     def forward(
@@ -105,48 +93,16 @@ class AdaptiveAttention(nn.Module):
             # The index of a pattern is cached, and PyTorch's own kernel may be the fastest for it.
             options |= {"is_causal": is_causal, "key_mask": key_mask, "scale": scale, "enable_gqa": enable_gqa}
             return sparse_attention(query, key, value, pattern, **options)
-        view = self.view(query, key, value, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
+        view = self.choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
         return self._of_view(view, value, enable_gqa=enable_gqa, **options)
-
-    def view(
-        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | BlockIndex | None = None, **options: Any
-    ) -> View:
-        """Return the view of a call, see `Choice.view`. It has the values if a correction needs them."""
-        view = self.choice.view(query, key, pattern, **options)
-        return replace(view, value=value) if self.correct else view
 
     def _of_view(self, view: View, value: Tensor, **options: Any) -> Any:
         return self.over(self.choice.index(view), view, value, **options)
 
     def over(self, index: BlockIndex, view: View, value: Tensor, **options: Any) -> Any:
         """Compute the attention of a view's queries and keys over an index of its tiles."""
-        if not self.correct:
-            how = {"key_mask": view.key_mask, "scale": view.scale, **options}
-            return sparse_attention(view.query, view.key, value, index, **how)
-        self._check_correctable(view, value, options)
-        if not view.probes and index is not view.base:
-            raise ValueError(
-                f"correct: expected scores that compute exact rows, such as Probe(4), got {self.choice.scores!r}"
-            )
-        return_lse = options.pop("return_lse", False)
-        how = {"key_mask": view.key_mask, "scale": view.scale, "return_lse": True, **options}
-        out, lse = sparse_attention(view.query, view.key, value, index, **how)
-        heads = None if self.correct is True else torch.tensor(self.correct)
-        out = corrected(out, view, index, heads)
-        return (out, lse) if return_lse else out
-
-    def _check_correctable(self, view: View, value: Tensor, options: dict[str, Any]) -> None:
-        for name in ("softcap", "alibi_slopes", "sinks", "dropout_p"):
-            given = options.get(name)
-            if isinstance(given, Tensor) or given:
-                raise ValueError(f"{name}: not supported with correct=True, got {given!r}")
-        if view.base.leading is None:
-            raise ValueError(f"pattern: correct=True needs all or causal pairs, got {view.base!r}")
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (view.query, view.key, value)):
-            raise ValueError("correct: a correction has no gradient; call it under torch.no_grad()")
-        heads = view.query.shape[1]
-        if isinstance(self.correct, tuple) and len(self.correct) != heads:
-            raise ValueError(f"correct: expected one bool for each of {heads} heads, got {self.correct}")
+        options |= {"key_mask": view.key_mask, "scale": view.scale}
+        return sparse_attention(view.query, view.key, value, index, **options)
 
     def index(
         self, query: Tensor, key: Tensor, pattern: Pattern | BlockIndex | None = None, **options: Any

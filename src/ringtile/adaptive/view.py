@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,6 @@ class View:
         key_mask: ``[B, Nk]`` bool, True for keys that count.
         scale: Factor for the products. Default: ``D ** -0.5``.
         known: The `summaries` of these keys, if they were computed before.
-        value: ``[B, Hkv, Nk, Dv]``, if the outputs of rows that scores compute exactly are wanted, too.
-        probes: These rows, int64 ``[m]``, and their outputs ``[B, H, m, Dv]``, once per call that computed some.
 
     Example:
         >>> from ringtile.adaptive import Blend
@@ -58,8 +56,6 @@ class View:
     key_mask: Tensor | None = None
     scale: float | None = None
     known: Summaries | None = None
-    value: Tensor | None = None
-    probes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def factor(self) -> float:
@@ -115,14 +111,7 @@ class View:
             groups = torch.arange(0, len(rows) + 1, row.shape[1], dtype=torch.int32, device=key.device)
             seen = base.leading[rows]
             some = query.index_select(2, rows)
-            how: dict[str, Any] = {"segment": base.block, "seen": seen, "groups": groups, "bias": hidden}
-            masses: Tensor
-            if self.value is None:
-                masses = pooled_masses(some, key, scale=self.scale, **how)
-                return masses
-            masses, outs, _ = pooled_masses(some, key, scale=self.scale, value=self.value, **how)
-            self.probes.append((rows, outs))
-            return masses
+            return pooled_masses(some, key, segment=base.block, seen=seen, groups=groups, bias=hidden, scale=self.scale)
         # Without a leading bound, such as a window's, the kernel of masses cannot sum: chunks of exact rows do.
         found = []
         for some in row.split(tiles_at_once(query, key.shape[2], row.shape[1])):

@@ -82,14 +82,13 @@ class Rows(NamedTuple):
 
 
 class Masses(NamedTuple):
-    """The arguments of `ringtile.kernels.masses.pooled_masses`, with tensors that record no gradient."""
+    """The arguments of `ringtile.kernels.masses.pooled_masses`, with queries and keys that record no gradient."""
 
     query: Tensor
     key: Tensor
     seen: Tensor
     groups: Tensor
     bias: Tensor | None
-    value: Tensor | None
     segment: int
     pool: str
     by_sign: bool
@@ -132,8 +131,8 @@ class PreparingBackend(Backend, Protocol):
         It refers to no tensor of the caller and not to the `BlockIndex`, so that both can die before it.
         """
 
-    def pooled_masses(self, masses: Masses) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the results of the operator of this name, or None if the backend does not support the call."""
+    def pooled_masses(self, masses: Masses) -> Tensor | None:
+        """Return the result of the operator of this name, or None if the backend does not support the call."""
 
 
 _backends: dict[str, Backend] = {}
@@ -264,16 +263,6 @@ ROW_NAMES = ("out_grad", "lse_grad", "query", "key", "value", "out", "lse")
 def new_out(q: Tensor, head_dim: int) -> Tensor:
     """Return uninitialized ``[B, H, Nq, head_dim]``, laid out ``[B, Nq, H, head_dim]``: joining heads is free."""
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], head_dim)).transpose(1, 2)
-
-
-def new_results(masses: Masses) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized masses, outputs and lse, the last two without rows if there are no values."""
-    query, key, value = masses.query, masses.key, masses.value
-    shape = *query.shape[:2], len(masses.groups) - 1, -(-key.shape[2] // masses.segment)
-    found = query.new_empty(shape, dtype=torch.float32)
-    rows = query if value is not None else query[:, :, :0]
-    out = new_out(rows, 0 if value is None else value.shape[3])
-    return found, out, query.new_empty(rows.shape[:3], dtype=accumulator(query))
 
 
 def as_new_out(out: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from ringtile.kernels.native.library import BackwardPhase, CallStructure, Forwar
 from ringtile.kernels.native.masses import compute as compute_masses
 from ringtile.kernels.native.masses import supports as supports_masses
 from ringtile.kernels.native.precision import arithmetic_of
+from ringtile.kernels.native.steps import Step
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.spans import INDEX, KERNEL, KernelTime, listeners, span
 
@@ -405,12 +406,20 @@ def backward(rows: Rows, call: Call, prepared: Prepared | None = None) -> tuple[
     return q_grad.to(q.dtype), k_grad, v_grad
 
 
-def pooled_masses(masses: Masses) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the results of the operator of the same name, or None if the library does not support it."""
+def pooled_masses(masses: Masses) -> Tensor | None:
+    """Return the result of the operator of the same name, or None if the library does not support it."""
     query, key = masses.query, masses.key
     if reason_against() or not supports_masses(query, key):
         return None
-    width = key.shape[3] + (0 if masses.value is None else masses.value.shape[3])
-    operations = 2.0 * query.shape[:3].numel() * key.shape[2] * width
+    operations = 2.0 * query.shape[:3].numel() * key.shape[2] * key.shape[3]
     threads = threads_of(operations)
     return compute_masses(masses, threads=threads, ranges=lambda items: _ranges(items, operations, threads))
+
+
+def step(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, block: int, key_mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Return the attention of the last query over the tiles that ``keep`` names, bool ``[B, H, 1, C]``."""
+    found = Step(query, key, value, keep, block)
+    threads = threads_of(2.0 * found.kept * block * (key.shape[3] + value.shape[3]))
+    return found.attend(key_mask, query.shape[3] ** -0.5 if scale is None else scale, threads)

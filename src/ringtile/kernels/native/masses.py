@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Masses, new_results, with_contiguous_rows
+from ringtile.kernels.contracts import Masses, with_contiguous_rows
 from ringtile.kernels.native.checks import DTYPES
 from ringtile.kernels.native.library import library
 from ringtile.kernels.spans import KERNEL, span
@@ -24,30 +23,23 @@ def supports(query: Tensor, key: Tensor) -> bool:
     return query.device.type == "cpu" and query.dtype != torch.float64 and key.shape[2] < 2**31
 
 
-def compute(
-    masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tuple[int, int]]]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the masses, and outputs and lse. ``ranges`` cuts a number of items into calls of bounded length."""
-    query, key, seen, groups, bias, value, segment, pool, by_sign, scale = masses
-    found, out, lse = new_results(masses)
-    if not found.numel():
-        return found, out.zero_(), lse.fill_(-math.inf)
+def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tuple[int, int]]]) -> Tensor:
+    """Return the masses. ``ranges`` cuts a number of items into calls of bounded length."""
+    query, key, seen, groups, bias, segment, pool, by_sign, scale = masses
     query, key = with_contiguous_rows(query), with_contiguous_rows(key)
     (batch, heads, rows, _), pooled = query.shape, len(groups) - 1
-    segment = min(segment, key.shape[2])
+    segment = min(segment, max(key.shape[2], 1))
+    out = query.new_empty((batch, heads, pooled, -(-key.shape[2] // segment)), dtype=torch.float32)
+    if not out.numel():
+        return out
     one_group = torch.zeros(1, dtype=torch.int32)
     seen, groups = seen.contiguous(), groups.contiguous()
     c = library().structure()
     c.dtype, c.isa, c.threads = DTYPES[query.dtype], library().choice.by_dtype[query.dtype].number, threads
     c.batch, c.heads, c.n_queries, c.kv_heads, c.n_keys, c.head_dim = batch, heads, rows, *key.shape[1:]
-    c.place("q", query)
-    c.place("k", key)
-    value = key if value is None else with_contiguous_rows(value)
-    c.place("v", value)
-    if masses.value is not None:
-        c.place("out", out)
-        c.value_dim, c.lse = value.shape[3], lse.data_ptr()
-    c.pooled, c.group, c.seen, c.pool_begin = (x.data_ptr() for x in (found, one_group, seen, groups))
+    for name, x in (("q", query), ("k", key), ("v", key)):
+        c.place(name, x)
+    c.out, c.group, c.seen, c.pool_begin = (x.data_ptr() for x in (out, one_group, seen, groups))
     if bias is not None:
         bias = bias.contiguous()
         c.bias, c.bias_stride[0] = bias.data_ptr(), bias.stride(0)
@@ -62,4 +54,4 @@ def compute(
             failed = library().handle.ringtile_masses(ctypes.byref(c))
         if failed:
             raise MemoryError("the native kernel could not allocate memory for its threads")
-    return found, out, lse
+    return out

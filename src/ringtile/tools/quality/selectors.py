@@ -101,8 +101,9 @@ class Watched(nn.Module):
         scale: float | None = None,
         **options: Any,
     ) -> Tensor:
-        view = self.attend.view(query, key, value, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
-        index = self.attend.choice.index(view)
+        choice = self.attend.choice
+        view = choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
+        index = choice.index(view)
         # The index is made here, not in the attention, so that its figures need no second choice.
         self.density.append(index.tile_density)
         if self.rows:

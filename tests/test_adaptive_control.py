@@ -92,6 +92,23 @@ def test_the_target_is_held_on_rows_that_were_not_audited(scores: Scores, qualit
     assert smallest.min() < 0.3 < 0.6 < smallest.max() or isinstance(scores, Shuffled | Means)
 
 
+def test_no_adversary_gets_a_head_below_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few of the settings of benchmarks/controller.py: odd lengths, all dtypes, and data and scores that mislead."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import controller
+
+    settings = [controller.drawn(number) for number in range(20)]
+    assert {each.kind for each in settings} == set(controller.KINDS)
+    found = [controller.judged(each, draws=4, again=60) for each in settings]
+    assert not any(bool(each.below.any()) for each in found)
+    # Dense heads would hold any target.
+    assert sum(each.density < 0.9 for each in found) >= 5
+    # The check can fail: a controller of a lower target does.
+    monkeypatch.setattr(controller, "Controller", lambda quality, **options: Controller(quality - 0.1, **options))
+    found = [controller.judged(each, draws=4, again=60) for each in settings[:10]]
+    assert sum(bool(each.below.any()) for each in found) >= 3
+
+
 def test_a_call_reports_what_it_chose_and_the_audit_agrees() -> None:
     q, k = heads_of_many_kinds(2, 4)
     attend = AdaptiveAttention(budget=Controller(0.9, rows=N), block=BLOCK)
@@ -102,6 +119,9 @@ def test_a_call_reports_what_it_chose_and_the_audit_agrees() -> None:
     some = Controller(0.9)
     first, again = (select(q, k, budget=some, is_causal=True, block=BLOCK).tiles for _ in range(2))
     assert torch.equal(first, again)
+    # Calls of another kind between change nothing.
+    select(0.1 * q, k, budget=some, is_causal=True, block=BLOCK)
+    assert torch.equal(first, select(q, k, budget=some, is_causal=True, block=BLOCK).tiles)
     index = select(q, k, budget=Controller(0.9, rows=N), is_causal=True, block=BLOCK)
     recall = audit(q, k, k, index, rows=N).recall.mean(2)
     assert torch.allclose(recall, attend.report.recall, atol=1e-6)

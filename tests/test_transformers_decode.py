@@ -12,7 +12,7 @@ from tiny import config_of, hf
 from torch import Tensor, nn
 
 from ringtile.adaptive import AdaptiveAttention, Blend, Choice, Density, Probe, Sum, TopK, steps
-from ringtile.integrations.transformers import attention, use_ringtile
+from ringtile.integrations.transformers import attention, registry, use_ringtile
 from ringtile.integrations.transformers.attention import PAGES
 from ringtile.patterns import Window
 
@@ -312,7 +312,7 @@ def test_keys_that_are_not_those_of_the_cache(monkeypatch: pytest.MonkeyPatch) -
         return attend(pattern, module, query, key.clone(), *rest, **options)
 
     cache = prefilled(model, ids)
-    monkeypatch.setattr("ringtile.integrations.transformers.registry.attend_layer", changed)
+    monkeypatch.setattr(registry, "attend_layer", changed)
     with pytest.raises(ValueError, match="decode: expected a model of use_ringtile, and keys of a DynamicCache"):
         step(model, ids[:, :1], cache)
 

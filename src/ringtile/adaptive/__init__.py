@@ -10,9 +10,8 @@ from ringtile.adaptive.budgets import TopP as TopP
 from ringtile.adaptive.cache import AdaptiveCache as AdaptiveCache
 from ringtile.adaptive.calibration import GRID as GRID
 from ringtile.adaptive.calibration import Calibration as Calibration
-from ringtile.adaptive.calibration import LossCurves as LossCurves
-from ringtile.adaptive.calibration import allocate as allocate
-from ringtile.adaptive.calibration import loss_curves as loss_curves
+from ringtile.adaptive.calibration import HeadFacts as HeadFacts
+from ringtile.adaptive.calibration import head_facts as head_facts
 from ringtile.adaptive.choice import Choice as Choice
 from ringtile.adaptive.choice import select as select
 from ringtile.adaptive.control import Controller as Controller

@@ -12,29 +12,16 @@ from torch import Tensor
 from ringtile.patterns.checks import check_positive
 
 
-def ranked(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-    """Return the columns of each row, the best first: forced ones, others that are allowed, and the rest."""
+def rank_of(scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+    """Return numbers that put forced columns before the others that are allowed, and these before the rest."""
     # Scores are at most 1, so a forced tile, which gets 2 more, comes before all others.
-    return (scores + 2.0 * forced).masked_fill(~allowed, -1).sort(dim=3, descending=True, stable=True).indices
+    return (scores + 2.0 * forced).masked_fill(~allowed, -1)
 
 
 def counts_of(density: Tensor, allowed: Tensor) -> Tensor:
     """Return the number of tiles that are a fraction of the allowed ones, rounded up, int64."""
     # 0.1 * 30 is 3.0000000000000004 in float64: without the epsilon it would round up to 4 tiles.
     return (density * allowed - 1e-9).ceil().clamp(min=0).long()
-
-
-def counts_at(levels: Sequence[float], allowed: Tensor, forced: Tensor) -> Tensor:
-    """Return how many tiles of rows ``[..., C]`` each of some densities keeps, ``[..., levels]``."""
-    densities = torch.tensor(levels, dtype=torch.float64, device=allowed.device)
-    return counts_of(densities, allowed.sum(-1, keepdim=True)).maximum((allowed & forced).sum(-1, keepdim=True))
-
-
-def first_sums(x: Tensor, count: Tensor) -> Tensor:
-    """Return the sums of the first columns of ``x`` ``[..., C, D]``, so many as ``count`` ``[..., G]`` says."""
-    # Columns (5, 3, 1) have the sums (0, 5, 8, 9), and a count of 2 reads 8.
-    sums = torch.cat((torch.zeros_like(x[..., :1, :]), x.cumsum(-2)), -2)
-    return sums.gather(-2, count.unsqueeze(-1).expand(*count.shape, x.shape[-1]))
 
 
 class Budget(ABC):
@@ -60,10 +47,16 @@ class Counted(Budget):
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
         forced = allowed & forced
-        wanted = self.wanted(allowed.sum(3), scores.shape[1]).maximum(forced.sum(3))
-        # Equal scores keep the earlier column, because the sort is stable: no row keeps more than its number.
-        first = (torch.arange(scores.shape[3], device=scores.device) < wanted.unsqueeze(3)).expand_as(scores)
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(3, ranked(scores, allowed, forced), first) & allowed
+        if not scores.numel():
+            return allowed.expand_as(scores)
+        wanted = self.wanted(allowed.sum(3), scores.shape[1]).maximum(forced.sum(3)).unsqueeze(3)
+        ranks = rank_of(scores, allowed, forced)
+        # Finding the best takes a tenth of a sort. Their number is on a GPU, where reading it would wait.
+        most = max(1, int(wanted.max())) if scores.device.type == "cpu" else scores.shape[3]
+        last = ranks.topk(most, dim=3).values.gather(3, (wanted - 1).clamp(min=0).expand(*scores.shape[:3], 1))
+        # Of equal scores, the earlier columns are kept: no row keeps more than its number.
+        better, equal = ranks > last, ranks == last
+        return (better | (equal & (equal.cumsum(3) <= wanted - better.sum(3, keepdim=True)))) & allowed
 
 
 @dataclass(frozen=True)
@@ -129,7 +122,7 @@ class TopP(Budget):
         if self.p == 1:
             return allowed.expand_as(scores)
         forced = allowed & forced
-        order = ranked(scores, allowed, forced)
+        order = rank_of(scores, allowed, forced).sort(dim=3, descending=True, stable=True).indices
         inside = scores.masked_fill(~allowed, 0).gather(3, order)
         # The sum before a tile, so that the tile that crosses p stays: of (0.5, 0.3, 0.2) at 0.7, the first two.
         first = inside.cumsum(3) - inside < self.p
@@ -138,17 +131,32 @@ class TopP(Budget):
 
 @dataclass(frozen=True)
 class Threshold(Budget):
-    """Keep the tiles whose score is at least a number.
+    """Keep the tiles whose score is at least a number. No row and no head needs to be counted.
 
     Args:
-        least: Part of the row's score, from 0 to 1.
+        least: Part of the row's score, at least 0, or one per head. More than 1 keeps the forced tiles alone.
     """
 
-    least: float
+    least: float | tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not 0 <= self.least <= 1:
-            raise ValueError(f"least: expected a number from 0 to 1, got {self.least!r}")
+        if isinstance(self.least, Sequence | Tensor):
+            object.__setattr__(self, "least", tuple(float(x) for x in self.least))
+        if not self._each or not all(x >= 0 for x in self._each):
+            raise ValueError(f"least: expected numbers of at least 0, got {self.least!r}")
+
+    @property
+    def _each(self) -> tuple[float, ...]:
+        return self.least if isinstance(self.least, tuple) else (self.least,)
 
     def keep(self, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
-        return allowed & (forced | (scores >= self.least))
+        if isinstance(self.least, tuple) and len(self.least) != scores.shape[1]:
+            raise ValueError(
+                f"least: expected one number, or one for each of {scores.shape[1]} heads, got {self.least}"
+            )
+        return kept_above(torch.tensor(self._each, device=scores.device), scores, allowed, forced)
+
+
+def kept_above(least: Tensor, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+    """Return the tiles whose score is at least a number of their head, ``least`` ``[..., H or 1]``, or forced."""
+    return allowed & (forced | (scores >= least[..., None, None]))

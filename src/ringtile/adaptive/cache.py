@@ -48,21 +48,7 @@ class AdaptiveCache(LayerCache):
 
     def __init__(self, choice: Choice, pattern: Pattern) -> None:
         super().__init__(pattern)
-        scores, budget = choice.scores, choice.budget
-        if not scores.causal_safe:
-            raise ValueError(
-                "scores: a cache needs scores without later tokens: Probe('first'), Blend(None), Box(None), "
-                f"Means(None), Recent(), Shuffled() or a Sum of these, got {scores!r}"
-            )
-        if isinstance(budget, Controller) and (budget.mode != "offline" or budget.fitting):
-            raise ValueError(
-                "budget: a cache needs one that decides about each row by itself, such as Density(0.25) or a "
-                f"Controller of the mode 'offline' after fitting, got {budget!r}"
-            )
-        if choice.last_dense:
-            raise ValueError(
-                f"last_dense: a cache needs 0, because each new token is the last one, got {choice.last_dense}"
-            )
+        check_by_row(choice)
         if not pattern.unbounded:
             raise ValueError(f"pattern: a cache of tiles needs a rule for any length, got {pattern!r}")
         # A later token may choose any tile, so nothing is dropped, even if the pattern bounds how far it looks.
@@ -145,3 +131,22 @@ class AdaptiveCache(LayerCache):
             mean, low, high = (F.pad(x, (0, 0, 0, 1)) for x in pages[:3])
             self._pages = Summaries(mean, low, high, F.pad(pages.log_count, (0, 1), value=-torch.inf))
         return Summaries(*(x[:, :, : grid.n_cols] for x in self._pages))
+
+
+def check_by_row(choice: Choice) -> None:
+    """Raise ValueError if a choice cannot decide about the next token without later ones."""
+    scores, budget = choice.scores, choice.budget
+    if not scores.causal_safe:
+        raise ValueError(
+            "scores: a cache needs scores without later tokens: Probe('first'), Blend(None), Box(None), "
+            f"Means(None), Recent(), Shuffled() or a Sum of these, got {scores!r}"
+        )
+    if isinstance(budget, Controller) and (budget.mode != "offline" or budget.fitting):
+        raise ValueError(
+            "budget: a cache needs one that decides about each row by itself, such as Density(0.25) or a "
+            f"Controller of the mode 'offline' after fitting, got {budget!r}"
+        )
+    if choice.last_dense:
+        raise ValueError(
+            f"last_dense: a cache needs 0, because each new token is the last one, got {choice.last_dense}"
+        )

@@ -1,48 +1,50 @@
-"""Give each head of a model the density that it needs, from one forward pass over one text."""
+"""One threshold for all heads of a model, from one forward pass over one text."""
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile.adaptive import scores as _scores
-from ringtile.adaptive.budgets import Density, counts_at, first_sums, ranked
+from ringtile.adaptive.budgets import Density, Threshold
 from ringtile.adaptive.choice import forced_tiles
+from ringtile.adaptive.control import Controller
 from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.adaptive.view import View, tiles_at_once
 
-GRID = (0.0, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Densities at which losses are measured."""
+GRID = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.13, 0.16, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
+"""Tile densities whose thresholds a calibration keeps."""
 
-_UNIT = 0.07
-"""Density whose mean losses are the units of the two losses."""
-
-_LOSSES = {"recall+error": ("missed", "error"), "recall": ("missed",), "error": ("error",)}
-"""The losses that each objective adds up."""
-
-_FORMAT = 1
+_DENSITY = Density(0.07)
+"""The budget at which heads are compared."""
+_WEIGHTS = 0.2, 6.0
+"""The least and the largest squared weight of a head, in units of the mean."""
+_FORMAT = 2
 
 
-class LossCurves(NamedTuple):
-    """What the heads of one layer lose at each density of `GRID`, on audited rows."""
+class HeadFacts(NamedTuple):
+    """What one forward pass says about the heads of a layer."""
 
-    tiles: Tensor
-    """float64 ``[G]``: the realized tile density, which forced tiles and rounding raise."""
     missed: Tensor
-    """float64 ``[H, G]``: the mean part of the attention that is dropped."""
+    """float64 ``[H]``: the mean part of the attention that a density of 0.07 drops."""
     error: Tensor
-    """float64 ``[H, G]``: the mean squared error of the layer's output, over its mean square."""
+    """float64 ``[H]``: the mean squared error of the layer's output by it, over its mean square."""
+    scores: Tensor
+    """float32 ``[H, n]``: the scores of the tiles that are allowed and not forced."""
+    allowed: int
+    """Number of tiles that each head may keep."""
 
 
-def loss_curves(
+def head_facts(
     view: View,
     value: Tensor,
     scores: Scores,
@@ -52,8 +54,8 @@ def loss_curves(
     output: Tensor | None = None,
     first: int = 1,
     local: int = 1,
-) -> LossCurves:
-    """Measure what each head of a layer loses at each density of `GRID`, by exact attention of some rows.
+) -> HeadFacts:
+    """Measure what each head of a layer loses by sparse attention, by exact attention of some rows.
 
     Args:
         view: The queries and keys of the layer, and the index of the pairs that exact attention keeps.
@@ -66,159 +68,166 @@ def loss_curves(
         local: See `Choice`.
 
     Raises:
-        ValueError: If a row is out of range.
+        ValueError: If a row is out of range, or scores are per token.
 
     Example:
         >>> from ringtile.adaptive import Probe, View
         >>> from ringtile.index import build_index
         >>> from ringtile.patterns import Causal
         >>> q, k, v = torch.randn(3, 1, 2, 512, 32, generator=torch.Generator().manual_seed(0)).unbind()
-        >>> base = build_index(Causal(), 512, num_heads=2, block=32)
-        >>> curves = loss_curves(View(q, k, base), v, Probe(), torch.arange(0, 512, 8))
-        >>> curves.missed.shape, float(curves.missed[:, -1].max()) < 1e-6
-        (torch.Size([2, 18]), True)
+        >>> facts = head_facts(View(q, k, build_index(Causal(), 512, block=16)), v, Probe(), torch.arange(0, 512, 8))
+        >>> facts.missed.shape, facts.scores.shape
+        (torch.Size([2]), torch.Size([2, 435]))
     """
     query, key, base, key_mask = view.query, view.key, view.base, view.key_mask
     if not rows.numel() or int(rows.min()) < 0 or int(rows.max()) >= base.n_queries:
         raise ValueError(f"rows: expected numbers of queries below {base.n_queries}, got {rows!r}")
+    if scores.per_token:
+        raise ValueError(f"scores: expected scores of tiles, got {scores!r}, which are per token")
     share = torch.ones(len(rows), dtype=torch.float64) if weights is None else weights.double()
     share = (share / share.sum()).to(query.device)
-    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-    forced, allowed = forced_tiles(base, first, local), base.tiles
-    found = scores(view)
-
-    missed = query.new_zeros(heads, len(GRID), dtype=torch.float64)
-    error, norm = missed.clone(), missed.new_zeros(heads)
+    batch, heads = query.shape[:2]
+    forced, found = forced_tiles(base, first, local), scores(view)
+    allowed = base.tiles.expand(batch, heads, -1, -1)
+    keep = _DENSITY.keep(found, allowed, forced)
     values = value.masked_fill(~key_mask[:, None, :, None], 0) if key_mask is not None else value
-    values = torch.nn.functional.pad(values.float(), (0, 0, 0, base.n_cols * base.block - value.shape[2]))
-    values = values.unflatten(2, (base.n_cols, base.block))
+    values = torch.nn.functional.pad(values.double(), (0, 0, 0, base.n_cols * base.block - value.shape[2]))
+    values = values.repeat_interleave(heads // key.shape[1], 1)
     # An error e of head h changes the layer's output by O_h e, whose square is e' (O_h' O_h) e: one matrix per head.
     mix = torch.eye(value.shape[3], dtype=torch.float64, device=value.device).expand(heads, -1, -1)
     if output is not None:
         parts = output.double().unflatten(1, (heads, -1))
         mix = torch.einsum("ehd,ehf->hdf", parts, parts)
-    step = tiles_at_once(query, max(key.shape[2], base.n_cols * value.shape[3]))
+    missed = query.new_zeros(heads, dtype=torch.float64)
+    error, norm = missed.clone(), missed.clone()
+    step = tiles_at_once(query, key.shape[2])
     for part, weight in zip(rows.split(step), share.split(step), strict=True):
-        row = base.row_of(part)
-        attention = view.exact_weights(part)
-        grouped = attention.unflatten(1, (-1, groups))
-        outs = torch.einsum("bkgrcj,bkcjd->bkgrcd", grouped, values).flatten(1, 2).double()
-        some, must = allowed[:, :, row], forced[row]
-        order = ranked(found[:, :, part if scores.per_token else row], some, some & must)
-        count = counts_at(GRID, some, must).expand(*outs.shape[:3], -1)
-        # Tiles in order of their scores, and sums of the first n of them: all densities from one pass.
-        kept = first_sums(attention.sum(4).double().gather(3, order).unsqueeze(4), count).squeeze(4)
-        outs = outs.gather(3, order.unsqueeze(4).expand_as(outs))
-        exact = outs.sum(3)
-        wrong = first_sums(outs, count) / kept.clamp(min=1e-12).unsqueeze(4) - exact.unsqueeze(3)
-        seen = attention.sum((3, 4)).unsqueeze(3) > 0.5
-        missed += torch.einsum("bhrg,r->hg", (1 - kept).clamp(min=0) * seen, weight) / len(query)
-        error += torch.einsum("bhrgd,hde,bhrge,r->hg", wrong, mix, wrong, weight) / len(query)
+        mass, outs, wrong, seen = _of_rows(view, keep, values, part)
+        missed += torch.einsum("bhr,r->h", (1 - mass).clamp(min=0) * seen, weight) / batch
+        error += torch.einsum("bhrd,hde,bhre,r->h", wrong, mix, wrong, weight) / batch
         if output is None:
-            norm += torch.einsum("bhrd,bhrd,r->h", exact, exact, weight) / len(query)
+            norm += torch.einsum("bhrd,bhrd,r->h", outs, outs, weight) / batch
         else:
-            whole = exact.transpose(1, 2).flatten(2) @ output.double().mT
-            norm += torch.einsum("bre,bre,r->", whole, whole, weight) / len(query)
-    every = counts_at(GRID, allowed, forced).sum(2).double().mean((0, 1))
-    tiles = every / allowed.sum((2, 3)).double().mean().clamp(min=1)
-    return LossCurves(tiles, missed, error / norm.clamp(min=1e-30).unsqueeze(1))
+            norm += (outs.transpose(1, 2).flatten(2) @ output.double().mT).square().sum(2).mean(0) @ weight
+    free = (allowed & ~forced).any(0).any(0)
+    listed = found.masked_fill(~allowed, 0)[:, :, free].mean(0)
+    return HeadFacts(missed, error / norm.clamp(min=1e-30), listed, int(allowed[0, 0].sum()))
 
 
-def allocate(
-    curves: Sequence[LossCurves], density: float, objective: Literal["recall+error", "recall", "error"] = "recall+error"
-) -> list[tuple[float, ...]]:
-    """Return a density for each layer and head, so that their mean tile density is ``density`` and the loss is least.
+def _of_rows(view: View, keep: Tensor, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the mass that rows keep, their exact outputs, the errors of the sparse ones, and whether they see keys."""
+    exact = view.exact_weights(rows).double()
+    kept = exact * keep[:, :, view.base.row_of(rows)].unsqueeze(4)
+    mass = kept.sum((3, 4))
+    outs, some = (x.flatten(3) @ values for x in (exact, kept))
+    return mass, outs, some / mass.clamp(min=1e-12).unsqueeze(3) - outs, exact.sum((3, 4)) > 0.5
 
-    The loss is a sum over all heads of the dropped attention, the output error, or both, each divided by its mean at a
-    density of 0.07. Spending goes where the loss falls most per tile: one Lagrange multiplier for all heads, over the
-    lower convex hull of each curve.
 
-    Raises:
-        ValueError: If the density is not between 0 and 1, or there are no curves.
+def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:
+    """Return what a unit of dropped attention costs in each head, float32 ``[H]`` per layer.
 
-    Example:
-        >>> tiles = torch.tensor(GRID, dtype=torch.float64)
-        >>> loss = torch.tensor([[1.0], [0.1]]) * (1 - tiles)
-        >>> allocate([LossCurves(tiles, loss, loss)], 0.5)
-        [(1.0, 0.0)]
+    It is the root of a sum, with a mean of 1, of the dropped attention and of the squared error of the output, each
+    over its mean over all heads.
     """
-    if not 0 <= density <= 1 or not curves:
-        raise ValueError(f"density, curves: expected a number from 0 to 1 and some curves, got {density!r}, {curves!r}")
-    if objective not in _LOSSES:
-        raise ValueError(f"objective: expected 'recall+error', 'recall' or 'error', got {objective!r}")
-    at = GRID.index(_UNIT)
-    loss = torch.zeros(sum(len(each.missed) for each in curves), len(GRID), dtype=torch.float64)
-    for name in _LOSSES[objective]:
-        each = torch.cat([getattr(curve, name).cpu() for curve in curves])
-        loss += each / each[:, at].mean().clamp(min=1e-30)
-    tiles = torch.cat([curve.tiles.cpu().expand(len(curve.missed), -1) for curve in curves])
-    hulls = [_hull(x.tolist(), y.tolist()) for x, y in zip(tiles, loss, strict=True)]
-    chosen = [GRID[hull[0]] for hull in hulls]
-    left = density * len(hulls) - sum(float(tiles[head, hull[0]]) for head, hull in enumerate(hulls))
-    steps = []
-    for head, hull in enumerate(hulls):
-        for low, high in pairwise(hull):
-            cost = float(tiles[head, high] - tiles[head, low])
-            steps.append((float(loss[head, low] - loss[head, high]) / cost, cost, head, low, high))
-    # The steps of a convex hull become flatter, so the steepest first takes each head's steps in order.
-    for _, cost, head, low, high in sorted(steps, key=lambda step: (-step[0], step[2], step[3])):
-        if left <= 0:
-            break
-        part = min(1.0, left / cost)
-        chosen[head] += part * (GRID[high] - GRID[low])
-        left -= part * cost
-    found = iter(chosen)
-    return [tuple(round(next(found), 6) for _ in curve.missed) for curve in curves]
-
-
-def _hull(x: list[float], y: list[float]) -> list[int]:
-    """Return the corners of the lower convex hull of a curve, while it falls."""
-    corners: list[int] = []
-    for number in range(len(x)):
-        # A density that costs no more tiles, or saves no loss, is no corner.
-        if corners and (x[number] <= x[corners[-1]] or y[number] >= y[corners[-1]]):
-            continue
-        # The last corner lies above the line from the one before it to this point: the hull passes below it.
-        while len(corners) > 1:
-            a, b = corners[-2:]
-            if (y[b] - y[a]) * (x[number] - x[a]) < (y[number] - y[a]) * (x[b] - x[a]):
-                break
-            corners.pop()
-        corners.append(number)
-    return corners
+    missed, error = (torch.cat([getattr(layer, name) for layer in layers]).cpu() for name in ("missed", "error"))
+    cost = 1 / missed.mean().clamp(min=1e-12) + error / missed.clamp(min=1e-3) / error.mean().clamp(min=1e-30)
+    weights = (cost / cost.mean()).clamp(*_WEIGHTS).sqrt().float()
+    return list(weights.split([len(layer.missed) for layer in layers]))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Loss curves of all heads of a model, and what they were measured with. It is stored as JSON.
+    """The weights of all heads of a model, and the thresholds of tile densities. It is stored as JSON.
 
-    >>> from ringtile.adaptive import Probe
-    >>> tiles = torch.tensor(GRID, dtype=torch.float64)
-    >>> loss = torch.tensor([[2.0], [1.0]]) * (1 - tiles) ** 2
-    >>> found = Calibration({"name": "tiny"}, Probe(), 32, 1, 1, (LossCurves(tiles, loss, loss),), {"tokens": 4096})
-    >>> found.attention(0.25)[0].choice.budget
-    Density(density=(0.5, 0.0))
+    A tile is kept if its score, times the weight of its head, is at least one number for the whole model. So heads and
+    rows get as many tiles as they need, and nothing is counted in a call.
+
+    Args:
+        model: Facts that identify the model: its name, sizes and a hash of its weights.
+        scores: Which tiles are best.
+        block: Tile side in tokens.
+        first: See `Choice`.
+        local: See `Choice`.
+        weights: One tuple per layer, with one weight per head.
+        thresholds: The number for each density of `GRID`, descending.
+        text: Facts of the calibration text: tokens, repeat, audited rows, seed, hash.
+
+    Example:
+        >>> from ringtile.adaptive import Probe
+        >>> numbers = tuple(1 - density for density in GRID)
+        >>> found = Calibration({"name": "tiny"}, Probe(), 16, 1, 1, ((2.0, 0.5),), numbers)
+        >>> found.threshold(0.2), found.attention(0.2)[0].choice.budget
+        (0.8, Threshold(least=(0.4, 1.6)))
     """
 
     model: Mapping[str, Any]
-    """Facts that identify the model: its name, sizes and a hash of its weights."""
     scores: Scores
     block: int
     first: int
     local: int
-    curves: tuple[LossCurves, ...]
-    """One per layer."""
+    weights: tuple[tuple[float, ...], ...]
+    thresholds: tuple[float, ...]
     text: Mapping[str, Any] = field(default_factory=dict)
-    """Facts of the calibration text: tokens, repeat, audited rows, seed, hash."""
 
-    def attention(self, density: float, **options: Any) -> list[AdaptiveAttention]:
-        """Return a module per layer, at a mean tile density over all heads. ``options`` go to `AdaptiveAttention`."""
-        return [
-            AdaptiveAttention(
-                self.scores, Density(of_heads), block=self.block, first=self.first, local=self.local, **options
-            )
-            for of_heads in allocate(self.curves, density)
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[HeadFacts],
+        model: Mapping[str, Any],
+        scores: Scores,
+        *,
+        block: int = 16,
+        first: int = 1,
+        local: int = 1,
+        text: Mapping[str, Any] | None = None,
+    ) -> Calibration:
+        """Return the calibration of a model from the facts of its layers, see `head_facts`."""
+        weights = head_weights(layers)
+        scored = [
+            (layer.scores * each.unsqueeze(1).to(layer.scores.device)).flatten().cpu()
+            for layer, each in zip(layers, weights, strict=True)
         ]
+        descending = torch.cat(scored).sort(descending=True).values
+        tiles = sum(layer.allowed * len(layer.missed) for layer in layers)
+        forced = tiles - len(descending)
+        # Of 1000 tiles, 200 of them forced, a density of 0.3 keeps the 100 others with the highest scores.
+        places = [round(density * tiles) - forced - 1 for density in GRID]
+        numbers = [math.inf if place < 0 else float(descending[place]) for place in places[:-1]]
+        weighed = tuple(tuple(each.tolist()) for each in weights)
+        return cls(model, scores, block, first, local, weighed, (*numbers, 0.0), text or {})
+
+    def threshold(self, density: float) -> float:
+        """Return the number that keeps a tile density of the calibration text, as a mean over all heads.
+
+        Raises ValueError if the density is not above 0 and at most 1.
+        """
+        if not 0 < density <= 1:
+            raise ValueError(f"density: expected a number above 0 and at most 1, got {density!r}")
+        at = min(max(bisect.bisect_left(GRID, density), 1), len(GRID) - 1)
+        (low, high), (more, less) = GRID[at - 1 : at + 1], self.thresholds[at - 1 : at + 1]
+        share = (density - low) / (high - low)
+        if density in GRID or more == math.inf:
+            return less if density == high else more
+        # Thresholds fall by powers, so their logarithms are interpolated. Above the last density but one they reach 0.
+        return more * (less / more) ** share if less > 0 else more * (1 - share)
+
+    def attention(
+        self, density: float | None = None, *, quality: float | None = None, **options: Any
+    ) -> list[AdaptiveAttention]:
+        """Return a module per layer, at a mean tile density or at a quality that a `Controller` holds in each call.
+
+        ``options`` go to `AdaptiveAttention`. Raises ValueError unless one of the two is given.
+        """
+        if (density is None) == (quality is None):
+            raise ValueError(f"density, quality: expected one of them, got {density=}, {quality=}")
+        how: dict[str, Any] = {"block": self.block, "first": self.first, "local": self.local, **options}
+        if quality is not None:
+            # A controller keeps what it has seen, so each layer has its own.
+            return [AdaptiveAttention(self.scores, Controller(quality), **how) for _ in self.weights]
+        assert density is not None
+        number = self.threshold(density)
+        budgets = [Threshold(tuple(number / weight for weight in of_layer)) for of_layer in self.weights]
+        return [AdaptiveAttention(self.scores, budget, **how) for budget in budgets]
 
     def check(self, model: Mapping[str, Any]) -> None:
         """Raise ValueError if these facts are of another model."""
@@ -230,16 +239,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write the file whole or not at all."""
-        record = {
-            "format": _FORMAT,
-            "model": dict(self.model),
-            "scores": _as_record(self.scores),
-            "block": self.block,
-            "forced": {"first": self.first, "local": self.local},
-            "calibration": dict(self.text),
-            "grid": GRID,
-            "curves": [{name: x.tolist() for name, x in curve._asdict().items()} for curve in self.curves],
-        }
+        record = {"format": _FORMAT, **asdict(self), "scores": _as_record(self.scores), "grid": GRID}
         path = Path(path)
         # A reader must never see half a file, so it is renamed into place.
         draft = path.with_name(path.name + ".part")
@@ -251,22 +251,12 @@ class Calibration:
         """Read a file of `save`. Raises ValueError if it is none."""
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
-            if record["format"] != _FORMAT or tuple(record["grid"]) != GRID:
-                raise ValueError(f"format {record['format']!r} with a grid of {len(record['grid'])} densities")
-            curves = tuple(
-                LossCurves(**{name: torch.tensor(curve[name], dtype=torch.float64) for name in LossCurves._fields})
-                for curve in record["curves"]
-            )
-            forced = record["forced"]
-            return cls(
-                record["model"],
-                _from_record(record["scores"]),
-                record["block"],
-                forced["first"],
-                forced["local"],
-                curves,
-                record["calibration"],
-            )
+            if record.pop("format") != _FORMAT or tuple(record.pop("grid")) != GRID:
+                raise ValueError("another format or grid")
+            record["scores"] = _from_record(record["scores"])
+            record["weights"] = tuple(map(tuple, record["weights"]))
+            record["thresholds"] = tuple(record["thresholds"])
+            return cls(**record)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"calibration: expected a file of Calibration.save in {str(path)!r}: {error}") from None
 
@@ -274,7 +264,7 @@ class Calibration:
 def _as_record(scores: Scores) -> dict[str, Any]:
     name = type(scores).__name__
     if isinstance(scores, _scores.Sum):
-        return {"name": name, "parts": [_as_record(part) for part in scores.parts]}
+        return {"name": name, "parts": [_as_record(part) for part in scores.parts], "weights": scores.weights}
     if not is_dataclass(scores) or getattr(_scores, name, None) is not type(scores):
         raise ValueError(f"scores: expected those of ringtile.adaptive, whose settings can be stored, got {scores!r}")
     return {"name": name, **asdict(scores)}
@@ -286,5 +276,5 @@ def _from_record(record: dict[str, Any]) -> Scores:
     if not (isinstance(kind, type) and issubclass(kind, Scores)):
         raise ValueError(f"unknown scores {record['name']!r}")
     if kind is _scores.Sum:
-        return _scores.Sum(*map(_from_record, settings["parts"]))
+        return _scores.Sum(*map(_from_record, settings["parts"]), weights=settings["weights"])
     return kind(**settings)

@@ -1,4 +1,4 @@
-"""Hold a quality: choose each head's density by the exact attention of a few rows."""
+"""Hold a quality: choose each head's threshold by the exact attention of a few rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ringtile.adaptive.budgets import Counted, counts_at, counts_of, first_sums, ranked
+from ringtile.adaptive.budgets import kept_above
 from ringtile.adaptive.view import View
 
-LEVELS = tuple(x / 200 for x in range(20)) + tuple(x / 40 for x in range(4, 41))
-"""Densities to choose from: finer where few tiles are kept."""
-
-
-@dataclass(frozen=True)
-class Held(Counted):
-    """A density for each batch element and head, float64 ``[B or 1, H]`` on the device of the scores."""
-
-    density: Tensor
-
-    def wanted(self, allowed: Tensor, heads: int) -> Tensor:
-        return counts_of(self.density.unsqueeze(2), allowed)
+LEVELS = (*(2.0 ** (-step / 4) for step in range(80)), 0.0)
+"""Thresholds to choose from. The last one keeps all tiles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +21,11 @@ class ControlReport:
     """What a controller chose and saw in a call."""
 
     density: Tensor
-    """float64 ``[B or 1, H]``: the density asked of each head."""
+    """float64 ``[B, H]``: the tile density of each head."""
     recall: Tensor
     """float64 ``[B, H]``: the mean part of the attention of the audited rows that is kept."""
     dense: Tensor
-    """Bool ``[B or 1, H]``: heads that keep all tiles, because nothing less serves them."""
+    """Bool ``[B, H]``: heads that keep all tiles, because nothing less serves them."""
 
     def __repr__(self) -> str:
         return (
@@ -49,8 +39,9 @@ class Controller:
 
     Conformal risk control (Angelopoulos et al., arXiv:2208.02814): if n audited rows of a call drop a mean mass m, the
     expected mass that another row of the call drops is at most ``(n m + 1) / (n + 1)``, whatever the data and the
-    scores. The smallest density that holds this below ``1 - quality`` is chosen, for each batch element and head. Mass
-    is not loss: no number here bounds the loss of a model.
+    scores. The smallest density that holds this below ``1 - quality`` is chosen, for each batch element and head. The
+    expectation is over the draw of the rows: one draw can miss the target. Mass is not loss: no number here bounds the
+    loss of a model.
 
     Args:
         quality: Mean part of the attention to keep, between 0 and 1.
@@ -87,44 +78,44 @@ class Controller:
         """True if a call's densities do not depend on the call."""
         return self.mode != "call"
 
-    def budget(self, view: View, scores: Tensor, allowed: Tensor, forced: Tensor) -> Held:
-        """Return the budget of a call, from arguments as in `Budget.keep`."""
-        gathers = self.mode != "offline" or self.fitting
-        if not gathers:
-            density = self._solved()
-            self.report = ControlReport(density, torch.full_like(density, torch.nan), density == 1)
-            return Held(density)
-        lost, count = self._audit(view, scores, allowed, forced)
-        if self.mode == "call":
-            density = self._smallest(lost, count)
+    def keep(self, view: View, scores: Tensor, allowed: Tensor, forced: Tensor) -> Tensor:
+        """Return the tiles that a call keeps, and report, from arguments as in `Budget.keep`."""
+        if self.mode == "offline" and not self.fitting:
+            level = self._solved()
+            recall = scores.new_full(scores.shape[:2], torch.nan, dtype=torch.float64)
         else:
-            density = lost.new_ones(1, lost.shape[1]) if self._lost is None or self.fitting else self._solved()
-            # Sums over the batch: the densities of later calls are the same for all batch elements.
-            self._lost = lost.sum(0, keepdim=True) + (0 if self._lost is None else self._lost)
-            self._count = count.sum(0, keepdim=True) + (0 if self._count is None else self._count)
-        level = torch.searchsorted(self._levels(lost), density.expand(lost.shape[:2]).contiguous())
-        recall = 1 - lost.gather(2, level.unsqueeze(2)).squeeze(2) / count
-        self.report = ControlReport(density, recall, density == 1)
+            lost, count = self._audit(view, scores, allowed, forced)
+            if self.mode == "call":
+                level = self._lowest(lost, count)
+            elif self._lost is None or self.fitting:
+                level = lost.new_full((1, lost.shape[1]), len(LEVELS) - 1, dtype=torch.int64)
+            else:
+                level = self._solved()
+            if self.mode != "call":
+                # Sums over the batch: the thresholds of later calls are the same for all batch elements.
+                self._lost = lost.sum(0, keepdim=True) + (0 if self._lost is None else self._lost)
+                self._count = count.sum(0, keepdim=True) + (0 if self._count is None else self._count)
+            recall = 1 - lost.gather(2, level.expand(lost.shape[:2]).unsqueeze(2)).squeeze(2) / count
+        level = level.expand(scores.shape[:2])
+        kept = kept_above(_levels(scores)[level], scores, allowed, forced)
+        density = kept.sum((2, 3)).double() / allowed.sum((2, 3)).clamp(min=1)
+        self.report = ControlReport(density, recall, level == len(LEVELS) - 1)
         if self.mode == "running" and bool((recall < self.quality).any()):
             low = (recall < self.quality).nonzero()[:, 1].unique().tolist()
             warnings.warn(f"heads {low} keep less than {self.quality} of their attention in this call", stacklevel=3)
-        return Held(density)
-
-    def _levels(self, like: Tensor) -> Tensor:
-        return torch.tensor(LEVELS, dtype=torch.float64, device=like.device)
+        return kept
 
     def _solved(self) -> Tensor:
         if self._lost is None or self._count is None:
             raise ValueError("mode: expected calls with fitting=True before others, in the mode 'offline'")
-        return self._smallest(self._lost, self._count)
+        return self._lowest(self._lost, self._count)
 
-    def _smallest(self, lost: Tensor, count: Tensor) -> Tensor:
-        """Return the smallest density whose risk is below the target, 1 if there is none."""
+    def _lowest(self, lost: Tensor, count: Tensor) -> Tensor:
+        """Return the first level whose risk is below the target, the last one if there is none."""
         # The +1 stands for a row that is not audited and drops everything: the worst that it can do.
         risk = (lost + 1) / (count.unsqueeze(2) + 1)
         enough = risk <= 1 - self.quality + 1e-12
-        level = torch.where(enough.any(2), enough.int().argmax(2), len(LEVELS) - 1)
-        return self._levels(lost)[level]
+        return torch.where(enough.any(2), enough.int().argmax(2), len(LEVELS) - 1)
 
     def _audit(self, view: View, scores: Tensor, allowed: Tensor, forced: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mass that audited rows drop at each level, added up ``[B, H, L]``, and their number ``[B, H]``."""
@@ -133,13 +124,21 @@ class Controller:
         self._calls += self.mode != "call"
         # The rows are uniform and without replacement, which the bound of the target assumes.
         row = torch.randperm(base.n_queries, generator=generator)[: self.rows].sort().values.to(base.device)
-        masses = view.exact_masses(row.unsqueeze(1))
+        masses = view.exact_masses(row.unsqueeze(1)).double()
         of_map = row if scores.shape[2] == base.n_queries else base.row_of(row)
         allowed, forced = allowed[:, :, of_map], forced[of_map]
-        best_first = masses.gather(3, ranked(scores[:, :, of_map], allowed, allowed & forced)).double()
-        wanted = counts_at(LEVELS, allowed, forced).expand(*masses.shape[:3], -1)
-        lost = (1 - first_sums(best_first.unsqueeze(4), wanted).squeeze(4)).clamp(min=0)
+        masses = masses.masked_fill(~allowed, 0)
+        # The level at which a tile is kept first. A score of 0.3 is kept from the threshold 0.297 on, level 7.
+        first = torch.searchsorted(-_levels(scores), -scores[:, :, of_map].contiguous())
+        first = first.clamp(max=len(LEVELS) - 1).masked_fill(forced, 0)
+        kept = masses.new_zeros(*masses.shape[:3], len(LEVELS)).scatter_add_(3, first, masses).cumsum(3)
+        lost = (1 - kept).clamp(min=0)
         # The last level keeps all, and rounding must not say otherwise.
         lost[..., -1] = 0
-        counts = best_first.sum(3) > 0
+        counts = masses.sum(3) > 0
         return (lost * counts.unsqueeze(3)).sum(2), counts.sum(2)
+
+
+def _levels(like: Tensor) -> Tensor:
+    # Scores are float32, so thresholds are too: a score must not pass in one place and fail in another.
+    return torch.tensor(LEVELS, dtype=torch.float32, device=like.device)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.adaptive.view import View, grouped_products, softmax, tile_positions, tiles_at_once
+from ringtile.adaptive.view import Summaries, View, grouped_products, softmax, tile_positions, tiles_at_once
 from ringtile.kernels.masses import pooled_masses
 from ringtile.patterns.checks import check_positive
 from ringtile.patterns.random import WORD, philox4x32
@@ -39,31 +40,38 @@ class Scores(ABC):
 class Probe(Scores):
     """Exact attention of a few rows of each tile, averaged: what `Blend` estimates.
 
-    With four rows of 32, it finds as much attention mass as the true mass of all rows, within 0.003. It misses keys
-    that only other rows want.
+    It misses keys that only other rows want. Two rows of 16 cost an eighth of dense attention.
 
     Args:
         rows: Number of rows per tile, spread evenly, or "first" for the first row of each tile, which is causal-safe.
-            Default: 4 for tiles of at most 32 tokens, otherwise 2.
     """
 
-    rows: int | Literal["first"] | None = None
+    rows: int | Literal["first"] = 2
 
     def __post_init__(self) -> None:
-        if self.rows not in (None, "first") and (type(self.rows) is not int or self.rows < 1):
-            raise ValueError(f"rows: expected a positive integer, 'first' or None, got {self.rows!r}")
+        if self.rows != "first" and (type(self.rows) is not int or self.rows < 1):
+            raise ValueError(f"rows: expected a positive integer or 'first', got {self.rows!r}")
 
     @property
     def causal_safe(self) -> bool:  # type: ignore[override]
         return self.rows == "first"
 
     def __call__(self, view: View) -> Tensor:
-        count = (4 if view.base.block <= 32 else 2) if self.rows is None else 1 if self.rows == "first" else self.rows
+        count = 1 if self.rows == "first" else self.rows
         first, last = view.rows_of_tiles
         # The middles of equal parts of the rows that exist: of 16 rows and 4 probes, rows 2, 6, 10 and 14.
         part = 0 if self.rows == "first" else 2 * torch.arange(count, device=first.device) + 1
         row = first.unsqueeze(1) + (last - first).unsqueeze(1) * part // (2 * count)
         return view.normalized(view.exact_masses(row))
+
+
+class Boxes(NamedTuple):
+    """A box of keys for each tile, whose best key for a query gives its score."""
+
+    sides: Tensor
+    """``[B, Hkv, C, 2 D]`` in the query's dtype: the highest coordinates, and the lowest ones, negated."""
+    bias: Tensor
+    """float32 ``[B, Hkv, C]``: logarithm of the number of keys, -inf if a box has none, or a NaN."""
 
 
 class Pooled(Scores):
@@ -84,6 +92,13 @@ class Pooled(Scores):
     def causal_safe(self) -> bool:  # type: ignore[override]
         return self.pool is None
 
+    def box(self, tiles: Summaries) -> tuple[Tensor, Tensor]:
+        """Return the largest and the smallest coordinates of the keys of each tile, as the scores count them."""
+        raise NotImplementedError
+
+    def __call__(self, view: View) -> Tensor:
+        return summarized(view, *self.box(view.summaries), self.pool)
+
 
 @dataclass(frozen=True)
 class Blend(Pooled):
@@ -98,9 +113,8 @@ class Blend(Pooled):
 
     pool: Literal["max", "mean"] | None = "max"
 
-    def __call__(self, view: View) -> Tensor:
-        tiles = view.summaries
-        return summarized(view, (tiles.mean + tiles.high) / 2, (tiles.mean + tiles.low) / 2, self.pool)
+    def box(self, tiles: Summaries) -> tuple[Tensor, Tensor]:
+        return (tiles.mean + tiles.high) / 2, (tiles.mean + tiles.low) / 2
 
 
 @dataclass(frozen=True)
@@ -113,8 +127,8 @@ class Box(Pooled):
 
     pool: Literal["max", "mean"] | None = "max"
 
-    def __call__(self, view: View) -> Tensor:
-        return summarized(view, view.summaries.high, view.summaries.low, self.pool)
+    def box(self, tiles: Summaries) -> tuple[Tensor, Tensor]:
+        return tiles.high, tiles.low
 
 
 @dataclass(frozen=True)
@@ -129,10 +143,13 @@ class Means(Pooled):
     pool: Literal["first"] | None = "first"
     pools = ("first",)
 
+    def box(self, tiles: Summaries) -> tuple[Tensor, Tensor]:
+        return tiles.mean, tiles.mean
+
     def __call__(self, view: View) -> Tensor:
-        tiles = view.summaries
         if self.pool is None:
-            return summarized(view, tiles.mean, tiles.mean, None)
+            return super().__call__(view)
+        tiles = view.summaries
         first, last = view.rows_of_tiles
         mean = view.padded_queries.sum(3) / (last - first).unsqueeze(1)
         logits = grouped_products(mean, tiles.mean) * view.factor + tiles.log_count.unsqueeze(2)
@@ -216,26 +233,34 @@ class Sum(Scores):
 
     Args:
         parts: Scores, all per token or none.
+        weights: A positive number for each part. Default: equal ones.
     """
 
-    def __init__(self, *parts: Scores) -> None:
+    def __init__(self, *parts: Scores, weights: Sequence[float] | None = None) -> None:
         if not parts or len({part.per_token for part in parts}) > 1:
             raise ValueError(f"parts: expected scores that are all per token or all per tile, got {parts}")
+        self.weights = (1.0,) * len(parts) if weights is None else tuple(map(float, weights))
+        if len(self.weights) != len(parts) or not all(0 < weight < math.inf for weight in self.weights):
+            raise ValueError(f"weights: expected a positive number for each of {len(parts)} parts, got {weights}")
         self.parts = parts
         self.causal_safe = all(part.causal_safe for part in parts)
         self.per_token = parts[0].per_token
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sum) and self.parts == other.parts
+        return isinstance(other, Sum) and (self.parts, self.weights) == (other.parts, other.weights)
 
     def __hash__(self) -> int:
-        return hash(self.parts)
+        return hash((self.parts, self.weights))
 
     def __repr__(self) -> str:
-        return f"Sum({', '.join(map(repr, self.parts))})"
+        weights = (
+            "" if len(set(self.weights)) == 1 else ", weights=({})".format(", ".join(f"{x:g}" for x in self.weights))
+        )
+        return f"Sum({', '.join(map(repr, self.parts))}{weights})"
 
     def __call__(self, view: View) -> Tensor:
-        return reduce(torch.add, (part(view) for part in self.parts)) / len(self.parts)
+        found = (part(view) * weight for part, weight in zip(self.parts, self.weights, strict=True))
+        return reduce(torch.add, found) / sum(self.weights)
 
 
 def summarized(view: View, high: Tensor, low: Tensor, pool: str | None) -> Tensor:
@@ -280,9 +305,7 @@ def _summarized_at_once(view: View, high: Tensor, low: Tensor, leading: Tensor, 
     if pool is not None:
         first, last = view.rows_of_tiles
         edges = torch.cat((first, last[-1:]))
-    sides = torch.cat((high, -low), 3).to(view.query.dtype)
-    # A later key of a query's own tile can hold NaN, and the tile's summary with it.
-    count = view.summaries.log_count.masked_fill(sides.isnan().any(3), -math.inf)
+    sides, bias = boxes_of(high, low, view.summaries.log_count, view.query.dtype)
     found = pooled_masses(
         view.query,
         sides,
@@ -291,8 +314,15 @@ def _summarized_at_once(view: View, high: Tensor, low: Tensor, leading: Tensor, 
         seen=own if pool is None and not base.looks_ahead else own + 1,
         groups=edges.int(),
         pool=pool or "max",
-        bias=count,
+        bias=bias,
         by_sign=True,
         scale=view.scale,
     )
     return found if pool is None else view.normalized(found)
+
+
+def boxes_of(high: Tensor, low: Tensor, log_count: Tensor, dtype: torch.dtype) -> Boxes:
+    """Return the boxes of tiles for queries of a dtype."""
+    sides = torch.cat((high, -low), 3).to(dtype)
+    # A later key of a query's own tile can hold NaN, and the tile's summary with it.
+    return Boxes(sides, log_count.masked_fill(sides.isnan().any(3), -math.inf))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ringtile.adaptive.budgets import Budget, Density
 from ringtile.adaptive.cache import AdaptiveCache
 from ringtile.adaptive.choice import DEFAULT_SCORES, Choice, ChoiceOptions
-from ringtile.adaptive.compensation import compensated
 from ringtile.adaptive.control import Controller, ControlReport
 from ringtile.adaptive.scores import Scores
 from ringtile.adaptive.view import View
@@ -25,8 +24,6 @@ class AdaptiveAttention(nn.Module):
     Args:
         scores: See `Choice`.
         budget: See `Choice`. A `Controller` holds a quality: ``budget=Controller(0.95)``.
-        compensate: Let each dropped tile count as its mean key and mean value. It lowers the error of attention that is
-            spread evenly, and can raise the loss of a model: measure it on yours.
         **options: ``block``, ``first``, ``local``, ``last_dense``, ``min_length`` and ``allow_future``, see `Choice`.
 
     Raises:
@@ -46,12 +43,10 @@ class AdaptiveAttention(nn.Module):
         self,
         scores: Scores = DEFAULT_SCORES,
         budget: Budget | Controller = Density(0.25),  # noqa: B008
-        *,
-        compensate: bool = False,
         **options: Unpack[ChoiceOptions],
     ) -> None:
         super().__init__()
-        self.choice, self.compensate = Choice(scores, budget, **options), compensate
+        self.choice = Choice(scores, budget, **options)
         # A gate is registered as a submodule. `Sum` is no module, so its parts are, or they would not be trained.
         self.scores = scores
         self.learned = nn.ModuleList(part for part in getattr(scores, "parts", ()) if isinstance(part, nn.Module))
@@ -72,8 +67,6 @@ class AdaptiveAttention(nn.Module):
 
     def new_cache(self, rule: Pattern) -> AdaptiveCache:
         """Return an empty cache for generation over the pairs of a rule, see `AdaptiveCache`."""
-        if self.compensate:
-            raise ValueError("compensate: a cache needs False, it does not keep the means of dropped tiles")
         return AdaptiveCache(self.choice, rule)
 
     def forward(
@@ -109,16 +102,7 @@ class AdaptiveAttention(nn.Module):
     def over(self, index: BlockIndex, view: View, value: Tensor, **options: Any) -> Any:
         """Compute the attention of a view's queries and keys over an index of its tiles."""
         options |= {"key_mask": view.key_mask, "scale": view.scale}
-        if not self.compensate:
-            return sparse_attention(view.query, view.key, value, index, **options)
-        for name in ("softcap", "alibi_slopes", "sinks", "dropout_p"):
-            given = options.get(name)
-            if isinstance(given, Tensor) or given:
-                raise ValueError(f"{name}: not supported with compensate=True, got {given!r}")
-        return_lse = options.pop("return_lse", False)
-        out, lse = sparse_attention(view.query, view.key, value, index, return_lse=True, **options)
-        found = compensated(out, lse, view, value, index)
-        return found if return_lse else found[0]
+        return sparse_attention(view.query, view.key, value, index, **options)
 
     def index(
         self, query: Tensor, key: Tensor, pattern: Pattern | BlockIndex | None = None, **options: Any

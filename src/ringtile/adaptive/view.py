@@ -92,7 +92,8 @@ class View:
 
     def normalized(self, found: Tensor, inside: Tensor | None = None) -> Tensor:
         """Return scores that sum to 1 over the tiles of each row."""
-        found = found.masked_fill(~(self.base.tiles if inside is None else inside), 0)
+        # On a CPU a product with bools that are expanded takes a tenth of the time that `masked_fill` takes.
+        found = found * (self.base.tiles if inside is None else inside)
         return found / found.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
     def exact_masses(self, row: Tensor) -> Tensor:
@@ -109,9 +110,8 @@ class View:
                 hidden = hidden.unsqueeze(1)
             groups = torch.arange(0, len(rows) + 1, row.shape[1], dtype=torch.int32, device=key.device)
             seen = base.leading[rows]
-            return pooled_masses(
-                query[:, :, rows], key, segment=base.block, seen=seen, groups=groups, bias=hidden, scale=self.scale
-            )
+            some = query.index_select(2, rows)
+            return pooled_masses(some, key, segment=base.block, seen=seen, groups=groups, bias=hidden, scale=self.scale)
         # Without a leading bound, such as a window's, the kernel of masses cannot sum: chunks of exact rows do.
         found = []
         for some in row.split(tiles_at_once(query, key.shape[2], row.shape[1])):

@@ -260,7 +260,7 @@ class BlockSparseRingDilatedAttention(nn.Module):
             raise ValueError(_ONE_PROCESS.format(self.ring_size))
         own = enabled if isinstance(enabled, AdaptiveAttention) else None
         # This module computes attention over an index itself: what an override adds to a choice would be lost.
-        if own is not None and (own.compensate or type(own).forward is not AdaptiveAttention.forward):
+        if own is not None and type(own).forward is not AdaptiveAttention.forward:
             raise ValueError(f"enabled: {own!r} attends in its own way: pass it as attend= of SparseMultiheadAttention")
         if own is not None and own.stateful and (self.segment_lengths or self.use_gradient_checkpointing):
             raise ValueError(

@@ -277,3 +277,14 @@ class LayerCache:
             for part, x in zip(room.narrowed(0, size), self._held, strict=True):
                 part.copy_(x)
         self._held = room
+
+
+def with_room(x: Tensor, used: int, needed: int) -> Tensor:
+    """Return ``[B, H, N, ...]`` if it has room for ``needed`` tokens, or a larger copy of the first ``used`` ones."""
+    if needed <= x.shape[2]:
+        return x
+    # A sixteenth more, so that each token moves a bounded number of times. Room for one token would copy all for each.
+    with torch.inference_mode(False):
+        room = x.new_empty((*x.shape[:2], needed + max(needed // 16, 64), *x.shape[3:]))
+    room[:, :, :used] = x[:, :, :used]
+    return room

@@ -285,7 +285,7 @@ class Attention(torch.autograd.Function):
             out_grad = torch.zeros_like(out)
         rows = Rows(out_grad, lse_grad, q, k, v, out, lse)
         compiling = torch.compiler.is_compiling()
-        if compiling or not _differentiated(*rows):
+        if compiling or not is_differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
             grads = run_backward(rows, _with_tensors(ctx.call, *rest), ctx.prepared)
         else:
@@ -305,7 +305,7 @@ class _Direct(torch.autograd.Function):
     backward = Attention.backward
 
 
-def _differentiated(*tensors: Tensor | None) -> bool:
+def is_differentiated(*tensors: Tensor | None) -> bool:
     """Return True if a derivative may follow. A tensor does not show if an outer transform of torch.func tracks it."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
@@ -317,7 +317,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None)
 
     ``prepared`` is what the call's backend has prepared, for tensors of which `is_unseen` is true, or None.
     """
-    if not _differentiated(q, k, v):
+    if not is_differentiated(q, k, v):
         return run_forward(q, k, v, call, prepared)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     function: Any = Attention if transformed else _Direct

@@ -13,6 +13,7 @@ from ringtile.kernels.contracts import Backend, Call, Masses, install
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.lists import kept_lists
+from ringtile.kernels.operators import is_differentiated, is_unseen
 
 _logger = logging.getLogger("ringtile")
 
@@ -55,6 +56,19 @@ def is_logged() -> bool:
 def native_masses(masses: Masses) -> Tensor | None:
     """Return pooled masses by the native kernel, or None if it does not support the call."""
     return native.pooled_masses(masses)
+
+
+def native_step(
+    query: Tensor, key: Tensor, value: Tensor, keep: Tensor, block: int, key_mask: Tensor | None, scale: float | None
+) -> Tensor | None:
+    """Return the attention of the last query over tiles by the native kernel, or None if it does not support the call.
+
+    ``keep`` is bool ``[B, H, 1, C]``. No gradient can follow, and nobody looks at operators.
+    """
+    if reason_against() or is_logged() or not is_unseen(query, key, value, keep, key_mask):
+        return None
+    plain = query.dtype == key.dtype == value.dtype and query.is_cpu and not is_differentiated(query, key, value)
+    return native.step(query, key, value, keep, block, key_mask, scale) if plain else None
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringtile.adaptive import Calibration, ControlReport, QualityReport, View, allocate
+from ringtile.adaptive import ControlReport, QualityReport, View
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Pattern
 from ringtile.patterns.wrapped import for_heads
@@ -29,26 +29,15 @@ Curve = Mapping[float, float | Sequence[float]]
 """A figure at each density, or several, one per seed."""
 
 
-def densities(
-    shown: BlockIndex | ControlReport | Calibration | Sequence[BlockIndex | ControlReport],
-    density: float | None = None,
-) -> Tensor:
+def densities(shown: BlockIndex | ControlReport | Sequence[BlockIndex | ControlReport]) -> Tensor:
     """Return the density of each head, float64 ``[layers, heads]``: a mean over batch elements.
 
-    It is the tile density of a `BlockIndex`, the density that a `ControlReport` asks for, or the one that a
-    `Calibration` gives to a head if ``density`` is the mean. A sequence has one entry per layer. Raises ValueError if
-    ``density`` is missing for a calibration or given for anything else.
+    It is the tile density of a `BlockIndex`, or that of a `ControlReport`. A sequence has one entry per layer.
 
     >>> from ringtile.patterns import Causal, Dense, per_head
     >>> densities(build_index(per_head([Dense(), Causal()]), 256, num_heads=2)).tolist()
     [[1.0, 0.75]]
     """
-    if isinstance(shown, Calibration):
-        if density is None:
-            raise ValueError("density: expected the mean density of the calibration's heads, got None")
-        return torch.tensor(allocate(shown.curves, density), dtype=torch.float64)
-    if density is not None:
-        raise ValueError(f"density: only a Calibration needs one, got {density=} for {type(shown).__name__}")
     layers = shown if isinstance(shown, Sequence) else [shown]
     return torch.stack([_of_heads(layer) for layer in layers])
 
@@ -61,21 +50,19 @@ def _of_heads(shown: BlockIndex | ControlReport) -> Tensor:
 
 
 def plot_density(
-    shown: BlockIndex | ControlReport | Calibration | Sequence[BlockIndex | ControlReport],
+    shown: BlockIndex | ControlReport | Sequence[BlockIndex | ControlReport],
     ax: Axes | None = None,
-    *,
-    density: float | None = None,
 ) -> Axes:
     """Draw the density of each head: bars for one layer, an image of layers and heads for several.
 
-    ``shown``, ``density`` and the errors are those of `densities`. Small images have numbers in percent.
+    ``shown`` is that of `densities`. Small images have numbers in percent.
     ``ax.images[0]`` is the image, for a color bar.
 
     >>> from ringtile.patterns import Causal
     >>> plot_density(build_index(Causal(), 256, num_heads=2)).get_ylabel()
     'tile density'
     """
-    found = densities(shown, density)
+    found = densities(shown)
     ax = axes_or_new(ax)
     from matplotlib.ticker import FixedLocator, MaxNLocator
 

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringtile.integrations.transformers.calibrate import calibrate
 from ringtile.integrations.transformers.registry import model_facts, register, use_ringtile
 
 if TYPE_CHECKING:
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
     CPTrainer: Any
 
-__all__ = ["CPTrainer", "ContextParallel", "context_parallel", "model_facts", "register", "use_ringtile"]
+__all__ = ["CPTrainer", "ContextParallel", "calibrate", "context_parallel", "model_facts", "register", "use_ringtile"]
 
 # A model on one process does not need torch.distributed, and a loop of your own no Trainer.
 _LATER = {"ContextParallel": "parallel", "context_parallel": "parallel", "CPTrainer": "trainer"}

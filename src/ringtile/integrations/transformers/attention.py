@@ -8,6 +8,8 @@ from typing import Any, Union
 import torch
 from torch import Tensor, nn
 
+from ringtile.adaptive import Choice
+from ringtile.adaptive.steps import Pages, attend_step, check_steps
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
@@ -23,6 +25,14 @@ GivenPattern = Union[LayerPattern, str, Mapping[str, Pattern | str | None]]  # n
 
 LayerAttend = Union[Attend, Sequence[Attend | None], nn.ModuleList, None]  # noqa: UP007
 """A function that computes the attention of all layers, or one per layer, or None for `sparse_attention`."""
+
+LayerDecode = Union[Choice, Sequence[Choice | None], None]  # noqa: UP007
+"""How steps of one query choose tiles of the cache in all layers, or one per layer, or None for all keys."""
+
+KEPT = "_ringtile"
+"""The attribute of modules that has what `use_ringtile` chose."""
+PAGES = "_ringtile_pages"
+"""The attribute of keys of a cache that holds what choices know about them."""
 
 _REFUSED = {
     "position_bias": "a bias on the scores",
@@ -97,19 +107,38 @@ def check_attend(attend: LayerAttend) -> None:
             raise ValueError(f"attend: expected a function of query, key and value, {either}, got {one!r}")
 
 
+def check_decode(decode: LayerDecode) -> None:
+    """Raise ValueError if this is neither a choice nor one or None per layer, or if one cannot decide about steps."""
+    for one in decode if isinstance(decode, Sequence) else (decode,):
+        if one is not None and not isinstance(one, Choice):
+            raise ValueError(f"decode: expected a Choice, or one or None per layer, got {one!r}")
+        if one is not None:
+            check_steps(one)
+
+
 def attend_of_layer(attend: LayerAttend, module: nn.Module) -> Attend | None:
     """Return the function that computes the attention of one module, or None for `sparse_attention`."""
-    if attend is None:
+    found: Attend | None = _of_layer("attend", "function", attend, module)
+    return found
+
+
+def decode_of_layer(decode: LayerDecode, module: nn.Module) -> Choice | None:
+    """Return how steps of one module choose tiles, or None for all keys."""
+    found: Choice | None = _of_layer("decode", "choice", decode, module)
+    return found
+
+
+def _of_layer(name: str, kind: str, given: Any, module: nn.Module) -> Any:
+    if given is None:
         return None
     if _has_cross_attention(module):
-        raise ValueError(f"attend: expected a model without cross attention, got {type(module).__name__}")
-    if not isinstance(attend, Sequence | nn.ModuleList):
-        return attend
+        raise ValueError(f"{name}: expected a model without cross attention, got {type(module).__name__}")
+    if not isinstance(given, Sequence | nn.ModuleList):
+        return given
     layer = getattr(module, "layer_idx", None)
-    if layer is None or layer >= len(attend):
-        raise ValueError(f"attend: expected one function per layer, got {len(attend)} for {layer=} of {type(module)}")
-    found: Attend | None = attend[layer]
-    return found
+    if layer is None or layer >= len(given):
+        raise ValueError(f"{name}: expected one {kind} per layer, got {len(given)} for {layer=} of {type(module)}")
+    return given[layer]
 
 
 def intersected(kept: KeptPairs, pattern: Pattern, query: Tensor, n_keys: int) -> KeptPairs:
@@ -175,14 +204,15 @@ def attend(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     by: LayerAttend = None,
+    decode: LayerDecode = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer of a model, as transformers' interface asks for it.
 
     ``pattern`` says which of the pairs of the model's mask to keep: the mask that `pattern_mask` made, a bool or float
     mask of all pairs, or None. ``by`` computes the attention in place of `sparse_attention`, unless there is only one
-    query. Returns the output ``[B, Nq, H, Dv]``, and None in place of the weights. Raises ValueError if the model
-    passes an argument or a mask that ringtile does not support.
+    query, and ``decode`` chooses the tiles of one query. Returns the output ``[B, Nq, H, Dv]``, and None in place of
+    the weights. Raises ValueError if the model passes an argument or a mask that ringtile does not support.
     """
     # An argument that changes the result and is not read would be a silent error.
     check_arguments(options)
@@ -196,9 +226,13 @@ def attend(
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
         kept = intersected(kept, of_layer, query, n_keys)
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    if (by_layer := attend_of_layer(by, module)) is not None and query.shape[2] > 1:
-        limits = {"softcap": softcap or None, "s_aux": s_aux}
+    limits = {"softcap": softcap or None, "s_aux": s_aux}
+    by_layer, choice = attend_of_layer(by, module), decode_of_layer(decode, module)
+    if query.shape[2] > 1 and by_layer is not None:
         out = _adapted(by_layer, query, key, value, kept, limits, options)
+        return out.transpose(1, 2).contiguous(), None
+    if query.shape[2] == 1 and choice is not None:
+        out = _step(choice, query, key, value, kept, limits, options)
         return out.transpose(1, 2).contiguous(), None
     options |= limits_of(softcap, s_aux)
     if kept.key_mask is not None and kept.key_mask.dim() == 3:
@@ -226,8 +260,7 @@ def _adapted(
     compute: Attend, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, limits: Any, options: Any
 ) -> Tensor:
     """Compute the attention of a layer by a function of yours, inside the pairs of the model's mask."""
-    if refused := [name for name, limit in limits.items() if limit is not None]:
-        raise ValueError(f"{refused[0]}: expected a layer without softcap and sinks for attend=, got {limits!r}")
+    _check_limits(limits, "attend")
     pattern, key_mask, end = kept.pattern, kept.key_mask, kept.start + query.shape[2]
     if end < key.shape[2] and sees_no_future(pattern):
         # A static cache has room after the last query: of 512 keys, a prompt of 100 tokens has filled 100.
@@ -240,6 +273,33 @@ def _adapted(
     rule = None if pattern in (Dense(), Causal()) else pattern
     out: Tensor = compute(query, key, value, pattern=rule, is_causal=pattern == Causal(), key_mask=key_mask, **options)
     return out
+
+
+def _check_limits(limits: dict[str, Any], argument: str) -> None:
+    if refused := [name for name, limit in limits.items() if limit is not None]:
+        raise ValueError(f"{refused[0]}: expected a layer without softcap and sinks for {argument}=, got {limits!r}")
+
+
+@torch.compiler.disable(reason="a step that follows the content chooses its tiles outside graphs")  # type: ignore[untyped-decorator]
+def _step(
+    choice: Choice, query: Tensor, key: Tensor, value: Tensor, kept: KeptPairs, limits: Any, options: Any
+) -> Tensor:
+    """Compute the attention of one query over the tiles of the cache that a choice keeps."""
+    _check_limits(limits, "decode")
+    pages, n_keys = getattr(key, PAGES, None), key.shape[2]
+    if kept.pattern != Causal() or kept.start != n_keys - 1 or options["dropout_p"]:
+        raise ValueError(
+            "decode: expected a causal layer, a DynamicCache with all its keys, no pattern= and no dropout, got "
+            f"{kept.pattern!r}; give this layer None"
+        )
+    if pages is None and n_keys > choice.block:
+        raise ValueError(
+            "decode: expected a model of use_ringtile, and keys of a DynamicCache whose layer keeps all of them, got "
+            f"{key.shape=} from elsewhere; give this layer None, or leave decode= out"
+        )
+    # Of fewer keys than a tile there is nothing to choose, and nothing to remember.
+    known = Pages(choice) if pages is None else pages.setdefault(choice, Pages(choice))
+    return attend_step(choice, known, query, key, value, key_mask=kept.key_mask, scale=options["scale"])
 
 
 def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: dict[str, Any]) -> Tensor:

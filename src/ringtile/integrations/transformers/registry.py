@@ -16,10 +16,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from ringtile.functional.attend import is_stateful
 from ringtile.integrations.transformers.attention import (
+    KEPT,
     GivenPattern,
     LayerAttend,
+    LayerDecode,
     LayerPattern,
     check_attend,
+    check_decode,
     read_pattern,
 )
 from ringtile.integrations.transformers.attention import attend as attend_layer
@@ -37,7 +40,6 @@ OLDEST = (5, 5)
 CHOSEN = "use_ringtile"
 """The implementation of all models that `use_ringtile` switched. Their modules keep what it chose."""
 
-_KEPT = "_ringtile"
 _TAKEN = ("flash", "sdpa", "flex", "paged", "eager", "/", "|", "(", ")", CHOSEN)
 _CONVERTED = {"longformer": convert_longformer, "big_bird": convert_big_bird}
 _OWN_CLASSES = re.compile(r"_CLASSES\[(self\.)?config\._attn_implementation\]")
@@ -137,22 +139,27 @@ def _is_by_hand(kind: Any) -> bool:
         return False
 
 
-def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend = None) -> Model:
+def use_ringtile(
+    model: Model, pattern: GivenPattern = None, attend: LayerAttend = None, decode: LayerDecode = None
+) -> Model:
     """Switch a model of transformers to ringtile, in place, and return it.
 
     Longformer and BigBird write their attention by hand. It is replaced, and their weights are kept. Copies and pickles
-    of the model have its pattern and ``attend``, too. `save_pretrained` saves neither: call this again.
+    of the model have its pattern, ``attend`` and ``decode``, too. `save_pretrained` saves none: call this again.
 
     Args:
         model: The model, with or without a head.
         pattern: Makes the model sparse, see `register`.
         attend: Computes the attention, one function or one per layer, see `register`. Layers with a softcap, sinks or
             cross attention raise a ValueError in their first call.
+        decode: A `ringtile.adaptive.Choice` of the tiles that a call with one query reads from a ``DynamicCache``, the
+            default of ``generate``. A list has one per layer, or None for all keys. Its scores see the query and
+            earlier keys: ``Choice(Blend(None), Density(0.1))``. Layers without all keys raise in their first step.
 
     Raises:
         ImportError: If transformers is missing or too old.
-        ValueError: If this is no model of transformers, if a part of it computes attention by itself, or if the pattern
-            or ``attend`` is invalid.
+        ValueError: If this is no model of transformers, if a part of it computes attention by itself, or if the
+            pattern, ``attend`` or ``decode`` is invalid.
 
     Example:
         >>> from ringtile.patterns import GlobalTokens, Window
@@ -169,14 +176,16 @@ def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend
     kind = model.config.model_type
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     check_attend(attend)
-    if isinstance(attend, Sequence | nn.ModuleList) and len(attend) != layers:
-        raise ValueError(f"attend: expected one function per layer for {layers} layers, got {len(attend)}")
+    check_decode(decode)
+    for name, what, each in (("attend", "function", attend), ("decode", "choice", decode)):
+        if isinstance(each, Sequence | nn.ModuleList) and len(each) != layers:
+            raise ValueError(f"{name}: expected one {what} per layer for {layers} layers, got {len(each)}")
     if is_stateful(attend):
         raise ValueError(f"attend: expected one per layer, since a call changes later ones, got {attend!r}")
     pattern = read_pattern(pattern)
     _register_chosen()
     if kind in _CONVERTED:
-        for argument, given in (("pattern", pattern), ("attend", attend)):
+        for argument, given in (("pattern", pattern), ("attend", attend), ("decode", decode)):
             if given is not None:
                 raise ValueError(f"{argument}: {kind} has its own, got {given!r}")
         # Modules of these kinds do not look up an attention function, so no name is set.
@@ -184,17 +193,27 @@ def use_ringtile(model: Model, pattern: GivenPattern = None, attend: LayerAttend
         return model
     switch(model, CHOSEN)
     # On the modules, not in a table of models: a model that is dropped takes its choice along, and a copy has it.
-    chosen = _Chosen(pattern, attend)
+    chosen = _Chosen(pattern, attend, decode)
     for module in model.modules():
-        setattr(module, _KEPT, chosen)
+        setattr(module, KEPT, chosen)
+    if decode is not None:
+        _make_room_in_caches(model)
     return model
+
+
+def _make_room_in_caches(model: nn.Module) -> None:
+    from ringtile.integrations.transformers.decode import make_room
+
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and make_room not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(make_room, with_kwargs=True)
 
 
 class _Chosen:
     """What `use_ringtile` chose for a model."""
 
-    def __init__(self, pattern: LayerPattern, attend: LayerAttend) -> None:
-        self.pattern, self.attend = pattern, attend
+    def __init__(self, pattern: LayerPattern, attend: LayerAttend, decode: LayerDecode) -> None:
+        self.pattern, self.attend, self.decode = pattern, attend, decode
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The process that loads a model may not know the name.
@@ -209,13 +228,14 @@ def _register_chosen() -> None:
 def _attend_chosen(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    chosen = getattr(module, _KEPT, None)
+    chosen = getattr(module, KEPT, None)
     if chosen is None:
         raise ValueError(
             f"pattern: {type(module).__name__} is new, or of a model that shares its config with one of use_ringtile; "
             "call use_ringtile(model, ...) with this model"
         )
-    return attend_layer(chosen.pattern, module, query, key, value, attention_mask, by=chosen.attend, **options)
+    how = {"by": chosen.attend, "decode": chosen.decode, **options}
+    return attend_layer(chosen.pattern, module, query, key, value, attention_mask, **how)
 
 
 def switch(model: Any, name: str) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,19 @@ class Decoder:
     Args:
         source: A folder of ``save_pretrained``, a GGUF file, or a name on the hub.
         n_tokens: Length of all sequences.
-        text: A text file to judge by. Default: texts that every Python has.
+        files: Text files to judge by, see `Texts`.
         dtype: Dtype of weights and activations. Default: bfloat16 if this machine is faster with it, or float32.
         random_weights: A ``config.json`` or its folder, in place of ``source``.
 
     Raises:
-        ValueError: If the model, transformers or gguf is missing, or the model is too short.
+        ValueError: If the model, transformers or gguf is missing, the model is too short, or a file is no text.
     """
 
     def __init__(
         self,
         source: str | None,
         n_tokens: int,
-        text: Path | None = None,
+        files: Sequence[Path] = (),
         dtype: torch.dtype | None = None,
         random_weights: Path | None = None,
     ) -> None:
@@ -51,7 +52,7 @@ class Decoder:
         vocab_size = self.vocab_size
         # Without a tokenizer, a token is a byte.
         self.encode = encode or (lambda words: [byte % vocab_size for byte in words.encode()])
-        self.texts = Texts(self.encode, text)
+        self.texts = Texts(self.encode, files)
 
     @property
     def dtype(self) -> str:
@@ -62,25 +63,14 @@ class Decoder:
         """Facts that identify the weights, whatever their dtype and the name of their file."""
         return model_facts(self.model)
 
-    def output_weight(self, layer: int) -> Tensor | None:
-        """Return the output projection of a layer, float32 ``[E, H * Dv]``, or None if its name is not known."""
-        for module in self.model.modules():
-            if getattr(module, "layer_idx", None) == layer:
-                for name in ("o_proj", "out_proj", "dense", "wo", "c_proj"):
-                    found = getattr(module, name, None)
-                    if found is not None:
-                        weight: Tensor = found.weight.detach().float()
-                        # GPT-2 stores its projections transposed.
-                        return weight.T if type(found).__name__ == "Conv1D" else weight
-        return None
-
     @torch.no_grad()
-    def losses(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the cross entropy of the tokens after some positions, float32 ``[positions]``."""
+    def losses(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cross entropy of the tokens after some positions, float32, and whether they are the likeliest."""
         found = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=positions).logits
         # In pieces, because float32 logits of all positions take 4 bytes times the vocabulary each.
-        parts = zip(found[0].split(512), ids[0, positions + 1].split(512), strict=True)
-        return torch.cat([F.cross_entropy(x.float(), wanted, reduction="none") for x, wanted in parts])
+        parts = list(zip(found[0].split(512), ids[0, positions + 1].split(512), strict=True))
+        nats = [F.cross_entropy(x.float(), wanted, reduction="none") for x, wanted in parts]
+        return torch.cat(nats), torch.cat([x.argmax(1) == wanted for x, wanted in parts])
 
     @torch.no_grad()
     def run(self, ids: Tensor) -> None:

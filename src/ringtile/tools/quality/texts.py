@@ -1,4 +1,4 @@
-"""Token sequences with a far copy, made of texts that every Python has."""
+"""Token sequences with a far copy and far needles, made of texts that every Python has, or of yours."""
 
 from __future__ import annotations
 
@@ -7,31 +7,39 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ringtile.integrations.transformers.calibrate import far_repeat
 from ringtile.tools.hf.models import python_manual, read_text
 
-_JUDGED = ("typing", "tarfile", "inspect", "subprocess", "ast", "argparse", "zipfile", "configparser", "ssl", "mailbox")
+_CODE = ("typing", "tarfile", "inspect", "subprocess", "ast", "argparse", "zipfile", "configparser", "ssl", "mailbox")
+_DOCUMENTED = ("_pydecimal", "unittest.mock", "logging", "pathlib", "shutil", "collections", "functools")
 _CALIBRATION = ("doctest", "difflib", "statistics", "turtle", "optparse", "heapq", "random", "fractions")
 """Modules of Python. None of the files that calibrate is among the files that judge."""
 _DESCRIBED = ("torch", "transformers")
-KINDS = (("code", "prose"), ("markdown", "code"), ("prose", "code"), ("code", "markdown"))
-"""The copied text and the text between the copies, by seed."""
+_SOURCES = ("code", "manual", "readme", "docstrings")
+"""The texts to judge by, if there are none of yours."""
+_NAMES = (
+    "amber", "birch", "cobalt", "dahlia", "ember", "falcon", "garnet", "hazel", "indigo", "jasper", "kestrel", "lotus",
+    "maple", "nickel", "opal", "poppy", "quartz", "raven", "saffron", "topaz",
+)  # fmt: skip
+"""The names of the needles."""
 _SETTLED = 8
 """Tokens of the second copy before the model can know that it is one."""
-_GRAM = 16
-"""Equal tokens in a row that count as a repeat."""
+_FIRST, _BETWEEN, _NEEDLE, _SECOND, _QUESTION, _ANSWER = range(6)
+"""The parts of a sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class FarCopy:
-    """A sequence: some tokens, others, and the first ones again."""
+    """A sequence: some tokens, others with needles in them, the first ones again, and questions about the needles."""
 
     ids: Tensor
     """int64 ``[1, N]``."""
@@ -39,23 +47,32 @@ class FarCopy:
     """Number of tokens of each copy."""
     kinds: tuple[str, str]
     """The names of the copied text and of the text between the copies."""
-    offsets: tuple[int, int]
-    """Where both begin in their texts, in tokens."""
+    parts: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The part of each token ``[N]``, if the sequence is to judge by."""
+
+    def _inside(self, part: int) -> Tensor:
+        here = self.parts == part
+        return (here[:-1] & here[1:]).nonzero().flatten()
 
     @property
     def first(self) -> Tensor:
         """Positions of the first copy whose next token is judged, int64."""
-        return torch.arange(self.repeat - 1)
+        return self._inside(_FIRST)
 
     @property
     def between(self) -> Tensor:
-        """Positions of the text between the copies."""
-        return torch.arange(self.repeat, self.ids.shape[1] - self.repeat - 1)
+        """Positions of the text between the copies, without the needles."""
+        return self._inside(_BETWEEN)
 
     @property
     def second(self) -> Tensor:
         """Positions of the second copy. The model cannot know its first tokens."""
-        return torch.arange(self.ids.shape[1] - self.repeat + _SETTLED, self.ids.shape[1] - 1)
+        return self._inside(_SECOND)[_SETTLED:]
+
+    @property
+    def answers(self) -> Tensor:
+        """Positions whose next token is a digit of an answer."""
+        return (self.parts[1:] == _ANSWER).nonzero().flatten()
 
     @cached_property
     def sha256(self) -> str:
@@ -67,42 +84,78 @@ class Texts:
 
     Args:
         encode: The tokenizer: a text to its token ids.
-        text: A text file in UTF-8 to judge by, in place of Python's own texts.
+        files: Text files in UTF-8 to judge by, or folders of them, in place of Python's own texts.
 
     Raises:
-        ValueError: If the file is no text.
+        ValueError: If a file is no text, or two have the same name.
 
     >>> texts = Texts(lambda text: list(text[:20_000].encode()))
-    >>> drawn = texts.far_copy(3, 256)
-    >>> drawn.kinds, drawn.ids.shape, bool((drawn.ids[:, :64] == drawn.ids[:, -64:]).all())
-    (('code', 'markdown'), torch.Size([1, 256]), True)
+    >>> drawn = texts.far_copy(3, 512)
+    >>> drawn.kinds, drawn.ids.shape, len(drawn.first), len(drawn.answers)
+    (('docstrings', 'docstrings with needles'), torch.Size([1, 512]), 101, 5)
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], text: Path | None = None) -> None:
-        self._encode, self._text = encode, text
+    def __init__(self, encode: Callable[[str], list[int]], files: Sequence[Path] = ()) -> None:
+        every = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
+        self._encode, self._files = encode, {file.stem: read_text(file) for file in every}
+        if len(self._files) < len(every):
+            raise ValueError(f"--text: expected files of different names, got {', '.join(map(str, every))}")
+        self.sources = tuple(self._files) or _SOURCES
+        """The names of the texts to judge by."""
         self._known: dict[str, Tensor] = {}
 
     def tokens(self, kind: str) -> Tensor:
-        """Return all tokens of "code", "prose", "markdown", "calibration" or your "text", int64 ``[any]``."""
+        """Return all tokens of one of the `sources` or of "calibration", int64. Any other name means all your files."""
         if kind not in self._known:
-            words = read_text(self._text) if kind == "text" and self._text is not None else _words(kind)
+            joined = "\n\n".join(self._files.values()) if self._files else _words(kind)
             # Tokenizing takes seconds, and a run draws from each text several times.
-            self._known[kind] = torch.tensor(self._encode(words))
+            self._known[kind] = torch.tensor(self._encode(self._files.get(kind, joined)))
         return self._known[kind]
 
     def far_copy(self, seed: int, n_tokens: int) -> FarCopy:
-        """Draw a sequence to judge by: a quarter of it is a copy of the first quarter.
+        """Draw a sequence to judge by, from the source that the seed counts to.
 
-        Raises ValueError if a text is too short.
+        A fifth of it is a copy of the first fifth. Up to 20 needles lie in the text between, and the questions at the
+        end come a quarter to four fifths of the sequence later.
+
+        Raises ValueError if the text is too short.
         """
         drawn = random.Random(seed)
-        # A text of yours has no kinds, so it is both the copy and what is between.
-        kinds = ("text", "text") if self._text is not None else KINDS[seed % len(KINDS)]
-        repeat = n_tokens // 4
-        copied, between = (
-            self._some(kind, size, drawn) for kind, size in zip(kinds, (repeat, n_tokens - 2 * repeat), strict=True)
-        )
-        return FarCopy(torch.cat([copied[0], between[0], copied[0]])[None], repeat, kinds, (copied[1], between[1]))
+        source, repeat = self.sources[seed % len(self.sources)], n_tokens // 5
+        needles, questions = self._needles(drawn, n_tokens // 8)
+        sizes = [sum(len(ids) for ids, _ in each) for each in (needles, questions)]
+        text = n_tokens - 2 * repeat - sum(sizes)
+        copied, between = self._some(source, repeat + text, drawn).split((repeat, text))
+        # The last needle is a quarter of the sequence before the first question.
+        last = text - (n_tokens // 4 - repeat)
+        cuts = [0, *sorted(drawn.randrange(last + 1) for _ in needles), text]
+        texts = [(between[begin:end], torch.full((end - begin,), _BETWEEN)) for begin, end in pairwise(cuts)]
+        parts = [(copied, torch.full((repeat,), _FIRST)), texts[0]]
+        parts += chain.from_iterable(zip(needles, texts[1:], strict=True))
+        parts += [(copied, torch.full((repeat,), _SECOND)), *drawn.sample(questions, len(questions))]
+        ids, of = (torch.cat(each) for each in zip(*parts, strict=True))
+        return FarCopy(ids[None], repeat, (source, f"{source} with needles"), of)
+
+    def _needles(self, drawn: random.Random, most: int) -> tuple[list[tuple[Tensor, Tensor]], ...]:
+        """Return needles and the questions about them, each as tokens and their parts, of at most so many tokens."""
+        needles: list[tuple[Tensor, Tensor]] = []
+        questions: list[tuple[Tensor, Tensor]] = []
+        for name in drawn.sample(_NAMES, len(_NAMES)):
+            digits = str(drawn.randrange(10_000, 100_000))
+            sentence = f"\nThe secret number of {name} is {{}}."
+            ids = torch.tensor(self._encode(sentence.format(digits)))
+            most -= len(ids)
+            if most < 0:
+                break
+            # A tokenizer can join digits with each other, or with their neighbors. Tokens of the answer are those that
+            # change with it: all digits are others here, so its first and last token differ.
+            other = self._encode(sentence.format("".join(str((int(digit) + 5) % 10) for digit in digits)))
+            begin, end = _common(ids.tolist(), other), _common(ids.tolist()[::-1], other[::-1])
+            of = torch.full((len(ids),), _QUESTION)
+            of[begin : len(of) - end] = _ANSWER
+            needles.append((ids, torch.full((len(ids),), _NEEDLE)))
+            questions.append((ids, of))
+        return needles, questions
 
     def calibration(self, seed: int, n_tokens: int, vocab_size: int) -> FarCopy:
         """Draw a sequence to calibrate by: random tokens, a text, and the same random tokens.
@@ -110,57 +163,39 @@ class Texts:
         A text that has a far repeat by itself is taken as it is. Raises ValueError if a text is too short.
         """
         drawn = random.Random(seed)
-        kind = "calibration" if self._text is None else "text"
+        kind = " and ".join(self._files) or "calibration"
         whole = self.tokens(kind)[:n_tokens]
-        if self._text is not None and len(whole) == n_tokens and far_repeat(whole).any():
-            return FarCopy(whole[None], 0, (kind, kind), (0, 0))
+        if self._files and len(whole) == n_tokens and far_repeat(whole).any():
+            return FarCopy(whole[None], 0, (kind, kind))
         repeat = n_tokens // 4
         # Random tokens can be known only by attention to their first copy. A text could be guessed.
         copied = torch.tensor([drawn.randrange(vocab_size) for _ in range(repeat)])
-        between, offset = self._some(kind, n_tokens - 2 * repeat, drawn)
-        return FarCopy(torch.cat([copied, between, copied])[None], repeat, ("random tokens", kind), (0, offset))
+        between = self._some(kind, n_tokens - 2 * repeat, drawn)
+        return FarCopy(torch.cat([copied, between, copied])[None], repeat, ("random tokens", kind))
 
-    def _some(self, kind: str, size: int, drawn: random.Random) -> tuple[Tensor, int]:
+    def _some(self, kind: str, size: int, drawn: random.Random) -> Tensor:
         whole = self.tokens(kind)
         if len(whole) < size:
             raise ValueError(f"--text: expected at least {size} tokens of {kind}, got {len(whole)}")
         offset = drawn.randrange(len(whole) - size + 1)
-        return whole[offset : offset + size], offset
+        return whole[offset : offset + size]
 
 
-def far_repeat(ids: Tensor) -> Tensor:
-    """Return which tokens of ``[N]`` repeat others whose last copy is at least a quarter of N before, bool ``[N]``.
-
-    All are False if fewer than one in 16 do: attention that copies would hardly be seen.
-
-    >>> ids = torch.arange(400) % 300
-    >>> far_repeat(ids).sum(), far_repeat(torch.arange(400)).sum()
-    (tensor(100), tensor(0))
-    """
-    n_tokens = len(ids)
-    repeated = torch.zeros(n_tokens, dtype=torch.bool)
-    if n_tokens < 2 * _GRAM:
-        return repeated
-    # Give equal runs of 16 tokens one number, then look at the place where that number came before.
-    grams = ids.unfold(0, _GRAM, 1)
-    _, kind = grams.unique(dim=0, return_inverse=True)
-    order = kind.argsort(stable=True)
-    # A run that never came before gets a place after all others, so its distance is negative.
-    before = torch.full_like(kind, n_tokens)
-    before[order[1:]] = torch.where(kind[order[1:]] == kind[order[:-1]], order[:-1], n_tokens)
-    for begin in (torch.arange(len(grams)) - before >= n_tokens // 4).nonzero().flatten().tolist():
-        repeated[begin : begin + _GRAM] = True
-    return repeated if repeated.sum() >= n_tokens // 16 else torch.zeros_like(repeated)
+def _common(some: list[int], others: list[int]) -> int:
+    """Return how many first tokens are equal."""
+    return next(number for number, (a, b) in enumerate(zip(some, others, strict=False)) if a != b)
 
 
 def _words(kind: str) -> str:
     match kind:
-        case "prose":
+        case "manual":
             return python_manual()
-        case "markdown":
+        case "readme":
             return "\n\n".join(str(importlib.metadata.metadata(name)["Description"]) for name in _DESCRIBED)
         case "code":
-            return "\n\n".join(map(_source, _JUDGED))
+            return "\n\n".join(map(_source, _CODE))
+        case "docstrings":
+            return "\n\n".join(_docstrings(_source(module)) for module in _DOCUMENTED)
     # Half of it is code, and half is English.
     return "\n\n".join(f"{_docstrings(source)}\n\n{source}" for source in map(_source, _CALIBRATION))
 

@@ -102,8 +102,12 @@ def head_facts(
     error, norm = missed.clone(), missed.clone()
     step = tiles_at_once(query, key.shape[2])
     for part, weight in zip(rows.split(step), share.split(step), strict=True):
-        mass, outs, wrong, seen = _of_rows(view, keep, values, part)
-        missed += torch.einsum("bhr,r->h", (1 - mass).clamp(min=0) * seen, weight) / batch
+        exact = view.exact_weights(part).double()
+        kept = exact * keep[:, :, base.row_of(part)].unsqueeze(4)
+        mass = kept.sum((3, 4))
+        outs, some = (x.flatten(3) @ values for x in (exact, kept))
+        wrong = some / mass.clamp(min=1e-12).unsqueeze(3) - outs
+        missed += torch.einsum("bhr,r->h", (1 - mass).clamp(min=0) * (exact.sum((3, 4)) > 0.5), weight) / batch
         error += torch.einsum("bhrd,hde,bhre,r->h", wrong, mix, wrong, weight) / batch
         if output is None:
             norm += torch.einsum("bhrd,bhrd,r->h", outs, outs, weight) / batch
@@ -112,15 +116,6 @@ def head_facts(
     free = (allowed & ~forced).any(0).any(0)
     listed = found.masked_fill(~allowed, 0)[:, :, free].mean(0)
     return HeadFacts(missed, error / norm.clamp(min=1e-30), listed, int(allowed[0, 0].sum()))
-
-
-def _of_rows(view: View, keep: Tensor, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the mass that rows keep, their exact outputs, the errors of the sparse ones, and whether they see keys."""
-    exact = view.exact_weights(rows).double()
-    kept = exact * keep[:, :, view.base.row_of(rows)].unsqueeze(4)
-    mass = kept.sum((3, 4))
-    outs, some = (x.flatten(3) @ values for x in (exact, kept))
-    return mass, outs, some / mass.clamp(min=1e-12).unsqueeze(3) - outs, exact.sum((3, 4)) > 0.5
 
 
 def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:

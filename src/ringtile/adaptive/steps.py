@@ -126,18 +126,20 @@ def kept_tiles(
     """Return the tiles that the last token keeps, bool ``[B, H, 1, C]``."""
     # The last token's own tile has no score: its box would know later tokens.
     own = (key.shape[2] - 1) // choice.block
+    col = torch.arange(own + 1, device=key.device)
+    forced = ((col < choice.first) | (col >= own - choice.local)).unsqueeze(0)
+    allowed = torch.ones_like(forced)[None, None]
+    if key.shape[2] < choice.min_length:
+        return allowed.expand(*query.shape[:2], -1, -1)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     boxes = [Boxes(*(x[:, :, :own] for x in each)) for each in pages.grown(key, key_mask)]
     found = query.new_zeros(*query.shape[:2], 1, own + 1, dtype=torch.float32)
     if own:
         for each, (_, share) in zip(boxes, pages.parts, strict=True):
             found[..., :own] += scored(query, each, scale) * share
-    col = torch.arange(own + 1, device=key.device)
-    forced = ((col < choice.first) | (col >= own - choice.local)).unsqueeze(0)
-    allowed = torch.ones_like(forced)[None, None]
     budget = choice.budget
     assert isinstance(budget, Budget)
-    return budget.keep(found, allowed, forced) if key.shape[2] >= choice.min_length else allowed.expand_as(found)
+    return budget.keep(found, allowed, forced)
 
 
 def scored(query: Tensor, boxes: Boxes, scale: float) -> Tensor:

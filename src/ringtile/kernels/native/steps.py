@@ -31,15 +31,9 @@ class Step:
                 f"{tuple(keep.shape)} for {query.shape=}"
             )
         c = self.c = library().structure()
-        c.block, c.batch, c.heads, c.kv_heads, c.head_dim, c.value_dim = (
-            block,
-            batch,
-            heads,
-            kv_heads,
-            head_dim,
-            value_dim,
-        )
-        c.n_queries, c.n_keys, c.start = 1, n_keys, n_keys - 1
+        c.batch, c.heads, c.n_queries, c.head_dim = batch, heads, 1, head_dim
+        c.kv_heads, c.n_keys, c.value_dim = kv_heads, n_keys, value_dim
+        c.block, c.start = block, n_keys - 1
         self._set_tiles(keep.reshape(batch * heads, cols))
 
     def _set_tiles(self, keep: Tensor) -> None:

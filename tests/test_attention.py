@@ -32,6 +32,7 @@ from ringtile import build_index, sparse_attention
 from ringtile.index import BlockIndex, clear_cache, to_block_mask
 from ringtile.kernels import native
 from ringtile.kernels.blockwise import chunks
+from ringtile.kernels.native.precision import arithmetic_of
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 from ringtile.kernels.plans import forget_plans
 from ringtile.patterns import (
@@ -471,6 +472,9 @@ def test_results_are_in_the_dtypes_of_the_contract() -> None:
 def test_the_lse_of_half_types_is_as_close_as_documented(backend: str, most: float, dtype: torch.dtype) -> None:
     if backend == "native" and native.reason_against():
         pytest.skip(native.reason_against())
+    if backend == "native" and arithmetic_of(dtype).tile_products > 1:
+        # The products of the low parts are left out.
+        most = 1e-4
     q, k, v = (torch.randn(1, 4, 256, 64, generator=torch.Generator().manual_seed(3)).to(dtype) for _ in range(3))
     scores = q.double() @ k.double().mT / 8
     expected = scores.masked_fill(torch.ones(256, 256).triu(1) > 0, -math.inf).logsumexp(3)

@@ -223,7 +223,8 @@ def main() -> None:
     print("\n".join(["", *parts_lines(parts)]))
     if args.out is not None and not any(each.interrupted for each in (record, *parts.values())):
         rows = [asdict(row) for each in parts.values() for row in each.rows]
-        found = {"instruction_set": name, "errors": errors, "parts": rows, **asdict(record)}
+        bars = [{**bar._asdict(), "ratio": ratio_of(bar, record)} for bar in BARS]
+        found = {"instruction_set": name, "bars": bars, "errors": errors, "parts": rows, **asdict(record)}
         write_whole(args.out, json.dumps(found, indent=1) + "\n")
 
 

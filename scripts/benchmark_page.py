@@ -31,7 +31,7 @@ from ringtile.tools.units import bytes_text, count_text, duration_text
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "records"
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
-GPU, TRAINS = FOLDER / "gpu.json", FOLDER / "demo-trains.json"
+GPU, AMX, TRAINS = FOLDER / "gpu.json", FOLDER / "amx.json", FOLDER / "demo-trains.json"
 CLAIMS = ROOT / "benchmarks" / "claims.toml"
 
 RECORDS = ("default", "density", "long", "short", "fallback", "acceptance", "grid")
@@ -292,6 +292,53 @@ def _best(rows: Iterable[Row], *peers: str) -> Row | None:
     return min(timed, key=lambda row: row.median_ms or 0.0, default=None)
 
 
+def amx_section(record: Mapping[str, Any]) -> Iterator[Part]:
+    """Write the section of a record of benchmarks/amx.py."""
+    machine, versions = record["machine"], record["versions"]
+    yield Heading("bfloat16 in AMX tiles")
+    yield Code("python benchmarks/amx.py --out benchmarks/records/amx.json", "sh")
+    told = [
+        f"{machine['cpu']}, {machine['cores']} cores, bfloat16 by {record['instruction_set']};",
+        f"torch {versions['torch']}, {machine['threads']} threads, Python {versions['python']}, commit",
+        f"`{record['commit'][:12]}`. A target is the least ratio that the kernel should reach: the time of PyTorch's",
+        "dense attention, which uses the same units, or of FlexAttention, over ringtile's.",
+    ]
+    if record["warning"]:
+        told.append(f"{record['warning']} Both times of a ratio are from this machine.")
+    yield "\n".join(told)
+    rows = []
+    for bar in record["bars"]:
+        sizes = [
+            f"`{bar['pattern']}`",
+            f"{bar['n_tokens']:,}",
+            bar["heads"],
+            bar["head_dim"],
+            bar["direction"],
+            bar["peer"],
+        ]
+        verdict = "met" if bar["ratio"] >= bar["least"] else "**missed**"
+        rows.append([*sizes, f">= {bar['least']:g}x", f"{bar['ratio']:.2f}x", verdict])
+    yield Table(["pattern", "N", "H", "D", "direction", "over", "target", "measured", ""], rows, 1)
+    errors = {name: [row[name] for row in record["errors"]] for name in ("out", "dq", "dk", "dv")}
+    worst = [f"{max(found):.2f} ({name})" for name, found in errors.items()]
+    yield f"Errors against float64 over PyTorch's in bfloat16, at scores of three sizes, the worst: {', '.join(worst)}."
+    yield "\nDense attention of dtypes that are multiplied in bfloat16 parts, float32 only with the precision `high`:"
+    pairs: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in (Row(**each) for each in record["parts"]):
+        pairs.setdefault((row.dtype, row.n_tokens, row.head_dim, row.direction), {})[row.peer] = row
+    lines = [
+        [
+            *at,
+            f"{(by[DENSE].median_ms or 0.0) / by[OURS].median_ms:.2f}x",
+            f"{by[OURS].error:.1e}",
+            f"{by[DENSE].error:.1e}",
+        ]
+        for at, by in pairs.items()
+        if by[OURS].median_ms
+    ]
+    yield Table(["dtype", "N", "D", "direction", "over PyTorch", "error", "PyTorch's error"], lines, 1)
+
+
 def gpu_section(record: Mapping[str, Any]) -> Iterator[Part]:
     """Write the section of a record of benchmarks/gpu.py."""
     if record["clock"] != "events":
@@ -350,6 +397,8 @@ def page(found: Mapping[str, Record]) -> str:
         parts.append(LIMIT)
     for name, record in found.items():
         parts += _section(name, record)
+    if AMX.exists():
+        parts += amx_section(json.loads(AMX.read_text(encoding="utf-8")))
     if GPU.exists():
         parts += gpu_section(json.loads(GPU.read_text(encoding="utf-8")))
     return markdown([*parts, DOCUMENTS, *_documents(found)])

@@ -1,0 +1,144 @@
+"""The best keys or blocks of each query by the scores of small heads, without the scores of all pairs."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ringtile.functional.attention import check_options, checked_tensors
+from ringtile.patterns import Dense, Pattern
+from ringtile.patterns.checks import check_positive
+
+_SPAN = 1 << 20
+"""Most keys or blocks that are ranked at once."""
+_BYTES = 1 << 24
+"""Most bytes of each of three tensors of a chunk of queries."""
+
+
+@torch.no_grad()
+def index_topk(
+    query: Tensor,
+    key: Tensor,
+    n: int,
+    *,
+    weights: Tensor | None = None,
+    relu: bool = False,
+    groups: int = 1,
+    block: int = 1,
+    local: int = 0,
+    pattern: Pattern | None = None,
+    start: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """Return the ``n`` keys or blocks of each query with the best scores, as int32 ``[B, groups, Nq, n]``, best first.
+
+    This is the indexer of models that were trained sparse. The score of query i and key j is the sum of
+    ``weights[h, i] * (query[h, i] @ key[j])`` over the heads h of a group, in float32, or in float64 for such inputs.
+    With ``relu``, products below 0 count as 0 (DeepSeek-V3.2, arXiv:2512.02556). A row with fewer than ``n`` keys ends
+    in -1. At most 64 MiB are allocated beyond the inputs and the result, at any length. No gradient flows.
+
+    Args:
+        query: ``[B, H, Nq, D]``, any floating-point dtype.
+        key: ``[B, 1 or groups, Nk, D]``, the query's dtype.
+        n: Number of keys or blocks.
+        weights: ``[B, H, Nq]``. None is 1.
+        relu: Count negative products as 0.
+        groups: Number of groups of consecutive heads. The heads of a group choose together.
+        block: Choose blocks of so many keys. The score of a block is the largest of its keys.
+        local: Number of blocks, up to the query's own, that come first whatever their score. They need an allowed key.
+        pattern: A rule of the keys to choose from, the same for all heads, such as ``Causal()``. None is all keys.
+        start: Position of query 0 in the rule, by default ``Nk - Nq``, or ``[B, Nq]`` positions of all queries.
+        key_mask: bool ``[B, Nk]``, True for keys to choose from.
+        key_lengths: ``[B]`` integers, the number of valid keys of each batch element.
+
+    Equal scores have the order of `torch.topk` on the row, if it has at most 2**20 keys or blocks.
+
+    Raises:
+        ValueError: If an argument does not match the others.
+
+    Example:
+        >>> from ringtile.patterns import Causal
+        >>> query, key = torch.tensor([[[[1.0], [-1.0]]]]), torch.tensor([[[[3.0], [5.0], [4.0]]]])
+        >>> index_topk(query, key, 2, pattern=Causal()).tolist()
+        [[[[1, 0], [0, 2]]]]
+    """
+    check_positive(n=n, groups=groups, block=block)
+    query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
+    check_options(query, key, key_mask=key_mask, key_lengths=key_lengths)
+    (batch, n_heads, n_queries, _), n_keys, device = query.shape, key.shape[2], query.device
+    rule = Dense() if pattern is None else pattern
+    if n_heads % groups or key.shape[1] not in (1, groups):
+        raise ValueError(
+            "groups: expected a divisor of the query's heads, and one key head or as many as groups, got "
+            f"{groups=} with {query.shape=}, {key.shape=}"
+        )
+    if weights is not None and (weights.shape != query.shape[:3] or not weights.is_floating_point()):
+        raise ValueError(f"weights: expected floating {tuple(query.shape[:3])}, got {weights.dtype=}, {weights.shape=}")
+    if type(local) is not int or local < 0:
+        raise ValueError(f"local: expected an integer >= 0, got {local!r}")
+    if not isinstance(rule, Pattern) or rule.num_heads is not None or rule.batch_size not in (None, batch):
+        raise ValueError(f"pattern: expected a Pattern of all heads and of {batch} batch elements, got {pattern!r}")
+    first: int | Tensor = n_keys - n_queries if start is None else start
+    if isinstance(first, Tensor):
+        if first.shape != (batch, n_queries) or first.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"start: expected an int or integers {(batch, n_queries)}, got {first.dtype=}, {first.shape=}"
+            )
+    elif type(first) is not int:
+        raise ValueError(f"start: expected an int or integers {(batch, n_queries)}, got {start!r}")
+    heads, dtype = n_heads // groups, torch.float64 if query.dtype == torch.float64 else torch.float32
+    entries = -(-n_keys // block)
+    out = torch.full((batch, groups, n_queries, n), -1, dtype=torch.int32, device=device)
+    # A row holds its scores, and the best of two spans with their numbers. Tiles bound products, keys and masks.
+    of_row = dtype.itemsize * min(entries, _SPAN) + 24 * min(n, entries)
+    rows = max(1, min(256, _BYTES // max(of_row, 1), _BYTES // (dtype.itemsize * heads * block)))
+    widest = min(_BYTES // dtype.itemsize // max(rows * heads, 2 * query.shape[3]), _BYTES // 32 // rows)
+    tile = max(1, min(widest, _SPAN) // block) * block
+    zero, positions = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n_queries, device=device)
+    for b, g, begin in product(range(batch), range(groups), range(0, n_queries, rows)):
+        chosen = slice(begin, min(begin + rows, n_queries))
+        of_group = slice(g * heads, (g + 1) * heads)
+        q = query[b, of_group, chosen].transpose(0, 1).to(dtype)
+        w = None if weights is None else weights[b, of_group, chosen].T.to(dtype)
+        at = first[b, chosen, None] if isinstance(first, Tensor) else positions[chosen, None] + first
+        best: tuple[Tensor, Tensor] | None = None
+        for low in range(0, entries, _SPAN):
+            high = min(low + _SPAN, entries)
+            row = torch.full((len(q), high - low), -torch.inf, dtype=dtype, device=device)
+            for left in range(low * block, min(high * block, n_keys), tile):
+                right = min(left + tile, high * block, n_keys)
+                j = torch.arange(left, right, device=device)
+                keep = rule.batch_row(b).allowed(zero, at, j)
+                keep = keep if key_mask is None else keep & key_mask[b, left:right]
+                keep = keep if key_lengths is None else keep & (j < key_lengths[b])
+                if keep.any():
+                    scores = _scores(q, key[b, g % key.shape[1], left:right].to(dtype), w, relu)
+                    scores = pad(scores.masked_fill_(~keep, -torch.inf), (0, -len(j) % block), value=-torch.inf)
+                    row[:, left // block - low : -(-right // block) - low] = scores.unflatten(1, (-1, block)).amax(2)
+            if local:
+                lag = at // block - torch.arange(low, high, device=device)
+                row.masked_fill_((lag >= 0) & (lag < local) & (row > -torch.inf), torch.inf)
+            values, where = row.topk(min(n, high - low))
+            where += low
+            if best is not None:
+                values, where = torch.cat([best[0], values], 1), torch.cat([best[1], where], 1)
+                values, order = values.topk(min(n, values.shape[1]))
+                where = where.gather(1, order)
+            best = values, where
+        if best is not None:
+            out[b, g, chosen, : best[1].shape[1]] = best[1].masked_fill_(best[0] == -torch.inf, -1)
+    return out
+
+
+def _scores(q: Tensor, k: Tensor, weights: Tensor | None, relu: bool) -> Tensor:
+    """Return the scores ``[rows, keys]`` of queries ``[rows, heads, D]``."""
+    # Ranks need more digits than autocast keeps.
+    with torch.autocast(q.device.type, enabled=False):
+        products = (q.flatten(0, 1) @ k.mT).unflatten(0, q.shape[:2])
+        if relu:
+            products.relu_()
+        return products.sum(1) if weights is None else torch.bmm(weights.unsqueeze(1), products).squeeze(1)

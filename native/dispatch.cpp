@@ -26,6 +26,7 @@ using reason = const char *();
     extern "C" kernel ringtile_forward_##isa;         \
     extern "C" kernel ringtile_backward_##isa;        \
     extern "C" kernel ringtile_masses_##isa;          \
+    extern "C" kernel ringtile_lists_##isa;           \
     extern "C" peak ringtile_peak_##isa;              \
     extern "C" lanes ringtile_lanes_##isa;
 #define DECLARE_TILES(isa) \
@@ -33,14 +34,14 @@ using reason = const char *();
     extern "C" multiply ringtile_multiply_tiles_##isa;
 #define FUNCTIONS(isa)                                                                                     \
     #isa, reason_against_##isa, ringtile_forward_##isa, ringtile_backward_##isa, ringtile_masses_##isa, \
-        ringtile_peak_##isa, ringtile_lanes_##isa
+        ringtile_lists_##isa, ringtile_peak_##isa, ringtile_lanes_##isa
 #define ENTRY(isa) {FUNCTIONS(isa), nullptr}
 #define TILES_ENTRY(isa) {FUNCTIONS(isa), ringtile_multiply_tiles_##isa}
 
 struct Kernels {
     const char *name;
     reason *against;  // empty if this processor runs the set
-    kernel *forward, *backward, *masses;
+    kernel *forward, *backward, *masses, *lists;
     peak *rate;
     lanes *together;
     multiply *multiply_tiles;
@@ -205,6 +206,7 @@ static constexpr ringtile_call blank = {};
 #define FORWARD(name) FIELD(forward., name)
 #define BACKWARD(name) FIELD(backward., name)
 #define MASSES(name) FIELD(masses., name)
+#define LISTS(name) FIELD(lists., name)
 
 static constexpr Field fields[] = {
     CALL(dtype) CALL(isa) CALL(threads) CALL(block) CALL(batch) CALL(heads) CALL(kv_heads) CALL(n_queries) CALL(n_keys)
@@ -223,6 +225,8 @@ static constexpr Field fields[] = {
     BACKWARD(row_buffers) BACKWARD(shared_splits) BACKWARD(n_shared_splits)
     MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
     MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign)
+    LISTS(indices) LISTS(indices_stride) LISTS(list_groups) LISTS(list_length) LISTS(limits) LISTS(limits_stride)
+    LISTS(list_rows) LISTS(first_query) LISTS(last_query) LISTS(chunk_keys) LISTS(weights)
 };
 static constexpr int n_fields = sizeof(fields) / sizeof(fields[0]);
 
@@ -257,6 +261,7 @@ PUBLIC int ringtile_lanes(int isa) { return all[isa].together(); }
 PUBLIC int ringtile_forward(const ringtile_call *call) { return all[call->isa].forward(call); }
 PUBLIC int ringtile_backward(const ringtile_call *call) { return all[call->isa].backward(call); }
 PUBLIC int ringtile_masses(const ringtile_call *call) { return all[call->isa].masses(call); }
+PUBLIC int ringtile_lists(const ringtile_call *call) { return all[call->isa].lists(call); }
 
 // Add A[16][32] * B[16][16][2], whose numbers are bfloat16, to C[16][16] so many times. Return 0, or 1 if the set has no
 // tiles.

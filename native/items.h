@@ -1,6 +1,7 @@
 // Work items on threads, and what each pass does with an item.
 #pragma once
 #include "backward.h"
+#include "chosen.h"
 #include "forward.h"
 #include "masses.h"
 
@@ -85,6 +86,17 @@ template <class P> int backward(const ringtile_call &call) {
 template <class P> int masses(const ringtile_call &call) {
     return each_item<P>(call, MassScratch<P>::size(call), [](const ringtile_call &c, int64_t item, float *memory) {
         mass_item<P>(c, item, memory);
+    });
+}
+
+// Inline: a set whose lists another set computes compiles none of it.
+inline int lists(const ringtile_call &call) {
+    return each_item<Plain<float, float>>(call, ListScratch::size(call), [](const ringtile_call &c, int64_t item, float *x) {
+        switch (c.work.phase) {
+        case RINGTILE_LISTS_FORWARD: return list_forward(c, item, x);
+        case RINGTILE_LISTS_QUERY_GRADS: return list_query_grads(c, item, x);
+        default: return list_key_grads(c, item, x);
+        }
     });
 }
 

@@ -46,4 +46,12 @@ int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
     default: return ISA::masses<ISA::Plain<ISA::float16, float>>(*c);
     }
 }
+
+#if HAS_BF16_PAIRS
+// Lists are widened to float32, for which this set is another.
+int ringtile_lists_avx512(const ringtile_call *);
+int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
+#else
+int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ISA::lists(*c); }
+#endif
 }

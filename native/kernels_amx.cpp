@@ -12,6 +12,7 @@ extern "C" {
 int ringtile_forward_avx512(const ringtile_call *);
 int ringtile_backward_avx512(const ringtile_call *);
 int ringtile_masses_avx512(const ringtile_call *);
+int ringtile_lists_avx512(const ringtile_call *);
 
 int NAME(ringtile_lanes_, ISA)() { return ISA::AMX_SIDE; }
 
@@ -34,6 +35,7 @@ int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     }
 }
 int NAME(ringtile_masses_, ISA)(const ringtile_call *c) { return ringtile_masses_avx512(c); }
+int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
 
 // Add A * B to C so many times, without leaving the registers.
 void NAME(ringtile_multiply_tiles_, ISA)(const void *a, const void *b, float *c, int64_t count) {

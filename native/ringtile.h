@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 7
+#define RINGTILE_ABI 8
 
 // Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
 enum ringtile_dtype {
@@ -42,6 +42,13 @@ enum ringtile_backward_phase {
     RINGTILE_COLUMNS = 3,      // columns, and the shared splits of columns
     RINGTILE_FOLD_ROWS = 4,    // sums of the shared splits of rows, after RINGTILE_ROWS
     RINGTILE_FOLD_COLUMNS = 5  // sums of the shared splits of columns, after RINGTILE_COLUMNS
+};
+
+// Phases of attention over lists of keys:
+enum ringtile_lists_phase {
+    RINGTILE_LISTS_FORWARD = 0,     // out and lse, by query
+    RINGTILE_LISTS_QUERY_GRADS = 1, // gradients of queries, and weights
+    RINGTILE_LISTS_KEY_GRADS = 2    // gradients of keys and values, from the weights of the same queries
 };
 
 // One call. Tensors are [B, H, N, D] with strides in elements for B, H and N and a contiguous last dimension. lse, its
@@ -128,6 +135,20 @@ typedef struct ringtile_call {
         const float *bias;
         int64_t bias_stride[2], pool_max, by_sign;
     } masses;
+
+    // ringtile_lists: int32 lists of entries for each query, [B, list_groups, n_queries, list_length], with a stride for B.
+    // Each ascends and ends in numbers below 0. An entry is `block` tokens, a power of two. Query i keeps the keys from
+    // limits[i][0] to limits[i][1] - 1 of its list, [B, n_queries, 2], with a stride for B. A call computes the queries from
+    // first_query to last_query - 1. An item is list_rows heads of a key head for a query, or chunk_keys keys, a multiple of
+    // the block. `weights` has room for two numbers per key head, query of the call, place in its list and query head.
+    // The gradients of keys and values are float32, grow, and start as zeros.
+    struct {
+        const int32_t *indices;
+        int64_t indices_stride, list_groups, list_length;
+        const int32_t *limits;
+        int64_t limits_stride, list_rows, first_query, last_query, chunk_keys;
+        float *weights;
+    } lists;
 } ringtile_call;
 
 #ifdef __cplusplus

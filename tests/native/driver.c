@@ -26,6 +26,7 @@ const char *ringtile_isa_reason(int isa);
 int ringtile_forward(const ringtile_call *call);
 int ringtile_backward(const ringtile_call *call);
 int ringtile_masses(const ringtile_call *call);
+int ringtile_lists(const ringtile_call *call);
 int64_t ringtile_kept(int64_t groups, int64_t heads, int64_t slots, const int32_t *base, const int32_t *pointer,
                       const int32_t *other, const int32_t *tile, const uint8_t *mask, const int64_t *strides,
                       int64_t capacity, int32_t *kept_pointer, int32_t *kept_other, int32_t *kept_tile);
@@ -642,6 +643,98 @@ static int check_masses(int isa, int number) {
     return failed;
 }
 
+// Lists of keys per query, over problems of their own: empty lists, tails, limits that cut blocks, tokens that are NaN
+// where no query keeps them, and queries whose weights wait in windows.
+static int check_lists(int isa, int number) {
+    static const int types[] = {RINGTILE_FLOAT32, RINGTILE_BFLOAT16, RINGTILE_FLOAT16};
+    static const int widths[] = {1, 7, 16, 33, 64, 80}, blocks[] = {1, 1, 4, 64}, ratios[] = {1, 3, 16, 21, 70};
+    static const double scales[] = {0.4, -0.3, 0}, bounds[] = {2e-5, 0, 3e-2, 4e-3};
+    ringtile_call c = {0};
+    const int64_t ratio = ratios[draw(5)];
+    c.isa = isa, c.dtype = types[number % 3], c.threads = 1 + (int)draw(2), c.block = blocks[draw(4)];
+    c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2), c.heads = c.kv_heads * ratio, c.options.scale = scales[draw(3)];
+    c.n_queries = 1 + draw(9), c.n_keys = 1 + draw(200), c.head_dim = widths[draw(6)], c.value_dim = widths[draw(6)];
+    c.lists.list_groups = draw(2) ? c.kv_heads : 1, c.lists.list_rows = 1 + draw(80), c.lists.chunk_keys = c.block * (1 + draw(3));
+    const int64_t blocks_of_keys = (c.n_keys + c.block - 1) / c.block, n_rows = c.batch * c.heads * c.n_queries;
+    const int64_t length = c.lists.list_length = 1 + draw((uint32_t)blocks_of_keys + 2), slots = c.batch * c.lists.list_groups * c.n_queries;
+    int32_t *indices = allocate(slots * length, 4), *limits = allocate(c.batch * c.n_queries * 2, 4);
+    for (int64_t slot = 0; slot < slots; slot++) {
+        int64_t at = 0, left = blocks_of_keys;
+        for (int32_t e = 0; at < length && e < blocks_of_keys && slot % 5 != 4; e++, left--)
+            if (draw((uint32_t)left) < length - at) indices[slot * length + at++] = e;
+        while (at < length) indices[slot * length + at++] = -1;
+    }
+    for (int64_t i = 0; i < c.batch * c.n_queries; i++)
+        limits[2 * i] = (int32_t)draw((uint32_t)c.n_keys) / 2, limits[2 * i + 1] = (int32_t)draw((uint32_t)c.n_keys + 1);
+    c.lists.indices = indices, c.lists.indices_stride = c.lists.list_groups * c.n_queries * length;
+    c.lists.limits = limits, c.lists.limits_stride = 2 * c.n_queries;
+    tensor q = new_tensor(c.dtype, c.batch, c.heads, c.n_queries, c.head_dim, 1);
+    tensor k = new_tensor(c.dtype, c.batch, c.kv_heads, c.n_keys, c.head_dim, 1);
+    tensor v = new_tensor(c.dtype, c.batch, c.kv_heads, c.n_keys, c.value_dim, 1);
+    tensor out = new_tensor(c.dtype, c.batch, c.heads, c.n_queries, c.value_dim, 0);
+    tensor out_grad = new_tensor(c.dtype, c.batch, c.heads, c.n_queries, c.value_dim, 1);
+    char *kept = memset(allocate(n_rows * c.n_keys, 1), 0, n_rows * c.n_keys), *used = memset(allocate(c.batch * c.kv_heads * c.n_keys, 1), 0, c.batch * c.kv_heads * c.n_keys);
+    for (int64_t row = 0; row < n_rows; row++) {
+        const int64_t i = row % c.n_queries, h = row / c.n_queries % c.heads, b = row / c.n_queries / c.heads, kv = h / ratio;
+        const int32_t *list = indices + ((b * c.lists.list_groups + h * c.lists.list_groups / c.heads) * c.n_queries + i) * length;
+        for (int64_t at = 0; at < length && list[at] >= 0; at++)
+            for (int64_t j = (int64_t)list[at] * c.block; j < ((int64_t)list[at] + 1) * c.block && j < c.n_keys; j++)
+                if (j >= limits[2 * (b * c.n_queries + i)] && j < limits[2 * (b * c.n_queries + i) + 1])
+                    kept[row * c.n_keys + j] = used[(b * c.kv_heads + kv) * c.n_keys + j] = 1;
+    }
+    for (int64_t at = 0; at < c.batch * c.kv_heads * c.n_keys; at++) {
+        if (used[at]) continue;
+        fill(&k, at / c.n_keys / c.kv_heads, at / c.n_keys % c.kv_heads, at % c.n_keys, NAN);
+        fill(&v, at / c.n_keys / c.kv_heads, at / c.n_keys % c.kv_heads, at % c.n_keys, INFINITY);
+    }
+    place(&c.q, c.q_stride, &q), place(&c.k, c.k_stride, &k), place(&c.v, c.v_stride, &v);
+    place((const void **)&c.out, c.out_stride, &out), place(&c.backward.out_grad, c.backward.out_grad_stride, &out_grad);
+    const int64_t n_keys = c.batch * c.kv_heads * c.n_keys;
+    const int64_t counts[RESULTS] = {n_rows * c.value_dim, n_rows, n_rows * c.head_dim, n_keys * c.head_dim, n_keys * c.value_dim};
+    float *lse = allocate(n_rows, 4), *lse_grad = allocate(n_rows, 4), *k_grad = allocate(counts[K_GRAD], 4), *v_grad = allocate(counts[V_GRAD], 4);
+    for (int64_t row = 0; row < n_rows; row++) lse_grad[row] = (float)normal();
+    memset(k_grad, 0, counts[K_GRAD] * 4), memset(v_grad, 0, counts[V_GRAD] * 4);
+    c.lse = lse, c.backward.lse_grad = draw(2) ? lse_grad : NULL;
+    c.backward.q_grad = allocate(counts[Q_GRAD], sizes[c.dtype]), c.backward.k_grad = k_grad, c.backward.v_grad = v_grad;
+    const int64_t parts = (ratio + c.lists.list_rows - 1) / c.lists.list_rows, window = 1 + draw((uint32_t)c.n_queries);
+    c.lists.last_query = c.n_queries, c.work.last_item = c.batch * c.kv_heads * parts * c.n_queries;
+    int failed = ringtile_lists(&c);
+    c.lists.weights = allocate(2 * c.batch * c.heads * window * length * c.block, 4);
+    for (int64_t first = 0; first < c.n_queries; first = c.lists.last_query) {
+        c.lists.first_query = first, c.lists.last_query = first + window < c.n_queries ? first + window : c.n_queries;
+        c.work.phase = RINGTILE_LISTS_QUERY_GRADS, c.work.last_item = c.batch * c.kv_heads * parts * (c.lists.last_query - first);
+        failed |= ringtile_lists(&c);
+        c.work.phase = RINGTILE_LISTS_KEY_GRADS;
+        c.work.last_item = c.batch * c.kv_heads * ((c.n_keys + c.lists.chunk_keys - 1) / c.lists.chunk_keys);
+        failed |= ringtile_lists(&c);
+    }
+    problem p = {0};
+    p.c = c, p.c.dtype = c.dtype, p.wide = RINGTILE_FLOAT32, p.ratio = ratio, p.kept = kept;
+    p.q = q, p.k = k, p.v = v, p.out = out, p.out_grad = out_grad;
+    const void *grads[] = {c.backward.q_grad, k_grad, v_grad};
+    double *wanted[RESULTS], *found[RESULTS], *weight = allocate(c.n_keys, 8), *share = allocate(c.n_keys, 8);
+    for (int i = 0; i < RESULTS; i++) {
+        wanted[i] = memset(allocate(counts[i], 8), 0, counts[i] * 8), found[i] = allocate(counts[i], 8);
+        for (int64_t j = 0; i >= Q_GRAD && j < counts[i]; j++)
+            found[i][j] = get(grads[i - Q_GRAD], j, i == Q_GRAD ? c.dtype : RINGTILE_FLOAT32);
+    }
+    for (int64_t row = 0; row < n_rows; row++) {
+        const int64_t i = row % c.n_queries, h = row / c.n_queries % c.heads, b = row / c.n_queries / c.heads;
+        expect_row(&p, b, h, i, wanted, weight, share);
+        for (int64_t d = 0; d < c.value_dim; d++)
+            found[OUTPUT][row * c.value_dim + d] = get(c.out, place_of(&out, b, h, i) + d, c.dtype);
+        found[LSE][row] = lse[row];
+    }
+    static const char *names[RESULTS] = {"out", "lse", "q_grad", "k_grad", "v_grad"};
+    for (int i = 0; i < RESULTS; i++) failed |= wrong(names[i], found[i], wanted[i], counts[i], bounds[i == LSE ? 0 : c.dtype]);
+    if (failed)
+        printf("%s lists %d: dtype %d, block %d, B %d, H %d / %d, %d groups, %d queries, %d keys, D %d, Dv %d\n",
+               ringtile_isa_name(isa), number, c.dtype, c.block, (int)c.batch, (int)c.heads, (int)c.kv_heads,
+               (int)c.lists.list_groups, (int)c.n_queries, (int)c.n_keys, (int)c.head_dim, (int)c.value_dim);
+    while (n_allocations) free(allocations[--n_allocations]);
+    return failed;
+}
+
 // Lists of partial tiles under a mask of one byte for a batch element, slot and tile, for every capacity.
 static int check_kept(void) {
     enum { GROUPS = 4, HEADS = 2, SLOTS = 3, OTHERS = 5 };
@@ -810,7 +903,7 @@ int main(int argc, char **argv) {
         failures += wrong_bits(isa);
         for (int number = 0; number < cases; number++) {
             seed(number, argc > 2 ? strtoull(argv[2], NULL, 10) : 0);
-            failures += run(isa, number) + check_masses(isa, number);
+            failures += run(isa, number) + check_masses(isa, number) + check_lists(isa, number);
         }
         printf("%s: %d cases, %d wrong\n", ringtile_isa_name(isa), cases, failures - before);
     }

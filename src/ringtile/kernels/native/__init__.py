@@ -61,7 +61,7 @@ def _whole_tiles(dims: int) -> int:
     return math.ceil(dims / 16) * 16
 
 
-def _ranges(count: int, operations: float, threads: int) -> Iterator[tuple[int, int]]:
+def ranges(count: int, operations: float, threads: int) -> Iterator[tuple[int, int]]:
     """Cut ``count`` items into calls of bounded length."""
     calls = max(1, min(count, math.ceil(operations / (_OPERATIONS_A_CALL * threads))))
     for number in range(calls):
@@ -317,14 +317,14 @@ class _Job:
         """Run one phase over all its items."""
         function = self.library.handle.ringtile_forward if forward else self.library.handle.ringtile_backward
         self.c.phase = phase
-        for first, last in _ranges(items, operations, self.c.threads):
+        for first, last in ranges(items, operations, self.c.threads):
             self.c.first_item, self.c.last_item = first, last
             self._call(function)
 
     def run_columns(self, heads: int, operations: float) -> None:
         """Run the columns of each head on one thread, some columns at a time."""
         self.c.phase, self.c.first_item, self.c.last_item = BackwardPhase.HEADS, 0, heads
-        for first, last in _ranges(self.template.n_cols, operations, self.c.threads):
+        for first, last in ranges(self.template.n_cols, operations, self.c.threads):
             self.c.first_col, self.c.last_col = first, last
             self._call(self.library.handle.ringtile_backward)
 
@@ -413,7 +413,7 @@ def pooled_masses(masses: Masses) -> Tensor | None:
         return None
     operations = 2.0 * query.shape[:3].numel() * key.shape[2] * key.shape[3]
     threads = threads_of(operations)
-    return compute_masses(masses, threads=threads, ranges=lambda items: _ranges(items, operations, threads))
+    return compute_masses(masses, threads=threads, ranges=lambda items: ranges(items, operations, threads))
 
 
 def step(

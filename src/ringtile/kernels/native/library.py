@@ -28,7 +28,7 @@ VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
 ``none``. Builds for tests have ``amx_emulated`` too."""
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """``RINGTILE_ABI`` of native/ringtile.h."""
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -53,6 +53,14 @@ class BackwardPhase(IntEnum):
     COLUMNS = 3
     FOLD_ROWS = 4
     FOLD_COLUMNS = 5
+
+
+class ListsPhase(IntEnum):
+    """``ringtile_lists_phase`` of native/ringtile.h."""
+
+    FORWARD = 0
+    QUERY_GRADS = 1
+    KEY_GRADS = 2
 
 
 class CallStructure(ctypes.Structure):
@@ -103,6 +111,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "forward": (ctypes.c_int, (_POINTER,)),
     "backward": (ctypes.c_int, (_POINTER,)),
     "masses": (ctypes.c_int, (_POINTER,)),
+    "lists": (ctypes.c_int, (_POINTER,)),
     "kept": (_LONG, (*(_LONG,) * 3, *(_POINTER,) * 5, ctypes.POINTER(_LONG), _LONG, *(_POINTER,) * 3)),
     "multiply_tiles": (ctypes.c_int, (ctypes.c_int, _POINTER, _POINTER, _POINTER, _LONG)),
     "peak": (ctypes.c_double, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_double)),

@@ -1,0 +1,158 @@
+"""Attention over lists of keys per query, by the library. Sums are float32, for all dtypes.
+
+See `ringtile.kernels.contracts` for the lists. ``native/chosen.h`` has the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringtile.kernels.contracts import Rows, new_out, with_contiguous_rows
+from ringtile.kernels.native import ranges, threads_of
+from ringtile.kernels.native.checks import DTYPES, check_rows, check_tensors
+from ringtile.kernels.native.library import ListsPhase, library, reason_against
+from ringtile.kernels.spans import KERNEL, span
+
+_ROWS = 128
+"""Heads of a query that a thread computes together, at most."""
+_LANES = 16
+_ITEMS_A_THREAD = 4
+_WEIGHTS_A_THREAD = 1 << 20
+"""Float32 pairs of weights that wait for the gradients of keys."""
+_KEYS_OF_A_QUERY = 64
+"""Of the list of a query, in a range of keys whose gradients a thread adds up."""
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, lists: Any, dropout_p: float) -> list[str]:
+    """Return the reasons why the native kernel does not support this call."""
+    if q.device.type != "cpu":
+        return [f"needs a CPU, got {q.device}"]
+    reasons = [reason] if (reason := reason_against()) else []
+    if q.dtype == torch.float64:
+        reasons.append("has no lists in float64")
+    if k.shape[2] >= 2**31:
+        reasons.append(f"counts keys in 32 bits, got {k.shape=}")
+    return reasons + ([f"does not support dropout_p, got {dropout_p}"] if dropout_p else [])
+
+
+def _check_lists(q: Tensor, k: Tensor, lists: Any) -> None:
+    """Raise ValueError if the lists do not match."""
+    (batch, _, rows, _), heads = q.shape, k.shape[1]
+    indices, limits, block = lists.indices, lists.limits, lists.block
+    groups = indices.shape[1] if indices.dim() == 4 else 0
+    if not groups or heads % groups or indices.shape[0] not in (1, batch) or indices.shape[2] != rows:
+        raise ValueError(f"indices: expected [1 or {batch}, 1 or {heads}, {rows}, n], got {indices.shape}")
+    if limits.dim() != 3 or limits.shape[0] not in (1, batch) or limits.shape[1:] != (rows, 2):
+        raise ValueError(f"limits: expected [1 or {batch}, {rows}, 2], got {limits.shape}")
+    for name, x in (("indices", indices), ("limits", limits)):
+        if x.dtype != torch.int32 or x.device.type != "cpu" or not x.is_contiguous():
+            raise ValueError(f"{name}: expected contiguous torch.int32 on the CPU, got {x.dtype} on {x.device}")
+    if block < 1 or block & (block - 1) or block >= 2**30:
+        raise ValueError(f"block: expected a power of two below 2**30, got {block=}")
+
+
+class _Job:
+    """One call's structure and the tensors that it points to."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, lists: Any, scale: float) -> None:
+        check_tensors(q, k, v)
+        _check_lists(q, k, lists)
+        self.tensors: list[Tensor] = [lists.indices, lists.limits]
+        c = self.c = library().structure()
+        (c.batch, c.heads, c.n_queries, c.head_dim), (c.kv_heads, c.n_keys, c.value_dim) = q.shape, v.shape[1:]
+        c.dtype, c.isa, c.scale = DTYPES[q.dtype], library().choice.by_dtype[q.dtype].number, scale
+        # Weights have room for whole entries, and the first holds every key if the block is longer.
+        c.block = min(lists.block, 1 << max(c.n_keys - 1, 0).bit_length())
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            self.place(name, x)
+        groups, rows, c.list_length = lists.indices.shape[1:]
+        c.list_groups, c.indices, c.limits = groups, lists.indices.data_ptr(), lists.limits.data_ptr()
+        c.indices_stride = groups * rows * c.list_length if len(lists.indices) > 1 else 0
+        c.limits_stride = 2 * rows if len(lists.limits) > 1 else 0
+        self.places = min(c.list_length * c.block, c.n_keys)
+        """Keys of a query, at most."""
+        self.operations = 2.0 * c.batch * c.heads * rows * self.places * (c.head_dim + c.value_dim)
+        c.threads = threads_of(self.operations)
+        # Few queries, as in decoding, have fewer heads an item. No bit depends on it.
+        self.ratio, items = c.heads // c.kv_heads, c.batch * c.kv_heads * rows
+        parts = max(1, -(-_ITEMS_A_THREAD * c.threads // items)) if c.threads > 1 else 1
+        c.list_rows = min(_ROWS, -(-self.ratio // (parts * _LANES)) * _LANES)
+
+    def place(self, name: str, x: Tensor) -> None:
+        self.tensors.append(with_contiguous_rows(x))
+        self.c.place(name, self.tensors[-1])
+
+    def keep(self, name: str, x: Tensor) -> None:
+        self.tensors.append(x)
+        setattr(self.c, name, x.data_ptr())
+
+    def run(self, phase: ListsPhase, items: int, operations: float) -> None:
+        """Run the items of a phase, for the queries of the window."""
+        self.c.phase = phase
+        for first, last in ranges(items, operations, self.c.threads):
+            self.c.first_item, self.c.last_item = first, last
+            with span(KERNEL):
+                failed = library().handle.ringtile_lists(ctypes.byref(self.c))
+            if failed:
+                raise MemoryError("the native kernel could not allocate memory for its threads")
+
+    def run_queries(self, phase: ListsPhase, first: int, last: int, products: float) -> None:
+        """Run a phase whose items are queries, from ``first`` to ``last`` - 1."""
+        c = self.c
+        c.first_query, c.last_query = first, last
+        items = c.batch * c.kv_heads * -(-self.ratio // c.list_rows) * (last - first)
+        self.run(phase, items, products * self.operations * (last - first) / c.n_queries)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, lists: Any, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]``, float32."""
+    job = _Job(q, k, v, lists, scale)
+    out, lse = new_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if not lse.numel():
+        return out, lse
+    if not job.places:
+        return out.zero_(), lse.fill_(-math.inf)
+    job.place("out", out)
+    job.keep("lse", lse)
+    job.run_queries(ListsPhase.FORWARD, 0, q.shape[2], 1.0)
+    return out, lse
+
+
+def backward(rows: Rows, lists: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, contiguous and in their dtype.
+
+    Queries leave weights, from which ranges of keys then add up theirs in the order of the queries. So no bit depends
+    on the number of threads, nor on how many queries wait.
+    """
+    out_grad, lse_grad, q, k, v, out, lse = rows
+    job = _Job(q, k, v, lists, scale)
+    check_rows(q, v, out, out_grad, lse, lse_grad)
+    c, n_queries = job.c, q.shape[2]
+    q_grad = torch.empty(q.shape, dtype=q.dtype)
+    k_grad, v_grad = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    if not lse.numel() or not job.places:
+        return q_grad.zero_(), k_grad.to(k.dtype), v_grad.to(v.dtype)
+    job.place("out", out)
+    job.place("out_grad", out_grad)
+    job.keep("lse", lse.contiguous())
+    if lse_grad is not None:
+        job.keep("lse_grad", lse_grad.float().contiguous())
+    for name, x in (("q_grad", q_grad), ("k_grad", k_grad), ("v_grad", v_grad)):
+        job.keep(name, x)
+    blocks = -(-c.n_keys // c.block)
+    chunks = min(blocks, -(-job.places // _KEYS_OF_A_QUERY))
+    c.chunk_keys = -(-blocks // chunks) * c.block
+    chunks = -(-c.n_keys // c.chunk_keys)
+    weights = c.batch * c.heads * c.list_length * c.block
+    window = min(n_queries, max(1, _WEIGHTS_A_THREAD * c.threads // weights))
+    job.keep("weights", lse.new_empty(2 * window * weights))
+    for first in range(0, n_queries, window):
+        last = min(first + window, n_queries)
+        job.run_queries(ListsPhase.QUERY_GRADS, first, last, 1.5)
+        job.run(ListsPhase.KEY_GRADS, c.batch * c.kv_heads * chunks, job.operations * (last - first) / n_queries)
+    return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)

@@ -1,0 +1,365 @@
+"""Attention over lists of keys by the native kernel, against a dense masked softmax in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from native_sets import INSTRUCTION_SETS, use_set
+from oracle import SDPA_BUDGET, relative_error
+from torch import Tensor
+
+from ringtile.kernels import native
+from ringtile.kernels.contracts import Rows
+from ringtile.kernels.native import chosen
+from ringtile.kernels.native.library import library, reason_against
+
+pytestmark = pytest.mark.skipif(bool(reason_against()), reason="the native kernel cannot be used here")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMES = ("out", "lse", "q", "k", "v")
+
+
+class Lists(NamedTuple):
+    """The lists of a call, as kernels get them."""
+
+    indices: Tensor
+    block: int
+    limits: Tensor
+
+
+class Case(NamedTuple):
+    """Shapes: B, H, Hkv, Nq, Nk, D, Dv, then groups of lists, tokens of an entry, entries of a list."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    n_queries: int
+    n_keys: int
+    head_dim: int
+    value_dim: int
+    groups: int = 1
+    block: int = 1
+    length: int = 20
+
+
+CASES = {
+    "one key head per query head": Case(2, 4, 4, 33, 70, 17, 33),
+    "lists of key heads": Case(2, 4, 4, 33, 70, 17, 33, groups=4),
+    "grouped": Case(1, 6, 3, 17, 90, 20, 24, groups=3),
+    "grouped, one list": Case(1, 40, 2, 9, 300, 31, 8, length=170),
+    "one key head, 16 heads": Case(1, 16, 1, 20, 200, 64, 64, length=100),
+    "latent": Case(1, 16, 1, 6, 300, 576, 512, length=150),
+    "latent, many heads": Case(1, 128, 1, 3, 200, 576, 512, length=90),
+    "more heads than an item": Case(1, 130, 1, 3, 150, 33, 5, length=100),
+    "one query": Case(2, 2, 2, 1, 900, 64, 64, length=300),
+    "one query, 16 heads": Case(2, 32, 2, 1, 900, 64, 64, groups=2, length=300),
+    "blocks of 16": Case(1, 3, 1, 50, 70, 7, 9, block=16, length=2),
+    "blocks of 64": Case(2, 8, 2, 21, 500, 32, 16, groups=2, block=64, length=3),
+    "blocks of 128": Case(1, 16, 2, 10, 700, 40, 128, groups=2, block=128, length=4),
+    "a block of all keys": Case(1, 4, 2, 5, 100, 16, 16, block=4096, length=1),
+    "one key": Case(1, 20, 2, 5, 1, 16, 16, length=1),
+}
+
+
+class Inputs(NamedTuple):
+    """Queries, keys, values and the gradients of both results."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_grad: Tensor
+    lse_grad: Tensor
+
+
+def draw_inputs(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw queries with a gap between rows, laid out [B, N, H, D]."""
+    q = torch.randn(case.batch, case.n_queries, case.heads, case.head_dim + 3).to(dtype)[..., :-3].transpose(1, 2)
+    k = torch.randn(case.batch, case.kv_heads, case.n_keys, case.head_dim).to(dtype)
+    v = torch.randn(case.batch, case.n_keys, case.kv_heads, case.value_dim).to(dtype).transpose(1, 2)
+    out_grad = torch.randn(case.batch, case.heads, case.n_queries, case.value_dim).to(dtype)
+    return Inputs(q, k, v, out_grad, torch.randn(out_grad.shape[:3]))
+
+
+def draw_lists(case: Case, *, causal: bool = True, shared: bool = False) -> Lists:
+    """Draw lists with tails of -1, some of them empty, and limits that cut entries at both ends."""
+    blocks = -(-case.n_keys // case.block)
+    order = torch.rand(1 if shared else case.batch, case.groups, case.n_queries, max(blocks, case.length)).argsort(3)
+    entries = order[..., : case.length]
+    entries = torch.where((entries < blocks) & (torch.rand(entries.shape) < 0.9), entries, 2**31 - 1)
+    entries[:, :, 1::7] = 2**31 - 1
+    entries = entries.sort(3).values
+    low, high = torch.zeros(case.n_queries), torch.full((case.n_queries,), case.n_keys)
+    if causal:
+        high = torch.arange(case.n_queries) + case.n_keys - case.n_queries + 1
+        low = high - case.n_keys * 3 // 4
+        low[2::9] = high[2::9]
+    limits = torch.stack([low, high], 1).clamp(0, case.n_keys).int().expand(1 if shared else case.batch, -1, -1)
+    return Lists(torch.where(entries == 2**31 - 1, -1, entries).int(), case.block, limits.contiguous())
+
+
+def kept_pairs(lists: Lists, case: Case) -> Tensor:
+    """The kept pairs as bool [B, H, Nq, Nk], entry by entry."""
+    key, limits = torch.arange(case.n_keys), lists.limits.long().expand(case.batch, -1, -1)
+    kept = torch.zeros(case.batch, case.groups, case.n_queries, case.n_keys, dtype=torch.bool)
+    for entry in lists.indices.long().expand(case.batch, -1, -1, -1).unbind(3):
+        kept |= (key // lists.block) == entry[..., None]
+    kept &= ((key >= limits[..., :1]) & (key < limits[..., 1:]))[:, None]
+    return kept.repeat_interleave(case.heads // case.groups, 1)
+
+
+def expected(inputs: Inputs, kept: Tensor, scale: float) -> dict[str, Tensor]:
+    """Outputs, lse and gradients by a dense masked softmax in float64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in inputs[:3])
+    ratio, some = q.shape[1] // k.shape[1], kept.any(3)
+    scores = (q @ k.repeat_interleave(ratio, 1).mT * scale).masked_fill(~kept, -math.inf)
+    lse = scores.masked_fill(~some[..., None], 0).logsumexp(3)
+    weights = torch.where(kept, (scores - lse[..., None]).exp(), 0)
+    out = weights @ v.repeat_interleave(ratio, 1)
+    total = (out * inputs.out_grad.double()).sum() + torch.where(some, lse * inputs.lse_grad.double(), 0).sum()
+    grads = torch.autograd.grad(total, (q, k, v))
+    return dict(zip(NAMES, (out.detach(), torch.where(some, lse, -math.inf).detach(), *grads), strict=True))
+
+
+def computed(inputs: Inputs, lists: Any, scale: float) -> dict[str, Tensor]:
+    """The same by the kernel."""
+    q, k, v, out_grad, lse_grad = inputs
+    assert not chosen.unsupported(q, k, v, lists, 0.0)
+    out, lse = chosen.forward(q, k, v, lists, scale)
+    grads = chosen.backward(Rows(out_grad, lse_grad, q, k, v, out, lse), lists, scale)
+    return dict(zip(NAMES, (out, lse, *grads), strict=True))
+
+
+def sdpa_errors(inputs: Inputs, kept: Tensor, scale: float) -> dict[str, float]:
+    """The errors of PyTorch's attention on the same pairs, without those of lse."""
+    inputs = inputs._replace(lse_grad=torch.zeros_like(inputs.lse_grad))
+    some = kept.any(3, keepdim=True)
+    inputs = inputs._replace(out_grad=torch.where(some, inputs.out_grad, 0))
+    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+    # Of one width, so that its flash kernel runs, whose gradients use the rounded output as well.
+    width, ratio, value_dim = max(x.shape[3] for x in leaves), inputs.q.shape[1] // inputs.k.shape[1], inputs.v.shape[3]
+    q, k, v = (F.pad(x, (0, width - x.shape[3])) for x in leaves)
+    k, v = (x.repeat_interleave(ratio, 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=kept, scale=scale)[..., :value_dim]
+    grads = torch.autograd.grad(torch.where(some, out, 0), leaves, inputs.out_grad)
+    found = dict(zip(("out", "q", "k", "v"), (torch.where(some, out, 0), *grads), strict=True))
+    wanted = expected(inputs, kept, scale)
+    return {name: relative_error(x, wanted[name]) for name, x in found.items()}
+
+
+def check(case: Case, dtype: torch.dtype, scale: float = 0.3, **lists_options: bool) -> None:
+    """Compare one problem, within what PyTorch's own attention loses."""
+    inputs, lists = draw_inputs(case, dtype), draw_lists(case, **lists_options)
+    kept = kept_pairs(lists, case)
+    assert case.n_queries < 2 or not kept.any(3).all()
+    found, wanted, errors = computed(inputs, lists, scale), expected(inputs, kept, scale), {}
+    for name in NAMES:
+        assert found[name].dtype == (torch.float32 if name == "lse" else dtype)
+        errors[name] = relative_error(found[name], wanted[name])
+    bounds = {"lse": 2e-6, **sdpa_errors(inputs, kept, scale)}
+    for name, error in errors.items():
+        assert error <= max(bounds[name] * SDPA_BUDGET[dtype], 2e-7), (name, errors, bounds)
+    empty = ~kept.any(3)
+    assert (found["lse"][empty] == -math.inf).all()
+    assert not found["out"][empty].any()
+    assert not found["q"][empty].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_dense_softmax(name: str, dtype: torch.dtype) -> None:
+    check(CASES[name], dtype)
+
+
+@pytest.mark.parametrize("name", ["grouped", "one query", "blocks of 16", "latent"])
+def test_lists_that_batch_elements_share_and_no_limits(name: str) -> None:
+    check(CASES[name]._replace(batch=2), torch.float32, causal=False, shared=True)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.4, 3.0])
+def test_scales(scale: float) -> None:
+    for name in ("one key head, 16 heads", "grouped"):
+        check(CASES[name], torch.float32, scale)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_the_instruction_sets_that_are_not_chosen(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if instruction_set in {isa.name for isa in library().choice.by_dtype.values()}:
+        pytest.skip(f"{instruction_set} is chosen, so that other tests run it")
+    use_set(instruction_set, monkeypatch)
+    for name in ("one key head per query head", "latent", "more heads than an item", "blocks of 64", "one query"):
+        for dtype in DTYPES:
+            check(CASES[name], dtype)
+
+
+def test_bits_depend_neither_on_threads_nor_on_how_work_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_OPERATIONS_A_THREAD", 1)
+    before = torch.get_num_threads()
+    for name, dtype in (
+        ("grouped, one list", DTYPES[0]),
+        ("latent, many heads", DTYPES[1]),
+        ("blocks of 64", DTYPES[2]),
+    ):
+        case, found = CASES[name], {}
+        inputs, lists = draw_inputs(case, dtype), draw_lists(case)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            # Many calls, and few queries whose weights wait.
+            monkeypatch.setattr(native, "_OPERATIONS_A_CALL", 1e5 if threads == 2 else 2e10)
+            monkeypatch.setattr(chosen, "_WEIGHTS_A_THREAD", 1 << 10 if threads == 2 else 1 << 20)
+            found[threads] = computed(inputs, lists, 0.3)
+        torch.set_num_threads(before)
+        for threads in (2, 3):
+            assert all(torch.equal(found[threads][x], found[1][x]) for x in NAMES), (name, threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_that_are_the_first_dims_of_keys(dtype: torch.dtype) -> None:
+    """Latent attention: they are gathered once."""
+    case = CASES["latent"]
+    inputs, lists = draw_inputs(case, dtype), draw_lists(case)
+    whole = computed(inputs._replace(v=inputs.k[..., :512].clone()), lists, 0.1)
+    shared = computed(inputs._replace(v=inputs.k[..., :512]), lists, 0.1)
+    assert all(torch.equal(whole[x], shared[x]) for x in NAMES)
+    # As many numbers, of other dims.
+    shifted = computed(inputs._replace(v=inputs.k[..., 64:]), lists, 0.1)
+    assert torch.equal(shifted["out"], computed(inputs._replace(v=inputs.k[..., 64:].clone()), lists, 0.1)["out"])
+
+
+@pytest.mark.parametrize("name", ["one key head, 16 heads", "grouped", "blocks of 16"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_keys_that_a_query_does_not_keep_never_reach_it(name: str, poison: float) -> None:
+    """Nor do queries that keep nothing reach a gradient of keys."""
+    case = CASES[name]
+    inputs, lists = draw_inputs(case, torch.float32), draw_lists(case)
+    kept = kept_pairs(lists, case)
+    used = kept.unflatten(1, (case.kv_heads, -1)).any(2).any(2)
+    used[:, :, -3:] = False
+    lists.limits.clamp_(max=case.n_keys - 3)
+    clean = computed(inputs, lists, 0.3)
+    for x in (inputs.k, inputs.v):
+        x[~used] = poison
+    empty = ~kept_pairs(lists, case).any(3)
+    for x in (inputs.q, inputs.out_grad, inputs.lse_grad):
+        x[empty] = poison
+    found = computed(inputs, lists, 0.3)
+    assert all(torch.equal(found[x], clean[x]) for x in NAMES)
+    assert not found["k"][~used].any()
+
+
+def test_the_future_changes_nothing() -> None:
+    case = CASES["one key head, 16 heads"]
+    inputs, lists = draw_inputs(case, torch.float32), draw_lists(case)
+    before = computed(inputs, lists, 0.3)
+    changed = [x.clone() for x in inputs[1:3]]
+    for x in changed:
+        x[:, :, -5:] += 1
+    after = computed(inputs._replace(k=changed[0], v=changed[1]), lists, 0.3)
+    for name in ("out", "lse", "q"):
+        assert torch.equal(after[name][:, :, :-5], before[name][:, :, :-5])
+        assert not torch.equal(after[name], before[name])
+
+
+def test_the_rows_of_a_softmax_over_more_keys() -> None:
+    """Two lists in turn, with the output and lse of both: their gradients add up."""
+    case = CASES["one key head, 16 heads"]._replace(length=60)
+    inputs, both = draw_inputs(case, torch.float32), draw_lists(case, causal=False)
+    parts = [
+        Lists(both.indices[..., :30].contiguous(), 1, both.limits),
+        Lists(both.indices[..., 30:].contiguous(), 1, both.limits),
+    ]
+    whole = computed(inputs, both, 0.3)
+    q, k, v, out_grad, lse_grad = inputs
+    rows = Rows(out_grad, lse_grad, q, k, v, whole["out"], whole["lse"])
+    grads = [chosen.backward(rows, part, 0.3) for part in parts]
+    for name, first, second in zip("qkv", *grads, strict=True):
+        assert relative_error(first + second, whole[name]) < 1e-6
+
+
+def test_a_query_with_one_key_has_its_value_and_no_slope() -> None:
+    """To the last bit, whatever the score."""
+    case = Case(1, 16, 1, 40, 50, 24, 40, length=1)
+    inputs = draw_inputs(case, torch.float32)
+    inputs = inputs._replace(q=inputs.q * 100, lse_grad=torch.zeros_like(inputs.lse_grad))
+    lists = Lists(torch.randint(50, (1, 1, 40, 1)).int(), 1, torch.tensor([0, 50]).int().expand(1, 40, 2).contiguous())
+    found = computed(inputs, lists, 1.0)
+    assert torch.equal(found["out"], inputs.v[:, :, lists.indices[0, 0, :, 0].long()].expand(1, 16, 40, 40))
+    assert not found["q"].any()
+    assert not found["k"].any()
+
+
+def test_no_lse_gradient_is_one_of_zeros() -> None:
+    case = CASES["grouped"]
+    inputs, lists = draw_inputs(case, torch.float32), draw_lists(case)
+    q, k, v, out_grad, lse_grad = inputs
+    out, lse = chosen.forward(q, k, v, lists, 0.3)
+    none, zeros = (
+        chosen.backward(Rows(out_grad, x, q, k, v, out, lse), lists, 0.3) for x in (None, torch.zeros_like(lse_grad))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(none, zeros, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"n_queries": 0}, {"n_keys": 0}, {"length": 0}, {"batch": 0}],
+    ids=["queries", "keys", "entries", "batch"],
+)
+def test_nothing_to_compute(change: dict[str, int]) -> None:
+    case = Case(2, 4, 2, 3, 5, 8, 6)._replace(**change)
+    indices = torch.zeros(case.batch or 1, 1, case.n_queries, case.length, dtype=torch.int32)
+    lists = Lists(indices, 1, torch.zeros(1, case.n_queries, 2, dtype=torch.int32))
+    found = computed(draw_inputs(case, torch.float32), lists, 0.3)
+    assert found["out"].shape == (case.batch, 4, case.n_queries, 6)
+    assert (found["lse"] == -math.inf).all()
+    assert not any(found[x].any() for x in ("out", "q", "k", "v"))
+
+
+def test_entries_behind_the_last_key_are_skipped() -> None:
+    case = Case(1, 16, 1, 4, 20, 8, 8)
+    inputs, limits = draw_inputs(case, torch.float32), torch.tensor([0, 2**31 - 1]).int().expand(1, 4, 2).contiguous()
+    far = torch.tensor([3, 19, 20, 2**31 - 1]).int().expand(1, 1, 4, 4).contiguous()
+    near = torch.tensor([3, 19, -1, -1]).int().expand(1, 1, 4, 4).contiguous()
+    found, wanted = (computed(inputs, Lists(x, 1, limits), 0.3) for x in (far, near))
+    assert all(torch.equal(found[x], wanted[x]) for x in NAMES)
+
+
+def test_what_it_does_not_support() -> None:
+    case = CASES["grouped"]
+    q, k, v, *_ = draw_inputs(case, torch.float64)
+    assert chosen.unsupported(q, k, v, draw_lists(case), 0.0) == ["has no lists in float64"]
+    assert chosen.unsupported(q.float(), k, v, draw_lists(case), 0.1) == ["does not support dropout_p, got 0.1"]
+    assert "needs a CPU" in chosen.unsupported(q.to("meta"), k, v, draw_lists(case), 0.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x._replace(indices=x.indices.long()), "^indices: expected contiguous torch.int32"),
+        (lambda x: x._replace(indices=x.indices[:, :2]), "^indices: "),
+        (lambda x: x._replace(indices=x.indices[..., :5]), "^indices: expected contiguous"),
+        (lambda x: x._replace(indices=x.indices[:, :, 1:]), "^indices: "),
+        (lambda x: x._replace(indices=x.indices[0]), "^indices: "),
+        (lambda x: x._replace(limits=x.limits[:, 1:]), "^limits: "),
+        (lambda x: x._replace(limits=x.limits.long()), "^limits: "),
+        (lambda x: x._replace(limits=x.limits[0]), "^limits: "),
+        (lambda x: x._replace(block=3), "^block: "),
+        (lambda x: x._replace(block=0), "^block: "),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(change: Any, message: str) -> None:
+    case = CASES["grouped"]
+    inputs, lists = draw_inputs(case, torch.float32), change(draw_lists(case))
+    with pytest.raises(ValueError, match=message):
+        chosen.forward(inputs.q, inputs.k, inputs.v, lists, 0.3)
+
+
+def test_lists_that_do_not_ascend_read_nothing_else() -> None:
+    """Kernels trust the order, but no entry leads out of a tensor."""
+    case = CASES["one key head, 16 heads"]
+    inputs = draw_inputs(case, torch.float32)
+    indices = torch.randint(-(2**31), 2**31 - 1, (1, 1, case.n_queries, 40)).int()
+    for block in (1, 64):
+        computed(inputs, Lists(indices, block, draw_lists(case).limits), 0.3)

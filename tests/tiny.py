@@ -134,6 +134,85 @@ MODELS: dict[str, Callable[[], tuple[type, Any]]] = {
     ),
 }
 
+_SPARSE = dict(
+    **(ENCODER | {"num_key_value_heads": 4, "num_hidden_layers": 3, "intermediate_size": 48}),
+    **dict(kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16),
+    **dict(index_topk=12, index_n_heads=3, index_head_dim=16, n_routed_experts=4, num_experts_per_tok=2),
+    **dict(moe_intermediate_size=32, mlp_layer_types=["dense", "sparse", "sparse"], tie_word_embeddings=False),
+)
+_ONE_GROUP = dict(n_group=1, topk_group=1)
+_SHARED_CHOICE = dict(indexer_types=["full", "shared", "full"])
+
+SPARSE: dict[str, Callable[[], tuple[type, Any]]] = {
+    "deepseek_v32": lambda: (hf.DeepseekV32ForCausalLM, hf.DeepseekV32Config(**_SPARSE, **_ONE_GROUP)),
+    "axk2": lambda: (hf.AXK2ForCausalLM, hf.AXK2Config(**_SPARSE, **_ONE_GROUP, head_dim=8, gated_norm_rank=8)),
+    "glm_moe_dsa": lambda: (
+        hf.GlmMoeDsaForCausalLM,
+        hf.GlmMoeDsaConfig(**_SPARSE, **_ONE_GROUP, **_SHARED_CHOICE),
+    ),
+    "mistral_large4": lambda: (
+        hf.MistralLarge4ForConditionalGeneration,
+        hf.MistralLarge4Config(
+            text_config=hf.MistralLarge4TextConfig(
+                **{name: value for name, value in _SPARSE.items() if name != "q_lora_rank"},
+                **_ONE_GROUP,
+                **_SHARED_CHOICE,
+                head_dim=8,
+            ),
+            vision_config=hf.PixtralVisionConfig(**PICTURES),
+        ),
+    ),
+    "hy_v4": lambda: (hf.HYV4ForCausalLM, hf.HYV4Config(**_SPARSE, **_SHARED_CHOICE)),
+    "dots3_note": lambda: (
+        hf.Dots3NoteForCausalLM,
+        hf.Dots3NoteTextConfig(
+            **_SPARSE, **_ONE_GROUP, layer_types=["sliding_attention", "indexed_attention", "full_attention"]
+        ),
+    ),
+    "minimax_m3_vl": lambda: (
+        hf.MiniMaxM3VLForCausalLM,
+        hf.MiniMaxM3VLTextConfig(
+            **dict(DECODER, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2),
+            **dict(index_n_heads=2, index_head_dim=16, index_block_size=8, index_topk_blocks=3, index_local_blocks=1),
+            layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        ),
+    ),
+    "deepseek_v4": lambda: (
+        hf.DeepseekV4ForCausalLM,
+        hf.DeepseekV4Config(
+            **(_SPARSE | dict(num_key_value_heads=1, num_hidden_layers=2, mlp_layer_types=["moe"] * 2, index_topk=4)),
+            **dict(head_dim=16, o_lora_rank=16, o_groups=2, sliding_window=10, hc_mult=2),
+            compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+            layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+        ),
+    ),
+    "glm5_next": lambda: (
+        hf.Glm5NextForConditionalGeneration,
+        hf.Glm5NextConfig(
+            text_config=hf.Glm5NextTextConfig(
+                **(_SPARSE | dict(qk_rope_head_dim=0, index_kpool=4)),
+                **_ONE_GROUP,
+                **dict(linear_head_dim=16, linear_num_heads=4, hc_mult=2, hc_sinkhorn_iters=3),
+                layer_types=["linear_attention", "indexed_attention", "indexed_attention"],
+                indexer_types=["full", "full", "shared"],
+            ),
+            vision_config=dict(depth=1, hidden_size=64, intermediate_size=64, num_heads=4, out_hidden_size=64),
+        ),
+    ),
+    "qwen4_exp": lambda: (
+        hf.Qwen4ExpForCausalLM,
+        hf.Qwen4ExpTextConfig(
+            **{name: value for name, value in DECODER.items() if name != "intermediate_size"},
+            **dict(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4),
+            **dict(moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2),
+            **dict(hc_count=2, hc_lowrank=8, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16),
+            **dict(indexer_budget=12, indexer_compress_ratio=4),
+            layer_types=["linear_attention", "indexed_attention"],
+        ),
+    ),
+}
+"""Models that were trained sparse: each query attends to about 12 tokens, or to 3 blocks of 8."""
+
 
 def config_of(name: str, **change: Any) -> tuple[Any, Any]:
     """The class of a model and its configuration, with other values for those fields that it has."""

@@ -214,6 +214,7 @@ def attend(
     query, and ``decode`` chooses the tiles of one query. Returns the output ``[B, Nq, H, Dv]``, and None in place of
     the weights. Raises ValueError if the model passes an argument or a mask that ringtile does not support.
     """
+    indices, blocks = options.pop("indices", None), options.pop("block_indices", None)
     # An argument that changes the result and is not read would be a silent error.
     check_arguments(options)
     n_keys = key.shape[2]
@@ -225,6 +226,10 @@ def attend(
         kept = _packed(kept, query, n_keys, options)
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
         kept = intersected(kept, of_layer, query, n_keys)
+    if indices is not None:
+        kept = _chosen(kept, indices.unsqueeze(1), 1, query, n_keys)
+    elif blocks is not None:
+        kept = _chosen(kept, blocks, module.indexer.block_size, query, n_keys)  # type: ignore[union-attr, arg-type]
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     limits = {"softcap": softcap or None, "s_aux": s_aux}
     by_layer, choice = attend_of_layer(by, module), decode_of_layer(decode, module)
@@ -315,6 +320,17 @@ def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: 
         of_head = None if sinks is None else sinks[head : head + 1]
         outs.append(sparse_attention(of_query, keys, values, key_mask=masks[:, head], sinks=of_head, **options))
     return torch.cat(outs, 1)
+
+
+def _chosen(kept: KeptPairs, indices: Tensor, block: int, query: Tensor, n_keys: int) -> KeptPairs:
+    """Return the kept pairs among the keys or blocks ``[B, G, Nq, n]`` that an indexer chose."""
+    (heads, n_queries), entries = query.shape[1:3], -(-n_keys // block)
+    chosen = indices.new_zeros((*indices.shape[:3], entries + 1), dtype=torch.bool)
+    chosen.scatter_(3, torch.where(indices < 0, entries, indices).long(), True)
+    keep = chosen[..., :entries].repeat_interleave(block, 3)[..., :n_keys]
+    keep = keep.repeat_interleave(heads // indices.shape[1], 1)
+    mask = pairs(kept.pattern, kept.start, n_queries, n_keys, query.device, kept.pattern.num_heads or 1)
+    return kept._replace(pattern=from_mask(mask & keep), start=n_keys - n_queries)
 
 
 def _packed(kept: KeptPairs, query: Tensor, n_keys: int, options: Mapping[str, Any]) -> KeptPairs:

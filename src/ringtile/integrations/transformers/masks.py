@@ -75,6 +75,14 @@ class PatternMask(Tensor):
             return args[0]
         if name == "__getitem__" and (cut := _cut(*args)) is not None:
             return cut
+        if name == "__getitem__" and _is_row_of_heads(*args):
+            # An indexer has one mask for all heads.
+            of_all_heads: PatternMask = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            of_all_heads.kept = args[0].kept
+            return of_all_heads
+        if name == "__invert__" and args[0].dim() == 3:
+            # It has the scores of all pairs, too. `use_ringtile` replaces both.
+            return ~_evaluated(args[0])
         if name == "__set__" and args[1] is False:
             # Checkpoints that recompute a layer set requires_grad.
             return None
@@ -132,6 +140,19 @@ def _cut(mask: PatternMask, index: Any) -> Tensor | None:
         return mask
     kept = mask.kept._replace(start=mask.kept.start + first, offset=mask.kept.offset + first)
     return carrier(kept, mask.shape[0], end - first, mask.shape[3], mask.device)
+
+
+def _is_row_of_heads(mask: PatternMask, index: Any) -> bool:
+    """Return True for ``mask[:, 0]`` of a mask with four dimensions, whatever whole slices follow."""
+    whole = isinstance(index, tuple) and all(each == slice(None) for each in (*index[:1], *index[2:]))
+    return whole and mask.dim() == 4 and type(index[1]) is int and index[1] == 0
+
+
+def _evaluated(mask: PatternMask) -> Tensor:
+    """Return the pairs of a mask of all heads as bool ``[B or 1, Nq, Nk]``."""
+    kept = mask.kept
+    found = pairs(kept.pattern, kept.start, mask.shape[1], mask.shape[2], mask.device)[:, 0]
+    return found if kept.key_mask is None else found & kept.key_mask[:, None]
 
 
 def carrier(kept: KeptPairs, batch: int, n_queries: int, n_keys: int, device: torch.device | str) -> Tensor:
@@ -268,11 +289,20 @@ def _constant_rule(function: MaskFunction, first: int) -> Pattern:
     return rule
 
 
+_COMPUTED = {"deepseek_v4", "qwen4_exp_text"}
+"""Models that compute with their mask and hand over the result: one of all pairs."""
+
+
 def pattern_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
     """Return the mask of a mask function, as transformers' mask interface asks for it.
 
     A rule that is not known is evaluated, and its bool mask becomes a pattern.
     """
+    if getattr(options.get("config"), "model_type", None) in _COMPUTED:
+        from transformers.masking_utils import eager_mask
+
+        mask: Tensor = eager_mask(attention_mask=attention_mask, **options)
+        return mask
     if torch.compiler.is_compiling():
         # In a graph, transformers prepares for packed rows unless it may skip a causal mask. Bidirectional masks have
         # no packed rows. Chunks begin at tensors.

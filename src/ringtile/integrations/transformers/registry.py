@@ -27,6 +27,7 @@ from ringtile.integrations.transformers.attention import (
 )
 from ringtile.integrations.transformers.attention import attend as attend_layer
 from ringtile.integrations.transformers.by_hand import convert_big_bird, convert_longformer
+from ringtile.integrations.transformers.indexers import stream_indexers
 from ringtile.integrations.transformers.masks import pattern_mask
 
 if TYPE_CHECKING:
@@ -196,6 +197,7 @@ def use_ringtile(
     chosen = _Chosen(pattern, attend, decode)
     for module in model.modules():
         setattr(module, KEPT, chosen)
+    stream_indexers(model)
     if decode is not None:
         _make_room_in_caches(model)
     return model

@@ -1,0 +1,195 @@
+"""Models of transformers that were trained sparse: the results of eager attention, and choices made in chunks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from test_transformers import assert_equal_models, padding, randomized
+from tiny import SPARSE, hf
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ringtile.adaptive import index_topk
+from ringtile.integrations.transformers import indexers, register, use_ringtile
+from ringtile.integrations.transformers.attention import attend, check_arguments
+from ringtile.integrations.transformers.masks import pairs, pattern_mask
+from ringtile.patterns import Causal, Window
+
+STREAMED = [name for name in SPARSE if name not in ("deepseek_v4", "glm5_next", "qwen4_exp")]
+"""Families whose indexers choose in chunks in `use_ringtile`."""
+TOKENS = 61
+KINDS = {"minimax_m3_vl": "right"}
+"""How a batch of a family is padded. By default on the left."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    register()
+    yield
+    for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
+        for name in [name for name in interface._global_mapping if "ringtile" in name]:
+            del interface._global_mapping[name]
+
+
+class Doubled(TorchFunctionMode):
+    """Has models compute in float64 what they compute in float32 whatever their dtype: norms, softmax and scores."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        swapped = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*(torch.float64 if x is torch.float32 else x for x in args), **swapped)
+
+
+def built(name: str, how: str, dtype: torch.dtype = torch.float64, **change: Any) -> Any:
+    made, config = SPARSE[name]()
+    for field, value in change.items():
+        setattr(config.get_text_config(), field, value)
+    torch.manual_seed(0)
+    model = made._from_config(config, attn_implementation="ringtile" if how == "name" else "eager")
+    # Experts have no float64 otherwise.
+    model.set_experts_implementation("eager")
+    model = randomized(model).to(dtype)
+    return use_ringtile(model) if how == "use_ringtile" else model
+
+
+both = cache(lambda name, how: (built(name, "eager"), built(name, how)))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "kind"),
+    [
+        (name, how, kind)
+        for name in SPARSE
+        for how in ("name", "use_ringtile")
+        for kind in {KINDS.get(name, "left"): 0, ("right" if how == "name" else "no"): 0}
+    ],
+)
+def test_a_model_computes_what_it_does_with_eager(name: str, how: str, kind: str) -> None:
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(kind)
+    inputs = {} if kind == "no" else {"attention_mask": mask.long()}
+    models = both(name, how)
+    with Doubled():
+        assert_equal_models(*models, mask, 1e-10, input_ids=tokens, **inputs)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_model_computes_in_float32_what_it_does_with_eager(name: str) -> None:
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding(KINDS.get(name, "left"))
+    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
+    with torch.no_grad():
+        first, second = (built(name, how, torch.float32)(**inputs)[0] for how in ("eager", "use_ringtile"))
+    torch.testing.assert_close(second[mask], first[mask], rtol=0, atol=1e-5)
+
+
+def test_padding_on_the_left_is_read_by_one_model() -> None:
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("left")
+    other = torch.where(mask, tokens, 5)
+    for name in STREAMED:
+        model = both(name, "name")[0]
+        with torch.no_grad(), Doubled():
+            first, second = (model(x, attention_mask=mask.long())[0][mask] for x in (tokens, other))
+        assert torch.allclose(first, second, rtol=0, atol=1e-10) == (name not in KINDS), name
+
+
+@pytest.mark.parametrize("how", ["name", "use_ringtile"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_generated_tokens(name: str, how: str) -> None:
+    tokens, mask = torch.randint(3, 97, (3, TOKENS)), padding("no" if name in KINDS else "left")
+    models = both(name, how)
+    with Doubled():
+        found = [
+            model.generate(tokens, attention_mask=mask.long(), max_new_tokens=12, do_sample=False, pad_token_id=0)
+            for model in models
+        ]
+    torch.testing.assert_close(*found)
+    assert found[0].shape[1] == TOKENS + 12
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_future_changes_nothing_and_the_choice_something(name: str) -> None:
+    tokens = torch.randint(3, 97, (2, TOKENS))
+    later = torch.cat([tokens[:, :40], torch.randint(3, 97, (2, TOKENS - 40))], 1)
+    model = both(name, "use_ringtile")[1]
+    changed = {
+        "minimax_m3_vl": {"index_topk_blocks": 99},
+        "qwen4_exp": {"indexer_budget": 400},
+        "deepseek_v4": {"index_topk": 99},
+    }
+    others = built(name, "use_ringtile", **changed.get(name, {"index_topk": 400}))
+    with torch.no_grad(), Doubled():
+        first, second, of_all = (x.double() for x in (model(tokens)[0], model(later)[0], others(tokens)[0]))
+    torch.testing.assert_close(second[:, :40], first[:, :40], rtol=0, atol=1e-12)
+    assert (second - first)[:, 40:].abs().max() > 0.1
+    assert (of_all - first)[:, 40:].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_copies_and_pickles_choose_as_the_model(name: str) -> None:
+    tokens = torch.randint(3, 97, (1, TOKENS))
+    model = built(name, "use_ringtile")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        choosing = [module for module in other.modules() if type(module).__name__ in indexers._KINDS]
+        assert choosing
+        assert all(module.forward.args[0] is module for module in choosing)
+        with torch.no_grad(), Doubled():
+            torch.testing.assert_close(other(tokens)[0], model(tokens)[0])
+    # Switched back, it is the model that it was.
+    model.set_attn_implementation("eager")
+    eager = both(name, "use_ringtile")[0]
+    with torch.no_grad(), Doubled():
+        torch.testing.assert_close(model(tokens)[0], eager(tokens)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_indexers_choose_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*given: Any, **named: Any) -> Tensor:
+        calls.append(given)
+        return index_topk(*given, **named)
+
+    monkeypatch.setattr(indexers, "index_topk", counted)
+    model = both(name, "use_ringtile")[1]
+    with torch.no_grad(), Doubled():
+        model(torch.randint(3, 97, (1, TOKENS)))
+    assert len(calls) == sum(type(module).__name__ in indexers._KINDS for module in model.modules()) > 0
+
+
+class Softmaxed(nn.Module):
+    """An indexer whose scores are not DeepSeek's."""
+
+    def forward(self, query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.matmul(query, key.unsqueeze(1).mT)
+        return scores.softmax(-1).sum(2).masked_fill(~mask, -torch.inf).topk(2).indices
+
+
+def test_an_indexer_of_another_kind_is_refused() -> None:
+    mask = pattern_mask(batch_size=1, q_length=5, kv_length=5)[:, 0]
+    query, key = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 4)
+    # Alone, it gets the values of the mask.
+    assert Softmaxed()(query, key, mask).shape == (1, 5, 2)
+    with pytest.raises(ValueError, match=r"^indexer: expected the scores of DeepSeek-V3.2's, got softmax"):
+        indexers._choose_tokens(Softmaxed(), query, key, mask)
+
+
+def test_a_pattern_limits_the_choice() -> None:
+    query, key, value = torch.randn(3, 1, 4, 20, 8, dtype=torch.float64)
+    indices = torch.rand(1, 20, 20).topk(6).indices.masked_fill(torch.rand(1, 20, 6) < 0.2, -1).int()
+    chosen = torch.zeros(1, 20, 21, dtype=torch.bool).scatter(2, indices.long() % 21, True)[..., :20]
+    kept = chosen & pairs(Causal() & Window(9), 0, 20, 20, torch.device("cpu"))
+    found = attend(Window(9), nn.Module(), query, key, value, None, indices=indices)[0].transpose(1, 2)
+    scores = (query @ key.mT / 8**0.5).masked_fill(~kept, -torch.inf)
+    torch.testing.assert_close(found, scores.softmax(3).nan_to_num(0) @ value, rtol=0, atol=1e-12)
+
+
+def test_shards_refuse_a_choice() -> None:
+    with pytest.raises(ValueError, match=r"^indices: ringtile does not support keys chosen by an indexer"):
+        check_arguments({"indices": torch.zeros(1, 5, 2)})

@@ -11,7 +11,19 @@ import torch
 from matplotlib.colors import LinearSegmentedColormap
 
 from ringtile.index import build_index
-from ringtile.patterns import Blocks, Causal, Documents, Elements, Pattern, Strided, Window, parse, per_head
+from ringtile.patterns import (
+    Blocks,
+    Causal,
+    Chosen,
+    Documents,
+    Elements,
+    Pattern,
+    Strided,
+    Window,
+    from_mask,
+    parse,
+    per_head,
+)
 from ringtile.tools.plot import picture, plot_pattern
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "patterns"
@@ -23,6 +35,15 @@ def log_sparse(head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> to
     """Keys at distance 0 and the powers of two before the query."""
     distance = query - key
     return (distance >= 0) & (distance & (distance - 1) == 0)
+
+
+def chosen(n: int, block: int) -> Pattern:
+    """The pairs of lists of the n keys or blocks with the best of smooth scores, as a mask: lists have no tiles."""
+    query, key = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+    scores = torch.sin(key / 53) * torch.cos(query / 211) + torch.sin(key / 17 + query / 97) - 2.0 * (key > query)
+    indices = scores.double().unflatten(1, (-1, block)).amax(2).topk(n).indices
+    lists = Causal() & Chosen(indices[None, None], block)
+    return from_mask(lists.allowed(torch.tensor(0), query, key))
 
 
 # Pages are white or dark, so the ink has the same contrast on both, and cells are translucent.
@@ -57,6 +78,10 @@ PICTURES: dict[str, list[Panel]] = {
         ("causal & the same", Causal() & Documents([700, 300, 1048]), 0),
     ],
     "blocks": [("Blocks(matrix)", Blocks(STAIRS), 0), ("causal & Blocks(matrix)", Causal() & Blocks(STAIRS), 0)],
+    "chosen": [
+        ("causal & Chosen(indices)", chosen(200, 1), 0),
+        ("causal & Chosen(indices, block=64)", chosen(5, 64), 0),
+    ],
     "elements": [
         ("Elements(log_sparse)", Elements(log_sparse), 0),
         ("Elements(log_sparse) | window(64, 0)", Elements(log_sparse) | Window(64, 0), 0),

@@ -2,5 +2,5 @@
 
 from ringtile.functional.attention import sparse_attention as sparse_attention
 from ringtile.functional.dilated import dilated_attention as dilated_attention
-from ringtile.functional.parts import merge_attention as merge_attention
+from ringtile.functional.merge import merge_attention as merge_attention
 from ringtile.functional.slices import in_slices as in_slices

@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
+from ringtile.functional.chosen import check_lists, lists_of
+from ringtile.functional.merge import merge_attention
+from ringtile.functional.tensors import check_plain as check_plain
+from ringtile.functional.tensors import is_real
 from ringtile.index import BlockIndex, build_index
-from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, check_memory, options_of, pack_keys
+from ringtile.kernels.chosen import attend_lists
+from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, options_of, pack_keys
 from ringtile.kernels.operators import attention, is_unseen
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
 from ringtile.kernels.reference import Options as ReferenceOptions
 from ringtile.kernels.reference import attention_reference
-from ringtile.kernels.select import NAMES, is_logged, select
+from ringtile.kernels.select import NAMES, is_logged, select, select_lists
 from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
+from ringtile.patterns.chosen import Split, split
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -147,7 +152,7 @@ def check_options(
     if (key_lengths := options.get("key_lengths")) is not None:
         _checked_numbers("key_lengths", key_lengths, query.shape[0], query)
         # On a GPU, or in a graph, reading the values would synchronize or fail.
-        may_read, most = key_lengths.device.type == "cpu" and _is_real(key_lengths), n_keys or key.shape[2]
+        may_read, most = key_lengths.device.type == "cpu" and is_real(key_lengths), n_keys or key.shape[2]
         if may_read and not torch.equal(key_lengths, key_lengths.clamp(0, most)):
             raise ValueError(f"key_lengths: expected values in [0, {most}], got {key_lengths.tolist()}")
     for name, per_head in (("alibi_slopes", options.get("alibi_slopes")), ("sinks", options.get("sinks"))):
@@ -155,21 +160,6 @@ def check_options(
             _check_rows(name, per_head, query.shape[1:2], query)
             if not per_head.is_floating_point():
                 raise ValueError(f"{name}: expected a floating dtype, got {per_head.dtype=}")
-
-
-def _is_real(x: Tensor) -> bool:
-    """Return True if a tensor has memory of its own, or had: it is not traced, transformed or a subclass."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(x) in (Tensor, Parameter) and not x._is_zerotensor() and not x.is_meta
-
-
-def check_plain(name: str, x: Tensor) -> None:
-    """Raise ValueError if a tensor has another layout, for example a sparse one, or its storage was freed."""
-    if x.layout is not torch.strided or x.is_nested:
-        raise ValueError(f"{name}: expected torch.strided, got {'a nested tensor' if x.is_nested else f'{x.layout=}'}")
-    if _is_real(x):
-        check_memory((name,), (x,))
 
 
 def as_pattern(pattern: Pattern | Tensor | BlockMask, start: int | None = None) -> Pattern:
@@ -280,16 +270,20 @@ def _check_index(index: BlockIndex, query: Tensor, n_keys: int, is_causal: bool,
         raise ValueError(f"pattern: expected the query's device {query.device}, got {index.device}")
 
 
+def _check_start(start: int | None, n_queries: int, n_keys: int) -> None:
+    if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
+        raise ValueError(f"start: expected an integer or None, got {start!r}")
+    # In a graph, lengths are symbols, and a check of them would fix the graph to these lengths.
+    if isinstance(start, int) and not torch.compiler.is_compiling():
+        TileGrid(_BLOCK, start, n_queries, n_keys)  # raises if the positions are too far
+
+
 def _pairs_of(
     query: Tensor, n_keys: int, pattern: Given, is_causal: bool, start: int | None, backend: str | None
 ) -> tuple[int, int, str, Pattern | BlockIndex]:
     """Return the first position, the block, the text and the pattern of a call, or the index of one without a text."""
-    if start is not None and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
-        raise ValueError(f"start: expected an integer or None, got {start!r}")
     (batch, heads, n_queries), device = query.shape[:3], query.device
-    # In a graph, lengths are symbols, and a check of them would fix the graph to these lengths.
-    if isinstance(start, int) and not torch.compiler.is_compiling():
-        TileGrid(_BLOCK, start, n_queries, n_keys)  # raises if the positions are too far
+    _check_start(start, n_queries, n_keys)
     if isinstance(pattern, BlockIndex):
         _check_index(pattern, query, n_keys, is_causal, start)
         return pattern.start, pattern.block, "", pattern
@@ -323,6 +317,9 @@ def _attend(
     n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
     check_options(query, key, backend=backend, **options)
     call = make_call(query, backend=backend, **options)
+    # A pattern with a text has no lists.
+    if isinstance(pattern, Pattern) and pattern.text is None and (found := split(rule_of(pattern, is_causal, start))):
+        return _attend_chosen(query, key, value, found, start, enable_gqa, call, options)
     if plan is None:
         first, block, text, kept = _pairs_of(query, n_keys, pattern, is_causal, start, backend)
     else:
@@ -349,6 +346,38 @@ def _attend(
         # Options can be tensors that only PyTorch's dispatcher reads, as lazily zero ones.
         prepared = plan.prepared if plan is not None and is_unseen(*options_of(call)) else None
         return attention(query, key, value, call, prepared)
+
+
+def _attend_chosen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    found: Split,
+    start: int | None,
+    enable_gqa: bool,
+    call: Call,
+    options: RowOptions,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention over lists of keys, and over the pairs beside them by tiles. Merge both."""
+    (heads, n_queries), n_keys = query.shape[1:3], key.shape[2]
+    _check_start(start, n_queries, n_keys)
+    first, masks = n_keys - n_queries if start is None else start, (options["key_mask"], options["key_lengths"])
+    check_lists(found, query, key, first)
+    call, named = call._replace(start=first), call.backend or None
+    if named == "reference":
+        call = call._replace(key_lengths=masks[1])
+        return _by_reference(query, key, value, found.rule(first, heads), masks[0], call)
+    with without_autocast(query):
+        lists = lists_of(found, query, key, first, *masks)
+        call = call._replace(backend=select_lists(query, key, value, lists, call))
+        part = attend_lists(query, key, value, lists, call)
+        if found.rest is None:
+            return part
+        # Both draw the same dropout.
+        options = {**options, "seed": call.seed}
+        other = _attend(query, key, value, found.rest, None, False, start, enable_gqa, named, options)
+        out, lse = merge_attention(*zip(part, other, strict=True))
+        return out, lse
 
 
 def _by_reference(
@@ -454,7 +483,8 @@ def sparse_attention(
         enable_gqa: Let H / Hkv query heads share each key head.
         return_lse: Also return the log-sum-exp (natural log).
         backend: "native" (CPU), "triton", "flash" or "fa4" (GPU), "dense", "blockwise" or "reference". Default: the
-            first one that supports the call, never "flash" or "fa4". A backend that you name never falls back.
+            first one that supports the call, never "flash" or "fa4". A backend that you name never falls back. Lists
+            (`ringtile.patterns.Chosen`) have "blockwise" and "reference".
 
     Returns:
         The output ``[B, H, Nq, Dv]``. With ``return_lse``, also the lse ``[B, H, Nq]`` in float32 (float64 for float64
@@ -463,6 +493,7 @@ def sparse_attention(
 
     Raises:
         ValueError: If shapes, dtypes, devices or values are invalid, or if the named backend does not support the call.
+            Lists are read on a CPU outside compiled graphs. Elsewhere, a key that does not exist counts as none.
 
     Example:
         >>> from ringtile.patterns import Causal, GlobalTokens, Window

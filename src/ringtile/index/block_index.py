@@ -166,7 +166,9 @@ def count_allowed(envelope: Pattern, grid: TileGrid, device: torch.device) -> tu
     step = _QUERIES_AT_ONCE // grid.block * grid.block
     for first in range(grid.first_row * grid.block, end, step):
         query = torch.arange(max(first, grid.start), min(first + step, end), device=device)
-        lo, hi = key_bounds(envelope, query, grid.n_keys)
+        bounds = key_bounds(envelope, query, grid.n_keys)
+        assert bounds is not None, f"no envelope: {envelope!r}"
+        lo, hi = bounds
         pairs += int((hi - lo).clamp(min=0).sum())
         # The intervals of consecutive queries leave no gap, so the queries of a row tile cover one run of tiles.
         # Rows of this step count from 0. Queries without a key touch no tile.

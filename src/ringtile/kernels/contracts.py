@@ -7,7 +7,7 @@ kept pairs come either as the tensors of a `BlockIndex` or as pattern text, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 
@@ -81,6 +81,18 @@ class Rows(NamedTuple):
     lse: Tensor
 
 
+class Lists(NamedTuple):
+    """The kept pairs of a call as lists of keys per query."""
+
+    indices: Tensor
+    """int32 ``[1 or B, G, Nq, n]``, contiguous: each row ascends strictly, then -1. G is 1 or Hkv: query head h reads
+    list ``h * G // H``."""
+    block: int
+    """A power of two: entry e stands for the keys ``e * block`` to ``e * block + block - 1`` that exist."""
+    limits: Tensor
+    """int32 ``[1 or B, Nq, 2]``, contiguous: key j counts only if ``limits[b, i, 0] <= j < limits[b, i, 1]``."""
+
+
 class Masses(NamedTuple):
     """The arguments of `ringtile.kernels.masses.pooled_masses`, with queries and keys that record no gradient."""
 
@@ -135,15 +147,41 @@ class PreparingBackend(Backend, Protocol):
         """Return the result of the operator of this name, or None if the backend does not support the call."""
 
 
+class ListsBackend(Protocol):
+    """The functions of a module that computes attention over lists, see `Backend`.
+
+    A call with dropout, softcap or ALiBi is one more argument. Only `blockwise` gets such calls.
+    """
+
+    @property
+    def unsupported(self) -> Callable[[Tensor, Tensor, Tensor, Lists, float], list[str]]:
+        """Return the reasons why this module does not support q, k, v, the lists and dropout_p."""
+
+    @property
+    def forward(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the output and the lse from q, k, v, the lists and the scale."""
+
+    @property
+    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        """Return the gradients of q, k and v from `Rows`, the lists and the scale."""
+
+
 _backends: dict[str, Backend] = {}
+_of_lists: dict[str, ListsBackend] = {}
 
 
-def install(backends: Mapping[str, Backend]) -> None:
+def install(backends: Mapping[str, Backend], of_lists: Mapping[str, ListsBackend]) -> None:
     """Set the backends of the operators, by name. Backends import this module, so `select`, which knows all, calls it.
 
     Whoever calls an operator has imported `select` before, because it needs the name of a backend.
     """
     _backends.update(backends)
+    _of_lists.update(of_lists)
+
+
+def lists_backend_of(name: str) -> ListsBackend:
+    """Return the module of a backend that computes attention over lists."""
+    return _of_lists[name]
 
 
 def backend_of(name: str) -> Any:

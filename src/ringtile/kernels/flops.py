@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ringtile.kernels.chosen import BACKWARD_LISTS, FORWARD_LISTS
 from ringtile.kernels.contracts import Call, index_of
 from ringtile.kernels.operators import BACKWARD, FORWARD
 
@@ -33,9 +34,27 @@ def _backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
     return 2 * _kept_area(Call(*arguments[7:]), q, k) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
+def _listed_pairs(q: Tensor, k: Tensor, indices: Tensor, call: Call) -> int:
+    """Count the pairs that lists can hold. What is left empty or cut away in them counts too."""
+    return int(q.shape[0] * q.shape[1] * q.shape[2] * min(indices.shape[3] * call.block, k.shape[2]))
+
+
+def _lists_forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, limits: Tensor, *call: Any, out_val: Any = None, **_: Any
+) -> int:
+    return 2 * _listed_pairs(q, k, indices, Call(*call)) * int(q.shape[-1] + v.shape[-1])
+
+
+def _lists_backward_flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+    q, k, v = arguments[2:5]
+    return 2 * _listed_pairs(q, k, arguments[7], Call(*arguments[9:])) * int(3 * q.shape[-1] + 2 * v.shape[-1])
+
+
 def _register(counter: ModuleType) -> None:
     counter.register_flop_formula(FORWARD, get_raw=True)(_forward_flops)
     counter.register_flop_formula(BACKWARD, get_raw=True)(_backward_flops)
+    counter.register_flop_formula(FORWARD_LISTS, get_raw=True)(_lists_forward_flops)
+    counter.register_flop_formula(BACKWARD_LISTS, get_raw=True)(_lists_backward_flops)
 
 
 class _Finder:

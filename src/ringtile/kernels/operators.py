@@ -95,7 +95,7 @@ def _example(arguments: Sequence[Any], in_dims: Sequence[Any], number: int) -> l
     return [x.select(dim, number) if isinstance(dim, int) else x for x, dim in pairs]
 
 
-def _vmap_rule(n_tensors: int, op: Any) -> Any:
+def vmap_rule(n_tensors: int, op: Any) -> Any:
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         # Examples become batch elements: [V, B, H, N, D] with V examples is one call of [V * B, H, N, D].
         size = info.batch_size
@@ -133,13 +133,13 @@ for _name, _implementation, _fake, _n_tensors in (
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringtile::{_name}", _fake, lib=library)
     _op = getattr(torch.ops.ringtile, _name).default
-    torch.library.register_vmap(f"ringtile::{_name}", _vmap_rule(_n_tensors, _op), lib=library)
+    torch.library.register_vmap(f"ringtile::{_name}", vmap_rule(_n_tensors, _op), lib=library)
 
 
 FORWARD, BACKWARD = torch.ops.ringtile.forward, torch.ops.ringtile.backward
 
 
-def _apart(call: Call) -> tuple[Any, ...]:
+def apart(call: Call) -> tuple[Any, ...]:
     """Return the call without tensors, then its tensors: autograd and torch.func must see each as an argument."""
     if not call.tiles and all(x is None for x in options_of(call)):
         return (call,)
@@ -147,8 +147,8 @@ def _apart(call: Call) -> tuple[Any, ...]:
     return call._replace(tiles=(), **absent), *options_of(call), *call.tiles
 
 
-def _with_tensors(call: Call, *tensors: Tensor | None) -> Call:
-    """Return the call from the results of `_apart`."""
+def with_tensors(call: Call, *tensors: Tensor | None) -> Call:
+    """Return the call from the results of `apart`."""
     if not tensors:
         return call
     count = len(OPTIONAL)
@@ -221,7 +221,7 @@ class _DoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        call = _with_tensors(*arguments[10:])
+        call = with_tensors(*arguments[10:])
         found: tuple[Tensor, ...] = torch.ops.ringtile.double_backward(*arguments[:10], *call)
         return found
 
@@ -241,7 +241,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = _with_tensors(*arguments[7:])
+        call = with_tensors(*arguments[7:])
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.ringtile.backward(*arguments[:7], *call)
         return grads
 
@@ -268,7 +268,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         q, k, v, prepared, *rest = arguments
-        return run_forward(q, k, v, _with_tensors(*rest), prepared)
+        return run_forward(q, k, v, with_tensors(*rest), prepared)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -287,7 +287,7 @@ class Attention(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         if compiling or not is_differentiated(*rows):
             # Without a second derivative, a Function would only cost time, and Dynamo traces none inside another.
-            grads = run_backward(rows, _with_tensors(ctx.call, *rest), ctx.prepared)
+            grads = run_backward(rows, with_tensors(ctx.call, *rest), ctx.prepared)
         else:
             grads = _Backward.apply(*rows, ctx.call, *rest)  # type: ignore[no-untyped-call]
         return *grads, None, None, *(None for _ in rest)
@@ -321,5 +321,5 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, prepared: Any = None)
         return run_forward(q, k, v, call, prepared)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     function: Any = Attention if transformed else _Direct
-    out, lse = function.apply(q, k, v, prepared, *_apart(call))
+    out, lse = function.apply(q, k, v, prepared, *apart(call))
     return out, lse

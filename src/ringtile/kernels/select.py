@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ringtile.index import restrict
 from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
-from ringtile.kernels.contracts import Backend, Call, Masses, install
+from ringtile.kernels.blockwise import lists as blockwise_lists
+from ringtile.kernels.contracts import Backend, Call, Lists, ListsBackend, Masses, install, lacking
 from ringtile.kernels.flops import tell_flop_counter
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.lists import kept_lists
@@ -26,7 +27,12 @@ _BACKENDS: dict[str, Backend] = {
     "blockwise": blockwise,
 }
 
-install(_BACKENDS)
+LISTS: dict[str, ListsBackend] = {
+    "blockwise": blockwise_lists,
+}
+"""What computes attention over lists of keys. The first that supports a call runs."""
+
+install(_BACKENDS, LISTS)
 tell_flop_counter()
 # `BlockIndex.restricted` is below the backends, so it has a hook for the library's way to copy lists.
 restrict.list_copier = kept_lists
@@ -90,6 +96,24 @@ def select(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
         if not reasons:
             return name
     raise AssertionError("blockwise serves every call")
+
+
+def select_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> str:
+    """Return the backend of a call over lists: the one it names, or the first without a reason against it.
+
+    Raises ValueError with all reasons if the named backend does not support the call.
+    """
+    if call.backend and call.backend not in LISTS:
+        raise ValueError(f"backend: expected one of {(*LISTS, 'reference')} for Chosen lists, got {call.backend!r}")
+    for name in (call.backend,) if call.backend else LISTS:
+        reasons = LISTS[name].unsupported(q, k, v, lists, call.dropout_p)
+        if name != "blockwise":
+            reasons = reasons + lacking(call, "softcap", "alibi_slopes")
+        if not torch.compiler.is_compiling():
+            _logger.debug("lists by %s: %s", name, reasons or "taken")
+        if not reasons:
+            return name
+    raise ValueError(f"backend {call.backend!r} does not support this call: {'; '.join(reasons)}")
 
 
 def backend_report() -> list[tuple[str, list[str]]]:

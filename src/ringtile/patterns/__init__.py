@@ -2,6 +2,7 @@
 
 from ringtile.patterns.base import Cover, Dense, Pattern, TileGrid
 from ringtile.patterns.blocks import Blocks, Elements, SampledBlocks
+from ringtile.patterns.chosen import Chosen
 from ringtile.patterns.documents import Documents
 from ringtile.patterns.grammar import parse
 from ringtile.patterns.local import Causal, GlobalTokens, Segments, Strided, Window
@@ -15,6 +16,7 @@ __all__ = [
     "BlockDilated",
     "Blocks",
     "Causal",
+    "Chosen",
     "Cover",
     "Dense",
     "Dilated",

@@ -129,14 +129,19 @@ def moves_along(pattern: Pattern) -> bool:
     return isinstance(pattern, Dense)
 
 
-def key_bounds(envelope: Pattern, query: Tensor, n_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the interval ``[lo, hi)`` of keys that each query position may attend to."""
-    if isinstance(envelope, Causal):
-        return torch.zeros_like(query), (query + 1).clamp(0, n_keys)
-    if isinstance(envelope, Documents):
-        bounds = envelope.bounds.tensor[0].to(query.device)
+def key_bounds(rule: Pattern, query: Tensor, n_keys: int) -> tuple[Tensor, Tensor] | None:
+    """Return the interval ``[lo, hi)`` of keys that each query position keeps, or None if a rule keeps other sets."""
+    if isinstance(rule, Documents):
+        bounds = rule.bounds.tensor[0].to(query.device)
         document = torch.searchsorted(bounds[1:-1], query, right=True)
         return bounds[document], bounds[document + 1]
-    assert isinstance(envelope, And), f"no envelope: {envelope!r}"
-    (lo, hi), (lo2, hi2) = (key_bounds(side, query, n_keys) for side in (envelope.first, envelope.second))
-    return torch.maximum(lo, lo2), torch.minimum(hi, hi2)
+    if (band := band_of(rule)) is not None:
+        lo = torch.zeros_like(query) if band.left is None else (query - band.left).clamp(0, n_keys)
+        hi = torch.full_like(query, n_keys) if band.right is None else (query + band.right + 1).clamp(0, n_keys)
+        return lo, hi
+    if not isinstance(rule, And):
+        return None
+    first, second = (key_bounds(side, query, n_keys) for side in rule.parts)
+    if first is None or second is None:
+        return None
+    return torch.maximum(first[0], second[0]), torch.minimum(first[1], second[1])

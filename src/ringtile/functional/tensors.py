@@ -1,0 +1,24 @@
+"""What is asked of a tensor before any work: whether it has plain memory of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringtile.kernels.contracts import check_memory
+
+
+def is_real(x: Tensor) -> bool:
+    """Return True if a tensor has memory of its own, or had: it is not traced, transformed or a subclass."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(x) in (Tensor, Parameter) and not x._is_zerotensor() and not x.is_meta
+
+
+def check_plain(name: str, x: Tensor) -> None:
+    """Raise ValueError if a tensor has another layout, for example a sparse one, or its storage was freed."""
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"{name}: expected torch.strided, got {'a nested tensor' if x.is_nested else f'{x.layout=}'}")
+    if is_real(x):
+        check_memory((name,), (x,))

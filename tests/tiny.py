@@ -166,13 +166,18 @@ SPARSE: dict[str, Callable[[], tuple[type, Any]]] = {
     "dots3_note": lambda: (
         hf.Dots3NoteForCausalLM,
         hf.Dots3NoteTextConfig(
-            **_SPARSE, **_ONE_GROUP, layer_types=["sliding_attention", "indexed_attention", "full_attention"]
+            **_SPARSE,
+            **_ONE_GROUP,
+            **dict(swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=32, swa_kv_lora_rank=16),
+            **dict(swa_head_dim=16, swa_qk_nope_head_dim=8, swa_v_head_dim=16, sliding_window=20),
+            layer_types=["sliding_attention", "indexed_attention", "full_attention"],
         ),
     ),
     "minimax_m3_vl": lambda: (
         hf.MiniMaxM3VLForCausalLM,
         hf.MiniMaxM3VLTextConfig(
             **dict(DECODER, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2),
+            **dict(dense_intermediate_size=96, shared_intermediate_size=32),
             **dict(index_n_heads=2, index_head_dim=16, index_block_size=8, index_topk_blocks=3, index_local_blocks=1),
             layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         ),

@@ -13,7 +13,7 @@ from ringtile.adaptive.steps import Pages, attend_step, check_steps
 from ringtile.functional import sparse_attention
 from ringtile.functional.attend import Attend
 from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, kept_by_mask, pairs
-from ringtile.patterns import Causal, Dense, Documents, Pattern, from_mask, parse
+from ringtile.patterns import Causal, Chosen, Dense, Documents, Pattern, from_mask, parse
 from ringtile.patterns.facts import moves_along, sees_no_future
 from ringtile.patterns.wrapped import Shifted
 
@@ -227,9 +227,9 @@ def attend(
     if (of_layer := pattern_of_layer(pattern, module)) is not None:
         kept = intersected(kept, of_layer, query, n_keys)
     if indices is not None:
-        kept = _chosen(kept, indices.unsqueeze(1), 1, query, n_keys)
+        kept = kept._replace(pattern=kept.pattern & Chosen(indices.unsqueeze(1)))
     elif blocks is not None:
-        kept = _chosen(kept, blocks, module.indexer.block_size, query, n_keys)  # type: ignore[union-attr, arg-type]
+        kept = kept._replace(pattern=kept.pattern & Chosen(blocks, module.indexer.block_size))  # type: ignore[union-attr, arg-type]
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     limits = {"softcap": softcap or None, "s_aux": s_aux}
     by_layer, choice = attend_of_layer(by, module), decode_of_layer(decode, module)
@@ -320,17 +320,6 @@ def _by_head(query: Tensor, key: Tensor, value: Tensor, masks: Tensor, options: 
         of_head = None if sinks is None else sinks[head : head + 1]
         outs.append(sparse_attention(of_query, keys, values, key_mask=masks[:, head], sinks=of_head, **options))
     return torch.cat(outs, 1)
-
-
-def _chosen(kept: KeptPairs, indices: Tensor, block: int, query: Tensor, n_keys: int) -> KeptPairs:
-    """Return the kept pairs among the keys or blocks ``[B, G, Nq, n]`` that an indexer chose."""
-    (heads, n_queries), entries = query.shape[1:3], -(-n_keys // block)
-    chosen = indices.new_zeros((*indices.shape[:3], entries + 1), dtype=torch.bool)
-    chosen.scatter_(3, torch.where(indices < 0, entries, indices).long(), True)
-    keep = chosen[..., :entries].repeat_interleave(block, 3)[..., :n_keys]
-    keep = keep.repeat_interleave(heads // indices.shape[1], 1)
-    mask = pairs(kept.pattern, kept.start, n_queries, n_keys, query.device, kept.pattern.num_heads or 1)
-    return kept._replace(pattern=from_mask(mask & keep), start=n_keys - n_queries)
 
 
 def _packed(kept: KeptPairs, query: Tensor, n_keys: int, options: Mapping[str, Any]) -> KeptPairs:

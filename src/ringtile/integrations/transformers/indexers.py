@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ringtile.adaptive import index_topk
-from ringtile.integrations.transformers.masks import KeptPairs, PatternMask
-from ringtile.patterns import Causal
+from ringtile.integrations.transformers.masks import KeptPairs, PatternMask, carrier
+from ringtile.patterns import Causal, Chosen
 
 
 class _Streamed(TorchFunctionMode):
@@ -103,6 +103,17 @@ def _choose_blocks(
     return index_topk(query, key, n, pattern=Causal(), start=position_ids, **how)
 
 
+def _mask_of_pools(attention: Any, topk_indices: Tensor, query_states: Tensor, kv_length: int) -> Tensor:
+    """Return the mask of the tokens that the indexer of GLM-5.3-Flash chose, from its attention module."""
+    if attention.config._attn_implementation in ("eager", "sdpa"):
+        mask: Tensor = type(attention).build_attention_mask_from_topk(attention, topk_indices, query_states, kv_length)
+        return mask
+    batch, _, n_queries, _ = query_states.shape
+    start = kv_length - n_queries
+    kept = KeptPairs(Chosen(topk_indices.unsqueeze(1)), start, None, start)
+    return carrier(kept, batch, n_queries, kv_length, query_states.device)
+
+
 _OF_TOKENS = "DeepseekV32 AXK2 GlmMoeDsa MistralLarge4Text HYV4 Dots3NoteText".split()
 _KINDS = {f"{family}Indexer": _choose_tokens for family in _OF_TOKENS} | {"MiniMaxM3VLIndexer": _choose_blocks}
 
@@ -110,6 +121,8 @@ _KINDS = {f"{family}Indexer": _choose_tokens for family in _OF_TOKENS} | {"MiniM
 def stream_indexers(model: nn.Module) -> None:
     """Have the indexers of a model choose in chunks, in place. They keep their weights and their caches."""
     for module in model.modules():
+        # A partial function is copied and pickled with its module, which a method that is no member is not.
         if (choose := _KINDS.get(type(module).__name__)) is not None:
-            # A partial function is copied and pickled with its module, which a method that is no member is not.
-            module.forward = partial(choose, module)
+            module.__dict__["forward"] = partial(choose, module)
+        elif hasattr(module, "build_attention_mask_from_topk"):
+            module.__dict__["build_attention_mask_from_topk"] = partial(_mask_of_pools, module)

@@ -224,7 +224,7 @@ static constexpr Field fields[] = {
     BACKWARD(v_grad) BACKWARD(row_splits) BACKWARD(col_splits) BACKWARD(row_buffer) BACKWARD(n_row_buffers)
     BACKWARD(row_buffers) BACKWARD(shared_splits) BACKWARD(n_shared_splits)
     MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
-    MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign)
+    MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign) MASSES(keep)
     LISTS(indices) LISTS(indices_stride) LISTS(list_groups) LISTS(list_length) LISTS(limits) LISTS(limits_stride)
     LISTS(list_rows) LISTS(first_query) LISTS(last_query) LISTS(chunk_keys) LISTS(weights)
 };

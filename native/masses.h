@@ -12,7 +12,8 @@ struct Segments {
     int64_t length, keys, slots;  // the keys of a segment and of a slot
 
     INLINE explicit Segments(const ringtile_call &c)
-        : length(c.masses.segment), keys(length > MAX_BLOCK ? length : MAX_BLOCK / length * length),
+        : length(c.masses.segment),
+          keys(length > MAX_BLOCK || c.masses.keep ? length : MAX_BLOCK / length * length),
           slots((c.n_keys + keys - 1) / keys) {}
 
     // The number of segments that the first `n` keys touch.
@@ -157,6 +158,17 @@ INLINE Vec<float> share_of(const Segments &segments, int64_t count, const float 
     return total > 0 ? 1 / total : Vec<float>{};
 }
 
+// Return true if one of the output rows that own these lanes keeps a segment.
+INLINE bool keeps(const uint8_t *keep, const int64_t *owner, int lanes, int64_t width, int64_t segment) {
+    int64_t last = -1;
+    for (int lane = 0; lane < lanes; lane++) {
+        if (owner[lane] < 0 || owner[lane] == last) continue;
+        last = owner[lane];
+        if (keep[last * width + segment]) return true;
+    }
+    return false;
+}
+
 INLINE Vec<float> pooled(Vec<float> a, Vec<float> b, bool highest) { return highest ? max<float>(a, b) : a + b; }
 
 INLINE void pool_into(float *out, Vec<float> x, int count, bool highest) {
@@ -201,11 +213,31 @@ INLINE void pool_group(const ringtile_call &c, int64_t count, const float *sums,
     }
 }
 
-// The rows [first, first + count) of a head, pooled into the rows of `out` that own them. Return by `empty` which of them
-// are 0.
+// Add the squares of a group of lanes to the output rows that own them, at the segments that these rows keep. The sums
+// of a group are those of the segments that one of its rows keeps, in their order.
+INLINE void square_group(const ringtile_call &c, const uint8_t *keep, const float *sums, const Vec<float> *share,
+                         int vectors, const int64_t *owner, int64_t limit, float *out) {
+    constexpr int L = Lanes<float>::count;
+    const int64_t width = Segments(c).before(c.n_keys);
+    for (int64_t at = 0; at < limit; at++) {
+        if (!keeps(keep, owner, vectors * L, width, at)) continue;
+        for (int n = 0; n < vectors; n++) {
+            float mass[L];
+            store(mass, load(sums + n * L) * share[n]);
+            for (int l = 0; l < L; l++) {
+                const int64_t row = owner[n * L + l];
+                if (row >= 0 && share[n][l] != 0 && keep[row * width + at]) out[row * width + at] += mass[l] * mass[l];
+            }
+        }
+        sums += GROUP<float>;
+    }
+}
+
+// The rows [first, first + count) of a head, pooled into the rows of `out` that own them, over the segments that `keep`
+// has for these. Return by `empty` which of them are 0.
 template <class P>
-void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int count, const int64_t *owner, float *out,
-                MassScratch<P> &to, bool *empty) {
+void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int count, const int64_t *owner,
+                const uint8_t *keep, float *out, MassScratch<P> &to, bool *empty) {
     constexpr int L = Lanes<float>::count;
     const Segments segments(c);
     const Side tokens = {first, 0, count, 0};
@@ -216,7 +248,9 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
         Packing packing(c);
         products.pack(strip_rows<typename P::Element>(c, head, tokens, to.halves), tokens, 0, end, sign_of<float>(c));
     }
-    int32_t seen[MAX_BLOCK], least[MAX_BLOCK / L], most[MAX_BLOCK / L], limit = 0;
+    int32_t seen[MAX_BLOCK], shown[MAX_BLOCK], least[MAX_BLOCK / L], most[MAX_BLOCK / L], limit = 0;
+    int64_t found[MAX_BLOCK / L] = {};
+    const int64_t width = segments.before(c.n_keys);
     for (int lane = 0; lane < end; lane++) {
         seen[lane] = lane < count ? (int32_t)min(max(c.masses.seen[first + lane], 0), c.n_keys) : 0;
         to.highest[lane] = -infinity<float>();
@@ -234,6 +268,7 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
     float scaled_bias[MAX_BLOCK];
     for (int64_t slot = 0; slot * segments.keys < limit; slot++) {
         const int64_t begin = slot * segments.keys, stop = min(begin + segments.keys, limit);
+        if (keep && !keeps(keep, owner, end, width, slot)) continue;
         for (int64_t key = begin; key < stop; key += MAX_BLOCK) {
             KeyTile tile = {key, (int)min(MAX_BLOCK, stop - key), nullptr, key > begin};
             for (int k = 0; bias && k < tile.count; k++) {
@@ -244,26 +279,42 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
             for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
                 if (most[group] <= key) continue;
                 const int vectors = (int)min(NR, (end - lane) / L);
+                const int32_t *limits = seen + lane;
+                bool masked = tile.bias || least[group] < key + tile.count;
+                // Sums are one per slot, unless rows keep some segments: then a slot is a segment that a row keeps.
+                int64_t at_slot = slot, at_segment = key / segments.length;
+                if (keep) {
+                    if (!keeps(keep, owner + lane, vectors * L, width, slot)) continue;
+                    for (int l = lane; l < lane + vectors * L; l++) {
+                        const bool kept = owner[l] >= 0 && keep[owner[l] * width + slot];
+                        shown[l] = kept ? seen[l] : 0;
+                        masked |= !kept;
+                    }
+                    limits = shown + lane;
+                    at_slot = at_segment = found[group]++;
+                }
                 products.scores(vectors, lane, 0, tile.count, to.scores);
                 with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
-                    add_tile<decltype(n)::value>(to.scores, tile, seen + lane, base,
-                                                 tile.bias || least[group] < key + tile.count, segments.length,
-                                                 to.highest + lane, to.maxima_of(c, group) + slot * GROUP<float>,
-                                                 to.sums_of(group) + key / segments.length * GROUP<float>);
+                    add_tile<decltype(n)::value>(to.scores, tile, limits, base, masked, segments.length,
+                                                 to.highest + lane, to.maxima_of(c, group) + at_slot * GROUP<float>,
+                                                 to.sums_of(group) + at_segment * GROUP<float>);
                 });
             }
         }
     }
     for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
         const int vectors = (int)min(NR, (end - lane) / L);
-        const int64_t found = segments.before(most[group]);
+        const int64_t count = keep ? found[group] : segments.before(most[group]);
         Vec<float> share[NR];
         for (int n = 0; n < vectors; n++) {
-            share[n] = share_of(segments, found, to.highest + lane + n * L, to.maxima_of(c, group) + n * L,
+            share[n] = share_of(segments, count, to.highest + lane + n * L, to.maxima_of(c, group) + n * L,
                                 to.sums_of(group) + n * L, base);
             for (int l = 0; l < L; l++) empty[lane + n * L + l] = share[n][l] == 0;
         }
-        pool_group(c, found, to.sums_of(group), share, vectors, owner + lane, out);
+        if (keep)
+            square_group(c, keep, to.sums_of(group), share, vectors, owner + lane, segments.before(most[group]), out);
+        else
+            pool_group(c, count, to.sums_of(group), share, vectors, owner + lane, out);
     }
 }
 
@@ -275,6 +326,7 @@ template <class P> void mass_item(const ringtile_call &c, int64_t item, float *m
     const Head head(c, item % heads);
     MassScratch<P> to(c, memory);
     float *out = (float *)c.out + head.number * c.masses.n_pooled * width;
+    const uint8_t *keep = c.masses.keep ? c.masses.keep + head.number * c.masses.n_pooled * width : nullptr;
     for (int64_t i = first * width; i < last * width; i++) out[i] = 0;
     int64_t row = first, counted = 0;
     for (int64_t strip = c.masses.pool_begin[first], end = c.masses.pool_begin[last]; strip < end; strip += MAX_BLOCK) {
@@ -285,13 +337,16 @@ template <class P> void mass_item(const ringtile_call &c, int64_t item, float *m
             while (lane < count && c.masses.pool_begin[at + 1] <= strip + lane) at++;
             owner[lane] = lane < count ? at : -1;
         }
-        mass_strip<P>(c, head, strip, count, owner, out, to, empty);
+        mass_strip<P>(c, head, strip, count, owner, keep, out, to, empty);
         // Divide the sums of the groups that end in this strip.
         for (int lane = 0; lane < count; lane++) {
             if (owner[lane] != row) row = owner[lane], counted = 0;
             counted += !empty[lane];
-            if (c.masses.pool_max || counted < 2 || c.masses.pool_begin[row + 1] != strip + lane + 1) continue;
-            for (int64_t i = row * width; i < (row + 1) * width; i++) out[i] /= (float)counted;
+            if (c.masses.pool_max || counted < 1 || c.masses.pool_begin[row + 1] != strip + lane + 1) continue;
+            for (int64_t i = row * width; i < (row + 1) * width; i++) {
+                out[i] /= (float)counted;
+                if (keep) out[i] = __builtin_sqrtf(out[i]);
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 8
+#define RINGTILE_ABI 9
 
 // Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
 enum ringtile_dtype {
@@ -127,13 +127,15 @@ typedef struct ringtile_call {
     // seen[m]. Output row r pools the queries from pool_begin[r] to pool_begin[r + 1] - 1, by their maximum if pool_max is
     // not 0, by their mean otherwise. An item is pooled_step output rows of a head. The bias of scores has strides for B
     // and Hkv. If by_sign is not 0, queries have half the head_dim, and relu(q) and relu(-q) meet the halves of a key.
-    // There are no values: v is k, and value_dim 0.
+    // There are no values: v is k, and value_dim 0. If keep is not null, it has the shape of out: a row sees only the
+    // segments that its output row keeps, and pools their root mean square. Segments have at most 128 keys then.
     struct {
         int64_t segment, n_pooled, pooled_step;
         const int64_t *seen;
         const int32_t *pool_begin;
         const float *bias;
         int64_t bias_stride[2], pool_max, by_sign;
+        const uint8_t *keep;
     } masses;
 
     // ringtile_lists: int32 lists of entries for each query, [B, list_groups, n_queries, list_length], with a stride for B.

@@ -24,6 +24,7 @@ from ringtile.adaptive import (
     HeadFacts,
     Means,
     Probe,
+    Refined,
     Scores,
     Shuffled,
     Sum,
@@ -285,7 +286,8 @@ def test_a_calibration_is_stored_and_refuses_another_model(tmp_path: Path) -> No
     scores = Sum(Probe(3), Antidiagonal(4), weights=(2, 0.5))
     facts = {"name": "tiny", "layers": 1, "heads": 2}
     numbers = (math.inf, *(0.9**at for at in range(1, len(GRID) - 1)), 0.0)
-    before = Calibration(facts, scores, 32, 2, 1, ((0.5, 1.5),), numbers, {"tokens": 4096})
+    fine = tuple(number / 2 for number in numbers)
+    before = Calibration(facts, scores, 32, 2, 1, ((0.5, 1.5),), numbers, {"tokens": 4096}, ((2.0, 4.0),), fine)
     path = tmp_path / "budgets.json"
     before.save(path)
     assert [child.name for child in tmp_path.iterdir()] == ["budgets.json"]
@@ -294,10 +296,16 @@ def test_a_calibration_is_stored_and_refuses_another_model(tmp_path: Path) -> No
     (attend,) = after.attention(0.3, min_length=512)
     choice = attend.choice
     assert (choice.scores, choice.block, choice.first, choice.min_length) == (scores, 32, 2, 512)
+    # Low densities are chosen among candidates of their own, by other weights.
+    (attend,), (coarse,) = after.attention(0.1), after.attention(0.101)
+    candidates = Threshold(tuple(after.threshold(0.15) / weight for weight in (0.5, 1.5)))
+    assert attend.choice.scores == Refined(scores, candidates)
+    assert attend.choice.budget == Threshold((fine[5] / 2, fine[5] / 4))
+    assert (after.threshold(0.1), coarse.choice.scores) == (fine[5], scores)
     after.check(facts)
     with pytest.raises(ValueError, match="calibration: it is of a model with heads=2, got 9"):
         after.check({**facts, "heads": 9})
-    path.write_text(path.read_text().replace('"format": 2', '"format": 7'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 7'))
     with pytest.raises(ValueError, match=r"calibration: expected a file of Calibration.save in '.*': another format"):
         Calibration.load(path)
     path.write_text("{}")

@@ -58,15 +58,22 @@ def draw(number: int, dtype: torch.dtype) -> Case:
     if rng.random() < 0.6:
         bias = torch.randn(batch, rng.choice((1, key_heads)), n_keys, generator=generator)
         bias[torch.rand(bias.shape, generator=generator) < 0.3] = -math.inf
+    pool, segment = rng.choice(("mean", "max", "rms")), rng.choice((1, 3, 16, 64, 128, 200))
+    keep = None
+    if pool == "rms":
+        segment = min(segment, 128)
+        shape = (batch, key_heads * ratio, len(ends) - 1, -(-n_keys // segment))
+        keep = torch.rand(shape, generator=generator) < rng.choice((0.1, 0.5))
     return Case(
         query,
         key,
         {
-            "segment": rng.choice((1, 3, 16, 64, 128, 200)),
+            "segment": segment,
             "seen": seen,
             "groups": torch.tensor(ends, dtype=torch.int32),
-            "pool": rng.choice(("mean", "max")),
+            "pool": pool,
             "bias": bias,
+            "keep": keep,
             "by_sign": by_sign,
             "scale": rng.choice((None, 0.7, -0.3, 0.0)),
         },
@@ -82,6 +89,7 @@ def plain(
     groups: Tensor,
     pool: str = "mean",
     bias: Tensor | None = None,
+    keep: Tensor | None = None,
     by_sign: bool = False,
     scale: float | None = None,
 ) -> Tensor:
@@ -95,6 +103,10 @@ def plain(
     if bias is not None:
         scores = scores + bias.double().repeat_interleave(query.shape[1] // bias.shape[1], 1).unsqueeze(2)
     scores = scores.masked_fill(torch.arange(key.shape[2]) >= seen[:, None], -math.inf)
+    for row, (first, last) in enumerate(zip(groups.tolist(), groups.tolist()[1:], strict=False)):
+        if keep is not None:
+            hidden = ~keep[:, :, row, None].repeat_interleave(segment, 3)[..., : key.shape[2]]
+            scores[:, :, first:last] = scores[:, :, first:last].masked_fill(hidden, -math.inf)
     weights = scores.softmax(3).masked_fill((scores == -math.inf).all(3, keepdim=True), 0)
     masses = torch.stack([part.sum(3) for part in weights.split(segment, 3)], 3)
     out = []
@@ -105,7 +117,8 @@ def plain(
         elif pool == "max":
             out.append(some.amax(2))
         else:
-            out.append(some.sum(2) / (some.sum(3) > 0).sum(2).clamp(min=1)[..., None])
+            counted = (some.sum(3) > 0).sum(2).clamp(min=1)[..., None]
+            out.append(some.sum(2) / counted if pool == "mean" else (some.square().sum(2) / counted).sqrt())
     return torch.stack(out, 2)
 
 
@@ -164,35 +177,41 @@ def test_the_instruction_sets_that_are_not_chosen(name: str, path: str, monkeypa
 HIDE: dict[str, Any] = {"segment": 4, "groups": torch.arange(0, 21, 4, dtype=torch.int32)}
 
 
-@pytest.mark.parametrize("pool", ["mean", "max"])
+def kept_by(pool: str) -> Tensor | None:
+    """The segments that rows keep: all but one in three, and always the third, which has the NaN of a test."""
+    return torch.arange(100).view(1, 2, 5, 10) % 10 % 3 != 1 if pool == "rms" else None
+
+
+@pytest.mark.parametrize("pool", ["mean", "max", "rms"])
 def test_a_nan_that_a_row_does_not_see_never_reaches_it(pool: str) -> None:
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
     bias = torch.zeros(1, 1, 40)
     bias[..., 3::5] = -math.inf
-    options = {**HIDE, "seen": torch.arange(1, 21), "pool": pool}
+    options = {**HIDE, "seen": torch.arange(1, 21), "pool": pool, "keep": kept_by(pool)}
     hidden = pooled_masses(query, key, bias=bias, **options)
     poisoned = key.clone()
     poisoned[:, :, 3::5] = math.nan
     poisoned[:, :, 20:] = math.nan
+    if pool == "rms":
+        poisoned[:, :, 4:8] = math.nan
     torch.testing.assert_close(pooled_masses(query, poisoned, bias=bias, **options), hidden, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("pool", ["mean", "max"])
+@pytest.mark.parametrize("pool", ["mean", "max", "rms"])
 def test_a_row_that_sees_a_nan_does_not_count(pool: str) -> None:
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 1, 40, 16)
-    seen = torch.arange(1, 21)
+    seen, keep = torch.arange(1, 21), kept_by(pool)
     poisoned = key.clone()
     poisoned[0, 0, 9, 3] = math.nan
-    found = pooled_masses(query, poisoned, **HIDE, seen=seen, pool=pool)
-    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen < 10, 0), pool=pool)
+    found = pooled_masses(query, poisoned, **HIDE, seen=seen, pool=pool, keep=keep)
+    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen < 10, 0), pool=pool, keep=keep)
     torch.testing.assert_close(found, blind, rtol=0, atol=0)
     assert found[:, :, :3].any(3).all()
     assert not found[:, :, 3:].any()
     query[0, 1, 4] = math.nan
-    found = pooled_masses(query, key, **HIDE, seen=seen, pool=pool)
-    torch.testing.assert_close(
-        found[:, 1], pooled_masses(query, key, **HIDE, seen=seen.where(seen != 5, 0), pool=pool)[:, 1], rtol=0, atol=0
-    )
+    found = pooled_masses(query, key, **HIDE, seen=seen, pool=pool, keep=keep)
+    blind = pooled_masses(query, key, **HIDE, seen=seen.where(seen != 5, 0), pool=pool, keep=keep)
+    torch.testing.assert_close(found[:, 1], blind[:, 1], rtol=0, atol=0)
     assert found.isfinite().all()
 
 
@@ -241,6 +260,7 @@ def test_one_operator_in_a_graph() -> None:
 
 
 Q, K = torch.zeros(2, 4, 10, 16), torch.zeros(2, 2, 30, 16)
+KEEP = torch.ones(2, 4, 2, 8, dtype=torch.bool)
 FINE: dict[str, Any] = {
     "segment": 4,
     "seen": torch.ones(10, dtype=torch.int64),
@@ -269,6 +289,11 @@ FINE: dict[str, Any] = {
         (Q, K, {"groups": torch.tensor([]).int()}, "^groups: "),
         (Q, K, {"bias": torch.zeros(2, 4, 30)}, "^bias: "),
         (Q, K, {"bias": torch.zeros(2, 1, 30).double()}, "^bias: "),
+        (Q, K, {"pool": "rms"}, "^keep: expected one"),
+        (Q, K, {"keep": KEEP}, "^keep: expected one"),
+        (Q, K, {"pool": "rms", "keep": KEEP[:, :2]}, r"^keep: expected bool \[2, 4, 2, 8\]"),
+        (Q, K, {"pool": "rms", "keep": KEEP.int()}, "^keep: expected bool"),
+        (Q, K, {"pool": "rms", "keep": KEEP[..., :1], "segment": 129}, "at most 128 keys"),
     ],
 )
 def test_what_does_not_fit_is_refused(query: Tensor, key: Tensor, changes: dict[str, Any], message: str) -> None:

@@ -22,6 +22,7 @@ from ringtile.adaptive import (
     Density,
     Probe,
     Recent,
+    Refined,
     Sum,
 )
 from ringtile.adaptive.choice import DEFAULT_SCORES
@@ -42,7 +43,6 @@ from ringtile.tools.quality.leg import (
     add_arguments,
     checked,
     open_leg,
-    probed,
     table,
     verdicts,
 )
@@ -428,11 +428,21 @@ def test_probes_count_as_the_pairs_that_they_compute() -> None:
         (Recent(), 0),
         (Probe("first"), 1 / 32),
     ):
-        found = probed(AdaptiveAttention(scores, Density(0.1), block=32), 1024, 3)
+        found = probed(AdaptiveAttention(scores, Density(0.1), block=32))
         assert found == pytest.approx(expected, rel=0.04)
-    # A controller computes 64 rows more.
-    held = probed(AdaptiveAttention(Recent(), Controller(0.9), block=32), 1024, 3)
+    # A controller computes 64 rows more, and refined scores the tiles of the candidates.
+    held = probed(AdaptiveAttention(Recent(), Controller(0.9), block=32))
     assert held == pytest.approx(64 / 1024, rel=0.2)
+    attend = AdaptiveAttention(Refined(Probe(2), Density(0.5)), Density(0.1), block=32)
+    assert probed(attend) == pytest.approx(2 / 32 + 0.5, rel=0.08)
+
+
+def probed(attend: AdaptiveAttention) -> float:
+    """The part of the pairs that a causal choice computes exactly."""
+    q, k, v = torch.randn(3, 1, 3, 1024, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    watched = Watched(attend)
+    watched(q, k, v, is_causal=True)
+    return watched.probed[0]
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [((1, 2), torch.float32), ((2, 1), torch.bfloat16)])

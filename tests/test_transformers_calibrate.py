@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ringtile import sparse_attention
-from ringtile.adaptive import AdaptiveAttention, Calibration, Density, audit
+from ringtile.adaptive import (
+    AdaptiveAttention,
+    Calibration,
+    Choice,
+    Density,
+    Probe,
+    Refined,
+    Threshold,
+    audit,
+    head_facts,
+)
 from ringtile.integrations.transformers import calibrate, model_facts, use_ringtile
 from ringtile.integrations.transformers.calibrate import audited_rows, far_repeat, output_weight
 
@@ -48,7 +58,7 @@ class Kept(nn.Module):
 def test_weights_and_thresholds_are_those_of_the_models_own_heads(model: LlamaForCausalLM, ids: Tensor) -> None:
     seen: list[int] = []
     found = calibrate(model, ids, progress=seen.append)
-    assert seen == [0, 1, 2]
+    assert seen == [0, 1, 2, 0, 1, 2]
     assert [len(of_layer) for of_layer in found.weights] == [4, 4, 4]
     assert found.model == model_facts(model)
     layers = [Kept() for _ in range(3)]
@@ -87,17 +97,40 @@ def test_weights_and_thresholds_are_those_of_the_models_own_heads(model: LlamaFo
         assert sum(realized) / 3 == pytest.approx(density, abs=0.003)
 
 
+def test_low_densities_have_weights_and_thresholds_by_refined_scores(model: LlamaForCausalLM, ids: Tensor) -> None:
+    found = calibrate(model, ids, rows=48)
+    layers = [Kept() for _ in range(3)]
+    use_ringtile(model, attend=layers)
+    with torch.no_grad():
+        model(ids)
+    rows, weights = audited_rows(far_repeat(ids[0]), 48, 0)
+    facts = []
+    for number, (layer, scores) in enumerate(zip(layers, found.candidates(), strict=True)):
+        query, key, value = layer.kept
+        view = Choice().view(query, key, is_causal=True, scale=16**-0.5)
+        output = output_weight(model, number)
+        facts.append(head_facts(view, value, scores, rows, weights=weights, output=output))
+        assert isinstance(scores, Refined)
+        assert scores.candidates == Threshold(tuple(found.threshold(0.15) / x for x in found.weights[number]))
+    alone = Calibration.of(facts, found.model, found.scores)
+    assert (found.fine_weights, found.fine_thresholds) == (alone.weights, alone.thresholds)
+    assert found.fine_thresholds != found.thresholds
+    # Refined scores see later tokens, so causal-safe ones are left as they are.
+    assert calibrate(model, ids, rows=48, scores=Probe("first")).fine_weights == ()
+
+
 def test_a_stored_calibration_attends_as_before(model: LlamaForCausalLM, ids: Tensor, tmp_path: Path) -> None:
     found = calibrate(model, ids, rows=48)
     found.save(tmp_path / "calibration.json")
     again = Calibration.load(tmp_path / "calibration.json")
     again.check(model_facts(model))
-    outs = []
-    for each in (found, again):
-        use_ringtile(model, attend=each.attention(0.3))
-        with torch.no_grad():
-            outs.append(model(ids).logits)
-    assert torch.equal(*outs)
+    for density in (0.1, 0.3):
+        outs = []
+        for each in (found, again):
+            use_ringtile(model, attend=each.attention(density))
+            with torch.no_grad():
+                outs.append(model(ids).logits)
+        assert torch.equal(*outs)
     use_ringtile(model)
     with torch.no_grad():
         assert not torch.allclose(model(ids).logits, outs[0], atol=1e-3)
@@ -118,6 +151,8 @@ def test_texts_that_cannot_calibrate_are_refused(model: LlamaForCausalLM) -> Non
         calibrate(model, alone)
     with pytest.raises(ValueError, match=r"ids: expected \[1, N\], got ids.shape=torch.Size\(\[512\]\)"):
         calibrate(model, alone[0])
+    with pytest.raises(ValueError, match="scores: expected those that find the candidates of refined ones, got Ref"):
+        calibrate(model, alone, scores=Refined(Probe(), Density(0.2)))
 
 
 @pytest.mark.parametrize(

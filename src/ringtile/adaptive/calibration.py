@@ -6,7 +6,7 @@ import bisect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ringtile.adaptive import scores as _scores
 from ringtile.adaptive.budgets import Density, Threshold
 from ringtile.adaptive.choice import forced_tiles
 from ringtile.adaptive.control import Controller
-from ringtile.adaptive.scores import Scores
+from ringtile.adaptive.scores import Refined, Scores
 from ringtile.adaptive.selection import AdaptiveAttention
 from ringtile.adaptive.view import View, tiles_at_once
 
@@ -28,11 +28,15 @@ _DENSITY = Density(0.07)
 """The budget at which heads are compared."""
 _WEIGHTS = 0.2, 6.0
 """The least and the largest squared weight of a head, in units of the mean."""
-_FORMAT = 2
+FINE = 0.1
+"""Tile densities up to this one are chosen by `Refined` scores, which cost more than they gain above it."""
+_CANDIDATES = 0.15
+"""Tile density of their candidates."""
+_FORMAT = 3
 
 
 class HeadFacts(NamedTuple):
-    """What one forward pass says about the heads of a layer."""
+    """What one forward pass says about the heads of a layer by some scores."""
 
     missed: Tensor
     """float64 ``[H]``: the mean part of the attention that a density of 0.07 drops."""
@@ -130,12 +134,41 @@ def head_weights(layers: Sequence[HeadFacts]) -> list[Tensor]:
     return list(weights.split([len(layer.missed) for layer in layers]))
 
 
+def _ranked(layers: Sequence[HeadFacts]) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
+    """Return the weights of all heads, and the number for each density of `GRID`."""
+    weights = head_weights(layers)
+    scored = [
+        (layer.scores * each.unsqueeze(1).to(layer.scores.device)).flatten().cpu()
+        for layer, each in zip(layers, weights, strict=True)
+    ]
+    descending = torch.cat(scored).sort(descending=True).values
+    tiles = sum(layer.allowed * len(layer.missed) for layer in layers)
+    forced = tiles - len(descending)
+    # Of 1000 tiles, 200 of them forced, a density of 0.3 keeps the 100 others with the highest scores.
+    places = [round(density * tiles) - forced - 1 for density in GRID]
+    numbers = [math.inf if place < 0 else float(descending[place]) for place in places[:-1]]
+    return tuple(tuple(each.tolist()) for each in weights), (*numbers, 0.0)
+
+
+def _interpolated(thresholds: Sequence[float], density: float) -> float:
+    at = min(max(bisect.bisect_left(GRID, density), 1), len(GRID) - 1)
+    (low, high), (more, less) = GRID[at - 1 : at + 1], thresholds[at - 1 : at + 1]
+    share = (density - low) / (high - low)
+    if density in GRID or more == math.inf:
+        return less if density == high else more
+    # Thresholds fall by powers, so their logarithms are interpolated. Above the last density but one they reach 0.
+    return more * (less / more) ** share if less > 0 else more * (1 - share)
+
+
 @dataclass(frozen=True)
 class Calibration:
     """The weights of all heads of a model, and the thresholds of tile densities. It is stored as JSON.
 
     A tile is kept if its score, times the weight of its head, is at least one number for the whole model. So heads and
     rows get as many tiles as they need, and nothing is counted in a call.
+
+    At tile densities up to 0.1, candidates are chosen like that, and the scores of `Refined` choose among them. These
+    have weights and thresholds of their own.
 
     Args:
         model: Facts that identify the model: its name, sizes and a hash of its weights.
@@ -146,6 +179,8 @@ class Calibration:
         weights: One tuple per layer, with one weight per head.
         thresholds: The number for each density of `GRID`, descending.
         text: Facts of the calibration text: tokens, repeat, audited rows, seed, hash.
+        fine_weights: The weights by refined scores. Default: none, and no density has these.
+        fine_thresholds: The thresholds of refined scores, for each density of `GRID`.
 
     Example:
         >>> from ringtile.adaptive import Probe
@@ -163,6 +198,8 @@ class Calibration:
     weights: tuple[tuple[float, ...], ...]
     thresholds: tuple[float, ...]
     text: Mapping[str, Any] = field(default_factory=dict)
+    fine_weights: tuple[tuple[float, ...], ...] = ()
+    fine_thresholds: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -177,19 +214,17 @@ class Calibration:
         text: Mapping[str, Any] | None = None,
     ) -> Calibration:
         """Return the calibration of a model from the facts of its layers, see `head_facts`."""
-        weights = head_weights(layers)
-        scored = [
-            (layer.scores * each.unsqueeze(1).to(layer.scores.device)).flatten().cpu()
-            for layer, each in zip(layers, weights, strict=True)
-        ]
-        descending = torch.cat(scored).sort(descending=True).values
-        tiles = sum(layer.allowed * len(layer.missed) for layer in layers)
-        forced = tiles - len(descending)
-        # Of 1000 tiles, 200 of them forced, a density of 0.3 keeps the 100 others with the highest scores.
-        places = [round(density * tiles) - forced - 1 for density in GRID]
-        numbers = [math.inf if place < 0 else float(descending[place]) for place in places[:-1]]
-        weighed = tuple(tuple(each.tolist()) for each in weights)
-        return cls(model, scores, block, first, local, weighed, (*numbers, 0.0), text or {})
+        return cls(model, scores, block, first, local, *_ranked(layers), text or {})
+
+    def candidates(self) -> list[Refined]:
+        """Return the refined scores of each layer."""
+        budgets = self._budgets(self.weights, _interpolated(self.thresholds, _CANDIDATES))
+        return [Refined(self.scores, budget) for budget in budgets]
+
+    def refined(self, layers: Sequence[HeadFacts]) -> Calibration:
+        """Return this calibration with that of its `candidates`, from the facts of the layers by these scores."""
+        weights, thresholds = _ranked(layers)
+        return replace(self, fine_weights=weights, fine_thresholds=thresholds)
 
     def threshold(self, density: float) -> float:
         """Return the number that keeps a tile density of the calibration text, as a mean over all heads.
@@ -198,13 +233,14 @@ class Calibration:
         """
         if not 0 < density <= 1:
             raise ValueError(f"density: expected a number above 0 and at most 1, got {density!r}")
-        at = min(max(bisect.bisect_left(GRID, density), 1), len(GRID) - 1)
-        (low, high), (more, less) = GRID[at - 1 : at + 1], self.thresholds[at - 1 : at + 1]
-        share = (density - low) / (high - low)
-        if density in GRID or more == math.inf:
-            return less if density == high else more
-        # Thresholds fall by powers, so their logarithms are interpolated. Above the last density but one they reach 0.
-        return more * (less / more) ** share if less > 0 else more * (1 - share)
+        return _interpolated(self.fine_thresholds if self._is_fine(density) else self.thresholds, density)
+
+    def _is_fine(self, density: float) -> bool:
+        return bool(self.fine_weights) and density <= FINE
+
+    @staticmethod
+    def _budgets(weights: Sequence[Sequence[float]], number: float) -> list[Threshold]:
+        return [Threshold(tuple(number / weight for weight in of_layer)) for of_layer in weights]
 
     def attention(
         self, density: float | None = None, *, quality: float | None = None, **options: Any
@@ -220,9 +256,10 @@ class Calibration:
             # A controller keeps what it has seen, so each layer has its own.
             return [AdaptiveAttention(self.scores, Controller(quality), **how) for _ in self.weights]
         assert density is not None
-        number = self.threshold(density)
-        budgets = [Threshold(tuple(number / weight for weight in of_layer)) for of_layer in self.weights]
-        return [AdaptiveAttention(self.scores, budget, **how) for budget in budgets]
+        number, fine = self.threshold(density), self._is_fine(density)
+        ranks: Sequence[Scores] = self.candidates() if fine else [self.scores] * len(self.weights)
+        budgets = self._budgets(self.fine_weights if fine else self.weights, number)
+        return [AdaptiveAttention(scores, budget, **how) for scores, budget in zip(ranks, budgets, strict=True)]
 
     def check(self, model: Mapping[str, Any]) -> None:
         """Raise ValueError if these facts are of another model."""
@@ -249,8 +286,9 @@ class Calibration:
             if record.pop("format") != _FORMAT or tuple(record.pop("grid")) != GRID:
                 raise ValueError("another format or grid")
             record["scores"] = _from_record(record["scores"])
-            record["weights"] = tuple(map(tuple, record["weights"]))
-            record["thresholds"] = tuple(record["thresholds"])
+            for prefix in ("", "fine_"):
+                record[prefix + "weights"] = tuple(map(tuple, record[prefix + "weights"]))
+                record[prefix + "thresholds"] = tuple(record[prefix + "thresholds"])
             return cls(**record)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"calibration: expected a file of Calibration.save in {str(path)!r}: {error}") from None

@@ -103,11 +103,7 @@ class View:
         """
         query, key, base = self.query, self.key, self.base
         if base.leading is not None:
-            rows = row.flatten()
-            hidden = None
-            if self.key_mask is not None:
-                hidden = torch.zeros(self.key_mask.shape, device=key.device).masked_fill(~self.key_mask, -math.inf)
-                hidden = hidden.unsqueeze(1)
+            rows, hidden = row.flatten(), self._hidden
             groups = torch.arange(0, len(rows) + 1, row.shape[1], dtype=torch.int32, device=key.device)
             seen = base.leading[rows]
             some = query.index_select(2, rows)
@@ -118,6 +114,42 @@ class View:
             weights = self.exact_weights(some.flatten()).sum(4).unflatten(2, some.shape)
             found.append(weights.sum(3) / (weights.sum(4) > 0).sum(3, keepdim=True).clamp(min=1))
         return torch.cat(found, 2)
+
+    def root_mean_squares(self, keep: Tensor) -> Tensor:
+        """Return the root mean squares of the weights that the queries of a row tile give to the tiles that it keeps.
+
+        ``keep`` is bool ``[B, H, R, C]`` inside the index. The weights of a query sum to 1 over these tiles,
+        and queries without keys do not count.
+        """
+        base = self.base
+        first, last = self.rows_of_tiles
+        if base.leading is not None:
+            return pooled_masses(
+                self.query,
+                self.key,
+                segment=base.block,
+                seen=base.leading,
+                groups=torch.cat((first, last[-1:])).int(),
+                pool="rms",
+                bias=self._hidden,
+                keep=keep,
+                scale=self.scale,
+            )
+        found = []
+        for row, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            weights = self.exact_weights(torch.arange(begin, end, device=keep.device)).sum(4) * keep[:, :, row, None]
+            total = weights.sum(3, keepdim=True)
+            shares = weights / total.masked_fill(total == 0, 1)
+            found.append((shares.square().sum(2) / (total > 0).sum(2).clamp(min=1)).sqrt())
+        return torch.stack(found, 2)
+
+    @property
+    def _hidden(self) -> Tensor | None:
+        """The key mask as a bias, float32 ``[B, 1, Nk]``."""
+        if self.key_mask is None:
+            return None
+        zeros = torch.zeros(self.key_mask.shape, device=self.key.device)
+        return zeros.masked_fill(~self.key_mask, -math.inf).unsqueeze(1)
 
     def exact_weights(self, rows: Tensor) -> Tensor:
         """Return the exact weights that queries give to the keys of each tile, float32 ``[B, H, R, C, block]``."""

@@ -101,6 +101,7 @@ class Masses(NamedTuple):
     seen: Tensor
     groups: Tensor
     bias: Tensor | None
+    keep: Tensor | None
     segment: int
     pool: str
     by_sign: bool

@@ -13,7 +13,9 @@ from ringtile.kernels.contracts import Masses, check_memory
 from ringtile.kernels.operators import library, schema
 from ringtile.kernels.select import native_masses
 
-POOLS = ("mean", "max")
+POOLS = ("mean", "max", "rms")
+_SEGMENT = 128
+"""Most keys of a segment that rows can keep or not."""
 _SCORES = 1 << 22
 """Most scores that exist at once without the native kernel, unless a single group of rows has more."""
 
@@ -29,6 +31,7 @@ def pooled_masses(
     groups: Tensor,
     pool: str = "mean",
     bias: Tensor | None = None,
+    keep: Tensor | None = None,
     by_sign: bool = False,
     scale: float | None = None,
 ) -> Tensor:
@@ -45,8 +48,11 @@ def pooled_masses(
             counts it.
         groups: int32 ``[R + 1]``, ascending: output row r pools the rows from ``groups[r]`` to ``groups[r + 1] - 1``.
             An empty group is 0.
-        pool: ``"mean"`` or ``"max"``, over the rows of a group.
+        pool: ``"mean"``, ``"max"`` or ``"rms"``, the root mean square, over the rows of a group.
         bias: float32 ``[B, Hkv or 1, K]``, added to the scaled scores. -inf hides a key.
+        keep: Bool in the shape of the result, with ``pool="rms"`` only: the rows
+            of a group see only the segments that it keeps, and their weights sum to 1 over these. Segments have at most
+            128 keys then.
         by_sign: True if the keys have width 2 D: the halves are multiplied with ``relu(query)`` and ``relu(-query)``.
         scale: Factor for the scores. Default: ``D ** -0.5``.
 
@@ -64,7 +70,7 @@ def pooled_masses(
         (torch.Size([1, 2, 2, 2]), True)
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    masses = Masses(query.detach(), key.detach(), seen, groups, bias, segment, pool, by_sign, scale)
+    masses = Masses(query.detach(), key.detach(), seen, groups, bias, keep, segment, pool, by_sign, scale)
     _check(masses)
     with torch.no_grad():
         found: Tensor = torch.ops.ringtile.pooled_masses(*masses)
@@ -72,7 +78,7 @@ def pooled_masses(
 
 
 def _check(masses: Masses) -> None:
-    query, key, seen, groups, bias, segment, pool, by_sign, _ = masses
+    query, key, seen, groups, bias, keep, segment, pool, by_sign, _ = masses
     if query.dim() != 4 or key.dim() != 4 or query.dtype != key.dtype or not query.dtype.is_floating_point:
         raise ValueError(
             f"query, key: expected four dimensions and one floating-point dtype, got {query.shape=}, {query.dtype=}, "
@@ -96,13 +102,22 @@ def _check(masses: Masses) -> None:
         raise ValueError(
             f"bias: expected float32 [{batch}, {key_heads} or 1, {n_keys}], got {bias.dtype=}, {bias.shape=}"
         )
-    for name, x in (("key", key), ("seen", seen), ("groups", groups), ("bias", bias)):
+    if (keep is None) != (pool != "rms"):
+        raise ValueError(f'keep: expected one if pool is "rms", and none otherwise, got {keep!r} with {pool=}')
+    if keep is not None:
+        shape = (batch, heads, len(groups) - 1, -(-n_keys // segment))
+        if keep.shape != shape or keep.dtype != torch.bool or segment > _SEGMENT:
+            raise ValueError(
+                f"keep: expected bool {list(shape)} of segments of at most {_SEGMENT} keys, got {keep.dtype=}, "
+                f"{keep.shape=}, {segment=}"
+            )
+    for name, x in (("key", key), ("seen", seen), ("groups", groups), ("bias", bias), ("keep", keep)):
         if x is not None and x.device != query.device:
             raise ValueError(f"{name}: expected {query.device} as for query, got {x.device}")
 
 
 def _fake(*arguments: Any) -> Tensor:
-    query, key, _, groups, _, segment, *_ = arguments
+    query, key, _, groups, _, _, segment, *_ = arguments
     shape = *query.shape[:2], len(groups) - 1, -(-key.shape[2] // segment)
     pooled: Tensor = query.new_empty(shape, dtype=torch.float32)
     return pooled
@@ -110,7 +125,7 @@ def _fake(*arguments: Any) -> Tensor:
 
 def _pooled_masses(*arguments: Any) -> Tensor:
     masses = Masses(*arguments)
-    check_memory(masses._fields[:5], masses[:5])
+    check_memory(masses._fields[:6], masses[:6])
     rows, ends = masses.query.shape[2], masses.groups.tolist()
     if not 0 <= ends[0] <= ends[-1] <= rows or any(a > b for a, b in pairwise(ends)):
         raise ValueError(f"groups: expected ascending numbers from 0 to {rows}, got {masses.groups!r}")
@@ -127,7 +142,7 @@ torch.library.register_fake("ringtile::pooled_masses", _fake, lib=library)
 
 def _composed(masses: Masses) -> Tensor:
     """Return the masses by PyTorch's own operations, for any device and dtype."""
-    query, key, seen, groups, bias, segment, pool, by_sign, scale = masses
+    query, key, seen, groups, bias, keep, segment, pool, by_sign, scale = masses
     wide = torch.promote_types(query.dtype, torch.float32)
     (batch, heads, _, _), (_, key_heads, n_keys, _) = query.shape, key.shape
     tiles, ends = -(-n_keys // segment), groups.tolist()
@@ -148,6 +163,10 @@ def _composed(masses: Masses) -> Tensor:
         if bias is not None:
             scores += bias[:, :, None, None].to(wide)
             visible = visible & (bias != -math.inf)[:, :, None, None]
+        lengths = groups[first : last + 1].diff().long()
+        if keep is not None:
+            kept = keep[:, :, first:last].repeat_interleave(lengths, 2).repeat_interleave(segment, 3)[..., :n_keys]
+            visible = visible & kept.unflatten(1, (key_heads, -1))
         # A row that sees no key has a maximum of -inf. It counts as 0, so that no difference is NaN.
         top = scores.masked_fill_(~visible, -math.inf).amax(4, keepdim=True)
         weights = (scores - top.masked_fill(top == -math.inf, 0)).exp_()
@@ -157,11 +176,10 @@ def _composed(masses: Masses) -> Tensor:
         counted = total > 0
         shares = torch.where(counted, weights / total, 0).flatten(1, 2)
         counted = counted.expand(-1, -1, shares.shape[1] // key_heads, -1, -1).flatten(1, 2)
-        lengths = groups[first : last + 1].diff().long()
-        pooled = _pool(shares, lengths, pool)
-        if pool == "mean":
+        pooled = _pool(shares.square() if keep is not None else shares, lengths, pool)
+        if pool != "max":
             pooled = pooled / _pool(counted.to(wide), lengths, pool).clamp(min=1)
-        out[:, :, first:last] = pooled
+        out[:, :, first:last] = pooled.sqrt() if keep is not None else pooled
         first = last
     return out
 
@@ -170,7 +188,7 @@ def _pool(x: Tensor, lengths: Tensor, pool: str) -> Tensor:
     """Return the sums or maxima of runs of rows, ``[B, H, M, ...]`` to ``[B, H, R, ...]``."""
     reduced = torch.segment_reduce(
         x.movedim(2, 0).contiguous(),
-        "sum" if pool == "mean" else "max",
+        "max" if pool == "max" else "sum",
         lengths=lengths,
         axis=0,
         initial=0,

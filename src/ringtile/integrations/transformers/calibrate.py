@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringtile.adaptive import Calibration, Choice, HeadFacts, Scores, head_facts
+from ringtile.adaptive import Calibration, Choice, HeadFacts, Refined, Scores, head_facts
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.functional import sparse_attention
 from ringtile.integrations.transformers.registry import model_facts, use_ringtile
@@ -32,6 +32,9 @@ def calibrate(
 ) -> Calibration:
     """Return the calibration of a causal language model, for `ringtile.adaptive.AdaptiveAttention` in each layer.
 
+    One pass of the model measures the scores. Another one refines them for low densities, unless they are causal-safe:
+    refined scores look at later tokens.
+
     Half of the weight is on tokens that repeat others far before: heads that copy look idle in a text without a repeat,
     and would be starved. The model computes dense attention afterwards.
 
@@ -44,10 +47,10 @@ def calibrate(
         local: See `Choice`.
         rows: Number of audited rows per layer.
         seed: Seed of the rows.
-        progress: Called with the number of each layer.
+        progress: Called with the number of each layer in each pass.
 
     Raises:
-        ValueError: If the text has no far repeat, or ids are not ``[1, N]``.
+        ValueError: If the text has no far repeat, ids are not ``[1, N]``, or scores are refined already.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,6 +64,8 @@ def calibrate(
     """
     if ids.dim() != 2 or len(ids) != 1:
         raise ValueError(f"ids: expected [1, N], got {ids.shape=}")
+    if isinstance(scores, Refined):
+        raise ValueError(f"scores: expected those that find the candidates of refined ones, got {scores!r}")
     repeated = far_repeat(ids[0])
     if not repeated.any():
         raise ValueError(
@@ -70,7 +75,7 @@ def calibrate(
     audited, weights = audited_rows(repeated, rows, seed)
     layers: dict[int, HeadFacts] = {}
 
-    def of_layer(layer: int) -> Any:
+    def of_layer(layer: int, scores: Scores) -> Any:
         def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
             if progress is not None:
                 progress(layer)
@@ -85,13 +90,16 @@ def calibrate(
 
         return attend
 
+    def measured(scores: Sequence[Scores]) -> list[HeadFacts]:
+        use_ringtile(model, attend=[of_layer(layer, each) for layer, each in enumerate(scores)])
+        try:
+            with torch.no_grad():
+                model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
+        finally:
+            use_ringtile(model)
+        return [layers[layer] for layer in sorted(layers)]
+
     facts = model_facts(model)
-    use_ringtile(model, attend=[of_layer(layer) for layer in range(facts["layers"])])
-    try:
-        with torch.no_grad():
-            model(ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
-    finally:
-        use_ringtile(model)
     text = {
         "tokens": ids.shape[1],
         "repeat": int(repeated.sum()),
@@ -99,8 +107,9 @@ def calibrate(
         "seed": seed,
         "sha256": hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest(),
     }
-    found = [layers[layer] for layer in sorted(layers)]
-    return Calibration.of(found, facts, scores, block=block, first=first, local=local, text=text)
+    of_layers = measured([scores] * facts["layers"])
+    found = Calibration.of(of_layers, facts, scores, block=block, first=first, local=local, text=text)
+    return found if scores.causal_safe else found.refined(measured(found.candidates()))
 
 
 def audited_rows(repeated: Tensor, rows: int, seed: int) -> tuple[Tensor, Tensor]:

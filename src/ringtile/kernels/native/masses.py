@@ -25,7 +25,7 @@ def supports(query: Tensor, key: Tensor) -> bool:
 
 def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tuple[int, int]]]) -> Tensor:
     """Return the masses. ``ranges`` cuts a number of items into calls of bounded length."""
-    query, key, seen, groups, bias, segment, pool, by_sign, scale = masses
+    query, key, seen, groups, bias, keep, segment, pool, by_sign, scale = masses
     query, key = with_contiguous_rows(query), with_contiguous_rows(key)
     (batch, heads, rows, _), pooled = query.shape, len(groups) - 1
     segment = min(segment, max(key.shape[2], 1))
@@ -44,6 +44,9 @@ def compute(masses: Masses, *, threads: int, ranges: Callable[[int], Iterator[tu
         bias = bias.contiguous()
         c.bias, c.bias_stride[0] = bias.data_ptr(), bias.stride(0)
         c.bias_stride[1] = bias.stride(1) if bias.shape[1] > 1 else 0
+    if keep is not None:
+        keep = keep.contiguous()
+        c.keep = keep.data_ptr()
     c.scale, c.segment, c.pool_max, c.by_sign = scale, segment, pool == "max", by_sign
     # Whole groups, about a strip of rows, and enough items for all threads. No bit depends on it.
     of_strip, of_threads = _STRIP * pooled // max(rows, 1), -(-batch * heads * pooled // (_ITEMS_A_THREAD * threads))

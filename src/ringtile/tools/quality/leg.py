@@ -7,7 +7,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from ringtile.adaptive import (
     Recent,
     Scores,
     Shuffled,
-    View,
 )
 from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import calibrate, use_ringtile
@@ -238,7 +237,7 @@ class Leg:
             "text_nats": between,
             "copy_nats": second,
             **_needles(digits, dense[3]),
-            "probed": probed(watched[0].attend, self.decoder.n_tokens, self.decoder.heads),
+            "probed": statistics.mean(each.probed[0] for each in watched),
             "recall": float(recall.mean()),
             "worst_head": float(recall.min()),
             "recall_by_head": [round(x, 4) for x in recall.flatten().tolist()],
@@ -278,32 +277,6 @@ def _needles(digits: float, dense: float) -> dict[str, float]:
     """Return the part of the answers' digits that are right, and its part of dense attention's, if there is one."""
     found = {} if math.isnan(digits) else {"digits": digits}
     return found | ({"needles": digits / dense} if dense > 0 else {})
-
-
-@dataclass(frozen=True, eq=False)
-class _Probed(View):
-    """A view that counts the pairs whose scores are computed exactly."""
-
-    pairs: list[int] = field(default_factory=list)
-
-    def exact_masses(self, row: Tensor) -> Tensor:
-        assert self.base.leading is not None
-        self.pairs.append(int(self.base.leading[row].sum()))
-        return super().exact_masses(row)
-
-
-def probed(attend: AdaptiveAttention, n_tokens: int, heads: int) -> float:
-    """Return the pairs that a causal choice computes exactly, as a part of those of dense attention.
-
-    Probes are computed whole, whatever tiles they choose. A choice from tokens drawn at random computes as many.
-
-    >>> round(probed(AdaptiveAttention(Probe(2), Density(0.1), block=16), 1024, 2), 3)
-    0.125
-    """
-    query, key = torch.randn(2, 1, heads, n_tokens, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    view = _Probed(query, key, attend.choice.view(query, key, is_causal=True).base)
-    attend.choice.index(view)
-    return sum(view.pairs) / (n_tokens * (n_tokens + 1) / 2)
 
 
 def checked(calibration: Calibration, decoder: Decoder, scores: Scores, block: int) -> Calibration:

@@ -14,7 +14,7 @@ from ringtile.kernels.blockwise.scores import Scores
 from ringtile.kernels.contracts import Call, Lists, Rows, accumulator, merge_into
 from ringtile.kernels.philox import dropout_keep, dropout_scale
 
-_BYTES = 1 << 24
+_BYTES = 1 << 23
 """Most bytes of the gathered keys of a piece, unless those of one key are more."""
 
 
@@ -45,9 +45,10 @@ class _Piece(NamedTuple):
 
     def gathered(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the keys or values of this piece ``[c, w, D]``, zeros where there is none, so that no NaN counts."""
-        read = x[self.batch, self.key_head].index_select(0, self.tokens.clamp(max=x.shape[2] - 1).flatten())
-        found = read.view(*self.tokens.shape, -1).to(dtype)
-        return found if bool(self.keep.all()) else found.masked_fill(~self.keep.unsqueeze(2), 0)
+        at = self.tokens.clamp(max=x.shape[2] - 1).flatten()
+        read = x[self.batch, self.key_head].index_select(0, at).to(dtype)
+        read.index_fill_(0, (~self.keep).flatten().nonzero().squeeze(1), 0)
+        return read.view(*self.tokens.shape, -1)
 
     def scores(self, q: Tensor, k: Tensor, scale: float, call: Call | None) -> Scores:
         """Return the scores ``[c, r, w]`` of gathered tensors."""
@@ -69,7 +70,7 @@ class _Piece(NamedTuple):
                 assert call.seed is not None
                 kept = dropout_keep(call.seed, batch, heads, query, key, call.dropout_p)
                 dropout = kept.to(q.dtype) * dropout_scale(call.dropout_p)
-        return Scores(scores.masked_fill(~self.keep.unsqueeze(1), -math.inf), dropout, capped)
+        return Scores(scores.masked_fill_(~self.keep.unsqueeze(1), -math.inf), dropout, capped)
 
 
 def _pieces(q: Tensor, k: Tensor, v: Tensor, lists: Lists) -> Iterator[_Piece]:
@@ -140,13 +141,11 @@ def backward(rows: Rows, lists: Lists, scale: float, call: Call | None = None) -
         piece.of(q_total).add_((grad_scores @ keys).transpose(0, 1))
         at = piece.batch, piece.key_head
         order = piece.tokens.flatten().sort(stable=True)
-        counts = torch.bincount(order.values, minlength=k_total.shape[2])
+        bags = torch.bincount(order.values, minlength=k_total.shape[2]).cumsum(0).roll(1)
+        bags[0] = 0
         for total, terms in ((k_total, grad_scores.mT @ mine), (v_total, found.dropped(weights).mT @ grad)):
             # The terms of a key in the order of the queries, so that no bit depends on the number of threads.
-            sums = torch.segment_reduce(
-                terms.flatten(0, 1)[order.indices], "sum", lengths=counts, axis=0, initial=0, unsafe=True
-            )
-            total[at] += sums
+            total[at] += torch.nn.functional.embedding_bag(order.indices, terms.flatten(0, 1), bags, mode="sum")
     grads = q_total, k_total[:, :, :-1], v_total[:, :, :-1]
     q_grad, k_grad, v_grad = (x.to(q.dtype).contiguous() for x in grads)
     return q_grad, k_grad, v_grad

@@ -91,13 +91,7 @@ template <class P> int masses(const ringtile_call &call) {
 
 // Inline: a set whose lists another set computes compiles none of it.
 inline int lists(const ringtile_call &call) {
-    return each_item<Plain<float, float>>(call, ListScratch::size(call), [](const ringtile_call &c, int64_t item, float *x) {
-        switch (c.work.phase) {
-        case RINGTILE_LISTS_FORWARD: return list_forward(c, item, x);
-        case RINGTILE_LISTS_QUERY_GRADS: return list_query_grads(c, item, x);
-        default: return list_key_grads(c, item, x);
-        }
-    });
+    return each_item<Plain<float, float>>(call, ListScratch::size(call), list_item);
 }
 
 }  // namespace ISA

@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 9
+#define RINGTILE_ABI 10
 
 // Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
 enum ringtile_dtype {
@@ -46,9 +46,10 @@ enum ringtile_backward_phase {
 
 // Phases of attention over lists of keys:
 enum ringtile_lists_phase {
-    RINGTILE_LISTS_FORWARD = 0,     // out and lse, by query
-    RINGTILE_LISTS_QUERY_GRADS = 1, // gradients of queries, and weights
-    RINGTILE_LISTS_KEY_GRADS = 2    // gradients of keys and values, from the weights of the same queries
+    RINGTILE_LISTS_UNIONS = 0,       // the unions of runs, if a run is longer than 1
+    RINGTILE_LISTS_FORWARD = 1,      // out and lse
+    RINGTILE_LISTS_QUERY_GRADS = 2,  // gradients of queries, and weights
+    RINGTILE_LISTS_KEY_GRADS = 3     // gradients of keys and values, from the weights of the same runs
 };
 
 // One call. Tensors are [B, H, N, D] with strides in elements for B, H and N and a contiguous last dimension. lse, its
@@ -140,16 +141,21 @@ typedef struct ringtile_call {
 
     // ringtile_lists: int32 lists of entries for each query, [B, list_groups, n_queries, list_length], with a stride for B.
     // Each ascends and ends in numbers below 0. An entry is `block` tokens, a power of two. Query i keeps the keys from
-    // limits[i][0] to limits[i][1] - 1 of its list, [B, n_queries, 2], with a stride for B. A call computes the queries from
-    // first_query to last_query - 1. An item is list_rows heads of a key head for a query, or chunk_keys keys, a multiple of
-    // the block. `weights` has room for two numbers per key head, query of the call, place in its list and query head.
-    // The gradients of keys and values are float32, grow, and start as zeros.
+    // limits[i][0] to limits[i][1] - 1 of its list, [B, n_queries, 2], with a stride for B. A run is up to 16 queries, and
+    // is computed at once if its union, [B, list_groups, runs, union_room], has a length. Then `run` times the heads of a key
+    // head is 32 at most. Items are unions, list_rows heads of a key head for a run of the call, or chunk_keys keys, a
+    // multiple of the block. `weights` has weights_room numbers per key head and run of the call: two for each place in a
+    // list, query and head. The gradients of keys and values are float32, grow, and start as zeros.
     struct {
         const int32_t *indices;
         int64_t indices_stride, list_groups, list_length;
         const int32_t *limits;
-        int64_t limits_stride, list_rows, first_query, last_query, chunk_keys;
+        int64_t limits_stride, list_rows, run, first_run, last_run;
+        int32_t *union_entries;
+        uint16_t *union_bits;
+        int64_t *union_length, union_room, chunk_keys;
         float *weights;
+        int64_t weights_room;
     } lists;
 } ringtile_call;
 

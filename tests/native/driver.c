@@ -662,7 +662,7 @@ static int check_lists(int isa, int number) {
     c.isa = isa, c.dtype = types[number % 3], c.threads = 1 + (int)draw(2), c.block = blocks[draw(4)];
     c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2), c.heads = c.kv_heads * ratio, c.options.scale = scales[draw(3)];
     c.n_queries = 1 + draw(9), c.n_keys = 1 + draw(200), c.head_dim = widths[draw(6)], c.value_dim = widths[draw(6)];
-    c.lists.list_groups = draw(2) ? c.kv_heads : 1, c.lists.list_rows = 1 + draw(80), c.lists.chunk_keys = c.block * (1 + draw(3));
+    c.lists.list_groups = draw(2) ? c.kv_heads : 1, c.lists.list_rows = 16 + draw(80), c.lists.run = ratio > 8 ? 1 : 1 + draw(16 / (uint32_t)ratio), c.lists.chunk_keys = c.block * (1 + draw(3));
     const int64_t blocks_of_keys = (c.n_keys + c.block - 1) / c.block, n_rows = c.batch * c.heads * c.n_queries;
     const int64_t length = c.lists.list_length = 1 + draw((uint32_t)blocks_of_keys + 2), slots = c.batch * c.lists.list_groups * c.n_queries;
     int32_t *indices = allocate(slots * length, 4), *limits = allocate(c.batch * c.n_queries * 2, 4);
@@ -671,6 +671,8 @@ static int check_lists(int isa, int number) {
         for (int32_t e = 0; at < length && e < blocks_of_keys && slot % 5 != 4; e++, left--)
             if (draw((uint32_t)left) < length - at) indices[slot * length + at++] = e;
         while (at < length) indices[slot * length + at++] = -1;
+        // About half of the queries list what the one before does.
+        if (slot % c.n_queries && draw(2)) memcpy(indices + slot * length, indices + (slot - 1) * length, length * 4);
     }
     for (int64_t i = 0; i < c.batch * c.n_queries; i++)
         limits[2 * i] = (int32_t)draw((uint32_t)c.n_keys) / 2, limits[2 * i + 1] = (int32_t)draw((uint32_t)c.n_keys + 1);
@@ -704,13 +706,19 @@ static int check_lists(int isa, int number) {
     memset(k_grad, 0, counts[K_GRAD] * 4), memset(v_grad, 0, counts[V_GRAD] * 4);
     c.lse = lse, c.backward.lse_grad = draw(2) ? lse_grad : NULL;
     c.backward.q_grad = allocate(counts[Q_GRAD], sizes[c.dtype]), c.backward.k_grad = k_grad, c.backward.v_grad = v_grad;
-    const int64_t parts = (ratio + c.lists.list_rows - 1) / c.lists.list_rows, window = 1 + draw((uint32_t)c.n_queries);
-    c.lists.last_query = c.n_queries, c.work.last_item = c.batch * c.kv_heads * parts * c.n_queries;
+    const int64_t parts = (ratio + c.lists.list_rows - 1) / c.lists.list_rows, runs = (c.n_queries + c.lists.run - 1) / c.lists.run;
+    const int64_t window = 1 + draw((uint32_t)runs), lists_of_runs = c.batch * c.lists.list_groups * runs;
+    c.lists.union_room = 1 + draw((uint32_t)blocks_of_keys);
+    c.lists.union_entries = allocate(lists_of_runs * c.lists.union_room, 4), c.lists.union_bits = allocate(lists_of_runs * c.lists.union_room, 2);
+    c.lists.union_length = allocate(lists_of_runs, 8), c.work.last_item = c.lists.run > 1 ? lists_of_runs : 0;
     int failed = ringtile_lists(&c);
-    c.lists.weights = allocate(2 * c.batch * c.heads * window * length * c.block, 4);
-    for (int64_t first = 0; first < c.n_queries; first = c.lists.last_query) {
-        c.lists.first_query = first, c.lists.last_query = first + window < c.n_queries ? first + window : c.n_queries;
-        c.work.phase = RINGTILE_LISTS_QUERY_GRADS, c.work.last_item = c.batch * c.kv_heads * parts * (c.lists.last_query - first);
+    c.work.phase = RINGTILE_LISTS_FORWARD, c.lists.last_run = runs, c.work.last_item = c.batch * c.kv_heads * parts * runs;
+    failed |= ringtile_lists(&c);
+    c.lists.weights_room = 2 * c.lists.run * (length > c.lists.union_room ? length : c.lists.union_room) * c.block * ratio;
+    c.lists.weights = allocate(c.batch * c.kv_heads * window * c.lists.weights_room, 4);
+    for (int64_t first = 0; first < runs; first = c.lists.last_run) {
+        c.lists.first_run = first, c.lists.last_run = first + window < runs ? first + window : runs;
+        c.work.phase = RINGTILE_LISTS_QUERY_GRADS, c.work.last_item = c.batch * c.kv_heads * parts * (c.lists.last_run - first);
         failed |= ringtile_lists(&c);
         c.work.phase = RINGTILE_LISTS_KEY_GRADS;
         c.work.last_item = c.batch * c.kv_heads * ((c.n_keys + c.lists.chunk_keys - 1) / c.lists.chunk_keys);

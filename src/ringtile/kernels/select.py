@@ -12,6 +12,7 @@ from ringtile.kernels import blockwise, dense, fa4, flash, native, triton
 from ringtile.kernels.blockwise import lists as blockwise_lists
 from ringtile.kernels.contracts import Backend, Call, Lists, ListsBackend, Masses, install, lacking
 from ringtile.kernels.flops import tell_flop_counter
+from ringtile.kernels.native import chosen as native_lists
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.lists import kept_lists
 from ringtile.kernels.operators import is_differentiated, is_unseen
@@ -28,6 +29,7 @@ _BACKENDS: dict[str, Backend] = {
 }
 
 LISTS: dict[str, ListsBackend] = {
+    "native": native_lists,
     "blockwise": blockwise_lists,
 }
 """What computes attention over lists of keys. The first that supports a call runs."""

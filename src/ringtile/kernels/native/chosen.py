@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringtile.kernels.contracts import Rows, new_out, with_contiguous_rows
+from ringtile.kernels.contracts import Lists, Rows, new_out, with_contiguous_rows
 from ringtile.kernels.native import ranges, threads_of
 from ringtile.kernels.native.checks import DTYPES, check_rows, check_tensors
 from ringtile.kernels.native.library import ListsPhase, library, reason_against
@@ -21,6 +20,7 @@ from ringtile.kernels.spans import KERNEL, span
 _ROWS = 128
 """Heads of a query that a thread computes together, at most."""
 _LANES = 16
+"""Rows that fill a vector. If there are fewer heads, neighbouring queries fill it."""
 _ITEMS_A_THREAD = 4
 _WEIGHTS_A_THREAD = 1 << 20
 """Float32 pairs of weights that wait for the gradients of keys."""
@@ -28,7 +28,7 @@ _KEYS_OF_A_QUERY = 64
 """Of the list of a query, in a range of keys whose gradients a thread adds up."""
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, lists: Any, dropout_p: float) -> list[str]:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, lists: Lists, dropout_p: float) -> list[str]:
     """Return the reasons why the native kernel does not support this call."""
     if q.device.type != "cpu":
         return [f"needs a CPU, got {q.device}"]
@@ -40,7 +40,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, lists: Any, dropout_p: float) -
     return reasons + ([f"does not support dropout_p, got {dropout_p}"] if dropout_p else [])
 
 
-def _check_lists(q: Tensor, k: Tensor, lists: Any) -> None:
+def _check_lists(q: Tensor, k: Tensor, lists: Lists) -> None:
     """Raise ValueError if the lists do not match."""
     (batch, _, rows, _), heads = q.shape, k.shape[1]
     indices, limits, block = lists.indices, lists.limits, lists.block
@@ -59,7 +59,7 @@ def _check_lists(q: Tensor, k: Tensor, lists: Any) -> None:
 class _Job:
     """One call's structure and the tensors that it points to."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, lists: Any, scale: float) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> None:
         check_tensors(q, k, v)
         _check_lists(q, k, lists)
         self.tensors: list[Tensor] = [lists.indices, lists.limits]
@@ -78,10 +78,23 @@ class _Job:
         """Keys of a query, at most."""
         self.operations = 2.0 * c.batch * c.heads * rows * self.places * (c.head_dim + c.value_dim)
         c.threads = threads_of(self.operations)
+        self.ratio, items = c.heads // max(c.kv_heads, 1), max(c.batch * c.kv_heads * rows, 1)
         # Few queries, as in decoding, have fewer heads an item. No bit depends on it.
-        self.ratio, items = c.heads // c.kv_heads, c.batch * c.kv_heads * rows
-        parts = max(1, -(-_ITEMS_A_THREAD * c.threads // items)) if c.threads > 1 else 1
-        c.list_rows = min(_ROWS, -(-self.ratio // (parts * _LANES)) * _LANES)
+        parts = -(-_ITEMS_A_THREAD * c.threads // items) if c.threads > 1 else 1
+        c.list_rows = min(_ROWS, max(1, -(-self.ratio // (parts * _LANES))) * _LANES)
+        c.run = max(1, min(rows, _LANES // max(self.ratio, 1)))
+        self.runs = -(-rows // c.run)
+        blocks = -(-c.n_keys // c.block)
+        c.union_room = max(1, min(c.run * c.list_length // 2, blocks))
+        if c.run > 1 and self.places:
+            lists_of_runs = c.batch * groups * self.runs
+            for name, dtype, width in (
+                ("union_entries", torch.int32, c.union_room),
+                ("union_bits", torch.int16, c.union_room),
+                ("union_length", torch.int64, 1),
+            ):
+                self.keep(name, torch.empty(lists_of_runs * width, dtype=dtype))
+            self.run(ListsPhase.UNIONS, lists_of_runs, 0)
 
     def place(self, name: str, x: Tensor) -> None:
         self.tensors.append(with_contiguous_rows(x))
@@ -92,7 +105,7 @@ class _Job:
         setattr(self.c, name, x.data_ptr())
 
     def run(self, phase: ListsPhase, items: int, operations: float) -> None:
-        """Run the items of a phase, for the queries of the window."""
+        """Run the items of a phase, for the runs of the window."""
         self.c.phase = phase
         for first, last in ranges(items, operations, self.c.threads):
             self.c.first_item, self.c.last_item = first, last
@@ -102,14 +115,14 @@ class _Job:
                 raise MemoryError("the native kernel could not allocate memory for its threads")
 
     def run_queries(self, phase: ListsPhase, first: int, last: int, products: float) -> None:
-        """Run a phase whose items are queries, from ``first`` to ``last`` - 1."""
+        """Run a phase whose items are runs, from ``first`` to ``last`` - 1."""
         c = self.c
-        c.first_query, c.last_query = first, last
+        c.first_run, c.last_run = first, last
         items = c.batch * c.kv_heads * -(-self.ratio // c.list_rows) * (last - first)
-        self.run(phase, items, products * self.operations * (last - first) / c.n_queries)
+        self.run(phase, items, products * self.operations * (last - first) / self.runs)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, lists: Any, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, Nq, Dv]`` in q's dtype and the lse ``[B, H, Nq]``, float32."""
     job = _Job(q, k, v, lists, scale)
     out, lse = new_out(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -119,11 +132,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Any, scale: float) -> tuple[
         return out.zero_(), lse.fill_(-math.inf)
     job.place("out", out)
     job.keep("lse", lse)
-    job.run_queries(ListsPhase.FORWARD, 0, q.shape[2], 1.0)
+    job.run_queries(ListsPhase.FORWARD, 0, job.runs, 1.0)
     return out, lse
 
 
-def backward(rows: Rows, lists: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype.
 
     Queries leave weights, from which ranges of keys then add up theirs in the order of the queries. So no bit depends
@@ -132,7 +145,7 @@ def backward(rows: Rows, lists: Any, scale: float) -> tuple[Tensor, Tensor, Tens
     out_grad, lse_grad, q, k, v, out, lse = rows
     job = _Job(q, k, v, lists, scale)
     check_rows(q, v, out, out_grad, lse, lse_grad)
-    c, n_queries = job.c, q.shape[2]
+    c = job.c
     q_grad = torch.empty(q.shape, dtype=q.dtype)
     k_grad, v_grad = (torch.zeros(x.shape, dtype=torch.float32) for x in (k, v))
     if not lse.numel() or not job.places:
@@ -148,11 +161,13 @@ def backward(rows: Rows, lists: Any, scale: float) -> tuple[Tensor, Tensor, Tens
     chunks = min(blocks, -(-job.places // _KEYS_OF_A_QUERY))
     c.chunk_keys = -(-blocks // chunks) * c.block
     chunks = -(-c.n_keys // c.chunk_keys)
-    weights = c.batch * c.heads * c.list_length * c.block
-    window = min(n_queries, max(1, _WEIGHTS_A_THREAD * c.threads // weights))
-    job.keep("weights", lse.new_empty(2 * window * weights))
-    for first in range(0, n_queries, window):
-        last = min(first + window, n_queries)
+    entries = c.run * max(c.list_length, c.union_room if c.run > 1 else 0)
+    c.weights_room = 2 * entries * c.block * job.ratio
+    heads = c.batch * c.kv_heads
+    window = min(job.runs, max(1, 2 * _WEIGHTS_A_THREAD * c.threads // (heads * c.weights_room)))
+    job.keep("weights", lse.new_empty(window * heads * c.weights_room))
+    for first in range(0, job.runs, window):
+        last = min(first + window, job.runs)
         job.run_queries(ListsPhase.QUERY_GRADS, first, last, 1.5)
-        job.run(ListsPhase.KEY_GRADS, c.batch * c.kv_heads * chunks, job.operations * (last - first) / n_queries)
+        job.run(ListsPhase.KEY_GRADS, heads * chunks, job.operations * (last - first) / job.runs)
     return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype)

@@ -28,7 +28,7 @@ VARIABLE = "RINGTILE_CPU"
 """Environment variable that names the instruction set (``avx2``, ``avx512``, ``avx512_bf16``, ``amx``, ``neon``) or
 ``none``. Builds for tests have ``amx_emulated`` too."""
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """``RINGTILE_ABI`` of native/ringtile.h."""
 
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
@@ -58,9 +58,10 @@ class BackwardPhase(IntEnum):
 class ListsPhase(IntEnum):
     """``ringtile_lists_phase`` of native/ringtile.h."""
 
-    FORWARD = 0
-    QUERY_GRADS = 1
-    KEY_GRADS = 2
+    UNIONS = 0
+    FORWARD = 1
+    QUERY_GRADS = 2
+    KEY_GRADS = 3
 
 
 class CallStructure(ctypes.Structure):

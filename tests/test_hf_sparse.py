@@ -118,6 +118,28 @@ def test_generated_tokens(name: str, how: str, cache: str | None) -> None:
     assert found[0].shape[1] == TOKENS + 12
 
 
+@pytest.mark.parametrize("name", [name for name in SPARSE if name not in KINDS])
+def test_packed_rows(name: str) -> None:
+    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([30, 1, 30], [7, 54])])
+    inputs = {"input_ids": torch.randint(3, 97, places.shape), "position_ids": places, "use_cache": False}
+    models = both(name, "use_ringtile")
+    with torch.no_grad(), Doubled():
+        first, second = (model(**inputs)[0] for model in models)
+    torch.testing.assert_close(second, first, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "minimax_m3_vl"])
+def test_checkpoints_choose_again(name: str) -> None:
+    tokens, grads = torch.randint(3, 97, (2, TOKENS)), []
+    for checkpointed in (False, True):
+        model = built(name, "use_ringtile", torch.float32).train()
+        if checkpointed:
+            model.activation_checkpointing_enable()
+        model(tokens, use_cache=False)[0].square().mean().backward()
+        grads.append([weight.grad for weight in model.parameters() if weight.grad is not None])
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_the_future_changes_nothing_and_the_choice_something(name: str) -> None:
     tokens = torch.randint(3, 97, (2, TOKENS))

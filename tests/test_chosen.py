@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from oracle import SDPA_BUDGET, Inputs, Oracle, make_inputs, oracle, relative_error, sdpa_low_precision_error
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringtile import build_index, dilated_attention, in_slices, sparse_attention
 from ringtile.adaptive import AdaptiveAttention, index_topk
+from ringtile.distributed import Layout, ring_attention
 from ringtile.functional import chosen
 from ringtile.kernels.blockwise import lists as blockwise_lists
 from ringtile.kernels.contracts import Lists
@@ -286,24 +288,30 @@ def test_no_bit_depends_on_threads() -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("backend", ["blockwise", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "value_dim", "block"), [(4, 64, 64, 1), (4, 64, 32, 16), (8, 576, 512, 1)]
+    ("heads", "head_dim", "value_dim", "block", "near"),
+    [(4, 64, 64, 1, -1), (4, 64, 32, 16, -1), (8, 576, 512, 1, -1), (4, 64, 64, 1, 20)],
 )
-def test_low_precision(heads: int, head_dim: int, value_dim: int, block: int, dtype: torch.dtype) -> None:
-    """Latents are one key head of 576 with values of 512."""
+def test_low_precision(
+    heads: int, head_dim: int, value_dim: int, block: int, near: int, dtype: torch.dtype, backend: str | None
+) -> None:
+    """Latents are one key head of 576 with values of 512. A window beside the lists is merged with them."""
     kv_heads = 1 if head_dim > 64 else 2
     inputs = make_inputs(
         1, heads, 120, 150, head_dim, kv_heads=kv_heads, value_dim=value_dim, dtype=dtype, score_scale=0.3
     )
     indices = torch.rand(1, 1, 120, -(-150 // block)).topk(min(60, 150 // block)).indices
-    pattern = Given(listed(indices, block, 150, heads) & (positions(120, 150)[1] <= positions(120, 150)[0]), 30)
+    query, key = positions(120, 150)
+    pattern = Given((listed(indices, block, 150, heads) | ((query - key).abs() <= near)) & (key <= query), 30)
     # PyTorch has a kernel for values of the keys' width alone.
     v, grad_out = (torch.nn.functional.pad(x, (0, head_dim - value_dim)) for x in (inputs.v, inputs.grad_out))
     theirs = sdpa_low_precision_error(inputs.q, inputs.k, v, pattern, grad_out)
     expected = oracle(*inputs[:3], pattern, grad_out=inputs.grad_out)
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out, lse = sparse_attention(*leaves, Causal() & Chosen(indices, block), enable_gqa=True, return_lse=True)
+    rule = Causal() & (Chosen(indices, block) if near < 0 else Chosen(indices, block) | Window(near))
+    out, lse = sparse_attention(*leaves, rule, enable_gqa=True, return_lse=True, backend=backend)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
     assert relative_error(lse, expected.lse) < 1e-5
@@ -389,7 +397,7 @@ def test_gathered_keys_have_bounded_memory() -> None:
     q, k = torch.randn(1, 2, 128, 128, requires_grad=True), torch.randn(1, 2, 4096, 128, requires_grad=True)
     pattern = Chosen(torch.rand(1, 1, 128, 4096).argsort())
     peaks = peak_memory(
-        lambda: sparse_attention(q, k, k, pattern),
+        lambda: sparse_attention(q, k, k, pattern, backend="blockwise"),
         lambda out: torch.autograd.grad(out.sum(), (q, k)),
         torch.device("cpu"),
     )
@@ -465,6 +473,16 @@ def test_only_the_reference_has_second_derivatives(inputs: Inputs) -> None:
                 grad.square().sum().backward()
 
 
+def ring(x: Inputs) -> Tensor:
+    """A call on one rank, which plans as on many."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        pattern = Causal() & Chosen(lists())
+        return ring_attention(x.q, x.q, x.q, pattern, layout=Layout.contiguous(QUERIES, 1))
+    finally:
+        dist.destroy_process_group()
+
+
 def bad(value: int) -> Tensor:
     indices = lists()
     indices[1, 0, 7, 2] = value
@@ -517,6 +535,7 @@ REFUSED: dict[str, tuple[Callable[[Inputs], Any], str]] = {
         lambda x: dilated_attention(x.q, x.q, x.q, segment_lengths=[32], dilation_rates=[1], pattern=Chosen(lists(1))),
         "pattern: expected one with an index of tiles",
     ),
+    "ring": (ring, "pattern: expected one with an index of tiles, got Chosen"),
     "slices": (
         lambda x: in_slices(2)(x.q, x.k, x.v, pattern=Chosen(lists()), enable_gqa=True),
         "(indices|pattern): expected",

@@ -18,7 +18,7 @@ from ringtile.functional.tensors import check_plain as check_plain
 from ringtile.functional.tensors import is_real
 from ringtile.index import BlockIndex, build_index
 from ringtile.kernels.chosen import attend_lists
-from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, options_of, pack_keys
+from ringtile.kernels.contracts import Call, RowOptions, SoftmaxOptions, accumulator, options_of, pack_keys
 from ringtile.kernels.operators import attention, is_unseen
 from ringtile.kernels.philox import dropout_threshold
 from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_of
@@ -367,6 +367,12 @@ def _attend_chosen(
     if named == "reference":
         call = call._replace(key_lengths=masks[1])
         return _by_reference(query, key, value, found.rule(first, heads), masks[0], call)
+    wide = accumulator(query)
+    if found.rest is not None and query.dtype != wide:
+        # Each part would be rounded before they are merged, and its gradients before they are added.
+        q, k, v = (x.to(wide) for x in (query, key, value))
+        out, lse = _attend_chosen(q, k, v, found, start, enable_gqa, call, options)
+        return out.to(query.dtype), lse
     with without_autocast(query):
         lists = lists_of(found, query, key, first, *masks)
         call = call._replace(backend=select_lists(query, key, value, lists, call))
@@ -484,7 +490,7 @@ def sparse_attention(
         return_lse: Also return the log-sum-exp (natural log).
         backend: "native" (CPU), "triton", "flash" or "fa4" (GPU), "dense", "blockwise" or "reference". Default: the
             first one that supports the call, never "flash" or "fa4". A backend that you name never falls back. Lists
-            (`ringtile.patterns.Chosen`) have "blockwise" and "reference".
+            (`ringtile.patterns.Chosen`) have "native", "blockwise" and "reference".
 
     Returns:
         The output ``[B, H, Nq, Dv]``. With ``return_lse``, also the lse ``[B, H, Nq]`` in float32 (float64 for float64

@@ -213,12 +213,29 @@ def test_queries_that_share_a_union(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_union_pays_if_it_is_half_of_its_lists() -> None:
-    case = Case(1, 1, 1, 16, 200, 8, 8, length=20)
+    case = Case(1, 1, 1, 16, 200, 8, 8, length=40)
     inputs, limits = draw_inputs(case, torch.float32), torch.tensor([0, 200]).int().expand(1, 16, 2).contiguous()
     for step, length in ((9, 155), (10, 0)):
-        indices = (torch.arange(20) + step * torch.arange(16)[:, None]).int()[None, None]
-        assert union_lengths(inputs, Lists(indices, 1, limits)).tolist() == [length]
-        check_these(inputs, Lists(indices, 1, limits), case)
+        entries = (torch.arange(20) + step * torch.arange(16)[:, None]).int()[None, None]
+        lists = Lists(F.pad(entries, (0, 20), value=-1), 1, limits)
+        assert union_lengths(inputs, lists).tolist() == [length]
+        check_these(inputs, lists, case)
+
+
+def test_a_block_that_its_only_query_keeps_in_part() -> None:
+    """The rest of the block is in the union, and no query of the run keeps it."""
+    case = Case(1, 4, 1, 4, 40, 16, 16, block=4, length=9)
+    inputs, entries = draw_inputs(case, torch.float32), torch.arange(9).int().expand(1, 1, 4, 9).clone()
+    entries[:, :, 1:, 8] = -1
+    limits = torch.tensor([[0, 34], [0, 40], [0, 40], [0, 40]]).int()[None]
+    lists = Lists(entries, 4, limits)
+    assert union_lengths(inputs, lists).tolist() == [9]
+    check_these(inputs, lists, case)
+    clean = computed(inputs, lists, 0.3)
+    for x in (inputs.k, inputs.v):
+        x[:, :, 34:] = math.nan
+    found = computed(inputs, lists, 0.3)
+    assert all(torch.equal(found[x], clean[x]) for x in NAMES)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.4, 3.0])

@@ -80,8 +80,8 @@ texts calibrated.
 * A density **below the floor** is less than the tiles that every row keeps: the first, its own and the one before.
 * `calibrated` keeps the tiles above one threshold, weighed by head, that keeps the density on one other sequence. Each
   text has a density of its own, near the one that is asked for. At 10% and below, tiles are chosen by `Refined` scores
-  among the best 15% by the default's. `density` is the same for all heads and rows. `quality` asks a controller for that
-  part of each head's attention. `causal-safe` is `Probe("first")`, which looks at no later token.
+  among the best 15% by the default's. `density` is the same for all heads and rows. `quality` asks a controller for
+  that part of each head's attention. `causal-safe` is `Probe("first")`, which looks at no later token.
 * **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
   of less than 4,096 keys stay dense.
 

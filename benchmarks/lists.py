@@ -91,10 +91,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, lists: Tensor, block: int, out: Tenso
         ..., :n_keys
     ]
     kept &= torch.arange(n_keys) <= (torch.arange(n_queries)[rows] + n_keys - n_queries)[:, None]
-    keys, values = (x.double().repeat_interleave(heads // key_heads, 1) for x in (k, v))
-    scores = q[:, :, rows].double() @ keys.mT * q.shape[3] ** -0.5
+    # Keys have no copy for each head that shares them: 128K latents would fill the memory.
+    few = q[:, :, rows].double().unflatten(1, (key_heads, -1))
+    scores = (few @ k.double().unsqueeze(2).mT * q.shape[3] ** -0.5).flatten(1, 2)
     scores.masked_fill_(~kept.repeat_interleave(heads // lists.shape[1], 0), -math.inf)
-    error = relative_error(out[:, :, rows], scores.softmax(3) @ values)
+    found = scores.softmax(3).unflatten(1, (key_heads, -1)) @ v.double().unsqueeze(2)
+    error = relative_error(out[:, :, rows], found.flatten(1, 2))
     if not error <= BOUNDS[q.dtype]:
         raise RuntimeError(f"{tuple(q.shape)}: relative error {error:.1e}")
     return error

@@ -342,7 +342,7 @@ template <class P> void mass_item(const ringtile_call &c, int64_t item, float *m
         for (int lane = 0; lane < count; lane++) {
             if (owner[lane] != row) row = owner[lane], counted = 0;
             counted += !empty[lane];
-            if (c.masses.pool_max || counted < 1 || c.masses.pool_begin[row + 1] != strip + lane + 1) continue;
+            if (c.masses.pool_max || counted < (keep ? 1 : 2) || c.masses.pool_begin[row + 1] != strip + lane + 1) continue;
             for (int64_t i = row * width; i < (row + 1) * width; i++) {
                 out[i] /= (float)counted;
                 if (keep) out[i] = __builtin_sqrtf(out[i]);

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from test_transformers import assert_equal_models, padding, randomized
-from tiny import SPARSE, hf
+from test_transformers import assert_equal_models, padding, randomized, registered
+from tiny import SPARSE
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringtile.adaptive import index_topk
-from ringtile.integrations.transformers import indexers, register, use_ringtile
+from ringtile.integrations.transformers import indexers, use_ringtile
 from ringtile.integrations.transformers.attention import attend, check_arguments
 from ringtile.integrations.transformers.masks import pairs, pattern_mask
 from ringtile.patterns import Causal, Window
@@ -32,11 +32,8 @@ KINDS = {"minimax_m3_vl": "right"}
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    register()
-    yield
-    for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
-        for name in [name for name in interface._global_mapping if "ringtile" in name]:
-            del interface._global_mapping[name]
+    with registered():
+        yield
 
 
 class Doubled(TorchFunctionMode):

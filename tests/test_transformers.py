@@ -12,6 +12,7 @@ import sys
 import tomllib
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,21 @@ DECODERS = ["Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3", "gpt-oss", "Mixtral
 ALSO_DECODERS = ["Phi-3", "Starcoder2", "DeepSeek-V2"]
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
+@contextmanager
+def registered() -> Iterator[None]:
+    """Have the names of ringtile in transformers for a while."""
     register()
     yield
     # A mapping per class, for all models: leave it as it was.
     for interface in (hf.AttentionInterface, hf.AttentionMaskInterface):
         for name in [name for name in interface._global_mapping if "ringtile" in name]:
             del interface._global_mapping[name]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    with registered():
+        yield
 
 
 def randomized(model: nn.Module) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringtile.compat import BlockSparseRingMultiheadDilatedAttention, create_block_sparse_multihead_attention
+from dilated_attention_pytorch import BlockSparseRingMultiheadDilatedAttention, create_block_sparse_multihead_attention
 from ringtile.kernels.reference import attention_rows
 from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.machine import origin

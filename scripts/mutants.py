@@ -109,7 +109,7 @@ def collect(mutants: list[Mutant]) -> None:
     """Stop if a test that a mutant names does not exist, or is slow: those that judge a mutant leave it out."""
     if tests := tests_of(mutants):
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *tests]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'compat'}"}
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
         if lacking := sorted({*tests} - names_of(done.stdout.splitlines())):
             told = f"not in the quick suite: {', '.join(lacking)}\n{done.stdout}{done.stderr}"
@@ -159,7 +159,8 @@ class Copy:
         found = Path(self.run(self.python, "-c", "import ringtile; print(ringtile.__file__)").strip())
         if not found.is_relative_to(folder):
             raise SystemExit(f"the tests would see {found}, expected a file in {folder}")
-        variables = {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1", "RINGTILE_HYPOTHESIS": "unshrunk"}
+        sources = f"{folder / 'src'}{os.pathsep}{folder / 'compat'}"
+        variables = {"PYTHONPATH": sources, "OMP_NUM_THREADS": "1", "RINGTILE_HYPOTHESIS": "unshrunk"}
         self.server = subprocess.Popen(
             [self.python, "-c", SERVER],
             cwd=folder,

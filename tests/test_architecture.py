@@ -26,7 +26,6 @@ ROOMS_BELOW |= {room: _GROUND | {FACE} for room in ("distributed", "adaptive")}
 ROOMS_BELOW["integrations"] = _GROUND | {FACE, "adaptive", "distributed"}
 _WINGS = _GROUND | {FACE, "modules", "distributed", "adaptive"}
 ROOMS_BELOW["tools"] = _WINGS | {"integrations"}
-ROOMS_BELOW["compat"] = _WINGS | {"tools"}
 ROOMS_BELOW |= {"cli": _WINGS | {"tools"}, "__main__": {"cli"}}
 """Each room and the rooms it may import; the face is `ringtile/__init__.py`."""
 
@@ -78,9 +77,9 @@ def import_complaints(name: str, target: str) -> Iterator[str]:
             yield f"{name} imports {target}: only select may import a backend"
 
 
-def syntax_complaints(tree: ast.AST, room: str) -> Iterator[tuple[int, str]]:
+def syntax_complaints(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and room != "compat" and BANNED_CLASS.search(node.name):
+        if isinstance(node, ast.ClassDef) and BANNED_CLASS.search(node.name):
             yield node.lineno, f"class {node.name} is named after its history"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
             yield node.lineno, f"calls {node.func.id}"
@@ -128,7 +127,7 @@ def complaints(root: Path) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
         for line, target in imported_modules(tree, name, path.name == "__init__.py", modules):
             found += [f"{where}:{line}: {text}" for text in import_complaints(name, target)]
-        found += [f"{where}:{line}: {text}" for line, text in syntax_complaints(tree, room_of(name))]
+        found += [f"{where}:{line}: {text}" for line, text in syntax_complaints(tree)]
     return found
 
 
@@ -160,7 +159,7 @@ def test_a_planted_circle_is_found(tmp_path: Path) -> None:
 def test_every_room_is_looked_at() -> None:
     rooms = {room_of(module_name(PACKAGE, path)) for path in PACKAGE.rglob("*.py")}
     assert rooms >= {"patterns", "index", "kernels", "functional", "modules", "distributed", "tools"}
-    assert rooms >= {"cli", "integrations", "compat", FACE}
+    assert rooms >= {"cli", "integrations", FACE}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,6 @@ def test_every_room_is_looked_at() -> None:
         ("kernels/blockwise/plan.py", "from ringtile.kernels.reference import attention", "only select may"),
         ("functional.py", "from ringtile.tools.bench import run", "functional may not import tools"),
         ("modules/multihead.py", "from ringtile import __version__", "modules may not import __init__"),
-        ("tools/bench.py", "from ringtile.compat import monitor", "tools may not import compat"),
         ("integrations/diffusers.py", "from ringtile.tools import bench", "integrations may not import tools"),
         ("tools/plot.py", "from ringtile.cli import main", "tools may not import cli"),
         ("adaptive/gate.py", "from ringtile.distributed import plan", "adaptive may not import distributed"),
@@ -227,7 +225,6 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, source: str, co
         ("cli.py", "from ringtile.tools import demo\ntry:\n    pass\nexcept ValueError:\n    pass"),
         ("tools/demo/trains.py", "model.eval()\nimport torch.nn.functional"),
         ("tools/demo/fast.py", "try:\n    pass\nexcept BaseException:\n    print()\n    raise"),
-        ("compat/guide.py", "class RingAttentionV2: ..."),
     ],
 )
 def test_what_the_rules_allow_is_not_complained_about(tmp_path: Path, path: str, source: str) -> None:

@@ -1,4 +1,4 @@
-"""`ringtile.compat`: the old names compute what they say, and every argument of theirs does something."""
+"""`dilated_attention_pytorch`: the old names compute what they say, and every argument of theirs does something."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from oracle import make_inputs, oracle, relative_error
 from pairs import all_pairs
 from torch import Tensor, nn
 
-import ringtile.compat.attention
-from ringtile import sparse_attention
-from ringtile.compat import (
+import dilated_attention_pytorch.attention
+from dilated_attention_pytorch import (
     BlockSparseOptimized,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
@@ -44,7 +43,8 @@ from ringtile.compat import (
     hierarchical_sparse_attention,
     pattern_statistics,
 )
-from ringtile.compat.generator import Problem, count_tiles
+from dilated_attention_pytorch.generator import Problem, count_tiles
+from ringtile import sparse_attention
 from ringtile.functional.dilated import dilated_attention
 from ringtile.index import build_index
 from ringtile.patterns import BlockDilated, Blocks, Causal, Dense, GlobalTokens, Pattern, Window
@@ -73,7 +73,7 @@ def test_the_old_import_path_serves_the_same_names(path: str, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(ROOT / "compat"))
     module = importlib.import_module(path)
     for name in OLD_PATHS[path].split():
-        assert getattr(module, name) is getattr(ringtile.compat, name)
+        assert getattr(module, name) is getattr(dilated_attention_pytorch, name)
 
 
 # What is computed.
@@ -856,8 +856,8 @@ def test_dense_attention_is_timed_once_a_shape(monkeypatch: pytest.MonkeyPatch) 
         clock += 5.0 if pattern is None else 2.0
         return sparse_attention(*args[:3], pattern, **options)
 
-    monkeypatch.setattr(ringtile.compat.attention, "sparse_attention", timed)
-    monkeypatch.setattr("ringtile.compat.monitor.time.perf_counter", lambda: clock)
+    monkeypatch.setattr(dilated_attention_pytorch.attention, "sparse_attention", timed)
+    monkeypatch.setattr("dilated_attention_pytorch.monitor.time.perf_counter", lambda: clock)
     attention = BlockSparseRingDilatedAttention(**WHOLE, dropout=0.9)
     attention.performance_monitor.enable()
     with torch.no_grad():
@@ -926,7 +926,7 @@ def test_an_error_inside_arrives_unchanged_and_leaves_later_gradients_right(
         calls += 1
         raise error
 
-    monkeypatch.setattr(ringtile.compat.attention, "sparse_attention", exhausted)
+    monkeypatch.setattr(dilated_attention_pytorch.attention, "sparse_attention", exhausted)
     attention = BlockSparseRingDilatedAttention(**WHOLE, use_gradient_checkpointing=checkpointed)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         attention(X.clone().requires_grad_())
@@ -996,7 +996,7 @@ def test_doctor_reports_a_foreign_owner_of_the_old_import_path(
     finders = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
     monkeypatch.setattr("sys.meta_path", finders)
     monkeypatch.syspath_prepend(str(ROOT / "compat"))
-    assert doctor.old_import_path() == "provided by ringtile.compat"
+    assert doctor.old_import_path() == "provided by ringtile"
     foreign = tmp_path / "dilated_attention_pytorch" / "__init__.py"
     foreign.parent.mkdir()
     foreign.write_text("raise SystemExit('found, not imported')\n")

@@ -11,8 +11,7 @@ from oracle import make_inputs, oracle, relative_error
 from test_compat import heads_first
 from torch import Tensor
 
-from ringtile.adaptive import AdaptiveAttention, Controller, Density, Probe, audit
-from ringtile.compat import (
+from dilated_attention_pytorch import (
     BlockSparseRingDilatedAttention,
     PatternQualityAnalyzer,
     SparsePatternConfig,
@@ -20,6 +19,7 @@ from ringtile.compat import (
     create_adaptive_sparse_multihead_attention,
     create_block_sparse_multihead_attention,
 )
+from ringtile.adaptive import AdaptiveAttention, Controller, Density, Probe, audit
 from ringtile.functional.dilated import dilated_attention
 from ringtile.patterns import Blocks, Causal, Dense, Elements, Pattern
 

@@ -1,4 +1,4 @@
-"""`ringtile.compat` over ranks: Example 3 of the guide under torchrun, and compressed gradients."""
+"""`dilated_attention_pytorch` over ranks: Example 3 of the guide under torchrun, and compressed gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ringtile.compat import (
+from dilated_attention_pytorch import (
     BlockSparseRingAdvancedDistributedDilatedAttention,
     BlockSparseRingDilatedAttention,
     DistributedSparseConfig,

@@ -12,12 +12,20 @@ from pathlib import Path
 
 import pytest
 
+import dilated_attention_pytorch
 import ringtile
 from ringtile import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODULES = ["ringtile", *(module.name for module in pkgutil.walk_packages(ringtile.__path__, "ringtile."))]
+MODULES = [
+    name
+    for package in (ringtile, dilated_attention_pytorch)
+    for name in (
+        package.__name__,
+        *(module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
+    )
+]
 MODULES.remove("ringtile.__main__")
 PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md")))]
 

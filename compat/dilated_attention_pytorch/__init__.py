@@ -1,3 +1,35 @@
-"""The old import path of what is now `ringtile.compat`."""
+"""The public names of the system that ringtile succeeds, translated to it: tensors are ``[B, N, H, D]``."""
 
-from ringtile.compat import *  # noqa: F403
+from dilated_attention_pytorch.attention import BlockSparseOptimized as BlockSparseOptimized
+from dilated_attention_pytorch.attention import BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention
+from dilated_attention_pytorch.attention import BlockSparseTorchSparse as BlockSparseTorchSparse
+from dilated_attention_pytorch.attention import ImprovedDilatedAttention as ImprovedDilatedAttention
+from dilated_attention_pytorch.attention import RingAttentionConfig as RingAttentionConfig
+from dilated_attention_pytorch.attention import RingDilatedAttentionProduction as RingDilatedAttentionProduction
+from dilated_attention_pytorch.attention import RingDilatedAttentionV2 as RingDilatedAttentionV2
+from dilated_attention_pytorch.attention import hierarchical_sparse_attention as hierarchical_sparse_attention
+from dilated_attention_pytorch.config import PatternConfig as PatternConfig
+from dilated_attention_pytorch.config import SparsePatternConfig as SparsePatternConfig
+from dilated_attention_pytorch.distributed import (
+    BlockSparseRingAdvancedDistributedDilatedAttention as BlockSparseRingAdvancedDistributedDilatedAttention,
+)
+from dilated_attention_pytorch.distributed import DistributedSparseConfig as DistributedSparseConfig
+from dilated_attention_pytorch.distributed import DistributedSparsePattern as DistributedSparsePattern
+from dilated_attention_pytorch.distributed import GradientCompression as GradientCompression
+from dilated_attention_pytorch.distributed import compress_gradients as compress_gradients
+from dilated_attention_pytorch.generator import PersistentPatternCache as PersistentPatternCache
+from dilated_attention_pytorch.generator import SparsePatternGenerator as SparsePatternGenerator
+from dilated_attention_pytorch.multihead import (
+    BlockSparseRingMultiheadDilatedAttention as BlockSparseRingMultiheadDilatedAttention,
+)
+from dilated_attention_pytorch.multihead import ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention
+from dilated_attention_pytorch.multihead import (
+    create_adaptive_sparse_multihead_attention as create_adaptive_sparse_multihead_attention,
+)
+from dilated_attention_pytorch.multihead import (
+    create_block_sparse_multihead_attention as create_block_sparse_multihead_attention,
+)
+from dilated_attention_pytorch.pattern_tools import PatternMetrics as PatternMetrics
+from dilated_attention_pytorch.pattern_tools import PatternQualityAnalyzer as PatternQualityAnalyzer
+from dilated_attention_pytorch.pattern_tools import PatternVisualizer as PatternVisualizer
+from dilated_attention_pytorch.pattern_tools import pattern_statistics as pattern_statistics

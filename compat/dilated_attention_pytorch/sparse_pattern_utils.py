@@ -1,8 +1,8 @@
-"""The old import path of the pattern tools of `ringtile.compat`."""
+"""The old import path of the pattern tools of `dilated_attention_pytorch`."""
 
-from ringtile.compat import PatternConfig as PatternConfig
-from ringtile.compat import PatternMetrics as PatternMetrics
-from ringtile.compat import PatternQualityAnalyzer as PatternQualityAnalyzer
-from ringtile.compat import PatternVisualizer as PatternVisualizer
-from ringtile.compat import SparsePatternGenerator as SparsePatternGenerator
-from ringtile.compat import pattern_statistics as pattern_statistics
+from dilated_attention_pytorch import PatternConfig as PatternConfig
+from dilated_attention_pytorch import PatternMetrics as PatternMetrics
+from dilated_attention_pytorch import PatternQualityAnalyzer as PatternQualityAnalyzer
+from dilated_attention_pytorch import PatternVisualizer as PatternVisualizer
+from dilated_attention_pytorch import SparsePatternGenerator as SparsePatternGenerator
+from dilated_attention_pytorch import pattern_statistics as pattern_statistics

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ringtile import compat
+
+import dilated_attention_pytorch as compat
 
 Names = dict[str, Any]
 

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import torch
 from oracle import oracle, relative_error
-from ringtile import compat
+from preludes import PRELUDES
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import dilated_attention_pytorch as compat
 from ringtile.adaptive import AdaptiveAttention
 from ringtile.functional.dilated import dilated_attention
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Blocks, Causal, hierarchical, longnet_union
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-
-from preludes import PRELUDES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -26,9 +26,9 @@ def old_import_path() -> str:
     if found is None or found.origin is None:
         return "not installed"
     # Both distributions install a package of this name, and the file tells whose it is.
-    if b"ringtile.compat" in Path(found.origin).read_bytes():
-        return "provided by ringtile.compat"
-    return f"taken by another project, {found.origin}: import ringtile.compat instead, or uninstall that project"
+    if b"ringtile" in Path(found.origin).read_bytes():
+        return "provided by ringtile"
+    return f"taken by another project, {found.origin}: uninstall that project, and install ./compat of ringtile"
 
 
 def diagnosis() -> dict[str, Any]:

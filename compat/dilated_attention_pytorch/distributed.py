@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringtile.compat.attention import tokens_first
+from dilated_attention_pytorch.attention import tokens_first
 from ringtile.distributed import Layout, ring_attention
 from ringtile.functional import sparse_attention
 from ringtile.functional.dilated import checked_branches

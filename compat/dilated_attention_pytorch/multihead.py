@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.attention import BlockSparseRingDilatedAttention, self_attention_if_alone
+from dilated_attention_pytorch.config import SparsePatternConfig
 from ringtile.adaptive import AdaptiveAttention, Controller
-from ringtile.compat.attention import BlockSparseRingDilatedAttention, self_attention_if_alone
-from ringtile.compat.config import SparsePatternConfig
 from ringtile.modules.multihead import SparseMultiheadAttention
 
 _DENSITIES = ("sparsity_ratio", "min_sparsity", "max_sparsity")

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.config import SparsePatternConfig
+from dilated_attention_pytorch.generator import Problem, SparsePatternGenerator, count_tiles
+from dilated_attention_pytorch.monitor import PerformanceMonitor
 from ringtile.adaptive import AdaptiveAttention, Density
-from ringtile.compat.config import SparsePatternConfig
-from ringtile.compat.generator import Problem, SparsePatternGenerator, count_tiles
-from ringtile.compat.monitor import PerformanceMonitor
 from ringtile.distributed import Layout, ring_attention, ring_dilated_attention
 from ringtile.functional import sparse_attention
 from ringtile.functional.attention import make_call

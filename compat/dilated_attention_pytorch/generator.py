@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringtile.compat.config import TILE, SparsePatternConfig
+from dilated_attention_pytorch.config import TILE, SparsePatternConfig
 from ringtile.index import build_index
 from ringtile.index.block_index import count_allowed
 from ringtile.index.build import real_tensors

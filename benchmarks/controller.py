@@ -1,7 +1,7 @@
 """Check the promise of `Controller`, mode "call", on settings that are made to break it.
 
-    python benchmarks/controller.py                                      1,000 settings, some minutes on one core
-    python benchmarks/controller.py --models ringtile-quality/models     and heads of the models of `ringtile quality`
+    python benchmarks/controller.py                                 1,000 settings, some minutes on one core
+    python benchmarks/controller.py --models small_tasks/models     and heads of the models of benchmarks/small_tasks
 
 The promise is about each head of a call: the rows that were not audited keep a mean part of their attention that is
 expected to be at least ``quality``, over the draw of the audited rows. So exact attention in float64 judges these rows,
@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from small_tasks.rows import Oracle
+from small_tasks.tasks import Task
+from small_tasks.trained import TASKS, Lab, Sweep
 from torch import Generator, Tensor
 
 from ringtile.adaptive import Blend, Controller, Means, Probe, Scores, Shuffled, Sum, View
@@ -30,9 +33,6 @@ from ringtile.adaptive.choice import forced_tiles
 from ringtile.adaptive.view import base_index
 from ringtile.index import BlockIndex, build_index
 from ringtile.patterns import Causal, Pattern, Window
-from ringtile.tools.quality.selectors import Oracle
-from ringtile.tools.quality.tasks import Task
-from ringtile.tools.quality.trained import TASKS, Lab, Sweep
 
 DRAWS, AGAIN = 8, 400
 HELD_OUT_TASKS = ("mqar", "variables", "listops", "bytes")
@@ -217,7 +217,7 @@ def main() -> None:
     """Print how many heads fall below their target, by kind, and the worst."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=int, default=1000)
-    parser.add_argument("--models", type=Path, help="folder of the models of `ringtile quality`, trained if missing")
+    parser.add_argument("--models", type=Path, help="folder of models of benchmarks/small_tasks, trained if missing")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     began = time.monotonic()

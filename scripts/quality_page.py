@@ -1,7 +1,7 @@
-"""Write docs/quality.md from benchmarks/records/quality.json: `python scripts/quality_page.py`.
+"""Write docs/quality.md from benchmarks/records: `python scripts/quality_page.py`.
 
-`python scripts/quality_page.py --measure FOLDER` first downloads the texts and measures the record (hours on two cores)
-by the command that the page prints, with the model in a folder.
+`python scripts/quality_page.py --measure FOLDER` first downloads the texts and measures the records (hours on two
+cores) by the commands that the page prints, with the model in a folder.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ import runpy
 import shlex
 import shutil
 import statistics
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from small_tasks import __main__ as small_tasks
+from small_tasks.page import curves, table_of
+from small_tasks.tables import TaskTable, tables
+from small_tasks.trained import FINE_TUNED, FROM_SCRATCH, TASKS
+
 from ringtile import cli
 from ringtile.tools.page import Code, Heading, Part, Picture, Table, filled, markdown
-from ringtile.tools.quality import RECORD, leg
-from ringtile.tools.quality.cells import FINE_TUNED, FROM_SCRATCH, POST_HOC, Cell, Record
-from ringtile.tools.quality.claims import CLAIMS, TaskTable, tables
-from ringtile.tools.quality.page import curves, table_of
-from ringtile.tools.quality.trained import TASKS
+from ringtile.tools.quality import leg
+from ringtile.tools.quality.cells import POST_HOC, Cell, Record
+from ringtile.tools.quality.claims import CLAIMS
 from ringtile.tools.record import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "benchmarks" / "records" / "quality.json"
-COST = ROOT / "benchmarks" / "records" / "adaptive.json"
+RECORDS = ROOT / "benchmarks" / "records"
 PAGE = ROOT / "docs" / "quality.md"
 PICTURE = ROOT / "docs" / "assets" / "quality.svg"
-COMMAND = (
-    f"ringtile quality --tasks {' '.join(TASKS)} --model SmolLM2-135M-Instruct.Q4_1.gguf --text texts --dtype bfloat16 "
-    "--out quality"
-)
+SMALL = "python benchmarks/small_tasks"
+THEIRS = "ringtile quality --model SmolLM2-135M-Instruct.Q4_1.gguf --text texts --dtype bfloat16 --out quality"
 INK = "#768390"
 """Pages are white or dark, and this ink has the same contrast on both."""
 
@@ -85,7 +88,7 @@ texts calibrated.
 * **Prefill** is the wall time of the whole model, in turn with PyTorch's own attention: medians of three rounds. Calls
   of less than 4,096 keys stay dense.
 
-To run it, or your own model: `{leg.PIP}`, then the command above with `--model`. Without `--text` the texts are four
+To run it, or your own model: `{leg.PIP}`, then the command below with `--model`. Without `--text` the texts are four
 that every Python has: sources, the manual of `help()`, READMEs and docstrings. `--text` takes files and folders of your
 own texts. Each is judged for itself, and needs about 2,700 tokens for sequences of 4,096.
 """
@@ -120,20 +123,27 @@ LIMITS = """
 """
 
 
-def page(record: Record) -> str:
-    """Return the page of a record."""
-    found = tables(record.cells)
-    threads, torch = record.machine["threads"], record.versions["torch"]
-    where = f"{record.machine['cpu']}, {threads} thread{'s' if threads > 1 else ''}, torch {torch}"
-    parts: list[Part] = [INTRODUCTION, Code(str(record.command), "sh"), f"Measured on {where}."]
-    parts += _overview(found, record.cells)
+def record_of(name: str) -> Record:
+    """Return a record of benchmarks/records."""
+    return Record.from_json((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def page(small: Record, theirs: Record) -> str:
+    """Return the page of the records of the small tasks and of a decoder."""
+    found = tables(small.cells)
+    parts: list[Part] = [INTRODUCTION, *_where(small), *_overview(found, theirs.cells)]
     parts.append(Picture("Quality kept against tile density, a panel for each task", "assets/quality.svg"))
     for table in found:
         parts += _section(table)
-    if theirs := leg.table(record.cells):
-        parts += [DECODER, Code("\n".join(theirs)), *_texts()]
-    parts += [*_cost(json.loads(COST.read_text(encoding="utf-8"))), LIMITS]
+    parts += [DECODER, *_where(theirs), Code("\n".join(leg.table(theirs.cells))), *_texts()]
+    parts += [*_cost(json.loads((RECORDS / "adaptive.json").read_text(encoding="utf-8"))), LIMITS]
     return markdown(parts)
+
+
+def _where(record: Record) -> list[Part]:
+    threads, torch = record.machine["threads"], record.versions["torch"]
+    where = f"{record.machine['cpu']}, {threads} thread{'s' if threads > 1 else ''}, torch {torch}"
+    return [Code(str(record.command), "sh"), f"Measured on {where}."]
 
 
 def _texts() -> list[Part]:
@@ -177,18 +187,20 @@ def _section(table: TaskTable) -> list[Part]:
 
 
 def main() -> None:
-    """Write the page, after the record if asked to."""
+    """Write the page, after the records if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--measure", metavar="FOLDER", help=f"run in this folder first: {COMMAND}")
+    parser.add_argument("--measure", metavar="FOLDER", help=f"run in this folder first: {SMALL}, {THEIRS}")
     if (folder := parser.parse_args().measure) is not None:
         with contextlib.chdir(folder):
             runpy.run_path(str(ROOT / "scripts" / "quality_texts.py"))["save"](Path("texts"))
-            if status := cli.main(shlex.split(COMMAND)[1:]):
+            small_tasks.main(shlex.split(SMALL)[2:])
+            if status := cli.main(shlex.split(THEIRS)[1:]):
                 raise SystemExit(status)
-            shutil.copy(Path("quality") / RECORD, SOURCE)
-    record = Record.from_json(SOURCE.read_text(encoding="utf-8"))
-    write_whole(PAGE, page(record))
-    picture = curves(tables(record.cells))
+            for name in ("small_tasks", "quality"):
+                shutil.copy(Path(name) / f"{name}.json", RECORDS)
+    small = record_of("small_tasks")
+    write_whole(PAGE, page(small, record_of("quality")))
+    picture = curves(tables(small.cells))
     assert picture is not None
     write_whole(PICTURE, picture.replace("currentColor", INK))
 

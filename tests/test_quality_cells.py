@@ -58,7 +58,7 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 def test_a_record_is_read_as_it_was_written() -> None:
     cell = Cell(setting(), Measured({"accuracy": 0.5, "recall": [0.1, 0.2]}, None, "why"), 1.5, "abc")
-    record = Record.here("ringtile quality", cells=(cell,), notes=("copy: no",), interrupted=True)
+    record = Record.here("ringtile quality", cells=(cell,), interrupted=True)
     again = Record.from_json(record.to_json())
     assert again == record
     assert again.cells[0].figure("recall") is None

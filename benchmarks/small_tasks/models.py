@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from small_tasks.tasks import NO_ANSWER, Stage, Task
 from torch import Tensor, nn
 
 from ringtile import SparseTransformer, sparse_attention
-from ringtile.tools.quality.tasks import NO_ANSWER, Stage, Task
 from ringtile.tools.record import whole
 
 Attend = Callable[..., Any]

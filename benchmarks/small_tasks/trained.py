@@ -1,4 +1,4 @@
-"""The leg of models that are trained here: each task, regime, selector, density and seed is a cell."""
+"""Models that are trained, kept and judged: each task, regime, selector, density and seed is a cell."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
+from small_tasks import tasks
+from small_tasks.models import Reader, judge, restore, save, train
+from small_tasks.rows import DEFAULT, ORACLE, QUICK_ROWS, RANDOM, ROWS, WINDOW, attention_of
+from small_tasks.tasks import Stage, Task
 from torch import Tensor
 
 from ringtile import sparse_attention
 from ringtile.adaptive import AdaptiveAttention
-from ringtile.tools.quality import tasks
-from ringtile.tools.quality.cells import DENSE, FINE_TUNED, FROM_SCRATCH, POST_HOC, Job, Measured, Setting
-from ringtile.tools.quality.models import Reader, judge, restore, save, train
-from ringtile.tools.quality.selectors import (
-    DEFAULT,
-    ORACLE,
-    QUICK_ROWS,
-    RANDOM,
-    ROWS,
-    WINDOW,
-    Watched,
-    attention_of,
-    floor_of,
-)
-from ringtile.tools.quality.tasks import Stage, Task
+from ringtile.tools.quality.cells import DENSE, POST_HOC, Job, Measured, Setting
+from ringtile.tools.quality.claims import CLAIMS, floor_of
+from ringtile.tools.quality.watched import Watched
 
 LEG = "trained"
+FINE_TUNED = "fine-tuned"
+FROM_SCRATCH = "from scratch"
+REGIMES = (POST_HOC, FINE_TUNED, FROM_SCRATCH)
+"""Trained dense and then made sparse; trained on with sparse attention; trained with it from the start."""
 TOKENS = 1024
 BLOCK = 16
-DENSITIES = (0.5, 0.25, 0.1, 0.05, 0.02)
 REGIME_DENSITY = 0.25
 ENOUGH = 0.99
 """Dense accuracy that a task needs to stay in the table."""
@@ -82,7 +77,7 @@ class Sweep:
     tasks: tuple[Task, ...]
     seeds: tuple[int, ...]
     rows: tuple[str, ...] = ROWS
-    densities: tuple[float, ...] = DENSITIES
+    densities: tuple[float, ...] = tuple(CLAIMS)
     regimes: bool = True
     """True to train with sparse attention, too."""
     tokens: int = TOKENS

@@ -1,9 +1,10 @@
-"""`ringtile quality` on models that are trained here: tasks, selectors, verdicts, the page, and the command."""
+"""benchmarks/small_tasks: tasks, selectors, verdicts, the page, and the program."""
 
 from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringtile import cli
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from small_tasks import __main__ as program
+from small_tasks import trained
+from small_tasks.models import Reader, judge, restore, save
+from small_tasks.page import parts_of
+from small_tasks.rows import ROWS, Oracle, attention_of
+from small_tasks.tables import kept, lines_of, tables
+from small_tasks.tasks import NO_ANSWER, Stage, manual_windows
+from small_tasks.trained import TASKS, Lab, Sweep, jobs
+
 from ringtile.adaptive import Density, View
 from ringtile.index import build_index
 from ringtile.patterns import Causal
 from ringtile.tools.progress import Progress
-from ringtile.tools.quality import trained
 from ringtile.tools.quality.cells import Cell, Folder, Measured, Record, Setting, measure_all
-from ringtile.tools.quality.claims import CLAIMS, kept, lines_of, tables, verdict
-from ringtile.tools.quality.models import Reader, judge, restore, save
+from ringtile.tools.quality.claims import CLAIMS, floor_of, verdict
 from ringtile.tools.quality.page import page_of
-from ringtile.tools.quality.selectors import ROWS, Oracle, Watched, attention_of, floor_of
-from ringtile.tools.quality.tasks import NO_ANSWER, Stage, manual_windows
-from ringtile.tools.quality.trained import TASKS, Lab, Sweep, jobs
+from ringtile.tools.quality.watched import Watched
 
 TINY = {
     "mqar": (128, 16),
@@ -237,7 +244,7 @@ def test_a_task_without_a_good_model_is_dropped_by_name(tmp_path: Path) -> None:
     assert "needs 99%" in reason
     (table,) = tables(cells.values())
     assert re.search(r"dropped: seed 0: the dense model answers", "\n".join(lines_of(table)))
-    assert "Dropped: seed 0" in page_of(Record.here(None, cells=tuple(cells.values())))
+    assert "Dropped: seed 0" in html(tuple(cells.values()))
 
 
 def test_bytes_are_judged_by_bits(tmp_path: Path) -> None:
@@ -288,6 +295,12 @@ def claimed_cells() -> list[Cell]:
     return found
 
 
+def html(cells: tuple[Cell, ...]) -> str:
+    """The page of a run with these cells."""
+    record = Record.here(None, cells=cells)
+    return page_of(record, parts_of(tables(record.cells)))
+
+
 def test_the_claimed_row_is_judged_in_words() -> None:
     (table,) = tables(claimed_cells())
     words = [table.verdict("default", density) for density in CLAIMS]
@@ -309,7 +322,7 @@ def test_a_row_that_computes_more_tiles_says_so() -> None:
     lines = lines_of(table)
     assert lines[-1].split() == ["its", "tiles", "0.830"]
     assert lines[-2].split()[:2] == ["token", "blend"]
-    page = page_of(Record.here("ringtile quality", cells=(*claimed_cells(), *wide)))
+    page = html((*claimed_cells(), *wide))
     assert '<td class="left"><em>its tiles</em></td><td></td><td><em>83.0%</em></td>' in page
 
 
@@ -324,34 +337,34 @@ def test_quality_counts_above_chance() -> None:
 
 
 def test_the_page_is_made_of_the_record_alone() -> None:
-    record = Record.here("ringtile quality", cells=tuple(claimed_cells()), notes=("decoder: left out <why>",))
-    page = page_of(Record.from_json(record.to_json()), ["a < b"])
-    assert page == page_of(record, ["a < b"])
+    record = Record.here("<command>", cells=tuple(claimed_cells()))
+    again = Record.from_json(record.to_json())
+    page = page_of(record, parts_of(tables(record.cells)))
+    assert page == page_of(again, parts_of(tables(again.cells)))
     for word in (
         "below the floor",
         "95.1 &plusmn; 0.1",
         '<td class="bad">refuted',
         "<svg",
         "prefers-color-scheme: dark",
-        "left out &lt;why&gt;",
+        "&lt;command&gt;",
     ):
         assert word in page
-    assert "a &lt; b" in page
     # It loads nothing, and its text follows the theme.
     assert not re.search(r"(src|href)=[\"']http|<script|@import", page)
     assert "currentColor" in page
     assert "#010203" not in page
-    assert "interrupted" in page_of(replace(record, interrupted=True))
+    assert "interrupted" in page_of(replace(record, interrupted=True), [])
 
 
-def test_the_command_resumes_and_writes_a_record_and_a_page(
+def test_the_program_resumes_and_writes_a_record_and_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = small_sweep("mqar", rows=("default", "window", "oracle"), densities=(0.5, 0.25))
     monkeypatch.setattr(trained, "ENOUGH", 0.0)
     monkeypatch.setattr(trained, "_GOAL", 0.0)
     monkeypatch.setattr(Sweep, "of", lambda names, seeds, quick: replace(sweep, seeds=tuple(seeds)))
-    words = ["quality", "--quick", "--tasks", "mqar", "--seeds", "0", "1", "--out", str(tmp_path)]
+    words = ["--quick", "--tasks", "mqar", "--seeds", "0", "1", "--out", str(tmp_path)]
     whole, calls = Lab.measure, list[str]()
 
     def stop(self: Lab, row: str, density: float) -> Measured:
@@ -362,26 +375,29 @@ def test_the_command_resumes_and_writes_a_record_and_a_page(
 
     with monkeypatch.context() as patch:
         patch.setattr(Lab, "measure", stop)
-        assert cli.main(words) == 130
+        with pytest.raises(KeyboardInterrupt):
+            program.main(words)
     assert "14 cells, 0 of them" in capsys.readouterr().out
-    record = Record.from_json((tmp_path / "quality.json").read_text())
+    record = Record.from_json((tmp_path / "small_tasks.json").read_text())
     assert (record.interrupted, len(record.cells)) == (True, 3)
-    assert "interrupted" in (tmp_path / "quality.html").read_text()
-    assert cli.main(words) == 0
+    assert "interrupted" in (tmp_path / "small_tasks.html").read_text()
+    program.main(words)
     printed = capsys.readouterr()
     assert printed.err == ""
     assert "14 cells, 3 of them" in printed.out
     assert "mqar, post-hoc" in printed.out
-    first, record = record, Record.from_json((tmp_path / "quality.json").read_text())
+    first, record = record, Record.from_json((tmp_path / "small_tasks.json").read_text())
     assert (record.interrupted, len(record.cells), record.cells[:3]) == (False, 14, first.cells)
-    assert (tmp_path / "quality.html").read_text().startswith("<!doctype html>")
-    assert cli.main([*words, "--json"]) == 0
+    assert record.command == f"python benchmarks/small_tasks {' '.join(words)}"
+    assert (tmp_path / "small_tasks.html").read_text().startswith("<!doctype html>")
+    program.main([*words, "--json"])
     assert Record.from_json(capsys.readouterr().out).cells == record.cells
 
 
 @pytest.mark.parametrize("seeds", [["1", "1"], ["-1"]])
 def test_bad_seeds_are_one_line(seeds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["quality", "--seeds", *seeds]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["--seeds", *seeds])
     assert "--seeds: expected different numbers" in capsys.readouterr().err
 
 

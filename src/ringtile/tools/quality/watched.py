@@ -1,0 +1,80 @@
+"""Adaptive attention that is watched: the densities, exact scores and recall of its calls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringtile.adaptive import AdaptiveAttention, View, audit
+from ringtile.patterns import Pattern
+
+
+@dataclass(frozen=True, eq=False)
+class _Counted(View):
+    """A view that counts the pairs whose scores are computed exactly, per head."""
+
+    pairs: list[float] = field(default_factory=list)
+
+    def exact_masses(self, row: Tensor) -> Tensor:
+        self.pairs.append(float(self._seen[row].sum()))
+        return super().exact_masses(row)
+
+    def root_mean_squares(self, keep: Tensor) -> Tensor:
+        base = self.base
+        # The keys of each tile that a query sees, summed over the queries of a row tile.
+        seen = (self._seen.unsqueeze(1) - torch.arange(base.n_cols) * base.block).clamp(0, base.block).float()
+        sums = torch.zeros(base.n_rows, base.n_cols).index_add_(0, base.row_of(torch.arange(base.n_queries)), seen)
+        self.pairs.append(float((keep * sums).sum()) / math.prod(keep.shape[:2]))
+        return super().root_mean_squares(keep)
+
+    @property
+    def _seen(self) -> Tensor:
+        if self.base.leading is None:
+            return torch.full((self.base.n_queries,), self.base.n_keys)
+        return self.base.leading
+
+
+class Watched(nn.Module):
+    """Adaptive attention that keeps the figures of its calls: tile density, exact scores, and recall of heads if asked.
+
+    Args:
+        attend: The attention.
+        rows: Number of rows to audit in each call.
+    """
+
+    def __init__(self, attend: AdaptiveAttention, rows: int = 0) -> None:
+        super().__init__()
+        self.attend, self.rows = attend, rows
+        self.density: list[float] = []
+        self.probed: list[float] = []
+        """The pairs that the choice computed exactly, as a part of those that dense attention computes."""
+        self.recall: list[Tensor] = []
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern | None = None,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        choice = self.attend.choice
+        asked = choice.view(query, key, pattern, is_causal=is_causal, key_mask=key_mask, scale=scale)
+        view = _Counted(query, key, asked.base, key_mask, scale)
+        index = choice.index(view)
+        self.probed.append(sum(view.pairs) / float(view._seen.sum()))
+        # The index is made here, not in the attention, so that its figures need no second choice.
+        self.density.append(index.tile_density)
+        if self.rows:
+            found = audit(query, key, value, index, rows=self.rows, key_mask=key_mask, scale=scale)
+            self.recall.append(found.of_heads)
+        out: Tensor = self.attend.over(index, view, value, **options)
+        return out

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from oracle import SDPA_BUDGET, Inputs, Oracle, make_inputs, oracle, relative_error, sdpa_low_precision_error
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -18,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringtile import build_index, dilated_attention, in_slices, sparse_attention
 from ringtile.adaptive import AdaptiveAttention, index_topk
-from ringtile.distributed import Layout, ring_attention
 from ringtile.functional import chosen
 from ringtile.kernels.blockwise import lists as blockwise_lists
 from ringtile.kernels.contracts import Lists
@@ -473,16 +471,6 @@ def test_only_the_reference_has_second_derivatives(inputs: Inputs) -> None:
                 grad.square().sum().backward()
 
 
-def ring(x: Inputs) -> Tensor:
-    """A call on one rank, which plans as on many."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        pattern = Causal() & Chosen(lists())
-        return ring_attention(x.q, x.q, x.q, pattern, layout=Layout.contiguous(QUERIES, 1))
-    finally:
-        dist.destroy_process_group()
-
-
 def bad(value: int) -> Tensor:
     indices = lists()
     indices[1, 0, 7, 2] = value
@@ -535,7 +523,6 @@ REFUSED: dict[str, tuple[Callable[[Inputs], Any], str]] = {
         lambda x: dilated_attention(x.q, x.q, x.q, segment_lengths=[32], dilation_rates=[1], pattern=Chosen(lists(1))),
         "pattern: expected one with an index of tiles",
     ),
-    "ring": (ring, "pattern: expected one with an index of tiles, got Chosen"),
     "slices": (
         lambda x: in_slices(2)(x.q, x.k, x.v, pattern=Chosen(lists()), enable_gqa=True),
         "(indices|pattern): expected",

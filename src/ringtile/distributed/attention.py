@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringtile.distributed.branches import BranchPlan
 from ringtile.distributed.exchange import Exchange, Started, Works, by_number, cast_start, exchange_of
 from ringtile.distributed.layout import Layout, Run, check_keys_finite, check_shard, positions_of
+from ringtile.distributed.lists import attend_gathered, values_in_keys
 from ringtile.distributed.lockstep import NUMBERS, Facts, Lockstep, compare, numbers_of, shapes_of
 from ringtile.distributed.plan import RingPlan, Source
 from ringtile.distributed.process_groups import Ranks, axes_of, real_group, real_mesh
@@ -32,12 +33,14 @@ from ringtile.functional.attention import (
     rule_of,
     with_sinks,
 )
+from ringtile.functional.chosen import check_lists
 from ringtile.functional.parts import Compute, Part, Parts, Slice, attend_parts
 from ringtile.index.build import check_counts
 from ringtile.kernels.contracts import RowOptions
 from ringtile.kernels.traced import constant
 from ringtile.patterns import Causal, Pattern, parse
 from ringtile.patterns.base import TileGrid
+from ringtile.patterns.chosen import split
 from ringtile.patterns.content import described
 
 
@@ -78,7 +81,8 @@ def ring_attention(
         query: ``[B, H, n, D]``, the rank's n tokens in ascending order of position.
         key: ``[B, Hkv, n, D]``.
         value: ``[B, Hkv, n, Dv]``.
-        pattern: Which pairs to keep, by position. Default: all.
+        pattern: Which pairs to keep, by position. Default: all. A `Chosen` has the lists of the rank's queries, which
+            name keys by their positions.
         layout: Which tokens each rank holds.
         group: Process group with as many ranks as the layout, or a mesh with one dimension. Default: all ranks. A
             "hierarchy" needs a mesh with two, ``init_device_mesh(device, (nodes, ranks_per_node))``, and "ulysses"
@@ -90,7 +94,7 @@ def ring_attention(
             once, and is handed on inside it. "ulysses": ranks exchange heads for tokens, and each computes H / P heads
             of all tokens. On a mesh with two dimensions the ranks of a row do, and keys travel between rows by an
             exchange. Default: "ring" if it supports the call, otherwise "exchange", unless a rank would send more
-            tokens than there are: then "gather".
+            tokens than there are: then "gather", which alone supports `Chosen`.
         overlap: While keys travel, compute the rows that do not need them. The results are the same bits. A ring always
             overlaps.
         check_finite: Look for NaN and infinity in the rank's keys and values before they travel. A string names the
@@ -120,13 +124,18 @@ def ring_attention(
     check_options(query, key, n_keys=layout.n_tokens, key_mask=key_mask, key_lengths=lengths, sinks=sinks, **rest)
     call = make_call(query, **rest)
     mode = chosen(mode, rule, call, n_ranks)
+    lists, named = split(rule), ""
+    if lists is not None:
+        check_lists(lists, query, key, None, layout.n_tokens)
+        rule = lists.beside
+        named = f"lists of blocks of {lists.chosen.block}" + (", values in keys" * values_in_keys(key, value))
     if check_finite:
         check_keys_finite(key, value, layout, rank, check_finite)
     in_graph = torch.compiler.is_compiling()
     # Dynamo passes on no pattern that it has made, but its text.
     planned = rule.text if in_graph and rule.text else rule
     facts = shapes_of(query, key, value), str(key.dtype), numbers_of(call, key_mask is not None, sinks is not None)
-    found = _prepared(planned, layout, ranks, mode.name, *facts, return_lse, query.device if in_graph else None)
+    found = _prepared(planned, layout, ranks, mode.name, *facts, return_lse, query.device if in_graph else None, named)
     if mode is MODES["ulysses"]:
         rest = {**rest, "seed": call.seed, "key_mask": key_mask, "key_lengths": lengths, "sinks": sinks}
         return _attend_by_heads((query, key, value), by_number[found], ranks, overlap, return_lse, rest)
@@ -141,13 +150,20 @@ def ring_attention(
         assert isinstance(plan, RingPlan)
         buffer_mask = None if key_mask is None else torch.ops.ringtile.cast_bits(key_mask, found)
         buffer_mask = _with_lengths(buffer_mask, lengths, sum(plan.buffer, ()), key)
+        if lists is not None:
+            rest = {**rest, "seed": call.seed, "key_mask": buffer_mask}
+            out, lse = attend_gathered(query, key, value, lists, exchange, call, rest)
+            return _results(out, lse, sinks, return_lse)
         pieces = plan.pieces_on(query.device)
 
         def parts(source: Source) -> list[Part]:
             return [Part(Slice(x.begin, x.end), None, x.index, call) for x in pieces if x.source == source]
 
         keys = ExchangedKeys(parts, own_mask, plan, exchange, buffer_mask, overlap)
-    out, lse = attend_parts(query, key, value, keys, call.backend)
+    return _results(*attend_parts(query, key, value, keys, call.backend), sinks, return_lse)
+
+
+def _results(out: Tensor, lse: Tensor, sinks: Tensor | None, return_lse: bool) -> Any:
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -199,16 +215,21 @@ def _prepared(
     numbers: tuple[float, ...],
     return_lse: bool,
     compiled_on: torch.device | None,
+    lists: str,
 ) -> Any:
-    """Return the number of a call's exchange, or the facts of a ring, after a comparison with the other ranks."""
+    """Return the number of a call's exchange, or the facts of a ring, after a comparison with the other ranks.
+
+    ``lists`` names those that a call has beside its pattern.
+    """
     pattern = parse(pattern) if isinstance(pattern, str) else pattern
     mode, every, mesh = MODES[transport], real_group(ranks), real_mesh(ranks)
     groups: tuple[dist.ProcessGroup, ...] = axes_of(mesh) if isinstance(mesh, DeviceMesh) else (every, every, every)
     batch, heads, key_heads = shapes[:3]
-    facts: dict[str, str | float] = {"pattern": described(pattern), "transport": transport, "plan": ""}
+    text = f"{lists} & {described(pattern)}" if lists else described(pattern)
+    facts: dict[str, str | float] = {"pattern": text, "transport": transport, "plan": ""}
     plan: RingPlan | Relays | HeadPlan | None = None
     if mode.is_planned:
-        plan = plan_of(mode, pattern, layout, every.rank(), heads, batch, groups[2].size())
+        plan = plan_of(mode, None if lists else pattern, layout, every.rank(), heads, batch, groups[2].size())
         if isinstance(plan, RingPlan):
             facts["transport"] = "gather" if plan.is_gathered else "exchange"
         facts["plan"] = plan.fingerprint

@@ -163,7 +163,7 @@ class RingPlan:
 
 
 def make_plan(
-    pattern: Pattern,
+    pattern: Pattern | None,
     layout: Layout,
     rank: int,
     *,
@@ -176,7 +176,8 @@ def make_plan(
     """Plan one rank's part of attention over all tokens of a layout. Plans are cached.
 
     Args:
-        pattern: Which pairs to keep, by position.
+        pattern: Which pairs to keep, by position. None, for a ``gather``, plans no calls: the buffer holds all keys in
+            order.
         layout: Which tokens each rank holds.
         rank: The rank, counted in the layout.
         num_heads: Number of query heads.
@@ -197,7 +198,7 @@ def make_plan(
     >>> tuple((piece.begin, piece.end, piece.source) for piece in plan.pieces)
     ((0, 384, 'all'), (384, 512, 'own'))
     """
-    if not isinstance(pattern, Pattern):
+    if not isinstance(pattern, Pattern) and not (pattern is None and gather):
         raise ValueError(f"pattern: expected a Pattern, got {type(pattern).__name__}")
     if not isinstance(layout, Layout):
         raise ValueError(f"layout: expected a Layout, got {type(layout).__name__}")
@@ -210,7 +211,7 @@ def make_plan(
 # Owner: this module.
 @lru_cache(64)
 def _make_plan(
-    pattern: Pattern,
+    pattern: Pattern | None,
     layout: Layout,
     rank: int,
     num_heads: int,
@@ -220,13 +221,16 @@ def _make_plan(
     max_bytes: int,
 ) -> RingPlan:
     grid = TileGrid(block, 0, layout.n_tokens, layout.n_tokens)
-    pattern.validate(grid)
+    rule = Dense() if pattern is None else pattern
+    rule.validate(grid)
     heads: dict[str, Any] = {"num_heads": num_heads, "batch": batch, "max_bytes": max_bytes}
-    demand = demand_of(None, layout, grid) if gather else find_demand(pattern, layout, grid, **heads)
+    demand = demand_of(None, layout, grid) if gather else find_demand(rule, layout, grid, **heads)
     if gather is None and (gather := is_better_gathered(demand.most_sent, layout)):
         demand = demand_of(None, layout, grid)
     needs, holds, is_hot, most_sent, is_mixed = demand
-    if is_cut(layout, rank, block):
+    if pattern is None:
+        pieces, cols = list[Piece](), [needs[rank], torch.zeros_like(is_hot)]
+    elif is_cut(layout, rank, block):
         pieces, cols = _cut_pieces(pattern, layout, rank, needs[rank], block=block, **heads)
     else:
         index = build_rows(pattern, holds[rank].nonzero().flatten(), layout.n_tokens, block=block, **heads)
@@ -250,7 +254,7 @@ def _make_plan(
     cold_needs = [intervals(needed & ~is_hot, grid) for needed in needs]
     sent = tuple(placed(runs if other != rank else (), places[rank]) for other, runs in enumerate(cold_needs))
     return RingPlan(
-        pattern,
+        rule,
         layout,
         rank,
         block,

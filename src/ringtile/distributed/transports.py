@@ -16,6 +16,7 @@ from ringtile.distributed.process_groups import Ranks
 from ringtile.distributed.relays import Relays, make_relays
 from ringtile.kernels.contracts import Call, lacking
 from ringtile.patterns import Pattern
+from ringtile.patterns.chosen import split
 
 T = TypeVar("T")
 
@@ -53,10 +54,16 @@ def mode_of(transport: str) -> Mode:
 
 
 def chosen(mode: Mode, pattern: Pattern, call: Call, n_ranks: int) -> Mode:
-    """Return the mode of a call: instead of "auto" a ring if that supports it.
+    """Return the mode of a call: instead of "auto" a ring if that supports it, or a gather for lists.
 
-    Raises ValueError if the mode is a ring that does not.
+    Raises ValueError if the mode does not support the call.
     """
+    if split(pattern) is not None:
+        if mode.gather is False:
+            raise ValueError(
+                f"transport {mode.name!r} does not support Chosen: its lists can name any key, so use 'gather'"
+            )
+        return MODES["gather"]
     against = _reasons_against_ring(pattern, call)
     ring = MODES["ring"]
     if mode is ring and against:
@@ -77,9 +84,15 @@ def _reasons_against_ring(pattern: Pattern, call: Call) -> list[str]:
 
 
 def plan_of(
-    mode: Mode, pattern: Pattern, layout: Layout, rank: int, num_heads: int, batch: int, ranks_per_node: int | None
+    mode: Mode,
+    pattern: Pattern | None,
+    layout: Layout,
+    rank: int,
+    num_heads: int,
+    batch: int,
+    ranks_per_node: int | None,
 ) -> RingPlan | Relays:
-    """Return the plan of a mode that is planned, from its cache if it was made before."""
+    """Return the plan of a mode that is planned, from its cache if it was made before. None is for lists."""
     # A hierarchy moves the tokens of the same plan, on other paths.
     plan = make_plan(pattern, layout, rank, num_heads=num_heads, batch=batch, gather=mode.gather)
     if 1 in mode.dims:

@@ -362,7 +362,7 @@ def _attend_chosen(
     (heads, n_queries), n_keys = query.shape[1:3], key.shape[2]
     _check_start(start, n_queries, n_keys)
     first, masks = n_keys - n_queries if start is None else start, (options["key_mask"], options["key_lengths"])
-    check_lists(found, query, key, first)
+    check_lists(found, query, key, first, n_keys)
     call, named = call._replace(start=first), call.backend or None
     if named == "reference":
         call = call._replace(key_lengths=masks[1])
@@ -374,7 +374,8 @@ def _attend_chosen(
         out, lse = _attend_chosen(q, k, v, found, start, enable_gqa, call, options)
         return out.to(query.dtype), lse
     with without_autocast(query):
-        lists = lists_of(found, query, key, first, *masks)
+        at = torch.arange(n_queries, device=query.device) + first
+        lists = lists_of(found, query, key, at, *masks)
         call = call._replace(backend=select_lists(query, key, value, lists, call))
         part = attend_lists(query, key, value, lists, call)
         if found.rest is None:

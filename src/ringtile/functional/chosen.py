@@ -18,10 +18,13 @@ _ENTRIES = 1 << 20
 """Most entries that are sorted or judged at once, unless those of one query are more."""
 
 
-def check_lists(found: Split, query: Tensor, key: Tensor, start: int) -> None:
-    """Raise ValueError if lists do not match a call, or if they name a key that does not exist."""
+def check_lists(found: Split, query: Tensor, key: Tensor, start: int | None, n_keys: int) -> None:
+    """Raise ValueError if lists do not match a call, or if they name a key that does not exist.
+
+    If ``start`` is None, the queries are any of as many positions as there are keys.
+    """
     indices, block = found.chosen.indices, found.chosen.block
-    (batch, heads, n_queries), (key_heads, n_keys) = query.shape[:3], key.shape[1:3]
+    (batch, heads, n_queries), key_heads = query.shape[:3], key.shape[1]
     of_batch, groups, rows, _ = indices.shape
     if of_batch not in (1, batch) or groups not in (1, key_heads) or rows != n_queries:
         raise ValueError(
@@ -39,19 +42,21 @@ def check_lists(found: Split, query: Tensor, key: Tensor, start: int) -> None:
                 f"indices: expected -1 or numbers below {entries} ({n_keys} keys, {block=}), "
                 f"got {least if least < -1 else most}"
             )
-    rule = found.rule(start, heads)
+    rule = found.beside if start is None else found.rule(start, heads)
     if not torch.compiler.is_compiling():
         check_counts(rule, heads, max(batch, 1))
-        rule.validate(TileGrid(1, start, n_queries, n_keys))
+        rule.validate(TileGrid(1, 0, n_keys, n_keys) if start is None else TileGrid(1, start, n_queries, n_keys))
 
 
 @torch.no_grad()
 def lists_of(
-    found: Split, query: Tensor, key: Tensor, start: int, key_mask: Tensor | None, key_lengths: Tensor | None
+    found: Split, query: Tensor, key: Tensor, at: Tensor, key_mask: Tensor | None, key_lengths: Tensor | None
 ) -> Lists:
-    """Return the lists of a call. Rules that keep an interval of keys per query become limits, all others filter."""
+    """Return the lists of a call, whose queries are at positions ``at``.
+
+    Rules that keep an interval of keys per query become limits, all others filter.
+    """
     (batch, heads, n_queries), (key_heads, n_keys), device = query.shape[:3], key.shape[1:3], query.device
-    at = torch.arange(n_queries, device=device) + start
     lo, hi = torch.zeros_like(at), torch.full_like(at, n_keys)
     filters = []
     for rule in _conjuncts(found.listed):

@@ -96,7 +96,8 @@ class Chosen(Pattern):
 
     def _refuse(self, *_: Any) -> Any:
         raise ValueError(
-            "pattern: expected one with an index of tiles, got Chosen: only sparse_attention computes lists"
+            "pattern: expected one with an index of tiles, got Chosen: only sparse_attention, and ring_attention with "
+            "transport='gather', compute lists"
         )
 
     head_class = cover = cover_size = col_range = tile_class = _refuse  # type: ignore[assignment]
@@ -113,6 +114,11 @@ class Split(NamedTuple):
     def listed(self) -> Pattern:
         """The pairs that count in the lists: those that ``rest`` does not keep."""
         return self.within if self.rest is None else self.within & Not(self.rest)
+
+    @property
+    def beside(self) -> Pattern:
+        """The rule without its lists."""
+        return self.within if self.rest is None else self.within | self.rest
 
     def rule(self, start: int, heads: int) -> Pattern:
         """Return the rule of a call."""

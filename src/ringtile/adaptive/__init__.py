@@ -20,6 +20,7 @@ from ringtile.adaptive.gate import Distilled as Distilled
 from ringtile.adaptive.gate import Gate as Gate
 from ringtile.adaptive.gate import distill as distill
 from ringtile.adaptive.indexer import index_topk as index_topk
+from ringtile.adaptive.losses import index_loss as index_loss
 from ringtile.adaptive.routed import RoutedAttention as RoutedAttention
 from ringtile.adaptive.routed import with_coordinates as with_coordinates
 from ringtile.adaptive.scores import Antidiagonal as Antidiagonal

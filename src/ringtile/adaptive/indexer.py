@@ -66,30 +66,11 @@ def index_topk(
         >>> index_topk(query, key, 2, pattern=Causal()).tolist()
         [[[[1, 0], [0, 2]]]]
     """
-    check_positive(n=n, groups=groups, block=block)
-    query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
-    check_options(query, key, key_mask=key_mask, key_lengths=key_lengths)
+    check_positive(n=n, block=block)
+    query, key, rule, first = checked(query, key, weights, groups, pattern, start, key_mask, key_lengths)
     (batch, n_heads, n_queries, _), n_keys, device = query.shape, key.shape[2], query.device
-    rule = Dense() if pattern is None else pattern
-    if n_heads % groups or key.shape[1] not in (1, groups):
-        raise ValueError(
-            "groups: expected a divisor of the query's heads, and one key head or as many as groups, got "
-            f"{groups=} with {query.shape=}, {key.shape=}"
-        )
-    if weights is not None and (weights.shape != query.shape[:3] or not weights.is_floating_point()):
-        raise ValueError(f"weights: expected floating {tuple(query.shape[:3])}, got {weights.dtype=}, {weights.shape=}")
     if type(local) is not int or local < 0:
         raise ValueError(f"local: expected an integer >= 0, got {local!r}")
-    if not isinstance(rule, Pattern) or rule.num_heads is not None or rule.batch_size not in (None, batch):
-        raise ValueError(f"pattern: expected a Pattern of all heads and of {batch} batch elements, got {pattern!r}")
-    first: int | Tensor = n_keys - n_queries if start is None else start
-    if isinstance(first, Tensor):
-        if first.shape != (batch, n_queries) or first.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"start: expected an int or integers {(batch, n_queries)}, got {first.dtype=}, {first.shape=}"
-            )
-    elif type(first) is not int:
-        raise ValueError(f"start: expected an int or integers {(batch, n_queries)}, got {start!r}")
     heads, dtype = n_heads // groups, torch.float64 if query.dtype == torch.float64 else torch.float32
     entries = -(-n_keys // block)
     out = torch.full((batch, groups, n_queries, n), -1, dtype=torch.int32, device=device)
@@ -116,7 +97,7 @@ def index_topk(
                 keep = keep if key_mask is None else keep & key_mask[b, left:right]
                 keep = keep if key_lengths is None else keep & (j < key_lengths[b])
                 if keep.any():
-                    scores = _scores(q, key[b, g % key.shape[1], left:right].to(dtype), w, relu)
+                    scores, _ = scored(q, key[b, g % key.shape[1], left:right].to(dtype), w, relu)
                     scores = pad(scores.masked_fill_(~keep, -torch.inf), (0, -len(j) % block), value=-torch.inf)
                     row[:, left // block - low : -(-right // block) - low] = scores.unflatten(1, (-1, block)).amax(2)
             if local:
@@ -134,11 +115,48 @@ def index_topk(
     return out
 
 
-def _scores(q: Tensor, k: Tensor, weights: Tensor | None, relu: bool) -> Tensor:
-    """Return the scores ``[rows, keys]`` of queries ``[rows, heads, D]``."""
+def checked(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor | None,
+    groups: int,
+    pattern: Pattern | None,
+    start: int | Tensor | None,
+    key_mask: Tensor | None,
+    key_lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Pattern, int | Tensor]:
+    """Return the arguments of an indexer: queries, keys, the rule, and the position of query 0 or of all queries."""
+    check_positive(groups=groups)
+    query, key, _ = checked_tensors(query, key, key, enable_gqa=True)
+    check_options(query, key, key_mask=key_mask, key_lengths=key_lengths)
+    (batch, n_heads, n_queries, _), n_keys = query.shape, key.shape[2]
+    rule = Dense() if pattern is None else pattern
+    if n_heads % groups or key.shape[1] not in (1, groups):
+        raise ValueError(
+            "groups: expected a divisor of the query's heads, and one key head or as many as groups, got "
+            f"{groups=} with {query.shape=}, {key.shape=}"
+        )
+    if weights is not None and (weights.shape != query.shape[:3] or not weights.is_floating_point()):
+        raise ValueError(f"weights: expected floating {tuple(query.shape[:3])}, got {weights.dtype=}, {weights.shape=}")
+    if not isinstance(rule, Pattern) or rule.num_heads is not None or rule.batch_size not in (None, batch):
+        raise ValueError(f"pattern: expected a Pattern of all heads and of {batch} batch elements, got {pattern!r}")
+    first: int | Tensor = n_keys - n_queries if start is None else start
+    if isinstance(first, Tensor):
+        if first.shape != (batch, n_queries) or first.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"start: expected an int or integers {(batch, n_queries)}, got {first.dtype=}, {first.shape=}"
+            )
+    elif type(first) is not int:
+        raise ValueError(f"start: expected an int or integers {(batch, n_queries)}, got {start!r}")
+    return query, key, rule, first
+
+
+def scored(q: Tensor, k: Tensor, weights: Tensor | None, relu: bool) -> tuple[Tensor, Tensor]:
+    """Return the scores ``[rows, keys]`` of queries ``[rows, heads, D]``, and their products by head."""
     # Ranks need more digits than autocast keeps.
     with torch.autocast(q.device.type, enabled=False):
         products = (q.flatten(0, 1) @ k.mT).unflatten(0, q.shape[:2])
         if relu:
             products.relu_()
-        return products.sum(1) if weights is None else torch.bmm(weights.unsqueeze(1), products).squeeze(1)
+        scores = products.sum(1) if weights is None else torch.bmm(weights.unsqueeze(1), products).squeeze(1)
+        return scores, products

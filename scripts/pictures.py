@@ -82,6 +82,12 @@ PICTURES: dict[str, list[Panel]] = {
         ("causal & Chosen(indices)", chosen(200, 1), 0),
         ("causal & Chosen(indices, block=64)", chosen(5, 64), 0),
     ],
+    "neighborhood": [
+        "neighborhood([16, 128], 9)",
+        ("the same, in the order of tiles", parse("neighborhood([16, 128], 9)").in_tiles, 0),  # type: ignore[attr-defined]
+        "neighborhood([32, 64], 5, dilation=4)",
+        ("the same, in the order of tiles", parse("neighborhood([32, 64], 5, dilation=4)").in_tiles, 0),  # type: ignore[attr-defined]
+    ],
     "elements": [
         ("Elements(log_sparse)", Elements(log_sparse), 0),
         ("Elements(log_sparse) | window(64, 0)", Elements(log_sparse) | Window(64, 0), 0),

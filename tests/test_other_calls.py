@@ -195,23 +195,52 @@ def memory_efficient_attention(q: Tensor, k: Tensor, v: Tensor, attn_bias: Calla
     return weigh(scores_of(q, k), attn_bias(q.shape[2], k.shape[2]), v).transpose(1, 2)
 
 
-def neighbors(n_tokens: int, kernel_size: int, dilation: int, is_causal: bool) -> Tensor:
-    """The keys of each query of NATTEN, listed one by one: bool ``[N, N]``."""
+def neighbors(n_tokens: int, kernel_size: int, dilation: int, stride: int, is_causal: bool) -> Tensor:
+    """The keys of each query of one axis of NATTEN, listed one by one: bool ``[N, N]``."""
     kept = torch.zeros(n_tokens, n_tokens, dtype=torch.bool)
     for group in range(dilation):
         tokens = list(range(group, n_tokens, dilation))
         for place, query in enumerate(tokens):
-            begin = place - kernel_size + 1 if is_causal else place - kernel_size // 2
+            leader = place // stride * stride + (stride - 1 if is_causal else stride // 2)
+            leader = min(leader, len(tokens) - 1)
+            begin = leader - kernel_size + 1 if is_causal else leader - kernel_size // 2
             if not is_causal:
                 begin = min(begin, len(tokens) - kernel_size)
-            end = begin + kernel_size if is_causal else max(begin, 0) + kernel_size
+            end = place + 1 if is_causal else max(begin, 0) + kernel_size
             kept[query, tokens[max(begin, 0) : end]] = True
     return kept
 
 
-def na1d(q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int = 1, is_causal: bool = False) -> Tensor:
+def _natten(
+    q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], kernel_size: Any, stride: Any, dilation: Any, is_causal: Any
+) -> Tensor:
     q, k, v = heads_first(q, k, v)
-    return weigh(scores_of(q, k), neighbors(q.shape[2], kernel_size, dilation, is_causal), v).transpose(1, 2)
+    given = (
+        each if isinstance(each, tuple) else (each,) * len(grid) for each in (kernel_size, dilation, stride, is_causal)
+    )
+    kept = torch.ones(1, 1, dtype=torch.int64)
+    for n_tokens, *numbers in zip(grid, *given, strict=True):
+        kept = torch.kron(kept, neighbors(n_tokens, *numbers).long())
+    return weigh(scores_of(q, k), kept.bool(), v).transpose(1, 2)
+
+
+def na1d(
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1, is_causal: Any = False
+) -> Tensor:
+    return _natten(q, k, v, (q.shape[1],), kernel_size, stride, dilation, is_causal)
+
+
+def na2d(
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1, is_causal: Any = False
+) -> Tensor:
+    """NATTEN's tensors are ``[B, h, w, H, D]``. Here they are flat."""
+    return _natten(q, k, v, (10, q.shape[1] // 10), kernel_size, stride, dilation, is_causal)
+
+
+def na3d(
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1, is_causal: Any = False
+) -> Tensor:
+    return _natten(q, k, v, (4, 5, q.shape[1] // 20), kernel_size, stride, dilation, is_causal)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, cell: str, names: dict[str, Any], is_mask: bool, call: bool) -> Tensor:
@@ -250,6 +279,11 @@ def variables(n_queries: int, n_keys: int) -> dict[str, Any]:
         "torch": torch,
         "n_queries": n_queries,
         "n_keys": n_keys,
+        "height": 10,
+        "width": n_keys // 10,
+        "frames": 4,
+        "rows": 5,
+        "columns": n_keys // 20,
         "positions": torch.arange(n_keys),
         "mask": torch.rand(2, HEADS, n_queries, n_keys) < 0.3,
         "bias": torch.zeros(n_queries, n_keys, dtype=torch.float64).masked_fill_(
@@ -355,6 +389,10 @@ TABLE: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
         "na1d(q, k, v, kernel_size=size, dilation=rate)": (SAME,),
         "na1d(q, k, v, kernel_size=size, is_causal=True)": (SAME,),
         "na1d(q, k, v, kernel_size=size, dilation=rate, is_causal=True)": (SAME,),
+        "na2d(q, k, v, kernel_size=7)": (SAME,),
+        "na2d(q, k, v, kernel_size=(5, 8), stride=(2, 4), dilation=(2, 1))": (SAME,),
+        "na3d(q, k, v, kernel_size=3)": (SAME,),
+        "na3d(q, k, v, kernel_size=(3, 3, 5), is_causal=(True, False, False))": (SAME,),
     },
 }
 """Each row that the page must have, with the lengths that it is run at."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 from contextlib import AbstractContextManager
 from types import NoneType
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,9 @@ from ringtile.kernels.plans import Structure, found_plan, make_plan, structure_o
 from ringtile.kernels.reference import Options as ReferenceOptions
 from ringtile.kernels.reference import attention_reference
 from ringtile.kernels.select import NAMES, is_logged, select, select_lists
-from ringtile.patterns import Blocks, Causal, Dense, Pattern, TileGrid
+from ringtile.patterns import Blocks, Causal, Dense, Neighborhood, Pattern, TileGrid
 from ringtile.patterns.chosen import Split, split
+from ringtile.patterns.neighborhood import token_order
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -316,6 +317,10 @@ def _attend(
         query, key, value = checked_tensors(query, key, value, enable_gqa)
     n_keys, key_mask, key_lengths = key.shape[2], options["key_mask"], options["key_lengths"]
     check_options(query, key, backend=backend, **options)
+    if isinstance(pattern, Neighborhood) and not is_causal and start is None and options["alibi_slopes"] is None:
+        tiled = pattern.in_tiles
+        if tiled.tile != pattern.tile and query.shape[2] == n_keys == math.prod(pattern.size):
+            return _attend_in_tiles(query, key, value, tiled, enable_gqa, backend, options)
     call = make_call(query, backend=backend, **options)
     # A pattern with a text has no lists.
     if isinstance(pattern, Pattern) and pattern.text is None and (found := split(rule_of(pattern, is_causal, start))):
@@ -346,6 +351,27 @@ def _attend(
         # Options can be tensors that only PyTorch's dispatcher reads, as lazily zero ones.
         prepared = plan.prepared if plan is not None and is_unseen(*options_of(call)) else None
         return attention(query, key, value, call, prepared)
+
+
+def _attend_in_tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Neighborhood,
+    enable_gqa: bool,
+    backend: str | None,
+    options: RowOptions,
+) -> tuple[Tensor, Tensor]:
+    """Move tokens to the order of compact tiles, compute attention there, and move the results back."""
+    # Dynamo calls no method of a pattern that a function gave it as a constant.
+    order = token_order(pattern.size, pattern.dilation, pattern.tile).to(query.device)
+    q, k, v = (x.index_select(2, order) for x in (query, key, value))
+    keywords: Any = {name: x for name, x in options.items() if name != "sinks"}
+    if options["key_mask"] is not None:
+        keywords["key_mask"] = options["key_mask"].index_select(1, order)
+    found = sparse_attention(q, k, v, pattern, enable_gqa=enable_gqa, backend=backend, return_lse=True, **keywords)
+    back = order.argsort()
+    return found[0].index_select(2, back), found[1].index_select(2, back)
 
 
 def _attend_chosen(

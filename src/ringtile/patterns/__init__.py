@@ -7,6 +7,7 @@ from ringtile.patterns.documents import Documents
 from ringtile.patterns.grammar import parse
 from ringtile.patterns.local import Causal, GlobalTokens, Segments, Strided, Window
 from ringtile.patterns.mask import from_mask
+from ringtile.patterns.neighborhood import Neighborhood
 from ringtile.patterns.offsets import BlockDilated, Dilated
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
@@ -23,6 +24,7 @@ __all__ = [
     "Documents",
     "Elements",
     "GlobalTokens",
+    "Neighborhood",
     "Pattern",
     "RandomBlocks",
     "SampledBlocks",

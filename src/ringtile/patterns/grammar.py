@@ -14,6 +14,7 @@ from ringtile.patterns.base import Dense, Pattern
 from ringtile.patterns.blocks import SampledBlocks
 from ringtile.patterns.documents import Documents
 from ringtile.patterns.local import Causal, GlobalTokens, Segments, Strided, Window
+from ringtile.patterns.neighborhood import Neighborhood
 from ringtile.patterns.offsets import BlockDilated, Dilated
 from ringtile.patterns.presets import bigbird, hierarchical, longformer, longnet_union, streaming
 from ringtile.patterns.random import RandomBlocks
@@ -28,6 +29,7 @@ class _Word(NamedTuple):
 
 
 _DENSITIES = ("local_density", "node_density", "inter_node_density")
+_GRID = ("size", "window", "dilation", "stride", "causal", "tile")
 _WORDS = {
     "dense": _Word(Dense),
     "causal": _Word(Causal),
@@ -40,6 +42,7 @@ _WORDS = {
     "sampled_blocks": _Word(SampledBlocks, ("keep", "of", "segment", "within", "block"), 3),
     "segments": _Word(Segments, ("length", "dilation", "shift"), 1),
     "documents": _Word(Documents, ("lengths",), 1),
+    "neighborhood": _Word(Neighborhood, _GRID, 2),
     "per_head": _Word(per_head, ("patterns",), 1),
     "longformer": _Word(longformer, ("window", "global_tokens"), is_preset=True),
     "bigbird": _Word(bigbird, ("random", "window", "global_tokens", "block"), is_preset=True),
@@ -49,7 +52,9 @@ _WORDS = {
 }
 _SHOWN = 80
 """Characters of a long text to show on each side of a mistake."""
-_LISTS = {"rates", "lengths", "segment_lengths", "dilation_rates"}
+_LISTS = {"rates", "lengths", "segment_lengths", "dilation_rates", "size", "tile"}
+_EITHER = {"window", "dilation", "stride", "causal"}
+"""Lists, or numbers."""
 
 
 class _Mistake(Exception):
@@ -217,7 +222,8 @@ def _call(node: ast.Call, name: str, word: _Word) -> Pattern:
 def _value(parameter: str, node: ast.expr) -> int | float | list[int] | list[Pattern]:
     if parameter in _DENSITIES and isinstance(node, ast.Constant) and isinstance(node.value, float):
         return node.value
-    if parameter != "patterns" and parameter not in _LISTS:
+    either = parameter in _EITHER and isinstance(node, ast.List)
+    if parameter != "patterns" and parameter not in _LISTS and not either:
         return _number(node)
     if not isinstance(node, ast.List):
         raise _Mistake(f"expected a list for {parameter!r}, like [1, 2]", node.col_offset)

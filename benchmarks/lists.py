@@ -2,6 +2,7 @@
 
     python benchmarks/lists.py                                    4K tokens, float32, one thread
     python benchmarks/lists.py --tokens 8K --threads 2 --cells latent m3 --dtype bfloat16
+    python benchmarks/lists.py --tokens 32K --queries 2K --threads 2 --rounds 2 --cells dsa latent "m3 half"
     python benchmarks/lists.py --out benchmarks/records/lists.json
 
 * dsa: DeepSeek-V3.2 as transformers computes it, 16 heads of 192 and 128, one list of 2,048 keys for all heads.
@@ -13,6 +14,11 @@ Lists are random, or coherent: those of 64 neighbours differ in a tenth of the s
 ones, which sort and check their lists. The last queries are first compared with float64, and a wrong result ends the
 run. Then calls take turns in one process. Ratios are medians of the ratios of rounds. Dense attention is causal, by
 PyTorch's flash kernel, which needs values as wide as the keys.
+
+--queries measures a part of long problems: half of these queries around a quarter of the tokens, and half around three
+quarters, each with the keys before them. They stand for all: a query sees as many keys on average. Dense attention gets
+as many keys as its queries see on average, and no mask, so it computes as many pairs as a causal call. The gradients of
+all keys are cleared for each part, which counts more beside fewer queries, most of all for lists.
 """
 
 from __future__ import annotations
@@ -102,21 +108,28 @@ def check(q: Tensor, k: Tensor, v: Tensor, lists: Tensor, block: int, out: Tenso
     return error
 
 
-def timed(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor | None) -> float:
-    """Return the seconds of a call, with its gradients if there is one of its output."""
+class Part(NamedTuple):
+    """Calls by name, the tensors whose gradients they return if there is one of the output, and the largest error."""
+
+    calls: dict[str, Callable[[], Tensor]]
+    leaves: list[Tensor]
+    grad: Tensor | None
+    error: float
+
+
+def timed(parts: list[Part], name: str) -> float:
+    """Return the seconds of the calls of a name."""
     began = time.perf_counter()
-    out = call()
-    if grad is not None:
-        torch.autograd.grad(out, leaves, grad)
+    for part in parts:
+        out = part.calls[name]()
+        if part.grad is not None:
+            torch.autograd.grad(out, part.leaves, part.grad)
     return time.perf_counter() - began
 
 
-def measure(
-    name: str, n_tokens: int, dtype: torch.dtype, gradients: bool, rounds: int, progress: Progress
-) -> dict[str, Any]:
-    """Return the seconds of each round: of dense attention, of random and of coherent lists."""
-    cell, drawn = CELLS[name], torch.Generator().manual_seed(1)
-    n_queries, n_keys = (1, 32 * n_tokens) if name == "decode" else (n_tokens, n_tokens)
+def part_of(cell: Cell, n_queries: int, n_keys: int, dtype: torch.dtype, gradients: bool) -> Part:
+    """Return the calls of the last queries of a problem."""
+    drawn, whole = torch.Generator().manual_seed(1), n_queries == n_keys
     q = torch.randn(1, cell.heads, n_queries, cell.head_dim, generator=drawn).to(dtype).requires_grad_(gradients)
     k = torch.randn(1, cell.key_heads, n_keys, cell.head_dim, generator=drawn).to(dtype).requires_grad_(gradients)
     leaves, value = [q, k], k[..., :512]
@@ -127,18 +140,19 @@ def measure(
         leaves.append(value)
 
     def dense() -> Tensor:
+        # As many keys as the queries of a part see on average.
+        seen = n_keys - (0 if whole or n_queries == 1 else n_queries // 2)
         # PyTorch's flash kernel needs one width. Its gradients go to as many heads as it gets.
         ratio, width = cell.heads // cell.key_heads, cell.head_dim
-        keys, values = (
-            F.pad(x, (0, width - x.shape[3])) if x is not k else x for x in (k, value if cell.value_dim else k)
-        )
+        keys, values = (x[:, :, :seen] for x in (k, value if cell.value_dim else k))
+        values = F.pad(values, (0, width - values.shape[3])) if cell.value_dim else values
         keys, values = (
             x.repeat_interleave(ratio, 1) if n_queries > 1 else x.expand(-1, cell.heads, -1, -1) for x in (keys, values)
         )
-        out = F.scaled_dot_product_attention(q, keys, values, is_causal=n_queries > 1)
+        out = F.scaled_dot_product_attention(q, keys, values, is_causal=whole and n_queries > 1)
         return out[..., : value.shape[3]]
 
-    calls = {"dense": dense}
+    calls, error = {"dense": dense}, 0.0
     for coherent in (False, True) if n_queries > 1 else (False,):
         lists = draw_lists(cell, n_queries, n_keys, coherent)
         pattern = Causal() & Chosen(lists, cell.block)
@@ -146,13 +160,25 @@ def measure(
             q, k, value, pattern, enable_gqa=True
         )
         with torch.no_grad():
-            error = check(q, k, value, lists, cell.block, call())
+            error = max(error, check(q, k, value, lists, cell.block, call()))
     grad = torch.randn(1, cell.heads, n_queries, value.shape[3], generator=drawn).to(dtype) if gradients else None
+    return Part(calls, leaves, grad, error)
+
+
+def measure(
+    name: str, n_tokens: int, queries: int, dtype: torch.dtype, gradients: bool, rounds: int, progress: Progress
+) -> dict[str, Any]:
+    """Return the seconds of each round: of dense attention, of random and of coherent lists."""
+    n_keys = 32 * n_tokens if name == "decode" else n_tokens
+    sizes = [(1 if name == "decode" else n_tokens, n_keys)]
+    if queries < n_tokens and name != "decode":
+        sizes = [(queries // 2, quarter * n_tokens // 4 + queries // 4) for quarter in (1, 3)]
     progress.show(f"{name}, {n_keys:,} keys, {dtype}")
-    times = interleaved(
-        {x: lambda call=call: timed(call, leaves, grad) for x, call in calls.items()}, rounds, warm_up=True
-    )
-    return {"cell": name, "keys": n_keys, "dtype": str(dtype), "gradients": gradients, "error": error, "seconds": times}
+    parts = [part_of(CELLS[name], *size, dtype, gradients) for size in sizes]
+    # Two rounds are for calls that take many seconds, which need none.
+    times = interleaved({x: lambda x=x: timed(parts, x) for x in parts[0].calls}, rounds, warm_up=rounds > 2)
+    what = {"cell": name, "keys": n_keys, "queries": sum(x for x, _ in sizes), "dtype": str(dtype)}
+    return {**what, "gradients": gradients, "error": max(x.error for x in parts), "seconds": times}
 
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
@@ -166,8 +192,10 @@ def lines_of(rows: list[dict[str, Any]]) -> list[str]:
             milliseconds = 1e3 * statistics.median(times[name]) if ratios else 0
             cells += [f"{milliseconds:.1f} ms", f"{statistics.median(ratios):.2f}"] if ratios else ["", ""]
         what = row["cell"] + (" with gradients" if row["gradients"] else "")
-        found.append([what, f"{row['keys']:,}", row["dtype"].removeprefix("torch."), *cells])
-    return table_lines(Table(["layer", "keys", "dtype", "dense", "random", "times", "coherent", "times"], found))
+        found.append([what, f"{row['keys']:,}", f"{row['queries']:,}", row["dtype"].removeprefix("torch."), *cells])
+    return table_lines(
+        Table(["layer", "keys", "queries", "dtype", "dense", "random", "times", "coherent", "times"], found)
+    )
 
 
 def main() -> None:
@@ -175,6 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--tokens", type=count, default=4096, metavar="N")
+    add("--queries", type=count, default=1 << 62, metavar="N", help="measure a part of the queries, see above")
     add("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
     add("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     add("--no-gradients", action="store_true", help="forward passes only")
@@ -188,7 +217,8 @@ def main() -> None:
         for name in args.cells:
             for gradients in (False, True):
                 if not gradients or not (args.no_gradients or name == "decode"):
-                    rows.append(measure(name, args.tokens, getattr(torch, dtype), gradients, args.rounds, progress))
+                    dtyped = getattr(torch, dtype)
+                    rows.append(measure(name, args.tokens, args.queries, dtyped, gradients, args.rounds, progress))
     progress.clear()
     print("\n".join(lines_of(rows)))
     if args.out is not None:

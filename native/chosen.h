@@ -1,6 +1,8 @@
 // Attention over lists of keys. The heads that share a key head are in the lanes of vectors. The keys of a list are gathered
 // into tiles, and widened to float32 on the way, so that one kernel serves all dtypes. Few heads would leave lanes idle: the
-// queries of a run, whose lists agree enough, fill them together, over the union of their lists.
+// queries of a run, whose lists agree enough, fill them together, over the union of their lists. If the lists disagree, dims
+// are in the lanes, and keys are read in place. Then several runs go through the keys together, one segment after another,
+// so that a key that many of them keep is in a cache.
 #pragma once
 #include "decode.h"
 #include "softmax.h"
@@ -8,6 +10,7 @@
 namespace ISA {
 
 constexpr int LIST_TILE = 64, MAX_RUN = 16;
+constexpr int64_t SEGMENT_NUMBERS = 1 << 17;  // of keys and values, which leave room for the rows in the second cache
 
 INLINE int64_t whole_vectors(int64_t dims) {
     constexpr int L = Lanes<float>::count;
@@ -40,6 +43,8 @@ struct KeyList {
 struct ListItem {
     int64_t b, kv, head, skipped, query;  // skipped: heads of the key head
     int queries, heads, rows, end;        // end: the rows in whole vectors
+    int first_row;                        // in the scratch of all runs that are computed together
+    bool direct;                          // dims are in the lanes
     const int32_t *entries;
     const uint16_t *bits;
     int64_t length, low[MAX_RUN], high[MAX_RUN], lowest, highest;
@@ -47,14 +52,18 @@ struct ListItem {
     // Where the backward pass leaves the weights [place][row of all heads], and the gradients of scores.
     float *weights, *slopes;
 
-    INLINE ListItem(const ringtile_call &c, int64_t b, int64_t kv, int64_t part, int64_t run, int one)
+    ListItem(const ringtile_call &c, int64_t b, int64_t kv, int64_t part, int64_t first_run, int64_t run, int one)
         : b(b), kv(kv), bits(), length(c.lists.list_length), lowest(c.n_keys), highest(0) {
         const auto &lists = c.lists;
         const int64_t ratio = c.heads / c.kv_heads, group = kv * lists.list_groups / c.kv_heads;
         skipped = part * lists.list_rows, head = kv * ratio + skipped, heads = (int)min(lists.list_rows, ratio - skipped);
         query = run * lists.run + max(0, one);
         queries = one < 0 ? (int)min(lists.run, c.n_queries - query) : 1;
-        rows = queries * heads, end = (int)whole_vectors(rows);
+        rows = queries * heads;
+        direct = queries == 1 && ratio <= DECODE_QUERIES;
+        const int64_t own = ratio <= DECODE_QUERIES ? ratio : whole_vectors(heads);
+        end = (int)(direct ? rows : whole_vectors(rows));
+        first_row = (int)((run - first_run) * whole_vectors(lists.run * own) + max(0, one) * own);
         for (int i = 0; i < queries; i++) {
             const int32_t *limits = lists.limits + b * lists.limits_stride + 2 * (query + i);
             entries = lists.indices + b * lists.indices_stride + (group * c.n_queries + query + i) * length;
@@ -78,20 +87,25 @@ struct ListItem {
     }
 };
 
-// Call f with the queries of a run: all at once, or one after another if they have no union.
-template <class F> INLINE void each_of_run(const ringtile_call &c, int64_t b, int64_t kv, int64_t part, int64_t run, F f) {
+// Call f with the queries of runs: of each at once, or one after another if they have no union.
+template <class F>
+INLINE void each_of_runs(const ringtile_call &c, int64_t b, int64_t kv, int64_t part, int64_t first, int64_t last, F f) {
     const auto &lists = c.lists;
-    const int64_t at = (b * lists.list_groups + kv * lists.list_groups / c.kv_heads) * runs_of(c) + run;
-    const bool together = lists.run > 1 && lists.union_length[at] > 0;
-    const int64_t count = together ? 1 : min(lists.run, c.n_queries - run * lists.run);
-    for (int one = 0; one < count; one++) f(ListItem(c, b, kv, part, run, together ? -1 : one));
+    for (int64_t run = first; run < last; run++) {
+        const int64_t at = (b * lists.list_groups + kv * lists.list_groups / c.kv_heads) * runs_of(c) + run;
+        const bool together = lists.run > 1 && lists.union_length[at] > 0;
+        const int64_t count = together ? 1 : min(lists.run, c.n_queries - run * lists.run);
+        for (int one = 0; one < count; one++) f(ListItem(c, b, kv, part, first, run, together ? -1 : one));
+    }
 }
 
 // Copy rows of any dtype, in whole vectors: the rows [0, count) without `places`, and zeros for a place below 0.
 template <class E>
 void copy_rows(const void *x, int64_t step, const int32_t *places, int count, int64_t width, float *y) {
+    constexpr int AHEAD = 4;
     const int64_t padded = whole_vectors(width);
     for (int i = 0; i < count; i++) {
+        if (places) ahead_of(Rows<E>{(const E *)x, step}, max(0, places[min(i + AHEAD, count - 1)]), 1, width).fetch(0, 1);
         const uint32_t unused = places && places[i] < 0;
         const E *row = (const E *)x + (places ? places[i] : i) * step;
         copy_in<E, float>({row, 0}, 1, width, padded, unused ? &unused : nullptr, y + i * padded);
@@ -134,7 +148,7 @@ INLINE char *row_at(const ringtile_call &c, const void *x, const int64_t *stride
     return (char *)x + (b * stride[0] + h * stride[1] + n * stride[2]) * (c.dtype == RINGTILE_FLOAT32 ? 4 : 2);
 }
 
-// Write the union of the lists of a run. Its length is 0 if its entries are in two lists or fewer, on average.
+// Write the union of the lists of a run. Its length is 0 if it would take longer than its lists.
 inline void list_union(const ringtile_call &c, int64_t number, float *memory) {
     const auto &lists = c.lists;
     const int64_t group = number / runs_of(c), b = group / lists.list_groups, first = number % runs_of(c) * lists.run;
@@ -163,36 +177,55 @@ inline void list_union(const ringtile_call &c, int64_t number, float *memory) {
         if (found < lists.union_room) entries[found] = (int32_t)i, bits[found] = table[i - begin];
         found++;
     }
-    lists.union_length[number] = found <= lists.union_room && 2 * found <= listed ? found : 0;
+    lists.union_length[number] = found <= lists.union_room && lists.union_cost * found <= listed ? found : 0;
 }
 
 struct ListScratch {
-    float *rows, *grad_rows, *lanes, *grad_lanes, *keys, *values, *sums, *scores, *grads, *softmax, *decoded;
+    static constexpr int COUNT = 13;
+    float *rows, *grad_rows, *lanes, *grad_lanes, *sums, *softmax;  // of all rows
+    float *keys, *values, *scores, *grads, *few;                    // of a tile
+    float *key_sums, *value_sums;                                   // of a chunk of keys
+    uint8_t *met;                                                   // its keys that have sums
 
+    // The number of floats before a field.
+    static int64_t before(const ringtile_call &c, int field) {
+        const int64_t d = whole_vectors(c.head_dim), dv = whole_vectors(c.value_dim), all = max(c.heads / c.kv_heads, MAX_BLOCK);
+        const int64_t chunk = c.work.phase == RINGTILE_LISTS_KEY_GRADS ? c.lists.chunk_keys : 0;
+        const int64_t tile = LIST_TILE * GROUP<float>;
+        const int64_t counts[COUNT] = {all * d, all * dv, MAX_BLOCK * d, MAX_BLOCK * dv, MAX_BLOCK * max(d, dv), 2 * MAX_BLOCK,
+                                       LIST_TILE * d, LIST_TILE * dv, tile, tile, 2 * DECODE_QUERIES * MAX_BLOCK, chunk * d,
+                                       chunk * dv};
+        int64_t sum = 0;
+        for (int i = 0; i < field; i++) sum += counts[i];
+        return sum;
+    }
     static int64_t size(const ringtile_call &c) {
-        const int64_t d = whole_vectors(c.head_dim), dv = whole_vectors(c.value_dim);
-        const int64_t products = (max(c.heads / c.kv_heads, MAX_RUN) + MAX_BLOCK + LIST_TILE) * (d + dv) + MAX_BLOCK * max(d, dv) +
-                                 2 * LIST_TILE * GROUP<float> + (2 + DECODE_QUERIES) * MAX_BLOCK;
-        return max(products, c.work.phase == RINGTILE_LISTS_UNIONS ? c.n_keys / c.block / 2 + 1 : 0);
+        if (c.work.phase == RINGTILE_LISTS_UNIONS) return c.n_keys / c.block / 2 + 1;
+        return before(c, COUNT) + c.lists.chunk_keys / 4 + 1;
     }
 
-    ListScratch(const ringtile_call &c, float *x) {
-        const int64_t d = whole_vectors(c.head_dim), dv = whole_vectors(c.value_dim), all = max(c.heads / c.kv_heads, MAX_RUN);
-        float **places[] = {&rows, &grad_rows, &lanes, &grad_lanes, &keys, &values, &sums, &scores, &grads, &softmax, &decoded};
-        const int64_t counts[] = {all, all, MAX_BLOCK, MAX_BLOCK, LIST_TILE, LIST_TILE, MAX_BLOCK, LIST_TILE, LIST_TILE, 2, 0};
-        const int64_t widths[] = {d, dv, d, dv, d, dv, max(d, dv), GROUP<float>, GROUP<float>, MAX_BLOCK, 0};
-        for (int i = 0; i < 11; i++) *places[i] = x, x += counts[i] * widths[i];
+    ListScratch(const ringtile_call &c, float *x) : met((uint8_t *)(x + before(c, COUNT))) {
+        float **places[COUNT] = {&rows, &grad_rows, &lanes, &grad_lanes, &sums, &softmax, &keys, &values, &scores, &grads, &few,
+                                 &key_sums, &value_sums};
+        for (int i = 0; i < COUNT; i++) *places[i] = x + before(c, i);
+    }
+
+    // The scratch of an item.
+    ListScratch(const ringtile_call &c, const ListItem &item, const ListScratch &all) : ListScratch(all) {
+        const int64_t d = whole_vectors(c.head_dim), dv = whole_vectors(c.value_dim);
+        rows += item.first_row * d, grad_rows += item.first_row * dv, lanes += item.first_row * d;
+        grad_lanes += item.first_row * dv, sums += item.first_row * max(d, dv), softmax += item.first_row;
     }
 };
 
 // The keys of a tile of places, -1 for one that no query keeps, and the rows that keep them if not all do.
 struct ListKeys {
     int count;
-    bool partial;
+    bool partial, skips;
     int32_t keys[LIST_TILE], rows[LIST_TILE];
 
     INLINE ListKeys(const ringtile_call &c, const ListItem &item, const KeyList &list, int64_t place)
-        : count((int)min(LIST_TILE, list.last - place)), partial(false) {
+        : count((int)min(LIST_TILE, list.last - place)), partial(false), skips(false) {
         const uint32_t all = (1u << item.queries) - 1;
         for (int k = 0; k < count; k++) {
             const int64_t at = place + k, key = ((int64_t)item.entries[at >> list.shift] << list.shift) + (at & (c.block - 1));
@@ -208,6 +241,7 @@ struct ListKeys {
             for (int i = 0; item.heads > 1 && i < item.queries; i++) of_rows |= kept >> i & 1 ? own << i * item.heads : 0;
             rows[k] = (int32_t)(item.heads > 1 ? of_rows : kept);
             partial |= kept != all;
+            skips |= !kept;
             keys[k] = kept ? keys[k] : -1;
         }
     }
@@ -215,20 +249,49 @@ struct ListKeys {
     INLINE Mask mask() const { return {partial ? rows : nullptr, 1, nullptr}; }
 };
 
-// A tile of gathered keys and values. Those of float32 that follow one another are read in place.
+// Rows one after another, or those of the places.
+struct Gathered {
+    const float *x;
+    int64_t step;
+    const int32_t *places;
+
+    INLINE const float *row(int64_t i) const { return x + (places ? places[i] : i) * step; }
+};
+
+// matmul of rows in any place: of A, then `ahead` are asked for, or of B. C has N vectors.
+template <int N, bool A_ROWS>
+void gathered_matmul(const float *a, int64_t a_step, const float *b, int64_t b_k, const int32_t *places, float *c, int64_t c_m,
+                     int64_t rows, int64_t depth, bool add, Gathered ahead, int64_t width) {
+    for (int64_t row = 0; row < rows; row += MR) {
+        for (int64_t i = row; A_ROWS && i < min(row + MR, rows); i++)
+            for (int64_t d = 0; d < width; d += 16) __builtin_prefetch(ahead.row(i) + d, 0, 2);
+        auto tile = [&](auto m) INLINE_LAMBDA {
+            register_tile<float, decltype(m)::value, N, A_ROWS, true>(A_ROWS ? a : a + row, a_step, b, b_k, c + row * c_m, c_m,
+                                                                      depth, add, A_ROWS ? places + row : places);
+        };
+        if (rows - row >= MR) tile(Constant<MR>{});
+        else with_constant<MR - 1>(rows - row, tile);
+    }
+}
+
+// A tile of keys and values. Those of float32 are read in place if they follow one another, if their dims are in lanes, and
+// if there are as many rows as a run has at most.
 struct ListTile : ListKeys {
-    Rows<float> k, v;
+    Gathered k, v;
 
     ListTile(const ringtile_call &c, const ListItem &item, const KeyList &list, int64_t place, const ListScratch &to)
         : ListKeys(c, item, list, place) {
-        bool follow = c.dtype == RINGTILE_FLOAT32;
+        bool follow = true;
         for (int i = 0; i < count; i++) follow &= keys[i] == keys[0] + i;
         auto gather = [&](const void *x, const int64_t *stride, int64_t width, float *copy) {
             const void *head = row_at(c, x, stride, item.b, item.kv, 0);
             const int64_t padded = whole_vectors(width);
-            if (follow && padded == width) return Rows<float>{(const float *)head + keys[0] * stride[2], stride[2]};
+            const bool in_place = c.dtype == RINGTILE_FLOAT32 && padded == width;
+            if (in_place && follow) return Gathered{(const float *)head + keys[0] * stride[2], stride[2], nullptr};
+            if (in_place && (item.direct || (item.end == MAX_RUN && width % GROUP<float> == 0 && !skips)))
+                return Gathered{(const float *)head, stride[2], keys};
             copy_rows(c, head, stride[2], keys, count, width, copy);
-            return Rows<float>{copy, padded};
+            return Gathered{copy, padded, nullptr};
         };
         Packing packing(c);
         k = gather(c.k, c.k_stride, c.head_dim, to.keys);
@@ -240,7 +303,7 @@ struct ListTile : ListKeys {
 };
 
 // Copy the rows of an item, zeros for a query that keeps no key: in a union, others' sums would meet its NaN.
-INLINE void load_rows(const ringtile_call &c, const ListItem &item, int64_t head, int heads, const void *x, const int64_t *stride,
+inline void load_rows(const ringtile_call &c, const ListItem &item, int64_t head, int heads, const void *x, const int64_t *stride,
                       int64_t width, float *y) {
     const int64_t count = heads * whole_vectors(width);
     for (int i = 0; i < item.queries; i++) {
@@ -249,75 +312,113 @@ INLINE void load_rows(const ringtile_call &c, const ListItem &item, int64_t head
     }
 }
 
-// The same, and in lanes, times a sign.
+// The lanes of a group. One vector leaves none between the vectors of its dims, which would use a part of a cache's sets.
+INLINE int64_t lane_step(const ListItem &item) { return min(GROUP<float>, item.end); }
+
+// The same, and in lanes if they are not for dims, times a sign.
 INLINE void load_lanes(const ringtile_call &c, const ListItem &item, const void *x, const int64_t *stride, int64_t width,
                        float sign, float *rows, float *lanes) {
     Packing packing(c);
     const int64_t padded = whole_vectors(width);
     load_rows(c, item, item.head, item.heads, x, stride, width, rows);
     for (int64_t i = 0; i < item.rows * padded && sign != 1; i++) rows[i] = sign == 0 ? 0 : sign * rows[i];
-    transpose_in(Rows<float>{rows, padded}, 0, item.rows, 0, item.end, width, 1.0f, lanes);
+    if (!item.direct)
+        transpose_in(Rows<float>{rows, padded}, 0, item.rows, 0, item.end, width, 1.0f, lanes, lane_step(item));
 }
 
-// Scores [key][GROUP] of the lanes from `lane` on. Few rows have their dims in the lanes, in both passes.
-INLINE void list_scores(const ringtile_call &c, const ListItem &item, const ListTile &tile, int vectors, int lane,
-                        const ListScratch &to) {
-    if (item.queries > 1 || c.heads / c.kv_heads > DECODE_QUERIES)
-        return matmul<float, true>(vectors, tile.k.x, tile.k.step, to.lanes + lane * c.head_dim, GROUP<float>, to.scores,
-                                   GROUP<float>, tile.count, c.head_dim, false);
-    const int64_t width = whole_vectors(c.head_dim);
-    decode_scores<float>({to.rows, width}, item.rows, tile.k, tile.count, width, to.decoded);
-    for (int k = 0; k < tile.count; k++)
-        for (int l = 0; l < item.end; l++)
-            to.scores[k * GROUP<float> + l] = l < item.rows ? to.decoded[l * MAX_BLOCK + k] : 0;
+// Scores [key][GROUP] of the lanes from `lane` on.
+INLINE void list_scores(const ListItem &item, const ListTile &tile, const Gathered &keys, int64_t width, int vectors, int lane,
+                        const float *lanes, float *scores, Gathered ahead, int64_t ahead_width) {
+    if (keys.places)
+        return gathered_matmul<MAX_RUN / Lanes<float>::count, true>(keys.x, keys.step, lanes, MAX_RUN, keys.places, scores,
+                                                                    GROUP<float>, tile.count, width, false, ahead, ahead_width);
+    matmul<float, true>(vectors, keys.x, keys.step, lanes + lane * width, lane_step(item), scores, GROUP<float>, tile.count,
+                        width, false);
 }
 
 // Add weights [key][GROUP] of the lanes from `lane` on, times rows of keys or values, to sums [row][width].
-INLINE void add_rows(const ListItem &item, const ListTile &tile, int lane, const float *weights, Rows<float> rows,
+INLINE void add_rows(const ListItem &item, const ListTile &tile, int lane, const float *weights, const Gathered &rows,
                      int64_t width, float *sums) {
     const int64_t padded = whole_vectors(width);
-    for (int64_t d = 0; d < padded; d += GROUP<float>)
-        matmul<float, false>((int)min(NR, (padded - d) / Lanes<float>::count), weights, GROUP<float>, rows.x + d, rows.step,
-                             sums + lane * padded + d, padded, min(GROUP<float>, item.rows - lane), tile.count, true);
+    for (int64_t d = 0; d < padded; d += GROUP<float>) {
+        if (rows.places)
+            gathered_matmul<NR, false>(weights, GROUP<float>, rows.x + d, rows.step, rows.places, sums + d, padded, item.rows,
+                                       tile.count, true, rows, 0);
+        else
+            matmul<float, false>((int)min(NR, (padded - d) / Lanes<float>::count), weights, GROUP<float>, rows.x + d, rows.step,
+                                 sums + lane * padded + d, padded, min(GROUP<float>, item.rows - lane), tile.count, true);
+    }
+}
+
+// The same, of weights [row][MAX_BLOCK] and rows in any place.
+inline void add_direct(const ListItem &item, const ListTile &tile, const float *weights, const Gathered &rows, int64_t width,
+                       float *sums) {
+    constexpr int L = Lanes<float>::count, N = 8;
+    const int64_t padded = whole_vectors(width);
+    for (int r = 0; r < item.rows; r++, weights += MAX_BLOCK)
+        for (int64_t d = 0; d < padded; d += L, sums += L) {
+            if (padded - d >= N * L) {
+                Vec<float> sum[N] = {};
+                for (int k = 0; k < tile.count; k++) {
+                    const float *row = rows.row(k) + d;
+                    for (int n = 0; n < N; n++) sum[n] += weights[k] * load(row + n * L);
+                }
+                for (int n = 0; n < N; n++) store(sums + n * L, load(sums + n * L) + sum[n]);
+                d += (N - 1) * L, sums += (N - 1) * L;
+                continue;
+            }
+            Vec<float> sum = {};
+            for (int k = 0; k < tile.count; k++) sum += weights[k] * load(rows.row(k) + d);
+            store(sums, load(sums) + sum);
+        }
 }
 
 INLINE void clear_rows(float *sums, const ListItem &item, int64_t width) {
     __builtin_memset(sums, 0, item.rows * whole_vectors(width) * sizeof(float));
 }
 
-INLINE void list_forward(const ringtile_call &c, const ListItem &item, const ListScratch &to) {
-    constexpr int L = Lanes<float>::count;
-    const KeyList list = item.list(c, 0, c.n_keys);
-    const int64_t width = whole_vectors(c.value_dim);
-    const float base = base_of<float>(c), scale = (float)size_of_scale(c);
+INLINE void begin_forward(const ringtile_call &c, const ListItem &item, const ListScratch &to) {
     load_lanes(c, item, c.q, c.q_stride, c.head_dim, sign_of<float>(c), to.rows, to.lanes);
     clear_rows(to.sums, item, c.value_dim);
+    for (int row = 0; row < item.end; row++) to.softmax[row] = -infinity<float>(), to.softmax[MAX_BLOCK + row] = 0;
+}
+
+INLINE void forward_tile(const ringtile_call &c, const ListItem &item, const ListTile &tile, const ListScratch &to) {
+    constexpr int L = Lanes<float>::count;
+    const int64_t width = whole_vectors(c.value_dim), key_width = whole_vectors(c.head_dim);
+    const float base = base_of<float>(c);
     Softmax<float> softmax(c, to.softmax);
     softmax.value_dim = 0;  // its sums are rows here
-    softmax.clear(0, MAX_BLOCK);
-    for (int64_t place = list.first; place < list.last; place += LIST_TILE) {
-        const ListTile tile(c, item, list, place, to);
-        const Mask mask = tile.mask();
-        for (int lane = 0; lane < item.rows; lane += GROUP<float>) {
-            const int vectors = (int)min(NR, (item.end - lane) / L), last = (int)min(lane + GROUP<float>, item.rows);
-            float before[GROUP<float>], share[GROUP<float>];
-            for (int i = 0; i < GROUP<float>; i++) before[i] = softmax.highest[lane + i];
-            list_scores(c, item, tile, vectors, lane, to);
-            VectorWeights<float>::weigh(vectors, to.scores, 0, tile.count, lane, base, mask, nullptr, softmax);
-            for (int n = 0; n < vectors; n++)
-                store(share + n * L, exp2<float>((load(before + n * L) - load(softmax.highest + lane + n * L)) * base));
-            for (int row = lane; row < last; row++) {
-                if (before[row - lane] == softmax.highest[row]) continue;
-                for (int64_t d = 0; d < width; d += L)
-                    store(to.sums + row * width + d, load(to.sums + row * width + d) * share[row - lane]);
-            }
-            add_rows(item, tile, lane, to.scores, tile.v, c.value_dim, to.sums);
-        }
+    if (item.direct) {
+        decode_scores<float>({to.rows, key_width}, item.rows, tile.k, tile.count, key_width, to.few);
+        decode_softmax_step(to.few, item.rows, tile.count, base, false, softmax.highest, softmax.total, to.sums, width);
+        return add_direct(item, tile, to.few, tile.v, c.value_dim, to.sums);
     }
+    const Mask mask = tile.mask();
+    for (int lane = 0; lane < item.rows; lane += GROUP<float>) {
+        const int vectors = (int)min(NR, (item.end - lane) / L), last = (int)min(lane + GROUP<float>, item.rows);
+        float before[GROUP<float>], share[GROUP<float>];
+        for (int i = 0; i < vectors * L; i++) before[i] = softmax.highest[lane + i];
+        list_scores(item, tile, tile.k, c.head_dim, vectors, lane, to.lanes, to.scores, tile.v, c.value_dim);
+        VectorWeights<float>::weigh(vectors, to.scores, 0, tile.count, lane, base, mask, nullptr, softmax);
+        for (int n = 0; n < vectors; n++)
+            store(share + n * L, exp2<float>((load(before + n * L) - load(softmax.highest + lane + n * L)) * base));
+        for (int row = lane; row < last; row++) {
+            if (before[row - lane] == softmax.highest[row]) continue;
+            for (int64_t d = 0; d < width; d += L)
+                store(to.sums + row * width + d, load(to.sums + row * width + d) * share[row - lane]);
+        }
+        add_rows(item, tile, lane, to.scores, tile.v, c.value_dim, to.sums);
+    }
+}
+
+INLINE void end_forward(const ringtile_call &c, const ListItem &item, const ListScratch &to) {
+    const int64_t width = whole_vectors(c.value_dim);
+    const float scale = (float)size_of_scale(c);
     for (int i = 0; i < item.queries; i++) {
         float share[MAX_BLOCK];
         for (int h = 0; h < item.heads; h++) {
-            const float highest = softmax.highest[i * item.heads + h], total = softmax.total[i * item.heads + h];
+            const float highest = to.softmax[i * item.heads + h], total = to.softmax[MAX_BLOCK + i * item.heads + h];
             share[h] = item.empty[i] ? 0 : 1 / total;
             ((float *)c.lse)[(item.b * c.heads + item.head + h) * c.n_queries + item.query + i] =
                 item.empty[i] ? -infinity<float>() : highest * scale + exact_log(total);
@@ -328,83 +429,169 @@ INLINE void list_forward(const ringtile_call &c, const ListItem &item, const Lis
 }
 
 // The gradients of the queries of an item, and the weights and gradients of scores from which those of keys are made.
-INLINE void list_query_grads(const ringtile_call &c, const ListItem &item, const ListScratch &to) {
-    constexpr int L = Lanes<float>::count;
-    const KeyList list = item.list(c, 0, c.n_keys);
-    const int64_t width = whole_vectors(c.value_dim), key_width = whole_vectors(c.head_dim), ratio = c.heads / c.kv_heads;
-    const float scale = (float)c.options.scale;
+INLINE void begin_query_grads(const ringtile_call &c, const ListItem &item, const ListScratch &to) {
+    const int64_t width = whole_vectors(c.value_dim);
     load_lanes(c, item, c.q, c.q_stride, c.head_dim, 1, to.rows, to.lanes);
     load_lanes(c, item, c.backward.out_grad, c.backward.out_grad_stride, c.value_dim, 1, to.grad_rows, to.grad_lanes);
     load_rows(c, item, item.head, item.heads, c.out, c.out_stride, c.value_dim, to.sums);
-    float lse[MAX_BLOCK], delta[MAX_BLOCK], ones[MAX_BLOCK];
-    for (int row = 0; row < MAX_BLOCK; row++) {
+    float *lse = to.softmax, *delta = to.softmax + MAX_BLOCK;
+    for (int row = 0; row < item.end; row++) {
+        lse[row] = infinity<float>(), delta[row] = 0;
+        if (row >= item.rows || item.empty[row / item.heads]) continue;
         const int64_t at = (item.b * c.heads + item.head + row % item.heads) * c.n_queries + item.query + row / item.heads;
-        lse[row] = infinity<float>(), delta[row] = 0, ones[row] = 1;
-        if (row >= item.rows || item.empty[row / item.heads] || ((const float *)c.lse)[at] == -infinity<float>()) continue;
+        if (((const float *)c.lse)[at] == -infinity<float>()) continue;
         lse[row] = ((const float *)c.lse)[at];
-        // As matmul adds products: the gradient of a row's only score is then 0, to the last bit.
-        for (int64_t d = 0; d < c.value_dim; d++)
-            delta[row] = fused(to.sums[row * width + d], to.grad_rows[row * width + d], delta[row]);
+        // As products with values are added: the gradient of a row's only score is then 0, to the last bit.
+        const float *out = to.sums + row * width, *grad = to.grad_rows + row * width;
+        if (item.direct) {
+            decode_scores<float>({grad, width}, 1, Gathered{out, width, nullptr}, 1, width, to.few);
+            delta[row] = to.few[0];
+        }
+        for (int64_t d = 0; d < c.value_dim && !item.direct; d++) delta[row] = fused(out[d], grad[d], delta[row]);
         if (c.backward.lse_grad) delta[row] -= ((const float *)c.backward.lse_grad)[at];
     }
     clear_rows(to.sums, item, c.head_dim);
-    for (int64_t place = list.first; place < list.last; place += LIST_TILE) {
-        const ListTile tile(c, item, list, place, to);
-        const Mask mask = tile.mask();
-        for (int lane = 0; lane < item.rows; lane += GROUP<float>) {
-            const int vectors = (int)min(NR, (item.end - lane) / L), rows = (int)min(GROUP<float>, item.rows - lane);
-            list_scores(c, item, tile, vectors, lane, to);
-            matmul<float, true>(vectors, tile.v.x, tile.v.step, to.grad_lanes + lane * c.value_dim, GROUP<float>, to.grads,
-                                GROUP<float>, tile.count, c.value_dim, false);
-            for (int k = 0; k < tile.count; k++) {
-                float *score = to.scores + k * GROUP<float>, *grad = to.grads + k * GROUP<float>;
-                for (int n = 0; n < vectors * L; n += L) {
-                    Vec<float> p = exp2<float>(exponent_of<float>(load(score + n), scale, load(lse + lane + n)));
-                    Vec<float> g = p * (load(grad + n) - load(delta + lane + n)) * scale;
-                    if (mask.bits) {
-                        const Ints<float> kept = lanes_of<float>(mask.bits + k, n);
-                        p = kept ? p : Vec<float>{}, g = kept ? g : Vec<float>{};
-                    }
-                    store(score + n, p), store(grad + n, g);
+}
+
+INLINE void query_grads_tile(const ringtile_call &c, const ListItem &item, const ListTile &tile, int64_t place,
+                             const ListScratch &to) {
+    constexpr int L = Lanes<float>::count;
+    const int64_t width = whole_vectors(c.value_dim), key_width = whole_vectors(c.head_dim), ratio = c.heads / c.kv_heads;
+    const float scale = (float)c.options.scale, *lse = to.softmax, *delta = to.softmax + MAX_BLOCK;
+    if (item.direct) {
+        float *slopes = to.few + DECODE_QUERIES * MAX_BLOCK;
+        decode_scores<float>({to.rows, key_width}, item.rows, tile.k, tile.count, key_width, to.few);
+        decode_scores<float>({to.grad_rows, width}, item.rows, tile.v, tile.count, width, slopes);
+        for (int r = 0; r < item.rows; r++)
+            for (int k = 0; k < tile.count; k += L) {
+                float *weight = to.few + r * MAX_BLOCK + k, *slope = slopes + r * MAX_BLOCK + k;
+                const Vec<float> p = exp2<float>(exponent_of<float>(load(weight), scale, splat(lse[r])));
+                store(weight, p), store(slope, p * (load(slope) - delta[r]) * scale);
+                for (int i = 0; i < min(L, tile.count - k); i++) {
+                    item.weights[(place + k + i) * ratio + r] = weight[i];
+                    item.slopes[(place + k + i) * ratio + r] = slope[i];
                 }
-                const int64_t at = (place + k) * item.queries * ratio + item.skipped + lane;
-                for (int i = 0; i < rows; i++) item.weights[at + i] = score[i], item.slopes[at + i] = grad[i];
             }
-            add_rows(item, tile, lane, to.grads, tile.k, c.head_dim, to.sums);
-        }
+        return add_direct(item, tile, slopes, tile.k, c.head_dim, to.sums);
     }
+    const Mask mask = tile.mask();
+    for (int lane = 0; lane < item.rows; lane += GROUP<float>) {
+        const int vectors = (int)min(NR, (item.end - lane) / L), rows = (int)min(GROUP<float>, item.rows - lane);
+        list_scores(item, tile, tile.k, c.head_dim, vectors, lane, to.lanes, to.scores, tile.v, c.value_dim);
+        list_scores(item, tile, tile.v, c.value_dim, vectors, lane, to.grad_lanes, to.grads, tile.v, 0);
+        for (int k = 0; k < tile.count; k++) {
+            float *score = to.scores + k * GROUP<float>, *grad = to.grads + k * GROUP<float>;
+            const int64_t at = (place + k) * item.queries * ratio + item.skipped + lane;
+            for (int n = 0; n < vectors * L; n += L) {
+                Vec<float> p = exp2<float>(exponent_of<float>(load(score + n), scale, load(lse + lane + n)));
+                Vec<float> g = p * (load(grad + n) - load(delta + lane + n)) * scale;
+                if (mask.bits) {
+                    const Ints<float> kept = lanes_of<float>(mask.bits + k, n);
+                    p = kept ? p : Vec<float>{}, g = kept ? g : Vec<float>{};
+                }
+                store(score + n, p), store(grad + n, g);
+                if (n + L <= rows) store(item.weights + at + n, p), store(item.slopes + at + n, g);
+                for (int i = n; i < rows && n + L > rows; i++) item.weights[at + i] = score[i], item.slopes[at + i] = grad[i];
+            }
+        }
+        add_rows(item, tile, lane, to.grads, tile.k, c.head_dim, to.sums);
+    }
+}
+
+INLINE void end_query_grads(const ringtile_call &c, const ListItem &item, const ListScratch &to) {
+    float ones[MAX_BLOCK];
+    for (int row = 0; row < item.heads; row++) ones[row] = 1;
     for (int i = 0; i < item.queries; i++) {
         const int64_t at = (item.b * c.heads + item.head) * c.n_queries + item.query + i;
-        write_rows(c, to.sums + i * item.heads * key_width, item.heads, c.head_dim, ones,
+        write_rows(c, to.sums + i * item.heads * whole_vectors(c.head_dim), item.heads, c.head_dim, ones,
                    (char *)c.backward.q_grad + at * c.head_dim * (c.dtype == RINGTILE_FLOAT32 ? 4 : 2),
                    c.n_queries * c.head_dim);
     }
 }
 
-// Add what an item left to the gradients of the keys from `low` to `high` - 1, which are float32.
-INLINE void add_key_grads(const ringtile_call &c, const ListItem &item, int64_t low, int64_t high, const ListScratch &to) {
+// Some heads of runs [first, last), which go through the keys together.
+inline void list_queries(const ringtile_call &c, int64_t head, int64_t part, int64_t first, int64_t last, const ListScratch &all) {
+    const int64_t numbers = whole_vectors(c.head_dim) + whole_vectors(c.value_dim);
+    const bool forward = c.work.phase == RINGTILE_LISTS_FORWARD;
+    int64_t lowest = c.n_keys, highest = 0, places = 0, segment = c.n_keys;
+    // Step 0 begins, the others add a segment of keys, and the last one ends.
+    bool ends = false;
+    for (int64_t low = -1; !ends; low = low < 0 ? lowest : low + segment) {
+        ends = low >= highest;
+        each_of_runs(c, head / c.kv_heads, head % c.kv_heads, part, first, last, [&](const ListItem &item) {
+            const ListScratch to(c, item, all);
+            if (low < 0) {
+                forward ? begin_forward(c, item, to) : begin_query_grads(c, item, to);
+                lowest = min(lowest, item.lowest), highest = max(highest, item.highest);
+                const KeyList list = item.list(c, 0, c.n_keys);
+                places = item.direct ? places + list.last - list.first : max(places, list.last - list.first);
+            }
+            if (low >= 0 && ends) forward ? end_forward(c, item, to) : end_query_grads(c, item, to);
+            if (low < 0 || ends) return;
+            const KeyList list = item.list(c, low, low + segment);
+            for (int64_t place = list.first; place < list.last; place += LIST_TILE) {
+                const ListTile tile(c, item, list, place, to);
+                forward ? forward_tile(c, item, tile, to) : query_grads_tile(c, item, tile, place, to);
+            }
+        });
+        // The keys that fill a cache. One item needs none of them twice.
+        if (low < 0 && c.lists.run > 1 && highest > lowest)
+            segment = max(LIST_TILE, SEGMENT_NUMBERS / numbers * (highest - lowest) / max(1, min(places, highest - lowest)));
+    }
+}
+
+// Add what an item left to the sums of the keys from `low` to `high` - 1.
+inline void add_key_grads(const ringtile_call &c, const ListItem &item, int64_t low, int64_t high, const ListScratch &to) {
+    constexpr int L = Lanes<float>::count;
     const KeyList list = item.list(c, low, high);
     if (list.first == list.last) return;
-    const int64_t head = item.b * c.kv_heads + item.kv, ratio = c.heads / c.kv_heads, depth = item.queries * ratio;
-    auto add = [&](const ListKeys &tile, const float *weights, const float *rows, int64_t width, void *grads) {
+    const int64_t ratio = c.heads / c.kv_heads, depth = item.queries * ratio;
+    auto add = [&](const ListKeys &tile, const float *weights, const float *rows, int64_t width, float *sums) {
         const int64_t padded = whole_vectors(width);
-        for (int64_t d = 0; d < width; d += GROUP<float>) {
-            matmul<float, true>((int)min(NR, (padded - d) / Lanes<float>::count), weights, depth, rows + d, padded, to.scores,
-                                GROUP<float>, tile.count, depth, false);
+        auto each = [&](int64_t d, int vectors, auto product) INLINE_LAMBDA {
             for (int k = 0; k < tile.count; k++) {
-                float *grad = (float *)grads + (head * c.n_keys + tile.keys[k]) * width + d;
-                for (int64_t i = 0; i < min(GROUP<float>, width - d) && tile.keys[k] >= 0; i++)
-                    grad[i] += to.scores[k * GROUP<float> + i];
+                if (tile.keys[k] < 0) continue;
+                float *sum = sums + (tile.keys[k] - low) * padded + d;
+                const bool met = to.met[tile.keys[k] - low];
+                for (int n = 0; n < vectors; n++)
+                    store(sum + n * L, met ? load(sum + n * L) + product(k, n) : product(k, n));
             }
+        };
+        if (depth == 1)
+            return each(0, (int)(padded / L), [&](int k, int n) INLINE_LAMBDA { return weights[k] * load(rows + n * L); });
+        for (int64_t d = 0; d < padded; d += GROUP<float>) {
+            const int vectors = (int)min(NR, (padded - d) / L);
+            matmul<float, true>(vectors, weights, depth, rows + d, padded, to.scores, GROUP<float>, tile.count, depth, false);
+            each(d, vectors, [&](int k, int n) INLINE_LAMBDA { return load(to.scores + k * GROUP<float> + n * L); });
         }
     };
     load_rows(c, item, item.kv * ratio, (int)ratio, c.q, c.q_stride, c.head_dim, to.rows);
     load_rows(c, item, item.kv * ratio, (int)ratio, c.backward.out_grad, c.backward.out_grad_stride, c.value_dim, to.grad_rows);
     for (int64_t place = list.first; place < list.last; place += LIST_TILE) {
         const ListKeys tile(c, item, list, place);
-        add(tile, item.slopes + place * depth, to.rows, c.head_dim, c.backward.k_grad);
-        add(tile, item.weights + place * depth, to.grad_rows, c.value_dim, c.backward.v_grad);
+        add(tile, item.slopes + place * depth, to.rows, c.head_dim, to.key_sums);
+        add(tile, item.weights + place * depth, to.grad_rows, c.value_dim, to.value_sums);
+        for (int k = 0; k < tile.count; k++)
+            if (tile.keys[k] >= 0) to.met[tile.keys[k] - low] = 1;
     }
+}
+
+// Add the sums of a chunk of keys over the runs of the call to the gradients, which are float32: one chain of sums over all
+// queries would round more than PyTorch's.
+INLINE void key_grads(const ringtile_call &c, int64_t head, int64_t low, int64_t high, const ListScratch &to) {
+    __builtin_memset(to.met, 0, high - low);
+    each_of_runs(c, head / c.kv_heads, head % c.kv_heads, 0, c.lists.first_run, c.lists.last_run,
+                 [&](const ListItem &item) { add_key_grads(c, item, low, high, to); });
+    auto add = [&](const float *sums, int64_t width, void *grads) {
+        for (int64_t key = low; key < high; key++) {
+            if (!to.met[key - low]) continue;
+            const float *sum = sums + (key - low) * whole_vectors(width);
+            float *grad = (float *)grads + (head * c.n_keys + key) * width;
+            for (int64_t d = 0; d < width; d++) grad[d] += sum[d];
+        }
+    };
+    add(to.key_sums, c.head_dim, c.backward.k_grad);
+    add(to.value_sums, c.value_dim, c.backward.v_grad);
 }
 
 // An item of a call, see ringtile.h.
@@ -412,22 +599,14 @@ inline void list_item(const ringtile_call &c, int64_t number, float *memory) {
     if (c.work.phase == RINGTILE_LISTS_UNIONS) return list_union(c, number, memory);
     const auto &lists = c.lists;
     const ListScratch to(c, memory);
-    const int64_t runs = lists.last_run - lists.first_run;
     if (c.work.phase == RINGTILE_LISTS_KEY_GRADS) {
         const int64_t chunks = (c.n_keys + lists.chunk_keys - 1) / lists.chunk_keys, low = number % chunks * lists.chunk_keys;
-        const int64_t head = number / chunks;
-        for (int64_t run = lists.first_run; run < lists.last_run; run++)
-            each_of_run(c, head / c.kv_heads, head % c.kv_heads, 0, run, [&](const ListItem &item) {
-                add_key_grads(c, item, low, low + lists.chunk_keys, to);
-            });
-        return;
+        return key_grads(c, number / chunks, low, min(low + lists.chunk_keys, c.n_keys), to);
     }
-    const int64_t parts = (c.heads / c.kv_heads + lists.list_rows - 1) / lists.list_rows, head = number / runs / parts;
-    each_of_run(c, head / c.kv_heads, head % c.kv_heads, number / runs % parts, lists.first_run + number % runs,
-                [&](const ListItem &item) {
-                    if (c.work.phase == RINGTILE_LISTS_FORWARD) list_forward(c, item, to);
-                    else list_query_grads(c, item, to);
-                });
+    const int64_t parts = (c.heads / c.kv_heads + lists.list_rows - 1) / lists.list_rows;
+    const int64_t steps = (lists.last_run - lists.first_run + lists.item_runs - 1) / lists.item_runs;
+    const int64_t first = lists.first_run + number % steps * lists.item_runs;
+    list_queries(c, number / steps / parts, number / steps % parts, first, min(first + lists.item_runs, lists.last_run), to);
 }
 
 }  // namespace ISA

@@ -226,8 +226,9 @@ static constexpr Field fields[] = {
     MASSES(segment) MASSES(n_pooled) MASSES(pooled_step) MASSES(seen) MASSES(pool_begin) MASSES(bias)
     MASSES(bias_stride) MASSES(pool_max) MASSES(by_sign) MASSES(keep)
     LISTS(indices) LISTS(indices_stride) LISTS(list_groups) LISTS(list_length) LISTS(limits) LISTS(limits_stride)
-    LISTS(list_rows) LISTS(run) LISTS(first_run) LISTS(last_run) LISTS(union_entries) LISTS(union_bits)
-    LISTS(union_length) LISTS(union_room) LISTS(chunk_keys) LISTS(weights) LISTS(weights_room)
+    LISTS(list_rows) LISTS(run) LISTS(item_runs) LISTS(first_run) LISTS(last_run) LISTS(union_entries)
+    LISTS(union_bits) LISTS(union_length) LISTS(union_room) LISTS(union_cost) LISTS(chunk_keys) LISTS(weights)
+    LISTS(weights_room)
 };
 static constexpr int n_fields = sizeof(fields) / sizeof(fields[0]);
 

@@ -56,9 +56,11 @@ struct Ahead {
     }
 };
 
-template <class E, int M, int N, bool A_ROWS>
+// If there are places, they say which rows of A there are, or of B if those of A are columns.
+template <class E, int M, int N, bool A_ROWS, bool PLACES = false>
 INLINE void register_tile(const E *a, int64_t a_step, const typename Factors<E>::B *b, int64_t b_k,
-                          typename Factors<E>::Sum *c, int64_t c_m, int64_t depth, bool add) {
+                          typename Factors<E>::Sum *c, int64_t c_m, int64_t depth, bool add,
+                          const int32_t *places = nullptr) {
     using F = Factors<E>;
     using T = typename F::Sum;
     constexpr int L = Lanes<T>::count, PER = F::PER;
@@ -67,9 +69,9 @@ INLINE void register_tile(const E *a, int64_t a_step, const typename Factors<E>:
         for (int n = 0; n < N; n++) sum[m][n] = Vec<T>{};
     for (int64_t k = 0; k < depth; k++) {
         decltype(F::of_b(b)) row[N];
-        for (int n = 0; n < N; n++) row[n] = F::of_b(b + k * b_k + n * L);
+        for (int n = 0; n < N; n++) row[n] = F::of_b(b + (PLACES && !A_ROWS ? places[k] : k) * b_k + n * L);
         for (int m = 0; m < M; m++) {
-            auto number = F::of_a(a + (A_ROWS ? m * a_step + PER * k : PER * m + k * a_step));
+            auto number = F::of_a(a + (A_ROWS ? (PLACES ? places[m] : m) * a_step + PER * k : PER * m + k * a_step));
             for (int n = 0; n < N; n++) sum[m][n] = F::add_product(sum[m][n], number, row[n]);
         }
     }

@@ -7,7 +7,7 @@ extern "C" {
 #endif
 
 // Raise it with every change of ringtile_call or of a function's meaning.
-#define RINGTILE_ABI 10
+#define RINGTILE_ABI 11
 
 // Products of the last one, float32, may take a number as the sum of two bfloat16 numbers, in sets with tiles.
 enum ringtile_dtype {
@@ -142,18 +142,19 @@ typedef struct ringtile_call {
     // ringtile_lists: int32 lists of entries for each query, [B, list_groups, n_queries, list_length], with a stride for B.
     // Each ascends and ends in numbers below 0. An entry is `block` tokens, a power of two. Query i keeps the keys from
     // limits[i][0] to limits[i][1] - 1 of its list, [B, n_queries, 2], with a stride for B. A run is up to 16 queries, and
-    // is computed at once if its union, [B, list_groups, runs, union_room], has a length. Then `run` times the heads of a key
-    // head is 32 at most. Items are unions, list_rows heads of a key head for a run of the call, or chunk_keys keys, a
-    // multiple of the block. `weights` has weights_room numbers per key head and run of the call: two for each place in a
-    // list, query and head. The gradients of keys and values are float32, grow, and start as zeros.
+    // is computed at once if its union, [B, list_groups, runs, union_room], has a length: if `union_cost` times its entries
+    // are no more than those of its lists. Then `run` times the heads of a key head is 16 at most. Items are unions,
+    // list_rows heads of a key head for item_runs runs of the call, 1 if runs are 1 and 8 at most, or chunk_keys keys.
+    // `weights` has weights_room numbers per key head and run of the call: two for each place in a list, query and head. The
+    // gradients of keys and values are float32, start as zeros, and each call adds its sums.
     struct {
         const int32_t *indices;
         int64_t indices_stride, list_groups, list_length;
         const int32_t *limits;
-        int64_t limits_stride, list_rows, run, first_run, last_run;
+        int64_t limits_stride, list_rows, run, item_runs, first_run, last_run;
         int32_t *union_entries;
         uint16_t *union_bits;
-        int64_t *union_length, union_room, chunk_keys;
+        int64_t *union_length, union_room, union_cost, chunk_keys;
         float *weights;
         int64_t weights_room;
     } lists;

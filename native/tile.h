@@ -143,9 +143,9 @@ template <class E, class T> INLINE Vec<T> load_row(const E *x, int count) {
 
 // Transpose and widen the tokens of lanes [low, high) to y[group][d][lane of the group], with zeros in the other lanes of
 // [from, to). Groups are counted from lane `from`. `from` and `to` are multiples of a vector's lanes. Each group is
-// contiguous because rows of all lanes would use only half of the first cache's sets.
+// contiguous because rows of all lanes would use only half of the first cache's sets. `step` is the lanes of a group.
 template <class E, class T>
-void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y) {
+void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t width, T sign, T *y, int64_t step = GROUP<T>) {
     constexpr int L = Lanes<T>::count;
     for (int lane = from; lane < to; lane += L) {
         const E *token = rows.x + (lane - low) * rows.step;
@@ -159,7 +159,7 @@ void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t wid
                 for (int i = 0; i < L; i++) x[i] = load_row<E, T>(token + i * rows.step + d, L) * sign;
                 transpose_square<T>(x);
 #pragma GCC unroll 16
-                for (int i = 0; i < L; i++) store(column + (d + i) * GROUP<T>, x[i]);
+                for (int i = 0; i < L; i++) store(column + (d + i) * step, x[i]);
                 continue;
             }
             for (int i = 0; i < L; i++) {
@@ -167,7 +167,7 @@ void transpose_in(Rows<E> rows, int low, int high, int from, int to, int64_t wid
                 x[i] = inside ? load_row<E, T>(token + i * rows.step + d, count) * sign : Vec<T>{};
             }
             transpose_square<T>(x);
-            for (int i = 0; i < count; i++) store(column + (d + i) * GROUP<T>, x[i]);
+            for (int i = 0; i < count; i++) store(column + (d + i) * step, x[i]);
         }
     }
 }

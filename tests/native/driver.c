@@ -655,14 +655,15 @@ static int check_masses(int isa, int number) {
 // where no query keeps them, and queries whose weights wait in windows.
 static int check_lists(int isa, int number) {
     static const int types[] = {RINGTILE_FLOAT32, RINGTILE_BFLOAT16, RINGTILE_FLOAT16};
-    static const int widths[] = {1, 7, 16, 33, 64, 80}, blocks[] = {1, 1, 4, 64}, ratios[] = {1, 3, 16, 21, 70};
+    static const int widths[] = {1, 7, 16, 33, 64, 80}, blocks[] = {1, 1, 4, 64}, ratios[] = {1, 3, 6, 16, 70};
     static const double scales[] = {0.4, -0.3, 0}, bounds[] = {2e-5, 0, 3e-2, 4e-3};
     ringtile_call c = {0};
     const int64_t ratio = ratios[draw(5)];
     c.isa = isa, c.dtype = types[number % 3], c.threads = 1 + (int)draw(2), c.block = blocks[draw(4)];
     c.batch = 1 + draw(2), c.kv_heads = 1 + draw(2), c.heads = c.kv_heads * ratio, c.options.scale = scales[draw(3)];
     c.n_queries = 1 + draw(9), c.n_keys = 1 + draw(200), c.head_dim = widths[draw(6)], c.value_dim = widths[draw(6)];
-    c.lists.list_groups = draw(2) ? c.kv_heads : 1, c.lists.list_rows = 16 + draw(80), c.lists.run = ratio > 8 ? 1 : 1 + draw(16 / (uint32_t)ratio), c.lists.chunk_keys = c.block * (1 + draw(3));
+    c.lists.list_groups = draw(2) ? c.kv_heads : 1, c.lists.list_rows = 16 + draw(80), c.lists.run = ratio > 8 ? 1 : 1 + draw(16 / (uint32_t)ratio), c.lists.chunk_keys = 1 + draw(150);
+    c.lists.item_runs = c.lists.run == 1 ? 1 : 1 + draw(2), c.lists.union_cost = 1 + draw(3);
     const int64_t blocks_of_keys = (c.n_keys + c.block - 1) / c.block, n_rows = c.batch * c.heads * c.n_queries;
     const int64_t length = c.lists.list_length = 1 + draw((uint32_t)blocks_of_keys + 2), slots = c.batch * c.lists.list_groups * c.n_queries;
     int32_t *indices = allocate(slots * length, 4), *limits = allocate(c.batch * c.n_queries * 2, 4);
@@ -712,13 +713,13 @@ static int check_lists(int isa, int number) {
     c.lists.union_entries = allocate(lists_of_runs * c.lists.union_room, 4), c.lists.union_bits = allocate(lists_of_runs * c.lists.union_room, 2);
     c.lists.union_length = allocate(lists_of_runs, 8), c.work.last_item = c.lists.run > 1 ? lists_of_runs : 0;
     int failed = ringtile_lists(&c);
-    c.work.phase = RINGTILE_LISTS_FORWARD, c.lists.last_run = runs, c.work.last_item = c.batch * c.kv_heads * parts * runs;
+    c.work.phase = RINGTILE_LISTS_FORWARD, c.lists.last_run = runs, c.work.last_item = c.batch * c.kv_heads * parts * ((runs + c.lists.item_runs - 1) / c.lists.item_runs);
     failed |= ringtile_lists(&c);
     c.lists.weights_room = 2 * c.lists.run * (length > c.lists.union_room ? length : c.lists.union_room) * c.block * ratio;
     c.lists.weights = allocate(c.batch * c.kv_heads * window * c.lists.weights_room, 4);
     for (int64_t first = 0; first < runs; first = c.lists.last_run) {
         c.lists.first_run = first, c.lists.last_run = first + window < runs ? first + window : runs;
-        c.work.phase = RINGTILE_LISTS_QUERY_GRADS, c.work.last_item = c.batch * c.kv_heads * parts * (c.lists.last_run - first);
+        c.work.phase = RINGTILE_LISTS_QUERY_GRADS, c.work.last_item = c.batch * c.kv_heads * parts * ((c.lists.last_run - first + c.lists.item_runs - 1) / c.lists.item_runs);
         failed |= ringtile_lists(&c);
         c.work.phase = RINGTILE_LISTS_KEY_GRADS;
         c.work.last_item = c.batch * c.kv_heads * ((c.n_keys + c.lists.chunk_keys - 1) / c.lists.chunk_keys);

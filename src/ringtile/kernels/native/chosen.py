@@ -22,10 +22,20 @@ _ROWS = 128
 _LANES = 16
 """Rows that fill a vector. If there are fewer heads, neighbouring queries fill it."""
 _ITEMS_A_THREAD = 4
-_WEIGHTS_A_THREAD = 1 << 20
-"""Float32 pairs of weights that wait for the gradients of keys."""
+_ITEM_ROWS = 128
+"""Rows of runs that go through the keys together, so that they share them in a cache."""
+_DIRECT = 4
+"""Heads of a key head whose queries are computed one by one with their dims in the lanes, at most."""
+_UNION_COST = 10
+"""A row of a union with all lanes takes as long as this many pairs of such queries."""
+_WINDOW = 256
+"""Queries whose weights wait for the gradients of keys, at most. These are sums of the sums of windows."""
+_WEIGHTS = 1 << 22
+"""Float32 numbers of weights that wait, or an eighth of the tensors' own, unless one run has more."""
 _KEYS_OF_A_QUERY = 64
 """Of the list of a query, in a range of keys whose gradients a thread adds up."""
+_SUMS = 1 << 19
+"""Float32 numbers of these gradients, at most."""
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, lists: Lists, dropout_p: float) -> list[str]:
@@ -83,9 +93,12 @@ class _Job:
         parts = -(-_ITEMS_A_THREAD * c.threads // items) if c.threads > 1 else 1
         c.list_rows = min(_ROWS, max(1, -(-self.ratio // (parts * _LANES))) * _LANES)
         c.run = max(1, min(rows, _LANES // max(self.ratio, 1)))
+        rows_of_run = c.run * (self.ratio if self.ratio <= _DIRECT else _LANES)
+        c.item_runs = _ITEM_ROWS // (-(-rows_of_run // _LANES) * _LANES) if c.run > 1 else 1
         self.runs = -(-rows // c.run)
         blocks = -(-c.n_keys // c.block)
-        c.union_room = max(1, min(c.run * c.list_length // 2, blocks))
+        c.union_cost = max(2, _UNION_COST // self.ratio) if 0 < self.ratio <= _DIRECT else 2
+        c.union_room = max(1, min(c.run * c.list_length // c.union_cost, blocks))
         if c.run > 1 and self.places:
             lists_of_runs = c.batch * groups * self.runs
             for name, dtype, width in (
@@ -118,7 +131,7 @@ class _Job:
         """Run a phase whose items are runs, from ``first`` to ``last`` - 1."""
         c = self.c
         c.first_run, c.last_run = first, last
-        items = c.batch * c.kv_heads * -(-self.ratio // c.list_rows) * (last - first)
+        items = c.batch * c.kv_heads * -(-self.ratio // c.list_rows) * -(-(last - first) // c.item_runs)
         self.run(phase, items, products * self.operations * (last - first) / self.runs)
 
 
@@ -139,8 +152,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, lists: Lists, scale: float) -> tupl
 def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, contiguous and in their dtype.
 
-    Queries leave weights, from which ranges of keys then add up theirs in the order of the queries. So no bit depends
-    on the number of threads, nor on how many queries wait.
+    Queries leave weights, from which ranges of keys then add up theirs in the order of the queries. How many queries
+    wait follows from the shapes, so no bit depends on the number of threads.
     """
     out_grad, lse_grad, q, k, v, out, lse = rows
     job = _Job(q, k, v, lists, scale)
@@ -157,14 +170,14 @@ def backward(rows: Rows, lists: Lists, scale: float) -> tuple[Tensor, Tensor, Te
         job.keep("lse_grad", lse_grad.float().contiguous())
     for name, x in (("q_grad", q_grad), ("k_grad", k_grad), ("v_grad", v_grad)):
         job.keep(name, x)
-    blocks = -(-c.n_keys // c.block)
-    chunks = min(blocks, -(-job.places // _KEYS_OF_A_QUERY))
-    c.chunk_keys = -(-blocks // chunks) * c.block
+    chunks = min(c.n_keys, max(-(-job.places // _KEYS_OF_A_QUERY), c.n_keys * (c.head_dim + c.value_dim) // _SUMS))
+    c.chunk_keys = -(-c.n_keys // max(chunks, 1))
     chunks = -(-c.n_keys // c.chunk_keys)
-    entries = c.run * max(c.list_length, c.union_room if c.run > 1 else 0)
+    entries = max(c.run * c.list_length, c.run * c.union_room if c.run > 1 else 0)
     c.weights_room = 2 * entries * c.block * job.ratio
     heads = c.batch * c.kv_heads
-    window = min(job.runs, max(1, 2 * _WEIGHTS_A_THREAD * c.threads // (heads * c.weights_room)))
+    room = max(_WEIGHTS, sum(x.numel() for x in (q, k, v)) // 8)
+    window = min(job.runs, -(-_WINDOW // c.run), max(1, room // (heads * c.weights_room)))
     job.keep("weights", lse.new_empty(window * heads * c.weights_room))
     for first in range(0, job.runs, window):
         last = min(first + window, job.runs)

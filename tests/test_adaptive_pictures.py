@@ -26,7 +26,6 @@ from ringtile.tools.adaptive_pictures import (
     densities,
     plot_attention,
     plot_density,
-    plot_quality,
     plot_recall,
     tile_masses,
 )
@@ -166,24 +165,6 @@ def test_recall_is_a_histogram_with_its_marks() -> None:
         plot_recall(report_with(torch.full((1, 1, 3), math.nan)))
 
 
-def test_quality_is_a_mean_with_its_spread_and_speed_has_its_own_axis() -> None:
-    ax = plot_quality({"ours": {0.25: [0.98, 1.0], 0.1: [0.8, 0.9]}, "window": {0.25: 0.5}}, speed={0.1: 6, 0.25: 2.5})
-    ours, window = ax.lines[0], ax.containers[1].lines[0]
-    assert ours.get_xdata().tolist() == [0.1, 0.25]
-    assert ours.get_ydata().tolist() == pytest.approx([0.85, 0.99])
-    (bars,) = ax.containers[0].lines[2]
-    spread = [(high - low) / 2 for (_, low), (_, high) in bars.get_segments()]
-    assert spread == pytest.approx([torch.tensor([0.8, 0.9]).std().item(), torch.tensor([0.98, 1.0]).std().item()])
-    assert window.get_ydata().tolist() == [0.5]
-    right = ax.figure.axes[-1]
-    assert right is not ax
-    assert right.containers[0].lines[0].get_ydata().tolist() == [6, 2.5]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["ours", "window", "speed (right)"]
-    for wrong in ({}, {"ours": {}}, {"ours": {0.0: 1.0}}, {"ours": {25.0: 1.0}}):
-        with pytest.raises(ValueError, match="quality, speed: "):
-            plot_quality(wrong)
-
-
 @cache
 def _draws() -> dict[str, Callable[..., object]]:
     q, k, v = torch.randn(3, 1, 2, 300, 8, dtype=torch.bfloat16).unbind()
@@ -193,7 +174,6 @@ def _draws() -> dict[str, Callable[..., object]]:
         "density": lambda ax: plot_density(index, ax),
         "densities": lambda ax: plot_density([report_of(torch.linspace(0, 1, 4)[None])] * 6, ax),
         "recall": lambda ax: plot_recall(report, ax, target=0.9),
-        "quality": lambda ax: plot_quality({"ours": {0.1: [0.9, 0.8], 0.2: 1.0}}, ax, speed={0.1: 5, 0.2: 2}),
         "attention": lambda ax: plot_attention(q, k, index, ax, head=1),
     }
 
@@ -209,7 +189,7 @@ def contrast(one: object, other: object) -> float:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("name", ["density", "densities", "recall", "quality", "attention"])
+@pytest.mark.parametrize("name", ["density", "densities", "recall", "attention"])
 def test_text_and_lines_stand_out(name: str, dark: bool, tmp_path: Path) -> None:
     from matplotlib.text import Text
 

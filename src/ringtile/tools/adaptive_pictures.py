@@ -1,8 +1,8 @@
-"""Pictures of adaptive attention: its densities, its quality, and the tiles that it keeps."""
+"""Pictures of adaptive attention: its densities, its recall, and the tiles that it keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +24,6 @@ _MOST_NUMBERS = 400
 
 _LABEL_INCHES = 0.5
 """Height of the numbers and the label below an axis."""
-
-Curve = Mapping[float, float | Sequence[float]]
-"""A figure at each density, or several, one per seed."""
 
 
 def densities(shown: BlockIndex | ControlReport | Sequence[BlockIndex | ControlReport]) -> Tensor:
@@ -143,66 +140,6 @@ def plot_recall(report: QualityReport, ax: Axes | None = None, *, target: float 
         axis.set_major_formatter(PercentFormatter(1, decimals=None))
     _legend(ax, columns=2)
     return ax
-
-
-def plot_quality(quality: Mapping[str, Curve], ax: Axes | None = None, *, speed: Curve | None = None) -> Axes:
-    """Draw quality against density, and speed if given, on an axis of its own at the right.
-
-    Args:
-        quality: Curves by name. A curve maps a density to the quality that is left, 1 for that of dense attention, or
-            to several of them. Then the line goes through their mean, and bars show their standard deviation.
-        ax: Where to draw. Default: a new figure.
-        speed: The time of dense attention over the time at a density, by density.
-
-    Returns:
-        The axes of the quality. ``ax.figure.axes[-1]`` are those of the speed.
-
-    Raises:
-        ValueError: If there is no curve, a curve is empty, or a density is not above 0 and at most 1.
-
-    Example:
-        >>> plot_quality({"default": {0.1: [0.91, 0.93], 0.25: [0.98, 0.99]}}, speed={0.1: 3.0, 0.25: 2.0}).get_xlabel()
-        'tile density'
-    """
-    curves = [*quality.values(), *([] if speed is None else [speed])]
-    places = sorted({place for curve in curves for place in curve})
-    if not quality or not all(curves) or not all(0 < place <= 1 for place in places):
-        raise ValueError(f"quality, speed: expected curves of densities above 0, at most 1, got {quality=}, {speed=}")
-    ax = axes_or_new(ax)
-    from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
-
-    colors = colors_on(ax)
-    ax.set_xscale("log")
-    lines = []
-    for number, (name, curve) in enumerate(quality.items()):
-        color = colors.series[number % len(colors.series)]
-        lines.append(_line(ax, curve, color=color, marker="osD^vP"[number % 6], markersize=5, label=name))
-    ax.grid(True, axis="y", color=colors.faint)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(PercentFormatter(1, decimals=None))
-    # Ticks of a logarithmic axis lie at powers of ten, where no density was measured.
-    ax.xaxis.set_major_locator(FixedLocator(places))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.set(xlabel="tile density", ylabel="quality, relative to dense attention")
-    if speed is not None:
-        right = ax.twinx()
-        ink = right.xaxis.label.get_color()
-        lines.append(_line(right, speed, color=ink, linestyle="--", linewidth=1.2, label="speed (right)"))
-        right.set(ylim=(0, None), ylabel="speed, relative to dense attention")
-        right.spines["right"].set_visible(True)
-        right.yaxis.set_major_formatter("{x:g}x")
-        right.tick_params(which="minor", bottom=False)
-    names = [*quality, *([] if speed is None else ["speed (right)"])]
-    _legend(ax, lines, names)
-    return ax
-
-
-def _line(ax: Axes, curve: Curve, **style: Any) -> Any:
-    places = sorted(curve)
-    values = [torch.as_tensor(curve[place], dtype=torch.float64).flatten() for place in places]
-    means = [float(value.mean()) for value in values]
-    spread = [float(value.std()) if len(value) > 1 else 0.0 for value in values]
-    return ax.errorbar(places, means, yerr=spread if any(spread) else None, capsize=3, **style)
 
 
 def plot_attention(

@@ -16,6 +16,7 @@ from ringtile.kernels.native import chosen as native_lists
 from ringtile.kernels.native.library import library, reason_against
 from ringtile.kernels.native.lists import kept_lists
 from ringtile.kernels.operators import is_differentiated, is_unseen
+from ringtile.kernels.triton import chosen as triton_lists
 
 _logger = logging.getLogger("ringtile")
 
@@ -30,6 +31,7 @@ _BACKENDS: dict[str, Backend] = {
 
 LISTS: dict[str, ListsBackend] = {
     "native": native_lists,
+    "triton": triton_lists,
     "blockwise": blockwise_lists,
 }
 """What computes attention over lists of keys. The first that supports a call runs."""
@@ -111,6 +113,8 @@ def select_lists(q: Tensor, k: Tensor, v: Tensor, lists: Lists, call: Call) -> s
         reasons = LISTS[name].unsupported(q, k, v, lists, call.dropout_p)
         if name != "blockwise":
             reasons = reasons + lacking(call, "softcap", "alibi_slopes")
+        if name == "triton":
+            reasons = reasons + triton.only_by_name(call)
         if not torch.compiler.is_compiling():
             _logger.debug("lists by %s: %s", name, reasons or "taken")
         if not reasons:

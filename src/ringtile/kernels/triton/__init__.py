@@ -41,21 +41,31 @@ def reason_against() -> str:
     return ""
 
 
-def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
-    """Return the reasons why the kernels do not support this call."""
+def device_reasons(q: Tensor) -> list[str]:
+    """Return the reasons why the kernels do not support a device and dtype."""
     reasons = []
     if not _FOUND:
         reasons.append("needs the package triton")
     if q.device.type != ("cpu" if INTERPRETED else "cuda"):
         reasons.append(f"needs a {'CPU under TRITON_INTERPRET=1' if INTERPRETED else 'GPU'}, got {q.device}")
-    if INTERPRETED and not call.backend:
-        reasons.append("computes on the CPU only where it is asked for by name")
     if q.dtype not in _DTYPES:
         reasons.append(f"knows {', '.join(map(str, _DTYPES))}, got {q.dtype=}")
     elif q.dtype == torch.bfloat16 and INTERPRETED:
         reasons.append("Triton's interpreter multiplies no bfloat16 matrices")
     elif q.dtype == torch.bfloat16 and q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
         reasons.append(f"bfloat16 needs compute capability 8.0, got {torch.cuda.get_device_capability(q.device)}")
+    return reasons
+
+
+def only_by_name(call: Call) -> list[str]:
+    """Return a reason if Triton interprets a call that does not name it."""
+    by_name = not INTERPRETED or call.backend
+    return [] if by_name else ["computes on the CPU only where it is asked for by name"]
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[str]:
+    """Return the reasons why the kernels do not support this call."""
+    reasons = device_reasons(q) + only_by_name(call)
     if max(q.shape[-1], v.shape[-1]) > _WIDEST:
         reasons.append(f"knows head dims up to {_WIDEST}, got {q.shape=}, {v.shape=}")
     if call.dropout_p and call.block < _SMALLEST_BLOCK and is_remapped(call):

@@ -29,7 +29,7 @@ _FEW_PROGRAMS = 132
 _PACKED_QUERIES = 32
 """Up to this many queries, the query heads of a key head share one tile."""
 _STATS_ROWS = 64
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 _BLOCKS = (64, 128)
 """The sides of tiles that the kernels take. Smaller ones are merged into tiles of 128."""
 
@@ -38,8 +38,8 @@ class Choice(NamedTuple):
     """One configuration of a launch."""
 
     config: Config
-    constants: Constants
-    """What is compiled in."""
+    constants: Any
+    """What is compiled in, as `Constants`."""
     programs: int
     tiles: dict[str, Any] = {}  # noqa: RUF012
     """Arguments that depend on the configuration: keys and values, or descriptors of their tiles."""
@@ -64,7 +64,7 @@ class Launch(NamedTuple):
         raise AssertionError("the last configuration runs or raises")
 
 
-def _launch(kernel: Any, values: dict[str, Any], choices: list[Choice]) -> Launch:
+def launch_of(kernel: Any, values: dict[str, Any], choices: list[Choice]) -> Launch:
     """Return the launch of a kernel, which takes the values that it names."""
     return Launch(kernel, {name: values[name] for name in kernel.arg_names if name in values}, choices)
 
@@ -103,11 +103,13 @@ def _in_blocks(index: BlockIndex) -> BlockIndex:
     return merged.at(replace(index.grid, block=merged.block))
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Return the power of two that a side of a product is padded to."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _stride(x: Tensor, *, compiled: bool = False) -> Stride:
+def stride_of(x: Tensor, *, compiled: bool = False) -> Stride:
+    """Return the strides of a tensor, that between tokens compiled in if ``compiled``."""
     b, h, n, _ = x.stride()
     return Stride(b, h, tl.constexpr(n) if compiled else n)
 
@@ -127,7 +129,7 @@ class Job:
         self.ratio = self.heads // self.kv_heads
         self.group = self.index.group.contiguous()
         placed = call.dropout_p > 0 and (is_remapped(call) or call.head_at is not None or call.batch_at is not None)
-        self.strides = Strides(*map(_stride, (q, k, v)))
+        self.strides = Strides(*map(stride_of, (q, k, v)))
         self.constants = self._constants(placed)
         self.values = self._values(placed)
         # Descriptors need addresses and strides of 16 bytes, and no stride of 0.
@@ -145,8 +147,8 @@ class Job:
         return Constants(
             D=self.head_dim,
             E=self.value_dim,
-            DP=_padded(self.head_dim),
-            EP=_padded(self.value_dim),
+            DP=padded(self.head_dim),
+            EP=padded(self.value_dim),
             BLOCK=index.block,
             SIGN=(call.scale > 0) - (call.scale < 0),
             PRECISION="tf32" if allows_tf32(self.q) else "ieee",
@@ -173,7 +175,7 @@ class Job:
             "seed": absent if call.seed is None else call.seed,
             "at": self._numbers() if placed else Numbers(*[absent] * 4),
             "natural": abs(call.scale) or 1.0,
-            "c": (abs(call.scale) or 1.0) * _LOG2_E,
+            "c": (abs(call.scale) or 1.0) * LOG2_E,
             "dropout_scale": dropout_scale(call.dropout_p),
             "scale": call.scale * dropout_scale(call.dropout_p),
             "threshold": dropout_threshold(call.dropout_p),
@@ -236,7 +238,7 @@ class Job:
         """Return the constants of a kernel that goes along rows, in a configuration."""
         # 3 queries of 4 packed heads fill 12 rows of a sub-tile of 16, the fewest that a product takes.
         rows = min(self.n_queries, self.index.block) * pack
-        height = max(16, pack, min(config.queries, _padded(rows)))
+        height = max(16, pack, min(config.queries, padded(rows)))
         return self.constants._replace(
             BM=height, BN=config.keys, SUBS=-(-rows // height), PACK=pack, SPLIT=self.schedule.rows.n_scratch > 0,
             STAGES=config.stages, TMA=self.by_descriptor,
@@ -272,8 +274,8 @@ def forward_launches(job: Job, out: Tensor, lse: Tensor) -> list[Launch]:
     pack = 1 << (job.ratio - 1).bit_length() if packs else 1
     owners = job.batch * (job.kv_heads if packs else job.heads)
     # Compiled in, the distance of two tokens takes no registers. It changes with heads and head dim, not with lengths.
-    near = {"k": _stride(job.k, compiled=True), "v": _stride(job.v, compiled=True)}
-    strides = job.strides._replace(o=_stride(out), **near)
+    near = {"k": stride_of(job.k, compiled=True), "v": stride_of(job.v, compiled=True)}
+    strides = job.strides._replace(o=stride_of(out), **near)
     split = job.row_scratch(owners, job.constants.EP + 1, job.index.block * pack)
     values = {**job.values, **job.rows(), **split, "OUT": out, "LSE": lse, "strides": strides}
     merged = {**values, "strides": Strides(o=strides.o)}
@@ -291,7 +293,7 @@ def _along_rows(
         choices.append(Choice(config, constants, owners * order.longest * constants.SUBS, job.key_tiles(config)))
         merges.append(Choice(config, _merging(constants), owners * job.index.n_rows * constants.SUBS))
     launches = zip(kernels, values, (choices, merges), strict=True)
-    return [_launch(*launch) for launch in launches][: 2 if order.n_scratch else 1]
+    return [launch_of(*launch) for launch in launches][: 2 if order.n_scratch else 1]
 
 
 def backward_launches(
@@ -305,23 +307,26 @@ def backward_launches(
         "OUT_GRAD": out_grad,
         "STATS": job.floats(2, *lse.shape),
         "size": lse.numel(),
-        "strides": job.strides._replace(g=_stride(out_grad)),
+        "strides": job.strides._replace(g=stride_of(out_grad)),
         **dict(zip(("Q_GRAD", "K_GRAD", "V_GRAD"), grads, strict=True)),
     }
     return [
-        _stats_launch(job, shared, lse_grad, out, lse),
+        stats_launch(shared, lse_grad, out, lse),
         *_dq_launches(job, shared),
         *_dkdv_launches(job, shared),
     ]
 
 
-def _stats_launch(job: Job, shared: dict[str, Any], lse_grad: Tensor | None, out: Tensor, lse: Tensor) -> Launch:
-    strides = Strides(o=_stride(out), g=shared["strides"].g)
+def stats_launch(shared: dict[str, Any], lse_grad: Tensor | None, out: Tensor, lse: Tensor) -> Launch:
+    """Return the launch that fills STATS."""
+    batch, heads, n_queries, value_dim = out.shape
+    strides = Strides(o=stride_of(out), g=shared["strides"].g)
     given = {"OUT": out, "LSE": lse, "LSE_GRAD": lse if lse_grad is None else lse_grad, "strides": strides}
-    constants = Constants(E=job.value_dim, EP=job.constants.EP, BM=_STATS_ROWS)
+    rows = _STATS_ROWS if value_dim <= 256 else _STATS_ROWS // 4
+    constants = Constants(E=value_dim, EP=padded(value_dim), BM=rows)
     values = {**shared, **given, "HAS_LSE_GRAD": lse_grad is not None}
-    programs = job.batch * job.heads * -(-job.n_queries // _STATS_ROWS)
-    return _launch(backward_kernels.stats_kernel, values, [Choice(Config(_STATS_ROWS, 0, 4, 1), constants, programs)])
+    programs = batch * heads * -(-n_queries // rows)
+    return launch_of(backward_kernels.stats_kernel, values, [Choice(Config(rows, 0, 4, 1), constants, programs)])
 
 
 def _dq_launches(job: Job, shared: dict[str, Any]) -> list[Launch]:
@@ -351,7 +356,7 @@ def _dkdv_launches(job: Job, shared: dict[str, Any]) -> list[Launch]:
         )
         choices.append(Choice(config, constants, owners * order.longest * subs))
         sums.append(Choice(config, _merging(constants), columns * subs))
-    launches = [_launch(backward_kernels.dkdv_kernel, values, choices)]
+    launches = [launch_of(backward_kernels.dkdv_kernel, values, choices)]
     if cut:
-        launches.append(_launch(backward_kernels.sum_dkdv_kernel, values, sums))
+        launches.append(launch_of(backward_kernels.sum_dkdv_kernel, values, sums))
     return launches

@@ -114,3 +114,34 @@ def configs(kernel: str, architecture: int, dtype: torch.dtype, width: int, bloc
     if drops:
         found = [config for config in found if config.queries * config.keys <= _DROPOUT_AREA[kernel]]
     return [config._replace(queries=min(config.queries, block), keys=min(config.keys, block)) for config in found]
+
+
+_LISTS = {
+    "forward": {
+        64: [Config(64, 64, 4, 5), Config(16, 32, 4, 1)],
+        128: [Config(64, 64, 4, 5), Config(64, 32, 4, 5), Config(16, 32, 4, 1)],
+        256: [Config(64, 32, 4, 5), Config(16, 32, 4, 5), Config(16, 16, 4, 1)],
+        512: [Config(64, 16, 8, 5), Config(32, 16, 4, 5), Config(16, 16, 4, 1)],
+    },
+    "dq": {
+        64: [Config(64, 32, 4, 5), Config(16, 32, 4, 1)],
+        128: [Config(64, 32, 4, 5), Config(32, 32, 4, 3), Config(16, 32, 4, 1)],
+        256: [Config(32, 32, 4, 3), Config(16, 16, 4, 1)],
+        512: [Config(32, 32, 8, 3), Config(16, 16, 4, 1), Config(8, 16, 4, 1)],
+    },
+    "dkdv": {
+        64: [Config(64, 64, 8, 3), Config(32, 32, 4, 1)],
+        128: [Config(64, 32, 8, 3), Config(32, 16, 8, 1)],
+        256: [Config(32, 32, 8, 1), Config(16, 16, 4, 1)],
+        512: [Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 8, 4, 1)],
+    },
+}
+"""For lists of keys per query, by the larger head dim, with heads in place of queries. An entry is loaded a step before
+its key, so 5 stages have 3 buffers."""
+
+
+def list_configs(kernel: str, dtype: torch.dtype, width: int) -> list[Config]:
+    """Return the configurations to try for lists, best first. ``width`` is the larger head dim."""
+    table = _LISTS[kernel]
+    found = table[min(size for size in table if size >= width)]
+    return found[-1:] if INTERPRETED or dtype == torch.float32 else found

@@ -35,23 +35,23 @@ int NAME(ringtile_backward_, ISA)(const ringtile_call *c) {
     }
 }
 
+#if HAS_BF16_PAIRS
+// What has no pairs is computed by another set. Lists are widened to float32.
+int ringtile_masses_avx512(const ringtile_call *);
+int ringtile_lists_avx512(const ringtile_call *);
+int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
+    const bool pairs = c->dtype == RINGTILE_BFLOAT16 && c->head_dim % 2 == 0;
+    return pairs ? ISA::masses<ISA::Bf16Pairs>(*c) : ringtile_masses_avx512(c);
+}
+int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
+#else
 int NAME(ringtile_masses_, ISA)(const ringtile_call *c) {
     switch (c->dtype) {
     case RINGTILE_FLOAT32: return ISA::masses<ISA::Plain<float, float>>(*c);
-    case RINGTILE_BFLOAT16:
-#if HAS_BF16_PAIRS
-        if (c->head_dim % 2 == 0) return ISA::masses<ISA::Bf16Pairs>(*c);
-#endif
-        return ISA::masses<ISA::Plain<ISA::bfloat16, float>>(*c);
+    case RINGTILE_BFLOAT16: return ISA::masses<ISA::Plain<ISA::bfloat16, float>>(*c);
     default: return ISA::masses<ISA::Plain<ISA::float16, float>>(*c);
     }
 }
-
-#if HAS_BF16_PAIRS
-// Lists are widened to float32, for which this set is another.
-int ringtile_lists_avx512(const ringtile_call *);
-int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ringtile_lists_avx512(c); }
-#else
 int NAME(ringtile_lists_, ISA)(const ringtile_call *c) { return ISA::lists(*c); }
 #endif
 }

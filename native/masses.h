@@ -142,7 +142,7 @@ void add_tile(float *scores, const KeyTile &tile, const int32_t *seen, float bas
 }
 
 // Bring the sums of all slots to the row's maximum, and return what divides them. Rows that see no key, or a NaN, get 0.
-INLINE Vec<float> share_of(const Segments &segments, int64_t count, const float *highest, const float *maxima,
+SHARED Vec<float> share_of(const Segments &segments, int64_t count, const float *highest, const float *maxima,
                            float *sums, float base) {
     const float low = -infinity<float>();
     const int64_t per_slot = segments.keys / segments.length;
@@ -158,17 +158,6 @@ INLINE Vec<float> share_of(const Segments &segments, int64_t count, const float 
     return total > 0 ? 1 / total : Vec<float>{};
 }
 
-// Return true if one of the output rows that own these lanes keeps a segment.
-INLINE bool keeps(const uint8_t *keep, const int64_t *owner, int lanes, int64_t width, int64_t segment) {
-    int64_t last = -1;
-    for (int lane = 0; lane < lanes; lane++) {
-        if (owner[lane] < 0 || owner[lane] == last) continue;
-        last = owner[lane];
-        if (keep[last * width + segment]) return true;
-    }
-    return false;
-}
-
 INLINE Vec<float> pooled(Vec<float> a, Vec<float> b, bool highest) { return highest ? max<float>(a, b) : a + b; }
 
 INLINE void pool_into(float *out, Vec<float> x, int count, bool highest) {
@@ -182,7 +171,7 @@ INLINE void pool_into(float *out, Vec<float> x, int count, bool highest) {
 
 // Pool the sums of a group of lanes into the output rows that own them, -1 for lanes without one. Means add row by row.
 // Maxima of vectors with one owner are found before they are transposed.
-INLINE void pool_group(const ringtile_call &c, int64_t count, const float *sums, const Vec<float> *share, int vectors,
+SHARED void pool_group(const ringtile_call &c, int64_t count, const float *sums, const Vec<float> *share, int vectors,
                        const int64_t *owner, float *out) {
     constexpr int L = Lanes<float>::count;
     const int64_t width = Segments(c).before(c.n_keys);
@@ -213,24 +202,115 @@ INLINE void pool_group(const ringtile_call &c, int64_t count, const float *sums,
     }
 }
 
-// Add the squares of a group of lanes to the output rows that own them, at the segments that these rows keep. The sums
-// of a group are those of the segments that one of its rows keeps, in their order.
-INLINE void square_group(const ringtile_call &c, const uint8_t *keep, const float *sums, const Vec<float> *share,
-                         int vectors, const int64_t *owner, int64_t limit, float *out) {
+// Rows that are computed together if each output row keeps segments of its own: few, so that few output rows share them.
+constexpr int KEPT_LANES = 16;
+
+// The output rows that own some lanes, and the segments that one of them keeps.
+struct KeptRows {
+    int count, of_lane[KEPT_LANES];  // -1 for a lane without a row
+    int64_t rows[KEPT_LANES];
+    const uint8_t *keep[KEPT_LANES];
+
+    KeptRows(const uint8_t *keep_of_head, const int64_t *owner, int64_t width) : count(0), of_lane(), rows(), keep() {
+        for (int lane = 0; lane < KEPT_LANES; lane++) {
+            if (owner[lane] >= 0 && (!count || rows[count - 1] != owner[lane]))
+                rows[count] = owner[lane], keep[count++] = keep_of_head + owner[lane] * width;
+            of_lane[lane] = owner[lane] < 0 ? -1 : count - 1;
+        }
+    }
+    // The first segment from `segment` on that one of the rows keeps, or `limit`.
+    SHARED int64_t next(int64_t segment, int64_t limit) const {
+        for (; segment < limit; segment++)
+            for (int i = 0; i < count; i++)
+                if (keep[i][segment]) return segment;
+        return limit;
+    }
+};
+
+// Add the squares of lanes to the output rows that own them, at the segments that these rows keep. The sums are those of
+// the segments that one of the rows keeps, in their order.
+SHARED void square_lanes(const KeptRows &kept, const float *sums, const Vec<float> *share, int vectors, int64_t limit, int64_t width,
+                         float *out) {
     constexpr int L = Lanes<float>::count;
-    const int64_t width = Segments(c).before(c.n_keys);
-    for (int64_t at = 0; at < limit; at++) {
-        if (!keeps(keep, owner, vectors * L, width, at)) continue;
+    for (int64_t at = kept.next(0, limit); at < limit; at = kept.next(at + 1, limit)) {
+        float mass[KEPT_LANES];
         for (int n = 0; n < vectors; n++) {
-            float mass[L];
-            store(mass, load(sums + n * L) * share[n]);
-            for (int l = 0; l < L; l++) {
-                const int64_t row = owner[n * L + l];
-                if (row >= 0 && share[n][l] != 0 && keep[row * width + at]) out[row * width + at] += mass[l] * mass[l];
-            }
+            const Vec<float> x = share[n] == 0 ? Vec<float>{} : load(sums + n * L) * share[n];
+            store(mass + n * L, x * x);
+        }
+        for (int i = 0, lane = 0; i < kept.count; i++) {
+            // One chain of sums, however an output row is cut.
+            float sum = out[kept.rows[i] * width + at];
+            for (; lane < vectors * L && kept.of_lane[lane] == i; lane++) sum += mass[lane];
+            if (kept.keep[i][at]) out[kept.rows[i] * width + at] = sum;
         }
         sums += GROUP<float>;
     }
+}
+
+// What each row of a strip sees, and the bias of a tile of keys.
+struct SeenKeys {
+    int32_t seen[MAX_BLOCK];
+    const float *bias;
+    float usual, base, scaled[MAX_BLOCK];
+
+    SHARED SeenKeys(const ringtile_call &c, const Head &head, int64_t first, int count, int end) : base(base_of<float>(c)) {
+        const int64_t *stride = c.masses.bias_stride;
+        for (int lane = 0; lane < end; lane++)
+            seen[lane] = lane < count ? (int32_t)min(max(c.masses.seen[first + lane], 0), c.n_keys) : 0;
+        bias = c.masses.bias ? c.masses.bias + head.b * stride[0] + head.kv * stride[1] : nullptr;
+        // Adding a number to all scores changes nothing, so that most tiles have no bias.
+        usual = bias && __builtin_isfinite(bias[0]) ? bias[0] : 0;
+    }
+
+    SHARED KeyTile tile(int64_t key, int64_t count, bool continues) {
+        KeyTile tile = {key, (int)count, nullptr, continues};
+        for (int k = 0; bias && k < count; k++) {
+            scaled[k] = (bias[key + k] - usual) * (1.44269504088896340736f / base);
+            if (scaled[k] != 0) tile.bias = scaled;
+        }
+        return tile;
+    }
+};
+
+// Lanes of a strip from `lane` on, over the segments that the output rows keep that own them. Each row by itself would sum
+// the same weights: what it does not keep adds zeros.
+template <class P>
+void mass_kept(const ringtile_call &c, const Head &head, P &products, SeenKeys &keys, int lane, int vectors,
+               const int64_t *owner, const uint8_t *keep, float *out, MassScratch<P> &to, bool *empty) {
+    constexpr int L = Lanes<float>::count;
+    const Segments segments(c);
+    const int64_t width = segments.before(c.n_keys);
+    const KeptRows kept(keep, owner, width);
+    int32_t least = keys.seen[lane], most = 0, shown[KEPT_LANES];
+    for (int l = 0; l < vectors * L; l++) {
+        to.highest[l] = -infinity<float>();
+        if (owner[l] >= 0) least = (int32_t)min(least, keys.seen[lane + l]);
+        most = (int32_t)max(most, keys.seen[lane + l]);
+    }
+    int64_t found = 0;
+    const int64_t limit = segments.before(most);
+    for (int64_t slot = kept.next(0, limit); slot < limit; slot = kept.next(slot + 1, limit)) {
+        const int64_t key = slot * segments.keys;
+        const KeyTile tile = keys.tile(key, min(segments.keys, most - key), false);
+        for (int l = 0; l < vectors * L && kept.count > 1; l++)
+            shown[l] = kept.of_lane[l] >= 0 && kept.keep[kept.of_lane[l]][slot] ? keys.seen[lane + l] : 0;
+        products.load_tile(head, {key, 0, tile.count, 0}, nullptr);
+        products.scores(vectors, 0, 0, tile.count, to.scores);
+        const int32_t *limits = kept.count > 1 ? shown : keys.seen + lane;
+        const bool masked = tile.bias || least < key + tile.count || kept.count > 1;
+        with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
+            add_tile<decltype(n)::value>(to.scores, tile, limits, keys.base, masked, segments.length, to.highest,
+                                         to.maxima_of(c, 0) + found * GROUP<float>, to.sums_of(0) + found * GROUP<float>);
+        });
+        found++;
+    }
+    Vec<float> share[NR];
+    for (int n = 0; n < vectors; n++) {
+        share[n] = share_of(segments, found, to.highest + n * L, to.maxima_of(c, 0) + n * L, to.sums_of(0) + n * L, keys.base);
+        for (int l = 0; l < L; l++) empty[n * L + l] = share[n][l] == 0;
+    }
+    square_lanes(kept, to.sums_of(0), share, vectors, limit, width, out);
 }
 
 // The rows [first, first + count) of a head, pooled into the rows of `out` that own them, over the segments that `keep`
@@ -241,18 +321,23 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
     constexpr int L = Lanes<float>::count;
     const Segments segments(c);
     const Side tokens = {first, 0, count, 0};
-    const int end = (count + L - 1) / L * L;
-    const float base = base_of<float>(c);
+    const int end = (count + L - 1) / L * L, step = keep ? KEPT_LANES : MAX_BLOCK;
     P products(c, to.products);
-    {
-        Packing packing(c);
-        products.pack(strip_rows<typename P::Element>(c, head, tokens, to.halves), tokens, 0, end, sign_of<float>(c));
+    SeenKeys keys(c, head, first, count, end);
+    const auto rows = strip_rows<typename P::Element>(c, head, tokens, to.halves);
+    for (int lane = 0; lane < end; lane += step) {
+        {
+            Packing packing(c);
+            products.pack(rows, tokens, lane, (int)min(lane + step, end), sign_of<float>(c));
+        }
+        if (keep)
+            mass_kept<P>(c, head, products, keys, lane, (int)min(KEPT_LANES / L, (end - lane) / L), owner + lane, keep, out, to,
+                         empty + lane);
     }
-    int32_t seen[MAX_BLOCK], shown[MAX_BLOCK], least[MAX_BLOCK / L], most[MAX_BLOCK / L], limit = 0;
-    int64_t found[MAX_BLOCK / L] = {};
-    const int64_t width = segments.before(c.n_keys);
+    if (keep) return;
+    const int32_t *seen = keys.seen;
+    int32_t least[MAX_BLOCK / L], most[MAX_BLOCK / L], limit = 0;
     for (int lane = 0; lane < end; lane++) {
-        seen[lane] = lane < count ? (int32_t)min(max(c.masses.seen[first + lane], 0), c.n_keys) : 0;
         to.highest[lane] = -infinity<float>();
         int32_t &low = least[lane / GROUP<float>], &high = most[lane / GROUP<float>];
         if (lane % GROUP<float> == 0) low = high = seen[lane];
@@ -261,60 +346,34 @@ void mass_strip(const ringtile_call &c, const Head &head, int64_t first, int cou
         high = seen[lane] > high ? seen[lane] : high;
         limit = high > limit ? high : limit;
     }
-    const int64_t *stride = c.masses.bias_stride;
-    const float *bias = c.masses.bias ? c.masses.bias + head.b * stride[0] + head.kv * stride[1] : nullptr;
-    // Adding a number to all scores changes nothing, so that most tiles have no bias.
-    const float usual = bias && __builtin_isfinite(bias[0]) ? bias[0] : 0;
-    float scaled_bias[MAX_BLOCK];
     for (int64_t slot = 0; slot * segments.keys < limit; slot++) {
         const int64_t begin = slot * segments.keys, stop = min(begin + segments.keys, limit);
-        if (keep && !keeps(keep, owner, end, width, slot)) continue;
         for (int64_t key = begin; key < stop; key += MAX_BLOCK) {
-            KeyTile tile = {key, (int)min(MAX_BLOCK, stop - key), nullptr, key > begin};
-            for (int k = 0; bias && k < tile.count; k++) {
-                scaled_bias[k] = (bias[key + k] - usual) * (1.44269504088896340736f / base);
-                if (scaled_bias[k] != 0) tile.bias = scaled_bias;
-            }
+            const KeyTile tile = keys.tile(key, min(MAX_BLOCK, stop - key), key > begin);
             products.load_tile(head, {key, 0, tile.count, 0}, nullptr);
             for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
                 if (most[group] <= key) continue;
                 const int vectors = (int)min(NR, (end - lane) / L);
-                const int32_t *limits = seen + lane;
-                bool masked = tile.bias || least[group] < key + tile.count;
-                // Sums are one per slot, unless rows keep some segments: then a slot is a segment that a row keeps.
-                int64_t at_slot = slot, at_segment = key / segments.length;
-                if (keep) {
-                    if (!keeps(keep, owner + lane, vectors * L, width, slot)) continue;
-                    for (int l = lane; l < lane + vectors * L; l++) {
-                        const bool kept = owner[l] >= 0 && keep[owner[l] * width + slot];
-                        shown[l] = kept ? seen[l] : 0;
-                        masked |= !kept;
-                    }
-                    limits = shown + lane;
-                    at_slot = at_segment = found[group]++;
-                }
+                const bool masked = tile.bias || least[group] < key + tile.count;
                 products.scores(vectors, lane, 0, tile.count, to.scores);
                 with_constant<NR>(vectors, [&](auto n) INLINE_LAMBDA {
-                    add_tile<decltype(n)::value>(to.scores, tile, limits, base, masked, segments.length,
-                                                 to.highest + lane, to.maxima_of(c, group) + at_slot * GROUP<float>,
-                                                 to.sums_of(group) + at_segment * GROUP<float>);
+                    add_tile<decltype(n)::value>(to.scores, tile, seen + lane, keys.base, masked, segments.length,
+                                                 to.highest + lane, to.maxima_of(c, group) + slot * GROUP<float>,
+                                                 to.sums_of(group) + key / segments.length * GROUP<float>);
                 });
             }
         }
     }
     for (int lane = 0, group = 0; lane < end; lane += GROUP<float>, group++) {
         const int vectors = (int)min(NR, (end - lane) / L);
-        const int64_t count = keep ? found[group] : segments.before(most[group]);
+        const int64_t seen_segments = segments.before(most[group]);
         Vec<float> share[NR];
         for (int n = 0; n < vectors; n++) {
-            share[n] = share_of(segments, count, to.highest + lane + n * L, to.maxima_of(c, group) + n * L,
-                                to.sums_of(group) + n * L, base);
+            share[n] = share_of(segments, seen_segments, to.highest + lane + n * L, to.maxima_of(c, group) + n * L,
+                                to.sums_of(group) + n * L, keys.base);
             for (int l = 0; l < L; l++) empty[lane + n * L + l] = share[n][l] == 0;
         }
-        if (keep)
-            square_group(c, keep, to.sums_of(group), share, vectors, owner + lane, segments.before(most[group]), out);
-        else
-            pool_group(c, count, to.sums_of(group), share, vectors, owner + lane, out);
+        pool_group(c, seen_segments, to.sums_of(group), share, vectors, owner + lane, out);
     }
 }
 

@@ -13,6 +13,7 @@
 #define VECTOR_BYTES 16
 #endif
 #define INLINE inline __attribute__((always_inline))
+#define SHARED inline __attribute__((noinline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 
 namespace ISA {

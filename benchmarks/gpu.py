@@ -38,6 +38,7 @@ if {"--mock", "--prepare"} & set(sys.argv):
 
 import torch  # noqa: E402
 import triton_cases  # noqa: E402
+import triton_list_cases  # noqa: E402
 from gpu_prepare import no_gpu, prepare  # noqa: E402
 from gpu_sections import GROUPED, SECTIONS, TIMED, UNTIMED, Cell, Setup, first_line  # noqa: E402
 from gpu_times import CLOCK, DEVICE  # noqa: E402
@@ -49,7 +50,7 @@ from ringtile.kernels.triton import launches, tuning  # noqa: E402
 from ringtile.tools.machine import commit, machine_facts, versions  # noqa: E402
 from ringtile.tools.record import write_whole  # noqa: E402
 
-triton_cases.DEVICE = DEVICE
+triton_cases.DEVICE = triton_list_cases.DEVICE = DEVICE
 FORMAT = 2
 SAME = ("format", "clock", "devices", "versions", "sources")
 """What two parts of a record share."""
@@ -186,7 +187,7 @@ def prepare_all(setup: Setup, args: argparse.Namespace) -> int:
         target = tuple(map(int, done.stdout.split()))
     with patch.object(launches, "architecture", lambda device: target[0]):
         cells = [(name, cell) for name in args.sections for cell in SECTIONS[name](setup)]
-    checks = [cell.run for name, cell in cells if name == "gate"]
+    checks = [cell.run for name, cell in cells if name == "gate" or (name == "lists" and not cell.problems)]
     made = prepare(*target, checks, [problem for _, cell in cells for problem in cell.problems])
     print(f"{made['kernels']} kernels for sm_{target[0]} in {os.environ['TRITON_CACHE_DIR']}")
     print(*made["failed"], sep="\n", end="")

@@ -15,12 +15,20 @@ from unittest.mock import MagicMock, patch
 
 import mock_gpu
 import torch
+from gpu_times import DEVICE
+from lists import Cell as LayerOfLists
+from lists import draw_lists
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.backends.compiler import GPUTarget
 
+from ringtile import sparse_attention
 from ringtile.index import clear_cache, schedule
 from ringtile.kernels.triton import launches
 from ringtile.kernels.triton.tuning import VARIABLE, Config, configs
+from ringtile.patterns import Causal, Chosen
+from ringtile.tools.bench.exact import relative_error
 from ringtile.tools.bench.peers import Case, Ringtile
 from ringtile.tools.machine import cores
 
@@ -64,6 +72,77 @@ class Problem(NamedTuple):
                     torch.autograd.grad(out, leaves, torch.empty_like(out))
 
 
+class ListProblem(NamedTuple):
+    """One of our calls over lists of keys, of a layer of `lists`, and what it is compared with."""
+
+    layer: LayerOfLists
+    n_keys: int
+    dtype: torch.dtype
+    trains: bool = True
+
+    @property
+    def n_queries(self) -> int:
+        return self.n_keys if self.trains else 1
+
+    def smaller(self) -> ListProblem:
+        """Return a problem for the interpreter."""
+        layer = self.layer._replace(heads=2, key_heads=1, groups=1, head_dim=16, length=2, block=1)
+        return ListProblem(layer._replace(value_dim=min(layer.value_dim, 16)), 8, torch.float32, self.trains)
+
+    def inputs(self) -> tuple[list[Tensor], Tensor]:
+        """Return q, k and v, or q and k if the values are the first dims of the keys, and the lists."""
+        drawn = torch.Generator(DEVICE).manual_seed(0)
+        layer, like = self.layer, {"generator": drawn, "device": DEVICE, "dtype": self.dtype}
+        leaves = [torch.randn(1, layer.heads, self.n_queries, layer.head_dim, **like)]
+        for width in (layer.head_dim, layer.value_dim):
+            leaves += [torch.randn(1, layer.key_heads, self.n_keys, width, **like)] if width else []
+        return leaves, draw_lists(layer, self.n_queries, self.n_keys, False).to(DEVICE)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, backend: str = "triton") -> Tensor:
+        """Return the attention of the last queries, of which there are lists."""
+        scale = self.layer.head_dim**-0.5
+        pattern = Causal() & Chosen(chosen, self.layer.block)
+        return sparse_attention(q, k, v, pattern, enable_gqa=True, scale=scale, backend=backend)
+
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+        """Return PyTorch's dense causal attention."""
+        return scaled_dot_product_attention(q, k, v, is_causal=self.n_queries > 1, enable_gqa=True)
+
+    def off(self, rows: int = 0) -> float:
+        """Return the error of the last rows, or of all and their gradients, against float64."""
+        leaves, chosen = self.inputs()
+        if rows:
+            leaves[0], chosen = leaves[0][:, :, -rows:], chosen[:, :, -rows:]
+        results = []
+        for dtype, backend in ((self.dtype, "triton"), (torch.float64, "blockwise")):
+            mine = [x.to(dtype).requires_grad_(not rows) for x in leaves]
+            out = self.attend(*_with_values(mine), chosen, backend)
+            grads = torch.autograd.grad(out, mine, torch.ones_like(out)) if not rows else ()
+            results.append([out.detach(), *grads])
+        return max(relative_error(x, y) for x, y in zip(*results, strict=True))
+
+    def call(self, *, trains: bool, attend: Callable[..., Tensor] | None = None) -> Callable[[], object]:
+        """Return a call to time."""
+        leaves, chosen = self.inputs()
+        leaves = [x.requires_grad_(trains) for x in leaves]
+
+        def run() -> object:
+            out = (attend or self.attend)(*_with_values(leaves), chosen)
+            return torch.autograd.grad(out, leaves, out.detach()) if trains else out
+
+        return run
+
+    def launch(self) -> None:
+        """Call it, to name its kernels."""
+        # Kernels do not depend on lengths.
+        few = self._replace(n_keys=min(self.n_keys, 64 + 2 * self.layer.block))
+        few.call(trains=self.trains)()
+
+
+def _with_values(leaves: list[Tensor]) -> list[Tensor]:
+    return leaves if len(leaves) == 3 else [*leaves, leaves[1][..., :512]]
+
+
 _asked: list[mock_gpu.Kernel] = []
 
 
@@ -84,7 +163,7 @@ def _compiled(number: int, target: GPUTarget) -> tuple[int, int, str]:
 
 
 def prepare(
-    architecture: int, shared: int, checks: Sequence[Callable[[], object]], problems: Sequence[Problem]
+    architecture: int, shared: int, checks: Sequence[Callable[[], object]], problems: Sequence[Problem | ListProblem]
 ) -> dict[str, Any]:
     """Compile the kernels of all calls for an architecture with so many bytes of shared memory per program.
 

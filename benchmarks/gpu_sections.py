@@ -18,8 +18,10 @@ from unittest.mock import patch
 
 import torch
 import triton_cases
-from gpu_prepare import Problem, forced
+import triton_list_cases
+from gpu_prepare import ListProblem, Problem, forced
 from gpu_times import CLOCK, DEVICE, passes_of, share_of, times_of
+from lists import BOUNDS, CELLS
 from torch import Tensor
 
 from ringtile import SparseTransformer, sparse_attention
@@ -44,6 +46,8 @@ FLEX = ("full", "causal window", "documents", "global and local", "dilated")
 PASSES = ("full", "causal", "causal window", "dilated", "LongNet")
 SANITIZED = ("causal over sub tiles", "grouped heads and another value dim", "long rows and columns in pieces")
 SANITIZER_SECONDS = 100
+CHECKED_TOKENS = 1024
+"""Of a layer over lists, whose gradients are compared with float64."""
 MODEL, MODEL_RULE = (12, 768, 12), "causal & (window(4095, 0) | global_tokens(64))"
 TILES = {
     "forward": ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32)),
@@ -62,7 +66,7 @@ class Cell(NamedTuple):
 
     name: str
     run: Callable[[], Value]
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Problem | ListProblem, ...] = ()
 
 
 class Setup(NamedTuple):
@@ -213,17 +217,19 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
-def gate(setup: Setup) -> Iterator[Cell]:
-    def checked(name: str) -> Value:
-        torch.manual_seed(0)
-        share = triton_cases.CASES[name]()
-        # JSON has no infinity.
-        return {"share": share} if share <= 1 else {"error": f"{share:.3g} of the error that is allowed"}
+def checked(case: triton_cases.Check) -> Value:
+    """Run a case of the tests."""
+    torch.manual_seed(0)
+    share = case()
+    # JSON has no infinity.
+    return {"share": share} if share <= 1 else {"error": f"{share:.3g} of the error that is allowed"}
 
+
+def gate(setup: Setup) -> Iterator[Cell]:
     # The second reads what only a GPU computes, so that the mock lists a failure.
     few = ("causal over sub tiles", "an index with unused room")[: 1 if CLOCK == "wall" else 2]
     for name in few if setup.smoke else triton_cases.CASES:
-        yield Cell(name, partial(checked, name))
+        yield Cell(name, partial(checked, triton_cases.CASES[name]))
 
 
 def machine(setup: Setup) -> Iterator[Cell]:
@@ -429,6 +435,38 @@ def model(setup: Setup) -> Iterator[Cell]:
         yield Cell(f"N {n}", partial(forward, n), (problem,))
 
 
+def lists(setup: Setup) -> Iterator[Cell]:
+    """Run the cases of lists, then time layers of models that were trained sparse, beside PyTorch's dense attention."""
+
+    def timed(problem: ListProblem) -> Value:
+        # All gradients of few tokens, then the last rows of all, against float64.
+        off = problem._replace(n_keys=min(problem.n_keys, CHECKED_TOKENS), trains=True).off()
+        off = max(off, problem.off(rows=4))
+        if not off <= BOUNDS[problem.dtype]:
+            raise ValueError(f"wrong: relative error {off:.1e}, allowed {BOUNDS[problem.dtype]:.0e}")
+        found: Value = {"off": off}
+        for trains in (False, True) if problem.trains else (False,):
+            calls = {"lists": problem.call(trains=trains)}
+            try:
+                calls["dense"] = dense = problem.call(trains=trains, attend=problem.dense)
+                dense()
+            except Exception as error:
+                found["dense"] = {"verdict": first_line(error)}
+                del calls["dense"]
+            for name, time in times_of(calls, setup.seconds).items():
+                found[name + (" with gradients" if trains else "")] = time
+        return found
+
+    for name in setup.some(triton_list_cases.CASES):
+        yield Cell(name, partial(checked, triton_list_cases.CASES[name]))
+    for layer in setup.some(CELLS, 2):
+        for n in setup.some((8192, 32_768)):
+            problem = ListProblem(CELLS[layer], n, torch.bfloat16, trains=layer != "decode")
+            if setup.smoke:
+                problem = problem.smaller()
+            yield Cell(f"{layer}, N {problem.n_keys}", partial(timed, problem), (problem,))
+
+
 def sanitizer(setup: Setup) -> Iterator[Cell]:
     """Run small cases under compute-sanitizer, for accesses out of bounds and for races in shared memory."""
 
@@ -454,8 +492,8 @@ def sanitizer(setup: Setup) -> Iterator[Cell]:
 SECTIONS: dict[str, Callable[[Setup], Iterator[Cell]]] = {
     "gate": gate, "machine": machine, "passes": passes, "ab": ab, "sweep": sweep, "masks": partial(compared, "masks"),
     "flex": partial(compared, "flex"), "tma": tma, "graph": graph, "lengths": partial(compared, "lengths"),
-    "million": partial(compared, "million"), "claims": partial(compared, "claims"), "model": model,
-    "sanitizer": sanitizer,
+    "million": partial(compared, "million"), "claims": partial(compared, "claims"), "lists": lists,
+    "model": model, "sanitizer": sanitizer,
 }  # fmt: skip
 UNTIMED = {
     "an index with unused room", "a fixed capacity changes no bit", "key mask", "key lengths", "dropout",

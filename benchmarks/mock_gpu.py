@@ -27,7 +27,8 @@ from triton.runtime.jit import JITFunction
 from ringtile.index import schedule
 from ringtile.kernels import blockwise
 from ringtile.kernels import triton as backend
-from ringtile.kernels.triton import backward_kernels, forward_kernels, launches
+from ringtile.kernels.blockwise import lists as blockwise_lists
+from ringtile.kernels.triton import backward_kernels, chosen, forward_kernels, launches, list_kernels
 
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """What one program may have of shared memory."""
@@ -165,24 +166,19 @@ def mock_gpu(
     says. ``recording=False`` counts no launches, for timings.
     """
     gpu = MockGpu(architecture, None if compiled else shared_of, recording)
-    unsupported, forward, backward = backend.unsupported, backend.forward, backend.backward
+    device_reasons = backend.device_reasons
 
-    def reasons(q: Any, k: Any, v: Any, call: Any) -> list[str]:
-        return [reason for reason in unsupported(q, k, v, call) if not reason.startswith("needs a GPU")]
+    def reasons(q: Any) -> list[str]:
+        return [reason for reason in device_reasons(q) if not reason.startswith("needs a GPU")]
 
-    def forward_with_results(q: Any, k: Any, v: Any, call: Any) -> Any:
-        forward(q, k, v, call)
-        return blockwise.forward(q, k, v, call)
-
-    def backward_with_results(*rows_and_call: Any) -> Any:
-        backward(*rows_and_call)
-        return blockwise.backward(*rows_and_call)
+    def both(launch: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (launch(*arguments), compute(*arguments))[1]
 
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(patch.object(driver, "_active", gpu))
         enter(patch.object(JITFunction, "_do_compile", lambda function, *args: gpu.make(function, *args)))
-        for module in (forward_kernels, backward_kernels):
+        for module in (forward_kernels, backward_kernels, list_kernels):
             for function in vars(module).values():
                 if isinstance(function, JITFunction):
                     # What another driver compiled is none of this one's.
@@ -196,9 +192,10 @@ def mock_gpu(
         enter(patch.object(schedule, "is_capturing", lambda device: gpu.capturing, create=True))
         enter(patch.object(torch.cuda, "current_stream", lambda device=None: Stream(gpu.stream, gpu.waits)))
         enter(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: gpu.stream, create=True))
-        enter(patch.object(backend, "unsupported", reasons))
+        enter(patch.object(backend, "device_reasons", reasons))
         enter(patch.object(backend, "reason_against", lambda: ""))
         if results:
-            enter(patch.object(backend, "forward", forward_with_results))
-            enter(patch.object(backend, "backward", backward_with_results))
+            for module, computes in ((backend, blockwise), (chosen, blockwise_lists)):
+                for name in ("forward", "backward"):
+                    enter(patch.object(module, name, both(getattr(module, name), getattr(computes, name))))
         yield gpu

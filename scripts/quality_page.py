@@ -111,6 +111,15 @@ python benchmarks/adaptive.py --out benchmarks/records/adaptive.json
 ```
 """
 
+PEER = """\
+OpenVINO GenAI {version} has a sparse prefill, too. XAttention keeps tiles of {block} tokens up to a threshold,
+and tells no density. Both engines have the same weights, compute in {dtype} and get the same tokens. OpenVINO's
+defaults are keys and values of 8 bits, and dense attention for the last 100 tokens. What is **kept**, and the time
+**against its dense**, are about each engine's own dense attention. **Seconds** are of the whole prefill, in turns in
+one process: medians of {rounds} rounds. **Needles** count the probability of the right digits, because OpenVINO does
+not tell the likeliest ones. The texts: {texts}. Measured on {where}.
+"""
+
 LIMITS = """
 ## How to read it
 
@@ -136,14 +145,19 @@ def page(small: Record, theirs: Record) -> str:
     for table in found:
         parts += _section(table)
     parts += [DECODER, *_where(theirs), Code("\n".join(leg.table(theirs.cells))), *_texts()]
-    parts += [*_cost(json.loads((RECORDS / "adaptive.json").read_text(encoding="utf-8"))), LIMITS]
-    return markdown(parts)
+    parts += _cost(json.loads((RECORDS / "adaptive.json").read_text(encoding="utf-8")))
+    if (peer := RECORDS / "openvino.json").exists():
+        parts += _peer(json.loads(peer.read_text(encoding="utf-8")))
+    return markdown([*parts, LIMITS])
 
 
 def _where(record: Record) -> list[Part]:
-    threads, torch = record.machine["threads"], record.versions["torch"]
-    where = f"{record.machine['cpu']}, {threads} thread{'s' if threads > 1 else ''}, torch {torch}"
-    return [Code(str(record.command), "sh"), f"Measured on {where}."]
+    return [Code(str(record.command), "sh"), f"Measured on {_machine(record.machine, record.versions)}."]
+
+
+def _machine(machine: dict[str, Any], versions: dict[str, str | None]) -> str:
+    threads = machine["threads"]
+    return f"{machine['cpu']}, {threads} thread{'s' if threads > 1 else ''}, torch {versions['torch']}"
 
 
 def _texts() -> list[Part]:
@@ -157,6 +171,22 @@ def _cost(record: dict[str, Any]) -> list[Part]:
     where = f"{record['machine']['cpu']}, torch {record['versions']['torch']}"
     lines = "\n".join(lines_of(record["rows"]))
     return [Heading("What the choice costs"), filled(COSTS.format(where=where)), COST_COMMAND, lines]
+
+
+def _peer(record: dict[str, Any]) -> list[Part]:
+    table = runpy.run_path(str(ROOT / "benchmarks" / "openvino_prefill.py"))["table"]
+    rows = record["rows"]
+    facts = {
+        "version": record["openvino_genai"],
+        "block": record["xattention"]["block"],
+        "dtype": record["dtype"],
+        "rounds": len(rows[0]["times"]),
+        "texts": ", ".join(dict.fromkeys(text for row in rows for text in row["texts"])),
+        "where": _machine(record["machine"], record["versions"]),
+    }
+    command = Code(f"pip install --target ov openvino-genai\n{record['command']}", "sh")
+    tables = [table(rows, n_tokens) for n_tokens in dict.fromkeys(row["tokens"] for row in rows)]
+    return [Heading("Beside OpenVINO"), filled(PEER.format(**facts)), command, *tables]
 
 
 def _overview(found: list[TaskTable], cells: Iterable[Cell]) -> list[Part]:

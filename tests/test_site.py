@@ -321,6 +321,26 @@ def test_the_quality_page_is_that_of_its_record() -> None:
     assert made.leg.table(theirs.cells)
 
 
+def test_the_section_of_another_engine_has_means_and_worst_texts() -> None:
+    made = script("quality_page")
+    row = {"tokens": 4096, "name": "ringtile", "seconds": 2.5, "speedup": 1.6, "times": [2.5] * 3, "texts": ["a", "b"]}
+    ours = {**row, "density": [0.25, 0.27], "text": [1.0, 0.9], "copy": [1.0, 0.8], "needles": [0.5, 0.7]}
+    theirs = {**ours, "name": "OpenVINO", "density": [None, None], "tokens": 8192, "texts": ["a"]}
+    facts = {
+        "machine": {"cpu": "C", "threads": 2},
+        "versions": {"torch": "2"},
+        "openvino_genai": "1",
+        "dtype": "bfloat16",
+    }
+    record = {**facts, "command": "python x", "xattention": {"block": 64}, "rows": [ours, theirs]}
+    _, text, command, short, long = made._peer(record)
+    assert "tiles of 64 tokens" in text
+    assert "The texts: a, b. Measured on C, 2 threads, torch 2." in " ".join(text.split())
+    assert command.text.endswith("python x")
+    assert short.rows == [["ringtile", "26.0%", "2.50", "1.60x", "95.0", "90.0", "90.0", "80.0", "60.0", "50.0"]]
+    assert (long.heads[0], long.rows[0][:2]) == ("8,192 tokens", ["OpenVINO", "-"])
+
+
 def test_a_wrong_figure_in_readme_is_put_right() -> None:
     made = script("benchmark_page")
     found = {name: invented(name) for name in ("short", "fallback", "density", "long", "acceptance", "grid")}

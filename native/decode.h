@@ -21,8 +21,8 @@ void decode_scores(Rows<T> queries, int n_queries, Keys keys, int n_keys, int64_
     constexpr int L = Lanes<T>::count, SOME = L < 8 ? L : 8;  // of the keys at once: each sum waits for the one before
     for (int k = 0; k < n_keys; k += L)
         for (int r = 0; r < n_queries; r++) {
-            Vec<T> sum[L];
-            for (int i = 0; i < L; i += SOME) {
+            Vec<T> sum[L] = {};
+            for (int i = 0; i < L && k + i < n_keys; i += SOME) {
                 // Past the end, read the last key again and ignore the result.
                 const T *key[SOME];
                 Vec<T> some[SOME] = {};

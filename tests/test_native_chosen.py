@@ -116,10 +116,10 @@ def test_queries_that_share_a_union(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "steps"), [(1, 16, (0, 1)), (2, 8, (1, 2)), (4, 4, (6, 7)), (5, 3, (5, 6)), (8, 2, (0, 1))]
+    ("heads", "queries", "steps"), [(1, 16, (2, 3)), (2, 8, (4, 5)), (4, 4, (6, 7)), (5, 3, (5, 6)), (8, 2, (0, 1))]
 )
 def test_a_union_pays_if_it_is_faster_than_its_lists(heads: int, queries: int, steps: tuple[int, int]) -> None:
-    """Its entries are a tenth of those of its lists, or more if heads share them."""
+    """Its entries are a sixth of those of its lists, or more if heads share them."""
     case = Case(1, heads, 1, queries, 200, 8, 8, length=40)
     inputs, limits = draw_inputs(case, torch.float32), torch.tensor([0, 200]).int().expand(1, queries, 2).contiguous()
     for step, shared in zip(steps, (True, False), strict=True):
@@ -150,10 +150,10 @@ def test_runs_that_go_through_segments_of_keys(case: Case, near: bool, monkeypat
 @pytest.mark.parametrize(("heads", "same"), [(1, True), (1, False), (8, True), (16, True)])
 def test_a_key_of_many_queries_rounds_like_pytorch(heads: int, same: bool) -> None:
     """16,384 queries keep it, and terms of one sign are the worst case of a chain of sums."""
-    n_queries, n_keys, width = 16384, 16, 8
-    entries = torch.arange(n_keys // 2).expand(1, 1, n_queries, -1)
+    n_queries, n_keys, width = 16384, 64, 8
+    entries = torch.arange(2).expand(1, 1, n_queries, -1).clone()
     if not same:
-        entries = torch.rand(1, 1, n_queries, n_keys).argsort(3)[..., : n_keys // 2].sort(3).values
+        entries[..., 1] = torch.randint(1, n_keys, (n_queries,))
     limits = torch.tensor([0, n_keys]).int().expand(1, n_queries, 2).contiguous()
     lists = Lists(entries.int().contiguous(), 1, limits)
     case = Case(1, heads, 1, n_queries, n_keys, width, width)

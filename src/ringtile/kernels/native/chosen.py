@@ -26,7 +26,7 @@ _ITEM_ROWS = 128
 """Rows of runs that go through the keys together, so that they share them in a cache."""
 _DIRECT = 4
 """Heads of a key head whose queries are computed one by one with their dims in the lanes, at most."""
-_UNION_COST = 10
+_UNION_COST = 6
 """A row of a union with all lanes takes as long as this many pairs of such queries."""
 _WINDOW = 256
 """Queries whose weights wait for the gradients of keys, at most. These are sums of the sums of windows."""
